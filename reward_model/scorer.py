@@ -1,0 +1,151 @@
+"""Scores replies with a reward model: loading, its record of accuracy and calibration, padding without effect.
+
+Works on text, through the render function that the reward model was trained with, so that the policy's tokenizer may
+be another one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf.errors import UserError
+from rlhf.models import autocast, find_model, load_tokenizer
+from rlhf.prompts import Example, encode_prompt, encode_reply
+
+METRICS_FILE = "metrics.json"
+ROWS_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Raw scores are reported as (raw - mean) / std."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+
+class RewardModel:
+    """A sequence classifier with one output. `score` gives calibrated scores; `record` is its metrics.json or None."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        record: dict | None = None,
+    ):
+        self.model = model.eval().requires_grad_(False).to(device)
+        self.tokenizer, self.device, self.dtype, self.record = tokenizer, device, dtype, record
+        self.calibration = Calibration(**(record or {}).get("calibration", {}).get("scale", {}))
+
+    @classmethod
+    def load(cls, name: str, device: torch.device, dtype: torch.dtype | None, flag: str = "--rm-model") -> RewardModel:
+        """Raises UserError for a folder that is not there, or a model that cannot give one score per reply."""
+        folder = find_model(name, flag)
+        config = AutoConfig.from_pretrained(folder)
+        _check_config(config, name, flag)
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+        fresh = [k for k in info["missing_keys"] if "score" in k or "classifier" in k]
+        if fresh:
+            raise UserError(f"no trained score head ({', '.join(fresh)} is missing): {name}. {_HOW_TO_TRAIN}")
+        file = Path(folder) / METRICS_FILE
+        record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        return cls(model, load_tokenizer(folder), device, dtype, record)
+
+    def encode(self, messages: Sequence[dict[str, str]], reply: str, ended: bool = True) -> list[int]:
+        """What the model reads for one reply: the ids that it was trained on."""
+        return encode_prompt(self.tokenizer, messages) + encode_reply(self.tokenizer, reply, ended)
+
+    @torch.no_grad()
+    def raw_scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """Uncalibrated scores of id sequences, in their order. Batched by length; padding changes no score."""
+        scores = [0.0] * len(sequences)
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+        for start in range(0, len(order), ROWS_AT_ONCE):
+            rows = order[start : start + ROWS_AT_ONCE]
+            width = len(sequences[rows[-1]])
+            pad = self.model.config.pad_token_id
+            ids = torch.tensor([[*sequences[i], *[pad] * (width - len(sequences[i]))] for i in rows])
+            attention = torch.tensor([[1] * len(sequences[i]) + [0] * (width - len(sequences[i])) for i in rows])
+            with autocast(self.device, self.dtype):
+                logits = self.model(input_ids=ids.to(self.device), attention_mask=attention.to(self.device)).logits
+            for i, value in zip(rows, logits[:, 0].float().tolist(), strict=True):
+                scores[i] = value
+        return scores
+
+    def score(
+        self, messages: Sequence[Sequence[dict[str, str]]], replies: Sequence[str], ended: Sequence[bool]
+    ) -> list[float]:
+        """Calibrated scores, one per reply: about mean 0, variance 1 on the start model's replies."""
+        sequences = [self.encode(m, r, e) for m, r, e in zip(messages, replies, ended, strict=True)]
+        return [(raw - self.calibration.mean) / self.calibration.std for raw in self.raw_scores(sequences)]
+
+
+_HOW_TO_TRAIN = "Train one with `python -m reward_model.train`"
+
+
+def _check_config(config, name: str, flag: str) -> None:
+    architecture = (config.architectures or ["?"])[0]
+    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        raise UserError(f"a language model ({architecture}), not a reward model: {flag} {name}. {_HOW_TO_TRAIN}")
+    if config.num_labels != 1:
+        raise UserError(
+            f"{config.num_labels} outputs per reply, a reward model has exactly one: {flag} {name}. {_HOW_TO_TRAIN}"
+        )
+    if config.pad_token_id is None:
+        raise UserError(
+            f"no pad token, so that padded replies cannot be told from whole ones: {flag} {name}. "
+            "Set pad_token_id in its config.json to a token other than EOS"
+        )
+
+
+@dataclass(frozen=True)
+class PairAccuracy:
+    """How often the chosen reply outscores the rejected one, and what its length alone would have told."""
+
+    accuracy: float
+    margin: float  # mean of chosen - rejected, score units
+    length_baseline: float  # the better of "longer wins" and "shorter wins" (characters; ties count half)
+    accuracy_against_baseline: float | None  # on the pairs that the better length rule gets wrong; None without any
+    by_flaw: dict[str, float]
+    pairs: int
+
+
+def pair_accuracy(model: RewardModel, pairs: Sequence[Example]) -> PairAccuracy:
+    """Score both sides of held-out pairs."""
+    messages, always = [p.messages for p in pairs], [True] * len(pairs)
+    chosen = model.score(messages, [p.chosen for p in pairs], always)
+    rejected = model.score(messages, [p.rejected for p in pairs], [p.rejected_ended for p in pairs])
+    margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
+    wins = [1.0 if m > 0 else 0.5 if m == 0 else 0.0 for m in margins]
+    longer = [_longer_wins(p) for p in pairs]
+    longer_rate = sum(longer) / len(pairs)
+    rule_says = longer if longer_rate >= 0.5 else [1 - x for x in longer]
+    against = [w for w, says in zip(wins, rule_says, strict=True) if says < 0.5]
+    flaws = sorted({p.flaw for p in pairs if p.flaw})
+    return PairAccuracy(
+        accuracy=sum(wins) / len(wins),
+        margin=sum(margins) / len(margins),
+        length_baseline=max(longer_rate, 1 - longer_rate),
+        accuracy_against_baseline=sum(against) / len(against) if against else None,
+        by_flaw={f: _mean([w for w, p in zip(wins, pairs, strict=True) if p.flaw == f]) for f in flaws},
+        pairs=len(pairs),
+    )
+
+
+def _longer_wins(pair: Example) -> float:
+    difference = len(pair.chosen) - len(pair.rejected)
+    return 0.5 if difference == 0 else float(difference > 0)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,22 @@
+"""`python -m reward_model.train`: a reward model from preference pairs."""
+
+from __future__ import annotations
+
+from config import parse_reward_cli
+from rlhf.errors import run_command
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = parse_reward_cli(argv)  # before torch is imported: --help and mistakes are answered at once
+    from reward_model.training import train_reward_model
+    from rlhf.console import Screen, quiet_libraries
+    from rlhf.preflight import start_device
+
+    quiet_libraries()
+    screen = Screen()
+    train_reward_model(config, screen, start_device(screen))
+    screen.say("next: python train_ppo.py")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,215 @@
+"""A Bradley-Terry reward model from preference pairs, on TRL's RewardTrainer.
+
+RewardTrainer is handed ids from the render function that scoring and PPO use too. Given text it would drop the
+`question` and `system` columns without a word, add a second EOS after SmolLM2's template, and drop long pairs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean, stdev
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback, set_seed
+from transformers.trainer_callback import PrinterCallback
+from trl import RewardConfig, RewardTrainer
+
+from config import RewardModelConfig, RewardTrainingSettings
+from reward_model.scorer import METRICS_FILE, Calibration, RewardModel, pair_accuracy
+from rlhf.console import Screen
+from rlhf.errors import UserError
+from rlhf.knobs import Split, as_plain
+from rlhf.models import autocast, autocast_dtype, find_model, load_tokenizer
+from rlhf.prompts import Example, encode_prompts, load_examples, split_examples
+from rlhf.rollout import Sampling, sample_replies, uniforms
+from rlhf.runlogs import check_output, claim_output, environment, write_json
+
+DEFAULT_SPLIT = Split(45, 45, 10)
+SMALLEST_STD = 1e-3  # raw scores that spread less than this are one score: nothing to calibrate
+FEW_PAIRS = 20
+
+
+def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.device) -> Path:
+    """Train, measure on held-out pairs, calibrate, save; returns the folder.
+
+    Leaves a plain `AutoModelForSequenceClassification` folder with a metrics.json. Raises UserError before training
+    where data, models or the output folder do not serve.
+    """
+    folder = Path(config.training.rm_output)
+    placing = {
+        "overwrite": config.training.rm_overwrite,
+        "is_default": config.training.rm_output == RewardTrainingSettings().rm_output,
+    }
+    check_output(folder, **placing)
+    parts = split_examples(load_examples(config.data.pairs, pairs=True), config.data.split or DEFAULT_SPLIT)
+    model = new_reward_model(config, device)
+    train, too_long = fitting_pairs(model, parts["reward"], config.data.pair_length)
+    held_out, _ = fitting_pairs(model, parts["evaluation"], config.data.pair_length)
+    if not train or not held_out:
+        raise UserError(
+            f"no pairs left to {'train' if not train else 'measure'} on: {config.data.pairs}. "
+            "Give more pairs, another --split or a larger --pair-length"
+        )
+    screen.say(f"reward model: {len(train)} pairs to train on ({too_long} too long), {len(held_out)} held out")
+    if len(held_out) < FEW_PAIRS:
+        screen.say(f"  only {len(held_out)} held-out pairs: all of them are used, and the accuracy is uncertain")
+    run_training(model, train, config, screen)
+    record = measure_and_calibrate(model, held_out, parts["rl"], config)
+    show_record(record, screen)
+    moved = claim_output(folder, **placing)
+    if moved:
+        screen.say(moved)
+    save_reward_model(model, {**record, "train_pairs": len(train), "settings": as_plain(config)}, folder)
+    screen.say(f"reward model saved in {folder}")
+    return folder
+
+
+def new_reward_model(config: RewardModelConfig, device: torch.device) -> RewardModel:
+    """The base model with a fresh score head, its pad token never EOS."""
+    base = find_model(config.training.base_model, "--base-model")
+    tokenizer = load_tokenizer(base)
+    set_seed(config.training.rm_seed)  # the new head is drawn from torch's own stream
+    model = AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=1, dtype=torch.float32, use_safetensors=True
+    )
+    model.config.pad_token_id = tokenizer.pad_token_id
+    return RewardModel(model, tokenizer, device, autocast_dtype(config.training.rm_bf16, device))
+
+
+def fitting_pairs(model: RewardModel, pairs: Sequence[Example], longest: int) -> tuple[list[Example], int]:
+    """The pairs of which both sides have at most `longest` tokens, and how many were left out."""
+    fitting = [p for p in pairs if max(len(ids) for ids in pair_ids(model, p).values()) <= longest]
+    return fitting, len(pairs) - len(fitting)
+
+
+def pair_ids(model: RewardModel, pair: Example) -> dict[str, list[int]]:
+    """Both sides of a pair, in the columns that RewardTrainer takes as already tokenized."""
+    return {
+        "chosen_ids": model.encode(pair.messages, pair.chosen),
+        "rejected_ids": model.encode(pair.messages, pair.rejected, pair.rejected_ended),
+    }
+
+
+class _Progress(TrainerCallback):
+    """RewardTrainer's log as one live line."""
+
+    def __init__(self, screen: Screen):
+        self.screen = screen
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if "loss" in (logs or {}):
+            self.screen.progress(
+                f"step {state.global_step}/{state.max_steps} | loss {logs['loss']:.3f} | "
+                f"accuracy {logs['accuracy']:.2f} (training pairs) | margin {logs['margin']:+.2f}"
+            )
+
+    def on_train_end(self, args, state, control, **_):
+        self.screen.progress(f"trained for {state.global_step} steps", last=True)
+
+
+def run_training(model: RewardModel, pairs: Sequence[Example], config: RewardModelConfig, screen: Screen) -> None:
+    """Bradley-Terry loss -log sigmoid(chosen - rejected) over the pairs, in place."""
+    settings = config.training
+    steps = max(1, round(settings.rm_epochs * len(pairs) / settings.rm_batch_size))
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = RewardTrainer(
+            model=model.model.requires_grad_(True),
+            args=RewardConfig(
+                output_dir=scratch,
+                learning_rate=settings.rm_learning_rate,
+                lr_scheduler_type="cosine",
+                warmup_steps=steps // 20,
+                max_steps=steps,
+                per_device_train_batch_size=settings.rm_batch_size,
+                max_length=None,  # long pairs were left out, and counted, before
+                bf16=model.dtype is not None,
+                gradient_checkpointing=False,
+                logging_steps=max(1, steps // 20),
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                seed=settings.rm_seed,
+            ),
+            train_dataset=Dataset.from_list([pair_ids(model, p) for p in pairs]),
+            processing_class=model.tokenizer,
+            callbacks=[_Progress(screen)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    model.model.eval().requires_grad_(False)
+
+
+def measure_and_calibrate(
+    model: RewardModel, held_out: Sequence[Example], rl: Sequence[Example], config: RewardModelConfig
+) -> dict:
+    """Scale the scores to mean 0, variance 1 on the start model's replies, then measure; the record to save."""
+    raw, source = calibration_scores(model, held_out, rl, config)
+    std = stdev(raw) if len(raw) > 1 else 0.0
+    if std < SMALLEST_STD:
+        std = 1.0  # a model that says the same of everything: accuracy will show it
+    model.calibration = Calibration(fmean(raw), std)
+    return {
+        **asdict(pair_accuracy(model, held_out)),
+        "calibration": {"scale": asdict(model.calibration), "replies": len(raw), "source": source},
+    }
+
+
+def calibration_scores(
+    model: RewardModel, held_out: Sequence[Example], rl: Sequence[Example], config: RewardModelConfig
+) -> tuple[list[float], str]:
+    """Raw scores of the start model's replies to RL prompts, or of chosen replies where there is no start model."""
+    name, settings = config.calibration.actor_model, config.sampling
+    if name is None:
+        pairs = [*held_out, *rl][: config.calibration.calibration_prompts]
+        return model.raw_scores([pair_ids(model, p)["chosen_ids"] for p in pairs]), "chosen replies"
+    folder = find_model(name, "--actor-model")
+    tokenizer = load_tokenizer(folder)
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+    policy.eval().to(model.device)
+    prompts, _ = encode_prompts(tokenizer, rl, config.calibration.calibration_prompt_length)
+    prompts = prompts[: config.calibration.calibration_prompts]
+    if not prompts:
+        raise UserError(
+            "no prompt to calibrate on: --calibration-prompt-length. Raise it, or use --actor-model none to "
+            "calibrate on chosen replies"
+        )
+    sampling = Sampling(settings.reply_length, settings.temperature, settings.top_k, settings.top_p)
+    raw = []
+    for start in range(0, len(prompts), 32):
+        batch = prompts[start : start + 32]
+        noise = uniforms(
+            config.training.rm_seed, 0, "calibrate", range(start, start + len(batch)), sampling.reply_length
+        )
+        with autocast(model.device, model.dtype):
+            replies = sample_replies(
+                policy, batch, noise, sampling,
+                eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id, device=model.device,
+            )  # fmt: skip
+        texts = zip(batch, replies.texts(tokenizer), replies.ended.tolist(), strict=True)
+        raw += model.raw_scores([model.encode(p.example.messages, text, ended) for p, text, ended in texts])
+    return raw, f"replies of {name}"
+
+
+def show_record(record: dict, screen: Screen) -> None:
+    """Accuracy beside what the replies' length alone would have told."""
+    against = record["accuracy_against_baseline"]
+    rows = [
+        ("accuracy", f"{record['accuracy']:.3f} of {record['pairs']} held-out pairs"),
+        ("length baseline", f"{record['length_baseline']:.3f} (the better of 'longer wins' and 'shorter wins')"),
+        ("against it", "no such pair" if against is None else f"{against:.3f} on the pairs that length gets wrong"),
+        ("margin", f"{record['margin']:.2f} score units, chosen - rejected"),
+        *((f"flaw {name}", f"{value:.3f}") for name, value in record["by_flaw"].items()),
+        ("calibrated on", f"{record['calibration']['replies']} {record['calibration']['source']}"),
+    ]
+    screen.facts(rows)
+
+
+def save_reward_model(model: RewardModel, record: dict, folder: Path) -> None:
+    model.model.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    write_json(folder / METRICS_FILE, record)
+    write_json(folder / "run.json", {"status": "finished", **environment()})

@@ -1,0 +1,90 @@
+"""What a user sees: a plan, one live line, tables. Quiet libraries, and any console encoding."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+LINE_EVERY_S = 5  # where the output is a file or a pipe, a line at most this often
+
+
+def quiet_libraries() -> None:
+    """Keep deprecation warnings, progress bars of loading and retries of the hub out of the user's sight."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.simplefilter("ignore")
+    import datasets  # slow to import: not at the top, where `--help` would wait for it
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    for name in ("transformers", "trl", "accelerate", "huggingface_hub", "datasets", "peft"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+class Screen:
+    """Prints text as text: a reply that looks like markup, or does not fit the console's encoding, does no harm."""
+
+    def __init__(self):
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")  # a cp1252 console shows ? and goes on
+        self.console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+        self._live: Live | None = None
+        self._last_line = 0.0
+
+    def say(self, text: str = "") -> None:
+        """One line."""
+        self.console.print(Text(text))
+
+    def facts(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Aligned pairs of a name and what it is."""
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            self.say(f"  {name.ljust(width)}  {value}")
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        grid = Table(title=Text(title), title_justify="left", show_lines=True)
+        for column in columns:
+            grid.add_column(Text(column), overflow="fold")
+        for row in rows:
+            grid.add_row(*(Text(str(cell)) for cell in row))
+        self.console.print(grid)
+
+    def progress(self, text: str, last: bool = False) -> None:
+        """The live line: redrawn in place on a terminal; elsewhere printed now and then, and at the end."""
+        if self.console.is_terminal:
+            if self._live is None:
+                self._live = Live(console=self.console, auto_refresh=False, transient=False)
+                self._live.start()
+            self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+            if last:
+                self.end_progress()
+        elif last or time.monotonic() - self._last_line >= LINE_EVERY_S:
+            self._last_line = time.monotonic()
+            self.say(text)
+
+    def end_progress(self) -> None:
+        """Leave the live line as it stands and go on below it."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def clock(seconds: float) -> str:
+    """Seconds as a person reads them: 45 s, 3:20, 1:02:05."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"

@@ -1,0 +1,58 @@
+"""Faults in the user's words: what, where, and the way out, one line each, never a traceback."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Iterable
+
+MOST_SHOWN = 10
+
+
+class UserError(Exception):
+    """Faults found before a run begins (exit status 2). Takes one fault or several, all of one command or file.
+
+    A fault reads `<what>: <where>. <way out>`.
+    """
+
+    exit_status = 2
+
+    def __init__(self, faults: str | Iterable[str]):
+        self.faults = [faults] if isinstance(faults, str) else list(faults)
+        super().__init__("\n".join(self.faults))
+
+    def report(self) -> str:
+        lines = [f"error: {fault}" for fault in self.faults[:MOST_SHOWN]]
+        if len(self.faults) > MOST_SHOWN:
+            lines.append(f"and {len(self.faults) - MOST_SHOWN} more")
+        return "\n".join(lines)
+
+
+class RunError(UserError):
+    """A run that had begun and cannot go on (exit status 1)."""
+
+    exit_status = 1
+
+
+def raise_if(faults: list[str]) -> None:
+    """Raise one UserError that holds all `faults`, if there are any."""
+    if faults:
+        raise UserError(faults)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The nearest known word as a way out, or where to find the list."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"Did you mean {near[0]}?" if near else "--help lists them all."
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Run a script's main(): a UserError becomes its lines on stderr and an exit status."""
+    try:
+        main()
+    except UserError as error:
+        print(error.report(), file=sys.stderr)
+        sys.exit(error.exit_status)
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)

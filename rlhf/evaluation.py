@@ -1,0 +1,129 @@
+"""What a policy is worth on fixed prompts: replies, scores, KL, length, and perplexity on text not its own."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.models import ActorCritic, autocast, reply_hidden, token_logprobs
+from rlhf.objectives import kl_k1
+from rlhf.prompts import Prompt, encode_reply
+from rlhf.rewards import RewardFunction, score_replies
+from rlhf.rollout import Rollout, pad_prompts
+
+ROWS_AT_ONCE = 32
+POSITIONS_AT_ONCE = 512  # logits exist for this many positions at a time
+
+
+@dataclass(frozen=True)
+class FixedText:
+    """The text on which perplexity is taken throughout a run."""
+
+    prompts: list[Prompt]
+    replies: list[list[int]]  # ids with EOS
+    source: str  # in words, shown wherever the perplexity is
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One look at the policy. Lists have an entry per evaluation prompt."""
+
+    update: int
+    texts: list[str]
+    scores: list[float]
+    kl: list[float]  # nats per sequence, k1
+    lengths: list[int]  # tokens, EOS included
+    ended: list[bool]
+    perplexity: float
+
+    def metrics(self) -> dict[str, float]:
+        """As logged: see the glossary in the README."""
+        return {
+            "eval/score": fmean(self.scores),
+            "eval/kl_divergence": fmean(self.kl),
+            "eval/kl_divergence/token": sum(self.kl) / sum(self.lengths),
+            "eval/perplexity": self.perplexity,
+            "eval/reply_length": fmean(self.lengths),
+            "eval/eos_rate": fmean(self.ended),
+        }
+
+    def write(self, folder: Path, prompts: Sequence[Prompt]) -> None:
+        """Every reply with its score, a JSON object a line."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"update-{self.update:06d}.jsonl").open("w", encoding="utf-8") as file:
+            for prompt, text, score, kl, ended in zip(
+                prompts, self.texts, self.scores, self.kl, self.ended, strict=True
+            ):
+                row = {"prompt": prompt.example.messages, "reply": text, "score": score, "kl": kl, "ended": ended}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def fixed_text(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], start_replies: Sequence[tuple[str, bool]], most: int
+) -> FixedText:
+    """The held-out chosen replies where there are pairs; else the start model's replies, and it says so."""
+    with_chosen = [p for p in prompts if p.example.chosen is not None][:most]
+    if with_chosen:
+        replies = [encode_reply(tokenizer, p.example.chosen) for p in with_chosen]
+        return FixedText(with_chosen, replies, f"{len(replies)} held-out chosen replies")
+    kept = list(prompts)[:most]
+    replies = [encode_reply(tokenizer, text, ended) for text, ended in start_replies[: len(kept)]]
+    pairs = [(p, r) for p, r in zip(kept, replies, strict=True) if r]
+    return FixedText(
+        [p for p, _ in pairs], [r for _, r in pairs], f"one fixed sample of the start model's replies ({len(pairs)})"
+    )
+
+
+@torch.no_grad()
+def perplexity(policy, text: FixedText, pad: int, device: torch.device, dtype: torch.dtype | None) -> float:
+    """exp(mean negative log-probability per reply token), at temperature 1, over the whole text."""
+    total, tokens = 0.0, 0
+    order = sorted(range(len(text.replies)), key=lambda i: len(text.replies[i]))
+    for start in range(0, len(order), ROWS_AT_ONCE):
+        rows = order[start : start + ROWS_AT_ONCE]
+        prompt_ids, prompt_mask = pad_prompts([text.prompts[i] for i in rows], pad, device)
+        width = max(len(text.replies[i]) for i in rows)
+        reply_ids = torch.tensor(
+            [text.replies[i] + [pad] * (width - len(text.replies[i])) for i in rows], device=device
+        )
+        lengths = torch.tensor([len(text.replies[i]) for i in rows], device=device)
+        mask = torch.arange(width, device=device) < lengths.unsqueeze(1)
+        ids, attention = torch.cat([prompt_ids, reply_ids], 1), torch.cat([prompt_mask, mask], 1)
+        with autocast(device, dtype):
+            hidden = reply_hidden(policy, ids, attention, prompt_ids.shape[1])[mask]
+            targets = reply_ids[mask]
+            for part, target in zip(hidden.split(POSITIONS_AT_ONCE), targets.split(POSITIONS_AT_ONCE), strict=True):
+                total -= float(token_logprobs(policy, part, target, 1.0, None, False)[0].double().sum())
+        tokens += int(mask.sum())
+    return math.exp(total / tokens)
+
+
+def evaluate(
+    parts: Sequence[Rollout],
+    update: int,
+    actor_critic: ActorCritic,
+    reward_functions: Sequence[RewardFunction],
+    text: FixedText,
+    pad: int,
+    dtype: torch.dtype | None,
+) -> Evaluation:
+    """Score the evaluation prompts' rollout, which comes in `parts`, and take the perplexity on the fixed text."""
+    prompts = [prompt for part in parts for prompt in part.prompts]
+    texts = [text for part in parts for text in part.texts]
+    ended = [ended for part in parts for ended in part.replies.ended.tolist()]
+    return Evaluation(
+        update=update,
+        texts=texts,
+        scores=score_replies(reward_functions, prompts, texts, ended),
+        kl=[kl for p in parts for kl in kl_k1(p.logprobs, p.ref_logprobs, p.mask).sum(1).tolist()],
+        lengths=[length for part in parts for length in part.replies.lengths.tolist()],
+        ended=ended,
+        perplexity=perplexity(actor_critic.policy, text, pad, parts[0].mask.device, dtype),
+    )

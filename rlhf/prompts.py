@@ -1,0 +1,279 @@
+"""From a hub dataset or a JSONL file to prompts in ids: read, checked, split, rendered. The only place that renders.
+
+One render serves reward-model training, scoring and PPO. Text from the data never becomes a special token: the chat
+template's own text and the messages' text are tokenized apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.errors import UserError, raise_if
+from rlhf.hub import is_path, missing_path, require_hub
+from rlhf.knobs import Split
+
+ROLES = ("system", "user", "assistant", "tool")
+READABLE = '"question" (or "prompt"), or "messages"; pairs have "chosen" and "rejected" beside it'
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of data: a prompt, and for pairs its two replies."""
+
+    messages: tuple[dict[str, str], ...]
+    chosen: str | None = None
+    rejected: str | None = None
+    rejected_ended: bool = True  # False: the reply was cut off, so that no EOS follows it
+    topic: str | None = None
+    flaw: str | None = None  # what is wrong with the rejected reply, where the data says so
+
+    @property
+    def question(self) -> str:
+        """What the user says, as the key for splits: case and spacing do not make it another question."""
+        text = "\n".join(m["content"] for m in self.messages if m["role"] == "user")
+        return " ".join(text.casefold().split())
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def load_examples(source: str, pairs: bool = False) -> list[Example]:
+    """All rows of a local JSONL file or of a hub dataset's train split, in order.
+
+    `pairs` asks for a chosen and a rejected reply in every row. Raises UserError with every bad row's place.
+    """
+    rows = _read_jsonl(source) if is_path(source) or Path(source).exists() else _read_hub(source)
+    examples, faults = [], []
+    for where, row in rows:
+        try:
+            examples.append(_example(row, where, pairs))
+        except UserError as error:
+            faults += error.faults
+    raise_if(faults)
+    if not examples:
+        raise UserError(f"no rows: {source}. Each line is a JSON object with {READABLE}")
+    return examples
+
+
+def _read_jsonl(path: str) -> list[tuple[str, Any]]:
+    file = Path(path)
+    if not file.is_file():
+        raise missing_path(path, "prompts", "--prompts takes a JSONL file or a hub dataset's name")
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"not UTF-8: {path}, byte {error.start}. Save the file as UTF-8") from None
+    rows, faults = [], []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append((f"{path}:{number}", json.loads(line)))
+        except json.JSONDecodeError as error:
+            excerpt = line.strip()[:40]
+            faults.append(f"not JSON ({error.msg}): {path}:{number}, {excerpt!r}. One JSON object per line")
+    raise_if(faults)
+    return rows
+
+
+def _read_hub(name: str) -> list[tuple[str, Any]]:
+    require_hub(name, "dataset", "--prompts FILE.jsonl")
+    from datasets import load_dataset
+
+    return [(f"{name} row {i}", row) for i, row in enumerate(load_dataset(name, split="train"))]
+
+
+def _example(row: Any, where: str, pairs: bool) -> Example:
+    if not isinstance(row, dict):
+        raise UserError(f"not a JSON object: {where}. Each row is an object with {READABLE}")
+    messages = _messages(row, where)
+    has_pair = "chosen" in row or "rejected" in row
+    if pairs and not has_pair:
+        raise UserError(
+            f'no "chosen" and "rejected": {where}, columns {sorted(row)}. A reward model learns from pairs'
+        )
+    return Example(
+        messages=tuple(messages),
+        chosen=_reply(row, "chosen", where) if has_pair else None,
+        rejected=_reply(row, "rejected", where) if has_pair else None,
+        rejected_ended=bool(row.get("rejected_ended", True)),
+        topic=row.get("topic"),
+        flaw=row.get("flaw"),
+    )
+
+
+def _messages(row: dict, where: str) -> list[dict[str, str]]:
+    chat = row.get("messages", row.get("prompt") if isinstance(row.get("prompt"), list) else None)
+    if chat is not None:
+        return _chat(chat, where)
+    key = next((k for k in ("question", "prompt") if k in row), None)
+    if key is None:
+        raise UserError(f"no prompt: {where}, columns {sorted(row)}. A row has {READABLE}")
+    system = row.get("system") or ""
+    messages = [{"role": "system", "content": _text(system, "system", where)}] if system else []
+    return [*messages, {"role": "user", "content": _text(row[key], key, where)}]
+
+
+def _chat(chat: Any, where: str) -> list[dict[str, str]]:
+    if not isinstance(chat, list) or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in chat):
+        raise UserError(f'messages are not a list of {{"role", "content"}}: {where}. Write them as a chat')
+    messages = [{"role": m["role"], "content": _text(m["content"], "content", where)} for m in chat]
+    unknown = [m["role"] for m in messages if m["role"] not in ROLES]
+    if unknown:
+        raise UserError(f"unknown chat role {unknown[0]!r}: {where}. Roles are {', '.join(ROLES)}")
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]  # a finished chat: what we want is the prompt before its last reply
+    if not any(m["role"] == "user" for m in messages):
+        raise UserError(f"a chat without a user's message: {where}. Add one")
+    return messages
+
+
+def _reply(row: dict, key: str, where: str) -> str:
+    value = row.get(key)
+    if isinstance(value, list) and value and isinstance(value[-1], dict):
+        value = value[-1].get("content")
+    return _text(value, key, where)
+
+
+def _text(value: Any, key: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(
+            f"{key} is {json.dumps(value, default=str)[:40]}, not text: {where}. Correct or remove that row"
+        )
+    if not value.strip():
+        raise UserError(f"{key} is empty: {where}. Correct or remove that row")
+    if any(0xD800 <= ord(c) <= 0xDFFF for c in value):
+        raise UserError(f"{key} holds a lone surrogate: {where}. Correct or remove that row")
+    return value
+
+
+# --- splitting -------------------------------------------------------------------------------------------------------
+
+
+def part_of(example: Example, split: Split) -> str:
+    """ "reward", "rl" or "evaluation": from a hash of the question, so that a question is in one part only, always."""
+    bucket = int(hashlib.sha256(example.question.encode()).hexdigest()[:8], 16) % 100
+    return "reward" if bucket < split.reward else "rl" if bucket < split.reward + split.rl else "evaluation"
+
+
+def split_examples(examples: Sequence[Example], split: Split) -> dict[str, list[Example]]:
+    """The three parts by name. Checked: no question stands in two of them."""
+    parts: dict[str, list[Example]] = {"reward": [], "rl": [], "evaluation": []}
+    for example in examples:
+        parts[part_of(example, split)].append(example)
+    questions = {name: {e.question for e in part} for name, part in parts.items()}
+    leaks = (questions["reward"] | questions["rl"]) & questions["evaluation"] | questions["reward"] & questions["rl"]
+    if leaks:
+        raise AssertionError(f"{len(leaks)} questions stand in two parts of the split")
+    return parts
+
+
+def distinct_questions(examples: Iterable[Example]) -> list[Example]:
+    """The first example of every distinct prompt (system text counts), in order."""
+    return list({json.dumps(e.messages): e for e in reversed(list(examples))}.values())[::-1]
+
+
+# --- rendering -------------------------------------------------------------------------------------------------------
+
+_SLOT = "\ue000{}\ue001"  # private-use characters: no template writes them
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Ids of a prompt, up to where the reply begins.
+
+    With the tokenizer's chat template if it has one; else (a base model) the contents, a blank line between them,
+    and the reply follows at once.
+    """
+    contents = [m["content"] for m in messages]
+    if tokenizer.chat_template is None:
+        start = tokenizer("").input_ids  # BOS, where this tokenizer sets one
+        bos = start[:1] if start and start[0] == tokenizer.bos_token_id else []
+        return bos + encode_text(tokenizer, "\n\n".join(contents))
+    slots = [{**m, "content": _SLOT.format(i)} for i, m in enumerate(messages)]
+    text = tokenizer.apply_chat_template(slots, tokenize=False, add_generation_prompt=True)
+    ids: list[int] = []
+    for i, piece in enumerate(re.split("\ue000([0-9]+)\ue001", text)):
+        if i % 2:
+            ids += encode_text(tokenizer, contents[int(piece)])
+        elif piece:
+            ids += tokenizer(piece, add_special_tokens=False).input_ids
+    return ids
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of text that came from data or a model: no special token is added, and none can be written into it."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+
+def encode_reply(tokenizer: PreTrainedTokenizerBase, text: str, ended: bool = True) -> list[int]:
+    """Ids of a reply; a reply that ended has its EOS."""
+    return encode_text(tokenizer, text) + ([tokenizer.eos_token_id] if ended else [])
+
+
+def decode_reply(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of a reply's ids, without special tokens."""
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that fits: its ids and the row that it came from."""
+
+    ids: tuple[int, ...]
+    example: Example
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], longest: int
+) -> tuple[list[Prompt], int]:
+    """The prompts of at most `longest` tokens, in order, and how many were left out. None is ever cut."""
+    prompts = [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
+    fitting = [p for p in prompts if len(p.ids) <= longest]
+    return fitting, len(prompts) - len(fitting)
+
+
+@dataclass(frozen=True)
+class PromptSets:
+    """What a run trains and evaluates on, and the count of everything that was left out."""
+
+    train: list[Prompt]
+    evaluation: list[Prompt]
+    rows: int
+    split: Split
+    parts: dict[str, int]  # rows per part
+    too_long: int
+
+
+def load_prompts(
+    source: str, tokenizer: PreTrainedTokenizerBase, split: Split | None, longest: int, most: int, most_evaluation: int
+) -> PromptSets:
+    """Read, split and render. Raises UserError where no prompt remains to train or evaluate on."""
+    examples = load_examples(source)
+    has_pairs = any(e.chosen is not None for e in examples)
+    split = split or (Split(45, 45, 10) if has_pairs else Split(0, 90, 10))
+    parts = split_examples(examples, split)
+    train, too_long = encode_prompts(tokenizer, distinct_questions(parts["rl"]), longest)
+    evaluation, too_long_evaluation = encode_prompts(tokenizer, distinct_questions(parts["evaluation"]), longest)
+    for name, kept, part in (("train", train, parts["rl"]), ("evaluate", evaluation, parts["evaluation"])):
+        if not kept:
+            shortest = min((len(encode_prompt(tokenizer, e.messages)) for e in part), default=0)
+            raise UserError(
+                f"no prompt left to {name} on: {source}, {len(examples)} rows, split {split}, {len(part)} in this "
+                f"part, the shortest of {shortest} tokens. Give more rows, another --split or a larger --prompt-length"
+            )
+    return PromptSets(
+        train=train[:most],
+        evaluation=evaluation[:most_evaluation],
+        rows=len(examples),
+        split=split,
+        parts={name: len(part) for name, part in parts.items()},
+        too_long=too_long + too_long_evaluation,
+    )

@@ -1,0 +1,127 @@
+"""What a finished run says of itself: before and after on the same prompts, with intervals, and what to type next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean, stdev
+
+import numpy as np
+from scipy.stats import bootstrap
+
+from rlhf.console import Screen
+from rlhf.controllers import in_band
+from rlhf.evaluation import Evaluation
+from rlhf.knobs import KLTarget
+from rlhf.prompts import Prompt
+from rlhf.rollout import generator
+
+Gold = Callable[[str, str, bool], float]
+
+
+def mean_interval(differences: Sequence[float], seed: int) -> tuple[float, float]:
+    """95% bootstrap interval (BCa, Efron 1987) of the mean of paired differences; a point where all are equal."""
+    if np.ptp(differences) == 0:
+        return differences[0], differences[0]
+    result = bootstrap((np.asarray(differences),), np.mean, n_resamples=5000, rng=np.random.default_rng(seed))
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+
+
+def compare(
+    before: Evaluation, after: Evaluation, prompts: Sequence[Prompt], gold: Gold | None, seed: int
+) -> dict[str, float | list[float]]:
+    """Figures of the whole run, from the start model's evaluation and the last one, on the same prompts."""
+    rise = [a - b for a, b in zip(after.scores, before.scores, strict=True)]
+    spread = stdev(before.scores) if len(before.scores) > 1 else 0.0
+    figures: dict = {
+        "prompts": len(prompts),
+        "score_before": fmean(before.scores),
+        "score_after": fmean(after.scores),
+        "score_rise_interval": list(mean_interval(rise, seed)),
+        "score_rise_in_start_sd": fmean(rise) / spread if spread else 0.0,
+        "kl_after": fmean(after.kl),
+        "length_before": fmean(before.lengths),
+        "length_after": fmean(after.lengths),
+        "eos_rate_before": fmean(before.ended),
+        "eos_rate_after": fmean(after.ended),
+        "perplexity_before": before.perplexity,
+        "perplexity_after": after.perplexity,
+    }
+    if gold is not None:
+        was, is_now = (gold_scores(e, prompts, gold) for e in (before, after))
+        difference = [b - a for a, b in zip(was, is_now, strict=True)]
+        figures |= {
+            "gold_before": fmean(was),
+            "gold_after": fmean(is_now),
+            "gold_rise_interval": list(mean_interval(difference, seed)),
+        }
+    return figures
+
+
+def last_kl(history: Sequence[dict], target: KLTarget, updates: int = 10) -> float:
+    """Mean KL of the last updates in a trainer's log, nats in the target's unit."""
+    name = "kl_divergence" if target.per == "sequence" else "kl_divergence/token"
+    return fmean([entry[name] for entry in history if name in entry][-updates:])
+
+
+def gold_scores(evaluation: Evaluation, prompts: Sequence[Prompt], gold: Gold) -> list[float]:
+    """The gold quality of each reply, in [0, 1]."""
+    questions = [p.example.messages[-1]["content"] for p in prompts]
+    return [gold(q, t, e) for q, t, e in zip(questions, evaluation.texts, evaluation.ended, strict=True)]
+
+
+def show_figures(figures: dict, last_kl: float, target: KLTarget, screen: Screen) -> None:
+    """The comparison in lines. `last_kl` is the mean over the last updates, in the target's unit."""
+    low, high = figures["score_rise_interval"]
+    rows = [
+        (
+            "score",
+            f"{figures['score_before']:+.3f} -> {figures['score_after']:+.3f}, a rise of "
+            f"{figures['score_rise_in_start_sd']:.2f} standard deviations of the start model's scores "
+            f"(95% interval of the rise {low:+.3f} to {high:+.3f})",
+        )
+    ]
+    if "gold_before" in figures:
+        low, high = figures["gold_rise_interval"]
+        rows.append(
+            (
+                "gold quality",
+                f"{figures['gold_before']:.3f} -> {figures['gold_after']:.3f} "
+                f"(95% interval of the rise {low:+.3f} to {high:+.3f}); no training saw it",
+            )
+        )
+    band = "inside" if in_band(last_kl, target.nats) else "OUTSIDE"
+    rows += [
+        ("KL", f"{last_kl:.3g}/{target.per} over the last 10 updates, {band} 0.5 to 1.5 times the target {target}"),
+        (
+            "reply",
+            f"{figures['length_before']:.1f} -> {figures['length_after']:.1f} tokens; "
+            f"{figures['eos_rate_before']:.0%} -> {figures['eos_rate_after']:.0%} end by themselves",
+        ),
+        ("perplexity", f"{figures['perplexity_before']:.2f} -> {figures['perplexity_after']:.2f} on the fixed text"),
+    ]
+    screen.say(f"before -> after on {figures['prompts']} evaluation prompts:")
+    screen.facts(rows)
+
+
+def show_samples(
+    before: Evaluation,
+    after: Evaluation,
+    prompts: Sequence[Prompt],
+    gold: Gold | None,
+    seed: int,
+    screen: Screen,
+    most: int = 5,
+) -> None:
+    """Replies side by side, of prompts drawn at random, not chosen."""
+    drawn = sorted(generator(seed, 0, "show").permutation(len(prompts))[:most].tolist())
+    golds = [gold_scores(e, prompts, gold) for e in (before, after)] if gold else None
+
+    def cell(evaluation: Evaluation, side: int, i: int) -> str:
+        quality = f", gold {golds[side][i]:.2f}" if golds else ""
+        return f"{evaluation.texts[i]}\n[score {evaluation.scores[i]:+.2f}{quality}]"
+
+    screen.table(
+        f"{len(drawn)} evaluation prompts, drawn at random",
+        ["prompt", "before", "after"],
+        [(prompts[i].example.messages[-1]["content"], cell(before, 0, i), cell(after, 1, i)) for i in drawn],
+    )

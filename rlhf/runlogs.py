@@ -1,0 +1,132 @@
+"""run.json: what a run was told, with what, and how it ended. Claiming an output folder."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import UserError
+
+RUN_FILE = "run.json"
+PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
+
+
+def check_output(folder: Path, *, overwrite: bool, is_default: bool) -> None:
+    """Raise UserError where a new run may not go into `folder`.
+
+    A finished run in the default folder will be moved aside; `overwrite` will remove a run, and only one that this
+    project wrote. Everything else that lies there is in the way.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"a file, not a folder: --output {folder}. Name another with --output")
+    if not folder.exists() or not any(folder.iterdir()):
+        return _check_writable(folder)
+    status = read_status(folder)
+    if status is None:
+        raise UserError(
+            f"holds files of something else (no {RUN_FILE}): --output {folder}. Name another with --output"
+        )
+    if not overwrite and not (status == "finished" and is_default):
+        kind = "a finished" if status == "finished" else "an unfinished"
+        raise UserError(
+            f"{kind} run is there: --output {folder}. "
+            "Add --overwrite to delete it, or name another folder with --output"
+        )
+    return _check_writable(folder)
+
+
+def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> str | None:
+    """Make `folder` free for a new run; returns in a line what was done to an older one, or None.
+
+    Raises UserError as `check_output`. A finished run in the default folder is moved to `..._1`, `..._2`.
+    """
+    check_output(folder, overwrite=overwrite, is_default=is_default)
+    done = None
+    if folder.exists() and any(folder.iterdir()):
+        if overwrite:
+            shutil.rmtree(folder)
+            done = f"removed the run that was in {folder}"
+        else:
+            aside = next(p for n in range(1, 10_000) if not (p := folder.with_name(f"{folder.name}_{n}")).exists())
+            folder.rename(aside)
+            done = f"moved the finished run in {folder} to {aside}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return done
+
+
+def _check_writable(folder: Path) -> None:
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write there: --output {folder} ({existing} is read-only). Name another with --output")
+
+
+def read_status(folder: Path) -> str | None:
+    """ "running", "finished" or "failed"; None where there is no readable run.json."""
+    try:
+        return json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["status"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def now() -> str:
+    """UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Complete or unchanged: written beside, then put in place."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+class RunLog:
+    """A run's run.json, rewritten whole at every change."""
+
+    def __init__(self, folder: Path, **facts: Any):
+        self.path = folder / RUN_FILE
+        self.data: dict[str, Any] = {"status": "running", "started": now(), **environment(), **facts}
+        write_json(self.path, self.data)
+
+    def add(self, **facts: Any) -> None:
+        self.data.update(facts)
+        write_json(self.path, self.data)
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Finished only if the block ran to its end."""
+        if kind is None:
+            self.add(status="finished", ended=now())
+        else:
+            self.add(status="failed", ended=now(), reason=f"{kind.__name__}: {error}")
+
+
+def environment() -> dict[str, Any]:
+    """Command, versions, commit and machine."""
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """This project's commit, or None where it is not a git checkout or git is not installed."""
+    here = Path(__file__).resolve().parent
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()

@@ -168,13 +168,18 @@ def reply_hidden(policy: PreTrainedModel | PeftModel, ids: Tensor, attention: Te
 
 
 def scaled_logits(policy: PreTrainedModel | PeftModel, hidden: Tensor, temperature: float) -> Tensor:
-    """Logits (..., V) in float32, divided by the temperature; soft-capped where the architecture says so."""
+    """Logits (..., V) in float32 at least, divided by the temperature; soft-capped where the architecture says so."""
     base = base_of(policy)
-    logits = base.get_output_embeddings()(hidden).float()
+    logits = upcast(base.get_output_embeddings()(hidden))
     cap = getattr(base.config, "final_logit_softcapping", None)
     if cap is not None:
         logits = torch.tanh(logits / cap) * cap
     return logits / temperature
+
+
+def upcast(values: Tensor) -> Tensor:
+    """Half precisions as float32; float32 and float64 as they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def token_logprobs(
@@ -229,7 +234,7 @@ class ActorCritic(nn.Module):
         hidden = reply_hidden(self.policy, ids, attention, context)[mask]
         tokens = ids[:, context:][mask]
         logprobs, entropy = token_logprobs(self.policy, hidden, tokens, temperature, allowed, entropy_gradient)
-        values = self.value_head(hidden).squeeze(-1).float()
+        values = upcast(self.value_head(hidden).squeeze(-1))
         return spread(logprobs, mask), spread(entropy, mask), spread(values, mask)
 
 

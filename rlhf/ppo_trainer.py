@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from datasets import Dataset
 from peft import PeftModel
@@ -54,6 +55,11 @@ def updates_planned(config: Config, prompts: int) -> int:
     return max(1, -(-int(config.run.epochs * prompts) // config.ppo.batch_size))
 
 
+def memory_in_use(device: torch.device) -> int:
+    """Bytes: the peak of the card's allocations; on a CPU what the process holds now."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+
+
 class PPO(PPOTrainer):
     """TRL's PPOTrainer around one backbone. Randomness comes from (seed, update, purpose), never a global stream.
 
@@ -76,7 +82,7 @@ class PPO(PPOTrainer):
         self.reward_functions = list(reward_functions)
         self.updates = updates_planned(config, len(self.train_prompts))
         self.kl_coef = config.kl.kl_coef
-        self.optimizer_steps = 0
+        self.optimizer_steps, self.peak_memory = 0, 0
         self.evaluations: list[Evaluation] = []
         self.sampling = Sampling(
             config.sampling.reply_length, config.sampling.temperature, config.sampling.top_k, config.sampling.top_p
@@ -305,8 +311,8 @@ class PPO(PPOTrainer):
         metrics["throughput/tokens_per_s"] = metrics.pop("reply/tokens") / spent
         metrics["throughput/episodes_per_s"] = self.config.ppo.batch_size / spent
         metrics["optimizer_steps"] = float(self.optimizer_steps)
-        if self.accelerator.device.type == "cuda":
-            metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        self.peak_memory = max(self.peak_memory, memory_in_use(self.accelerator.device))
+        metrics["memory/peak_gib"] = self.peak_memory / 2**30
         self.state.global_step = update
         self.state.episode = update * self.config.ppo.batch_size
         self.state.epoch = self.state.episode / len(self.train_prompts)

@@ -1,0 +1,93 @@
+"""Shared fixtures: tiny models made once a session, a configuration that fits them, and no hub."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import Config, parse_cli
+from rlhf.console import quiet_libraries
+from tests.shapes import make_reward_model, make_start_model
+
+torch.set_num_threads(1)  # tiny models: threads cost more than they bring, and spin when others need the cores
+quiet_libraries()
+
+
+def pytest_collection_modifyitems(items):
+    """A test marked `gpu` runs wherever there is a card, and says why where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA card on this machine"))
+
+
+@pytest.fixture(scope="session")
+def start_model(tmp_path_factory) -> Path:
+    return make_start_model(tmp_path_factory.mktemp("start"))
+
+
+@pytest.fixture(scope="session")
+def reward_folder(tmp_path_factory) -> Path:
+    return make_reward_model(tmp_path_factory.mktemp("reward"))
+
+
+@pytest.fixture(scope="session")
+def pairs_file(tmp_path_factory) -> Path:
+    """120 pairs in orca's columns; the chosen reply is the longer one in half of them."""
+    rng = random.Random(0)
+    words = "cat table river step answer question capital France number sign chat help".split()
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(120):
+            chosen = " ".join(rng.choices(words, k=rng.randint(2, 9)))
+            rejected = " ".join(rng.choices(words, k=rng.randint(2, 9)))
+            system = "Answer step by step." if i % 3 == 0 else ""
+            row = {"system": system, "question": f"What is {rng.choice(words)} number {i}?"}
+            file.write(json.dumps({**row, "chosen": chosen, "rejected": rejected}) + "\n")
+    return path
+
+
+@pytest.fixture
+def configured(start_model, reward_folder, pairs_file, tmp_path):
+    """A function from flags to a Config of a tiny run in a folder of its own."""
+
+    def make(*flags: object) -> Config:
+        words = {
+            "--actor-model": start_model, "--rm-model": reward_folder, "--prompts": pairs_file,
+            "--output": tmp_path / "run", "--batch-size": 4, "--num-iterations": 2, "--ppo-epochs": 2,
+            "--reply-length": 8, "--prompt-length": 100, "--eval-prompts": 6, "--learning-rate": 1e-3,
+        }  # fmt: skip
+        argv = [str(word) for pair in words.items() for word in pair]
+        return parse_cli([*argv, "--allow-weak-reward-model", *map(str, flags)])
+
+    return make
+
+
+@pytest.fixture
+def build(configured):
+    """A function from flags to a PPO trainer, ready to train, without callbacks."""
+    from rlhf.assembly import load_parts
+    from rlhf.console import Screen
+    from rlhf.ppo_trainer import PPO
+
+    def make(*flags: object, **parts_changed):
+        config = configured(*flags)
+        parts = load_parts(config, torch.device("cpu"), Screen())
+        made = {
+            "policy": parts.policy,
+            "tokenizer": parts.tokenizer,
+            "train": parts.prompts.train,
+            "evaluation": parts.prompts.evaluation,
+            "reward_functions": parts.reward_functions,
+        }
+        return PPO(config, **{**made, **parts_changed})
+
+    return make

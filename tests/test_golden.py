@@ -1,0 +1,185 @@
+"""Golden: against TRL's own PPOTrainer.train() in one process, given the same prompts and the same replies."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+
+import rlhf.trl_ppo  # noqa: F401  (silences TRL's warning that its PPO is experimental)
+import trl.experimental.ppo.ppo_trainer as trl_ppo
+from datasets import Dataset
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf import ppo_trainer
+from rlhf.models import load_tokenizer, with_value_head
+from rlhf.ppo_trainer import _SharedBackboneCritic
+from rlhf.prompts import Example, Prompt, encode_prompt, encode_text
+from rlhf.rollout import Replies, pad_prompts, reply_mask
+
+BATCH, LENGTH, UPDATES, EPOCHS = 4, 8, 3, 2
+SETTINGS = {"kl_coef": 0.3, "cliprange": 0.2, "vf_coef": 0.5, "cliprange_value": 0.2, "gamma": 0.97, "lam": 0.9}
+FLAGS = [
+    "--kl-coef", "0.3", "--kl-schedule", "fixed", "--value-coef", "0.5", "--gamma", "0.97", "--lam", "0.9",
+    "--temperature", "0.7", "--top-p", "1", "--max-grad-norm", "1e9", "--lr-schedule", "constant",
+    "--batch-size", str(BATCH), "--ppo-epochs", str(EPOCHS), "--reply-length", str(LENGTH),
+    "--num-iterations", str(UPDATES),
+]  # fmt: skip
+
+
+def make_prompts(tokenizer) -> list[Prompt]:
+    questions = ["the cat", "what is the capital of France?", "justify your steps", "numbers 1 2 3 4 5"]
+    examples = [Example(messages=({"role": "user", "content": q},)) for q in questions]
+    return [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
+
+
+def round_tripping_reply(tokenizer, rng: random.Random) -> list[int]:
+    """LENGTH ids without a special token that survive decoding and encoding, as both sides must score the same text."""
+    words = "the cat is on a table and lies near Paris which helps you answer step by step with numbers".split()
+    while True:
+        ids = encode_text(tokenizer, " " + " ".join(rng.choices(words, k=LENGTH)))[:LENGTH]
+        if len(ids) == LENGTH and encode_text(tokenizer, tokenizer.decode(ids)) == ids:
+            return ids
+
+
+class StockRun:
+    """TRL's PPOTrainer with one backbone, whose replies come from a table."""
+
+    def __init__(self, monkeypatch, start_model, reward_folder, replies, tmp_path, dtype=torch.float32, **settings):
+        self.tokenizer = load_tokenizer(str(start_model))
+        self.prompts = make_prompts(self.tokenizer)
+        self.replies, self.orders = replies, []  # replies[update][prompt]
+        policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=dtype)
+        container = with_value_head(policy).to(dtype)
+        monkeypatch.setattr(trl_ppo, "batch_generation", self.replay)
+        self.trainer = trl_ppo.PPOTrainer(
+            args=trl_ppo.PPOConfig(
+                output_dir=str(tmp_path / "stock"), per_device_train_batch_size=len(self.prompts),
+                total_episodes=len(replies) * len(self.prompts), learning_rate=1e-3, lr_scheduler_type="constant",
+                temperature=0.7 - 1e-7,  # TRL adds 1e-7
+                response_length=LENGTH, stop_token="eos", num_sample_generations=0, report_to="none",
+                save_strategy="no", gradient_checkpointing=False, bf16=False, seed=3, **settings,
+            ),
+            processing_class=self.tokenizer,
+            model=policy,
+            ref_model=copy.deepcopy(policy),
+            reward_model=AutoModelForSequenceClassification.from_pretrained(reward_folder, dtype=torch.float32),
+            value_model=_SharedBackboneCritic(policy, container.v_head),
+            train_dataset=Dataset.from_list([{"input_ids": list(p.ids)} for p in self.prompts]),
+        )  # fmt: skip
+
+    def replay(self, model, queries, _rows, pad, _generation):
+        order = [next(i for i, p in enumerate(self.prompts) if list(p.ids) == [t for t in q if t != pad])
+                 for q in queries.tolist()]  # fmt: skip
+        reply = torch.tensor([self.replies[len(self.orders)][i] for i in order])
+        self.orders.append(order)
+        ids = torch.cat([queries, reply], 1)
+        logits = trl_ppo.forward(model, ids, pad).logits[:, queries.shape[1] - 1 : -1] / 0.7
+        return ids, logits
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """Makes our trainer take the same prompts and replies as a finished StockRun."""
+
+    def replay(trainer, stock: StockRun):
+        def prompts_of(update):
+            return [(i, stock.prompts[i]) for i in stock.orders[update - 1]]
+
+        def sample(policy, prompts, uniform, sampling, *, eos, pad, device):
+            table = stock.replies[trainer.state.global_step]
+            reply = torch.tensor([table[stock.prompts.index(p)] for p in prompts])
+            ids, mask = pad_prompts(prompts, pad, device)
+            reply_on, ended = reply_mask(reply, eos)
+            return Replies(ids, mask, reply, reply_on, ended, None, len(stock.tokenizer))
+
+        monkeypatch.setattr(trainer, "prompts_of", prompts_of)
+        monkeypatch.setattr(ppo_trainer, "sample_replies", sample)
+        monkeypatch.setattr(trainer, "evaluate", lambda: None)
+
+    return replay
+
+
+# in float64 nothing but the algorithm is left to differ; float32 adds the rounding of sums taken in another order
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-6), (torch.float32, 3e-6)])
+def test_three_updates_of_two_epochs_match_trl(
+    monkeypatch, build, start_model, reward_folder, replayed, tmp_path, dtype, limit
+):
+    rng = random.Random(5)
+    tokenizer = load_tokenizer(str(start_model))
+    replies = [[round_tripping_reply(tokenizer, rng) for _ in range(BATCH)] for _ in range(UPDATES)]
+    stock = StockRun(
+        monkeypatch, start_model, reward_folder, replies, tmp_path, dtype, num_ppo_epochs=EPOCHS, **SETTINGS
+    )
+    stock.trainer.train()
+
+    policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=dtype)
+    ours = build(*FLAGS, train=stock.prompts, evaluation=stock.prompts, policy=policy)
+    ours.model.to(dtype)
+    replayed(ours, stock)
+    logged = [ours.one_update(update) for update in range(1, UPDATES + 1)]
+
+    theirs = [entry for entry in stock.trainer.state.log_history if "objective/kl" in entry]
+    names = {
+        "rewards/mean": "objective/scores",
+        "kl_divergence": "objective/kl",
+        "policy/loss": "loss/policy_avg",
+        "value/loss": "loss/value_avg",
+    }
+    differences = {
+        ours_name: max(abs(mine[ours_name] - their[name]) for mine, their in zip(logged, theirs, strict=True))
+        for ours_name, name in names.items()
+    }
+    print(f"largest differences from TRL in {dtype}:", differences)
+    assert len(theirs) == UPDATES
+    assert abs(theirs[-1]["objective/kl"]) > 1e-3, "the policy must have moved, or the test shows nothing"
+    assert max(differences.values()) <= limit, differences
+
+
+def test_a_score_stands_at_eos_and_not_behind_it_as_in_trl(
+    monkeypatch, build, start_model, reward_folder, replayed, tmp_path
+):
+    """Reply of two tokens (EOS at index 1), V = 0, beta = 0, gamma = 0.5, lambda = 1, one epoch, whitening aside.
+
+    Ours: returns are s at EOS and s/2 before it:            value loss 0.5 * (1/4 + 1) / 2 * s^2 = 0.3125 s^2.
+    TRL puts s one position behind EOS and has a value target there too: returns s, s/2, s/4 over three positions,
+                                                             0.5 * (1 + 1/4 + 1/16) / 3 * s^2 = 0.21875 s^2.
+    """
+    tokenizer = load_tokenizer(str(start_model))
+    word, eos, pad = encode_text(tokenizer, " cat")[0], tokenizer.eos_token_id, tokenizer.pad_token_id
+    replies = [[[word, eos, *[pad] * (LENGTH - 2)]] * BATCH]
+    settings = {"kl_coef": 0.0, "gamma": 0.5, "lam": 1.0, "num_ppo_epochs": 1}
+    stock = StockRun(monkeypatch, start_model, reward_folder, replies, tmp_path, **settings)
+    stock.trainer.train()
+
+    flags = [*FLAGS, "--kl-coef", "0", "--gamma", "0.5", "--lam", "1", "--ppo-epochs", "1", "--num-iterations", "1"]
+    ours = build(*flags, train=stock.prompts, evaluation=stock.prompts, reward_functions=[lambda completions, **_: [2.0] * BATCH])
+    replayed(ours, stock)
+    mine = ours.one_update(1)
+
+    theirs = next(entry for entry in stock.trainer.state.log_history if "objective/kl" in entry)
+    squares = theirs_score_squares(stock)
+    assert mine["value/loss"] == pytest.approx(0.3125 * 2.0**2, rel=1e-6)
+    assert theirs["loss/value_avg"] == pytest.approx(0.21875 * squares, rel=1e-5)
+
+
+def theirs_score_squares(stock: StockRun) -> float:
+    """Mean square of the reward model's scores in the stock run, computed apart from either trainer."""
+    model, squares = stock.trainer.reward_model, []
+    for i, prompt in enumerate(stock.prompts):
+        reply = [t for t in stock.replies[0][i] if t != stock.tokenizer.pad_token_id]
+        with torch.no_grad():
+            squares.append(model(torch.tensor([[*prompt.ids, *reply]])).logits.item() ** 2)
+    return sum(squares) / len(squares)
+
+
+def test_stock_trl_really_ran_two_backbones_worth_of_work():
+    """The view given to TRL shares its parameters with the policy: otherwise the comparison would be of two models."""
+    backbone = nn.Linear(2, 2)
+    policy = nn.Module()
+    policy.model, policy.base_model_prefix = backbone, "model"
+    critic = _SharedBackboneCritic(policy, nn.Linear(2, 1))
+    assert critic.backbone is backbone

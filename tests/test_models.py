@@ -1,0 +1,154 @@
+"""Loading, saving and the two faces of a model: what is saved loads with plain Hugging Face and gives the same logits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf.checkpoints import load_value_head
+from rlhf.errors import UserError
+from rlhf.models import ActorCritic, Reference, autocast, load_policy, load_tokenizer, with_value_head
+from tests.shapes import smollm2_tokenizer
+
+CPU = torch.device("cpu")
+
+
+def test_the_pad_token_is_never_eos(start_model):
+    assert AutoTokenizer.from_pretrained(start_model).pad_token == "<|im_end|>", "the quirk that must be mended"
+    tokenizer = load_tokenizer(str(start_model))
+    assert tokenizer.pad_token == "<|endoftext|>"
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.padding_side == "left"
+
+
+def test_a_tokenizer_without_a_spare_token_is_refused(tmp_path):
+    tokenizer = smollm2_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template + "<|endoftext|>"
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="no pad token other than EOS"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_saved_model_gives_the_trained_models_logits(build, start_model, tmp_path, lora):
+    trainer = build("--learning-rate", "1e-2", *(["--use-lora"] if lora else []))
+    trainer.train()
+    trainer.save_model()
+    folder = tmp_path / "run"
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    with torch.no_grad():
+        trained = trainer.model.policy(ids).logits
+        plain = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
+        start = plain(ids).logits
+        loaded = (PeftModel.from_pretrained(plain, folder) if lora else
+                  AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)).eval()  # fmt: skip
+        assert_close(loaded(ids).logits, trained, rtol=0, atol=0 if not lora else 1e-6)
+    assert float((trained - start).abs().max()) > 1e-2, "training must have changed the logits, or this shows nothing"
+    assert not list(folder.rglob("*.bin")) and not list(folder.rglob("*.pt")), "nothing that would have to be unpickled"
+    assert AutoTokenizer.from_pretrained(folder).pad_token == "<|endoftext|>"
+
+    fresh = ActorCritic(with_value_head(loaded))
+    load_value_head(fresh, folder)
+    for name, tensor in trainer.model.value_head.state_dict().items():
+        assert torch.equal(fresh.value_head.state_dict()[name], tensor)
+        assert float(tensor.abs().max()) > 0
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_reference_is_the_start_model_to_the_bit(start_model, dtype):
+    """Under autocast too, although its copy is stored in bfloat16."""
+    policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
+    actor_critic, reference = ActorCritic(with_value_head(policy)), Reference(policy, dtype)
+    ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
+    on = torch.ones_like(ids, dtype=torch.bool)
+    batch = (ids, on, on[:, :5], 0.7)
+    with torch.no_grad(), autocast(CPU, dtype):
+        assert torch.equal(actor_critic(*batch)[0], reference.logprobs(*batch, None))
+        for weight in policy.parameters():
+            weight.add_(0.1)
+        assert not torch.equal(actor_critic(*batch)[0], reference.logprobs(*batch, None)), "a copy, not the policy"
+
+
+def test_the_reference_copy_is_smaller_under_bfloat16(start_model):
+    policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32)
+
+    def size(model):
+        return sum(p.numel() * p.element_size() for p in model.parameters())
+
+    assert size(Reference(policy, torch.bfloat16).copy) < size(policy)
+
+
+def test_under_lora_the_reference_is_the_policy_without_its_adapter(build):
+    trainer = build("--use-lora", "--learning-rate", "1e-2")
+    assert trainer.reference.copy is None
+    trainer.train()
+    names = [name for name, w in trainer.model.named_parameters() if w.requires_grad]
+    assert names and all("lora" in name or "value_head" in name for name in names)
+
+
+def test_actor_and_critic_share_one_backbone(build):
+    trainer = build()
+    passes = []
+    trainer.model.policy.model.register_forward_hook(lambda *_: passes.append(1))
+    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    batch = trainer.advantages(rollout, torch.ones(4))
+    passes.clear()
+    trainer.losses(batch, torch.arange(4), rollout.mask.sum())
+    assert len(passes) == 1
+
+
+def test_full_logits_are_never_kept(build):
+    """The head sees reply tokens only: at most micro-batch x T rows at a time, never a prompt's."""
+    trainer = build("--micro-batch-size", "2")
+    rows = []
+    trainer.model.policy.lm_head.register_forward_hook(lambda _m, inputs, _o: rows.append(inputs[0].numel() // 32))
+    trainer.one_update(1)
+    assert max(rows) <= 2 * 8
+
+
+def test_gradient_checkpointing_changes_no_gradient(build):
+    grads = []
+    for flags in ((), ("--gradient-checkpointing",)):
+        trainer = build("--ppo-epochs", "1", *flags)
+        rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+        batch = trainer.advantages(rollout, torch.arange(4.0))
+        loss, _ = trainer.losses(batch, torch.arange(4), rollout.mask.sum())
+        loss.backward()
+        grads.append(torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None]))
+    assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-7)
+
+
+def test_four_bit_weights_with_lora(build):
+    """bitsandbytes quantizes on a CPU too: the frozen weights are 4-bit, the adapters train, and an update runs."""
+    import bitsandbytes
+
+    trainer = build("--use-lora", "--load-in-4bit")
+    assert any(isinstance(m, bitsandbytes.nn.Linear4bit) for m in trainer.model.modules())
+    before = {n: w.detach().clone() for n, w in trainer.model.named_parameters() if w.requires_grad}
+    trainer.one_update(1)
+    assert any(float((w - before[n]).abs().max()) > 0 for n, w in trainer.model.named_parameters() if n in before)
+
+
+def test_lora_targets_that_match_nothing_are_refused(start_model):
+    from peft import LoraConfig
+
+    with pytest.raises(UserError, match=r"no module named qproj.*Did you mean q_proj"):
+        load_policy(str(start_model), lora=LoraConfig(target_modules=["qproj"]), device=CPU, vocabulary=10)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(start_model):
+    with pytest.raises(UserError, match="tokenizer of 9999 tokens"):
+        load_policy(str(start_model), device=CPU, vocabulary=9999)
+
+
+def test_weights_that_would_be_unpickled_are_refused(start_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(start_model)
+    (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        load_policy(str(tmp_path), device=CPU, vocabulary=10)

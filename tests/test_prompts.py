@@ -1,0 +1,170 @@
+"""Reading, splitting and rendering."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlhf.errors import UserError
+from rlhf.knobs import Split
+from rlhf.models import load_tokenizer
+from rlhf.prompts import (
+    Example,
+    encode_prompt,
+    encode_reply,
+    encode_text,
+    load_examples,
+    load_prompts,
+    part_of,
+    split_examples,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(start_model):
+    return load_tokenizer(str(start_model))
+
+
+def write(path, *rows) -> str:
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows), encoding="utf-8")
+    return str(path)
+
+
+def user(text: str) -> tuple[dict[str, str], ...]:
+    return ({"role": "user", "content": text},)
+
+
+def test_three_forms_of_rows(tmp_path):
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "c?"}]
+    path = write(
+        tmp_path / "rows.jsonl",
+        {"system": "s", "question": "a?", "chosen": "yes", "rejected": "no"},
+        {"prompt": "b?", "topic": "letters"},
+        {"messages": [*chat, {"role": "assistant", "content": "an old answer"}]},
+        "",
+    )
+    pair, prompt, third = load_examples(path)
+    assert pair.messages == ({"role": "system", "content": "s"}, *user("a?"))
+    assert (pair.chosen, pair.rejected) == ("yes", "no")
+    assert (prompt.messages, prompt.topic, prompt.chosen) == (user("b?"), "letters", None)
+    assert list(third.messages) == chat, "the prompt is the chat before its last reply"
+
+
+def test_a_byte_order_mark_and_windows_line_ends(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    assert [e.messages for e in load_examples(str(path))] == [user("a"), user("b")]
+
+
+BAD_ROWS = {
+    "not JSON": ("{broken", r"not JSON .*rows.jsonl:2, '\{broken'"),
+    "not an object": ("[1, 2]", r"not a JSON object: .*rows.jsonl:2"),
+    "no prompt": ({"text": "x"}, r"no prompt: .*rows.jsonl:2, columns \['text'\]"),
+    "a null prompt": ({"prompt": None}, r"prompt is null, not text: .*rows.jsonl:2"),
+    "a number": ({"prompt": 7}, r"prompt is 7, not text: .*rows.jsonl:2"),
+    "an empty prompt": ({"prompt": "  "}, r"prompt is empty: .*rows.jsonl:2"),
+    "rejected is missing": ({"prompt": "a", "chosen": "b"}, r"rejected is null, not text: .*rows.jsonl:2"),
+    "an unknown role": ({"messages": [{"role": "robot", "content": "x"}]}, r"unknown chat role 'robot': .*rows.jsonl:2"),
+    "no user": ({"messages": [{"role": "system", "content": "x"}]}, r"without a user's message: .*rows.jsonl:2"),
+    "a lone surrogate": ('{"prompt": "\\ud800"}', r"lone surrogate: .*rows.jsonl:2"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_ROWS)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path, what):
+    row, message = BAD_ROWS[what]
+    with pytest.raises(UserError, match=message):
+        load_examples(write(tmp_path / "rows.jsonl", {"prompt": "fine"}, row))
+
+
+def test_all_bad_rows_are_reported_together(tmp_path):
+    rows = [{"prompt": ""} for _ in range(13)]
+    with pytest.raises(UserError) as caught:
+        load_examples(write(tmp_path / "rows.jsonl", *rows))
+    lines = caught.value.report().splitlines()
+    assert len(lines) == 11 and lines[-1] == "and 3 more"
+
+
+def test_files_that_are_not_there_empty_or_not_utf8(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}')
+    with pytest.raises(UserError, match=r"prompts not found: .*promts.jsonl. Did you mean .*prompts.jsonl"):
+        load_examples(str(tmp_path / "promts.jsonl"))
+    with pytest.raises(UserError, match="no rows"):
+        load_examples(write(tmp_path / "empty.jsonl", ""))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}')
+    with pytest.raises(UserError, match=r"not UTF-8: .*latin.jsonl, byte 15"):
+        load_examples(str(tmp_path / "latin.jsonl"))
+
+
+def test_no_prompt_left_after_filtering(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", *({"prompt": f"question {i}"} for i in range(40)))
+    with pytest.raises(UserError, match=r"no prompt left to train on.*the shortest of \d+ tokens"):
+        load_prompts(path, tokenizer, None, 3, 100, 100)
+    with pytest.raises(UserError, match="no prompt left to evaluate on"):
+        load_prompts(path, tokenizer, Split(0, 100, 0), 100, 100, 100)
+
+
+def test_long_prompts_are_left_out_and_counted(tmp_path, tokenizer):
+    rows = [{"prompt": f"question {i}" + " and so on" * (100 if i % 4 == 0 else 0)} for i in range(80)]
+    sets = load_prompts(write(tmp_path / "rows.jsonl", *rows), tokenizer, None, 120, 1000, 1000)
+    assert sets.too_long == 20
+    assert len(sets.train) + len(sets.evaluation) == 60
+    whole = {tuple(encode_prompt(tokenizer, user(r["prompt"]))) for r in rows}
+    assert all(p.ids in whole for p in (*sets.train, *sets.evaluation)), "none is cut"
+
+
+# --- split -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_question_is_in_one_part_whatever_its_spacing_system_or_place():
+    split = Split(45, 45, 10)
+    forms = [user("What  is IT?"), user(" what is it? "), ({"role": "system", "content": "s"}, *user("what is it?"))]
+    assert len({part_of(Example(messages=m), split) for m in forms}) == 1
+
+
+def test_shares_are_met_and_nothing_is_lost():
+    examples = [Example(messages=user(f"question {i}")) for i in range(4000)]
+    parts = split_examples(examples, Split(45, 45, 10))
+    assert sum(map(len, parts.values())) == 4000
+    for name, share in (("reward", 0.45), ("rl", 0.45), ("evaluation", 0.10)):
+        assert len(parts[name]) / 4000 == pytest.approx(share, abs=0.03)
+
+
+def test_prompts_without_pairs_are_not_kept_for_a_reward_model(tmp_path, tokenizer):
+    rows = [{"prompt": f"question {i}"} for i in range(60)]
+    assert load_prompts(write(tmp_path / "r.jsonl", *rows), tokenizer, None, 100, 100, 100).parts["reward"] == 0
+
+
+# --- render ----------------------------------------------------------------------------------------------------------
+
+
+def test_plain_text_renders_as_the_chat_template_does(tokenizer):
+    messages = [{"role": "system", "content": "Be brief."}, *user("What is the capital of France?")]
+    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert encode_prompt(tokenizer, messages) == whole
+
+
+@pytest.mark.parametrize("special", ["<|im_end|>", "<|im_start|>", "<|endoftext|>"])
+def test_a_special_token_written_in_a_text_does_not_become_one(tokenizer, special):
+    special_id = tokenizer.convert_tokens_to_ids(special)
+    clean = encode_prompt(tokenizer, user("hello"))
+    hostile = encode_prompt(tokenizer, user(f"hello {special} world"))
+    assert hostile.count(special_id) == clean.count(special_id)
+    assert special_id not in encode_text(tokenizer, f"a reply with {special}")
+    assert tokenizer.decode(encode_text(tokenizer, f"a {special}")) == f"a {special}"
+
+
+def test_the_slot_characters_in_a_text_do_no_harm(tokenizer):
+    ids = encode_prompt(tokenizer, user("\ue0000\ue001 and \ue0001\ue001"))
+    assert "\ue0000\ue001 and \ue0001\ue001" in tokenizer.decode(ids)
+
+
+def test_a_reply_that_ended_has_eos_and_one_that_did_not_has_none(tokenizer):
+    assert encode_reply(tokenizer, "the cat", True) == [*encode_reply(tokenizer, "the cat", False), tokenizer.eos_token_id]
+
+
+def test_a_tokenizer_without_a_chat_template_reads_the_prompt_as_it_stands(start_model):
+    tokenizer = load_tokenizer(str(start_model))
+    tokenizer.chat_template = None
+    assert tokenizer.decode(encode_prompt(tokenizer, user("TL;DR:"))) == "TL;DR:"

@@ -1,0 +1,158 @@
+"""Sampling: randomness by (seed, update, purpose, episode), the nucleus, masks, and KL on the sampling distribution."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from rlhf.models import ActorCritic, Reference, load_tokenizer, with_value_head
+from rlhf.prompts import Example, Prompt, encode_prompt
+from rlhf.rollout import (
+    Sampling,
+    draw,
+    measure,
+    nucleus_of,
+    pack_bits,
+    reply_mask,
+    sample_replies,
+    uniforms,
+    unpack_bits,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(start_model):
+    return load_tokenizer(str(start_model))
+
+
+@pytest.fixture
+def policy(start_model):
+    return AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
+
+
+def make_prompts(tokenizer, *questions: str) -> list[Prompt]:
+    examples = [Example(messages=({"role": "user", "content": q},)) for q in questions]
+    return [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
+
+
+def sample(policy, tokenizer, prompts, episodes, sampling, seed=1):
+    noise = uniforms(seed, 3, "rollout", episodes, sampling.reply_length)
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    return sample_replies(policy, prompts, noise, sampling, eos=eos, pad=pad, device=CPU)
+
+
+def test_a_rows_sample_does_not_depend_on_its_batch(policy, tokenizer):
+    prompts = make_prompts(tokenizer, "the cat", "what is the capital of France, and on which river does it lie?")
+    sampling = Sampling(12, 1.0)
+    together = sample(policy, tokenizer, prompts, [7, 8], sampling)
+    for i, episode in enumerate((7, 8)):
+        alone = sample(policy, tokenizer, prompts[i : i + 1], [episode], sampling)
+        length = int(alone.lengths[0])
+        assert together.reply_ids[i, :length].tolist() == alone.reply_ids[0, :length].tolist()
+
+
+def test_seed_update_purpose_and_episode_each_give_other_numbers():
+    base = uniforms(1, 2, "rollout", [3], 5)
+    others = [uniforms(9, 2, "rollout", [3], 5), uniforms(1, 9, "rollout", [3], 5),
+              uniforms(1, 2, "evaluate", [3], 5), uniforms(1, 2, "rollout", [9], 5)]  # fmt: skip
+    assert all((base != other).all() for other in others)
+    assert_close(base, uniforms(1, 2, "rollout", [3], 5))
+
+
+def test_draw_follows_the_distribution():
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log().repeat(1000, 1)
+    uniform = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    assert torch.bincount(draw(logits, uniform)).tolist() == [500, 300, 200]
+
+
+def test_draw_never_takes_a_filtered_token():
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).repeat(3, 1)
+    assert draw(logits, torch.tensor([0.0, 0.5, 1 - 1e-16], dtype=torch.float64)).tolist() == [1, 1, 1]
+
+
+def test_nucleus_by_hand():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    assert nucleus_of(logits, 0, 0.8).tolist() == [[True, True, False, False]], "0.5 + 0.3 is enough for 0.8"
+    assert nucleus_of(logits, 0, 0.81).tolist() == [[True, True, True, False]]
+    assert nucleus_of(logits, 0, 0.1).tolist() == [[True, False, False, False]], "the likeliest is always in"
+    assert nucleus_of(logits, 1, 1.0).tolist() == [[True, False, False, False]]
+    assert nucleus_of(logits, 0, 1.0).all()
+    # top-k first: among {0.5, 0.3} the first holds 0.625 of the mass
+    assert nucleus_of(logits, 2, 0.6).tolist() == [[True, False, False, False]]
+
+
+@pytest.mark.parametrize("size", [1, 8, 13, 400])
+def test_bits_come_back(size):
+    flags = torch.rand(3, 2, size) < 0.5
+    assert torch.equal(unpack_bits(pack_bits(flags), size), flags)
+
+
+def test_mask_ends_with_the_first_eos():
+    mask, ended = reply_mask(torch.tensor([[5, 2, 0, 2], [5, 5, 5, 5], [2, 0, 0, 0]]), eos=2)
+    assert mask.tolist() == [[True, True, False, False], [True] * 4, [True, False, False, False]]
+    assert ended.tolist() == [True, False, True]
+
+
+def test_a_sampled_pad_token_does_not_end_a_reply():
+    """Pad is in the vocabulary and random weights do sample it: masks must not come from `ids != pad`."""
+    mask, _ = reply_mask(torch.tensor([[5, 0, 5, 2]]), eos=2)
+    assert mask.all()
+
+
+def expected_kl(policy, other, tokenizer, prompt, sampling) -> float:
+    """KL of the first reply token's sampling distribution to the other model, in full."""
+    ids = torch.tensor([prompt.ids])
+    with torch.no_grad():
+        p, q = (m(ids).logits[:, -1] / sampling.temperature for m in (policy, other))
+    allowed = nucleus_of(p, sampling.top_k, sampling.top_p)
+    p, q = (x.masked_fill(~allowed, -torch.inf).log_softmax(-1)[allowed] for x in (p, q))
+    return float((p.exp() * (p - q)).sum())
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_kl_is_that_of_the_sampling_distributions(policy, tokenizer, start_model, top_p):
+    """Mean k1 over many samples against the exact KL, with a reference that differs: it would fail, and go negative,
+    if log-probs were taken over the full softmax while samples come from a nucleus."""
+    other = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in (*policy.parameters(), *other.parameters()):
+            weight.add_(0.2 * torch.randn_like(weight))
+    actor_critic = ActorCritic(with_value_head(policy))
+    reference = Reference(policy, None)
+    reference.copy = other
+    prompt, sampling = make_prompts(tokenizer, "the cat")[0], Sampling(1, 0.7, 0, top_p)
+    replies = sample(policy, tokenizer, [prompt] * 3000, range(3000), sampling)
+    logprobs, ref_logprobs, _, _ = measure(actor_critic, reference, replies, sampling.temperature, 500)
+    samples = (logprobs - ref_logprobs)[:, 0]
+    exact = expected_kl(policy, other, tokenizer, prompt, sampling)
+    assert exact > 0.05
+    assert float(samples.mean()) == pytest.approx(exact, abs=4 * float(samples.std()) / 3000**0.5)
+
+
+def test_padding_changes_no_logprob_and_no_value(policy, tokenizer):
+    container = with_value_head(policy)
+    torch.nn.init.normal_(container.v_head.summary.weight)
+    actor_critic, reference = ActorCritic(container), Reference(policy, None)
+    prompts = make_prompts(tokenizer, "the cat", "what is the capital of France, and on which river does it lie?")
+    sampling = Sampling(10, 1.0, 0, 0.9)
+    together = measure(actor_critic, reference, sample(policy, tokenizer, prompts, [1, 2], sampling), 1.0, 2)
+    for i in range(2):
+        alone = measure(actor_critic, reference, sample(policy, tokenizer, prompts[i : i + 1], [1 + i], sampling), 1.0, 1)
+        for whole, part in zip(together, alone, strict=True):
+            assert_close(whole[i, : part.shape[1]], part[0], atol=1e-5, rtol=1e-5)
+
+
+def test_entropy_by_hand(policy, tokenizer):
+    """Against the entropy of the full distribution at the same positions, from a plain forward."""
+    prompts, sampling = make_prompts(tokenizer, "the cat"), Sampling(4, 0.7)
+    replies = sample(policy, tokenizer, prompts, [0], sampling)
+    *_, entropy, _ = measure(ActorCritic(with_value_head(policy)), Reference(policy, None), replies, 0.7, 1)
+    context = replies.prompt_ids.shape[1]
+    with torch.no_grad():
+        logp = (policy(replies.ids).logits[:, context - 1 : -1] / 0.7).log_softmax(-1)
+    assert_close(entropy, -(logp.exp() * logp).sum(-1), atol=1e-5, rtol=1e-5)

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -268,16 +269,22 @@ def make_parser(config_class: type, prog: str, description: str, recipes: dict) 
 
 
 def _add_flag(group, k: Knob) -> None:
-    spellings = list(dict.fromkeys(s for n in (k.name, *k.aliases) for s in ("--" + n.replace("_", "-"), "--" + n)))
+    names = (k.name, *k.aliases)
+    spellings = _spellings(names)
     bounds = f", {range_text(k)}" if any(v is not None for v in k.bounds.values()) else ""
     help = f"{k.help} (default: {_show(k.default)}{bounds})".replace("%", "%%")
     if k.is_bool:
         group.add_argument(*spellings, dest=k.name, nargs="?", const="true", metavar="true|false", help=help)
-        negative = list(dict.fromkeys("--no" + s[1:].replace("--", "-") for s in spellings))
+        negative = _spellings([f"no_{name}" for name in names])
         group.add_argument(*negative, dest=k.name, action="store_const", const="false", help=argparse.SUPPRESS)
     else:
-        shape = "A|B".replace("A|B", "|".join(k.choices)) if k.choices else k.name.upper()
+        shape = "|".join(k.choices) if k.choices else k.name.upper()
         group.add_argument(*spellings, dest=k.name, metavar=shape, help=help, nargs="+" if k.is_list else None)
+
+
+def _spellings(names: Iterable[str]) -> list[str]:
+    """Each name as a flag with dashes and, where that differs, with underscores."""
+    return list(dict.fromkeys("--" + spelt for name in names for spelt in (name.replace("_", "-"), name)))
 
 
 def _show(value: Any) -> str:

@@ -1,0 +1,156 @@
+"""The command line, YAML, recipes: precedence, and every mistake named with its place and the way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from config import Config, RewardModelConfig, parse_cli, parse_reward_cli
+from recipes import RECIPES
+from rlhf.errors import UserError, run_command
+from rlhf.knobs import KLTarget, Split, knobs_of, name_table
+
+
+def test_later_layers_win(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("learning_rate: 1e-4\nppo:\n  gamma: 0.5\n")
+    assert parse_cli([]).optimizer.learning_rate == 5e-6
+    assert parse_cli(["--recipe", "demo"]).ppo.batch_size == RECIPES["demo"]["training"]["batch_size"]
+    from_file = parse_cli(["--recipe", "demo", "--config", str(file)])
+    assert (from_file.optimizer.learning_rate, from_file.ppo.gamma) == (1e-4, 0.5)
+    both = parse_cli(["--recipe", "demo", "--config", str(file), "--learning-rate", "2e-4"])
+    assert (both.optimizer.learning_rate, both.ppo.gamma) == (2e-4, 0.5)
+
+
+def test_the_recipe_may_stand_in_the_file(tmp_path):
+    (tmp_path / "a.yaml").write_text("recipe: demo\n")
+    assert parse_cli(["--config", str(tmp_path / "a.yaml")]).recipe == "demo"
+
+
+@pytest.mark.parametrize("flag", ["--learning-rate", "--learning_rate"])
+def test_dashes_and_underscores(flag):
+    assert parse_cli([flag, "1e-4"]).optimizer.learning_rate == 1e-4
+
+
+def test_the_references_names():
+    config = parse_cli("--init_kl_coef 0.2 --cliprange 0.1 --max-new-tokens 9 --target-kl 5/sequence --rank 2".split())
+    assert (config.kl.kl_coef, config.ppo.clip_range, config.sampling.reply_length) == (0.2, 0.1, 9)
+    assert (config.kl.kl_target, config.model.lora_r) == ((KLTarget(5, "sequence"),), 2)
+
+
+def booleans() -> list[str]:
+    return [name for name, knob in knobs_of(Config).items() if knob.is_bool]
+
+
+@pytest.mark.parametrize("name", booleans())
+def test_every_boolean_can_be_said_in_every_way(name):
+    group, flag = knobs_of(Config)[name].group, "--" + name.replace("_", "-")
+    need = ["--use-lora"] if name == "load_in_4bit" else []
+    for words, value in (
+        ([flag], True), ([flag, "false"], False), ([flag, "true"], True), (["--no-" + flag[2:]], False),
+        ([f"--no_{name}"], False),
+    ):  # fmt: skip
+        assert getattr(getattr(parse_cli([*need, *words]), group), name) is value
+
+
+def test_lists_in_three_forms(tmp_path):
+    (tmp_path / "a.yaml").write_text("lora:\n  target_modules: [a, b]\n")
+    for argv in (["--lora-targets", "a", "b"], ["--lora-targets", "a,b"], ["--config", str(tmp_path / "a.yaml")]):
+        assert parse_cli(argv).model.lora_targets == ("a", "b")
+
+
+def test_phased_targets():
+    config = parse_cli("--kl-schedule phased --kl-target 0.05/token 0.02/token 0.01/token".split())
+    assert [str(t) for t in config.kl.kl_target] == ["0.05/token", "0.02/token", "0.01/token"]
+
+
+BAD_FLAGS = {
+    "misspelt flag": ("--learning-rat 1", r"unknown flag --learning-rat: command line\. Did you mean --learning-rate"),
+    "abbreviated flag": ("--learning-r 3", "unknown flag --learning-r: command line. Did you mean --learning-rate"),
+    "abbreviated with =": ("--gam=3", "unknown flag --gam: command line. Did you mean --gamma"),
+    "text for a number": ("--gamma much", "gamma is 'much': --gamma. Give a number"),
+    "a fraction for a count": ("--batch-size 2.5", "batch_size is '2.5': --batch-size. Give a whole number"),
+    "no value": ("--gamma", "expected one argument"),
+    "unknown recipe": ("--recipe smolm2-orca", "unknown recipe 'smolm2-orca': --recipe. Did you mean smollm2-orca"),
+    "learning rate 0": ("--learning-rate 0", "learning_rate is 0: --learning-rate. It must be above 0"),
+    "learning rate nan": ("--learning-rate nan", "learning_rate is nan"),
+    "temperature 0": ("--temperature 0", "temperature is 0: --temperature. It must be above 0"),
+    "negative KL coefficient": ("--kl-coef -0.1", "kl_coef is -0.1: --kl-coef. It must be at least 0"),
+    "negative penalty": ("--missing-eos-penalty -1", "missing_eos_penalty is -1"),
+    "reply length 0": ("--reply-length 0", "reply_length is 0"),
+    "clip range 1": ("--clip-range 1", "clip_range is 1: --clip-range. It must be above 0 and below 1"),
+    "gamma 1.1": ("--gamma 1.1", "gamma is 1.1: --gamma. It must be at least 0 and at most 1"),
+    "a bare KL target": ("--kl-target 6", "kl_target is '6': --kl-target. Give a number of nats above 0 with its unit"),
+    "unknown choice": ("--kl-schedule adaptiv", "Did you mean adaptive"),
+    "minibatches": ("--batch-size 8 --minibatches 3", "minibatches 3 does not divide batch_size 8: --minibatches. Try 2"),
+    "4-bit without LoRA": ("--load-in-4bit", "4-bit weights cannot be trained: --load-in-4bit. Add --use-lora"),
+    "two targets, one phase": ("--kl-target 6/sequence 3/sequence", "several KL targets under kl_schedule adaptive"),
+    "a bad split": ("--split 50/50/50", "split is '50/50/50': --split. Give three whole percentages"),
+    "a stray word": ("demo", "unexpected word 'demo'"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_FLAGS)
+def test_bad_flags(what):
+    words, message = BAD_FLAGS[what]
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        parse_cli(words.split())
+
+
+BAD_YAML = {
+    "unknown key": ("learning_rat: 1\n", r"unknown key learning_rat: .*a.yaml:1. Did you mean learning_rate"),
+    "unknown nested key": ("ppo:\n  gama: 1\n", r"unknown key gama: .*a.yaml:2. Did you mean gamma"),
+    "syntax": ("a: [1\nb: 2\n", r"not YAML .*a.yaml:\d+:\d+"),
+    "a list": ("- 1\n- 2\n", r"not a mapping of names to values: .*a.yaml:1"),
+    "a key twice": ("gamma: 1\ngamma: 0.5\n", r"gamma is set twice: .*a.yaml:2 and .*a.yaml:1"),
+    "twice by its alias": ("lam: 1\nppo:\n  gae_lambda: 0.5\n", r"gae_lambda is set twice: .*a.yaml:3 and .*a.yaml:1"),
+    "out of range": ("gamma: 2\n", r"gamma is 2: .*a.yaml:1. It must be at least 0 and at most 1"),
+    "a wrong type": ("batch_size: [1, 2]\n", r"batch_size is \[1, 2\]: .*a.yaml:1. Give a whole number"),
+    "a Python tag": ("seed: !!python/object/apply:os.getpid []\n", r"seed is not plain data .*a.yaml:1"),
+    "unknown recipe": ("recipe: demmo\n", r"unknown recipe 'demmo': .*a.yaml:1. Did you mean demo"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_YAML)
+def test_bad_yaml(what, tmp_path):
+    text, message = BAD_YAML[what]
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        parse_cli(["--config", str(tmp_path / "a.yaml")])
+
+
+def test_a_missing_yaml_file(tmp_path):
+    with pytest.raises(UserError, match=r"cannot read the configuration file: .*nope.yaml"):
+        parse_cli(["--config", str(tmp_path / "nope.yaml")])
+
+
+def test_all_faults_of_a_command_are_reported_together():
+    with pytest.raises(UserError) as caught:
+        parse_cli("--gamma 2 --lam x --batch-size 0".split())
+    assert len(caught.value.faults) == 3
+
+
+def test_an_error_is_lines_on_stderr_and_exit_status_2(capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: parse_cli(["--gama", "1"]))
+    printed = capsys.readouterr()
+    assert ended.value.code == 2
+    assert printed.err == "error: unknown flag --gama: command line. Did you mean --gamma?\n"
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_parses(name):
+    parse_cli(["--recipe", name])
+    parse_reward_cli(["--recipe", name])
+
+
+@pytest.mark.parametrize("config_class", [Config, RewardModelConfig])
+def test_no_name_means_two_things(config_class):
+    knobs = knobs_of(config_class)
+    names = [n for k in knobs.values() for n in (k.name, *k.aliases)]
+    assert len(names) == len(set(names)) == len(name_table(knobs))
+
+
+def test_values_show_themselves_as_they_are_written():
+    assert str(KLTarget.parse("0.05/token")) == "0.05/token"
+    assert str(Split.parse("45/45/10")) == "45/45/10"

@@ -1,0 +1,252 @@
+"""Training, scoring, calibration and the refusal of weak reward models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from config import parse_reward_cli
+from reward_model.scorer import METRICS_FILE, Calibration, PairAccuracy, RewardModel, pair_accuracy
+from reward_model.training import pair_ids, run_training, train_reward_model
+from rlhf.console import Screen
+from rlhf.errors import RunError, UserError
+from rlhf.preflight import check_reward_model
+from rlhf.prompts import Example, Prompt
+from rlhf.rewards import LearnedReward, score_replies
+from tests.shapes import make_reward_model, make_start_model
+
+CPU = torch.device("cpu")
+FRANCE = ({"role": "user", "content": "What is the capital of France?"},)
+
+
+def pair(question: str, chosen: str, rejected: str, **more) -> Example:
+    return Example(messages=({"role": "user", "content": question},), chosen=chosen, rejected=rejected, **more)
+
+
+@pytest.fixture
+def model(reward_folder) -> RewardModel:
+    return RewardModel.load(str(reward_folder), CPU, None)
+
+
+@pytest.fixture
+def flags(start_model, tmp_path):
+    """Flags of a tiny training run on a file of pairs; which file is the caller's."""
+
+    def make(pairs, *more: object) -> list[str]:
+        words = ["--pairs", pairs, "--base-model", start_model, "--actor-model", start_model,
+                 "--rm-output", tmp_path / "rm", "--reply-length", 6, "--rm-batch-size", 4, *more]  # fmt: skip
+        return [str(word) for word in words]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def learnable_pairs(tmp_path_factory):
+    """The chosen reply thanks; length says nothing."""
+    path = tmp_path_factory.mktemp("pairs") / "polite.jsonl"
+    with path.open("w") as file:
+        for i in range(400):
+            thanks, plain = f"thanks {i % 7}", f"go away {i % 5}"
+            tail = " now" if i % 2 else ""
+            row = {"question": f"question {i}", "chosen": thanks + tail, "rejected": plain, "flaw": f"kind {i % 2}"}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def test_training_reads_the_ids_that_scoring_reads(model, monkeypatch, flags, pairs_file):
+    """What TRL's collator is handed, against what the scorer encodes for the same replies."""
+    pairs = [pair("a?", "the cat", "a table"), pair("b?", "help", "no", rejected_ended=False)]
+    seen = {}
+
+    def catch(trainer, *_args, **_kwargs):
+        seen["rows"] = [dict(row) for row in trainer.train_dataset]
+
+    monkeypatch.setattr("reward_model.training.RewardTrainer.train", catch)
+    run_training(model, pairs, parse_reward_cli(flags(pairs_file)), Screen())
+    for row, p in zip(seen["rows"], pairs, strict=True):
+        assert row["chosen_ids"] == model.encode(p.messages, p.chosen, True)
+        assert row["rejected_ids"] == model.encode(p.messages, p.rejected, p.rejected_ended)
+    eos = model.tokenizer.eos_token_id
+    assert seen["rows"][0]["chosen_ids"][-1] == eos and seen["rows"][0]["chosen_ids"][-2] != eos, "one EOS, not two"
+    assert seen["rows"][1]["rejected_ids"][-1] != eos, "a reply that was cut off has none"
+
+
+def test_a_trained_reward_model_tells_good_from_bad_and_is_saved_whole(flags, learnable_pairs, tmp_path):
+    config = parse_reward_cli(flags(learnable_pairs, "--rm-learning-rate", "3e-3", "--rm-epochs", 3))
+    folder = train_reward_model(config, Screen(), CPU)
+    record = json.loads((folder / METRICS_FILE).read_text())
+    assert record["accuracy"] > 0.95
+    assert record["accuracy"] > record["length_baseline"] + 0.15
+    assert set(record["by_flaw"]) == {"kind 0", "kind 1"}
+    loaded = RewardModel.load(str(folder), CPU, None)
+    assert loaded.score([FRANCE] * 2, ["thanks 3", "go away 3"], [True] * 2)[0] > loaded.score([FRANCE], ["go away 3"], [True])[0]
+    plain = AutoModelForSequenceClassification.from_pretrained(folder)
+    ids = loaded.encode(FRANCE, "thanks 3")
+    raw = plain(torch.tensor([ids])).logits.item()
+    calibrated = (raw - loaded.calibration.mean) / loaded.calibration.std
+    assert loaded.score([FRANCE], ["thanks 3"], [True])[0] == pytest.approx(calibrated, abs=1e-5)
+
+
+def test_scores_are_calibrated_on_the_start_models_replies(flags, learnable_pairs, monkeypatch):
+    """The replies that calibrated it, scored again through the finished model: mean 0, variance 1."""
+    kept = {}
+    original = RewardModel.raw_scores
+
+    def keep(self, sequences):
+        kept.setdefault("first", [list(s) for s in sequences])
+        return original(self, sequences)
+
+    monkeypatch.setattr(RewardModel, "raw_scores", keep)
+    config = parse_reward_cli(flags(learnable_pairs, "--calibration-prompts", 30))
+    folder = train_reward_model(config, Screen(), CPU)
+    loaded = RewardModel.load(str(folder), CPU, None)
+    scale = loaded.calibration
+    scores = [(raw - scale.mean) / scale.std for raw in original(loaded, kept["first"])]
+    assert len(scores) == 30
+    assert sum(scores) / 30 == pytest.approx(0, abs=1e-4)
+    assert torch.tensor(scores).var().item() == pytest.approx(1, abs=1e-3)
+    assert json.loads((folder / METRICS_FILE).read_text())["calibration"]["source"].startswith("replies of")
+
+
+def test_without_a_start_model_the_chosen_replies_calibrate(flags, learnable_pairs):
+    config = parse_reward_cli(flags(learnable_pairs, "--actor-model", "none"))
+    folder = train_reward_model(config, Screen(), CPU)
+    assert json.loads((folder / METRICS_FILE).read_text())["calibration"]["source"] == "chosen replies"
+
+
+def test_padding_leaves_a_score_unchanged(model):
+    replies = ["yes", "the cat is on the table and it lies near the river Seine, which helps", "no"]
+    together = model.score([FRANCE] * 3, replies, [True] * 3)
+    alone = [model.score([FRANCE], [reply], [True])[0] for reply in replies]
+    assert together == pytest.approx(alone, abs=1e-5)
+    assert len({round(s, 4) for s in alone}) == 3, "the replies must score apart, or this shows nothing"
+
+
+def test_a_reply_that_did_not_end_is_another_text(model):
+    assert model.score([FRANCE], ["yes"], [True]) != model.score([FRANCE], ["yes"], [False])
+
+
+def test_a_reward_model_with_another_tokenizer_scores_the_same_text(tmp_path, model):
+    """The scorer renders with its own tokenizer: what the policy's was plays no part."""
+    folder = make_reward_model(tmp_path / "other")
+    other = RewardModel.load(str(folder), CPU, None)
+    other.tokenizer.chat_template = "{% for m in messages %}Q {{ m['content'] }} A {% endfor %}"
+    prompt = Prompt(ids=(1, 2, 3), example=Example(messages=FRANCE))  # ids of some policy's tokenizer
+    given = score_replies([LearnedReward(other)], [prompt], ["yes"], [True])
+    ids = other.tokenizer("Q What is the capital of France? A ", add_special_tokens=False).input_ids
+    ids += [*other.tokenizer("yes", add_special_tokens=False).input_ids, other.tokenizer.eos_token_id]
+    assert given[0] == pytest.approx(other.model(torch.tensor([ids])).logits.item(), abs=1e-5)
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def test_pair_accuracy_by_hand(model, monkeypatch):
+    """Scores are the replies' first digits. Lengths: longer wins in 1 of 4, shorter in 2, one tie: baseline 0.625."""
+    monkeypatch.setattr(RewardModel, "score", lambda self, m, replies, e: [float(r[0]) for r in replies])
+    pairs = [pair("a", "5", "1 long", flaw="x"), pair("b", "2", "4 long", flaw="x"),
+             pair("c", "9 long", "1", flaw="y"), pair("d", "3", "3", flaw="y")]  # fmt: skip
+    found = pair_accuracy(model, pairs)
+    assert found == PairAccuracy(
+        accuracy=2.5 / 4, margin=(4 - 2 + 8 + 0) / 4, length_baseline=0.625, accuracy_against_baseline=1.0,
+        by_flaw={"x": 0.5, "y": 0.75}, pairs=4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "baseline", "good"), [(0.59, 0.5, False), (0.7, 0.87, False), (0.6, 0.6, True), (0.9, 0.6, True)]
+)
+def test_weak_reward_models_are_refused_by_their_record(model, capsys, accuracy, baseline, good):
+    model.record = {"accuracy": accuracy, "length_baseline": baseline}
+    if good:
+        check_reward_model(model, "rm", [], False, Screen())
+        return
+    with pytest.raises(UserError, match=f"accuracy {accuracy:.3f}, length baseline {baseline:.3f}.*--allow-weak"):
+        check_reward_model(model, "rm", [], False, Screen())
+    check_reward_model(model, "rm", [], True, Screen())
+    assert "going on as asked" in capsys.readouterr().out
+
+
+def test_a_foreign_reward_model_is_measured_on_held_out_pairs(model, monkeypatch, capsys):
+    measured = PairAccuracy(0.5, 0.0, 0.6, None, {}, 9)
+    monkeypatch.setattr("rlhf.preflight.pair_accuracy", lambda *_: measured)
+    with pytest.raises(UserError, match="from 1 held-out pairs"):
+        check_reward_model(model, "rm", [pair("a", "b", "c")], False, Screen())
+    monkeypatch.setattr("rlhf.preflight.pair_accuracy", lambda *_: dataclasses.replace(measured, accuracy=0.8))
+    check_reward_model(model, "rm", [pair("a", "b", "c")], False, Screen())
+    check_reward_model(model, "rm", [Example(messages=FRANCE)], False, Screen())
+    assert "its scores are unproved" in capsys.readouterr().out
+
+
+def test_models_that_cannot_give_one_score_are_refused(tmp_path, start_model):
+    two = make_reward_model(tmp_path / "two", outputs=2)
+    with pytest.raises(UserError, match="2 outputs per reply, a reward model has exactly one"):
+        RewardModel.load(str(two), CPU, None)
+    no_pad = make_reward_model(tmp_path / "nopad", pad=None)
+    with pytest.raises(UserError, match="no pad token"):
+        RewardModel.load(str(no_pad), CPU, None)
+    with pytest.raises(UserError, match=r"a language model \(LlamaForCausalLM\), not a reward model"):
+        RewardModel.load(str(start_model), CPU, None)
+    with pytest.raises(UserError, match="model not found: .*nowhere"):
+        RewardModel.load(str(tmp_path / "nowhere"), CPU, None)
+
+
+def test_a_head_that_was_never_trained_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = make_reward_model(tmp_path / "rm")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["score.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="no trained score head"):
+        RewardModel.load(str(folder), CPU, None)
+
+
+# --- reward functions ------------------------------------------------------------------------------------------------
+
+
+def rewards(*functions) -> list[float]:
+    return score_replies(functions, [Prompt((1,), Example(messages=FRANCE))] * 2, ["one", "two words"], [True, False])
+
+
+def test_reward_functions_add_up():
+    def words(completions, **_):
+        return [float(len(text.split())) for text in completions]
+
+    def ending(ended, **_):
+        return [10.0 if e else 0.0 for e in ended]
+
+    assert rewards(words, ending) == [11.0, 2.0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), None, "high"])
+def test_a_score_that_is_no_number_stops_the_run(bad):
+    def broken(completions, **_):
+        return [0.0, bad]
+
+    with pytest.raises(RunError, match="not a finite number: broken, reply 'two words'"):
+        rewards(broken)
+
+
+def test_a_wrong_count_stops_the_run():
+    def short(completions, **_):
+        return [1.0]
+
+    with pytest.raises(RunError, match="2 replies, but the reward function gave .*: short"):
+        rewards(short)
+
+
+def test_pair_ids_of_a_base_model_that_ships_pad_as_eos(tmp_path):
+    """The reward model's pad is mended too: else transformers would read a score one token before EOS."""
+    from reward_model.training import new_reward_model
+
+    base = make_start_model(tmp_path / "base")
+    config = parse_reward_cli(["--base-model", str(base)])
+    fresh = new_reward_model(config, CPU)
+    assert fresh.model.config.pad_token_id != fresh.tokenizer.eos_token_id
+    assert pair_ids(fresh, pair("a", "b", "c"))["chosen_ids"][-1] == fresh.tokenizer.eos_token_id
+    assert fresh.calibration == Calibration()

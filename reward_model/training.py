@@ -127,6 +127,8 @@ def run_training(model: RewardModel, pairs: Sequence[Example], config: RewardMod
                 per_device_train_batch_size=settings.rm_batch_size,
                 max_length=None,  # long pairs were left out, and counted, before
                 bf16=model.dtype is not None,
+                use_cpu=model.device.type == "cpu",
+                dataloader_pin_memory=model.device.type == "cuda",
                 gradient_checkpointing=False,
                 logging_steps=max(1, steps // 20),
                 save_strategy="no",

@@ -1,0 +1,282 @@
+"""No dead settings: every knob, turned, changes something that can be seen. A knob without a row fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from config import Config, RewardModelConfig, parse_reward_cli
+from reward_model.scorer import METRICS_FILE
+from reward_model.training import train_reward_model
+from rlhf.assembly import check_run_folder, load_parts
+from rlhf.callbacks import attach_callbacks
+from rlhf.console import Screen
+from rlhf.errors import UserError
+from rlhf.knobs import knobs_of
+from rlhf.runlogs import RunLog
+from tests.shapes import make_reward_model, make_start_model
+
+CPU = torch.device("cpu")
+MEASURED_APART = ("time/", "throughput/", "memory/")  # what the clock and the machine change by themselves
+
+
+@pytest.fixture
+def run(build):
+    """Everything that a short run logs, beta included, and its weights' sum."""
+
+    def observe(*flags) -> str:
+        trainer = build("--num-iterations", 3, "--learning-rate", "1e-2", "--kl-horizon", 40, *flags)
+        attach_callbacks(trainer, trainer.config, Screen())
+        trainer.train()
+        logged = [{k: v for k, v in entry.items() if not k.startswith(MEASURED_APART)}
+                  for entry in trainer.state.log_history]  # fmt: skip
+        weights = sum(float(w.detach().double().abs().sum()) for w in trainer.model.parameters())
+        return json.dumps([logged, weights])
+
+    return observe
+
+
+# knob -> flags whose run must differ from the run without them; a second list is what both sides have
+BY_RUN = {
+    "use_lora": (["--use-lora"], []),
+    "lora_r": (["--lora-r", "2"], ["--use-lora"]),
+    "lora_alpha": (["--lora-alpha", "2"], ["--use-lora"]),
+    "lora_targets": (["--lora-targets", "down_proj"], ["--use-lora"]),
+    "load_in_4bit": (["--load-in-4bit"], ["--use-lora"]),
+    "bf16": (["--bf16"], []),
+    "split": (["--split", "10/80/10"], []),
+    "prompt_length": (["--prompt-length", "40"], []),
+    "max_prompts": (["--max-prompts", "5"], []),
+    "eval_prompts": (["--eval-prompts", "2"], []),
+    "reply_length": (["--reply-length", "5"], []),
+    "temperature": (["--temperature", "0.9"], []),
+    "top_k": (["--top-k", "5"], []),
+    "top_p": (["--top-p", "0.5"], []),
+    "batch_size": (["--batch-size", "6"], []),
+    "ppo_epochs": (["--ppo-epochs", "3"], []),
+    "minibatches": (["--minibatches", "2"], []),
+    "clip_range": (["--clip-range", "0.01"], []),
+    "value_coef": (["--value-coef", "0.7"], []),
+    "value_clip_range": (["--value-clip-range", "0.001"], []),
+    "entropy_coef": (["--entropy-coef", "0.1"], []),
+    "gamma": (["--gamma", "0.8"], []),
+    "lam": (["--lam", "0.5"], []),
+    "whiten_rewards": (["--whiten-rewards"], []),
+    "whiten_advantages": (["--no-whiten-advantages"], []),
+    "missing_eos_penalty": (["--missing-eos-penalty", "2"], []),
+    "kl_coef": (["--kl-coef", "0.5"], []),
+    "kl_schedule": (["--kl-schedule", "fixed"], []),
+    "kl_target": (["--kl-target", "0.001/token"], []),
+    "kl_horizon": (["--kl-horizon", "20"], []),
+    "kl_penalty_at": (["--kl-penalty-at", "eos"], ["--kl-coef", "0.5"]),
+    "learning_rate": (["--learning-rate", "3e-3"], []),
+    "lr_schedule": (["--lr-schedule", "constant"], []),
+    "max_grad_norm": (["--max-grad-norm", "0.01"], []),
+    "seed": (["--seed", "7"], []),
+    "num_iterations": (["--num-iterations", "2"], []),
+    "eval_every": (["--eval-every", "1"], []),
+}
+
+
+@pytest.mark.parametrize("name", BY_RUN)
+def test_a_run_differs(run, name):
+    flags, both = BY_RUN[name]
+    assert run(*both, *flags) != run(*both)
+
+
+def test_the_same_run_twice_does_not_differ(run):
+    assert run() == run()
+
+
+def seen_actor_model(configured, tmp_path):
+    def first_weight(*flags):
+        policy = load_parts(configured(*flags), CPU, Screen()).policy
+        return float(next(policy.parameters()).detach().flatten()[0])
+
+    return first_weight("--actor-model", make_start_model(tmp_path / "other", seed=9)), first_weight()
+
+
+def seen_rm_model(configured, tmp_path):
+    def score(*flags):
+        parts = load_parts(configured(*flags), CPU, Screen())
+        return parts.reward_model.score([({"role": "user", "content": "a"},)], ["b"], [True])
+
+    return score("--rm-model", make_reward_model(tmp_path / "other", seed=9)), score()
+
+
+def seen_allow_weak_reward_model(configured, tmp_path):
+    folder = make_reward_model(tmp_path / "weak")
+    (folder / METRICS_FILE).write_text(json.dumps({"accuracy": 0.5, "length_baseline": 0.9}))
+
+    def outcome(*flags):
+        try:
+            return type(load_parts(configured("--rm-model", folder, *flags), CPU, Screen())).__name__
+        except UserError as error:
+            return str(error)
+
+    return outcome(), outcome("--no-allow-weak-reward-model")
+
+
+def seen_prompts(configured, tmp_path):
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": f"another {i}"}) for i in range(50)))
+
+    def first(*flags):
+        return load_parts(configured(*flags), CPU, Screen()).prompts.train[0].example
+
+    return first("--prompts", tmp_path / "p.jsonl"), first()
+
+
+def seen_epochs(configured, tmp_path):
+    from rlhf.ppo_trainer import updates_planned
+
+    def updates(epochs):
+        return updates_planned(configured("--num-iterations", "none", "--epochs", epochs), 100)
+
+    return updates(3), updates(1)
+
+
+def passes_in_training(build, *flags):
+    trainer = build("--num-iterations", 1, *flags)
+    passes = []
+    losses = trainer.losses
+    trainer.losses = lambda *a: passes.append(1) or losses(*a)
+    trainer.one_update(1)
+    return len(passes)
+
+
+def seen_overwrite(configured, tmp_path):
+    (tmp_path / "run").mkdir()
+    RunLog(tmp_path / "run")
+
+    def outcome(*flags):
+        try:
+            return check_run_folder(configured(*flags))
+        except UserError as error:
+            return str(error)
+
+    return outcome("--overwrite"), outcome()
+
+
+SEEN = {
+    f.__name__.removeprefix("seen_"): f
+    for f in (seen_actor_model, seen_rm_model, seen_allow_weak_reward_model, seen_prompts, seen_epochs, seen_overwrite)
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_something_else_differs(configured, tmp_path, name):
+    turned, plain = SEEN[name](configured, tmp_path)
+    assert turned != plain
+
+
+def test_micro_batch_size_changes_the_number_of_passes(build):
+    assert passes_in_training(build, "--micro-batch-size", "1") == 4 * passes_in_training(build)
+
+
+def test_gradient_checkpointing_is_on(build):
+    def recomputes(*flags):
+        return build(*flags).model.policy.is_gradient_checkpointing
+
+    assert recomputes("--gradient-checkpointing") and not recomputes()
+
+
+def test_output_is_where_samples_go(build, tmp_path):
+    build("--output", tmp_path / "elsewhere", "--num-iterations", 1).train()
+    assert (tmp_path / "elsewhere" / "samples").is_dir()
+
+
+def test_dry_run_leaves_no_folder(configured, tmp_path, capsys):
+    import train_ppo
+
+    config = configured("--dry-run")
+    words = [f"--{f.name.replace('_', '-')}={getattr(config.model, f.name)}" for f in dataclasses.fields(config.model)
+             if f.name in ("actor_model", "rm_model")]  # fmt: skip
+    train_ppo.main([*words, "--prompts", config.data.prompts, "--output", config.run.output, "--dry-run",
+                    "--allow-weak-reward-model"])  # fmt: skip
+    assert "budget" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+APART = {"micro_batch_size", "gradient_checkpointing", "output", "dry_run"}  # each has its own test above
+
+
+def test_every_knob_has_a_row():
+    assert set(knobs_of(Config)) == {*BY_RUN, *SEEN, *APART}
+
+
+# --- python -m reward_model.train ------------------------------------------------------------------------------------
+
+REWARD_KNOBS = {
+    "split": ["--split", "60/30/10"],
+    "pair_length": ["--pair-length", "50"],
+    "rm_learning_rate": ["--rm-learning-rate", "1e-2"],
+    "rm_epochs": ["--rm-epochs", "2"],
+    "rm_batch_size": ["--rm-batch-size", "2"],
+    "rm_bf16": ["--rm-bf16"],
+    "rm_seed": ["--rm-seed", "5"],
+    "actor_model": ["--actor-model", "none"],
+    "calibration_prompts": ["--calibration-prompts", "7"],
+    "calibration_prompt_length": ["--calibration-prompt-length", "40"],
+    "reply_length": ["--reply-length", "3"],
+    "temperature": ["--temperature", "0.1"],
+    "top_k": ["--top-k", "2"],
+    "top_p": ["--top-p", "0.2"],
+}
+
+
+@pytest.fixture(scope="module")
+def reward_record(start_model, pairs_file, tmp_path_factory):
+    """The metrics.json of a tiny training run, less its settings."""
+
+    def observe(*flags) -> str:
+        folder = tmp_path_factory.mktemp("rm") / "out"
+        words = ["--base-model", start_model, "--actor-model", start_model, "--pairs", pairs_file, "--rm-output",
+                 folder, "--reply-length", 6, *flags]  # fmt: skip
+        train_reward_model(parse_reward_cli([str(w) for w in words]), Screen(), CPU)
+        record = json.loads((folder / METRICS_FILE).read_text())
+        record.pop("settings")
+        return json.dumps(record)
+
+    return observe
+
+
+@pytest.fixture(scope="module")
+def plain_record(reward_record):
+    return reward_record()
+
+
+@pytest.mark.parametrize("name", REWARD_KNOBS)
+def test_a_reward_model_differs(reward_record, plain_record, name):
+    assert reward_record(*REWARD_KNOBS[name]) != plain_record
+
+
+def test_the_same_reward_model_twice_does_not_differ(reward_record, plain_record):
+    assert reward_record() == plain_record
+
+
+def test_base_model_and_pairs_are_read(reward_record, plain_record, tmp_path, pairs_file):
+    other = make_start_model(tmp_path / "base", seed=8)
+    assert reward_record("--base-model", other) != plain_record
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("\n".join(pairs_file.read_text().splitlines()[:80]))
+    assert reward_record("--pairs", fewer) != plain_record
+
+
+def test_rm_output_and_rm_overwrite(start_model, pairs_file, tmp_path):
+    def train(*flags):
+        words = ["--base-model", start_model, "--actor-model", "none", "--pairs", pairs_file, *flags]
+        return train_reward_model(parse_reward_cli([str(w) for w in words]), Screen(), CPU)
+
+    mine = tmp_path / "mine"
+    assert train("--rm-output", mine) == mine and (mine / METRICS_FILE).is_file()
+    with pytest.raises(UserError, match="a finished run is there"):
+        train("--rm-output", mine)
+    train("--rm-output", mine, "--rm-overwrite")
+
+
+def test_every_reward_knob_has_a_row():
+    apart = {"pairs", "base_model", "rm_output", "rm_overwrite"}
+    assert set(knobs_of(RewardModelConfig)) == {*REWARD_KNOBS, *apart}

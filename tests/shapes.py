@@ -1,11 +1,13 @@
 """Models and tokenizers with random weights, made on the spot: tiny ones for tests, and SmolLM2-135M's exact shape.
 
-    python -m tests.shapes smollm2 FOLDER
+python -m tests.shapes smollm2 FOLDER
 """
 
 from __future__ import annotations
 
 import argparse
+import pydoc_data.topics
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -27,14 +29,14 @@ TEXT = [
 ]
 
 
-def smollm2_tokenizer(vocabulary: int = 400) -> PreTrainedTokenizerFast:
+def smollm2_tokenizer(vocabulary: int = 400, texts: Iterable[str] = TEXT) -> PreTrainedTokenizerFast:
     """Byte-level BPE with SmolLM2's special tokens and its quirk: pad is EOS, `<|endoftext|>` is free."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
-        TEXT,
+        texts,
         trainers.BpeTrainer(
             vocab_size=vocabulary,
             special_tokens=special,
@@ -53,7 +55,7 @@ def smollm2_tokenizer(vocabulary: int = 400) -> PreTrainedTokenizerFast:
 
 
 def llama_config(size: str, vocabulary: int) -> LlamaConfig:
-    """"tiny", or "smollm2": HuggingFaceTB/SmolLM2-135M's shape, vocabulary 49,152 whatever the tokenizer has."""
+    """ "tiny", or "smollm2": HuggingFaceTB/SmolLM2-135M's shape, vocabulary 49,152 whatever the tokenizer has."""
     shape = {
         "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
                  "num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": vocabulary},
@@ -72,7 +74,8 @@ def llama_config(size: str, vocabulary: int) -> LlamaConfig:
 
 def make_start_model(folder: Path, size: str = "tiny", seed: int = 0) -> Path:
     """A causal LM and tokenizer in `folder`, as the hub would give them: pad = EOS."""
-    tokenizer = smollm2_tokenizer()
+    # for the real shape a tokenizer that compresses English about as the real one does: Python's own manual is at hand
+    tokenizer = smollm2_tokenizer() if size == "tiny" else smollm2_tokenizer(16_000, pydoc_data.topics.topics.values())
     torch.manual_seed(seed)
     LlamaForCausalLM(llama_config(size, len(tokenizer))).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

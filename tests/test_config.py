@@ -32,7 +32,7 @@ def test_dashes_and_underscores(flag):
 
 
 def test_the_references_names():
-    config = parse_cli("--init_kl_coef 0.2 --cliprange 0.1 --max-new-tokens 9 --target-kl 5/sequence --rank 2".split())
+    config = parse_cli(["--init_kl_coef", "0.2", "--cliprange", "0.1", "--max-new-tokens", "9", "--target-kl", "5/sequence", "--rank", "2"])
     assert (config.kl.kl_coef, config.ppo.clip_range, config.sampling.reply_length) == (0.2, 0.1, 9)
     assert (config.kl.kl_target, config.model.lora_r) == ((KLTarget(5, "sequence"),), 2)
 
@@ -59,7 +59,7 @@ def test_lists_in_three_forms(tmp_path):
 
 
 def test_phased_targets():
-    config = parse_cli("--kl-schedule phased --kl-target 0.05/token 0.02/token 0.01/token".split())
+    config = parse_cli(["--kl-schedule", "phased", "--kl-target", "0.05/token", "0.02/token", "0.01/token"])
     assert [str(t) for t in config.kl.kl_target] == ["0.05/token", "0.02/token", "0.01/token"]
 
 
@@ -79,9 +79,15 @@ BAD_FLAGS = {
     "reply length 0": ("--reply-length 0", "reply_length is 0"),
     "clip range 1": ("--clip-range 1", "clip_range is 1: --clip-range. It must be above 0 and below 1"),
     "gamma 1.1": ("--gamma 1.1", "gamma is 1.1: --gamma. It must be at least 0 and at most 1"),
-    "a bare KL target": ("--kl-target 6", "kl_target is '6': --kl-target. Give a number of nats above 0 with its unit"),
+    "a bare KL target": (
+        "--kl-target 6",
+        "kl_target is '6': --kl-target. Give a number of nats above 0 with its unit",
+    ),
     "unknown choice": ("--kl-schedule adaptiv", "Did you mean adaptive"),
-    "minibatches": ("--batch-size 8 --minibatches 3", "minibatches 3 does not divide batch_size 8: --minibatches. Try 2"),
+    "minibatches": (
+        "--batch-size 8 --minibatches 3",
+        "minibatches 3 does not divide batch_size 8: --minibatches. Try 2",
+    ),
     "4-bit without LoRA": ("--load-in-4bit", "4-bit weights cannot be trained: --load-in-4bit. Add --use-lora"),
     "two targets, one phase": ("--kl-target 6/sequence 3/sequence", "several KL targets under kl_schedule adaptive"),
     "a bad split": ("--split 50/50/50", "split is '50/50/50': --split. Give three whole percentages"),
@@ -125,7 +131,7 @@ def test_a_missing_yaml_file(tmp_path):
 
 def test_all_faults_of_a_command_are_reported_together():
     with pytest.raises(UserError) as caught:
-        parse_cli("--gamma 2 --lam x --batch-size 0".split())
+        parse_cli(["--gamma", "2", "--lam", "x", "--batch-size", "0"])
     assert len(caught.value.faults) == 3
 
 

@@ -7,13 +7,12 @@ import random
 
 import pytest
 import torch
-
-import rlhf.trl_ppo  # noqa: F401  (silences TRL's warning that its PPO is experimental)
 import trl.experimental.ppo.ppo_trainer as trl_ppo
 from datasets import Dataset
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import rlhf.trl_ppo  # noqa: F401  (silences TRL's warning that its PPO is experimental)
 from rlhf import ppo_trainer
 from rlhf.models import load_tokenizer, with_value_head
 from rlhf.ppo_trainer import _SharedBackboneCritic
@@ -38,7 +37,7 @@ def make_prompts(tokenizer) -> list[Prompt]:
 
 def round_tripping_reply(tokenizer, rng: random.Random) -> list[int]:
     """LENGTH ids without a special token that survive decoding and encoding, as both sides must score the same text."""
-    words = "the cat is on a table and lies near Paris which helps you answer step by step with numbers".split()
+    words = ["the", "cat", "is", "on", "a", "table", "and", "lies", "near", "Paris", "which", "helps", "you", "answer", "step", "by", "step", "with", "numbers"]
     while True:
         ids = encode_text(tokenizer, " " + " ".join(rng.choices(words, k=LENGTH)))[:LENGTH]
         if len(ids) == LENGTH and encode_text(tokenizer, tokenizer.decode(ids)) == ids:
@@ -156,7 +155,12 @@ def test_a_score_stands_at_eos_and_not_behind_it_as_in_trl(
     stock.trainer.train()
 
     flags = [*FLAGS, "--kl-coef", "0", "--gamma", "0.5", "--lam", "1", "--ppo-epochs", "1", "--num-iterations", "1"]
-    ours = build(*flags, train=stock.prompts, evaluation=stock.prompts, reward_functions=[lambda completions, **_: [2.0] * BATCH])
+    ours = build(
+        *flags,
+        train=stock.prompts,
+        evaluation=stock.prompts,
+        reward_functions=[lambda completions, **_: [2.0] * BATCH],
+    )
     replayed(ours, stock)
     mine = ours.one_update(1)
 

@@ -49,7 +49,9 @@ def test_the_saved_model_gives_the_trained_models_logits(build, start_model, tmp
                   AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)).eval()  # fmt: skip
         assert_close(loaded(ids).logits, trained, rtol=0, atol=0 if not lora else 1e-6)
     assert float((trained - start).abs().max()) > 1e-2, "training must have changed the logits, or this shows nothing"
-    assert not list(folder.rglob("*.bin")) and not list(folder.rglob("*.pt")), "nothing that would have to be unpickled"
+    assert not list(folder.rglob("*.bin")) and not list(folder.rglob("*.pt")), (
+        "nothing that would have to be unpickled"
+    )
     assert AutoTokenizer.from_pretrained(folder).pad_token == "<|endoftext|>"
 
     fresh = ActorCritic(with_value_head(loaded))

@@ -132,7 +132,9 @@ def test_eos_is_in_the_loss_and_nothing_after_it_is(build):
 
 
 def test_a_reply_without_eos_pays_the_penalty(build):
-    trainer = build("--missing-eos-penalty", "2.5", reward_functions=[lambda completions, **_: [1.0] * len(completions)])
+    trainer = build(
+        "--missing-eos-penalty", "2.5", reward_functions=[lambda completions, **_: [1.0] * len(completions)]
+    )
     rollout, _ = batch_with_early_eos(trainer)
     scores, raw = trainer.score(rollout)
     assert raw.tolist() == [1.0] * 4
@@ -174,11 +176,7 @@ def test_every_metric_of_the_glossary_is_logged(build):
     trainer.train()
     logged = set().union(*trainer.state.log_history)
     wanted = set(
-        "loss learning_rate rewards/mean rewards/std kl_divergence kl_divergence/token kl_divergence/k3 kl_coef "
-        "advantage/mean advantage/std policy/loss policy/clipfrac policy/approx_kl policy/entropy policy/ratio "
-        "value/loss value/clipfrac value/explained_variance reply/length reply/eos_rate eval/perplexity "
-        "eval/kl_divergence eval/score time/rollout_s time/score_s time/update_s throughput/tokens_per_s "
-        "throughput/episodes_per_s optimizer_steps memory/peak_gib".split()
+        ["loss", "learning_rate", "rewards/mean", "rewards/std", "kl_divergence", "kl_divergence/token", "kl_divergence/k3", "kl_coef", "advantage/mean", "advantage/std", "policy/loss", "policy/clipfrac", "policy/approx_kl", "policy/entropy", "policy/ratio", "value/loss", "value/clipfrac", "value/explained_variance", "reply/length", "reply/eos_rate", "eval/perplexity", "eval/kl_divergence", "eval/score", "time/rollout_s", "time/score_s", "time/update_s", "throughput/tokens_per_s", "throughput/episodes_per_s", "optimizer_steps", "memory/peak_gib"]
     )
     assert wanted - logged == set()
 

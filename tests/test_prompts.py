@@ -65,7 +65,10 @@ BAD_ROWS = {
     "a number": ({"prompt": 7}, r"prompt is 7, not text: .*rows.jsonl:2"),
     "an empty prompt": ({"prompt": "  "}, r"prompt is empty: .*rows.jsonl:2"),
     "rejected is missing": ({"prompt": "a", "chosen": "b"}, r"rejected is null, not text: .*rows.jsonl:2"),
-    "an unknown role": ({"messages": [{"role": "robot", "content": "x"}]}, r"unknown chat role 'robot': .*rows.jsonl:2"),
+    "an unknown role": (
+        {"messages": [{"role": "robot", "content": "x"}]},
+        r"unknown chat role 'robot': .*rows.jsonl:2",
+    ),
     "no user": ({"messages": [{"role": "system", "content": "x"}]}, r"without a user's message: .*rows.jsonl:2"),
     "a lone surrogate": ('{"prompt": "\\ud800"}', r"lone surrogate: .*rows.jsonl:2"),
 }
@@ -161,7 +164,10 @@ def test_the_slot_characters_in_a_text_do_no_harm(tokenizer):
 
 
 def test_a_reply_that_ended_has_eos_and_one_that_did_not_has_none(tokenizer):
-    assert encode_reply(tokenizer, "the cat", True) == [*encode_reply(tokenizer, "the cat", False), tokenizer.eos_token_id]
+    assert encode_reply(tokenizer, "the cat", True) == [
+        *encode_reply(tokenizer, "the cat", False),
+        tokenizer.eos_token_id,
+    ]
 
 
 def test_a_tokenizer_without_a_chat_template_reads_the_prompt_as_it_stands(start_model):

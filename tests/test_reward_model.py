@@ -83,7 +83,10 @@ def test_a_trained_reward_model_tells_good_from_bad_and_is_saved_whole(flags, le
     assert record["accuracy"] > record["length_baseline"] + 0.15
     assert set(record["by_flaw"]) == {"kind 0", "kind 1"}
     loaded = RewardModel.load(str(folder), CPU, None)
-    assert loaded.score([FRANCE] * 2, ["thanks 3", "go away 3"], [True] * 2)[0] > loaded.score([FRANCE], ["go away 3"], [True])[0]
+    assert (
+        loaded.score([FRANCE] * 2, ["thanks 3", "go away 3"], [True] * 2)[0]
+        > loaded.score([FRANCE], ["go away 3"], [True])[0]
+    )
     plain = AutoModelForSequenceClassification.from_pretrained(folder)
     ids = loaded.encode(FRANCE, "thanks 3")
     raw = plain(torch.tensor([ids])).logits.item()

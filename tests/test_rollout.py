@@ -142,7 +142,9 @@ def test_padding_changes_no_logprob_and_no_value(policy, tokenizer):
     sampling = Sampling(10, 1.0, 0, 0.9)
     together = measure(actor_critic, reference, sample(policy, tokenizer, prompts, [1, 2], sampling), 1.0, 2)
     for i in range(2):
-        alone = measure(actor_critic, reference, sample(policy, tokenizer, prompts[i : i + 1], [1 + i], sampling), 1.0, 1)
+        alone = measure(
+            actor_critic, reference, sample(policy, tokenizer, prompts[i : i + 1], [1 + i], sampling), 1.0, 1
+        )
         for whole, part in zip(together, alone, strict=True):
             assert_close(whole[i, : part.shape[1]], part[0], atol=1e-5, rtol=1e-5)
 

@@ -1,0 +1,138 @@
+"""The scripts end to end, as a user runs them: in a process of their own, in a copy of the project."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).parent.parent
+SKIP = shutil.ignore_patterns(
+    ".git", ".venv", "*_output*", "demo_parts", "__pycache__", ".pytest_cache", ".ruff_cache", "build"
+)
+
+
+def copy_project(folder: Path) -> Path:
+    return Path(shutil.copytree(ROOT, folder / "project", ignore=SKIP))
+
+
+def run(command: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    """A python command, offline and on one thread, its output as text."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **environment}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    return copy_project(tmp_path_factory.mktemp("scripts"))
+
+
+@pytest.fixture
+def flags(start_model, reward_folder, pairs_file) -> list[str]:
+    words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file, "--num-iterations", 3,
+             "--reply-length", 8, "--eval-every", 2, "--allow-weak-reward-model"]  # fmt: skip
+    return [str(word) for word in words]
+
+
+def test_a_run_from_start_to_saved_model(project, flags):
+    done = run(["train_ppo.py", *flags], project)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "no warnings, progress bars or retries of libraries"
+    assert "{'" not in done.stdout, "no raw dictionaries"
+    for words in ("first prompt, as the model reads it: '<|im_start|>", "3 updates x 4 = 12 episodes, 12 optimizer",
+                  "update 3/3 | score", "(target 6/sequence) | beta", "tokens/s", "evaluation after 0 updates",
+                  "evaluation prompts, drawn at random", "before -> after", "next: tensorboard --logdir"):  # fmt: skip
+        assert words in done.stdout
+    output = project / "ppo_training_output"
+    log = json.loads((output / "run.json").read_text())
+    assert log["status"] == "finished" and log["plan"]["optimizer_steps"] == 12
+    assert log["perplexity_text"].endswith("held-out chosen replies")
+    assert sorted(p.name for p in (output / "samples").iterdir()) == [f"update-00000{n}.jsonl" for n in (0, 2, 3)]
+    events = EventAccumulator(str(output / "logs"), size_guidance={"scalars": 0}).Reload()
+    assert {"loss", "rewards/mean", "kl_divergence", "learning_rate", "eval/score"} <= set(events.Tags()["scalars"])
+    assert [e.step for e in events.Scalars("loss")] == [1, 2, 3]
+    assert [e.step for e in events.Scalars("eval/score")] == [0, 2, 3]
+
+    again = run(["train_ppo.py", *flags], project)
+    assert (
+        again.returncode == 0
+        and "moved the finished run in ppo_training_output to ppo_training_output_1" in again.stdout
+    )
+
+
+def test_a_killed_run_is_not_trodden_on(project, flags):
+    folder = project / "mine"
+    folder.mkdir()
+    (folder / "run.json").write_text('{"status": "running"}')
+    done = run(["train_ppo.py", *flags, "--output", "mine"], project)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: an unfinished run is there: --output mine. "
+        "Add --overwrite to delete it, or name another folder with --output\n"
+    )
+
+
+FAULTS = {
+    "no model folder": (["--actor-model", "./nowhere"], "model not found: ./nowhere"),
+    "no reward model folder": (["--rm-model", "./nowhere"], "model not found: ./nowhere"),
+    "no prompts file": (["--prompts", "nowhere.jsonl"], "prompts not found: nowhere.jsonl"),
+    "no hub": (["--actor-model", "someone/model"], "model cannot be fetched: someone/model (not on this disk, and the "
+               "hub cannot be reached: offline mode is on). Go online, or use --actor-model FOLDER"),
+    "no prompt fits": (["--prompt-length", "3"], "no prompt left to train on"),
+    "a weak reward model": (["--no-allow-weak-reward-model", "--rm-model", "weak"], "a weak reward model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_faults_are_one_line_and_exit_status_2(project, flags, reward_folder, what):
+    weak = project / "weak"
+    if not weak.exists():
+        shutil.copytree(reward_folder, weak)
+        (weak / "metrics.json").write_text('{"accuracy": 0.4, "length_baseline": 0.5}')
+    more, message = FAULTS[what]
+    done = run(["train_ppo.py", *flags, "--output", "unused", *more], project)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+    assert not (project / "unused").exists()
+
+
+def test_ten_prompts_that_do_not_parse_are_named_by_line(project, flags):
+    (project / "bad.jsonl").write_text('{"prompt": "fine"}\n' + "{oops\n" * 12)
+    done = run(["train_ppo.py", *flags, "--output", "unused", "--prompts", "bad.jsonl"], project)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("error: not JSON") and "bad.jsonl:2" in lines[0]
+    assert len(lines) == 11 and lines[-1] == "and 2 more"
+
+
+def test_a_run_survives_a_cp1252_console(project, flags):
+    done = run(["train_ppo.py", *flags, "--output", "cp1252"], project, PYTHONIOENCODING="cp1252")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_failing_reward_ends_the_run_with_status_1(build, capsys):
+    from rlhf.errors import run_command
+
+    def broken(completions, **_):
+        return [float("nan")] * len(completions)
+
+    trainer = build(reward_functions=[broken])
+    with pytest.raises(SystemExit) as ended:
+        run_command(trainer.train)
+    assert ended.value.code == 1
+    assert "score nan is not a finite number: broken" in capsys.readouterr().err

@@ -11,7 +11,8 @@ import sys
 from dataclasses import dataclass, field
 
 from recipes import RECIPES
-from rlhf.knobs import KLTarget, Split, knob, resolve
+from rlhf.cli import resolve
+from rlhf.knobs import KLTarget, Split, knob
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,13 @@ class SamplingSettings:
     reply_length: int = knob(128, "new tokens per reply at most", low=1, aliases=("max_new_tokens", "response_length"))
     temperature: float = knob(0.7, "sampling temperature; log-probabilities and KL are taken at it too", above=0)
     top_k: int = knob(0, "sample among the k likeliest tokens; 0 is off", low=0)
-    top_p: float = knob(0.9, "sample within the smallest set of tokens that holds this probability", above=0, high=1)
+    top_p: float = knob(
+        1.0,
+        "sample within the smallest set of tokens that holds this probability; "
+        "below 1 the KL is taken within that set and sees less of the drift",
+        above=0,
+        high=1,
+    )
 
 
 @dataclass(frozen=True)

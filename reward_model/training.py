@@ -51,8 +51,8 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
     held_out, _ = fitting_pairs(model, parts["evaluation"], config.data.pair_length)
     if not train or not held_out:
         raise UserError(
-            f"no pairs left to {'train' if not train else 'measure'} on: {config.data.pairs}, of {config.data.pair_length} "
-            "tokens at most. Give more pairs, another --split or a larger --pair-length"
+            f"no pairs left to {'train' if not train else 'measure'} on: {config.data.pairs}, of "
+            f"{config.data.pair_length} tokens at most. Give more pairs, another --split or a larger --pair-length"
         )
     screen.say(f"reward model: {len(train)} pairs to train on ({too_long} too long), {len(held_out)} held out")
     if len(held_out) < FEW_PAIRS:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 from datasets import Dataset
 from peft import PeftModel
@@ -19,6 +17,7 @@ from config import Config
 from rlhf import objectives
 from rlhf.checkpoints import save_policy
 from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
+from rlhf.metrics import Batch, memory_in_use, rollout_metrics
 from rlhf.models import ActorCritic, Reference, autocast, autocast_dtype, backbone_of, with_value_head
 from rlhf.prompts import Prompt
 from rlhf.rewards import RewardFunction, score_replies
@@ -36,28 +35,11 @@ class _SharedBackboneCritic(nn.Module):
         self.backbone, self.score = backbone_of(policy), value_head
 
 
-@dataclass
-class Batch:
-    """A rollout with what the optimizer needs. B episodes, T reply tokens."""
-
-    rollout: Rollout
-    scores: Tensor  # (B,) after the missing-EOS penalty
-    kl: Tensor  # (B, T) k1 to the reference, nats
-    advantages: Tensor  # (B, T) before whitening
-    weights: Tensor  # (B, T) advantages as the loss takes them: whitened if asked
-    returns: Tensor  # (B, T)
-
-
 def updates_planned(config: Config, prompts: int) -> int:
     """Updates in a run over `prompts` training prompts: --num-iterations, or --epochs passes, the rest rounded up."""
     if config.run.num_iterations is not None:
         return config.run.num_iterations
     return max(1, -(-int(config.run.epochs * prompts) // config.ppo.batch_size))
-
-
-def memory_in_use(device: torch.device) -> int:
-    """Bytes: the peak of the card's allocations; on a CPU what the process holds now."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
 
 
 class PPO(PPOTrainer):
@@ -153,7 +135,7 @@ class PPO(PPOTrainer):
             "time/score_s": scored - rolled,
             "time/update_s": time.perf_counter() - scored,
         }
-        return self.finish_step(update, {**self.rollout_metrics(batch, raw), **stats, **times})
+        return self.finish_step(update, {**rollout_metrics(batch, raw, self.accelerator), **stats, **times})
 
     def prompts_of(self, update: int) -> list[tuple[int, Prompt]]:
         """This update's episodes: their numbers in the run and their prompts.
@@ -215,7 +197,7 @@ class PPO(PPOTrainer):
 
     def update(self, batch: Batch, update: int) -> dict[str, float]:
         """E passes of shuffled minibatches, an optimizer step each; returns their mean statistics."""
-        steps = []
+        self.learning_rate, steps = self.lr_scheduler.get_last_lr()[0], []
         for epoch in range(self.config.ppo.ppo_epochs):
             for rows in self.minibatches(update, epoch):
                 steps.append(self.optimizer_step(batch, rows))
@@ -280,35 +262,11 @@ class PPO(PPOTrainer):
 
     # --- after the update --------------------------------------------------------------------------------------------
 
-    def rollout_metrics(self, batch: Batch, raw_scores: Tensor) -> dict[str, float]:
-        """What the rollout says, before the optimizer touched the policy."""
-        rollout, mask = batch.rollout, batch.rollout.mask
-        k3 = objectives.kl_k3(rollout.logprobs, rollout.ref_logprobs, mask)
-        tokens = mask.sum()
-        values = {
-            "rewards/mean": raw_scores.mean(),
-            "rewards/std": raw_scores.std(unbiased=False),
-            "kl_divergence": batch.kl.sum(1).mean(),
-            "kl_divergence/token": batch.kl.sum() / tokens,
-            "kl_divergence/k3": k3.sum(1).mean(),
-            "advantage/mean": objectives.masked_mean(batch.advantages, mask),
-            "advantage/std": objectives.masked_var(batch.advantages, mask).sqrt(),
-            "value/explained_variance": objectives.explained_variance(rollout.values, batch.returns, mask),
-            "reply/length": tokens / len(mask),
-            "reply/eos_rate": rollout.replies.ended.float().mean(),
-        }
-        stacked = self.accelerator.reduce(torch.stack([v.float() for v in values.values()]), reduction="mean")
-        return {
-            **dict(zip(values, stacked.tolist(), strict=True)),
-            "kl_coef": self.kl_coef,
-            "learning_rate": self.lr_scheduler.get_last_lr()[0],
-            "reply/tokens": float(tokens),
-        }
-
     def finish_step(self, update: int, metrics: dict[str, float]) -> dict[str, float]:
         """Log, so that callbacks hear of it (KL control sets the next update's beta); then evaluate where due."""
         spent = sum(v for k, v in metrics.items() if k.startswith("time/"))
-        metrics["throughput/tokens_per_s"] = metrics.pop("reply/tokens") / spent
+        metrics["kl_coef"], metrics["learning_rate"] = self.kl_coef, self.learning_rate
+        metrics["throughput/tokens_per_s"] = self.accelerator.num_processes * metrics.pop("reply/tokens") / spent
         metrics["throughput/episodes_per_s"] = self.config.ppo.batch_size / spent
         metrics["optimizer_steps"] = float(self.optimizer_steps)
         self.peak_memory = max(self.peak_memory, memory_in_use(self.accelerator.device))

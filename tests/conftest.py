@@ -43,7 +43,7 @@ def reward_folder(tmp_path_factory) -> Path:
 def pairs_file(tmp_path_factory) -> Path:
     """120 pairs in orca's columns; the chosen reply is the longer one in half of them."""
     rng = random.Random(0)
-    words = ["cat", "table", "river", "step", "answer", "question", "capital", "France", "number", "sign", "chat", "help"]
+    words = "cat table river step answer question capital France number sign chat help".split()
     path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
     with path.open("w", encoding="utf-8") as file:
         for i in range(120):

@@ -14,6 +14,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
+from rlhf.console import quiet_libraries
+
 # SmolLM2's form of chat template: a default system turn where the chat has none
 SMOLLM2_TEMPLATE = (
     "{% for message in messages %}"
@@ -99,4 +101,5 @@ if __name__ == "__main__":
     parser.add_argument("size", choices=("tiny", "smollm2"))
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
+    quiet_libraries()
     print(make_start_model(arguments.folder, arguments.size))

@@ -32,7 +32,7 @@ def test_dashes_and_underscores(flag):
 
 
 def test_the_references_names():
-    config = parse_cli(["--init_kl_coef", "0.2", "--cliprange", "0.1", "--max-new-tokens", "9", "--target-kl", "5/sequence", "--rank", "2"])
+    config = parse_cli("--init_kl_coef 0.2 --cliprange 0.1 --max-new-tokens 9 --target-kl 5/sequence --rank 2".split())
     assert (config.kl.kl_coef, config.ppo.clip_range, config.sampling.reply_length) == (0.2, 0.1, 9)
     assert (config.kl.kl_target, config.model.lora_r) == ((KLTarget(5, "sequence"),), 2)
 
@@ -59,7 +59,7 @@ def test_lists_in_three_forms(tmp_path):
 
 
 def test_phased_targets():
-    config = parse_cli(["--kl-schedule", "phased", "--kl-target", "0.05/token", "0.02/token", "0.01/token"])
+    config = parse_cli("--kl-schedule phased --kl-target 0.05/token 0.02/token 0.01/token".split())
     assert [str(t) for t in config.kl.kl_target] == ["0.05/token", "0.02/token", "0.01/token"]
 
 

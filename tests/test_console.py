@@ -50,7 +50,7 @@ def test_in_a_pipe_the_live_line_comes_now_and_then_and_at_the_end(monkeypatch):
     assert sys.stdout.getvalue().split("\n") == ["update 0", "update 50", ""]
 
 
-# --- a card that torch cannot use: the faults are injected, as there is none here -------------------------------------
+# --- a card that torch cannot use: the faults are injected, as there is none here ------------------------------------
 
 
 def test_a_card_beside_a_torch_without_cuda_gives_one_line(monkeypatch):

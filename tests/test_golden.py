@@ -36,8 +36,8 @@ def make_prompts(tokenizer) -> list[Prompt]:
 
 
 def round_tripping_reply(tokenizer, rng: random.Random) -> list[int]:
-    """LENGTH ids without a special token that survive decoding and encoding, as both sides must score the same text."""
-    words = ["the", "cat", "is", "on", "a", "table", "and", "lies", "near", "Paris", "which", "helps", "you", "answer", "step", "by", "step", "with", "numbers"]
+    """LENGTH ids without a special token that survive decoding and encoding: both sides must score one text."""
+    words = "the cat is on a table and lies near Paris which helps you answer step by step with numbers".split()
     while True:
         ids = encode_text(tokenizer, " " + " ".join(rng.choices(words, k=LENGTH)))[:LENGTH]
         if len(ids) == LENGTH and encode_text(tokenizer, tokenizer.decode(ids)) == ids:

@@ -11,11 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [
-    {"rlhf.errors", "rlhf.knobs", "recipes", "rlhf.demo_tasks"},
+    {"rlhf.errors", "rlhf.knobs", "rlhf.cli", "recipes", "rlhf.demo_tasks"},
     {"config"},
     {"rlhf.objectives", "rlhf.controllers", "rlhf.hub", "rlhf.prompts", "rlhf.models", "rlhf.runlogs", "rlhf.trl_ppo",
      "rlhf.console", "reward_model.scorer"},
-    {"rlhf.rollout", "rlhf.rewards", "rlhf.evaluation", "rlhf.checkpoints", "rlhf.report"},
+    {"rlhf.rollout", "rlhf.rewards", "rlhf.evaluation", "rlhf.checkpoints", "rlhf.report", "rlhf.metrics"},
     {"rlhf.ppo_trainer", "rlhf.callbacks", "rlhf.preflight", "rlhf.demo", "rlhf.demo_parts", "rlhf.assembly",
      "reward_model.training"},
     {"train_ppo", "reward_model.train"},

@@ -1,4 +1,4 @@
-"""Loading, saving and the two faces of a model: what is saved loads with plain Hugging Face and gives the same logits."""
+"""Loading and saving: what is saved loads with plain Hugging Face and gives the same logits."""
 
 from __future__ import annotations
 

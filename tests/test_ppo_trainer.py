@@ -176,7 +176,11 @@ def test_every_metric_of_the_glossary_is_logged(build):
     trainer.train()
     logged = set().union(*trainer.state.log_history)
     wanted = set(
-        ["loss", "learning_rate", "rewards/mean", "rewards/std", "kl_divergence", "kl_divergence/token", "kl_divergence/k3", "kl_coef", "advantage/mean", "advantage/std", "policy/loss", "policy/clipfrac", "policy/approx_kl", "policy/entropy", "policy/ratio", "value/loss", "value/clipfrac", "value/explained_variance", "reply/length", "reply/eos_rate", "eval/perplexity", "eval/kl_divergence", "eval/score", "time/rollout_s", "time/score_s", "time/update_s", "throughput/tokens_per_s", "throughput/episodes_per_s", "optimizer_steps", "memory/peak_gib"]
+        "loss learning_rate rewards/mean rewards/std kl_divergence kl_divergence/token kl_divergence/k3 "
+        "kl_coef advantage/mean advantage/std policy/loss policy/clipfrac policy/approx_kl "
+        "policy/entropy policy/ratio value/loss value/clipfrac value/explained_variance reply/length "
+        "reply/eos_rate eval/perplexity eval/kl_divergence eval/score time/rollout_s time/score_s "
+        "time/update_s throughput/tokens_per_s throughput/episodes_per_s optimizer_steps memory/peak_gib".split()
     )
     assert wanted - logged == set()
 

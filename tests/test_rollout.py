@@ -1,4 +1,4 @@
-"""Sampling: randomness by (seed, update, purpose, episode), the nucleus, masks, and KL on the sampling distribution."""
+"""Sampling: randomness by (seed, update, purpose, episode), the nucleus, masks, KL on what is sampled from."""
 
 from __future__ import annotations
 

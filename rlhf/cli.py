@@ -1,0 +1,164 @@
+"""From defaults, recipe, YAML file and flags to a checked, frozen configuration. Later layers win.
+
+All faults of one command are reported together. argparse reads the flags and PyYAML's safe loader the file; what
+they do not do is here: the nearest known name, faults with their place, every boolean in every spelling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf.errors import UserError, did_you_mean, raise_if
+from rlhf.knobs import Knob, convert, knobs_of, name_table, range_text
+
+
+def read_yaml(path: str, names: dict[str, str]) -> dict[str, tuple[Any, str]]:
+    """The knobs that a YAML file sets: name -> (value, 'file:line'). Nesting is free: only the leaves' names count."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise UserError(f"cannot read the configuration file: {path} ({error.strerror}). Check --config") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"not UTF-8: {path}, byte {error.start}. Save the file as UTF-8") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        raise UserError(
+            f"not YAML ({error.problem}): {path}:{mark.line + 1}:{mark.column + 1}. Correct that line"
+        ) from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, yaml.MappingNode):
+        raise UserError(f"not a mapping of names to values: {path}:1. Write lines such as `learning_rate: 1e-5`")
+    found: dict[str, tuple[Any, str]] = {}
+    faults: list[str] = []
+    _collect_yaml(tree, path, names, found, faults)
+    raise_if(faults)
+    return found
+
+
+def _collect_yaml(tree: yaml.MappingNode, path: str, names: dict[str, str], found: dict, faults: list[str]) -> None:
+    for key_node, value_node in tree.value:
+        key = str(key_node.value).replace("-", "_")
+        where = f"{path}:{key_node.start_mark.line + 1}"
+        if isinstance(value_node, yaml.MappingNode):
+            _collect_yaml(value_node, path, names, found, faults)
+        elif key not in names:
+            faults.append(f"unknown key {key}: {where}. {did_you_mean(key, names)}")
+        elif names[key] in found:
+            faults.append(f"{key} is set twice: {where} and {found[names[key]][1]}. Keep one")
+        else:
+            try:
+                found[names[key]] = (_yaml_value(value_node), where)
+            except yaml.constructor.ConstructorError as error:
+                faults.append(f"{key} is not plain data ({error.problem}): {where}. Write plain text or numbers")
+
+
+def _yaml_value(node: yaml.Node) -> Any:
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_object(node, deep=True)
+    finally:
+        loader.dispose()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise UserError(f"{message}: command line. --help shows how each flag is written")
+
+
+def make_parser(config_class: type, prog: str, description: str, recipes: dict) -> argparse.ArgumentParser:
+    """A flat flag for every knob (dashes or underscores, and its aliases); booleans have --x and --no-x."""
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--recipe", metavar="NAME", help=f"settings to start from: {', '.join(recipes)}")
+    parser.add_argument("--config", metavar="FILE.yaml", help="settings from a YAML file, over the recipe's")
+    groups: dict[str, Any] = {}
+    for k in knobs_of(config_class).values():
+        if k.group not in groups:
+            title = typing.get_type_hints(config_class)[k.group].__doc__.strip().rstrip(".")
+            groups[k.group] = parser.add_argument_group(title)
+        _add_flag(groups[k.group], k)
+    return parser
+
+
+def _add_flag(group, k: Knob) -> None:
+    names = (k.name, *k.aliases)
+    spellings = _spellings(names)
+    bounds = f", {range_text(k)}" if any(v is not None for v in k.bounds.values()) else ""
+    help = f"{k.help} (default: {_show(k.default)}{bounds})".replace("%", "%%")
+    if k.is_bool:
+        group.add_argument(*spellings, dest=k.name, nargs="?", const="true", metavar="true|false", help=help)
+        negative = _spellings([f"no_{name}" for name in names])
+        group.add_argument(*negative, dest=k.name, action="store_const", const="false", help=argparse.SUPPRESS)
+    else:
+        shape = "|".join(k.choices) if k.choices else k.name.upper()
+        group.add_argument(*spellings, dest=k.name, metavar=shape, help=help, nargs="+" if k.is_list else None)
+
+
+def _spellings(names: Iterable[str]) -> list[str]:
+    """Each name as a flag with dashes and, where that differs, with underscores."""
+    return list(dict.fromkeys("--" + spelt for name in names for spelt in (name.replace("_", "-"), name)))
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def read_flags(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, tuple[Any, str]]:
+    """name -> (text, flag) for every flag that was given. Unknown ones are reported together, with the nearest."""
+    namespace, unknown = parser.parse_known_args(argv)
+    known = [s for action in parser._actions for s in action.option_strings]
+    raise_if(
+        [
+            f"unknown flag {u.split('=')[0]}: command line. {did_you_mean(u.split('=')[0], known)}"
+            for u in unknown
+            if u.startswith("--")
+        ]
+    )
+    raise_if([f"unexpected word {u!r}: command line. Every setting is a flag; --help lists them" for u in unknown])
+    return {name: (value, "--" + name.replace("_", "-")) for name, value in vars(namespace).items()}
+
+
+def resolve(config_class: type, recipes: dict, argv: list[str], prog: str, description: str) -> Any:
+    """The configuration that defaults, recipe, YAML file and flags make together. All faults in one UserError."""
+    knobs = knobs_of(config_class)
+    flags = read_flags(make_parser(config_class, prog, description, recipes), argv)
+    yaml_path = flags.pop("config", (None, ""))[0]
+    from_yaml = read_yaml(yaml_path, {**name_table(knobs), "recipe": "recipe"}) if yaml_path else {}
+    layers = {**from_yaml, **flags}
+    recipe, where = layers.pop("recipe", (_default_recipe(config_class), ""))
+    if recipe not in recipes:
+        raise UserError(
+            f"unknown recipe {recipe!r}: {where}. {did_you_mean(recipe, recipes)} Known: {', '.join(recipes)}"
+        )
+    recipe_layer = {name: (value, f"recipe {recipe}") for name, value in recipes[recipe].items()}
+    return build(config_class, {**recipe_layer, **layers}, recipe=recipe)
+
+
+def _default_recipe(config_class: type) -> str:
+    return next(f.default for f in dataclasses.fields(config_class) if f.name == "recipe")
+
+
+def build(config_class: type, values: dict[str, tuple[Any, str]], **top: Any) -> Any:
+    """A configuration from name -> (value, where). Checks every value, then how they fit (`config.faults()`)."""
+    faults, converted = [], {}
+    for name, k in knobs_of(config_class).items():
+        value, where = values.get(name, (k.default, "default"))
+        try:
+            converted.setdefault(k.group, {})[name] = convert(k, value, where)
+        except UserError as error:
+            faults += error.faults
+    raise_if(faults)
+    hints = typing.get_type_hints(config_class)
+    config = config_class(**top, **{group: hints[group](**leaves) for group, leaves in converted.items()})
+    raise_if(config.faults())
+    return config

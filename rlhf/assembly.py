@@ -170,7 +170,7 @@ def finish_run(config: Config, trainer, log: RunLog, screen: Screen) -> None:
     figures = compare(before, after, prompts, gold, config.run.seed)
     target = config.kl.kl_target[-1]
     kl = last_kl(trainer.state.log_history, target)
-    log.add(figures={**figures, "kl_last_10_updates": kl}, perplexity_text=trainer.text.source)
+    log.add(figures={**figures, "kl_last_10_updates": kl, "kl_target": target.nats}, perplexity_text=trainer.text.source)
     show_samples(before, after, prompts, gold, config.run.seed, screen)
     show_figures(figures, kl, target, screen)
     output = config.run.output

@@ -84,6 +84,16 @@ def make_start_model(folder: Path, size: str = "tiny", seed: int = 0) -> Path:
     return folder
 
 
+def make_base_model(folder: Path) -> Path:
+    """A causal LM that was never tuned on chats: no template, no pad, EOS is `<|endoftext|>`."""
+    make_start_model(folder)
+    tokenizer = smollm2_tokenizer()
+    tokenizer.chat_template, tokenizer.pad_token, tokenizer.eos_token = None, None, "<|endoftext|>"
+    (folder / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def make_reward_model(folder: Path, seed: int = 1, outputs: int = 1, pad: int | None = 0) -> Path:
     """A tiny sequence classifier and tokenizer in `folder`; its pad is `<|endoftext|>` unless told otherwise."""
     tokenizer = smollm2_tokenizer()

@@ -1,0 +1,85 @@
+"""The demo, as its command is written in the README: it must show real learning, in the time that it promises.
+
+Seed 42 runs with the ordinary tests, from nothing. Seeds 123 and 777 are slow proofs: `python -m pytest -m slow`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.test_scripts import copy_project, run
+
+FIRST_TIME_S, CACHED_S = 8 * 60, 4 * 60  # on 2 cores, with nothing else running
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    return copy_project(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="module")
+def demo(project):
+    """(seconds, output, run.json, the reward model's metrics.json) of `python train_ppo.py --recipe demo`."""
+    return run_demo(project)
+
+
+def run_demo(project: Path, *flags: str):
+    started = time.monotonic()
+    done = run(["train_ppo.py", "--recipe", "demo", *flags], project, OMP_NUM_THREADS="2")
+    seconds = time.monotonic() - started
+    assert done.returncode == 0, done.stderr
+    log = json.loads((project / "ppo_training_output" / "run.json").read_text(encoding="utf-8"))
+    record = json.loads((project / "demo_parts" / "reward_model" / "metrics.json").read_text(encoding="utf-8"))
+    print(f"{seconds:.0f} s", json.dumps(log["figures"]))
+    return seconds, done.stdout, log, record
+
+
+def check_learning(figures: dict) -> None:
+    assert figures["prompts"] >= 100
+    assert figures["score_rise_in_start_sd"] >= 1
+    assert figures["gold_rise_interval"][0] > 0
+    assert 0.5 <= figures["kl_last_10_updates"] / figures["kl_target"] <= 1.5
+    assert 0.5 <= figures["length_after"] / figures["length_before"] <= 2
+
+
+def test_the_reward_model_is_good_at_every_kind_of_flaw(demo):
+    record = demo[3]
+    assert record["accuracy"] >= 0.85
+    assert record["accuracy"] >= record["length_baseline"] + 0.15
+    assert len(record["by_flaw"]) >= 3 and min(record["by_flaw"].values()) >= 0.75, record["by_flaw"]
+    assert record["accuracy_against_baseline"] is not None
+
+
+def test_ppo_really_learns(demo):
+    check_learning(demo[2]["figures"])
+
+
+def test_the_first_time_takes_what_was_promised(demo):
+    assert demo[0] <= FIRST_TIME_S
+
+
+def test_what_a_user_sees_at_the_end(demo):
+    for words in ("before", "after", "drawn at random", "gold quality", "no training saw it", "saved:", "next:"):
+        assert words in demo[1]
+
+
+def test_there_are_enough_questions_and_none_is_shared_by_two_parts(project, demo):
+    from rlhf.knobs import Split
+    from rlhf.prompts import load_examples, split_examples
+
+    examples = load_examples(str(project / "demo_parts" / "pairs.jsonl"), pairs=True)
+    assert len({e.question for e in examples}) >= 2000
+    split_examples(examples, Split(45, 45, 10))  # raises where a question leaks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["123", "777"])
+def test_other_seeds_learn_too(project, demo, seed):
+    seconds, output, log, _ = run_demo(project, "--seed", seed)
+    assert "demo parts: cached" in output
+    assert seconds <= CACHED_S
+    check_learning(log["figures"])

@@ -1,0 +1,114 @@
+"""The README's commands as written there, in a copy of the project, with small stand-ins under the hub names."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import parse_cli, parse_reward_cli
+from tests.shapes import make_base_model, make_start_model
+from tests.test_scripts import ROOT, copy_project, run
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+WITHOUT_A_CARD = [] if torch.cuda.is_available() else ["--use_cpu"]  # as the README says above the command
+NOT_RUN_HERE = ("pip ", "tensorboard ", "python -m pytest")  # installing, a server, and this very test
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def commands() -> list[str]:
+    """Every command of every bash block, in order; `a && b` is two."""
+    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    return [part.strip() for line in lines for part in line.split("&&") if part.strip()]
+
+
+def runnable() -> list[str]:
+    return [c for c in commands() if not c.startswith(NOT_RUN_HERE)]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory, pairs_file) -> Path:
+    """A copy in which the hub's names are folders and files: a user with a hub gets the same, only larger."""
+    folder = copy_project(tmp_path_factory.mktemp("readme"))
+    make_start_model(folder / "HuggingFaceTB" / "smollm2-135M-SFT-Only")
+    make_start_model(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
+    make_base_model(folder / "HuggingFaceTB" / "SmolLM2-135M")
+    (folder / "Intel").mkdir()
+    shutil.copy(pairs_file, folder / "Intel" / "orca_dpo_pairs")
+    (folder / "my_chats").mkdir()
+    chat = [{"role": "user", "content": "the capital of France?"}, {"role": "assistant", "content": "Paris"}]
+    (folder / "my_chats" / "train.jsonl").write_text("\n".join([json.dumps({"messages": chat})] * 40))
+    pairs = [[f"question {i}?", f"step {i}" + " now" * (i % 2), f"cat {i}" + " now" * (i % 3)] for i in range(90)]
+    (folder / "my_data.py").write_text(f"pairs = {pairs!r}\n")
+    return folder
+
+
+def test_the_python_block_writes_pairs(project, monkeypatch):
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(str(project))
+    (block,) = blocks("python")
+    assert len(block.strip().splitlines()) == 5, "your own pairs in five lines"
+    exec(block, {})
+    assert len((project / "my_pairs.jsonl").read_text().splitlines()) == 90
+
+
+def test_every_command_of_the_readme_runs(project):
+    """In the README's order. The stand-ins' random weights cannot be trained at the real learning rate in seconds: so
+    after each reward model its record is put right: the refusal of weak ones is tested elsewhere."""
+    assert any("--recipe demo" in c for c in runnable()) and any(c.startswith("trl sft") for c in runnable())
+    if not (project / "my_pairs.jsonl").exists():
+        sys.modules.pop("my_data", None)
+        pytest.fail("my_pairs.jsonl is made by the test before this one")
+    for command in runnable():
+        words = shlex.split(command)
+        if "demo" in words:
+            continue  # minutes: tests/test_demo.py runs it, as written
+        if words[0] == "trl":
+            words = ["python", "-c", "from trl.cli import main; main()", *words[1:], *WITHOUT_A_CARD]
+        program = words[1:]
+        done = run(program, project)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+        for record in project.glob("*reward_model*/metrics.json"):
+            record.write_text(json.dumps({**json.loads(record.read_text()), "accuracy": 0.95}))
+
+
+def test_the_yaml_block_is_a_configuration(tmp_path):
+    (block,) = blocks("yaml")
+    (tmp_path / "a.yaml").write_text(block)
+    config = parse_cli(["--config", str(tmp_path / "a.yaml")])
+    assert len(config.kl.kl_target) == 3 and config.optimizer.learning_rate == 1e-5
+
+
+def test_every_flag_that_the_readme_names_exists():
+    from rlhf.cli import make_parser
+
+    known = {s for cls in (parse_cli, parse_reward_cli) for s in _flags(make_parser, cls)}
+    outside = {"--index-url", "--logdir", "--model_name_or_path", "--dataset_name", "--output_dir", "--use_cpu",
+               "--chat_template_path", "--help", "--x", "--no-x"}  # fmt: skip
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", README))
+    assert named - known - outside == set()
+
+
+def _flags(make_parser, parse) -> list[str]:
+    from config import Config, RewardModelConfig
+
+    config_class = Config if parse is parse_cli else RewardModelConfig
+    return [s for action in make_parser(config_class, "x", "", {})._actions for s in action.option_strings]
+
+
+def test_the_glossary_names_what_is_logged(build):
+    trainer = build()
+    trainer.train()
+    logged = set().union(*trainer.state.log_history) - {"epoch", "step"}
+    table = README.split("## Metrics")[1].split("## When")[0]
+    named = set(re.findall(r"`([a-z0-9_]+(?:/[a-z0-9_]+)*)`", table))
+    assert logged == named

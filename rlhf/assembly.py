@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from config import Config, RunSettings
 from reward_model.scorer import RewardModel
-from rlhf import demo_parts
 from rlhf.console import Screen
-from rlhf.demo_tasks import gold_quality
+from rlhf.demo.parts import prepare_demo
+from rlhf.demo.tasks import gold_quality
 from rlhf.knobs import as_plain
 from rlhf.models import autocast_dtype, find_model, load_policy, load_tokenizer
 from rlhf.preflight import check_reward_model
@@ -41,7 +41,7 @@ def check_run_folder(config: Config) -> None:
 def prepare_demo_parts(config: Config, screen: Screen, device: torch.device) -> None:
     """Under the demo recipe: build its start model, pairs and reward model where they are not there yet."""
     if config.recipe == "demo":
-        demo_parts.prepare_demo(screen, device)
+        prepare_demo(screen, device)
 
 
 @dataclass
@@ -170,7 +170,8 @@ def finish_run(config: Config, trainer, log: RunLog, screen: Screen) -> None:
     figures = compare(before, after, prompts, gold, config.run.seed)
     target = config.kl.kl_target[-1]
     kl = last_kl(trainer.state.log_history, target)
-    log.add(figures={**figures, "kl_last_10_updates": kl, "kl_target": target.nats}, perplexity_text=trainer.text.source)
+    figures |= {"kl_last_10_updates": kl, "kl_target": target.nats}
+    log.add(figures=figures, perplexity_text=trainer.text.source)
     show_samples(before, after, prompts, gold, config.run.seed, screen)
     show_figures(figures, kl, target, screen)
     output = config.run.output

@@ -91,7 +91,10 @@ def show_figures(figures: dict, last_kl: float, target: KLTarget, screen: Screen
         )
     band = "inside" if in_band(last_kl, target.nats) else "OUTSIDE"
     rows += [
-        ("KL", f"{last_kl:.3g}/{target.per} over the last updates (10 at most), {band} 0.5 to 1.5 times the target {target}"),
+        (
+            "KL",
+            f"{last_kl:.3g}/{target.per} over the last updates (10 at most), {band} 0.5 to 1.5 x the target {target}",
+        ),
         (
             "reply",
             f"{figures['length_before']:.1f} -> {figures['length_after']:.1f} tokens; "

@@ -11,17 +11,17 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [
-    {"rlhf.errors", "rlhf.knobs", "rlhf.cli", "recipes", "rlhf.demo_tasks"},
-    {"config"},
+    {"rlhf.errors", "rlhf.knobs", "rlhf.cli", "recipes"},
+    {"config", "rlhf.demo.families", "rlhf.demo.tasks"},
     {"rlhf.objectives", "rlhf.controllers", "rlhf.hub", "rlhf.prompts", "rlhf.models", "rlhf.runlogs", "rlhf.trl_ppo",
      "rlhf.console", "reward_model.scorer"},
     {"rlhf.rollout", "rlhf.rewards", "rlhf.evaluation", "rlhf.checkpoints", "rlhf.report", "rlhf.metrics"},
-    {"rlhf.ppo_trainer", "rlhf.callbacks", "rlhf.preflight", "rlhf.demo", "rlhf.demo_parts", "rlhf.assembly",
-     "reward_model.training"},
+    {"rlhf.ppo_trainer", "rlhf.callbacks", "rlhf.preflight", "rlhf.assembly", "reward_model.training",
+     "rlhf.demo.start_model", "rlhf.demo.pairs", "rlhf.demo.parts"},
     {"train_ppo", "reward_model.train"},
 ]  # fmt: skip
 LEVEL_OF = {module: level for level, modules in enumerate(LEVELS) for module in modules}
-FILES = [*ROOT.glob("*.py"), *ROOT.glob("rlhf/*.py"), *ROOT.glob("reward_model/*.py")]
+FILES = [*ROOT.glob("*.py"), *ROOT.glob("rlhf/**/*.py"), *ROOT.glob("reward_model/*.py")]
 
 
 def module_of(path: Path) -> str:

@@ -1,0 +1,273 @@
+"""The offline demo's world: families of small questions. Standard library only.
+
+Each family can ask, answer, answer wrongly and judge:
+
+    pick   Which of these is a fruit: goat, plum, hammer?       Plum is a fruit.
+    sort   Order from small to big: horse, ant, fox.            First ant, then fox, then horse.
+    kinds  What are plum and saw?                               Plum is a fruit and saw is a tool.
+    scene  Write about an old fruit under a new tool.           Today the old plum lies under the new saw.
+"""
+
+import random
+import re
+from dataclasses import dataclass
+
+KINDS = {
+    "animal": ["ant", "bee", "frog", "rat", "cat", "fox", "goat", "pig", "horse", "whale"],
+    "fruit": ["apple", "cherry", "fig", "grape", "lemon", "mango", "melon", "peach", "pear", "plum"],
+    "tool": ["axe", "drill", "file", "hammer", "ladder", "pliers", "rake", "saw", "shovel", "wrench"],
+    "instrument": ["banjo", "cello", "drum", "flute", "gong", "harp", "lute", "piano", "trumpet", "violin"],
+    "vehicle": ["bike", "boat", "bus", "car", "plane", "scooter", "ship", "tractor", "train", "truck"],
+    "garment": ["belt", "boot", "cap", "coat", "dress", "glove", "hat", "scarf", "shirt", "skirt"],
+}
+SIZES = KINDS["animal"]  # listed from small to big: the order that `sort` asks for
+KIND_OF = {noun: kind for kind, nouns in KINDS.items() for noun in nouns}
+NOUNS = tuple(KIND_OF)
+TOPIC_WORDS = {*NOUNS, *KINDS, *(f"{kind}s" for kind in KINDS)}
+VERBS = ["lies", "rests", "sits", "stands", "stays", "waits"]
+PLACES = ["behind", "beside", "by", "near", "under"]
+LOOKS = ["big", "clean", "little", "new", "old", "wet"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a reply's first sentence is worth: `content` in [0, 1], 1 only where `flaw` is None."""
+
+    content: float
+    flaw: str | None = None
+
+
+GOOD = Verdict(1.0)
+OFF_TOPIC = Verdict(0.0, "off_topic")
+
+
+def article(noun: str) -> str:
+    """'a fox', 'an ant'."""
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+
+
+def sentence_case(text: str) -> str:
+    """Upper-case the first letter and leave the rest: 'ant, Ben' -> 'Ant, Ben'."""
+    return text[:1].upper() + text[1:]
+
+
+def enumerate_in_order(items: list[str], rng: random.Random) -> str:
+    """'X, y, z.', 'X, y and z.' or 'First x, then y, then z.'"""
+    wordings = ", ".join(items), ", ".join(items[:-1]) + " and " + items[-1], "first " + ", then ".join(items)
+    return sentence_case(rng.choice(wordings)) + "."
+
+
+def listed_items(words: list[str]) -> list[str] | None:
+    """The items of an enumeration, in order; None where a word is neither a noun nor a joining word."""
+    items = [word for word in words if word not in ("and", "first", "then")]
+    return items if all(item in KIND_OF for item in items) else None
+
+
+def mentioned(words: list[str], vocabulary) -> list[str]:
+    """The words that belong to a vocabulary, in order."""
+    return [word for word in words if word in vocabulary]
+
+
+def shape_verdict(words: list[str], longest: int) -> Verdict:
+    """The facts are right and the sentence isn't one of the good forms: a cut, a run-on, or a sloppy sentence."""
+    if len(words) > longest:
+        return Verdict(0.6, "rambling")
+    cut = words[-1] in ("a", "an", "the", "and", "is", "has")
+    return Verdict(0.6, "incomplete") if cut else Verdict(0.7, "format")
+
+
+@dataclass(frozen=True)
+class Pick:
+    """Three things of different kinds: which one is of the kind asked for?"""
+
+    kind: str
+    options: tuple[str, ...]
+    pattern = re.compile(r"Which of these is an? (\w+): (\w+), (\w+), (\w+)\?")
+
+    @classmethod
+    def ask(cls, rng: random.Random) -> str:
+        kinds = rng.sample(sorted(KINDS), 3)
+        options = [rng.choice(KINDS[kind]) for kind in kinds]
+        return f"Which of these is {article(rng.choice(kinds))}: {', '.join(options)}?"
+
+    @classmethod
+    def parse(cls, match: re.Match) -> "Pick":
+        return cls(match[1], match.groups()[1:])
+
+    @property
+    def answer(self) -> str:
+        return next(option for option in self.options if KIND_OF[option] == self.kind)
+
+    def good(self, rng: random.Random) -> str:
+        return self._say(rng, self.answer)
+
+    def wrong(self, rng: random.Random) -> str:
+        return self._say(rng, rng.choice([option for option in self.options if option != self.answer]))
+
+    def _say(self, rng: random.Random, noun: str) -> str:
+        is_kind = f"is {article(self.kind)}"
+        return rng.choice([f"{sentence_case(noun)} {is_kind}.", f"The {noun} {is_kind}."])
+
+    def judge(self, words: list[str]) -> Verdict:
+        named, kinds = set(mentioned(words, KIND_OF)), set(mentioned(words, KINDS))
+        if not named & set(self.options) and self.kind not in kinds:
+            return OFF_TOPIC
+        if named - {self.answer} or kinds - {self.kind}:
+            return Verdict(0.1, "wrong")
+        if not named:
+            return Verdict(0.15, "incomplete")
+        is_kind = f"is {article(self.kind)}"
+        if " ".join(words) in (f"{self.answer} {is_kind}", f"the {self.answer} {is_kind}", f"it is the {self.answer}"):
+            return GOOD
+        return Verdict(0.5, "incomplete") if len(words) < 4 else shape_verdict(words, 5)
+
+
+@dataclass(frozen=True)
+class Sort:
+    """Three or four animals, from small to big."""
+
+    expected: tuple[str, ...]
+    pattern = re.compile(r"Order from small to big: (\w+(?:, \w+){2,3})\.")
+
+    @classmethod
+    def ask(cls, rng: random.Random) -> str:
+        return f"Order from small to big: {', '.join(rng.sample(SIZES, rng.choice((3, 3, 4))))}."
+
+    @classmethod
+    def parse(cls, match: re.Match) -> "Sort":
+        return cls(tuple(sorted(match[1].split(", "), key=SIZES.index)))
+
+    def good(self, rng: random.Random) -> str:
+        return enumerate_in_order(list(self.expected), rng)
+
+    def wrong(self, rng: random.Random) -> str:
+        items = list(self.expected)
+        if rng.random() < 0.3:
+            stranger = rng.choice([noun for noun in SIZES if noun not in items])
+            items[rng.randrange(len(items))] = stranger
+        while items == list(self.expected):
+            rng.shuffle(items)
+        return enumerate_in_order(items, rng)
+
+    def judge(self, words: list[str]) -> Verdict:
+        items, expected = listed_items(words), list(self.expected)
+        if not set(words) & set(expected):
+            return OFF_TOPIC
+        if items is None:
+            return Verdict(0.05, "wrong")
+        if items == expected:
+            return GOOD
+        if items[: len(expected)] == expected:
+            return Verdict(0.5, "rambling")
+        places = [expected.index(item) for item in items if item in expected]
+        if len(places) == len(items) and places == sorted(set(places)):
+            return Verdict(0.6 * len(items) / len(expected), "incomplete")
+        hits = sum(item == wanted for item, wanted in zip(items, expected, strict=False))
+        return Verdict(0.2 * hits / len(expected), "wrong")
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Two things: of what kind is each?"""
+
+    nouns: tuple[str, str]
+    pattern = re.compile(r"What are (\w+) and (\w+)\?")
+    form = re.compile(r"(?:the )?(\w+) is an? (\w+) and (?:the )?(\w+) is an? (\w+)")
+
+    @classmethod
+    def ask(cls, rng: random.Random) -> str:
+        first, second = rng.sample(NOUNS, 2)
+        return f"What are {first} and {second}?"
+
+    @classmethod
+    def parse(cls, match: re.Match) -> "Kinds":
+        return cls(match.groups())
+
+    def good(self, rng: random.Random) -> str:
+        return self._say(rng, self.nouns, [KIND_OF[noun] for noun in self.nouns])
+
+    def wrong(self, rng: random.Random) -> str:
+        nouns, kinds, index = list(self.nouns), [KIND_OF[noun] for noun in self.nouns], rng.randrange(2)
+        if rng.random() < 0.7:
+            kinds[index] = rng.choice([kind for kind in KINDS if kind != kinds[index]])
+        else:
+            nouns[index] = rng.choice([noun for noun in NOUNS if noun not in nouns])
+        return self._say(rng, nouns, kinds)
+
+    def _say(self, rng: random.Random, nouns, kinds) -> str:
+        the = rng.choice(("", "the "))
+        (first, second), (kind, other_kind) = nouns, kinds
+        return sentence_case(f"{the}{first} is {article(kind)} and {the}{second} is {article(other_kind)}.")
+
+    def judge(self, words: list[str]) -> Verdict:
+        named, kinds = mentioned(words, KIND_OF), mentioned(words, KINDS)
+        if not set(named) & set(self.nouns):
+            return OFF_TOPIC
+        expected = [KIND_OF[noun] for noun in self.nouns]
+        if any(noun != wanted for noun, wanted in zip(named, self.nouns, strict=False)):
+            return Verdict(0.15, "wrong")
+        if any(kind != wanted for kind, wanted in zip(kinds, expected, strict=False)):
+            return Verdict(0.2, "wrong")
+        if len(named) < 2 or len(kinds) < 2:
+            return Verdict(0.15 * (len(named) + len(kinds)), "incomplete")
+        if len(named) > 2 or len(kinds) > 2:
+            return Verdict(0.5, "rambling")
+        return GOOD if self.form.fullmatch(" ".join(words)) else shape_verdict(words, 11)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One sentence of a fixed grammar about two things of given kinds and looks, in a given place."""
+
+    looks: tuple[str, str]
+    kinds: tuple[str, str]
+    place: str
+    pattern = re.compile(r"Write about an? (\w+) (\w+) (\w+) an? (\w+) (\w+)\.")
+    form = re.compile(rf"(?:(?:today|now) )?(?:an?|the) \w+ \w+ (?:{'|'.join(VERBS)}) \w+ (?:an?|the) \w+ \w+")
+
+    @classmethod
+    def ask(cls, rng: random.Random) -> str:
+        looks, kinds = rng.sample(LOOKS, 2), rng.sample(sorted(KINDS), 2)
+        first, second = (article(f"{look} {kind}") for look, kind in zip(looks, kinds, strict=True))
+        return f"Write about {first} {rng.choice(PLACES)} {second}."
+
+    @classmethod
+    def parse(cls, match: re.Match) -> "Scene":
+        return cls((match[1], match[4]), (match[2], match[5]), match[3])
+
+    def good(self, rng: random.Random) -> str:
+        return self._say(rng, self.looks, self.kinds, self.place)
+
+    def wrong(self, rng: random.Random) -> str:
+        looks, kinds, place, index = list(self.looks), list(self.kinds), self.place, rng.randrange(2)
+        what = rng.choice(("look", "kind", "kind", "place"))
+        if what == "look":
+            looks[index] = rng.choice([look for look in LOOKS if look != looks[index]])
+        elif what == "kind":
+            kinds[index] = rng.choice([kind for kind in KINDS if kind not in kinds])
+        else:
+            place = rng.choice([other for other in PLACES if other != place])
+        return self._say(rng, looks, kinds, place)
+
+    def _say(self, rng: random.Random, looks, kinds, place: str) -> str:
+        first, second = (f"the {look} {rng.choice(KINDS[kind])}" for look, kind in zip(looks, kinds, strict=True))
+        return sentence_case(f"{rng.choice(['', '', 'Today ', 'Now '])}{first} {rng.choice(VERBS)} {place} {second}.")
+
+    def judge(self, words: list[str]) -> Verdict:
+        nouns, looks, places = mentioned(words, KIND_OF), mentioned(words, LOOKS), mentioned(words, PLACES)
+        said = [*(KIND_OF[noun] for noun in nouns[:2]), *looks[:2], *places[:1]]
+        wanted = [*self.kinds[: len(nouns)], *self.looks[: len(looks)], *[self.place][: len(places)]]
+        hits = sum(word == other for word, other in zip(said, wanted, strict=True))
+        other_kinds = nouns and not {KIND_OF[noun] for noun in nouns} & set(self.kinds)
+        if other_kinds or hits < len(said) - 2:
+            return OFF_TOPIC
+        if hits < len(said):
+            return Verdict(0.25 if hits == 4 else 0.1, "wrong")
+        if len(said) < 5:
+            return Verdict((0.1 if nouns else 0.05) * hits, "incomplete")
+        if self.form.fullmatch(" ".join(words)):
+            return GOOD
+        return Verdict(0.5, "rambling") if len(words) > 9 else Verdict(0.6, "format")
+
+
+FAMILIES = {"pick": Pick, "sort": Sort, "kinds": Kinds, "scene": Scene}

@@ -1,0 +1,171 @@
+"""The demo's world: distinct seeded questions, a gold quality that is hard to please, weights that load."""
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhf.demo.families import FAMILIES, KINDS, NOUNS
+from rlhf.demo.pairs import sample_answers, sampled_pairs
+from rlhf.demo.start_model import GOOD_SHARE, WEIGHTS, corpus, prompt_text
+from rlhf.demo.tasks import (
+    FLAWS,
+    demonstration,
+    family_of,
+    flaw_of,
+    flawed,
+    gold_quality,
+    questions,
+    split_of,
+)
+from rlhf.models import load_tokenizer
+from rlhf.prompts import encode_prompt
+
+PICK = "Which of these is a fruit: goat, plum, hammer?"
+SORT = "Order from small to big: horse, ant, fox."
+KIND = "What are plum and saw?"
+SCENE = "Write about an old fruit under a new tool."
+ONE_OF_EACH = [PICK, SORT, KIND, SCENE]
+
+
+@pytest.fixture(scope="module")
+def asked():
+    return questions(600, seed=3)
+
+
+def test_questions_are_distinct_seeded_and_balanced():
+    many = questions(6000, seed=0)
+    assert len(set(many)) == 6000
+    assert many[:60] == questions(60, seed=0) and many[:60] != questions(60, seed=1)
+    assert Counter(map(family_of, many)) == dict.fromkeys(FAMILIES, 1500)
+
+
+def test_training_questions_never_meet_demo_questions_even_reordered():
+    assert {split_of(question) for question in questions(60, seed=0)} == {"demo"}
+    assert {split_of(question) for question in questions(60, seed=0, split="train")} == {"train"}
+    assert split_of("Order from small to big: ant, fox, horse.") == split_of(SORT)
+
+
+def test_the_corpus_is_of_mixed_quality_and_of_the_training_split():
+    mixture = list(itertools.islice(corpus(0, mixed=True), 1200))
+    assert {split_of(question) for question, _ in mixture} == {"train"}
+    good = sum(gold_quality(question, reply) == 1 for question, reply in mixture) / len(mixture)
+    assert good == pytest.approx(GOOD_SHARE, abs=0.05)
+    assert all(gold_quality(*row) == 1 for row in itertools.islice(corpus(0, mixed=False), 300))
+
+
+@pytest.mark.parametrize(
+    ("question", "reply"),
+    [
+        (PICK, "Plum is a fruit."),
+        (SORT, "First ant, then fox, then horse."),
+        (SORT, "Ant, fox and horse."),
+        (KIND, "The plum is a fruit and the saw is a tool."),
+        (SCENE, "Today the old plum stands under the new saw."),
+    ],
+)
+def test_good_replies_by_hand(question, reply):
+    assert gold_quality(question, reply) == 1 and flaw_of(question, reply) is None
+
+
+@pytest.mark.parametrize(
+    ("question", "reply", "flaw", "highest"),
+    [
+        (PICK, "Hammer is a fruit.", "wrong", 0.2),
+        (PICK, "Plum.", "incomplete", 0.5),
+        (SORT, "Horse, fox, ant.", "wrong", 0.2),
+        (SORT, "Ant, fox.", "incomplete", 0.5),
+        (SORT, "Ant, fox, horse. Ant, fox, horse.", "rambling", 0.5),
+        (SORT, "Ant, fox, horse, whale.", "rambling", 0.5),
+        (KIND, "Plum is a tool and saw is a tool.", "wrong", 0.2),
+        (KIND, "Plum is a fruit.", "incomplete", 0.5),
+        (SCENE, "The old plum stands beside the new saw.", "wrong", 0.25),
+        (SCENE, "The old saw stands under the new plum.", "wrong", 0.25),
+        (SCENE, "The old plum stands.", "incomplete", 0.4),
+        (PICK, "plum is a fruit", "format", 0.5),
+        (PICK, "The old hat lies near the new drum.", "off_topic", 0.0),
+    ],
+)
+def test_flaws_by_hand(question, reply, flaw, highest):
+    assert flaw_of(question, reply) == flaw and gold_quality(question, reply) <= highest
+
+
+def test_demonstrations_are_good_and_vary(asked):
+    rng = random.Random(0)
+    for question in asked:
+        assert gold_quality(question, demonstration(question, rng)) == 1, question
+    for question in ONE_OF_EACH:
+        assert len({demonstration(question, rng) for _ in range(20)}) > 1
+
+
+@pytest.mark.parametrize("kind", FLAWS)
+def test_flawed_replies_show_their_flaw_and_cost_quality(asked, kind):
+    rng = random.Random(kind)
+    highest = {"wrong": 0.25, "off_topic": 0.0, "incomplete": 0.65, "rambling": 0.6, "format": 0.75}[kind]
+    for question in asked:
+        reply = flawed(question, kind, rng)
+        assert flaw_of(question, reply) == kind, (question, reply)
+        assert gold_quality(question, reply) <= highest, (question, reply)
+
+
+@pytest.mark.parametrize("question", ONE_OF_EACH)
+def test_gaming_scores_low(question):
+    everything = ", ".join(NOUNS).capitalize() + "."
+    kinds = ". ".join(", ".join(nouns).capitalize() for nouns in KINDS.values()) + "."
+    magic = ["It is good.", "Yes.", ".", "First, then.", "The fox.", "Plum. Plum. Plum."]
+    for reply in ["", question, question + " " + question, everything, kinds, *magic]:
+        assert gold_quality(question, reply) <= 0.3, reply
+
+
+def test_another_questions_answer_scores_nothing_much(asked):
+    rng = random.Random(0)
+    asked = asked[:600]
+    others = asked[1:] + asked[:1]
+    qualities = [gold_quality(q, demonstration(other, rng)) for q, other in zip(asked, others, strict=True)]
+    assert sum(qualities) / len(qualities) < 0.02 and max(qualities) < 0.7  # a few touch the question by chance
+
+
+@pytest.mark.parametrize("question", ONE_OF_EACH)
+def test_not_ending_costs_half_and_counts_as_rambling(question):
+    reply = demonstration(question, random.Random(0))
+    assert gold_quality(question, reply, ended=False) == 0.5
+    assert flaw_of(question, reply, ended=False) == "rambling"
+
+
+@pytest.mark.parametrize("question", ONE_OF_EACH)
+@pytest.mark.parametrize(
+    "reply",
+    ["\x00\ud800", "。？！", "drum " * 50_000, ".!?" * 9999, "ÀÉ " * 99, "\n\n", "<|im_end|>", "((((", "a" * 10**6],
+)
+def test_any_text_may_be_given(question, reply):
+    assert 0 <= gold_quality(question, reply) <= 0.3
+    assert flaw_of(question, reply) in FLAWS
+
+
+def test_a_question_that_nobody_asks_is_refused():
+    with pytest.raises(ValueError, match="not one of the demo's questions"):
+        family_of("What is the meaning of life?")
+
+
+def test_pairs_prefer_the_better_sample_and_name_the_flaw():
+    replies = [("Plum is a fruit.", True), ("plum is a fruit.", True), ("Goat is a fruit.", True), ("Plum", False)]
+    rows = sampled_pairs(PICK, replies, Counter())
+    assert len(rows) == 2 and all(row["chosen"] == "Plum is a fruit." for row in rows)
+    for row in rows:
+        assert list(row) == ["system", "question", "chosen", "rejected", "flaw", "rejected_ended"]
+        assert row["flaw"] == flaw_of(PICK, row["rejected"], row["rejected_ended"])
+
+
+def test_shipped_start_model_is_small_and_loads():
+    assert (WEIGHTS / "model.safetensors").stat().st_size <= 5_000_000
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32), load_tokenizer(str(WEIGHTS))
+    assert tokenizer.pad_token == "<|endoftext|>" and tokenizer.eos_token == "<|im_end|>"
+    assert model.config.vocab_size == len(tokenizer)
+    ids = encode_prompt(tokenizer, [{"role": "user", "content": PICK}])
+    assert ids == tokenizer(prompt_text(PICK))["input_ids"], "trained on what PPO and the reward model render"
+    assert len(ids) <= 48
+    (reply, _), (again, _) = (sample_answers(model, tokenizer, [PICK], 1, torch.device("cpu"))[0] for _ in range(2))
+    assert reply == again

@@ -67,6 +67,11 @@ class SamplingSettings:
         high=1,
     )
 
+    @property
+    def filters(self) -> bool:
+        """Whether any token is kept from being sampled."""
+        return self.top_k > 0 or self.top_p < 1
+
 
 @dataclass(frozen=True)
 class PPOSettings:

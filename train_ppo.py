@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     show_plan(config, parts, updates, device, screen)
     if config.run.dry_run:
         return
-    with start_run(config, parts, updates, screen) as log:
+    with screen, start_run(config, parts, updates, screen) as log:
         trainer = PPO(
             config,
             parts.policy,

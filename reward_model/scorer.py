@@ -58,8 +58,9 @@ class RewardModel:
         if fresh:
             raise UserError(f"no trained score head ({', '.join(fresh)} is missing): {name}. {_HOW_TO_TRAIN}")
         file = Path(folder) / METRICS_FILE
-        record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-        return cls(model, load_tokenizer(folder), device, dtype, record)
+        record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        ours = {"accuracy", "length_baseline", "calibration"} <= set(record)  # another tool's file says other things
+        return cls(model, load_tokenizer(folder), device, dtype, record if ours else None)
 
     def encode(self, messages: Sequence[dict[str, str]], reply: str, ended: bool = True) -> list[int]:
         """What the model reads for one reply: the ids that it was trained on."""

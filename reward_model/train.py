@@ -13,8 +13,8 @@ def main(argv: list[str] | None = None) -> None:
     from rlhf.preflight import start_device
 
     quiet_libraries()
-    screen = Screen()
-    train_reward_model(config, screen, start_device(screen))
+    with Screen() as screen:
+        train_reward_model(config, screen, start_device(screen))
     screen.say("next: python train_ppo.py")
 
 

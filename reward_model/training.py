@@ -19,13 +19,13 @@ from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig, RewardTrainer
 
 from config import RewardModelConfig, RewardTrainingSettings
-from reward_model.scorer import METRICS_FILE, Calibration, RewardModel, pair_accuracy
+from reward_model.scorer import METRICS_FILE, ROWS_AT_ONCE, Calibration, RewardModel, pair_accuracy
 from rlhf.console import Screen
 from rlhf.errors import UserError
 from rlhf.knobs import Split, as_plain
 from rlhf.models import autocast, autocast_dtype, find_model, load_tokenizer
-from rlhf.prompts import Example, encode_prompts, load_examples, split_examples
-from rlhf.rollout import Sampling, sample_replies, uniforms
+from rlhf.prompts import Example, encode_prompts, load_examples, question_hash, split_examples
+from rlhf.rollout import sample_replies, uniforms
 from rlhf.runlogs import check_output, claim_output, environment, write_json
 
 DEFAULT_SPLIT = Split(45, 45, 10)
@@ -57,13 +57,15 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
     screen.say(f"reward model: {len(train)} pairs to train on ({too_long} too long), {len(held_out)} held out")
     if len(held_out) < FEW_PAIRS:
         screen.say(f"  only {len(held_out)} held-out pairs: all of them are used, and the accuracy is uncertain")
+    replies, source = calibration_replies(parts["rl"] or parts["reward"], config, device, model.dtype)
     run_training(model, train, config, screen)
-    record = measure_and_calibrate(model, held_out, parts["rl"], config)
+    record = measure_and_calibrate(model, held_out, replies, source)
     show_record(record, screen)
     moved = claim_output(folder, **placing)
     if moved:
         screen.say(moved)
-    save_reward_model(model, {**record, "train_pairs": len(train), "settings": as_plain(config)}, folder)
+    record |= {"train_questions": sorted({question_hash(p) for p in train}), "settings": as_plain(config)}
+    save_reward_model(model, record, folder)
     screen.say(f"reward model saved in {folder}")
     return folder
 
@@ -145,11 +147,14 @@ def run_training(model: RewardModel, pairs: Sequence[Example], config: RewardMod
     model.model.eval().requires_grad_(False)
 
 
+Reply = tuple[tuple[dict[str, str], ...], str, bool]  # messages, text, whether it ended
+
+
 def measure_and_calibrate(
-    model: RewardModel, held_out: Sequence[Example], rl: Sequence[Example], config: RewardModelConfig
+    model: RewardModel, held_out: Sequence[Example], replies: Sequence[Reply], source: str
 ) -> dict:
-    """Scale the scores to mean 0, variance 1 on the start model's replies, then measure; the record to save."""
-    raw, source = calibration_scores(model, held_out, rl, config)
+    """Scale the scores to mean 0, variance 1 on `replies`, then measure; the record to save."""
+    raw = model.raw_scores([model.encode(*reply) for reply in replies])
     std = stdev(raw) if len(raw) > 1 else 0.0
     if std < SMALLEST_STD:
         std = 1.0  # a model that says the same of everything: accuracy will show it
@@ -160,40 +165,33 @@ def measure_and_calibrate(
     }
 
 
-def calibration_scores(
-    model: RewardModel, held_out: Sequence[Example], rl: Sequence[Example], config: RewardModelConfig
-) -> tuple[list[float], str]:
-    """Raw scores of the start model's replies to RL prompts, or of chosen replies where there is no start model."""
-    name, settings = config.calibration.actor_model, config.sampling
+def calibration_replies(
+    examples: Sequence[Example], config: RewardModelConfig, device: torch.device, dtype: torch.dtype | None
+) -> tuple[list[Reply], str]:
+    """The start model's replies to some prompts, or the chosen replies where there is no start model; and which."""
+    name, most = config.calibration.actor_model, config.calibration.calibration_prompts
     if name is None:
-        pairs = [*held_out, *rl][: config.calibration.calibration_prompts]
-        return model.raw_scores([pair_ids(model, p)["chosen_ids"] for p in pairs]), "chosen replies"
+        return [(e.messages, e.chosen, True) for e in examples[:most]], "chosen replies"
     folder = find_model(name, "--actor-model")
     tokenizer = load_tokenizer(folder)
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
-    policy.eval().to(model.device)
-    prompts, _ = encode_prompts(tokenizer, rl, config.calibration.calibration_prompt_length)
-    prompts = prompts[: config.calibration.calibration_prompts]
+    prompts, _ = encode_prompts(tokenizer, examples, config.calibration.calibration_prompt_length)
     if not prompts:
         raise UserError(
             "no prompt to calibrate on: --calibration-prompt-length. Raise it, or use --actor-model none to "
             "calibrate on chosen replies"
         )
-    sampling = Sampling(settings.reply_length, settings.temperature, settings.top_k, settings.top_p)
-    raw = []
-    for start in range(0, len(prompts), 32):
-        batch = prompts[start : start + 32]
-        noise = uniforms(
-            config.training.rm_seed, 0, "calibrate", range(start, start + len(batch)), sampling.reply_length
-        )
-        with autocast(model.device, model.dtype):
-            replies = sample_replies(
-                policy, batch, noise, sampling,
-                eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id, device=model.device,
-            )  # fmt: skip
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval().to(device)
+    tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
+    written: list[Reply] = []
+    for start in range(0, min(most, len(prompts)), ROWS_AT_ONCE):
+        batch = prompts[start : min(start + ROWS_AT_ONCE, most)]
+        rows = range(start, start + len(batch))
+        noise = uniforms(config.training.rm_seed, 0, "calibrate", rows, config.sampling.reply_length)
+        with autocast(device, dtype):
+            replies = sample_replies(policy, batch, noise, config.sampling, **tokens, device=device)
         texts = zip(batch, replies.texts(tokenizer), replies.ended.tolist(), strict=True)
-        raw += model.raw_scores([model.encode(p.example.messages, text, ended) for p, text, ended in texts])
-    return raw, f"replies of {name}"
+        written += [(prompt.example.messages, text, ended) for prompt, text, ended in texts]
+    return written, f"replies of {name}"
 
 
 def show_record(record: dict, screen: Screen) -> None:

@@ -13,13 +13,15 @@ from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase
 
 from config import Config, RunSettings
+from recipes import RECIPES
 from reward_model.scorer import RewardModel
 from rlhf.console import Screen
 from rlhf.demo.parts import prepare_demo
 from rlhf.demo.tasks import gold_quality
+from rlhf.errors import UserError
 from rlhf.knobs import as_plain
 from rlhf.models import autocast_dtype, find_model, load_policy, load_tokenizer
-from rlhf.preflight import check_reward_model
+from rlhf.preflight import check_leaks, check_reward_model
 from rlhf.prompts import Prompt, PromptSets, load_prompts
 from rlhf.report import compare, last_kl, show_figures, show_samples
 from rlhf.rewards import LearnedReward
@@ -29,13 +31,18 @@ FEW_PROMPTS = 20
 
 
 def _placing(config: Config) -> dict:
-    return {"overwrite": config.run.overwrite, "is_default": config.run.output == RunSettings().output}
+    return {"overwrite": config.run.overwrite, "is_default": Path(config.run.output) == Path(RunSettings().output)}
 
 
 def check_run_folder(config: Config) -> None:
     """Refuse, before anything is loaded, an output folder that holds what a new run may not touch."""
-    if not config.run.dry_run:
-        check_output(Path(config.run.output), **_placing(config))
+    if config.run.dry_run:
+        return
+    check_output(Path(config.run.output), **_placing(config))
+    output = Path(config.run.output).resolve()
+    for flag, name in (("--actor-model", config.model.actor_model), ("--rm-model", config.model.rm_model)):
+        if output in (Path(name).resolve(), *Path(name).resolve().parents):
+            raise UserError(f"the output folder holds the model to start from: {flag} {name}. Name another --output")
 
 
 def prepare_demo_parts(config: Config, screen: Screen, device: torch.device) -> None:
@@ -72,12 +79,14 @@ def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
     check_reward_model(
         reward_model, m.rm_model, [p.example for p in prompts.evaluation], m.allow_weak_reward_model, screen
     )
+    check_leaks(reward_model, prompts, screen)
     lora = LoraConfig(r=m.lora_r, lora_alpha=m.lora_alpha, target_modules=list(m.lora_targets), task_type="CAUSAL_LM")
     torch.manual_seed(config.run.seed)  # adapters are drawn from torch's own stream
     policy = load_policy(
         start,
         lora=lora if m.use_lora else None,
         load_in_4bit=m.load_in_4bit,
+        dtype=autocast_dtype(m.bf16, device),
         gradient_checkpointing=m.gradient_checkpointing,
         device=device,
         vocabulary=len(tokenizer),
@@ -166,14 +175,15 @@ def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> Run
 def finish_run(config: Config, trainer, log: RunLog, screen: Screen) -> None:
     """Before and after, side by side; where everything is; what to type next."""
     before, after, prompts = trainer.evaluations[0], trainer.evaluations[-1], trainer.evaluation_prompts
-    gold = gold_quality if config.recipe == "demo" else None
+    knows_gold = config.recipe == "demo" and config.data.prompts == RECIPES["demo"]["training"]["prompts"]
+    gold = gold_quality if knows_gold else None
     figures = compare(before, after, prompts, gold, config.run.seed)
     target = config.kl.kl_target[-1]
     kl = last_kl(trainer.state.log_history, target)
     figures |= {"kl_last_10_updates": kl, "kl_target": target.nats}
     log.add(figures=figures, perplexity_text=trainer.text.source)
     show_samples(before, after, prompts, gold, config.run.seed, screen)
-    show_figures(figures, kl, target, screen)
+    show_figures(figures, kl, target, config.kl.kl_schedule != "fixed", screen)
     output = config.run.output
     loader = "peft.AutoPeftModelForCausalLM" if config.model.use_lora else "transformers.AutoModelForCausalLM"
     screen.say("saved:")

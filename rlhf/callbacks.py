@@ -59,8 +59,9 @@ class ProgressLine(TrainerCallback):
             left = (time.monotonic() - self.started) / done * (self.updates - done)
             target = self.controller.target
             kl = logs["kl_divergence" if target.per == "sequence" else "kl_divergence/token"]
+            aim = "no target" if self.controller.horizon is None else f"target {target}"
             self.screen.progress(
-                f"update {done}/{self.updates} | score {logs['rewards/mean']:+.2f} | KL {kl:.3g} (target {target}) | "
+                f"update {done}/{self.updates} | score {logs['rewards/mean']:+.2f} | KL {kl:.3g} ({aim}) | "
                 f"beta {logs['kl_coef']:.3g} | reply {logs['reply/length']:.0f} tokens | "
                 f"{logs['throughput/tokens_per_s']:,.0f} tokens/s | {clock(left)} left",
                 last=done == self.updates,

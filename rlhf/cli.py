@@ -33,6 +33,8 @@ def read_yaml(path: str, names: dict[str, str]) -> dict[str, tuple[Any, str]]:
         raise UserError(
             f"not YAML ({error.problem}): {path}:{mark.line + 1}:{mark.column + 1}. Correct that line"
         ) from None
+    except yaml.YAMLError as error:  # a control character: no place to name
+        raise UserError(f"not YAML ({str(error).splitlines()[0]}): {path}. Save it as plain text") from None
     if tree is None:
         return {}
     if not isinstance(tree, yaml.MappingNode):

@@ -43,6 +43,13 @@ class Screen:
         self._live: Live | None = None
         self._last_line = 0.0
 
+    def __enter__(self) -> Screen:
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Whatever ends the run, the cursor comes back and an error starts on a line of its own."""
+        self.end_progress()
+
     def say(self, text: str = "") -> None:
         """One line."""
         self.console.print(Text(text))
@@ -65,9 +72,9 @@ class Screen:
         """The live line: redrawn in place on a terminal; elsewhere printed now and then, and at the end."""
         if self.console.is_terminal:
             if self._live is None:
-                self._live = Live(console=self.console, auto_refresh=False, transient=False)
+                self._live = Live(console=self.console, auto_refresh=False, redirect_stderr=False)
                 self._live.start()
-            self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+            self._live.update(Text(text), refresh=True)
             if last:
                 self.end_progress()
         elif last or time.monotonic() - self._last_line >= LINE_EVERY_S:

@@ -42,15 +42,17 @@ def missing_path(path: str, what: str, way_out: str) -> UserError:
     return UserError(f"{what} not found: {path}. {hint}{way_out}")
 
 
-def require_hub(name: str, kind: str, way_out: str) -> None:
-    """Return if a hub `kind` ("model" or "dataset") is cached here or can be reached now; raise UserError if not."""
+def require_hub(name: str, kind: str, way_out: str) -> str:
+    """Where to load a hub `kind` ("model" or "dataset") from: its name if the hub answers, else the copy cached here.
+
+    One look at the hub and no retries: handed a mere name, the libraries would ask for every file, for minutes.
+    Raises UserError where there is neither.
+    """
     try:
-        snapshot_download(name, repo_type=kind, local_files_only=True)
-        return
-    except (LocalEntryNotFoundError, ValueError):
-        pass  # not cached (or no valid hub name): ask the hub, which says which it is
-    try:
-        HfApi().repo_info(name, repo_type=kind, timeout=PATIENCE_S)
+        info = HfApi().repo_info(name, repo_type=kind, timeout=PATIENCE_S)
+        if info.gated:
+            HfApi().auth_check(name, repo_type=kind)
+        return name
     except GatedRepoError:
         raise UserError(
             f"{kind} is gated: {name}. Accept its terms on the hub and run `hf auth login`, or use {way_out}"
@@ -63,6 +65,9 @@ def require_hub(name: str, kind: str, way_out: str) -> None:
         reason = (
             "offline mode is on" if isinstance(error, OfflineModeIsEnabled) else str(error) or type(error).__name__
         )
+    try:
+        return snapshot_download(name, repo_type=kind, local_files_only=True)
+    except (LocalEntryNotFoundError, ValueError):
         raise UserError(
             f"{kind} cannot be fetched: {name} (not on this disk, and the hub cannot be reached: {reason}). "
             f"Go online, or use {way_out}"

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -27,17 +28,18 @@ PAD_TOKENS = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", 
 
 
 def find_model(name: str, flag: str) -> str:
-    """`name` if it is a folder here or can be had from the hub; raises UserError, at once, if not."""
-    if Path(name).expanduser().is_dir():
-        if not (Path(name).expanduser() / "config.json").is_file():
+    """Where to load a model from: a folder here (its full path, so that an adapter finds its base from anywhere), or
+    a name that the hub answers to. Raises UserError, at once, if it is neither."""
+    folder = Path(name).expanduser().resolve()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
             raise UserError(
                 f"no model in this folder (no config.json): {name}. {flag} takes a Hugging Face model folder"
             )
-        return str(Path(name).expanduser())
+        return str(folder)
     if is_path(name):
         raise missing_path(name, "model", f"{flag} takes a Hugging Face model folder or a hub name")
-    require_hub(name, "model", f"{flag} FOLDER")
-    return name
+    return require_hub(name, "model", f"{flag} FOLDER")
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -92,16 +94,18 @@ def load_policy(
     *,
     lora: LoraConfig | None = None,
     load_in_4bit: bool = False,
+    dtype: torch.dtype | None = None,
     gradient_checkpointing: bool = False,
     device: torch.device,
     vocabulary: int,
 ) -> PreTrainedModel | PeftModel:
     """The start model as a causal LM in float32, its frozen weights in NF4 if `load_in_4bit`, with adapters if `lora`.
 
-    `vocabulary` is the tokenizer's size: a model that has fewer embeddings is refused.
+    `dtype` is the forward's precision (None: float32), in which 4-bit weights are multiplied. `vocabulary` is the
+    tokenizer's size: a model that has fewer embeddings is refused.
     """
     quantization = (
-        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype or torch.float32)
         if load_in_4bit
         else None
     )
@@ -119,6 +123,7 @@ def load_policy(
     if lora is not None:
         _check_targets(model, lora.target_modules, name)
         model = get_peft_model(model, lora)
+    base_of(model).config.attention_dropout = 0.0  # it would act in train mode, which checkpointing needs
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -182,27 +187,46 @@ def upcast(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
+LOGITS_AT_ONCE = 2**24  # 64 MiB in float32: more positions than fit are done chunk by chunk
+
+
 def token_logprobs(
     policy: PreTrainedModel | PeftModel,
     hidden: Tensor,
     tokens: Tensor,
     temperature: float,
-    allowed: Tensor | None,
-    entropy_gradient: bool,
+    allowed: Tensor | None = None,
+    entropy: str = "none",
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token and entropy of its distribution, both (N,), nats, at the sampling temperature.
 
     hidden (N, H), tokens (N,), `allowed` (N, V) or None: the rollout policy's nucleus, to which the distribution is
-    renormalised. Logits exist for these N positions only.
+    renormalised. `entropy` is "none" (zeros), "value" or "gradient". Logits exist for one chunk of positions at a
+    time; where a gradient is wanted, a chunk's logits are computed again in the backward pass.
     """
+    size = max(1, LOGITS_AT_ONCE // base_of(policy).get_input_embeddings().num_embeddings)
+    if len(tokens) <= size:
+        return _chunk_logprobs(policy, hidden, tokens, temperature, allowed, entropy)
+    masks = allowed.split(size) if allowed is not None else [None] * -(-len(tokens) // size)
+    parts = [
+        checkpoint(_chunk_logprobs, policy, h, t, temperature, m, entropy, use_reentrant=False)
+        if torch.is_grad_enabled()
+        else _chunk_logprobs(policy, h, t, temperature, m, entropy)
+        for h, t, m in zip(hidden.split(size), tokens.split(size), masks, strict=True)
+    ]
+    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
+
+
+def _chunk_logprobs(policy, hidden, tokens, temperature, allowed, entropy) -> tuple[Tensor, Tensor]:
     logits = scaled_logits(policy, hidden, temperature)
     if allowed is not None:
         logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
     log_total = logits.logsumexp(-1)
     logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total
-    with contextlib.nullcontext() if entropy_gradient else torch.no_grad():
-        entropy = log_total - (torch.softmax(logits, -1) * logits).sum(-1)
-    return logprobs, entropy
+    if entropy == "none":
+        return logprobs, torch.zeros_like(log_total)
+    with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
+        return logprobs, log_total - (torch.softmax(logits, -1) * logits).sum(-1)
 
 
 class ActorCritic(nn.Module):
@@ -224,18 +248,20 @@ class ActorCritic(nn.Module):
         mask: Tensor,
         temperature: float,
         allowed: Tensor | None = None,
-        entropy_gradient: bool = False,
+        entropy: str = "none",
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropy and values of the reply tokens, each (B, T) and 0 off the mask, in one backbone pass.
 
-        ids, attention (B, C + T); mask (B, T); `allowed` (N, V) for the N tokens of the mask, row by row.
+        ids, attention (B, C + T); mask (B, T); `allowed` (N, V) for the N tokens of the mask, row by row; `entropy`
+        as in token_logprobs.
         """
         context = ids.shape[1] - mask.shape[1]
         hidden = reply_hidden(self.policy, ids, attention, context)[mask]
         tokens = ids[:, context:][mask]
-        logprobs, entropy = token_logprobs(self.policy, hidden, tokens, temperature, allowed, entropy_gradient)
-        values = upcast(self.value_head(hidden).squeeze(-1))
-        return spread(logprobs, mask), spread(entropy, mask), spread(values, mask)
+        logprobs, entropies = token_logprobs(self.policy, hidden, tokens, temperature, allowed, entropy)
+        with torch.autocast(hidden.device.type, enabled=False):  # one column: float32 costs nothing here
+            values = self.value_head(upcast(hidden)).squeeze(-1)
+        return spread(logprobs, mask), spread(entropies, mask), spread(values, mask)
 
 
 def spread(flat: Tensor, mask: Tensor) -> Tensor:
@@ -267,7 +293,7 @@ class Reference:
         context = ids.shape[1] - mask.shape[1]
         with self.model() as model:
             hidden = reply_hidden(model, ids, attention, context)[mask]
-            return spread(token_logprobs(model, hidden, ids[:, context:][mask], temperature, allowed, False)[0], mask)
+            return spread(token_logprobs(model, hidden, ids[:, context:][mask], temperature, allowed)[0], mask)
 
 
 def frozen_copy(policy: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor, nn
@@ -16,12 +18,13 @@ from transformers.trainer_callback import ProgressCallback
 from config import Config
 from rlhf import objectives
 from rlhf.checkpoints import save_policy
+from rlhf.errors import RunError
 from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
 from rlhf.metrics import Batch, memory_in_use, rollout_metrics
 from rlhf.models import ActorCritic, Reference, autocast, autocast_dtype, backbone_of, with_value_head
 from rlhf.prompts import Prompt
 from rlhf.rewards import RewardFunction, score_replies
-from rlhf.rollout import Rollout, Sampling, generator, measure, sample_replies, uniforms
+from rlhf.rollout import Rollout, generator, measure, sample_replies, uniforms
 from rlhf.trl_ppo import PPOConfig, PPOTrainer
 
 
@@ -66,10 +69,8 @@ class PPO(PPOTrainer):
         self.kl_coef = config.kl.kl_coef
         self.optimizer_steps, self.peak_memory = 0, 0
         self.evaluations: list[Evaluation] = []
-        self.sampling = Sampling(
-            config.sampling.reply_length, config.sampling.temperature, config.sampling.top_k, config.sampling.top_p
-        )
-        self.dtype = autocast_dtype(config.model.bf16, next(policy.parameters()).device)
+        self.sampling = config.sampling
+        self.dtype = autocast_dtype(config.model.bf16, PartialState().device)
         self.reference = Reference(policy, self.dtype)
         self._container = with_value_head(policy)
         super().__init__(
@@ -169,9 +170,7 @@ class PPO(PPOTrainer):
             )
             rows = self.config.ppo.micro_batch_size or self.config.ppo.batch_size
             measured = measure(actor_critic, self.reference, replies, self.sampling.temperature, rows)
-        logprobs, ref_logprobs, entropy, values = measured
-        texts = replies.texts(self.processing_class)
-        return Rollout(replies, prompts, texts, logprobs, ref_logprobs, entropy, values)
+        return Rollout(replies, prompts, replies.texts(self.processing_class), *measured)
 
     def score(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Scores (B,) with the missing-EOS penalty taken off, and as the reward functions gave them."""
@@ -197,13 +196,21 @@ class PPO(PPOTrainer):
 
     def update(self, batch: Batch, update: int) -> dict[str, float]:
         """E passes of shuffled minibatches, an optimizer step each; returns their mean statistics."""
+        # checkpointing works in train mode only, sampling in eval mode only; dropout is off in both
+        self.model.train(self.config.model.gradient_checkpointing)
         self.learning_rate, steps = self.lr_scheduler.get_last_lr()[0], []
         for epoch in range(self.config.ppo.ppo_epochs):
             for rows in self.minibatches(update, epoch):
                 steps.append(self.optimizer_step(batch, rows))
         self.lr_scheduler.step()
-        means = torch.stack([torch.stack(list(s.values())) for s in steps]).mean(0)
-        return dict(zip(steps[0], means.tolist(), strict=True))
+        means = torch.stack([torch.stack(list(s.values())) for s in steps]).mean(0).tolist()
+        stats = dict(zip(steps[0], means, strict=True))
+        if not math.isfinite(stats["loss"]) or not math.isfinite(stats["policy/grad_norm"]):
+            raise RunError(
+                f"the loss or its gradient is not finite: update {update}, loss {stats['loss']}. Nothing is saved; "
+                "try a smaller --learning-rate or --no-bf16"
+            )
+        return stats
 
     def minibatches(self, update: int, epoch: int) -> Iterator[Tensor]:
         """Rows of each minibatch, shuffled by (seed, update, epoch)."""
@@ -238,7 +245,7 @@ class PPO(PPOTrainer):
                 mask,
                 self.sampling.temperature,
                 replies.allowed(rows),
-                entropy_gradient=ppo.entropy_coef > 0,
+                entropy="gradient" if ppo.entropy_coef > 0 else "value",
             )
         policy_loss, policy_clipfrac = objectives.clipped_policy_loss(
             logprobs, old, batch.weights[rows], mask, ppo.clip_range, tokens

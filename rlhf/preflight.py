@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 
@@ -11,9 +12,9 @@ from accelerate import PartialState
 from reward_model.scorer import METRICS_FILE, RewardModel, pair_accuracy
 from rlhf.console import Screen
 from rlhf.errors import UserError
-from rlhf.prompts import Example
+from rlhf.prompts import Example, PromptSets, question_hash
 
-CUDA_WHEELS = "https://download.pytorch.org/whl/cu128"  # PyTorch's own index of CUDA builds
+CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
 LOWEST_ACCURACY = 0.6
 
 
@@ -22,22 +23,33 @@ def start_device(screen: Screen) -> torch.device:
     hint = unused_card()
     if hint:
         screen.say(hint)
-    return PartialState().device
+    state = PartialState()
+    if state.num_processes > 1:
+        raise UserError(
+            f"{state.num_processes} processes: the launcher. One process, one card: several are not built yet"
+        )
+    return state.device
 
 
 def unused_card() -> str | None:
-    """The line that mends a torch without CUDA beside an NVIDIA card, or a torch that is too old for the card."""
+    """One line, with the command that mends it, for a torch without CUDA beside an NVIDIA card, or one that has no
+    code for the card's architecture."""
     command = f"pip install --force-reinstall torch --index-url {CUDA_WHEELS}"
     if not torch.cuda.is_available():
-        if shutil.which("nvidia-smi") is None:
+        if shutil.which("nvidia-smi") is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
             return None
-        return f"an NVIDIA card is here, but this torch ({torch.__version__}) cannot use it. Mend it with: {command}"
+        if torch.version.cuda is None:
+            return f"an NVIDIA card is here, but this torch ({torch.__version__}) has no CUDA. Mend it with: {command}"
+        return (
+            f"an NVIDIA card is here, but its driver is too old for this torch (CUDA {torch.version.cuda}). "
+            "Mend it with a newer driver, then: nvidia-smi"
+        )
     major, minor = torch.cuda.get_device_capability()
-    newest = max(
-        (int(arch.removeprefix("sm_")) for arch in torch.cuda.get_arch_list() if arch[3:].isdigit()), default=0
-    )
-    if newest and major * 10 + minor > newest and major > newest // 10:
-        return f"this torch ({torch.__version__}) is too old for the card (sm_{major}{minor}). Mend it with: {command}"
+    known = [int(arch.removeprefix("sm_")) for arch in torch.cuda.get_arch_list() if arch[3:].isdigit()]
+    if known and not min(known) <= major * 10 + minor <= max(known) // 10 * 10 + 9:
+        return (
+            f"this torch ({torch.__version__}) has no code for the card (sm_{major}{minor}). Mend it with: {command}"
+        )
     return None
 
 
@@ -69,3 +81,15 @@ def check_reward_model(
     if not allow_weak:
         raise UserError(f"{fault}. Train a better one, or add --allow-weak-reward-model")
     screen.say(f"warning: {fault}; going on as asked")
+
+
+def check_leaks(model: RewardModel, prompts: PromptSets, screen: Screen) -> None:
+    """Warn where the reward model was trained on questions that it is now to judge: its scores of those flatter."""
+    seen = set((model.record or {}).get("train_questions", []))
+    for name, part in (("evaluation", prompts.evaluation), ("training", prompts.train)):
+        known = sum(question_hash(p.example) in seen for p in part)
+        if known:
+            screen.say(
+                f"warning: the reward model was trained on {known} of the {len(part)} {name} prompts' questions. "
+                "Give both commands the same data and --split"
+            )

@@ -69,8 +69,9 @@ def gold_scores(evaluation: Evaluation, prompts: Sequence[Prompt], gold: Gold) -
     return [gold(q, t, e) for q, t, e in zip(questions, evaluation.texts, evaluation.ended, strict=True)]
 
 
-def show_figures(figures: dict, last_kl: float, target: KLTarget, screen: Screen) -> None:
-    """The comparison in lines. `last_kl` is the mean over the last updates, in the target's unit."""
+def show_figures(figures: dict, last_kl: float, target: KLTarget, steered: bool, screen: Screen) -> None:
+    """The comparison in lines. `last_kl` is the mean over the last updates, in the target's unit; `steered` says
+    whether beta followed it."""
     low, high = figures["score_rise_interval"]
     rows = [
         (
@@ -90,10 +91,11 @@ def show_figures(figures: dict, last_kl: float, target: KLTarget, screen: Screen
             )
         )
     band = "inside" if in_band(last_kl, target.nats) else "OUTSIDE"
+    aim = f", {band} 0.5 to 1.5 x the target {target}" if steered else ""
     rows += [
         (
             "KL",
-            f"{last_kl:.3g}/{target.per} over the last updates (10 at most), {band} 0.5 to 1.5 x the target {target}",
+            f"{last_kl:.3g}/{target.per} over the last updates (10 at most){aim}",
         ),
         (
             "reply",

@@ -14,24 +14,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from config import SamplingSettings
 from rlhf.models import ActorCritic, Reference, backbone_of, scaled_logits
 from rlhf.prompts import Prompt, decode_reply
 
 LOOK_EVERY = 4  # decoding steps between looks at whether all rows have ended: each look waits for the device
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn. `top_k` 0 and `top_p` 1 filter nothing."""
-
-    reply_length: int
-    temperature: float
-    top_k: int = 0
-    top_p: float = 1.0
-
-    @property
-    def filters(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1
 
 
 @dataclass
@@ -85,7 +72,6 @@ class Rollout:
     # under which policy: log pi(a|s), nats
     logprobs: Tensor  # (B, T) the policy that sampled
     ref_logprobs: Tensor  # (B, T) frozen reference
-    entropy: Tensor  # (B, T) of the policy that sampled
     values: Tensor  # (B, T) score units
 
     @property
@@ -156,7 +142,7 @@ def sample_replies(
     policy: PreTrainedModel,
     prompts: Sequence[Prompt],
     uniform: Tensor,
-    sampling: Sampling,
+    sampling: SamplingSettings,
     *,
     eos: int,
     pad: int,
@@ -217,16 +203,16 @@ def reply_mask(replies: Tensor, eos: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def measure(
     actor_critic: ActorCritic | torch.nn.Module, reference: Reference, replies: Replies, temperature: float, rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probs, reference log-probs, entropy and values of sampled replies, each (B, T), `rows` at a time.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, reference log-probs and values of sampled replies, each (B, T), `rows` at a time.
 
-    With the training forward, not the decoder's: so the first ratio of an update is 1, whatever the precision.
+    With the training forward, not the decoder's: so the first ratio of an update is 1.
     """
     parts = []
     for index in torch.arange(len(replies.ended), device=replies.ids.device).split(rows):
         batch = (replies.ids[index], replies.attention[index], replies.mask[index], temperature)
         allowed = replies.allowed(index)
-        logprobs, entropy, values = actor_critic(*batch, allowed)
-        parts.append((logprobs, reference.logprobs(*batch, allowed), entropy, values))
-    logprobs, ref_logprobs, entropy, values = (torch.cat(p) for p in zip(*parts, strict=True))
-    return logprobs, ref_logprobs, entropy, values
+        logprobs, _, values = actor_critic(*batch, allowed)
+        parts.append((logprobs, reference.logprobs(*batch, allowed), values))
+    logprobs, ref_logprobs, values = (torch.cat(p) for p in zip(*parts, strict=True))
+    return logprobs, ref_logprobs, values

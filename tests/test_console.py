@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ def test_a_cp1252_console_survives_any_reply():
         "s.progress('KL \\u4f60', last=True)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, env={"PYTHONIOENCODING": "cp1252", "PATH": ""}
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "cp1252"}
     )
     assert done.returncode == 0, done.stderr.decode()
     assert "café ?? ? [/red] [bold]" in done.stdout.decode("cp1252")
@@ -55,16 +56,22 @@ def test_in_a_pipe_the_live_line_comes_now_and_then_and_at_the_end(monkeypatch):
 
 def test_a_card_beside_a_torch_without_cuda_gives_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(preflight.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
     line = preflight.unused_card()
     assert "an NVIDIA card is here" in line and "pip install --force-reinstall torch --index-url" in line
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "driver is too old" in preflight.unused_card()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert preflight.unused_card() is None, "hidden on purpose"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(preflight.shutil, "which", lambda name: None)
     assert preflight.unused_card() is None
 
 
-@pytest.mark.parametrize(("capability", "too_new"), [((12, 0), True), ((9, 0), False), ((8, 9), False)])
-def test_a_card_newer_than_torch_gives_one_line(monkeypatch, capability, too_new):
+@pytest.mark.parametrize(("capability", "bad"), [((12, 0), True), ((9, 0), False), ((8, 9), False), ((6, 1), True)])
+def test_a_card_that_torch_has_no_code_for_gives_one_line(monkeypatch, capability, bad):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_86", "sm_90"])
-    assert (preflight.unused_card() is not None) is too_new
+    assert (preflight.unused_card() is not None) is bad

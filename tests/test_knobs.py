@@ -176,11 +176,14 @@ def test_micro_batch_size_changes_the_number_of_passes(build):
     assert passes_in_training(build, "--micro-batch-size", "1") == 4 * passes_in_training(build)
 
 
-def test_gradient_checkpointing_is_on(build):
-    def recomputes(*flags):
-        return build(*flags).model.policy.is_gradient_checkpointing
+def test_gradient_checkpointing_recomputes(build):
+    def layer_passes(*flags):
+        trainer, passes = build("--num-iterations", 1, *flags), []
+        trainer.model.policy.model.layers[0].self_attn.register_forward_hook(lambda *_: passes.append(1))
+        trainer.one_update(1)
+        return len(passes)
 
-    assert recomputes("--gradient-checkpointing") and not recomputes()
+    assert layer_passes("--gradient-checkpointing") > layer_passes()
 
 
 def test_output_is_where_samples_go(build, tmp_path):

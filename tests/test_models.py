@@ -10,6 +10,7 @@ from peft import PeftModel
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf import models
 from rlhf.checkpoints import load_value_head
 from rlhf.errors import UserError
 from rlhf.models import ActorCritic, Reference, autocast, load_policy, load_tokenizer, with_value_head
@@ -85,12 +86,19 @@ def test_the_reference_copy_is_smaller_under_bfloat16(start_model):
     assert size(Reference(policy, torch.bfloat16).copy) < size(policy)
 
 
-def test_under_lora_the_reference_is_the_policy_without_its_adapter(build):
+def test_under_lora_the_reference_is_the_policy_without_its_adapter(build, start_model):
     trainer = build("--use-lora", "--learning-rate", "1e-2")
     assert trainer.reference.copy is None
     trainer.train()
     names = [name for name, w in trainer.model.named_parameters() if w.requires_grad]
     assert names and all("lora" in name or "value_head" in name for name in names)
+    plain = Reference(AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32), None)
+    ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
+    on = torch.ones_like(ids, dtype=torch.bool)
+    with torch.no_grad():
+        expected = plain.logprobs(ids, on, on[:, :5], 0.7, None)
+        assert_close(trainer.reference.logprobs(ids, on, on[:, :5], 0.7, None), expected, rtol=0, atol=1e-6)
+        assert float((trainer.model(ids, on, on[:, :5], 0.7)[0] - expected).abs().max()) > 1e-3
 
 
 def test_actor_and_critic_share_one_backbone(build):
@@ -104,24 +112,47 @@ def test_actor_and_critic_share_one_backbone(build):
     assert len(passes) == 1
 
 
-def test_full_logits_are_never_kept(build):
-    """The head sees reply tokens only: at most micro-batch x T rows at a time, never a prompt's."""
-    trainer = build("--micro-batch-size", "2")
+def test_full_logits_are_never_kept(build, monkeypatch):
+    """With default flags the head sees one chunk of reply positions at a time, in the backward pass too."""
+    monkeypatch.setattr(models, "LOGITS_AT_ONCE", 5 * 400)  # five positions of this vocabulary
+    trainer = build()
     rows = []
     trainer.model.policy.lm_head.register_forward_hook(lambda _m, inputs, _o: rows.append(inputs[0].numel() // 32))
     trainer.one_update(1)
-    assert max(rows) <= 2 * 8
+    assert max(rows) <= 5
+    assert sum(rows) > 4 * 8, "all positions were looked at"
 
 
-def test_gradient_checkpointing_changes_no_gradient(build):
+@pytest.mark.parametrize("flags", [(), ("--top-p", "0.7", "--entropy-coef", "0.1")])
+def test_chunks_change_nothing(build, monkeypatch, flags):
     grads = []
+    for positions in (10_000, 5):
+        monkeypatch.setattr(models, "LOGITS_AT_ONCE", positions * 400)
+        grads.append(gradient(build(*flags)))
+    assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-7)
+
+
+def gradient(trainer) -> torch.Tensor:
+    """Of the loss on a first batch, all parameters in a row, in the mode of a real update."""
+    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    batch = trainer.advantages(rollout, torch.arange(4.0))
+    trainer.model.train(trainer.config.model.gradient_checkpointing)
+    loss, _ = trainer.losses(batch, torch.arange(4), rollout.mask.sum())
+    loss.backward()
+    return torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None])
+
+
+def test_gradient_checkpointing_recomputes_and_changes_no_gradient(build):
+    grads, passes = [], []
     for flags in ((), ("--gradient-checkpointing",)):
-        trainer = build("--ppo-epochs", "1", *flags)
+        grads.append(gradient(build("--ppo-epochs", "1", *flags)))
+        trainer, count = build("--ppo-epochs", "1", *flags), []
         rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
         batch = trainer.advantages(rollout, torch.arange(4.0))
-        loss, _ = trainer.losses(batch, torch.arange(4), rollout.mask.sum())
-        loss.backward()
-        grads.append(torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None]))
+        trainer.model.policy.model.layers[0].self_attn.register_forward_hook(lambda *_, c=count: c.append(1))
+        trainer.update(batch, 1)
+        passes.append(len(count))
+    assert passes == [1, 2], "forward, and forward again in the backward pass"
     assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-7)
 
 
@@ -133,7 +164,9 @@ def test_four_bit_weights_with_lora(build):
     assert any(isinstance(m, bitsandbytes.nn.Linear4bit) for m in trainer.model.modules())
     before = {n: w.detach().clone() for n, w in trainer.model.named_parameters() if w.requires_grad}
     trainer.one_update(1)
-    assert any(float((w - before[n]).abs().max()) > 0 for n, w in trainer.model.named_parameters() if n in before)
+    assert any(
+        float((w.detach() - before[n]).abs().max()) > 0 for n, w in trainer.model.named_parameters() if n in before
+    )
 
 
 def test_lora_targets_that_match_nothing_are_refused(start_model):

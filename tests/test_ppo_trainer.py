@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.testing import assert_close
 
 from rlhf.callbacks import attach_callbacks
 from rlhf.console import Screen
+from rlhf.errors import RunError
+from rlhf.metrics import rollout_metrics
 from rlhf.rollout import Rollout, measure
+from tests.test_scripts import ROOT, run
 
 
 def weights(trainer) -> dict[str, torch.Tensor]:
@@ -19,7 +24,7 @@ def largest_difference(one: dict, other: dict) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-@pytest.mark.parametrize("flags", [(), ("--use-lora",), ("--bf16",), ("--top-p", "1", "--temperature", "1")])
+@pytest.mark.parametrize("flags", [(), ("--use-lora",), ("--bf16",), ("--top-p", "0.7"), ("--top-k", "9")])
 def test_first_step_has_ratio_1_and_no_kl(build, flags):
     trainer = build("--ppo-epochs", "1", *flags)
     logged = trainer.one_update(1)
@@ -59,8 +64,8 @@ def test_batches_stay_full_past_the_end_of_the_prompts(build):
 
 
 def test_fewer_prompts_than_a_batch_does_not_hang(build):
-    trainer = build("--num-iterations", "1")
-    trainer.train_prompts = trainer.train_prompts[:3]
+    trainer = build("--num-iterations", "1", "--max-prompts", "3")
+    assert len(trainer.train_prompts) == 3
     assert trainer.one_update(1)["optimizer_steps"] == 2
 
 
@@ -79,8 +84,8 @@ def test_gradient_norm_is_really_clipped(build):
 def test_same_seed_gives_identical_weights_and_another_does_not(build):
     runs = []
     for seed in (7, 7, 8):
-        torch.manual_seed(len(runs))  # the global stream must not matter
         trainer = build("--seed", seed, "--minibatches", "2")
+        torch.manual_seed(len(runs))  # the global stream must not matter
         trainer.train()
         runs.append(weights(trainer))
     assert largest_difference(runs[0], runs[1]) == 0
@@ -107,7 +112,7 @@ def batch_with_early_eos(trainer):
     replies.nucleus = None
     replies.reply_ids[0, 2], replies.mask[0, 3:], replies.ended[0] = trainer.processing_class.eos_token_id, False, True
     measured = measure(trainer.model, trainer.reference, replies, trainer.sampling.temperature, 4)
-    rollout.logprobs, rollout.ref_logprobs, rollout.entropy, rollout.values = measured
+    rollout.logprobs, rollout.ref_logprobs, rollout.values = measured
     return rollout, trainer.advantages(rollout, torch.arange(1.0, 5.0))
 
 
@@ -185,10 +190,71 @@ def test_every_metric_of_the_glossary_is_logged(build):
     assert wanted - logged == set()
 
 
+def test_a_loss_that_is_not_finite_stops_the_run(build):
+    trainer = build("--num-iterations", "1")
+    trainer.score = lambda rollout: (torch.full((4,), float("nan")),) * 2
+    with pytest.raises(RunError, match="not finite: update 1"):
+        trainer.one_update(1)
+
+
+def test_the_learning_rate_follows_the_cosine(build):
+    trainer = build("--num-iterations", "4", "--learning-rate", "1e-3")
+    rates = [trainer.one_update(update)["learning_rate"] for update in range(1, 5)]
+    assert rates == pytest.approx([1e-3 * 0.5 * (1 + math.cos(math.pi * u / 4)) for u in range(4)])
+
+
+def test_the_entropy_bonus_lowers_the_loss_by_coefficient_times_entropy(build):
+    losses, grads = {}, {}
+    for coef in (0.0, 0.5):
+        trainer = build("--entropy-coef", coef)
+        rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+        batch = trainer.advantages(rollout, torch.arange(4.0))
+        loss, stats = trainer.losses(batch, torch.arange(4), rollout.mask.sum())
+        trainer.model.zero_grad()
+        loss.backward()
+        losses[coef], entropy = float(loss.detach()), float(stats["policy/entropy"])
+        grads[coef] = torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None])
+    assert losses[0.5] == pytest.approx(losses[0.0] - 0.5 * entropy, rel=1e-5)
+    assert float((grads[0.5] - grads[0.0]).abs().max()) > 1e-5, "and it has a gradient"
+
+
+def test_whitened_rewards_keep_their_mean(build):
+    """Two-token replies by hand: whitening without a shift makes r into (r - mean) / std + mean; then GAE with V = 0."""
+    trainer = build("--whiten-rewards", "--no-whiten-advantages", "--kl-coef", "0", "--gamma", "1", "--lam", "1")
+    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    rollout.replies.mask = torch.zeros_like(rollout.mask)
+    rollout.replies.mask[:, :2] = True
+    batch = trainer.advantages(rollout, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    rewards = torch.tensor([0.0, 1, 0, 2, 0, 3, 0, 4])
+    mean, std = rewards.mean(), rewards.std()
+    assert_close(batch.advantages[:, 1], (torch.tensor([1.0, 2, 3, 4]) - mean) / std + mean)
+
+
+def test_what_a_rollout_says_of_itself_by_hand(build):
+    trainer = build()
+    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    mask = torch.zeros_like(rollout.mask)
+    mask[0, :2], mask[1:, :1] = True, True  # five reply tokens in four replies
+    rollout.replies.mask, rollout.replies.ended = mask, torch.tensor([True, False, False, False])
+    rollout.logprobs, rollout.ref_logprobs = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
+    rollout.logprobs[0, :2] = torch.tensor([0.5, 0.25])
+    batch = trainer.advantages(rollout, torch.ones(4))
+    said = rollout_metrics(batch, torch.tensor([1.0, 3, 1, 3]), trainer.accelerator)
+    assert said["kl_divergence"] == pytest.approx(0.75 / 4)
+    assert said["kl_divergence/token"] == pytest.approx(0.75 / 5)
+    k3 = (math.exp(-0.5) - 1 + 0.5) + (math.exp(-0.25) - 1 + 0.25)
+    assert said["kl_divergence/k3"] == pytest.approx(k3 / 4)
+    assert (said["reply/length"], said["reply/eos_rate"]) == (1.25, 0.25)
+    assert (said["rewards/mean"], said["rewards/std"]) == (2.0, 1.0)
+
+
 @pytest.mark.gpu
-def test_an_update_on_a_card_in_bfloat16(build):
-    trainer = build("--ppo-epochs", "1")
-    assert trainer.accelerator.device.type == "cuda"
-    logged = trainer.one_update(1)
-    assert logged["policy/ratio"] == pytest.approx(1, abs=1e-4)
-    assert logged["memory/peak_gib"] > 0
+def test_a_run_on_a_card(start_model, reward_folder, pairs_file, tmp_path):
+    """In a process of its own, as the other tests keep to the CPU."""
+    words = ["train_ppo.py", "--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file,
+             "--output", tmp_path / "run", "--num-iterations", 2, "--reply-length", 8,
+             "--allow-weak-reward-model"]  # fmt: skip
+    done = run([str(w) for w in words], ROOT, ACCELERATE_USE_CPU="false")
+    assert done.returncode == 0, done.stderr
+    capable = torch.cuda.is_bf16_supported(including_emulation=False)
+    assert f"cuda, {'bfloat16 autocast' if capable else 'float32'}" in done.stdout.replace("cuda:0", "cuda")

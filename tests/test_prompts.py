@@ -91,7 +91,7 @@ def test_all_bad_rows_are_reported_together(tmp_path):
 
 def test_files_that_are_not_there_empty_or_not_utf8(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}')
-    with pytest.raises(UserError, match=r"prompts not found: .*promts.jsonl. Did you mean .*prompts.jsonl"):
+    with pytest.raises(UserError, match=r"data file not found: .*promts.jsonl. Did you mean .*prompts.jsonl"):
         load_examples(str(tmp_path / "promts.jsonl"))
     with pytest.raises(UserError, match="no rows"):
         load_examples(write(tmp_path / "empty.jsonl", ""))

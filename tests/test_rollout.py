@@ -7,10 +7,10 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from config import SamplingSettings
 from rlhf.models import ActorCritic, Reference, load_tokenizer, with_value_head
 from rlhf.prompts import Example, Prompt, encode_prompt
 from rlhf.rollout import (
-    Sampling,
     draw,
     measure,
     nucleus_of,
@@ -22,6 +22,10 @@ from rlhf.rollout import (
 )
 
 CPU = torch.device("cpu")
+
+
+def sampled(length: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> SamplingSettings:
+    return SamplingSettings(length, temperature, top_k, top_p)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,7 @@ def sample(policy, tokenizer, prompts, episodes, sampling, seed=1):
 
 def test_a_rows_sample_does_not_depend_on_its_batch(policy, tokenizer):
     prompts = make_prompts(tokenizer, "the cat", "what is the capital of France, and on which river does it lie?")
-    sampling = Sampling(12, 1.0)
+    sampling = sampled(12, 1.0)
     together = sample(policy, tokenizer, prompts, [7, 8], sampling)
     for i, episode in enumerate((7, 8)):
         alone = sample(policy, tokenizer, prompts[i : i + 1], [episode], sampling)
@@ -125,9 +129,9 @@ def test_kl_is_that_of_the_sampling_distributions(policy, tokenizer, start_model
     actor_critic = ActorCritic(with_value_head(policy))
     reference = Reference(policy, None)
     reference.copy = other
-    prompt, sampling = make_prompts(tokenizer, "the cat")[0], Sampling(1, 0.7, 0, top_p)
+    prompt, sampling = make_prompts(tokenizer, "the cat")[0], sampled(1, 0.7, 0, top_p)
     replies = sample(policy, tokenizer, [prompt] * 3000, range(3000), sampling)
-    logprobs, ref_logprobs, _, _ = measure(actor_critic, reference, replies, sampling.temperature, 500)
+    logprobs, ref_logprobs, _ = measure(actor_critic, reference, replies, sampling.temperature, 500)
     samples = (logprobs - ref_logprobs)[:, 0]
     exact = expected_kl(policy, other, tokenizer, prompt, sampling)
     assert exact > 0.05
@@ -139,7 +143,7 @@ def test_padding_changes_no_logprob_and_no_value(policy, tokenizer):
     torch.nn.init.normal_(container.v_head.summary.weight)
     actor_critic, reference = ActorCritic(container), Reference(policy, None)
     prompts = make_prompts(tokenizer, "the cat", "what is the capital of France, and on which river does it lie?")
-    sampling = Sampling(10, 1.0, 0, 0.9)
+    sampling = sampled(10, 1.0, 0, 0.9)
     together = measure(actor_critic, reference, sample(policy, tokenizer, prompts, [1, 2], sampling), 1.0, 2)
     for i in range(2):
         alone = measure(
@@ -151,9 +155,9 @@ def test_padding_changes_no_logprob_and_no_value(policy, tokenizer):
 
 def test_entropy_by_hand(policy, tokenizer):
     """Against the entropy of the full distribution at the same positions, from a plain forward."""
-    prompts, sampling = make_prompts(tokenizer, "the cat"), Sampling(4, 0.7)
-    replies = sample(policy, tokenizer, prompts, [0], sampling)
-    *_, entropy, _ = measure(ActorCritic(with_value_head(policy)), Reference(policy, None), replies, 0.7, 1)
+    replies = sample(policy, tokenizer, make_prompts(tokenizer, "the cat"), [0], sampled(4, 0.7))
+    batch = (replies.ids, replies.attention, replies.mask, 0.7)
+    _, entropy, _ = ActorCritic(with_value_head(policy))(*batch, entropy="value")
     context = replies.prompt_ids.shape[1]
     with torch.no_grad():
         logp = (policy(replies.ids).logits[:, context - 1 : -1] / 0.7).log_softmax(-1)

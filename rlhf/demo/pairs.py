@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
+from config import SamplingSettings
 from rlhf.demo.tasks import flaw_of, gold_quality
 from rlhf.prompts import Example, encode_prompts
-from rlhf.rollout import Sampling, sample_replies, uniforms
+from rlhf.rollout import sample_replies, uniforms
 
 ROWS_AT_ONCE = 256
-SAMPLING = Sampling(reply_length=32, temperature=1.0)
+SAMPLING = SamplingSettings(reply_length=32, temperature=1.0)
 CLEAR_DIFFERENCE = 0.25  # gold quality between chosen and rejected
 MISMATCHED_SHARE = 0.15  # of the pairs: the rejected reply is a good answer to another question
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from peft import PeftModel
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf import models
+from rlhf import hub, models
 from rlhf.checkpoints import load_value_head
 from rlhf.errors import UserError
-from rlhf.models import ActorCritic, Reference, autocast, load_policy, load_tokenizer, with_value_head
+from rlhf.models import ActorCritic, Reference, autocast, find_model, load_policy, load_tokenizer, with_value_head
 from tests.shapes import smollm2_tokenizer
 
 CPU = torch.device("cpu")
@@ -164,9 +166,8 @@ def test_four_bit_weights_with_lora(build):
     assert any(isinstance(m, bitsandbytes.nn.Linear4bit) for m in trainer.model.modules())
     before = {n: w.detach().clone() for n, w in trainer.model.named_parameters() if w.requires_grad}
     trainer.one_update(1)
-    assert any(
-        float((w.detach() - before[n]).abs().max()) > 0 for n, w in trainer.model.named_parameters() if n in before
-    )
+    after = {n: w.detach() for n, w in trainer.model.named_parameters() if n in before}
+    assert any(not torch.equal(after[n], before[n]) for n in before)
 
 
 def test_lora_targets_that_match_nothing_are_refused(start_model):
@@ -187,3 +188,62 @@ def test_weights_that_would_be_unpickled_are_refused(start_model, tmp_path):
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(OSError, match="safetensors"):
         load_policy(str(tmp_path), device=CPU, vocabulary=10)
+
+
+def test_an_adapter_finds_its_base_from_anywhere(build, start_model, monkeypatch, tmp_path):
+    """Its base is named by its full path, even where the command gave a relative one."""
+    monkeypatch.chdir(start_model.parent)
+    trainer = build("--use-lora", "--actor-model", f"./{start_model.name}")
+    trainer.save_model()
+    config = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(start_model.resolve())
+
+
+# --- the hub: its answers are injected, as there is none here --------------------------------------------------------
+
+
+NO_RESPONSE = SimpleNamespace(headers={}, request=None, status_code=403)
+
+
+class Hub:
+    """An HfApi whose repo_info raises or returns what a test asks for."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def repo_info(self, *_, **__):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return SimpleNamespace(gated=self.answer)
+
+    def auth_check(self, *_, **__):
+        raise GatedRepoError("no", response=NO_RESPONSE)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            RepositoryNotFoundError("no", response=SimpleNamespace(headers={}, request=None)),
+            "model not found: a/b, neither",
+        ),
+        ("manual", "model is gated: a/b. Accept its terms"),
+        (
+            ConnectionError("no route"),
+            r"model cannot be fetched: a/b \(not on this disk, and the hub cannot be reached: no route",
+        ),
+    ],
+)
+def test_three_texts_for_a_model_that_cannot_be_had(monkeypatch, answer, message):
+    monkeypatch.setattr(hub, "HfApi", lambda: Hub(answer))
+    with pytest.raises(UserError, match=message):
+        find_model("a/b", "--actor-model")
+
+
+def test_a_cached_model_is_loaded_from_its_folder_when_the_hub_is_away(monkeypatch):
+    """Given its name, transformers would ask the hub for every file, for minutes."""
+    monkeypatch.setattr(hub, "HfApi", lambda: Hub(ConnectionError("no route")))
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: "/cache/snapshot")
+    assert find_model("a/b", "--actor-model") == "/cache/snapshot"
+    monkeypatch.setattr(hub, "HfApi", lambda: Hub(False))
+    assert find_model("a/b", "--actor-model") == "a/b"

@@ -14,8 +14,9 @@ from reward_model.scorer import METRICS_FILE, Calibration, PairAccuracy, RewardM
 from reward_model.training import pair_ids, run_training, train_reward_model
 from rlhf.console import Screen
 from rlhf.errors import RunError, UserError
-from rlhf.preflight import check_reward_model
-from rlhf.prompts import Example, Prompt
+from rlhf.knobs import Split
+from rlhf.preflight import check_leaks, check_reward_model
+from rlhf.prompts import Example, Prompt, PromptSets, question_hash
 from rlhf.rewards import LearnedReward, score_replies
 from tests.shapes import make_reward_model, make_start_model
 
@@ -253,3 +254,30 @@ def test_pair_ids_of_a_base_model_that_ships_pad_as_eos(tmp_path):
     assert fresh.model.config.pad_token_id != fresh.tokenizer.eos_token_id
     assert pair_ids(fresh, pair("a", "b", "c"))["chosen_ids"][-1] == fresh.tokenizer.eos_token_id
     assert fresh.calibration == Calibration()
+
+
+def test_questions_that_the_reward_model_was_trained_on_are_told(model, capsys):
+    prompts = [Prompt((1,), pair(q, "x", "y")) for q in ("a?", "b?", "c?")]
+    sets = PromptSets(train=prompts[2:], evaluation=prompts[:2], rows=3, split=Split(45, 45, 10), parts={}, too_long=0)
+    model.record = {"train_questions": [question_hash(prompts[0].example)]}
+    check_leaks(model, sets, Screen())
+    said = capsys.readouterr().out
+    assert "trained on 1 of the 2 evaluation prompts' questions" in said and "training prompts" not in said
+    model.record = None
+    check_leaks(model, sets, Screen())
+    assert capsys.readouterr().out == ""
+
+
+def test_another_tools_metrics_file_is_no_record(tmp_path):
+    folder = make_reward_model(tmp_path / "rm")
+    (folder / METRICS_FILE).write_text('{"eval_loss": 0.3}')
+    assert RewardModel.load(str(folder), CPU, None).record is None
+
+
+def test_faults_are_found_before_training(flags, learnable_pairs, monkeypatch, tmp_path):
+    monkeypatch.setattr("reward_model.training.run_training", lambda *_: pytest.fail("trained first"))
+    with pytest.raises(UserError, match="model not found"):
+        train_reward_model(parse_reward_cli(flags(learnable_pairs, "--actor-model", "./nowhere")), Screen(), CPU)
+    with pytest.raises(UserError, match="no prompt to calibrate on"):
+        train_reward_model(parse_reward_cli(flags(learnable_pairs, "--calibration-prompt-length", 2)), Screen(), CPU)
+    assert not (tmp_path / "rm").exists()

@@ -157,6 +157,11 @@ class Config:
             faults.append(f"minibatches {parts} does not divide batch_size {batch}: --minibatches. Try {nearest}")
         if self.model.load_in_4bit and not self.model.use_lora:
             faults.append("4-bit weights cannot be trained: --load-in-4bit. Add --use-lora")
+        if self.kl.kl_coef == 0 and self.kl.kl_schedule != "fixed":
+            faults.append(
+                f"beta starts at 0 and is steered by factors, so it would stay there: --kl-coef 0, kl_schedule "
+                f"{self.kl.kl_schedule}. Add --kl-schedule fixed, or start above 0"
+            )
         if len(self.kl.kl_target) > 1 and self.kl.kl_schedule != "phased":
             faults.append(
                 f"several KL targets under kl_schedule {self.kl.kl_schedule}: --kl-target. "

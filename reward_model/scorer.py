@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.errors import UserError
-from rlhf.models import autocast, find_model, load_tokenizer
+from rlhf.models import autocast, find_model, load_tokenizer, readable
 from rlhf.prompts import Example, encode_prompt, encode_reply
 
 METRICS_FILE = "metrics.json"
@@ -49,11 +49,13 @@ class RewardModel:
     def load(cls, name: str, device: torch.device, dtype: torch.dtype | None, flag: str = "--rm-model") -> RewardModel:
         """Raises UserError for a folder that is not there, or a model that cannot give one score per reply."""
         folder = find_model(name, flag)
-        config = AutoConfig.from_pretrained(folder)
+        with readable(name):
+            config = AutoConfig.from_pretrained(folder)
         _check_config(config, name, flag)
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-        )
+        with readable(name):
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+            )
         fresh = [k for k in info["missing_keys"] if "score" in k or "classifier" in k]
         if fresh:
             raise UserError(f"no trained score head ({', '.join(fresh)} is missing): {name}. {_HOW_TO_TRAIN}")

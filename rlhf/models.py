@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -42,12 +43,23 @@ def find_model(name: str, flag: str) -> str:
     return require_hub(name, "model", f"{flag} FOLDER")
 
 
+@contextlib.contextmanager
+def readable(name: str) -> Iterator[None]:
+    """What transformers cannot load from `name` (no safetensors, torn files, unknown types) as one UserError."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise UserError(f"cannot be loaded: {name} ({reason}). Give a whole model folder with safetensors") from None
+
+
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, padding on the left, with a pad token that is not EOS.
 
     SmolLM2's chat tokenizer ships pad = EOS: whoever masks by `ids != pad` would then never learn to stop.
     """
-    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    with readable(name):
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     if tokenizer.eos_token_id is None:
         raise UserError(f"no EOS token: tokenizer of {name}. Set eos_token in its tokenizer_config.json")
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
@@ -110,9 +122,10 @@ def load_policy(
         else None
     )
     placement = {"device_map": {"": device}} if load_in_4bit else {}
-    model = AutoModelForCausalLM.from_pretrained(
-        name, dtype=torch.float32, quantization_config=quantization, use_safetensors=True, **placement
-    )
+    with readable(name):
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, quantization_config=quantization, use_safetensors=True, **placement
+        )
     rows = model.get_input_embeddings().num_embeddings
     if vocabulary > rows:
         raise UserError(

@@ -98,7 +98,7 @@ def uniforms(seed: int, update: int, purpose: str, episodes: Sequence[int], leng
 def nucleus_of(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """Which tokens may be sampled, (B, V) bool: the k likeliest, and of those the smallest set of mass >= top_p.
 
-    Holtzman et al. 2020, arXiv 1904.09751, sec. 3.1. The likeliest token is always in.
+    Holtzman et al. 2020, arXiv 1904.09751, sec. 3.1. The likeliest token is always in, and so are ties with the k-th.
     """
     allowed = torch.ones_like(logits, dtype=torch.bool)
     if 0 < top_k < logits.shape[-1]:

@@ -51,15 +51,23 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> str | No
     check_output(folder, overwrite=overwrite, is_default=is_default)
     done = None
     if folder.exists() and any(folder.iterdir()):
-        if overwrite:
-            shutil.rmtree(folder)
-            done = f"removed the run that was in {folder}"
-        else:
-            aside = next(p for n in range(1, 10_000) if not (p := folder.with_name(f"{folder.name}_{n}")).exists())
-            folder.rename(aside)
-            done = f"moved the finished run in {folder} to {aside}"
+        try:
+            done = _clear(folder, overwrite)
+        except OSError as error:  # on Windows, a folder that another program looks into
+            raise UserError(
+                f"cannot be moved or removed: --output {folder} ({error.strerror}). Close what uses it"
+            ) from None
     folder.mkdir(parents=True, exist_ok=True)
     return done
+
+
+def _clear(folder: Path, overwrite: bool) -> str:
+    if overwrite:
+        shutil.rmtree(folder)
+        return f"removed the run that was in {folder}"
+    aside = next(p for n in range(1, 10_000) if not (p := folder.with_name(f"{folder.name}_{n}")).exists())
+    folder.rename(aside)
+    return f"moved the finished run in {folder} to {aside}"
 
 
 def _check_writable(folder: Path) -> None:

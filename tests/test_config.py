@@ -90,6 +90,7 @@ BAD_FLAGS = {
     ),
     "4-bit without LoRA": ("--load-in-4bit", "4-bit weights cannot be trained: --load-in-4bit. Add --use-lora"),
     "two targets, one phase": ("--kl-target 6/sequence 3/sequence", "several KL targets under kl_schedule adaptive"),
+    "beta that cannot move": ("--kl-coef 0", "beta starts at 0 and is steered by factors"),
     "a bad split": ("--split 50/50/50", "split is '50/50/50': --split. Give three whole percentages"),
     "a stray word": ("demo", "unexpected word 'demo'"),
 }

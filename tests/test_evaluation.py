@@ -44,9 +44,8 @@ def test_perplexity_against_a_plain_forward(start_model):
         total -= sum(float(logp[len(prompt.ids) - 1 + i, token]) for i, token in enumerate(reply))
         tokens += len(reply)
     text = FixedText(made, replies, "two")
-    assert perplexity(policy, text, tokenizer.pad_token_id, CPU, None) == pytest.approx(
-        math.exp(total / tokens), rel=1e-5
-    )
+    found = perplexity(policy, text, tokenizer.pad_token_id, CPU, None)
+    assert found == pytest.approx(math.exp(total / tokens), rel=1e-5)
 
 
 def test_perplexity_is_taken_on_chosen_replies_or_says_that_it_is_not(start_model):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -186,8 +188,16 @@ def test_weights_that_would_be_unpickled_are_refused(start_model, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(start_model)
     (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(OSError, match="safetensors"):
+    with pytest.raises(UserError, match=r"cannot be loaded: .* \(.*safetensors"):
         load_policy(str(tmp_path), device=CPU, vocabulary=10)
+
+
+def test_torn_weights_are_one_line(start_model, tmp_path):
+    folder = Path(shutil.copytree(start_model, tmp_path / "torn"))
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(UserError, match="cannot be loaded: .*torn"):
+        load_policy(str(folder), device=CPU, vocabulary=10)
 
 
 def test_an_adapter_finds_its_base_from_anywhere(build, start_model, monkeypatch, tmp_path):

@@ -45,7 +45,9 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
         "is_default": config.training.rm_output == RewardTrainingSettings().rm_output,
     }
     check_output(folder, **placing)
-    parts = split_examples(load_examples(config.data.pairs, pairs=True), config.data.split or DEFAULT_SPLIT)
+    parts = split_examples(
+        load_examples(config.data.pairs, pairs=True, say=screen.say), config.data.split or DEFAULT_SPLIT
+    )
     model = new_reward_model(config, device)
     train, too_long = fitting_pairs(model, parts["reward"], config.data.pair_length)
     held_out, _ = fitting_pairs(model, parts["evaluation"], config.data.pair_length)

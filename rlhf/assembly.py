@@ -70,7 +70,7 @@ def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
     m, d = config.model, config.data
     start, reward_name = find_model(m.actor_model, "--actor-model"), find_model(m.rm_model, "--rm-model")
     tokenizer = load_tokenizer(start)
-    prompts = load_prompts(d.prompts, tokenizer, d.split, d.prompt_length, d.max_prompts, d.eval_prompts)
+    prompts = load_prompts(d.prompts, tokenizer, d.split, d.prompt_length, d.max_prompts, d.eval_prompts, screen.say)
     if len(prompts.evaluation) < FEW_PROMPTS:
         screen.say(
             f"only {len(prompts.evaluation)} evaluation prompts: all of them are used, and figures are uncertain"

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.models import ActorCritic
+from rlhf.actor_critic import ActorCritic
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 

@@ -12,7 +12,8 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.models import ActorCritic, autocast, reply_hidden, token_logprobs
+from rlhf.actor_critic import ActorCritic, reply_hidden, token_logprobs
+from rlhf.models import autocast
 from rlhf.objectives import kl_k1
 from rlhf.prompts import Prompt, encode_reply
 from rlhf.rewards import RewardFunction, score_replies

@@ -17,11 +17,12 @@ from transformers.trainer_callback import ProgressCallback
 
 from config import Config
 from rlhf import objectives
+from rlhf.actor_critic import ActorCritic, Reference, backbone_of, with_value_head
 from rlhf.checkpoints import save_policy
 from rlhf.errors import RunError
 from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
 from rlhf.metrics import Batch, memory_in_use, rollout_metrics
-from rlhf.models import ActorCritic, Reference, autocast, autocast_dtype, backbone_of, with_value_head
+from rlhf.models import autocast, autocast_dtype
 from rlhf.prompts import Prompt
 from rlhf.rewards import RewardFunction, score_replies
 from rlhf.rollout import Rollout, generator, measure, sample_replies, uniforms
@@ -95,7 +96,6 @@ class PPO(PPOTrainer):
             total_episodes=self.updates * c.ppo.batch_size,
             learning_rate=c.optimizer.learning_rate,
             lr_scheduler_type=c.optimizer.lr_schedule,
-            max_grad_norm=c.optimizer.max_grad_norm,
             seed=c.run.seed,
             stop_token="eos",
             bf16=False,

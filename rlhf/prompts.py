@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from rlhf.hub import is_path, missing_path, require_hub
 from rlhf.knobs import Split
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+FORGIVEN_SHARE = 0.05  # of a hub dataset's rows
 ROLES = ("system", "user", "assistant", "tool")
 READABLE = '"question" (or "prompt"), or "messages"; pairs have "chosen" and "rejected" beside it'
 
@@ -46,20 +47,25 @@ class Example:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def load_examples(source: str, pairs: bool = False) -> list[Example]:
+def load_examples(source: str, pairs: bool = False, say: Callable[[str], None] = print) -> list[Example]:
     """All rows of a local JSONL file or of a hub dataset's train split, in order.
 
-    `pairs` asks for a chosen and a rejected reply in every row. Raises UserError with every bad row's place.
+    `pairs` asks for a chosen and a rejected reply in every row. Raises UserError with every bad row's place. Of a hub
+    dataset, which its user cannot correct, up to 5% of bad rows are left out and told through `say`.
     """
     file = Path(source).expanduser()
-    rows = _read_jsonl(str(file)) if is_path(source) or file.exists() else _read_hub(source)
+    is_local = is_path(source) or file.exists()
+    rows = _read_jsonl(str(file)) if is_local else _read_hub(source)
     examples, faults = [], []
     for where, row in rows:
         try:
             examples.append(_example(row, where, pairs))
         except UserError as error:
             faults += error.faults
-    raise_if(faults)
+    if faults and not is_local and len(faults) <= FORGIVEN_SHARE * len(rows):
+        say(f"{len(faults)} of {len(rows):,} rows are left out, the first because {faults[0]}")
+    else:
+        raise_if(faults)
     if not examples:
         raise UserError(f"no rows: {source}. Each line is a JSON object with {READABLE}")
     return examples
@@ -256,10 +262,16 @@ class PromptSets:
 
 
 def load_prompts(
-    source: str, tokenizer: PreTrainedTokenizerBase, split: Split | None, longest: int, most: int, most_evaluation: int
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    split: Split | None,
+    longest: int,
+    most: int,
+    most_evaluation: int,
+    say: Callable[[str], None] = print,
 ) -> PromptSets:
     """Read, split and render. Raises UserError where no prompt remains to train or evaluate on."""
-    examples = load_examples(source)
+    examples = load_examples(source, say=say)
     has_pairs = any(e.chosen is not None for e in examples)
     split = split or (Split(45, 45, 10) if has_pairs else Split(0, 90, 10))
     parts = split_examples(examples, split)

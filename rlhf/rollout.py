@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from config import SamplingSettings
-from rlhf.models import ActorCritic, Reference, backbone_of, scaled_logits
+from rlhf.actor_critic import ActorCritic, Reference, backbone_of, scaled_logits
 from rlhf.prompts import Prompt, decode_reply
 
 LOOK_EVERY = 4  # decoding steps between looks at whether all rows have ended: each look waits for the device

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import rlhf.trl_ppo  # noqa: F401  (silences TRL's warning that its PPO is experimental)
 from rlhf import ppo_trainer
-from rlhf.models import load_tokenizer, with_value_head
+from rlhf.actor_critic import with_value_head
+from rlhf.models import load_tokenizer
 from rlhf.ppo_trainer import _SharedBackboneCritic
 from rlhf.prompts import Example, Prompt, encode_prompt, encode_text
 from rlhf.rollout import Replies, pad_prompts, reply_mask

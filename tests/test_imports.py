@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"rlhf.errors", "rlhf.knobs", "rlhf.cli", "recipes"},
     {"config", "rlhf.demo.families", "rlhf.demo.tasks"},
-    {"rlhf.objectives", "rlhf.controllers", "rlhf.hub", "rlhf.prompts", "rlhf.models", "rlhf.runlogs", "rlhf.trl_ppo",
-     "rlhf.console", "reward_model.scorer"},
+    {"rlhf.objectives", "rlhf.controllers", "rlhf.hub", "rlhf.prompts", "rlhf.models", "rlhf.actor_critic",
+     "rlhf.runlogs", "rlhf.trl_ppo", "rlhf.console", "reward_model.scorer"},
     {"rlhf.rollout", "rlhf.rewards", "rlhf.evaluation", "rlhf.checkpoints", "rlhf.report", "rlhf.metrics"},
     {"rlhf.ppo_trainer", "rlhf.callbacks", "rlhf.preflight", "rlhf.assembly", "reward_model.training",
      "rlhf.demo.start_model", "rlhf.demo.pairs", "rlhf.demo.parts"},

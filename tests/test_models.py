@@ -14,10 +14,11 @@ from peft import PeftModel
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf import hub, models
+from rlhf import actor_critic, hub
+from rlhf.actor_critic import ActorCritic, Reference, with_value_head
 from rlhf.checkpoints import load_value_head
 from rlhf.errors import UserError
-from rlhf.models import ActorCritic, Reference, autocast, find_model, load_policy, load_tokenizer, with_value_head
+from rlhf.models import autocast, find_model, load_policy, load_tokenizer
 from tests.shapes import smollm2_tokenizer
 
 CPU = torch.device("cpu")
@@ -70,15 +71,15 @@ def test_the_saved_model_gives_the_trained_models_logits(build, start_model, tmp
 def test_the_reference_is_the_start_model_to_the_bit(start_model, dtype):
     """Under autocast too, although its copy is stored in bfloat16."""
     policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
-    actor_critic, reference = ActorCritic(with_value_head(policy)), Reference(policy, dtype)
+    both, reference = ActorCritic(with_value_head(policy)), Reference(policy, dtype)
     ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
     on = torch.ones_like(ids, dtype=torch.bool)
     batch = (ids, on, on[:, :5], 0.7)
     with torch.no_grad(), autocast(CPU, dtype):
-        assert torch.equal(actor_critic(*batch)[0], reference.logprobs(*batch, None))
+        assert torch.equal(both(*batch)[0], reference.logprobs(*batch, None))
         for weight in policy.parameters():
             weight.add_(0.1)
-        assert not torch.equal(actor_critic(*batch)[0], reference.logprobs(*batch, None)), "a copy, not the policy"
+        assert not torch.equal(both(*batch)[0], reference.logprobs(*batch, None)), "a copy, not the policy"
 
 
 def test_the_reference_copy_is_smaller_under_bfloat16(start_model):
@@ -118,7 +119,7 @@ def test_actor_and_critic_share_one_backbone(build):
 
 def test_full_logits_are_never_kept(build, monkeypatch):
     """With default flags the head sees one chunk of reply positions at a time, in the backward pass too."""
-    monkeypatch.setattr(models, "LOGITS_AT_ONCE", 5 * 400)  # five positions of this vocabulary
+    monkeypatch.setattr(actor_critic, "LOGITS_AT_ONCE", 5 * 400)  # five positions of this vocabulary
     trainer = build()
     rows = []
     trainer.model.policy.lm_head.register_forward_hook(lambda _m, inputs, _o: rows.append(inputs[0].numel() // 32))
@@ -131,7 +132,7 @@ def test_full_logits_are_never_kept(build, monkeypatch):
 def test_chunks_change_nothing(build, monkeypatch, flags):
     grads = []
     for positions in (10_000, 5):
-        monkeypatch.setattr(models, "LOGITS_AT_ONCE", positions * 400)
+        monkeypatch.setattr(actor_critic, "LOGITS_AT_ONCE", positions * 400)
         grads.append(gradient(build(*flags)))
     assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-7)
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from rlhf import prompts
 from rlhf.errors import UserError
 from rlhf.knobs import Split
 from rlhf.models import load_tokenizer
@@ -98,6 +99,19 @@ def test_files_that_are_not_there_empty_or_not_utf8(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}')
     with pytest.raises(UserError, match=r"not UTF-8: .*latin.jsonl, byte 15"):
         load_examples(str(tmp_path / "latin.jsonl"))
+
+
+def test_a_few_bad_rows_of_a_hub_dataset_are_left_out_and_told(monkeypatch):
+    rows = [(f"someone/data row {i}", {"prompt": f"question {i}"}) for i in range(99)]
+    monkeypatch.setattr(prompts, "_read_hub", lambda name: [*rows, ("someone/data row 99", {"prompt": ""})])
+    said = []
+    assert len(load_examples("someone/data", say=said.append)) == 99
+    assert said == ["1 of 100 rows are left out, the first because prompt is empty: someone/data row 99. "
+                    "Correct or remove that row"]  # fmt: skip
+    bad = [(where, {"prompt": None}) for where, _ in rows[:20]]
+    monkeypatch.setattr(prompts, "_read_hub", lambda name: [*rows, *bad])
+    with pytest.raises(UserError, match="prompt is null"):
+        load_examples("someone/data", say=said.append)
 
 
 def test_no_prompt_left_after_filtering(tmp_path, tokenizer):

@@ -8,7 +8,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from config import SamplingSettings
-from rlhf.models import ActorCritic, Reference, load_tokenizer, with_value_head
+from rlhf.actor_critic import ActorCritic, Reference, with_value_head
+from rlhf.models import load_tokenizer
 from rlhf.prompts import Example, Prompt, encode_prompt
 from rlhf.rollout import (
     draw,

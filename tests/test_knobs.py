@@ -109,7 +109,7 @@ def seen_rm_model(configured, tmp_path):
 
 def seen_allow_weak_reward_model(configured, tmp_path):
     folder = make_reward_model(tmp_path / "weak")
-    (folder / METRICS_FILE).write_text(json.dumps({"accuracy": 0.5, "length_baseline": 0.9}))
+    (folder / METRICS_FILE).write_text(json.dumps({"accuracy": 0.5, "length_baseline": 0.9, "calibration": {}}))
 
     def outcome(*flags):
         try:

@@ -102,7 +102,7 @@ def test_faults_are_one_line_and_exit_status_2(project, flags, reward_folder, wh
     weak = project / "weak"
     if not weak.exists():
         shutil.copytree(reward_folder, weak)
-        (weak / "metrics.json").write_text('{"accuracy": 0.4, "length_baseline": 0.5}')
+        (weak / "metrics.json").write_text('{"accuracy": 0.4, "length_baseline": 0.5, "calibration": {}}')
     more, message = FAULTS[what]
     done = run(["train_ppo.py", *flags, "--output", "unused", *more], project)
     assert done.returncode == 2, done.stderr

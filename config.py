@@ -1,4 +1,4 @@
-"""Every knob with its unit, its range and its meaning, and the two commands that they configure.
+"""Every knob with its unit, its range and its meaning, and the commands that they configure.
 
 This module imports no torch, so that `--help` and a typing mistake are answered at once. A command's configuration
 is a frozen dataclass of groups; each field of a group is one knob, one YAML key and one flat flag. Later layers win:
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 from recipes import RECIPES
-from rlhf.cli import resolve
+from rlhf.cli import build, resolve
 from rlhf.knobs import KLTarget, Split, knob
 
 
@@ -22,7 +23,11 @@ class ModelSettings:
     actor_model: str = knob(
         "HuggingFaceTB/smollm2-135M-SFT-Only", "start model: a folder or a hub name", aliases=("model_name",)
     )
-    rm_model: str = knob("./reward_model_output", "reward model: a folder or a hub name", aliases=("reward_model",))
+    rm_model: str | None = knob(
+        "./reward_model_output",
+        "reward model: a folder or a hub name; none: rules alone (--reward-func)",
+        aliases=("reward_model",),
+    )
     allow_weak_reward_model: bool = knob(
         False, "go on with a reward model whose held-out accuracy is under 0.6 or under its length baseline"
     )
@@ -50,6 +55,11 @@ class DataSettings:
     max_prompts: int = knob(10_000, "training prompts used at most", low=1)
     prompt_length: int = knob(256, "tokens; longer prompts are left out and counted", low=1)
     eval_prompts: int = knob(128, "evaluation prompts used at most", low=1)
+    eval_text: str | None = knob(
+        None,
+        "text file whose perplexity is followed; unset: the held-out chosen replies, and without pairs one sample of "
+        "the start model's replies",
+    )
 
 
 @dataclass(frozen=True)
@@ -74,28 +84,74 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True)
-class PPOSettings:
-    """The PPO objective (Schulman et al. 2017)."""
+class BatchSettings:
+    """One update: a rollout and the optimizer steps on it."""
 
-    batch_size: int = knob(4, "prompts per update", low=1, aliases=("per_device_train_batch_size",))
-    ppo_epochs: int = knob(4, "passes over each rollout", low=1, aliases=("num_ppo_epochs",))
-    minibatches: int = knob(1, "optimizer steps per pass; must divide the batch", low=1, aliases=("num_mini_batches",))
+    batch_size: int = knob(
+        4, "prompts per update; GRPO samples K replies to each", low=1, aliases=("per_device_train_batch_size",)
+    )
+    ppo_epochs: int = knob(4, "passes over each rollout, in both algorithms", low=1, aliases=("num_ppo_epochs",))
+    minibatches: int = knob(
+        1, "optimizer steps per pass; must divide the episodes of an update", low=1, aliases=("num_mini_batches",)
+    )
     micro_batch_size: int = knob(
         0, "episodes per forward pass; 0: the whole minibatch. Changes memory, not the result", low=0
     )
-    clip_range: float = knob(0.2, "the ratio is clipped to 1 +- this", above=0, below=1, aliases=("cliprange",))
+    clip_range: float = knob(
+        0.2, "the ratio is clipped to 1 +- this", above=0, below=1, aliases=("cliprange", "clip_epsilon")
+    )
+    entropy_coef: float = knob(0.0, "weight of the entropy bonus, per nat per token", low=0)
+
+
+@dataclass(frozen=True)
+class PPOSettings:
+    """PPO (Schulman et al. 2017): critic and advantages."""
+
     value_coef: float = knob(0.1, "weight of the value loss (0.5 x mean squared error)", low=0, aliases=("vf_coef",))
     value_clip_range: float = knob(
         0.2, "the value moves at most this far per rollout, score units", above=0, aliases=("cliprange_value",)
     )
-    entropy_coef: float = knob(0.0, "weight of the entropy bonus, per nat per token", low=0)
     gamma: float = knob(1.0, "discount per token", low=0, high=1, aliases=("gae_gamma",))
     lam: float = knob(0.95, "GAE lambda", low=0, high=1, aliases=("gae_lambda",))
     whiten_rewards: bool = knob(False, "divide the rewards by their standard deviation over the batch")
     whiten_advantages: bool = knob(True, "shift and scale the advantages to mean 0, variance 1 over the batch")
+    kl_penalty_at: str = knob("token", "charge the KL at each token, or its sum at EOS", choices=("token", "eos"))
+
+
+@dataclass(frozen=True)
+class GRPOSettings:
+    """GRPO (Shao et al. 2024, arXiv 2402.03300): groups of replies to one prompt."""
+
+    K: int = knob(8, "replies per prompt: a group", low=2, aliases=("num_generations", "group_size"))
+    scale_rewards: str = knob(
+        "none",
+        "divide the advantages r - mean(r) by the standard deviation of the group or of the batch, or not at all",
+        choices=("none", "group", "batch"),
+    )
+    loss_type: str = knob(
+        "dapo",
+        "TRL's name for how the loss is averaged: over the minibatch's tokens (dapo), over replies and their tokens "
+        "(grpo), over a constant length (dr_grpo)",
+        choices=("dapo", "grpo", "dr_grpo", "bnpo"),
+    )
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """What a reply is worth: the reward model's score, rules, or both."""
+
+    reward_func: tuple[str, ...] = knob(
+        (), "rules beside the reward model: length_penalty, keyword_bonus, or FILE.py:NAME in TRL's signature"
+    )
+    reward_weights: tuple[float, ...] | None = knob(
+        None, "weights of the reward model (where there is one) and of each --reward-func, in order; unset: all 1"
+    )
+    keywords: tuple[str, ...] = knob(("helpful",), "words of which one earns keyword_bonus, in any case")
     missing_eos_penalty: float = knob(
         0.0, "subtracted from the score of a reply that does not end, score units", low=0
     )
+    normalize_scores: bool = knob(False, "divide the scores by running estimates of their mean and spread")
+    score_ema: float = knob(0.99, "weight of the old estimates in the running ones", low=0, below=1)
 
 
 @dataclass(frozen=True)
@@ -103,14 +159,24 @@ class KLSettings:
     """How the policy is held near the start model."""
 
     kl_coef: float = knob(0.05, "beta at the start, score units per nat", low=0, aliases=("init_kl_coef",))
+    kl_placement: str = knob(
+        "reward", "charge the KL in the reward, in the loss (k3), or only log it", choices=("reward", "loss", "none")
+    )
     kl_schedule: str = knob("adaptive", "how beta is steered", choices=("fixed", "adaptive", "phased"))
     kl_target: tuple[KLTarget, ...] = knob(
         (KLTarget(6.0, "sequence"),),
-        "KL to hold in nats, e.g. 6/sequence or 0.05/token; several, in equal phases, with --kl-schedule phased",
+        "KL to hold in nats, e.g. 6/sequence or 0.05/token; several, in phases, with --kl-schedule phased",
         aliases=("target", "target_kl"),
     )
+    kl_boundaries: tuple[float, ...] | None = knob(
+        None, "shares of the run at which the next target comes into force; unset: equal phases", above=0, below=1
+    )
     kl_horizon: int = knob(10_000, "episodes over which beta reacts: small acts fast", low=1)
-    kl_penalty_at: str = knob("token", "charge the KL at each token, or its sum at EOS", choices=("token", "eos"))
+
+    @property
+    def steered(self) -> bool:
+        """Whether beta follows the measured KL, so that a target is in force."""
+        return self.kl_schedule != "fixed" and self.kl_placement != "none"
 
 
 @dataclass(frozen=True)
@@ -127,9 +193,24 @@ class RunSettings:
     """Length of the run, and what it leaves behind."""
 
     seed: int = knob(42, "all randomness derives from it", low=0)
+    seeds: tuple[int, ...] | None = knob(
+        None, "one run after another with these seeds, into OUTPUT_seed42 and so on; finished ones are skipped", low=0
+    )
     epochs: float = knob(3.0, "passes over the training prompts", above=0, aliases=("num_train_epochs",))
     num_iterations: int | None = knob(None, "updates; overrides --epochs", low=1)
+    episodes: int | None = knob(
+        None, "generated replies, an equal budget for both algorithms; overrides --num-iterations", low=1
+    )
     eval_every: int = knob(50, "updates between evaluations; the start and the end are always evaluated", low=1)
+    best_rule: str = knob(
+        "score",
+        "what makes the best checkpoint, among those of at most 1.5 times the KL target: the highest score (within "
+        "--perplexity-gate), or the lowest perplexity",
+        choices=("score", "perplexity"),
+    )
+    perplexity_gate: float = knob(
+        1.1, "largest perplexity of a best checkpoint under --best-rule score, times the start's", above=0
+    )
     output: str = knob("./ppo_training_output", "folder of the run", aliases=("output_dir",))
     overwrite: bool = knob(False, "delete the run that is in the output folder")
     dry_run: bool = knob(False, "print the plan and stop")
@@ -137,35 +218,95 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything `train_ppo.py` can be told."""
+    """Everything `train_ppo.py` and `train_grpo.py` can be told."""
 
     recipe: str = "smollm2-orca"
+    algorithm: str = "ppo"
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    batch: BatchSettings = field(default_factory=BatchSettings)
     ppo: PPOSettings = field(default_factory=PPOSettings)
+    grpo: GRPOSettings = field(default_factory=GRPOSettings)
+    reward: RewardSettings = field(default_factory=RewardSettings)
     kl: KLSettings = field(default_factory=KLSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     run: RunSettings = field(default_factory=RunSettings)
 
+    @property
+    def group_size(self) -> int:
+        """Replies per prompt."""
+        return self.grpo.K if self.algorithm == "grpo" else 1
+
+    @property
+    def episodes_per_update(self) -> int:
+        return self.batch.batch_size * self.group_size
+
+    def updates(self, prompts: int) -> int:
+        """Updates in a run over `prompts` training prompts: by --episodes, else --num-iterations, else --epochs; what
+        does not fill an update is rounded up."""
+        if self.run.episodes is not None:
+            return -(-self.run.episodes // self.episodes_per_update)
+        if self.run.num_iterations is not None:
+            return self.run.num_iterations
+        return max(1, -(-int(self.run.epochs * prompts) // self.batch.batch_size))
+
+    def optimizer_steps(self, updates: int) -> int:
+        return updates * self.batch.ppo_epochs * self.batch.minibatches
+
     def faults(self) -> list[str]:
         """What is wrong with the settings taken together, a line each."""
+        return [*self._batch_faults(), *self._kl_faults(), *self._reward_faults()]
+
+    def _batch_faults(self) -> list[str]:
         faults = []
-        batch, parts = self.ppo.batch_size, self.ppo.minibatches
-        if batch % parts:
-            nearest = min((d for d in range(1, batch + 1) if batch % d == 0), key=lambda d: (abs(d - parts), d))
-            faults.append(f"minibatches {parts} does not divide batch_size {batch}: --minibatches. Try {nearest}")
+        episodes, parts = self.episodes_per_update, self.batch.minibatches
+        if episodes % parts:
+            nearest = min((d for d in range(1, episodes + 1) if episodes % d == 0), key=lambda d: (abs(d - parts), d))
+            of = "batch_size" if self.group_size == 1 else "batch_size x K ="
+            faults.append(f"minibatches {parts} does not divide {of} {episodes}: --minibatches. Try {nearest}")
         if self.model.load_in_4bit and not self.model.use_lora:
             faults.append("4-bit weights cannot be trained: --load-in-4bit. Add --use-lora")
-        if self.kl.kl_coef == 0 and self.kl.kl_schedule != "fixed":
+        seeds = self.run.seeds or ()
+        if len(set(seeds)) != len(seeds):
+            faults.append("a seed is named twice: --seeds. Name each once")
+        return faults
+
+    def _kl_faults(self) -> list[str]:
+        faults, kl = [], self.kl
+        if kl.kl_coef == 0 and kl.steered:
             faults.append(
                 f"beta starts at 0 and is steered by factors, so it would stay there: --kl-coef 0, kl_schedule "
-                f"{self.kl.kl_schedule}. Add --kl-schedule fixed, or start above 0"
+                f"{kl.kl_schedule}. Add --kl-schedule fixed, or start above 0"
             )
-        if len(self.kl.kl_target) > 1 and self.kl.kl_schedule != "phased":
+        if len(kl.kl_target) > 1 and kl.kl_schedule != "phased":
             faults.append(
-                f"several KL targets under kl_schedule {self.kl.kl_schedule}: --kl-target. "
+                f"several KL targets under kl_schedule {kl.kl_schedule}: --kl-target. "
                 "Give one, or --kl-schedule phased"
+            )
+        marks = kl.kl_boundaries
+        if marks is not None and (len(marks) != len(kl.kl_target) - 1 or list(marks) != sorted(set(marks))):
+            faults.append(
+                f"{len(marks)} boundaries for {len(kl.kl_target)} KL targets: --kl-boundaries. "
+                "Give one fewer than targets, rising, such as 0.33 0.67"
+            )
+        if self.algorithm == "grpo" and kl.kl_placement == "reward" and self.grpo.scale_rewards != "none":
+            faults.append(
+                f"a KL in the reward would be divided by the spread of the {self.grpo.scale_rewards}, and beta would "
+                f"have no unit: --scale-rewards {self.grpo.scale_rewards}. "
+                "Add --kl-placement loss, or --scale-rewards none"
+            )
+        return faults
+
+    def _reward_faults(self) -> list[str]:
+        faults = []
+        learned, rules, weights = self.model.rm_model is not None, self.reward.reward_func, self.reward.reward_weights
+        if not learned and not rules:
+            faults.append("nothing to reward: --rm-model none. Name a --reward-func, or a reward model")
+        if weights is not None and len(weights) != learned + len(rules):
+            faults.append(
+                f"{len(weights)} weights for {learned + len(rules)} rewards: --reward-weights. "
+                f"Give one for {', '.join([*(['the reward model'] if learned else []), *rules])}"
             )
         return faults
 
@@ -219,11 +360,38 @@ class RewardModelConfig:
         return []
 
 
-def parse_cli(argv: list[str] | None = None) -> Config:
-    """The configuration of `train_ppo.py`. Raises UserError with all faults of the command line."""
-    recipes = {name: recipe["training"] for name, recipe in RECIPES.items()}
-    argv = sys.argv[1:] if argv is None else argv
-    return resolve(Config, recipes, argv, "train_ppo.py", "PPO on one workstation, on TRL's PPOTrainer.")
+ALGORITHMS = {
+    "ppo": "PPO on one workstation, on TRL's PPOTrainer.",
+    "grpo": "GRPO on one workstation, on TRL's GRPOTrainer.",
+}
+
+
+def _layers(algorithm: str) -> tuple[dict, dict]:
+    """The recipes as one algorithm reads them, and what its defaults are where they are not the field's."""
+    recipes = {name: {**recipe["training"], **recipe[algorithm]} for name, recipe in RECIPES.items()}
+    return recipes, {"output": f"./{algorithm}_training_output"}
+
+
+def parse_cli(argv: list[str] | None = None, algorithm: str = "ppo") -> Config:
+    """The configuration of `train_ppo.py` or `train_grpo.py`. Raises UserError with all faults of the command line."""
+    recipes, defaults = _layers(algorithm)
+    return resolve(
+        Config,
+        recipes,
+        sys.argv[1:] if argv is None else argv,
+        f"train_{algorithm}.py",
+        ALGORITHMS[algorithm],
+        defaults=defaults,
+        foreign={other: f"train_{other}.py" for other in ALGORITHMS if other != algorithm},
+        algorithm=algorithm,
+    )
+
+
+def make_config(recipe: str = "smollm2-orca", algorithm: str = "ppo", **knobs: Any) -> Config:
+    """A configuration from Python: a recipe, and knobs by their names. Raises UserError as the command line does."""
+    recipes, defaults = _layers(algorithm)
+    values = {name: (value, f"make_config({name}=)") for name, value in knobs.items()}
+    return build(Config, recipes, {**values, "recipe": (recipe, "make_config")}, defaults, algorithm=algorithm)
 
 
 def parse_reward_cli(argv: list[str] | None = None) -> RewardModelConfig:

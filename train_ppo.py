@@ -1,39 +1,39 @@
-"""`python train_ppo.py`: PPO from a start model and a reward model to a better model."""
+"""`python train_ppo.py`: PPO from a start model and a reward to a better model."""
 
 from __future__ import annotations
 
-from config import parse_cli
+from config import Config, parse_cli
 from rlhf.errors import run_command
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse_cli(argv)  # before torch is imported: --help and mistakes are answered at once
-    from rlhf.assembly import check_run_folder, finish_run, load_parts, prepare_demo_parts, show_plan, start_run
-    from rlhf.callbacks import attach_callbacks
+    config = parse_cli(argv, algorithm="ppo")  # before torch is imported: --help and mistakes are answered at once
     from rlhf.console import Screen, quiet_libraries
-    from rlhf.ppo_trainer import PPO, updates_planned
-    from rlhf.preflight import start_device
 
     quiet_libraries()
-    screen = Screen()
+    from rlhf.seeds import for_each_seed
+
+    for_each_seed(train, config, Screen())
+
+
+def train(config: Config, screen) -> None:
+    from rlhf.assembly import check_run_folder, load_parts, prepare_demo_parts, show_plan, start_run
+    from rlhf.callbacks import attach_callbacks
+    from rlhf.outcome import finish_run
+    from rlhf.ppo_trainer import PPO
+    from rlhf.preflight import start_device
+
     check_run_folder(config)
     device = start_device(screen)
     prepare_demo_parts(config, screen, device)
     parts = load_parts(config, device, screen)
-    updates = updates_planned(config, len(parts.prompts.train))
+    updates = config.updates(len(parts.prompts.train))
     show_plan(config, parts, updates, device, screen)
     if config.run.dry_run:
         return
     with screen, start_run(config, parts, updates, screen) as log:
-        trainer = PPO(
-            config,
-            parts.policy,
-            parts.tokenizer,
-            parts.prompts.train,
-            parts.prompts.evaluation,
-            parts.reward_functions,
-        )
-        attach_callbacks(trainer, config, screen)
+        trainer = PPO(config, **parts.for_trainer)
+        attach_callbacks(trainer, config, log, screen)
         trainer.train()
         trainer.save_model(config.run.output)
         finish_run(config, trainer, log, screen)

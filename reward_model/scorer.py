@@ -30,6 +30,16 @@ class Calibration:
     std: float = 1.0
 
 
+def right_padded(
+    sequences: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and attention mask, both (B, T) int64, padded on the right."""
+    width = max(len(s) for s in sequences)
+    ids = torch.tensor([[*s, *[pad] * (width - len(s))] for s in sequences], device=device)
+    attention = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in sequences], device=device)
+    return ids, attention
+
+
 class RewardModel:
     """A sequence classifier with one output. `score` gives calibrated scores; `record` is its metrics.json or None."""
 
@@ -75,12 +85,9 @@ class RewardModel:
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
         for start in range(0, len(order), ROWS_AT_ONCE):
             rows = order[start : start + ROWS_AT_ONCE]
-            width = len(sequences[rows[-1]])
-            pad = self.model.config.pad_token_id
-            ids = torch.tensor([[*sequences[i], *[pad] * (width - len(sequences[i]))] for i in rows])
-            attention = torch.tensor([[1] * len(sequences[i]) + [0] * (width - len(sequences[i])) for i in rows])
+            ids, attention = right_padded([sequences[i] for i in rows], self.model.config.pad_token_id, self.device)
             with autocast(self.device, self.dtype):
-                logits = self.model(input_ids=ids.to(self.device), attention_mask=attention.to(self.device)).logits
+                logits = self.model(input_ids=ids, attention_mask=attention).logits
             for i, value in zip(rows, logits[:, 0].float().tolist(), strict=True):
                 scores[i] = value
         return scores

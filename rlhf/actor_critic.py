@@ -101,13 +101,12 @@ def _chunk_logprobs(policy, hidden, tokens, temperature, allowed, entropy) -> tu
         return logprobs, log_total - (torch.softmax(logits, -1) * logits).sum(-1)
 
 
-class ActorCritic(nn.Module):
-    """One backbone, two heads. It takes the place of TRL's PolicyAndValueWrapper, which runs two backbones."""
+class Actor(nn.Module):
+    """A causal LM as a policy over reply tokens."""
 
-    def __init__(self, container: AutoModelForCausalLMWithValueHead):
+    def __init__(self, policy: PreTrainedModel | PeftModel):
         super().__init__()
-        self.policy = container.pretrained_model  # TRL looks for the policy under this name
-        self.value_head = container.v_head
+        self.policy = policy
 
     @property
     def config(self):
@@ -121,8 +120,9 @@ class ActorCritic(nn.Module):
         temperature: float,
         allowed: Tensor | None = None,
         entropy: str = "none",
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs, entropy and values of the reply tokens, each (B, T) and 0 off the mask, in one backbone pass.
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs, entropy and values of the reply tokens, each (B, T) and 0 off the mask, in one backbone pass;
+        an actor without a critic has no values.
 
         ids, attention (B, C + T); mask (B, T); `allowed` (N, V) for the N tokens of the mask, row by row; `entropy`
         as in token_logprobs.
@@ -131,9 +131,23 @@ class ActorCritic(nn.Module):
         hidden = reply_hidden(self.policy, ids, attention, context)[mask]
         tokens = ids[:, context:][mask]
         logprobs, entropies = token_logprobs(self.policy, hidden, tokens, temperature, allowed, entropy)
+        return spread(logprobs, mask), spread(entropies, mask), self.values(hidden, mask)
+
+    def values(self, hidden: Tensor, mask: Tensor) -> Tensor | None:
+        """Values of hidden states (N, H), as (B, T)."""
+        return None
+
+
+class ActorCritic(Actor):
+    """One backbone, two heads. It takes the place of TRL's PolicyAndValueWrapper, which runs two backbones."""
+
+    def __init__(self, container: AutoModelForCausalLMWithValueHead):
+        super().__init__(container.pretrained_model)  # TRL looks for the policy under the name `policy`
+        self.value_head = container.v_head
+
+    def values(self, hidden: Tensor, mask: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):  # one column: float32 costs nothing here
-            values = self.value_head(upcast(hidden)).squeeze(-1)
-        return spread(logprobs, mask), spread(entropies, mask), spread(values, mask)
+            return spread(self.value_head(upcast(hidden)).squeeze(-1), mask)
 
 
 def spread(flat: Tensor, mask: Tensor) -> Tensor:

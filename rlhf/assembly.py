@@ -12,26 +12,26 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase
 
-from config import Config, RunSettings
-from recipes import RECIPES
+from config import Config
 from reward_model.scorer import RewardModel
+from rlhf.callbacks import kl_controller
 from rlhf.console import Screen
 from rlhf.demo.parts import prepare_demo
-from rlhf.demo.tasks import gold_quality
 from rlhf.errors import UserError
+from rlhf.evaluation import text_of_file
 from rlhf.knobs import as_plain
 from rlhf.models import autocast_dtype, find_model, load_policy, load_tokenizer
 from rlhf.preflight import check_leaks, check_reward_model
 from rlhf.prompts import Prompt, PromptSets, load_prompts
-from rlhf.report import compare, last_kl, show_figures, show_samples
-from rlhf.rewards import LearnedReward
+from rlhf.rewards import LearnedReward, Rewards, find_rule
 from rlhf.runlogs import RunLog, check_output, claim_output
 
 FEW_PROMPTS = 20
 
 
 def _placing(config: Config) -> dict:
-    return {"overwrite": config.run.overwrite, "is_default": Path(config.run.output) == Path(RunSettings().output)}
+    is_default = Path(config.run.output) == Path(f"./{config.algorithm}_training_output")
+    return {"overwrite": config.run.overwrite, "is_default": is_default}
 
 
 def check_run_folder(config: Config) -> None:
@@ -41,7 +41,7 @@ def check_run_folder(config: Config) -> None:
     check_output(Path(config.run.output), **_placing(config))
     output = Path(config.run.output).resolve()
     for flag, name in (("--actor-model", config.model.actor_model), ("--rm-model", config.model.rm_model)):
-        if output in (Path(name).resolve(), *Path(name).resolve().parents):
+        if name is not None and output in (Path(name).resolve(), *Path(name).resolve().parents):
             raise UserError(f"the output folder holds the model to start from: {flag} {name}. Name another --output")
 
 
@@ -57,32 +57,53 @@ class Parts:
 
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSets
-    reward_model: RewardModel
+    reward_model: RewardModel | None
+    rewards: Rewards
     policy: torch.nn.Module
 
     @property
-    def reward_functions(self) -> list:
-        return [LearnedReward(self.reward_model)]
+    def for_trainer(self) -> dict:
+        """As the trainers' arguments."""
+        return {
+            "policy": self.policy,
+            "tokenizer": self.tokenizer,
+            "train": self.prompts.train,
+            "evaluation": self.prompts.evaluation,
+            "rewards": self.rewards,
+        }
 
 
 def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
     """Data before models, small models before large: a fault is said before anything slow is done for nothing."""
-    m, d = config.model, config.data
-    start, reward_name = find_model(m.actor_model, "--actor-model"), find_model(m.rm_model, "--rm-model")
+    m, d, r = config.model, config.data, config.reward
+    start = find_model(m.actor_model, "--actor-model")
+    reward_name = find_model(m.rm_model, "--rm-model") if m.rm_model is not None else None
+    rules = [find_rule(name, r.keywords) for name in r.reward_func]
     tokenizer = load_tokenizer(start)
+    if d.eval_text is not None:
+        text_of_file(tokenizer, d.eval_text)
     prompts = load_prompts(d.prompts, tokenizer, d.split, d.prompt_length, d.max_prompts, d.eval_prompts, screen.say)
     if len(prompts.evaluation) < FEW_PROMPTS:
         screen.say(
             f"only {len(prompts.evaluation)} evaluation prompts: all of them are used, and figures are uncertain"
         )
-    reward_model = RewardModel.load(reward_name, device, autocast_dtype(m.bf16, device))
-    check_reward_model(
-        reward_model, m.rm_model, [p.example for p in prompts.evaluation], m.allow_weak_reward_model, screen
-    )
-    check_leaks(reward_model, prompts, screen)
+    reward_model = None
+    if reward_name is not None:
+        reward_model = RewardModel.load(reward_name, device, autocast_dtype(m.bf16, device))
+        pairs = [p.example for p in prompts.evaluation]
+        check_reward_model(reward_model, m.rm_model, pairs, m.allow_weak_reward_model, screen)
+        check_leaks(reward_model, prompts, screen)
+    learned = [LearnedReward(reward_model)] if reward_model is not None else []
+    rewards = Rewards([*learned, *rules], r.reward_weights, tokenizer)
+    return Parts(tokenizer, prompts, reward_model, rewards, load_start_policy(config, start, tokenizer, device))
+
+
+def load_start_policy(config: Config, start: str, tokenizer: PreTrainedTokenizerBase, device: torch.device):
+    """The start model as the settings want it trained: whole, or with adapters, perhaps over 4-bit weights."""
+    m = config.model
     lora = LoraConfig(r=m.lora_r, lora_alpha=m.lora_alpha, target_modules=list(m.lora_targets), task_type="CAUSAL_LM")
     torch.manual_seed(config.run.seed)  # adapters are drawn from torch's own stream
-    policy = load_policy(
+    return load_policy(
         start,
         lora=lora if m.use_lora else None,
         load_in_4bit=m.load_in_4bit,
@@ -91,31 +112,31 @@ def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
         device=device,
         vocabulary=len(tokenizer),
     )
-    return Parts(tokenizer, prompts, reward_model, policy)
 
 
 def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, screen: Screen) -> None:
     """What is about to happen, in numbers."""
-    m, p, sets = config.model, config.ppo, parts.prompts
+    m, sets = config.model, parts.prompts
     trained = sum(w.numel() for w in parts.policy.parameters() if w.requires_grad)
     total = sum(w.numel() for w in parts.policy.parameters())
     how = f"LoRA r {m.lora_r}: {trained:,} trained" if m.use_lora else "all trained"
     dtype = autocast_dtype(m.bf16, device)
-    accuracy = (parts.reward_model.record or {}).get("accuracy")
+    accuracy = (parts.reward_model.record or {}).get("accuracy") if parts.reward_model is not None else None
     rows = [
+        ("algorithm", config.algorithm.upper()),
         ("recipe", config.recipe),
         ("start model", f"{m.actor_model} ({total:,} parameters, {how})"),
-        ("reward model", m.rm_model + (f" (held-out accuracy {accuracy:.3f})" if accuracy is not None else "")),
+        ("reward", str(parts.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
         ("prompts", prompts_line(sets)),
         ("budget", budget_line(config, updates)),
-        ("batch", f"{p.batch_size} prompts in {p.minibatches} minibatches, {p.ppo_epochs} passes over each rollout"),
-        (
-            "KL",
-            f"{config.kl.kl_schedule}, target {', '.join(map(str, config.kl.kl_target))}, beta {config.kl.kl_coef}",
-        ),
+        ("batch", batch_line(config)),
+        ("KL", kl_line(config, updates)),
         ("device", f"{device}, {'bfloat16 autocast' if dtype is not None else 'float32'}"),
         ("output", config.run.output),
     ]
+    if m.rm_model is not None:
+        known = f" (held-out accuracy {accuracy:.3f})" if accuracy is not None else ""
+        rows.insert(3, ("reward model", m.rm_model + known))
     screen.facts(rows)
     screen.say(f"first prompt, as the model reads it: {first_prompt(parts.tokenizer, sets)}")
 
@@ -129,12 +150,41 @@ def prompts_line(sets: PromptSets) -> str:
     )
 
 
+def budget(config: Config, updates: int) -> dict[str, int]:
+    """What a run may spend: the same words for both algorithms."""
+    episodes = updates * config.episodes_per_update
+    return {
+        "updates": updates,
+        "episodes": episodes,
+        "optimizer_steps": config.optimizer_steps(updates),
+        "reply_tokens_at_most": episodes * config.sampling.reply_length,
+    }
+
+
 def budget_line(config: Config, updates: int) -> str:
-    p = config.ppo
+    plan = budget(config, updates)
+    asked = config.run.episodes
+    more = f" ({asked:,} asked for, rounded up to whole updates)" if asked not in (None, plan["episodes"]) else ""
     return (
-        f"{updates:,} updates x {p.batch_size} = {updates * p.batch_size:,} episodes, "
-        f"{updates * p.ppo_epochs * p.minibatches:,} optimizer steps"
+        f"{updates:,} updates x {config.episodes_per_update} = {plan['episodes']:,} episodes{more}, "
+        f"{plan['optimizer_steps']:,} optimizer steps, {plan['reply_tokens_at_most']:,} reply tokens at most"
     )
+
+
+def batch_line(config: Config) -> str:
+    b = config.batch
+    group = f" x {config.grpo.K} replies" if config.group_size > 1 else ""
+    return f"{b.batch_size} prompts{group} in {b.minibatches} minibatches, {b.ppo_epochs} passes over each rollout"
+
+
+def kl_line(config: Config, updates: int) -> str:
+    kl = config.kl
+    if kl.kl_placement == "none":
+        return "only logged"
+    phases = kl_controller(config, updates).phases
+    named = [f"{target} in updates {a} to {b}" if len(phases) > 1 else str(target) for a, b, target in phases]
+    aim = f"target {', '.join(named)}, horizon {kl.kl_horizon:,} episodes" if kl.steered else "no target"
+    return f"in the {kl.kl_placement}, {kl.kl_schedule}, {aim}, beta {kl.kl_coef}"
 
 
 def first_prompt(tokenizer: PreTrainedTokenizerBase, sets: PromptSets) -> str:
@@ -154,7 +204,7 @@ def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> Run
         screen.say(moved)
     return RunLog(
         Path(config.run.output),
-        algorithm="ppo",
+        algorithm=config.algorithm,
         settings=as_plain(config),
         seed=config.run.seed,
         data={
@@ -164,34 +214,5 @@ def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> Run
             "train_sha256": fingerprint(parts.prompts.train),
             "evaluation_sha256": fingerprint(parts.prompts.evaluation),
         },
-        plan={
-            "updates": updates,
-            "episodes": updates * config.ppo.batch_size,
-            "optimizer_steps": updates * config.ppo.ppo_epochs * config.ppo.minibatches,
-        },
+        plan=budget(config, updates),
     )
-
-
-def finish_run(config: Config, trainer, log: RunLog, screen: Screen) -> None:
-    """Before and after, side by side; where everything is; what to type next."""
-    before, after, prompts = trainer.evaluations[0], trainer.evaluations[-1], trainer.evaluation_prompts
-    knows_gold = config.recipe == "demo" and config.data.prompts == RECIPES["demo"]["training"]["prompts"]
-    gold = gold_quality if knows_gold else None
-    figures = compare(before, after, prompts, gold, config.run.seed)
-    target = config.kl.kl_target[-1]
-    kl = last_kl(trainer.state.log_history, target)
-    figures |= {"kl_last_10_updates": kl, "kl_target": target.nats}
-    log.add(figures=figures, perplexity_text=trainer.text.source)
-    show_samples(before, after, prompts, gold, config.run.seed, screen)
-    show_figures(figures, kl, target, config.kl.kl_schedule != "fixed", screen)
-    output = config.run.output
-    loader = "peft.AutoPeftModelForCausalLM" if config.model.use_lora else "transformers.AutoModelForCausalLM"
-    screen.say("saved:")
-    screen.facts(
-        [
-            (output, f"model and tokenizer; load with {loader}.from_pretrained({output!r})"),
-            (f"{output}/samples", "every evaluation's replies with their scores"),
-            (f"{output}/run.json", "settings, versions, figures"),
-        ]
-    )
-    screen.say(f"next: tensorboard --logdir {output}/logs")

@@ -1,90 +1,159 @@
-"""Callbacks listen to the log. What they may change is the next update's KL coefficient, through one setter."""
+"""Callbacks hear of updates and evaluations. They may change one thing, by one setter: the next update's beta."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
-from transformers import TrainerCallback
 
 from config import Config
+from rlhf.best import Candidate, choose
+from rlhf.checkpoints import replace_folder
 from rlhf.console import Screen, clock
 from rlhf.controllers import KLController
+from rlhf.evaluation import Evaluation
+from rlhf.runlogs import RunLog
 
-NOT_SCALARS = {"epoch", "step"}  # transformers adds these to every log
+BEST_FOLDER = "best"
 
 
-class KLControl(TrainerCallback):
+class Callback:
+    """What a trainer tells, and when. Everything is optional: any object with one of these methods will do."""
+
+    def on_train_begin(self, trainer: Any) -> None:
+        """Before the first evaluation."""
+
+    def on_update_end(self, update: int, metrics: dict[str, float]) -> None:
+        """After an update's optimizer steps, with what was logged of it."""
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        """After an evaluation; the start model's comes first, with update 0."""
+
+    def on_epoch_end(self, epoch: int, metrics: dict[str, float]) -> None:
+        """After a pass over the training prompts, with the means of its updates' metrics."""
+
+    def on_train_end(self) -> None:
+        """After the last evaluation."""
+
+
+class KLControl(Callback):
     """After every update: the controller hears the KL and sets the next update's beta."""
 
-    def __init__(self, controller: KLController, steer: Callable[[float], None], episodes: int):
-        """`steer` takes beta (the trainer's `set_kl_coef`); `episodes` is the number of replies per update."""
-        self.controller, self.steer, self.episodes = controller, steer, episodes
+    def __init__(self, controller: KLController, episodes: int):
+        """`episodes` is the number of replies per update."""
+        self.controller, self.episodes = controller, episodes
 
-    def on_log(self, args, state, control, logs=None, **_):
-        if logs and "kl_divergence" in logs:
-            self.steer(self.controller.update(logs["kl_divergence"], logs["kl_divergence/token"], self.episodes))
+    def on_train_begin(self, trainer):
+        self.steer = trainer.set_kl_coef
+
+    def on_update_end(self, update, metrics):
+        self.steer(self.controller.update(metrics["kl_divergence"], metrics["kl_divergence/token"], self.episodes))
 
 
-class TensorBoardLog(TrainerCallback):
-    """Every logged number under its own name. (transformers' callback would put `train/` before each.)"""
+class TensorBoardLog(Callback):
+    """Every logged number under its own name, over updates."""
 
     def __init__(self, folder: Path):
         self.writer = SummaryWriter(str(folder))
 
-    def on_log(self, args, state, control, logs=None, **_):
-        for name, value in (logs or {}).items():
-            if name not in NOT_SCALARS:
-                self.writer.add_scalar(name, value, state.global_step)
+    def on_update_end(self, update, metrics):
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, update)
 
-    def on_train_end(self, args, state, control, **_):
+    def on_evaluation(self, evaluation):
+        self.on_update_end(evaluation.update, evaluation.metrics())
+
+    def on_train_end(self):
         self.writer.close()
 
 
-class ProgressLine(TrainerCallback):
+class ProgressLine(Callback):
     """One live line per update, and a line for every evaluation."""
 
-    def __init__(self, screen: Screen, controller: KLController, updates: int):
-        self.screen, self.controller, self.updates = screen, controller, updates
-        self.started = time.monotonic()
+    def __init__(self, screen: Screen, controller: KLController):
+        self.screen, self.controller = screen, controller
 
-    def on_train_begin(self, args, state, control, **_):
-        self.started = time.monotonic()
+    def on_train_begin(self, trainer):
+        self.trainer, self.started = trainer, time.monotonic()
 
-    def on_log(self, args, state, control, logs=None, **_):
-        if logs and "rewards/mean" in logs:
-            done = state.global_step
-            left = (time.monotonic() - self.started) / done * (self.updates - done)
-            target = self.controller.target
-            kl = logs["kl_divergence" if target.per == "sequence" else "kl_divergence/token"]
-            aim = "no target" if self.controller.horizon is None else f"target {target}"
-            self.screen.progress(
-                f"update {done}/{self.updates} | score {logs['rewards/mean']:+.2f} | KL {kl:.3g} ({aim}) | "
-                f"beta {logs['kl_coef']:.3g} | reply {logs['reply/length']:.0f} tokens | "
-                f"{logs['throughput/tokens_per_s']:,.0f} tokens/s | {clock(left)} left",
-                last=done == self.updates,
+    def on_update_end(self, update, metrics):
+        updates, target = self.trainer.updates, self.controller.target_of(update)
+        left = (time.monotonic() - self.started) / update * (updates - update)
+        kl = metrics["kl_divergence" if target.per == "sequence" else "kl_divergence/token"]
+        aim = "no target" if self.controller.horizon is None else f"target {target}"
+        self.screen.progress(
+            f"update {update}/{updates} | score {metrics['rewards/mean']:+.2f} | KL {kl:.3g} ({aim}) | "
+            f"beta {metrics['kl_coef']:.3g} | reply {metrics['reply/length']:.0f} tokens | "
+            f"{metrics['throughput/tokens_per_s']:,.0f} tokens/s | {clock(left)} left",
+            last=update == updates,
+        )
+
+    def on_evaluation(self, evaluation):
+        said = evaluation.metrics()
+        self.screen.say(
+            f"evaluation after {evaluation.update} updates: score {said['eval/score']:+.2f}, "
+            f"KL {said['eval/kl_divergence']:.2f}/sequence, "
+            f"perplexity {said['eval/perplexity']:.2f} on {self.trainer.text.source}, "
+            f"reply {said['eval/reply_length']:.0f} tokens, {said['eval/eos_rate']:.0%} end"
+        )
+
+
+class BestCheckpoint(Callback):
+    """Keeps the best evaluation's model in `best/`; what was chosen, from what and why goes to run.json."""
+
+    def __init__(self, config: Config, controller: KLController, log: RunLog):
+        self.config, self.controller, self.log = config, controller, log
+        self.candidates: list[Candidate] = []
+        self.memory: list[float] = []
+
+    def on_train_begin(self, trainer):
+        self.trainer = trainer
+
+    def on_evaluation(self, evaluation):
+        said, run = evaluation.metrics(), self.config.run
+        target = self.controller.target_of(evaluation.update)
+        self.candidates.append(
+            Candidate(
+                update=evaluation.update,
+                score=said["eval/score"],
+                kl=said["eval/kl_divergence" if target.per == "sequence" else "eval/kl_divergence/token"],
+                target=target.nats if self.config.kl.steered else None,
+                perplexity=said["eval/perplexity"],
             )
-        elif logs and "eval/score" in logs:
-            self.screen.say(
-                f"evaluation after {state.global_step} updates: score {logs['eval/score']:+.2f}, "
-                f"KL {logs['eval/kl_divergence']:.2f}/sequence, perplexity {logs['eval/perplexity']:.2f}, "
-                f"reply {logs['eval/reply_length']:.0f} tokens, {logs['eval/eos_rate']:.0%} end"
-            )
+        )
+        self.memory.append(self.trainer.peak_memory / 2**30)
+        best, why = choose(self.candidates, run.best_rule, run.perplexity_gate)
+        if best == len(self.candidates) - 1:
+            replace_folder(Path(run.output) / BEST_FOLDER, self.trainer.save_model)
+        self.log.add(
+            best={
+                "update": self.candidates[best].update,
+                "why": why,
+                "rule": run.best_rule,
+                "kl_unit": f"nats/{target.per}",
+                "perplexity_text": self.trainer.text.source,
+                "evaluations": [
+                    {**asdict(c), "peak_memory_gib": gib} for c, gib in zip(self.candidates, self.memory, strict=True)
+                ],
+            }
+        )
 
 
 def kl_controller(config: Config, updates: int) -> KLController:
     """The controller that the settings ask for, for a run of `updates` updates."""
     kl = config.kl
-    horizon = None if kl.kl_schedule == "fixed" else kl.kl_horizon
-    return KLController(kl.kl_coef, kl.kl_target, horizon, updates)
+    horizon = kl.kl_horizon if kl.steered else None
+    return KLController(kl.kl_coef, kl.kl_target, horizon, updates, kl.kl_boundaries)
 
 
-def attach_callbacks(trainer, config: Config, screen: Screen) -> None:
-    """What every run has: TensorBoard, the live line, KL control. The line shows the beta that the update was made
-    with, so control comes last."""
+def attach_callbacks(trainer, config: Config, log: RunLog, screen: Screen) -> None:
+    """What every run has: TensorBoard, the live line, the best checkpoint, KL control. The line shows the beta that
+    the update was made with, so control comes last."""
     controller = kl_controller(config, trainer.updates)
     trainer.add_callback(TensorBoardLog(Path(config.run.output) / "logs"))
-    trainer.add_callback(ProgressLine(screen, controller, trainer.updates))
-    trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.ppo.batch_size))
+    trainer.add_callback(ProgressLine(screen, controller))
+    trainer.add_callback(BestCheckpoint(config, controller, log))
+    trainer.add_callback(KLControl(controller, config.episodes_per_update))

@@ -76,13 +76,21 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}: command line. --help shows how each flag is written")
 
 
-def make_parser(config_class: type, prog: str, description: str, recipes: dict) -> argparse.ArgumentParser:
-    """A flat flag for every knob (dashes or underscores, and its aliases); booleans have --x and --no-x."""
+def make_parser(
+    config_class: type, prog: str, description: str, recipes: dict, defaults: dict | None = None, hidden=()
+) -> argparse.ArgumentParser:
+    """A flat flag for every knob (dashes or underscores, and its aliases); booleans have --x and --no-x.
+
+    `defaults` replace fields' own in what --help says; groups named in `hidden` have no flags here.
+    """
     parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--recipe", metavar="NAME", help=f"settings to start from: {', '.join(recipes)}")
     parser.add_argument("--config", metavar="FILE.yaml", help="settings from a YAML file, over the recipe's")
     groups: dict[str, Any] = {}
     for k in knobs_of(config_class).values():
+        if k.group in hidden:
+            continue
+        k = dataclasses.replace(k, default=(defaults or {}).get(k.name, k.default))
         if k.group not in groups:
             title = typing.get_type_hints(config_class)[k.group].__doc__.strip().rstrip(".")
             groups[k.group] = parser.add_argument_group(title)
@@ -115,52 +123,97 @@ def _show(value: Any) -> str:
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def read_flags(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, tuple[Any, str]]:
-    """name -> (text, flag) for every flag that was given. Unknown ones are reported together, with the nearest."""
+def read_flags(
+    parser: argparse.ArgumentParser, argv: list[str], elsewhere: dict[str, str] | None = None
+) -> dict[str, tuple[Any, str]]:
+    """name -> (text, flag) for every flag that was given. Unknown ones are reported together, with the nearest.
+
+    `elsewhere`: flags of other commands -> the command that reads them.
+    """
     namespace, unknown = parser.parse_known_args(argv)
     known = [s for action in parser._actions for s in action.option_strings]
+    strange = [u.split("=")[0] for u in unknown if u.startswith("--")]
+    theirs = elsewhere or {}
     raise_if(
         [
-            f"unknown flag {u.split('=')[0]}: command line. {did_you_mean(u.split('=')[0], known)}"
-            for u in unknown
-            if u.startswith("--")
+            f"{flag} belongs to {theirs[flag]}: command line. Leave it out here (a shared --config file may set it)"
+            if flag in theirs
+            else f"unknown flag {flag}: command line. {did_you_mean(flag, known)}"
+            for flag in strange
         ]
     )
     raise_if([f"unexpected word {u!r}: command line. Every setting is a flag; --help lists them" for u in unknown])
     return {name: (value, "--" + name.replace("_", "-")) for name, value in vars(namespace).items()}
 
 
-def resolve(config_class: type, recipes: dict, argv: list[str], prog: str, description: str) -> Any:
-    """The configuration that defaults, recipe, YAML file and flags make together. All faults in one UserError."""
-    knobs = knobs_of(config_class)
-    flags = read_flags(make_parser(config_class, prog, description, recipes), argv)
+def resolve(
+    config_class: type,
+    recipes: dict,
+    argv: list[str],
+    prog: str,
+    description: str,
+    *,
+    defaults: dict | None = None,
+    foreign: dict[str, str] | None = None,
+    **top: Any,
+) -> Any:
+    """The configuration that defaults, recipe, YAML file and flags make together. All faults in one UserError.
+
+    `foreign` groups (group -> the command that reads them) have no flags here; recipes and YAML files may set them,
+    as one file serves both algorithms. `top` are fields beside the groups.
+    """
+    knobs, foreign = knobs_of(config_class), foreign or {}
+    parser = make_parser(config_class, prog, description, recipes, defaults, foreign)
+    elsewhere = {
+        flag: foreign[k.group]
+        for k in knobs.values()
+        if k.group in foreign
+        for flag in _spellings([*(n for name in (k.name, *k.aliases) for n in (name, f"no_{name}"))])
+    }
+    flags = read_flags(parser, argv, elsewhere)
     yaml_path = flags.pop("config", (None, ""))[0]
     from_yaml = read_yaml(yaml_path, {**name_table(knobs), "recipe": "recipe"}) if yaml_path else {}
-    layers = {**from_yaml, **flags}
-    recipe, where = layers.pop("recipe", (_default_recipe(config_class), ""))
-    if recipe not in recipes:
-        raise UserError(
-            f"unknown recipe {recipe!r}: {where}. {did_you_mean(recipe, recipes)} Known: {', '.join(recipes)}"
-        )
-    recipe_layer = {name: (value, f"recipe {recipe}") for name, value in recipes[recipe].items()}
-    return build(config_class, {**recipe_layer, **layers}, recipe=recipe)
+    return build(config_class, recipes, {**from_yaml, **flags}, defaults, **top)
 
 
 def _default_recipe(config_class: type) -> str:
     return next(f.default for f in dataclasses.fields(config_class) if f.name == "recipe")
 
 
-def build(config_class: type, values: dict[str, tuple[Any, str]], **top: Any) -> Any:
-    """A configuration from name -> (value, where). Checks every value, then how they fit (`config.faults()`)."""
+def build(
+    config_class: type, recipes: dict, values: dict[str, tuple[Any, str]], defaults: dict | None = None, **top: Any
+) -> Any:
+    """A configuration from name -> (value, where), "recipe" among them, over the recipe's settings, over `defaults`,
+    over the fields' own. Checks every name and value, then how they fit (`config.faults()`)."""
+    knobs, values = knobs_of(config_class), dict(values)
+    recipe, where = values.pop("recipe", (_default_recipe(config_class), ""))
+    if recipe not in recipes:
+        raise UserError(
+            f"unknown recipe {recipe!r}: {where}. {did_you_mean(recipe, recipes)} Known: {', '.join(recipes)}"
+        )
+    names = name_table(knobs)
+    raise_if(
+        [
+            f"unknown setting {n}: {where}. {did_you_mean(n, names)}"
+            for n, (_, where) in values.items()
+            if n not in names
+        ]
+    )
+    layered = {
+        **{name: (value, "default") for name, value in (defaults or {}).items()},
+        **{name: (value, f"recipe {recipe}") for name, value in recipes[recipe].items()},
+        **{names[name]: found for name, found in values.items()},
+    }
     faults, converted = [], {}
-    for name, k in knobs_of(config_class).items():
-        value, where = values.get(name, (k.default, "default"))
+    for name, k in knobs.items():
+        value, where = layered.get(name, (k.default, "default"))
         try:
             converted.setdefault(k.group, {})[name] = convert(k, value, where)
         except UserError as error:
             faults += error.faults
     raise_if(faults)
     hints = typing.get_type_hints(config_class)
-    config = config_class(**top, **{group: hints[group](**leaves) for group, leaves in converted.items()})
+    groups = {group: hints[group](**leaves) for group, leaves in converted.items()}
+    config = config_class(recipe=recipe, **top, **groups)
     raise_if(config.faults())
     return config

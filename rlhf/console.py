@@ -18,18 +18,21 @@ LINE_EVERY_S = 5  # where the output is a file or a pipe, a line at most this of
 
 
 def quiet_libraries() -> None:
-    """Keep deprecation warnings, progress bars of loading and retries of the hub out of the user's sight."""
+    """Keep deprecation warnings, progress bars of loading and retries of the hub out of the user's sight.
+
+    Call it before the libraries are imported: bitsandbytes warns while it is (on CPUs with bfloat16).
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.simplefilter("ignore")
+    for name in ("transformers", "trl", "accelerate", "huggingface_hub", "datasets", "peft", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     import datasets  # slow to import: not at the top, where `--help` would wait for it
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     datasets.disable_progress_bars()
-    for name in ("transformers", "trl", "accelerate", "huggingface_hub", "datasets", "peft"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class Screen:

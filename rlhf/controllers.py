@@ -1,46 +1,69 @@
-"""KL control: floats only, saveable, the same for every algorithm."""
+"""KL control and score normalisation: floats only, saveable, the same for every algorithm."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean, pvariance
 
 from rlhf.knobs import KLTarget
 
 LARGEST_ERROR = 0.2  # Ziegler et al. 2019, sec. 2.2: one update reacts to an error of at most 20%
+LOWEST_BETA = 1e-4  # a beta that fell to nothing, in updates of low KL, would take as many to come back
 
 
 class KLController:
     """Steers beta, the price of a nat, so that the measured KL meets the target in force.
 
     Fixed: `horizon` is None and beta never moves. Adaptive: one target. Phased: several targets, in force one after
-    another for equal parts of the run.
+    another.
     """
 
-    def __init__(self, beta: float, targets: Sequence[KLTarget], horizon: int | None, updates: int):
-        """`beta` in score units per nat; `horizon` in episodes; `updates` is the length of the run."""
+    def __init__(
+        self,
+        beta: float,
+        targets: Sequence[KLTarget],
+        horizon: int | None,
+        updates: int,
+        boundaries: Sequence[float] | None = None,
+    ):
+        """`beta` in score units per nat; `horizon` in episodes; `updates` is the length of the run; `boundaries` are
+        the shares of the run at which the next target comes into force (None: equal phases)."""
         self.beta = beta
+        self.floor = min(LOWEST_BETA, beta)
         self.targets = tuple(targets)
         self.horizon = horizon
         self.updates = updates
+        self.boundaries = tuple(boundaries or (i / len(self.targets) for i in range(1, len(self.targets))))
         self.done = 0
+
+    @property
+    def phases(self) -> list[tuple[int, int, KLTarget]]:
+        """First update, last update and target of each phase."""
+        ends = [round(share * self.updates) for share in (0.0, *self.boundaries, 1.0)]
+        return [(a + 1, b, target) for (a, b), target in zip(pairwise(ends), self.targets, strict=True)]
 
     @property
     def target(self) -> KLTarget:
         """The target in force for the update that comes next."""
-        phase = self.done * len(self.targets) // max(self.updates, 1)
-        return self.targets[min(phase, len(self.targets) - 1)]
+        return self.target_of(self.done + 1)
+
+    def target_of(self, update: int) -> KLTarget:
+        """The target in force in an update, counted from 1; the start has the first one, after the run the last."""
+        return next((target for _, last, target in self.phases if update <= last), self.targets[-1])
 
     def update(self, kl_per_sequence: float, kl_per_token: float, episodes: int) -> float:
         """Take note of one update's KL (nats) over `episodes` replies; returns the next update's beta.
 
         beta <- beta * (1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon)   (Ziegler et al. 2019, sec. 2.2)
 
-        One step never takes away more than half of beta, however short the horizon: beta stays above 0.
+        One step never takes away more than half of beta, however short the horizon, and beta never falls below
+        1e-4 (or its start, where that is lower).
         """
         if self.horizon is not None:
             kl = kl_per_sequence if self.target.per == "sequence" else kl_per_token
             error = min(max(kl / self.target.nats - 1, -LARGEST_ERROR), LARGEST_ERROR)
-            self.beta *= max(1 + error * episodes / self.horizon, 0.5)
+            self.beta = max(self.beta * max(1 + error * episodes / self.horizon, 0.5), self.floor)
         self.done += 1
         return self.beta
 
@@ -53,6 +76,35 @@ class KLController:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.beta, self.done = float(state["beta"]), int(state["done"])
+
+
+class ScoreNormalizer:
+    """Scores by running estimates of their mean and spread, so that a drift of the scores does not move the
+    advantages' scale.
+
+    mean <- d * mean + (1 - d) * mean of the batch; variance likewise, around each batch's own mean: a drift of the
+    mean is no spread. The first batch gives the first estimates; until a batch has spread, scores are only shifted.
+    """
+
+    def __init__(self, decay: float):
+        """`decay` d in [0, 1) is the weight of the old estimate."""
+        self.decay = decay
+        self.mean: float | None = None
+        self.variance = 0.0
+
+    def __call__(self, scores: Sequence[float]) -> list[float]:
+        """Take note of one batch, then return it as (score - mean) / standard deviation."""
+        mean, variance, d = fmean(scores), pvariance(scores), self.decay
+        self.mean = mean if self.mean is None else d * self.mean + (1 - d) * mean
+        self.variance = d * self.variance + (1 - d) * variance if self.variance > 0 else variance
+        spread = self.variance**0.5 or 1.0
+        return [(score - self.mean) / spread for score in scores]
+
+    def state_dict(self) -> dict[str, float | None]:
+        return {"mean": self.mean, "variance": self.variance}
+
+    def load_state_dict(self, state: dict[str, float | None]) -> None:
+        self.mean, self.variance = state["mean"], float(state["variance"])
 
 
 def in_band(kl: float, target: float, band: tuple[float, float] = (0.5, 1.5)) -> bool:

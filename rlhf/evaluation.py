@@ -12,11 +12,12 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.actor_critic import ActorCritic, reply_hidden, token_logprobs
+from rlhf.actor_critic import Actor, reply_hidden, token_logprobs
+from rlhf.errors import UserError
 from rlhf.models import autocast
 from rlhf.objectives import kl_k1
-from rlhf.prompts import Prompt, encode_reply
-from rlhf.rewards import RewardFunction, score_replies
+from rlhf.prompts import Example, Prompt, encode_reply, encode_text, read_text
+from rlhf.rewards import Rewards
 from rlhf.rollout import Rollout, pad_prompts
 
 ROWS_AT_ONCE = 32
@@ -67,19 +68,34 @@ class Evaluation:
 
 
 def fixed_text(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], start_replies: Sequence[tuple[str, bool]], most: int
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    start: Sequence[Rollout],
+    file: str | None,
+    most: int = 128,
 ) -> FixedText:
-    """The held-out chosen replies where there are pairs; else the start model's replies, and it says so."""
+    """The text of a run's perplexity: `file` where one is named, else the held-out chosen replies, else the start
+    model's replies to the evaluation prompts, and it says so."""
+    if file is not None:
+        return text_of_file(tokenizer, file)
     with_chosen = [p for p in prompts if p.example.chosen is not None][:most]
     if with_chosen:
         replies = [encode_reply(tokenizer, p.example.chosen) for p in with_chosen]
         return FixedText(with_chosen, replies, f"{len(replies)} held-out chosen replies")
-    kept = list(prompts)[:most]
-    replies = [encode_reply(tokenizer, text, ended) for text, ended in start_replies[: len(kept)]]
-    pairs = [(p, r) for p, r in zip(kept, replies, strict=True) if r]
+    rows = [(p, row) for part in start for p, row in zip(part.prompts, part.replies.rows(), strict=True)][:most]
     return FixedText(
-        [p for p, _ in pairs], [r for _, r in pairs], f"one fixed sample of the start model's replies ({len(pairs)})"
+        [p for p, _ in rows], [row for _, row in rows], f"one fixed sample of the start model's replies ({len(rows)})"
     )
+
+
+def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
+    """A text file's paragraphs, each predicted from its first token on."""
+    paragraphs = [p for p in read_text(Path(file)).split("\n\n") if p.strip()]
+    rows = [ids for p in paragraphs if len(ids := encode_text(tokenizer, p.strip())) > 1]
+    if not rows:
+        raise UserError(f"no paragraph of two tokens or more: --eval-text {file}. Give a text file")
+    prompts = [Prompt((row[0],), Example(({"role": "user", "content": ""},))) for row in rows]
+    return FixedText(prompts, [row[1:] for row in rows], f"{len(rows)} paragraphs of {file}")
 
 
 @torch.no_grad()
@@ -109,8 +125,8 @@ def perplexity(policy, text: FixedText, pad: int, device: torch.device, dtype: t
 def evaluate(
     parts: Sequence[Rollout],
     update: int,
-    actor_critic: ActorCritic,
-    reward_functions: Sequence[RewardFunction],
+    actor: Actor,
+    rewards: Rewards,
     text: FixedText,
     pad: int,
     dtype: torch.dtype | None,
@@ -119,12 +135,13 @@ def evaluate(
     prompts = [prompt for part in parts for prompt in part.prompts]
     texts = [text for part in parts for text in part.texts]
     ended = [ended for part in parts for ended in part.replies.ended.tolist()]
+    rows = [row for part in parts for row in part.replies.rows()]
     return Evaluation(
         update=update,
         texts=texts,
-        scores=score_replies(reward_functions, prompts, texts, ended),
+        scores=rewards.score(prompts, texts, rows, ended).total,
         kl=[kl for p in parts for kl in kl_k1(p.logprobs, p.ref_logprobs, p.mask).sum(1).tolist()],
-        lengths=[length for part in parts for length in part.replies.lengths.tolist()],
+        lengths=[len(row) for row in rows],
         ended=ended,
-        perplexity=perplexity(actor_critic.policy, text, pad, parts[0].mask.device, dtype),
+        perplexity=perplexity(actor.policy, text, pad, parts[0].mask.device, dtype),
     )

@@ -125,7 +125,8 @@ def name_table(knobs: dict[str, Knob]) -> dict[str, str]:
 
 def convert(knob: Knob, value: Any, where: str) -> Any:
     """`value` (text from a flag, or what YAML made of it) as the knob's type; a UserError names `where`."""
-    if knob.optional and (value is None or str(value).lower() in UNSET_WORDS):
+    alone = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+    if knob.optional and (alone is None or str(alone).lower() in UNSET_WORDS):
         return None
     if knob.is_list:
         parts = value if isinstance(value, (list, tuple)) else [value]

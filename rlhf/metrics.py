@@ -14,15 +14,23 @@ from rlhf.rollout import Rollout
 
 
 @dataclass
+class Scored:
+    """One update's scores. B episodes."""
+
+    raw: Tensor  # (B,) the weighted sum of the reward functions
+    used: Tensor  # (B,) less the missing-EOS penalty, normalised if asked: what the algorithm takes
+    means: dict[str, float]  # of each reward function, before its weight
+
+
+@dataclass
 class Batch:
     """A rollout with what the optimizer needs. B episodes, T reply tokens."""
 
     rollout: Rollout
-    scores: Tensor  # (B,) after the missing-EOS penalty
     kl: Tensor  # (B, T) k1 to the reference, nats
     advantages: Tensor  # (B, T) before whitening
     weights: Tensor  # (B, T) advantages as the loss takes them: whitened if asked
-    returns: Tensor  # (B, T)
+    returns: Tensor | None  # (B, T) the critic's target; None where there is no critic
 
 
 def memory_in_use(device: torch.device) -> int:
@@ -30,23 +38,47 @@ def memory_in_use(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
 
 
-def rollout_metrics(batch: Batch, raw_scores: Tensor, accelerator: Accelerator) -> dict[str, float]:
-    """Scores (B,) as the reward functions gave them, KL, advantages, replies; means over all processes."""
-    rollout, mask = batch.rollout, batch.rollout.mask
+def rollout_metrics(batch: Batch, scored: Scored, group_size: int, accelerator: Accelerator) -> dict[str, float]:
+    """Scores, KL, advantages, replies; means over all processes. `group_size` is the number of replies to a prompt."""
+    rollout, mask, scores = batch.rollout, batch.rollout.mask, scored.raw
     k3 = objectives.kl_k3(rollout.logprobs, rollout.ref_logprobs, mask)
     tokens = mask.sum()
     values = {
-        "rewards/mean": raw_scores.mean(),
-        "rewards/std": raw_scores.std(unbiased=False),
+        "rewards/mean": scores.mean(),
+        "rewards/std": scores.std(unbiased=False),
         "kl_divergence": batch.kl.sum(1).mean(),
         "kl_divergence/token": batch.kl.sum() / tokens,
         "kl_divergence/k3": k3.sum(1).mean(),
         "advantage/mean": objectives.masked_mean(batch.advantages, mask),
         "advantage/std": objectives.masked_var(batch.advantages, mask).sqrt(),
-        "value/explained_variance": objectives.explained_variance(rollout.values, batch.returns, mask),
         "reply/length": tokens / len(mask),
         "reply/eos_rate": rollout.replies.ended.float().mean(),
         "reply/tokens": tokens,
     }
+    if batch.returns is not None:
+        values["value/explained_variance"] = objectives.explained_variance(rollout.values, batch.returns, mask)
+    if group_size > 1:
+        groups = scores.view(-1, group_size)
+        values["rewards/equal_groups"] = (groups == groups[:, :1]).all(1).float().mean()
     stacked = accelerator.reduce(torch.stack([v.float() for v in values.values()]), reduction="mean")
-    return dict(zip(values, stacked.tolist(), strict=True))
+    each = {f"rewards/{name}": mean for name, mean in scored.means.items()} if len(scored.means) > 1 else {}
+    return {**dict(zip(values, stacked.tolist(), strict=True)), **each}
+
+
+def policy_metrics(
+    logprobs: Tensor, entropy: Tensor, batch: Batch, rows: Tensor, clip_range: float, tokens: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped policy term of some rows, and what there is to say of the policy, detached.
+
+    logprobs, entropy (N, T) of the policy as it is now; each figure is divided by the minibatch's `tokens`.
+    """
+    mask, old = batch.rollout.mask[rows], batch.rollout.logprobs[rows]
+    loss, clipfrac = objectives.clipped_policy_loss(logprobs, old, batch.weights[rows], mask, clip_range, tokens)
+    figures = {
+        "policy/loss": loss,
+        "policy/clipfrac": clipfrac,
+        "policy/approx_kl": objectives.approximate_kl(logprobs, old, mask, tokens),
+        "policy/entropy": objectives.masked_mean(entropy, mask, tokens),
+        "policy/ratio": objectives.masked_mean(torch.exp(logprobs - old), mask, tokens),
+    }
+    return loss, {name: value.detach() for name, value in figures.items()}

@@ -128,6 +128,7 @@ def load_policy(
         )
     if load_in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=gradient_checkpointing)
+        _keep_one_forward(model)
     if lora is not None:
         _check_targets(model, lora.target_modules, name)
         model = get_peft_model(model, lora)
@@ -136,6 +137,14 @@ def load_policy(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     return model
+
+
+def _keep_one_forward(model: PreTrainedModel) -> None:
+    """Sampling and training must see the same weights. On a CPU with bfloat16, bitsandbytes repacks 4-bit weights in
+    eval mode, with rounder scales: the first ratio would not be 1, and layers narrower than a block fail."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _check_targets(model: PreTrainedModel, targets: Sequence[str], name: str) -> None:

@@ -1,4 +1,4 @@
-"""The mathematics of PPO on text: pure functions of tensors and floats. No config, no trainer.
+"""The mathematics of PPO and GRPO on text: pure functions of tensors and floats. No config, no trainer.
 
 Shapes: B episodes, T reply tokens. `mask` (B, T) is True on the tokens of a reply up to and including its EOS; what
 stands under a False is never read. Unless said otherwise all tensors are float32.

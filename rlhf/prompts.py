@@ -71,16 +71,19 @@ def load_examples(source: str, pairs: bool = False, say: Callable[[str], None] =
     return examples
 
 
-def _read_jsonl(path: str) -> list[tuple[str, Any]]:
-    file = Path(path)
-    if not file.is_file():
-        raise missing_path(path, "data file", "Give a JSONL file or a hub dataset's name")
+def read_text(file: Path) -> str:
+    """A UTF-8 file's text, with or without a byte-order mark."""
     try:
-        text = file.read_bytes().decode("utf-8-sig")
+        return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"not UTF-8: {path}, byte {error.start}. Save the file as UTF-8") from None
+        raise UserError(f"not UTF-8: {file}, byte {error.start}. Save the file as UTF-8") from None
+
+
+def _read_jsonl(path: str) -> list[tuple[str, Any]]:
+    if not Path(path).is_file():
+        raise missing_path(path, "data file", "Give a JSONL file or a hub dataset's name")
     rows, faults = [], []
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(read_text(Path(path)).split("\n"), start=1):
         if not line.strip():
             continue
         try:

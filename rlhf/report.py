@@ -57,10 +57,24 @@ def compare(
     return figures
 
 
-def last_kl(history: Sequence[dict], target: KLTarget, updates: int = 10) -> float:
-    """Mean KL of the last updates in a trainer's log, nats in the target's unit."""
+def last_kl(history: Sequence[dict], target: KLTarget, until: int | None = None, updates: int = 10) -> float:
+    """Mean KL of the last updates in a trainer's log (up to update `until`), nats in the target's unit."""
     name = "kl_divergence" if target.per == "sequence" else "kl_divergence/token"
-    return fmean([entry[name] for entry in history if name in entry][-updates:])
+    return fmean([entry[name] for entry in history if name in entry][:until][-updates:])
+
+
+def kl_of_phases(history: Sequence[dict], phases: Sequence[tuple[int, int, KLTarget]]) -> list[dict]:
+    """The KL at the end of each phase of a run, beside the phase's target."""
+    return [
+        {
+            "updates": [first, last],
+            "target": target.nats,
+            "kl_last_10_updates": last_kl(history, target, last, min(10, last - first + 1)),
+            "unit": f"nats/{target.per}",
+        }
+        for first, last, target in phases
+        if last >= first
+    ]
 
 
 def gold_scores(evaluation: Evaluation, prompts: Sequence[Prompt], gold: Gold) -> list[float]:
@@ -69,9 +83,8 @@ def gold_scores(evaluation: Evaluation, prompts: Sequence[Prompt], gold: Gold) -
     return [gold(q, t, e) for q, t, e in zip(questions, evaluation.texts, evaluation.ended, strict=True)]
 
 
-def show_figures(figures: dict, last_kl: float, target: KLTarget, steered: bool, screen: Screen) -> None:
-    """The comparison in lines. `last_kl` is the mean over the last updates, in the target's unit; `steered` says
-    whether beta followed it."""
+def show_figures(figures: dict, screen: Screen) -> None:
+    """The comparison in lines."""
     low, high = figures["score_rise_interval"]
     rows = [
         (
@@ -90,22 +103,33 @@ def show_figures(figures: dict, last_kl: float, target: KLTarget, steered: bool,
                 f"(95% interval of the rise {low:+.3f} to {high:+.3f}); no training saw it",
             )
         )
-    band = "inside" if in_band(last_kl, target.nats) else "OUTSIDE"
-    aim = f", {band} 0.5 to 1.5 x the target {target}" if steered else ""
+    per, kl = figures["kl_unit"].removeprefix("nats/"), figures["kl_last_10_updates"]
+    rows.append(("KL", f"{kl:.3g}/{per} over the last updates (10 at most){_aim(kl, figures['kl_target'], per)}"))
+    if figures["kl_target"] is not None and len(figures["kl_phases"]) > 1:
+        for phase in figures["kl_phases"]:
+            (first, last), ended = phase["updates"], phase["kl_last_10_updates"]
+            aim = _aim(ended, phase["target"], per)
+            rows.append(("", f"updates {first} to {last} ended at {ended:.3g}/{per}{aim}"))
     rows += [
-        (
-            "KL",
-            f"{last_kl:.3g}/{target.per} over the last updates (10 at most){aim}",
-        ),
         (
             "reply",
             f"{figures['length_before']:.1f} -> {figures['length_after']:.1f} tokens; "
             f"{figures['eos_rate_before']:.0%} -> {figures['eos_rate_after']:.0%} end by themselves",
         ),
-        ("perplexity", f"{figures['perplexity_before']:.2f} -> {figures['perplexity_after']:.2f} on the fixed text"),
+        (
+            "perplexity",
+            f"{figures['perplexity_before']:.2f} -> {figures['perplexity_after']:.2f} on {figures['perplexity_text']}",
+        ),
     ]
     screen.say(f"before -> after on {figures['prompts']} evaluation prompts:")
     screen.facts(rows)
+
+
+def _aim(kl: float, target: float | None, per: str) -> str:
+    """Whether a KL is in its target's band; nothing where beta was not steered."""
+    if target is None:
+        return ""
+    return f", {'inside' if in_band(kl, target) else 'OUTSIDE'} 0.5 to 1.5 x the target {KLTarget(target, per)}"
 
 
 def show_samples(

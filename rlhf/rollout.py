@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from config import SamplingSettings
-from rlhf.actor_critic import ActorCritic, Reference, backbone_of, scaled_logits
+from rlhf.actor_critic import Actor, Reference, backbone_of, scaled_logits
 from rlhf.prompts import Prompt, decode_reply
 
 LOOK_EVERY = 4  # decoding steps between looks at whether all rows have ended: each look waits for the device
@@ -56,10 +56,13 @@ class Replies:
             return None
         return unpack_bits(self.nucleus[rows][self.mask[rows]], self.vocabulary)
 
+    def rows(self) -> list[list[int]]:
+        """Each reply's ids, EOS included."""
+        return [row[:n] for row, n in zip(self.reply_ids.tolist(), self.lengths.tolist(), strict=True)]
+
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Each reply's text, without EOS."""
-        ids, lengths = self.reply_ids.tolist(), self.lengths.tolist()
-        return [decode_reply(tokenizer, row[:n]) for row, n in zip(ids, lengths, strict=True)]
+        return [decode_reply(tokenizer, row) for row in self.rows()]
 
 
 @dataclass
@@ -72,7 +75,7 @@ class Rollout:
     # under which policy: log pi(a|s), nats
     logprobs: Tensor  # (B, T) the policy that sampled
     ref_logprobs: Tensor  # (B, T) frozen reference
-    values: Tensor  # (B, T) score units
+    values: Tensor | None  # (B, T) score units; None where there is no critic
 
     @property
     def mask(self) -> Tensor:
@@ -202,8 +205,8 @@ def reply_mask(replies: Tensor, eos: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def measure(
-    actor_critic: ActorCritic | torch.nn.Module, reference: Reference, replies: Replies, temperature: float, rows: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    actor: Actor, reference: Reference, replies: Replies, temperature: float, rows: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs, reference log-probs and values of sampled replies, each (B, T), `rows` at a time.
 
     With the training forward, not the decoder's: so the first ratio of an update is 1.
@@ -212,7 +215,7 @@ def measure(
     for index in torch.arange(len(replies.ended), device=replies.ids.device).split(rows):
         batch = (replies.ids[index], replies.attention[index], replies.mask[index], temperature)
         allowed = replies.allowed(index)
-        logprobs, _, values = actor_critic(*batch, allowed)
+        logprobs, _, values = actor(*batch, allowed)
         parts.append((logprobs, reference.logprobs(*batch, allowed), values))
-    logprobs, ref_logprobs, values = (torch.cat(p) for p in zip(*parts, strict=True))
-    return logprobs, ref_logprobs, values
+    logprobs, ref_logprobs, values = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(ref_logprobs), None if values[0] is None else torch.cat(values)

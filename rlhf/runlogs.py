@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,19 @@ def _check_writable(folder: Path) -> None:
         raise UserError(f"cannot write there: --output {folder} ({existing} is read-only). Name another with --output")
 
 
+def read_run(folder: Path) -> dict[str, Any] | None:
+    """A run's run.json; None where there is none that can be read."""
+    try:
+        run = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return run if isinstance(run, dict) and "status" in run else None
+
+
 def read_status(folder: Path) -> str | None:
     """ "running", "finished" or "failed"; None where there is no readable run.json."""
-    try:
-        return json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["status"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    run = read_run(folder)
+    return None if run is None else run["status"]
 
 
 def now() -> str:
@@ -100,6 +108,7 @@ class RunLog:
     """A run's run.json, rewritten whole at every change."""
 
     def __init__(self, folder: Path, **facts: Any):
+        self.begun = time.monotonic()
         self.path = folder / RUN_FILE
         self.data: dict[str, Any] = {"status": "running", "started": now(), **environment(), **facts}
         write_json(self.path, self.data)
@@ -107,6 +116,10 @@ class RunLog:
     def add(self, **facts: Any) -> None:
         self.data.update(facts)
         write_json(self.path, self.data)
+
+    def seconds(self) -> float:
+        """Since the run began."""
+        return time.monotonic() - self.begun
 
     def __enter__(self) -> RunLog:
         return self

@@ -1,0 +1,164 @@
+"""GRPO on TRL's GRPOTrainer: group advantages and the loss are TRL's; the run around them is the one PPO has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from trl import GRPOConfig, GRPOTrainer
+
+from config import Config
+from rlhf import objectives
+from rlhf.actor_critic import Actor
+from rlhf.loop import OnPolicyLoop
+from rlhf.metrics import Batch, policy_metrics
+from rlhf.models import autocast
+from rlhf.prompts import Prompt
+from rlhf.rewards import RewardFunction, Rewards
+from rlhf.rollout import Rollout
+
+
+def score_given(score: list[float], **_) -> list[float]:
+    """For TRL, a reward function: the scores that came with the rollout."""
+    return score
+
+
+def sequence_kl(kl: list[float], **_) -> list[float]:
+    """For TRL, a reward function of weight -beta: each reply's KL to the reference, nats, k1."""
+    return kl
+
+
+class GRPO(OnPolicyLoop, GRPOTrainer):
+    """TRL's GRPOTrainer, with `train()` in the steps of OnPolicyLoop, so that prompts are dealt, replies sampled and
+    minibatches drawn as under PPO.
+
+    TRL is handed finished rollouts (through `rollout_func`) and scores (through reward functions that pass them on),
+    and gives advantages and loss. Only two of its methods are used so; one is replaced, its forward pass.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        policy: PreTrainedModel | PeftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        train: Sequence[Prompt],
+        evaluation: Sequence[Prompt],
+        rewards: Rewards | Sequence[RewardFunction],
+        callbacks: Sequence = (),
+    ):
+        self.set_up(config, policy, tokenizer, train, evaluation, rewards, callbacks)
+        super().__init__(
+            model=policy,
+            reward_funcs=[score_given, sequence_kl],
+            args=self._trl_config(),
+            train_dataset=Dataset.from_list([{"prompt": ""}]),  # TRL wants one; our loop deals the prompts
+            processing_class=tokenizer,
+            rollout_func=self._handed_on,
+        )
+        self.quiet_trl()
+        for weight in policy.parameters():
+            if weight.requires_grad:
+                weight.data = weight.data.float()  # over 4-bit weights TRL makes adapters bfloat16; PPO's are not
+        self._actor = Actor(policy)
+        self.create_optimizer_and_scheduler(self.updates)
+        self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+
+    def _trl_config(self) -> GRPOConfig:
+        c = self.config
+        return GRPOConfig(
+            output_dir=c.run.output,
+            per_device_train_batch_size=c.episodes_per_update,
+            num_generations=c.grpo.K,
+            max_completion_length=c.sampling.reply_length,
+            temperature=c.sampling.temperature,
+            num_iterations=1,  # passes over a rollout are our loop's
+            beta=0.0,  # here it would load a second reference from the disk; set live for the loss
+            reward_weights=[1.0, 0.0],
+            epsilon=c.batch.clip_range,
+            entropy_coef=c.batch.entropy_coef,
+            scale_rewards=c.grpo.scale_rewards,
+            loss_type=c.grpo.loss_type,
+            learning_rate=c.optimizer.learning_rate,
+            lr_scheduler_type=c.optimizer.lr_schedule,
+            seed=c.run.seed,
+            max_steps=self.updates,
+            bf16=False,
+            gradient_checkpointing=False,
+            disable_dropout=True,
+            report_to="none",
+        )
+
+    @property
+    def actor(self) -> Actor:
+        return self._actor
+
+    def advantages(self, rollout: Rollout, scores: Tensor) -> Batch:
+        """TRL's group advantages of scores (B,), less beta x each reply's KL where the reward is charged with it."""
+        kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
+        self._handing = (rollout, scores, kl)
+        self.reward_weights = torch.tensor([1.0, -self.beta_in("reward")])
+        self.model.train()  # TRL keeps two books, for training and evaluation
+        self.beta = 0.0  # TRL would run the reference once more: the rollout has its log-probs
+        given = self._generate_and_score_completions([{"prompt": text} for text in rollout.texts])
+        advantages = torch.where(rollout.mask, given["advantages"].unsqueeze(1), 0.0)
+        return Batch(rollout, kl, advantages, advantages, returns=None)
+
+    def _handed_on(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
+        """TRL's `rollout_func`: the rollout that we have made. Extra fields reach the reward functions."""
+        rollout, scores, kl = self._handing
+        lengths = rollout.replies.lengths.tolist()
+        return {
+            "prompt_ids": [list(p.ids) for p in rollout.prompts],
+            "completion_ids": rollout.replies.rows(),
+            "logprobs": [row[:n] for row, n in zip(rollout.logprobs.tolist(), lengths, strict=True)],
+            "score": scores.tolist(),
+            "kl": kl.sum(1).tolist(),
+        }
+
+    def losses(self, batch: Batch, rows: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """TRL's loss of some rows, scaled so that parts add up to the minibatch's; statistics as PPO's, detached."""
+        rollout, replies = batch.rollout, batch.rollout.replies
+        mask = rollout.mask[rows]
+        parts = self.minibatch_size / len(rows)
+        self.current_gradient_accumulation_steps = parts  # TRL divides by it: here, by the part's share
+        self.beta = self.beta_in("loss")
+        self._allowed = replies.allowed(rows)
+        loss = self._compute_loss(
+            self.model,
+            {
+                "prompt_ids": replies.prompt_ids[rows],
+                "prompt_mask": replies.prompt_mask[rows].long(),
+                "completion_ids": replies.reply_ids[rows],
+                "completion_mask": mask.long(),
+                "advantages": batch.weights[rows],
+                "old_per_token_logps": rollout.logprobs[rows],
+                "ref_per_token_logps": rollout.ref_logprobs[rows],
+                "num_items_in_batch": tokens / parts,
+            },
+        )
+        self._metrics["train"].clear()  # TRL keeps its own figures until its own log
+        logprobs, entropy = self._measured
+        _, stats = policy_metrics(logprobs, entropy, batch, rows, self.config.batch.clip_range, tokens)
+        return loss, {"loss": loss.detach(), **stats}
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *_, **__
+    ) -> tuple[Tensor, Tensor, None]:
+        """In place of TRL's forward, the one that measured the rollout, so that the first ratio is 1: positions from
+        the mask, nucleus, precision, and logits on reply tokens only. Log-probs and entropies (B, T)."""
+        mask = attention_mask[:, -logits_to_keep:].bool()
+        with autocast(self.accelerator.device, self.dtype):
+            logprobs, entropy, _ = self.actor(
+                input_ids,
+                attention_mask.bool(),
+                mask,
+                self.sampling.temperature,
+                self._allowed,
+                entropy="gradient" if self.config.batch.entropy_coef > 0 else "value",
+            )
+        self._measured = logprobs.detach(), entropy.detach()
+        return logprobs, entropy, None

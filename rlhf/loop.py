@@ -1,0 +1,296 @@
+"""The run that PPO and GRPO share, in named steps: rollout, score, advantages, update, finish.
+
+What differs is an algorithm's own: how scores become advantages, and the loss. A difference between two runs at the
+same budget is then a difference between two algorithms.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from accelerate import PartialState
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
+from transformers.trainer_callback import ProgressCallback
+
+from config import Config
+from rlhf.actor_critic import Actor, Reference
+from rlhf.checkpoints import load_policy_weights, save_policy
+from rlhf.controllers import ScoreNormalizer
+from rlhf.errors import RunError
+from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
+from rlhf.metrics import Batch, Scored, memory_in_use, rollout_metrics
+from rlhf.models import autocast, autocast_dtype
+from rlhf.prompts import Prompt
+from rlhf.rewards import RewardFunction, Rewards
+from rlhf.rollout import Rollout, generator, measure, sample_replies, uniforms
+
+EVALUATED_AT_ONCE = 32  # prompts
+
+
+class OnPolicyLoop:
+    """Mixed into a TRL trainer, before it. Randomness comes from (seed, update, purpose), never a global stream.
+
+    An algorithm gives `actor`, `advantages` and `losses`.
+    """
+
+    def set_up(
+        self,
+        config: Config,
+        policy: PreTrainedModel | PeftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        train: Sequence[Prompt],
+        evaluation: Sequence[Prompt],
+        rewards: Rewards | Sequence[RewardFunction],
+        callbacks: Sequence,
+    ) -> None:
+        """Everything that TRL's __init__ does not know of; called before it."""
+        self.config = config
+        self.train_prompts, self.evaluation_prompts = list(train), list(evaluation)
+        self.rewards = rewards if isinstance(rewards, Rewards) else Rewards(rewards, None, tokenizer)
+        reward = config.reward
+        self.normalizer = ScoreNormalizer(reward.score_ema) if reward.normalize_scores else None
+        self.updates = config.updates(len(self.train_prompts))
+        self.kl_coef = config.kl.kl_coef
+        self.optimizer_steps, self.reply_tokens, self.peak_memory = 0, 0, 0
+        self.evaluations: list[Evaluation] = []
+        self.text: FixedText | None = None
+        self.sampling = config.sampling
+        self.dtype = autocast_dtype(config.model.bf16, PartialState().device)
+        self.reference = Reference(policy, self.dtype)
+        self.listeners = list(callbacks)
+        self.this_epoch: list[dict[str, float]] = []
+
+    def quiet_trl(self) -> None:
+        """Called after TRL's __init__: the console is ours."""
+        for printer in (PrinterCallback, ProgressCallback):
+            self.remove_callback(printer)
+        self.state.max_steps = self.updates
+
+    @property
+    def actor(self) -> Actor:
+        """The policy, and the critic where there is one, in one forward."""
+        raise NotImplementedError
+
+    def advantages(self, rollout: Rollout, scores: Tensor) -> Batch:
+        """From scores (B,) to what the optimizer needs."""
+        raise NotImplementedError
+
+    def losses(self, batch: Batch, rows: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of some rows of a minibatch of `tokens` reply tokens, so that parts add up; detached statistics."""
+        raise NotImplementedError
+
+    def add_callback(self, callback) -> None:
+        """One of ours (rlhf.callbacks.Callback), a function of (epoch, metrics), or one of transformers'."""
+        if isinstance(callback, TrainerCallback) or (
+            isinstance(callback, type) and issubclass(callback, TrainerCallback)
+        ):
+            super().add_callback(callback)
+        else:
+            self.listeners.append(callback)
+
+    def tell(self, event: str, *details) -> None:
+        """Call `event` on every callback that has it. A bare function hears the ends of epochs."""
+        for listener in self.listeners:
+            heard = getattr(listener, event, listener if event == "on_epoch_end" and callable(listener) else None)
+            if heard is not None:
+                heard(*details)
+
+    # --- the run -----------------------------------------------------------------------------------------------------
+
+    def train(self) -> dict[str, float]:
+        """All updates; returns the last update's metrics together with the last evaluation's."""
+        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        self.tell("on_train_begin", self)
+        self.evaluate()
+        metrics: dict[str, float] = {}
+        for update in range(1, self.updates + 1):
+            metrics = self.one_update(update)
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        self.tell("on_train_end")
+        return {**metrics, **self.evaluations[-1].metrics()}
+
+    def one_update(self, update: int) -> dict[str, float]:
+        """One rollout batch and all its optimizer steps; returns what was logged."""
+        begun = time.perf_counter()
+        rollout = self.rollout(self.prompts_of(update), update, "rollout")
+        rolled = time.perf_counter()
+        scored = self.score(rollout)
+        judged = time.perf_counter()
+        batch = self.advantages(rollout, scored.used)
+        stats = self.update(batch, update)
+        times = {
+            "time/rollout_s": rolled - begun,
+            "time/score_s": judged - rolled,
+            "time/update_s": time.perf_counter() - judged,
+        }
+        said = rollout_metrics(batch, scored, self.config.group_size, self.accelerator)
+        return self.finish_step(update, {**said, **stats, **times})
+
+    def prompts_of(self, update: int) -> list[tuple[int, Prompt]]:
+        """This update's episodes: their numbers in the run and their prompts; a group's stand together.
+
+        The prompts are dealt pass by pass, each pass in an order of its own; a batch may span two passes, so that
+        every batch is full and every optimizer step planned is taken.
+        """
+        size, count, group = self.config.episodes_per_update, len(self.train_prompts), self.config.group_size
+        dealt = [(e, *divmod(e // group, count)) for e in range((update - 1) * size, update * size)]
+        orders = {p: generator(self.config.run.seed, p, "order").permutation(count) for p in {p for _, p, _ in dealt}}
+        mine = dealt[self.accelerator.process_index :: self.accelerator.num_processes]
+        return [(e, self.train_prompts[orders[p][i]]) for e, p, i in mine]
+
+    def rollout(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Rollout:
+        """Sample a reply to every prompt; log-probs, values and reference log-probs under the training forward."""
+        prompts = [prompt for _, prompt in episodes]
+        uniform = uniforms(self.config.run.seed, update, purpose, [e for e, _ in episodes], self.sampling.reply_length)
+        self.model.eval()  # in train mode, gradient checkpointing would drop the cache
+        with autocast(self.accelerator.device, self.dtype):
+            replies = sample_replies(
+                self.actor.policy,
+                prompts,
+                uniform,
+                self.sampling,
+                eos=self.processing_class.eos_token_id,
+                pad=self.processing_class.pad_token_id,
+                device=self.accelerator.device,
+            )
+            rows = self.config.batch.micro_batch_size or self.config.episodes_per_update
+            measured = measure(self.actor, self.reference, replies, self.sampling.temperature, rows)
+        return Rollout(replies, prompts, replies.texts(self.processing_class), *measured)
+
+    def score(self, rollout: Rollout) -> Scored:
+        """Scores as the reward functions gave them, and as the algorithm takes them: less the missing-EOS penalty,
+        normalised if asked."""
+        replies, reward = rollout.replies, self.config.reward
+        given = self.rewards.score(rollout.prompts, rollout.texts, replies.rows(), replies.ended.tolist())
+        raw = torch.tensor(given.total, dtype=torch.float32, device=replies.ended.device)
+        used = raw - reward.missing_eos_penalty * (~replies.ended).float()
+        if self.normalizer is not None:
+            used = torch.tensor(self.normalizer(used.tolist()), dtype=torch.float32, device=raw.device)
+        return Scored(raw, used, {name: fmean(scores) for name, scores in given.by_function.items()})
+
+    def beta_in(self, placement: str) -> float:
+        """The price of a nat at one placement, "reward" or "loss": 0 where it is charged elsewhere or not at all."""
+        return self.kl_coef if self.config.kl.kl_placement == placement else 0.0
+
+    # --- optimization ------------------------------------------------------------------------------------------------
+
+    def update(self, batch: Batch, update: int) -> dict[str, float]:
+        """E passes of shuffled minibatches, an optimizer step each; returns their mean statistics."""
+        self.model.train()  # gradient checkpointing asks for it; dropout is off
+        self.learning_rate, steps = self.lr_scheduler.get_last_lr()[0], []
+        for epoch in range(self.config.batch.ppo_epochs):
+            for rows in self.minibatches(update, epoch):
+                steps.append(self.optimizer_step(batch, rows))
+        self.lr_scheduler.step()
+        means = torch.stack([torch.stack(list(s.values())) for s in steps]).mean(0).tolist()
+        stats = dict(zip(steps[0], means, strict=True))
+        if not math.isfinite(stats["loss"]) or not math.isfinite(stats["policy/grad_norm"]):
+            raise RunError(
+                f"the loss or its gradient is not finite: update {update}, loss {stats['loss']}. Nothing is saved; "
+                "try a smaller --learning-rate or --no-bf16"
+            )
+        return stats
+
+    @property
+    def minibatch_size(self) -> int:
+        """Episodes per optimizer step on this process."""
+        return self.config.episodes_per_update // self.accelerator.num_processes // self.config.batch.minibatches
+
+    def minibatches(self, update: int, epoch: int) -> Iterator[Tensor]:
+        """Rows of each minibatch, shuffled by (seed, update, epoch)."""
+        size = self.config.episodes_per_update // self.accelerator.num_processes
+        order = torch.from_numpy(generator(self.config.run.seed, update, "minibatches", epoch).permutation(size))
+        return iter(order.to(self.accelerator.device).split(self.minibatch_size))
+
+    def optimizer_step(self, batch: Batch, rows: Tensor) -> dict[str, Tensor]:
+        """Gradients of one minibatch, micro-batch by micro-batch, clipped; then one step."""
+        tokens = self.accelerator.reduce(batch.rollout.mask[rows].sum().float(), reduction="mean")
+        stats: dict[str, Tensor] = {}
+        for part in rows.split(self.config.batch.micro_batch_size or len(rows)):
+            loss, part_stats = self.losses(batch, part, tokens)
+            self.accelerator.backward(loss)
+            stats = {k: stats.get(k, 0) + v for k, v in part_stats.items()}
+        stats["policy/grad_norm"] = torch.as_tensor(
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
+        ).to(tokens.device)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.optimizer_steps += 1
+        return stats
+
+    # --- after the update --------------------------------------------------------------------------------------------
+
+    def finish_step(self, update: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Log, so that callbacks hear of it (KL control sets the next update's beta); then evaluate where due."""
+        spent = sum(v for k, v in metrics.items() if k.startswith("time/"))
+        tokens = self.accelerator.num_processes * int(metrics.pop("reply/tokens"))
+        self.reply_tokens += tokens
+        metrics["kl_coef"] = self.kl_coef if self.config.kl.kl_placement != "none" else 0.0
+        metrics["learning_rate"] = self.learning_rate
+        metrics["throughput/tokens_per_s"] = tokens / spent
+        metrics["throughput/episodes_per_s"] = self.config.episodes_per_update / spent
+        metrics["optimizer_steps"] = float(self.optimizer_steps)
+        self.peak_memory = max(self.peak_memory, memory_in_use(self.accelerator.device))
+        metrics["memory/peak_gib"] = self.peak_memory / 2**30
+        self.state.global_step = update
+        self.state.episode = update * self.config.episodes_per_update
+        self.state.epoch = update * self.config.batch.batch_size / len(self.train_prompts)
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+        self.tell("on_update_end", update, metrics)
+        self._finish_epoch(update, metrics)
+        if update % self.config.run.eval_every == 0 or update == self.updates:
+            self.evaluate()
+        return metrics
+
+    def _finish_epoch(self, update: int, metrics: dict[str, float]) -> None:
+        """At the end of a pass over the training prompts, the callbacks hear the means of its updates' metrics."""
+        self.this_epoch.append(metrics)
+        before, passes = ((u * self.config.batch.batch_size) // len(self.train_prompts) for u in (update - 1, update))
+        if passes > before:
+            self.tell("on_epoch_end", passes, {name: fmean(m[name] for m in self.this_epoch) for name in metrics})
+            self.this_epoch = []
+
+    def set_kl_coef(self, beta: float) -> None:
+        """The one door through which a callback may steer training: beta of the next update."""
+        self.kl_coef = beta
+
+    def evaluate(self) -> Evaluation:
+        """Sample the evaluation prompts with the same random numbers every time, score, log and keep the result."""
+        episodes = list(enumerate(self.evaluation_prompts))
+        parts = [
+            self.rollout(episodes[i : i + EVALUATED_AT_ONCE], 0, "evaluate")
+            for i in range(0, len(episodes), EVALUATED_AT_ONCE)
+        ]
+        if self.text is None:
+            self.text = fixed_text(self.processing_class, self.evaluation_prompts, parts, self.config.data.eval_text)
+        result = evaluate(
+            parts,
+            self.state.global_step,
+            self.actor,
+            self.rewards,
+            self.text,
+            self.processing_class.pad_token_id,
+            self.dtype,
+        )
+        self.evaluations.append(result)
+        result.write(Path(self.config.run.output) / "samples", self.evaluation_prompts)
+        self.log(result.metrics())
+        self.tell("on_evaluation", result)
+        return result
+
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
+        """Policy (or adapter) and tokenizer as plain Hugging Face files, the value head beside them."""
+        save_policy(self.actor, self.processing_class, Path(output_dir or self.config.run.output))
+
+    def load_model(self, folder: str | Path) -> None:
+        """Take over the weights (or adapter), and the value head, that `save_model` wrote. Raises UserError where they
+        are not this model's."""
+        load_policy_weights(self.actor, Path(folder))

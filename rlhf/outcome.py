@@ -1,0 +1,55 @@
+"""The end of a run: what it came to, where everything is, and what to type next."""
+
+from __future__ import annotations
+
+from config import Config
+from recipes import RECIPES
+from rlhf.callbacks import BEST_FOLDER, kl_controller
+from rlhf.console import Screen
+from rlhf.demo.tasks import gold_quality
+from rlhf.loop import OnPolicyLoop
+from rlhf.report import compare, kl_of_phases, last_kl, show_figures, show_samples
+from rlhf.runlogs import RunLog
+
+
+def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Screen) -> None:
+    """Before and after, side by side; figures and what was spent go to run.json."""
+    before, after, prompts = trainer.evaluations[0], trainer.evaluations[-1], trainer.evaluation_prompts
+    knows_gold = config.recipe == "demo" and config.data.prompts == RECIPES["demo"]["training"]["prompts"]
+    gold = gold_quality if knows_gold else None
+    target = config.kl.kl_target[-1]
+    figures = compare(before, after, prompts, gold, config.run.seed) | {
+        "kl_last_10_updates": last_kl(trainer.state.log_history, target),
+        "kl_target": target.nats if config.kl.steered else None,
+        "kl_unit": f"nats/{target.per}",
+        "kl_phases": kl_of_phases(trainer.state.log_history, kl_controller(config, trainer.updates).phases),
+        "perplexity_text": trainer.text.source,
+        "peak_memory_gib": trainer.peak_memory / 2**30,
+        "seconds": log.seconds(),
+    }
+    spent = {
+        "updates": trainer.updates,
+        "episodes": trainer.updates * config.episodes_per_update,
+        "optimizer_steps": trainer.optimizer_steps,
+        "reply_tokens": trainer.reply_tokens,
+    }
+    log.add(figures=figures, spent=spent)
+    show_samples(before, after, prompts, gold, config.run.seed, screen)
+    show_figures(figures, screen)
+    show_where(config, log.data["best"], screen)
+
+
+def show_where(config: Config, best: dict, screen: Screen) -> None:
+    """What lies where, and the next command."""
+    output = config.run.output
+    loader = "peft.AutoPeftModelForCausalLM" if config.model.use_lora else "transformers.AutoModelForCausalLM"
+    screen.say("saved:")
+    screen.facts(
+        [
+            (output, f"model and tokenizer; load with {loader}.from_pretrained({output!r})"),
+            (f"{output}/{BEST_FOLDER}", f"the same after update {best['update']}: {best['why']}"),
+            (f"{output}/samples", "every evaluation's replies with their scores"),
+            (f"{output}/run.json", "settings, versions, figures"),
+        ]
+    )
+    screen.say(f"next: tensorboard --logdir {output}/logs")

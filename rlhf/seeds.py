@@ -1,0 +1,105 @@
+"""Several seeds in one command: run one after another, skip what is finished, end with a table over seeds."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, stdev
+
+import torch
+
+from config import Config
+from rlhf.console import Screen, clock
+from rlhf.errors import UserError
+from rlhf.knobs import as_plain
+from rlhf.runlogs import RUN_FILE, read_run, write_json
+
+# figure in run.json -> how it is shown
+SHOWN = {
+    "score_before": "score before",
+    "score_after": "score after",
+    "score_rise_in_start_sd": "rise, sd of the start's scores",
+    "gold_before": "gold quality before",
+    "gold_after": "gold quality after",
+    "kl_last_10_updates": "KL at the end",
+    "perplexity_before": "perplexity before",
+    "perplexity_after": "perplexity after",
+    "length_before": "reply tokens before",
+    "length_after": "reply tokens after",
+    "eos_rate_after": "share of replies that end",
+    "peak_memory_gib": "peak memory, GiB",
+    "seconds": "seconds",
+}
+MAY_DIFFER = ("seed", "seeds", "output", "overwrite", "dry_run")  # between runs of one comparison
+
+
+def for_each_seed(train: Callable[[Config, Screen], None], config: Config, screen: Screen) -> None:
+    """`train` with the configuration itself, or with each of its `seeds` in turn, each into a folder of its own."""
+    if config.run.seeds is None:
+        return train(config, screen)
+    configs = {seed: with_seed(config, seed) for seed in config.run.seeds}
+    finished = {seed: is_finished(one) for seed, one in configs.items()}  # faults of all, before the first is run
+    for seed, one in configs.items():
+        if finished[seed]:
+            screen.say(f"seed {seed}: finished before, in {one.run.output}")
+            continue
+        screen.say(f"seed {seed}: into {one.run.output}")
+        train(one, screen)
+        gc.collect()  # a run's models must not weigh on the next one's peak memory
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    if not config.run.dry_run:
+        show_seeds(config, {seed: read_run(Path(one.run.output)) for seed, one in configs.items()}, screen)
+
+
+def with_seed(config: Config, seed: int) -> Config:
+    """The configuration of one seed's run."""
+    output = f"{config.run.output.rstrip('/')}_seed{seed}"
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, seed=seed, seeds=None, output=output))
+
+
+def is_finished(config: Config) -> bool:
+    """Whether this very run is done. Raises UserError where another one is in its folder, unless it may go."""
+    run = read_run(Path(config.run.output))
+    if run is None or run["status"] != "finished":
+        return False
+    differ = differences(run.get("settings", {}), json.loads(json.dumps(as_plain(config))))
+    if differ and not config.run.overwrite:
+        raise UserError(
+            f"a finished run with other settings ({', '.join(differ)}) is there: {config.run.output}. "
+            "Add --overwrite to delete it, or name another folder with --output"
+        )
+    return not differ
+
+
+def differences(one: dict, other: dict) -> list[str]:
+    """Names of the knobs in which two runs' settings differ, seed and folders aside."""
+    flat = [
+        {k: v for group in settings.values() for k, v in (group.items() if isinstance(group, dict) else ())}
+        | {k: v for k, v in settings.items() if not isinstance(v, dict)}
+        for settings in (one, other)
+    ]
+    names = sorted(flat[0].keys() | flat[1].keys())
+    return [n for n in names if n not in MAY_DIFFER and flat[0].get(n) != flat[1].get(n)]
+
+
+def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
+    """Every figure by seed, with mean and spread (standard deviation over seeds), on the screen and as JSON."""
+    table, summary = [], {}
+    for name, label in SHOWN.items():
+        values = [run["figures"][name] for run in runs.values() if name in run["figures"]]
+        if len(values) < len(runs):
+            continue
+        spread = stdev(values) if len(values) > 1 else None
+        summary[name] = {"by_seed": dict(zip(runs, values, strict=True)), "mean": fmean(values), "sd": spread}
+        show = clock if name == "seconds" else "{:.3f}".format
+        cells = [show(v) for v in (*values, fmean(values))]
+        table.append((label, *cells, "-" if spread is None else show(spread)))
+    columns = ["", *(f"seed {seed}" for seed in runs), "mean", "sd over seeds"]
+    screen.table(f"{config.algorithm.upper()}, {len(runs)} seeds", columns, table)
+    file = Path(f"{config.run.output.rstrip('/')}_seeds.json")
+    write_json(file, {"algorithm": config.algorithm, "recipe": config.recipe, "figures": summary})
+    screen.say(f"saved: {file}; the rest is in each seed's {RUN_FILE}")

@@ -1,0 +1,43 @@
+"""`python train_grpo.py`: GRPO from a start model and a reward to a better model."""
+
+from __future__ import annotations
+
+from config import Config, parse_cli
+from rlhf.errors import run_command
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = parse_cli(argv, algorithm="grpo")  # before torch is imported: --help and mistakes are answered at once
+    from rlhf.console import Screen, quiet_libraries
+
+    quiet_libraries()
+    from rlhf.seeds import for_each_seed
+
+    for_each_seed(train, config, Screen())
+
+
+def train(config: Config, screen) -> None:
+    from rlhf.assembly import check_run_folder, load_parts, prepare_demo_parts, show_plan, start_run
+    from rlhf.callbacks import attach_callbacks
+    from rlhf.grpo_trainer import GRPO
+    from rlhf.outcome import finish_run
+    from rlhf.preflight import start_device
+
+    check_run_folder(config)
+    device = start_device(screen)
+    prepare_demo_parts(config, screen, device)
+    parts = load_parts(config, device, screen)
+    updates = config.updates(len(parts.prompts.train))
+    show_plan(config, parts, updates, device, screen)
+    if config.run.dry_run:
+        return
+    with screen, start_run(config, parts, updates, screen) as log:
+        trainer = GRPO(config, **parts.for_trainer)
+        attach_callbacks(trainer, config, log, screen)
+        trainer.train()
+        trainer.save_model(config.run.output)
+        finish_run(config, trainer, log, screen)
+
+
+if __name__ == "__main__":
+    run_command(main)

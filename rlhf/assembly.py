@@ -75,10 +75,9 @@ class Parts:
 
 def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
     """Data before models, small models before large: a fault is said before anything slow is done for nothing."""
-    m, d, r = config.model, config.data, config.reward
-    start = find_model(m.actor_model, "--actor-model")
-    reward_name = find_model(m.rm_model, "--rm-model") if m.rm_model is not None else None
-    rules = [find_rule(name, r.keywords) for name in r.reward_func]
+    d = config.data
+    start = find_model(config.model.actor_model, "--actor-model")
+    sources = find_rewards(config)
     tokenizer = load_tokenizer(start)
     if d.eval_text is not None:
         text_of_file(tokenizer, d.eval_text)
@@ -87,15 +86,44 @@ def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
         screen.say(
             f"only {len(prompts.evaluation)} evaluation prompts: all of them are used, and figures are uncertain"
         )
-    reward_model = None
-    if reward_name is not None:
-        reward_model = RewardModel.load(reward_name, device, autocast_dtype(m.bf16, device))
-        pairs = [p.example for p in prompts.evaluation]
-        check_reward_model(reward_model, m.rm_model, pairs, m.allow_weak_reward_model, screen)
-        check_leaks(reward_model, prompts, screen)
-    learned = [LearnedReward(reward_model)] if reward_model is not None else []
-    rewards = Rewards([*learned, *rules], r.reward_weights, tokenizer)
+    rewards, reward_model = load_rewards(config, sources, tokenizer, prompts, device, screen)
     return Parts(tokenizer, prompts, reward_model, rewards, load_start_policy(config, start, tokenizer, device))
+
+
+@dataclass
+class RewardSources:
+    """Where the rewards come from, found but not loaded."""
+
+    folder: str | None  # the reward model's
+    rules: list
+
+
+def find_rewards(config: Config) -> RewardSources:
+    """Raises UserError where the reward model or a rule is not there."""
+    name = config.model.rm_model
+    return RewardSources(
+        folder=find_model(name, "--rm-model") if name is not None else None,
+        rules=[find_rule(rule, config.reward.keywords) for rule in config.reward.reward_func],
+    )
+
+
+def load_rewards(
+    config: Config,
+    sources: RewardSources,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptSets,
+    device: torch.device,
+    screen: Screen,
+) -> tuple[Rewards, RewardModel | None]:
+    """The reward model, where there is one, proved on the held-out pairs, and the rules, by weight."""
+    m, model = config.model, None
+    if sources.folder is not None:
+        model = RewardModel.load(sources.folder, device, autocast_dtype(m.bf16, device))
+        pairs = [p.example for p in prompts.evaluation]
+        check_reward_model(model, m.rm_model, pairs, m.allow_weak_reward_model, screen)
+        check_leaks(model, prompts, screen)
+    learned = [LearnedReward(model)] if model is not None else []
+    return Rewards([*learned, *sources.rules], config.reward.reward_weights, tokenizer), model
 
 
 def load_start_policy(config: Config, start: str, tokenizer: PreTrainedTokenizerBase, device: torch.device):

@@ -89,7 +89,9 @@ def fixed_text(
 
 
 def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
-    """A text file's paragraphs, each predicted from its first token on."""
+    """A text file's paragraphs, each predicted from its first token on. Raises UserError."""
+    if not Path(file).is_file():
+        raise UserError(f"no such file: --eval-text {file}. Give a text file")
     paragraphs = [p for p in read_text(Path(file)).split("\n\n") if p.strip()]
     rows = [ids for p in paragraphs if len(ids := encode_text(tokenizer, p.strip())) > 1]
     if not rows:

@@ -130,7 +130,7 @@ def convert(knob: Knob, value: Any, where: str) -> Any:
         return None
     if knob.is_list:
         parts = value if isinstance(value, (list, tuple)) else [value]
-        words = [w.strip() for part in parts for w in (part.split(",") if isinstance(part, str) else [part])]
+        words = [w for p in parts for w in ([s.strip() for s in p.split(",")] if isinstance(p, str) else [p])]
         return tuple(_convert_one(knob, w, typing.get_args(knob.base_type)[0], where) for w in words)
     return _convert_one(knob, value, knob.base_type, where)
 

@@ -6,11 +6,12 @@ template's own text and the messages' text are tokenized apart.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -258,10 +259,10 @@ class PromptSets:
 
     train: list[Prompt]
     evaluation: list[Prompt]
-    rows: int
-    split: Split
-    parts: dict[str, int]  # rows per part
     too_long: int
+    rows: int = 0
+    split: Split | None = None  # None: the two lists were given
+    parts: dict[str, int] = field(default_factory=dict)  # rows per part
 
 
 def load_prompts(
@@ -278,20 +279,41 @@ def load_prompts(
     has_pairs = any(e.chosen is not None for e in examples)
     split = split or (Split(45, 45, 10) if has_pairs else Split(0, 90, 10))
     parts = split_examples(examples, split)
-    train, too_long = encode_prompts(tokenizer, distinct_questions(parts["rl"]), longest)
-    evaluation, too_long_evaluation = encode_prompts(tokenizer, distinct_questions(parts["evaluation"]), longest)
-    for name, kept, part in (("train", train, parts["rl"]), ("evaluate", evaluation, parts["evaluation"])):
+    sets = render_sets(tokenizer, parts["rl"], parts["evaluation"], longest)
+    for name, kept, part in (("train", sets.train, parts["rl"]), ("evaluate", sets.evaluation, parts["evaluation"])):
         if not kept:
             shortest = min((len(encode_prompt(tokenizer, e.messages)) for e in part), default=0)
             raise UserError(
                 f"no prompt left to {name} on: {source}, {len(examples)} rows, split {split}, {len(part)} in this "
                 f"part, the shortest of {shortest} tokens. Give more rows, another --split or a larger --prompt-length"
             )
-    return PromptSets(
-        train=train[:most],
-        evaluation=evaluation[:most_evaluation],
+    return dataclasses.replace(
+        sets,
+        train=sets.train[:most],
+        evaluation=sets.evaluation[:most_evaluation],
         rows=len(examples),
         split=split,
         parts={name: len(part) for name, part in parts.items()},
-        too_long=too_long + too_long_evaluation,
     )
+
+
+def render_sets(
+    tokenizer: PreTrainedTokenizerBase, train: Sequence[Example], evaluation: Sequence[Example], longest: int
+) -> PromptSets:
+    """The distinct prompts of two lists, as ids."""
+    kept, too_long = encode_prompts(tokenizer, distinct_questions(train), longest)
+    held_out, too_long_evaluation = encode_prompts(tokenizer, distinct_questions(evaluation), longest)
+    return PromptSets(kept, held_out, too_long=too_long + too_long_evaluation)
+
+
+def examples_of(prompts: Sequence[str | Sequence[dict[str, str]]]) -> list[Example]:
+    """Prompts given in Python, each a text or a chat of {"role", "content"}. Raises UserError with every fault."""
+    examples, faults = [], []
+    for i, prompt in enumerate(prompts):
+        row = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
+        try:
+            examples.append(_example(row, f"prompt {i + 1}", pairs=False))
+        except UserError as error:
+            faults += error.faults
+    raise_if(faults)
+    return examples

@@ -15,11 +15,22 @@ import pytest
 import torch
 
 from config import Config, parse_cli
-from rlhf.console import quiet_libraries
+from rlhf.callbacks import attach_callbacks
+from rlhf.console import Screen, quiet_libraries
+from rlhf.runlogs import RunLog
 from tests.shapes import make_reward_model, make_start_model
 
 torch.set_num_threads(1)  # tiny models: threads cost more than they bring, and spin when others need the cores
 quiet_libraries()
+
+
+def attach(trainer) -> RunLog:
+    """What a script attaches to its trainer; returns the run's log."""
+    output = Path(trainer.config.run.output)
+    output.mkdir(parents=True, exist_ok=True)
+    log = RunLog(output)
+    attach_callbacks(trainer, trainer.config, log, Screen())
+    return log
 
 
 def pytest_collection_modifyitems(items):
@@ -60,35 +71,31 @@ def pairs_file(tmp_path_factory) -> Path:
 def configured(start_model, reward_folder, pairs_file, tmp_path):
     """A function from flags to a Config of a tiny run in a folder of its own."""
 
-    def make(*flags: object) -> Config:
+    def make(*flags: object, algorithm: str = "ppo") -> Config:
         words = {
             "--actor-model": start_model, "--rm-model": reward_folder, "--prompts": pairs_file,
             "--output": tmp_path / "run", "--batch-size": 4, "--num-iterations": 2, "--ppo-epochs": 2,
             "--reply-length": 8, "--prompt-length": 100, "--eval-prompts": 6, "--learning-rate": 1e-3,
         }  # fmt: skip
         argv = [str(word) for pair in words.items() for word in pair]
-        return parse_cli([*argv, "--allow-weak-reward-model", *map(str, flags)])
+        return parse_cli([*argv, "--allow-weak-reward-model", *map(str, flags)], algorithm)
 
     return make
 
 
 @pytest.fixture
 def build(configured):
-    """A function from flags to a PPO trainer, ready to train, without callbacks."""
-    from rlhf.assembly import load_parts
-    from rlhf.console import Screen
-    from rlhf.ppo_trainer import PPO
+    """A function from flags to a trainer, PPO's unless `algorithm` says "grpo", ready to train, without callbacks.
 
-    def make(*flags: object, **parts_changed):
-        config = configured(*flags)
+    GRPO's batch is 2 prompts x 2 replies where the flags name no other: as many episodes as PPO's 4 prompts.
+    """
+    from rlhf.api import TRAINERS
+    from rlhf.assembly import load_parts
+
+    def make(*flags: object, algorithm: str = "ppo", **parts_changed):
+        groups = ("--batch-size", 2, "--K", 2) if algorithm == "grpo" else ()
+        config = configured(*groups, *flags, algorithm=algorithm)
         parts = load_parts(config, torch.device("cpu"), Screen())
-        made = {
-            "policy": parts.policy,
-            "tokenizer": parts.tokenizer,
-            "train": parts.prompts.train,
-            "evaluation": parts.prompts.evaluation,
-            "reward_functions": parts.reward_functions,
-        }
-        return PPO(config, **{**made, **parts_changed})
+        return TRAINERS[algorithm](config, **{**parts.for_trainer, **parts_changed})
 
     return make

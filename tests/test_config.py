@@ -14,7 +14,7 @@ def test_later_layers_win(tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text("learning_rate: 1e-4\nppo:\n  gamma: 0.5\n")
     assert parse_cli([]).optimizer.learning_rate == 5e-6
-    assert parse_cli(["--recipe", "demo"]).ppo.batch_size == RECIPES["demo"]["training"]["batch_size"]
+    assert parse_cli(["--recipe", "demo"]).batch.batch_size == RECIPES["demo"]["training"]["batch_size"]
     from_file = parse_cli(["--recipe", "demo", "--config", str(file)])
     assert (from_file.optimizer.learning_rate, from_file.ppo.gamma) == (1e-4, 0.5)
     both = parse_cli(["--recipe", "demo", "--config", str(file), "--learning-rate", "2e-4"])
@@ -33,7 +33,7 @@ def test_dashes_and_underscores(flag):
 
 def test_the_references_names():
     config = parse_cli("--init_kl_coef 0.2 --cliprange 0.1 --max-new-tokens 9 --target-kl 5/sequence --rank 2".split())
-    assert (config.kl.kl_coef, config.ppo.clip_range, config.sampling.reply_length) == (0.2, 0.1, 9)
+    assert (config.kl.kl_coef, config.batch.clip_range, config.sampling.reply_length) == (0.2, 0.1, 9)
     assert (config.kl.kl_target, config.model.lora_r) == ((KLTarget(5, "sequence"),), 2)
 
 

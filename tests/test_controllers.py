@@ -7,9 +7,8 @@ import pytest
 from config import parse_cli
 from recipes import RECIPES
 from rlhf.callbacks import kl_controller
-from rlhf.controllers import KLController, in_band
+from rlhf.controllers import LOWEST_BETA, KLController, ScoreNormalizer, in_band
 from rlhf.knobs import KLTarget
-from rlhf.ppo_trainer import updates_planned
 
 SEQUENCE_6 = [KLTarget(6.0, "sequence")]
 
@@ -62,13 +61,79 @@ def test_band():
     assert not in_band(2.99, 6.0) and not in_band(9.01, 6.0)
 
 
+def test_boundaries_move_the_phases():
+    targets = [KLTarget(t, "token") for t in (0.05, 0.02, 0.01)]
+    controller = KLController(0.1, targets, 20, updates=100, boundaries=(0.5, 0.9))
+    assert [(a, b, t.nats) for a, b, t in controller.phases] == [(1, 50, 0.05), (51, 90, 0.02), (91, 100, 0.01)]
+    assert [controller.target_of(u).nats for u in (0, 50, 51, 90, 91, 500)] == [0.05, 0.05, 0.02, 0.02, 0.01, 0.01]
+
+
+def test_the_controller_acts_within_a_phase():
+    """KL 0.03 a token, phases 0.05 then 0.02: error -0.2 (clipped), then +0.2; 10 episodes over a horizon of 20."""
+    controller = KLController(1.0, [KLTarget(0.05, "token"), KLTarget(0.02, "token")], 20, updates=4)
+    trace = [controller.update(9.0, 0.03, 10) for _ in range(4)]
+    assert trace == pytest.approx([0.9, 0.81, 0.81 * 1.1, 0.81 * 1.1**2])
+
+
+def test_beta_has_a_floor():
+    controller = KLController(2e-4, SEQUENCE_6, 1, updates=10)
+    assert [controller.update(0.0, 0.0, 100) for _ in range(3)] == [LOWEST_BETA] * 3
+    assert KLController(1e-5, SEQUENCE_6, 1, updates=10).update(0.0, 0.0, 100) == 1e-5, "never raised by the floor"
+    assert KLController(0.0, SEQUENCE_6, None, updates=10).update(9.0, 0.1, 100) == 0.0
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_normaliser_against_its_recurrence_by_hand():
+    # batch 1: mean 2, variance 1. Batch 2: mean 6, variance 9 -> .75 * 2 + .25 * 6 = 3; .75 * 1 + .25 * 9 = 3
+    normalizer = ScoreNormalizer(0.75)
+    assert normalizer([1.0, 3.0]) == [-1.0, 1.0]
+    assert normalizer([3.0, 9.0]) == pytest.approx([0.0, 6 / 3**0.5])
+    assert (normalizer.mean, normalizer.variance) == (3.0, 3.0)
+
+
+def test_until_scores_spread_they_are_only_shifted():
+    normalizer = ScoreNormalizer(0.99)
+    assert normalizer([5.0, 5.0]) == [0.0, 0.0]
+    assert normalizer([5.0, 7.0]) == pytest.approx([-0.01, 1.99]), "mean 5.01; the first spread is taken whole: 1"
+
+
+def test_a_drift_of_the_mean_is_no_spread():
+    normalizer = ScoreNormalizer(0.99)
+    spans = []
+    for update in range(200):
+        low, high = normalizer([3.0 * update, 3.0 * update + 2])
+        spans.append(high - low)
+    assert spans == pytest.approx([2.0] * 200), "variance stays 1 while the scores climb by 600"
+
+
+def test_the_normalisers_state_comes_back():
+    one = ScoreNormalizer(0.9)
+    one([1.0, 4.0])
+    other = ScoreNormalizer(0.9)
+    other.load_state_dict(one.state_dict())
+    assert other([2.0, 8.0]) == one([2.0, 8.0])
+
+
 # the factor by which each recipe's beta can grow in its run; orca's prompts are what the real split leaves (5,786)
-LARGEST_MOVES = {"smollm2-orca": (5_786, 5.0), "demo": (900, 5.0)}
+LARGEST_MOVES = {"smollm2-orca": (5_786, 5.0), "phased-kl": (1_000, 100.0), "demo": (900, 5.0)}
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_each_recipes_controller_can_act(recipe):
+def test_each_recipes_controller_can_act(recipe, algorithm):
     prompts, at_least = LARGEST_MOVES[recipe]
-    config = parse_cli(["--recipe", recipe])
-    updates = updates_planned(config, prompts)
-    assert kl_controller(config, updates).largest_move(config.ppo.batch_size) >= at_least
+    config = parse_cli(["--recipe", recipe], algorithm)
+    updates = config.updates(prompts)
+    assert kl_controller(config, updates).largest_move(config.episodes_per_update) >= at_least
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_phased_kl_acts_over_about_20_updates(algorithm):
+    config = parse_cli(["--recipe", "phased-kl"], algorithm)
+    assert config.kl.kl_horizon / config.episodes_per_update == 20
+    phases = kl_controller(config, 800).phases
+    assert [(a, b, str(t)) for a, b, t in phases] == [
+        (1, 267, "0.05/token"), (268, 533, "0.02/token"), (534, 800, "0.01/token")
+    ]  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +12,13 @@ import torch
 from scipy.stats import bootstrap
 from transformers import AutoModelForCausalLM
 
+from rlhf.errors import UserError
 from rlhf.evaluation import Evaluation, FixedText, fixed_text, perplexity
 from rlhf.knobs import KLTarget
 from rlhf.models import load_tokenizer
-from rlhf.prompts import Example, Prompt, encode_prompt, encode_reply
-from rlhf.report import compare, gold_scores, last_kl, mean_interval
+from rlhf.prompts import Example, Prompt, decode_reply, encode_prompt, encode_reply, encode_text
+from rlhf.report import compare, gold_scores, kl_of_phases, last_kl, mean_interval
+from tests.conftest import attach
 
 CPU = torch.device("cpu")
 
@@ -48,13 +52,44 @@ def test_perplexity_against_a_plain_forward(start_model):
     assert found == pytest.approx(math.exp(total / tokens), rel=1e-5)
 
 
-def test_perplexity_is_taken_on_chosen_replies_or_says_that_it_is_not(start_model):
+def test_perplexity_is_taken_on_chosen_replies(start_model):
     tokenizer = load_tokenizer(str(start_model))
     pairs = prompts(3, chosen="yes", rejected="no")
-    assert fixed_text(tokenizer, pairs, [], 10).source == "3 held-out chosen replies"
-    text = fixed_text(tokenizer, prompts(2), [("first", True), ("second", False)], 10)
-    assert text.source == "one fixed sample of the start model's replies (2)"
-    assert text.replies == [encode_reply(tokenizer, "first"), encode_reply(tokenizer, "second", False)]
+    text = fixed_text(tokenizer, pairs, [], None)
+    assert text.source == "3 held-out chosen replies"
+    assert text.replies == [encode_reply(tokenizer, "yes")] * 3
+
+
+def test_without_pairs_the_perplexity_is_of_the_start_models_replies_and_says_so(build, tmp_path, capsys):
+    """Named wherever it is shown, and the same text throughout the run."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"What is number {i}?"}) for i in range(80)))
+    trainer = build("--prompts", file, "--num-iterations", 1)
+    log = attach(trainer)
+    trainer.train()
+    kept = len(trainer.evaluation_prompts)
+    source = f"one fixed sample of the start model's replies ({kept})"
+    assert trainer.text.source == source == log.data["best"]["perplexity_text"]
+    start = [json.loads(line)["reply"] for line in (Path(log.path.parent) / "samples" / "update-000000.jsonl").open()]
+    decoded = [decode_reply(trainer.processing_class, ids) for ids in trainer.text.replies]
+    assert decoded == start, "EOS where the reply had one, no other change"
+    assert capsys.readouterr().out.count(f"on {source}") == 2, "before and after"
+
+
+def test_a_named_text_is_the_perplexitys(build, start_model, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("the cat sat\n\nParis is a city\non a river\n\n\n")
+    trainer = build("--eval-text", file)
+    trainer.evaluate()
+    tokenizer = load_tokenizer(str(start_model))
+    ids = [encode_text(tokenizer, p) for p in ("the cat sat", "Paris is a city\non a river")]
+    assert trainer.text.source == f"2 paragraphs of {file}"
+    assert [[*p.ids, *r] for p, r in zip(trainer.text.prompts, trainer.text.replies, strict=True)] == ids
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(UserError, match="no paragraph of two tokens or more: --eval-text"):
+        build("--eval-text", tmp_path / "empty.txt")
+    with pytest.raises(UserError, match="no such file: --eval-text"):
+        build("--eval-text", tmp_path / "nowhere.txt")
 
 
 def test_evaluations_use_the_same_random_numbers(build):
@@ -103,3 +138,11 @@ def test_last_kl_reads_the_targets_unit():
     history = [{"kl_divergence": float(i), "kl_divergence/token": i / 100} for i in range(20)] + [{"eval/score": 1.0}]
     assert last_kl(history, KLTarget(6, "sequence")) == pytest.approx(14.5)
     assert last_kl(history, KLTarget(0.05, "token")) == pytest.approx(0.145)
+
+
+def test_the_kl_at_the_end_of_each_phase_by_hand():
+    history = [{"kl_divergence": 9.0, "kl_divergence/token": float(i)} for i in range(1, 25)]
+    phases = [(1, 20, KLTarget(0.5, "token")), (21, 24, KLTarget(0.2, "token"))]
+    ends = kl_of_phases(history, phases)
+    assert [e["kl_last_10_updates"] for e in ends] == [15.5, 22.5], "11..20; of the short phase only its own 21..24"
+    assert [(e["updates"], e["target"]) for e in ends] == [([1, 20], 0.5), ([21, 24], 0.2)]

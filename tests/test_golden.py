@@ -158,7 +158,7 @@ def test_a_score_stands_at_eos_and_not_behind_it_as_in_trl(
         *flags,
         train=stock.prompts,
         evaluation=stock.prompts,
-        reward_functions=[lambda completions, **_: [2.0] * BATCH],
+        rewards=[lambda completions, **_: [2.0] * BATCH],
     )
     replayed(ours, stock)
     mine = ours.one_update(1)

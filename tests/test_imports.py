@@ -13,12 +13,13 @@ ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"rlhf.errors", "rlhf.knobs", "rlhf.cli", "recipes"},
     {"config", "rlhf.demo.families", "rlhf.demo.tasks"},
-    {"rlhf.objectives", "rlhf.controllers", "rlhf.hub", "rlhf.prompts", "rlhf.models", "rlhf.actor_critic",
-     "rlhf.runlogs", "rlhf.trl_ppo", "rlhf.console", "reward_model.scorer"},
+    {"rlhf.objectives", "rlhf.controllers", "rlhf.best", "rlhf.hub", "rlhf.prompts", "rlhf.models",
+     "rlhf.actor_critic", "rlhf.runlogs", "rlhf.trl_ppo", "rlhf.console", "reward_model.scorer"},
     {"rlhf.rollout", "rlhf.rewards", "rlhf.evaluation", "rlhf.checkpoints", "rlhf.report", "rlhf.metrics"},
-    {"rlhf.ppo_trainer", "rlhf.callbacks", "rlhf.preflight", "rlhf.assembly", "reward_model.training",
+    {"rlhf.loop", "rlhf.ppo_trainer", "rlhf.grpo_trainer", "rlhf.callbacks", "rlhf.outcome", "rlhf.seeds",
+     "rlhf.api", "rlhf.preflight", "rlhf.assembly", "reward_model.training",
      "rlhf.demo.start_model", "rlhf.demo.pairs", "rlhf.demo.parts"},
-    {"train_ppo", "reward_model.train"},
+    {"train_ppo", "train_grpo", "reward_model.train"},
 ]  # fmt: skip
 LEVEL_OF = {module: level for level, modules in enumerate(LEVELS) for module in modules}
 FILES = [*ROOT.glob("*.py"), *ROOT.glob("rlhf/**/*.py"), *ROOT.glob("reward_model/*.py")]
@@ -68,7 +69,7 @@ def test_the_check_sees_an_arrow_that_points_up(tmp_path, monkeypatch):
     assert arrows_up(bad) == ["rlhf.ppo_trainer"]
 
 
-@pytest.mark.parametrize("command", [["train_ppo.py"], ["-m", "reward_model.train"]])
+@pytest.mark.parametrize("command", [["train_ppo.py"], ["train_grpo.py"], ["-m", "reward_model.train"]])
 def test_help_and_mistakes_do_not_wait_for_torch(command):
     watch = "import sys, runpy; sys.argv = {argv}\ntry: runpy.{run}({name!r}, run_name='__main__')\n"
     watch += "except SystemExit: pass\nassert 'torch' not in sys.modules and 'transformers' not in sys.modules"

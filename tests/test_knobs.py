@@ -12,11 +12,12 @@ from config import Config, RewardModelConfig, parse_reward_cli
 from reward_model.scorer import METRICS_FILE
 from reward_model.training import train_reward_model
 from rlhf.assembly import check_run_folder, load_parts
-from rlhf.callbacks import attach_callbacks
 from rlhf.console import Screen
 from rlhf.errors import UserError
 from rlhf.knobs import knobs_of
 from rlhf.runlogs import RunLog
+from rlhf.seeds import for_each_seed
+from tests.conftest import attach
 from tests.shapes import make_reward_model, make_start_model
 
 CPU = torch.device("cpu")
@@ -25,16 +26,18 @@ MEASURED_APART = ("time/", "throughput/", "memory/")  # what the clock and the m
 
 @pytest.fixture
 def run(build):
-    """Everything that a short run logs, beta included, and its weights' sum."""
+    """Everything that a short run logs, beta included, the best checkpoint, and its weights' sum."""
 
-    def observe(*flags) -> str:
-        trainer = build("--num-iterations", 3, "--learning-rate", "1e-2", "--kl-horizon", 40, *flags)
-        attach_callbacks(trainer, trainer.config, Screen())
+    def observe(*flags, algorithm="ppo") -> str:
+        trainer = build(
+            "--num-iterations", 3, "--learning-rate", "1e-2", "--kl-horizon", 40, *flags, algorithm=algorithm
+        )
+        log = attach(trainer)
         trainer.train()
         logged = [{k: v for k, v in entry.items() if not k.startswith(MEASURED_APART)}
                   for entry in trainer.state.log_history]  # fmt: skip
         weights = sum(float(w.detach().double().abs().sum()) for w in trainer.model.parameters())
-        return json.dumps([logged, weights])
+        return json.dumps([logged, weights, log.data["best"]["update"]])
 
     return observe
 
@@ -49,6 +52,7 @@ BY_RUN = {
     "bf16": (["--bf16"], []),
     "split": (["--split", "10/80/10"], []),
     "prompt_length": (["--prompt-length", "40"], []),
+    "eval_text": (["--eval-text", "README.md"], []),
     "max_prompts": (["--max-prompts", "5"], []),
     "eval_prompts": (["--eval-prompts", "2"], []),
     "reply_length": (["--reply-length", "5"], []),
@@ -67,8 +71,18 @@ BY_RUN = {
     "whiten_rewards": (["--whiten-rewards"], []),
     "whiten_advantages": (["--no-whiten-advantages"], []),
     "missing_eos_penalty": (["--missing-eos-penalty", "2"], []),
+    "reward_func": (["--reward-func", "length_penalty"], []),
+    "reward_weights": (["--reward-weights", "0.5"], []),
+    "keywords": (["--keywords", "e"], ["--reward-func", "keyword_bonus"]),
+    "normalize_scores": (["--normalize-scores"], []),
+    "score_ema": (["--score-ema", "0.1"], ["--normalize-scores"]),
     "kl_coef": (["--kl-coef", "0.5"], []),
+    "kl_placement": (["--kl-placement", "loss"], []),
     "kl_schedule": (["--kl-schedule", "fixed"], []),
+    "kl_boundaries": (
+        ["--kl-boundaries", "0.9"],
+        ["--kl-schedule", "phased", "--kl-target", "9/token", "0.0001/token"],
+    ),
     "kl_target": (["--kl-target", "0.001/token"], []),
     "kl_horizon": (["--kl-horizon", "20"], []),
     "kl_penalty_at": (["--kl-penalty-at", "eos"], ["--kl-coef", "0.5"]),
@@ -77,7 +91,20 @@ BY_RUN = {
     "max_grad_norm": (["--max-grad-norm", "0.01"], []),
     "seed": (["--seed", "7"], []),
     "num_iterations": (["--num-iterations", "2"], []),
+    "episodes": (["--episodes", "8"], []),
     "eval_every": (["--eval-every", "1"], []),
+}
+
+# the same for what GRPO alone reads
+BY_GRPO_RUN = {
+    "K": (["--K", "4"], []),
+    "scale_rewards": (["--scale-rewards", "group"], ["--kl-placement", "loss"]),
+    "loss_type": (["--loss-type", "dr_grpo"], []),
+}
+# and for what names the best checkpoint of two evaluations: (score, perplexity) 1, 10 and 2, 12
+BY_BEST = {
+    "best_rule": (["--best-rule", "perplexity"], ["--perplexity-gate", "1.3"]),
+    "perplexity_gate": (["--perplexity-gate", "1.3"], []),
 }
 
 
@@ -87,8 +114,40 @@ def test_a_run_differs(run, name):
     assert run(*both, *flags) != run(*both)
 
 
-def test_the_same_run_twice_does_not_differ(run):
-    assert run() == run()
+@pytest.mark.parametrize("name", BY_GRPO_RUN)
+def test_a_grpo_run_differs(run, name):
+    flags, both = BY_GRPO_RUN[name]
+    assert run(*both, *flags, algorithm="grpo") != run(*both, algorithm="grpo")
+
+
+@pytest.mark.parametrize("name", knobs_of(Config))
+def test_grpo_reads_every_shared_knob(run, name):
+    """Whatever is not PPO's own changes a GRPO run as well."""
+    if name not in BY_RUN or knobs_of(Config)[name].group == "ppo":
+        return
+    flags, both = BY_RUN[name]
+    both = [*both, "--seed", 2]  # with this one the KL is above 0 after the first update, as it is on average
+    assert run(*both, *flags, algorithm="grpo") != run(*both, algorithm="grpo")
+
+
+@pytest.mark.parametrize("name", BY_BEST)
+def test_another_checkpoint_is_the_best(build, monkeypatch, name):
+    def best(*flags):
+        scores, perplexities = iter([1.0, 2.0]), iter([10.0, 12.0])
+        monkeypatch.setattr("rlhf.evaluation.perplexity", lambda *_: next(perplexities))
+        scripted = [lambda completions, **_: [next(scores) if len(completions) == 6 else 0.0] * len(completions)]
+        trainer = build("--num-iterations", 1, "--kl-schedule", "fixed", *flags, rewards=scripted)
+        log = attach(trainer)
+        trainer.train()
+        return log.data["best"]["update"]
+
+    flags, both = BY_BEST[name]
+    assert best(*both, *flags) != best(*both)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_the_same_run_twice_does_not_differ(run, algorithm):
+    assert run(algorithm=algorithm) == run(algorithm=algorithm)
 
 
 def seen_actor_model(configured, tmp_path):
@@ -130,10 +189,9 @@ def seen_prompts(configured, tmp_path):
 
 
 def seen_epochs(configured, tmp_path):
-    from rlhf.ppo_trainer import updates_planned
 
     def updates(epochs):
-        return updates_planned(configured("--num-iterations", "none", "--epochs", epochs), 100)
+        return configured("--num-iterations", "none", "--epochs", epochs).updates(100)
 
     return updates(3), updates(1)
 
@@ -160,9 +218,28 @@ def seen_overwrite(configured, tmp_path):
     return outcome("--overwrite"), outcome()
 
 
+def seen_seeds(configured, tmp_path):
+    def folders(*flags):
+        outputs = []
+        for_each_seed(
+            lambda config, screen: outputs.append(config.run.output), configured("--dry-run", *flags), Screen()
+        )
+        return outputs
+
+    return folders("--seeds", 1, 2), folders()
+
+
 SEEN = {
     f.__name__.removeprefix("seen_"): f
-    for f in (seen_actor_model, seen_rm_model, seen_allow_weak_reward_model, seen_prompts, seen_epochs, seen_overwrite)
+    for f in (
+        seen_actor_model,
+        seen_rm_model,
+        seen_allow_weak_reward_model,
+        seen_prompts,
+        seen_epochs,
+        seen_overwrite,
+        seen_seeds,
+    )
 }
 
 
@@ -207,7 +284,7 @@ APART = {"micro_batch_size", "gradient_checkpointing", "output", "dry_run"}  # e
 
 
 def test_every_knob_has_a_row():
-    assert set(knobs_of(Config)) == {*BY_RUN, *SEEN, *APART}
+    assert set(knobs_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *SEEN, *APART}
 
 
 # --- python -m reward_model.train ------------------------------------------------------------------------------------

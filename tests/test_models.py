@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf import actor_critic, hub
 from rlhf.actor_critic import ActorCritic, Reference, with_value_head
-from rlhf.checkpoints import load_value_head
+from rlhf.checkpoints import load_policy_weights
 from rlhf.errors import UserError
 from rlhf.models import autocast, find_model, load_policy, load_tokenizer
 from tests.shapes import smollm2_tokenizer
@@ -61,7 +61,7 @@ def test_the_saved_model_gives_the_trained_models_logits(build, start_model, tmp
     assert AutoTokenizer.from_pretrained(folder).pad_token == "<|endoftext|>"
 
     fresh = ActorCritic(with_value_head(loaded))
-    load_value_head(fresh, folder)
+    load_policy_weights(fresh, folder)
     for name, tensor in trainer.model.value_head.state_dict().items():
         assert torch.equal(fresh.value_head.state_dict()[name], tensor)
         assert float(tensor.abs().max()) > 0

@@ -13,11 +13,11 @@ from config import parse_reward_cli
 from reward_model.scorer import METRICS_FILE, Calibration, PairAccuracy, RewardModel, pair_accuracy
 from reward_model.training import pair_ids, run_training, train_reward_model
 from rlhf.console import Screen
-from rlhf.errors import RunError, UserError
+from rlhf.errors import UserError
 from rlhf.knobs import Split
 from rlhf.preflight import check_leaks, check_reward_model
 from rlhf.prompts import Example, Prompt, PromptSets, question_hash
-from rlhf.rewards import LearnedReward, score_replies
+from rlhf.rewards import LearnedReward, Rewards
 from tests.shapes import make_reward_model, make_start_model
 
 CPU = torch.device("cpu")
@@ -140,7 +140,7 @@ def test_a_reward_model_with_another_tokenizer_scores_the_same_text(tmp_path, mo
     other = RewardModel.load(str(folder), CPU, None)
     other.tokenizer.chat_template = "{% for m in messages %}Q {{ m['content'] }} A {% endfor %}"
     prompt = Prompt(ids=(1, 2, 3), example=Example(messages=FRANCE))  # ids of some policy's tokenizer
-    given = score_replies([LearnedReward(other)], [prompt], ["yes"], [True])
+    given = Rewards([LearnedReward(other)], None, model.tokenizer).score([prompt], ["yes"], [[9]], [True]).total
     ids = other.tokenizer("Q What is the capital of France? A ", add_special_tokens=False).input_ids
     ids += [*other.tokenizer("yes", add_special_tokens=False).input_ids, other.tokenizer.eos_token_id]
     assert given[0] == pytest.approx(other.model(torch.tensor([ids])).logits.item(), abs=1e-5)
@@ -208,40 +208,6 @@ def test_a_head_that_was_never_trained_is_refused(tmp_path):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="no trained score head"):
         RewardModel.load(str(folder), CPU, None)
-
-
-# --- reward functions ------------------------------------------------------------------------------------------------
-
-
-def rewards(*functions) -> list[float]:
-    return score_replies(functions, [Prompt((1,), Example(messages=FRANCE))] * 2, ["one", "two words"], [True, False])
-
-
-def test_reward_functions_add_up():
-    def words(completions, **_):
-        return [float(len(text.split())) for text in completions]
-
-    def ending(ended, **_):
-        return [10.0 if e else 0.0 for e in ended]
-
-    assert rewards(words, ending) == [11.0, 2.0]
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), None, "high"])
-def test_a_score_that_is_no_number_stops_the_run(bad):
-    def broken(completions, **_):
-        return [0.0, bad]
-
-    with pytest.raises(RunError, match="not a finite number: broken, reply 'two words'"):
-        rewards(broken)
-
-
-def test_a_wrong_count_stops_the_run():
-    def short(completions, **_):
-        return [1.0]
-
-    with pytest.raises(RunError, match="2 replies, but the reward function gave .*: short"):
-        rewards(short)
 
 
 def test_pair_ids_of_a_base_model_that_ships_pad_as_eos(tmp_path):

@@ -131,7 +131,7 @@ def test_a_failing_reward_ends_the_run_with_status_1(build, capsys):
     def broken(completions, **_):
         return [float("nan")] * len(completions)
 
-    trainer = build(reward_functions=[broken])
+    trainer = build(rewards=[broken])
     with pytest.raises(SystemExit) as ended:
         run_command(trainer.train)
     assert ended.value.code == 1

@@ -1,0 +1,69 @@
+"""From Python: a trainer from a configuration and a list of prompts, with one's own rewards and callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from config import Config
+from rlhf.assembly import find_rewards, load_rewards, load_start_policy
+from rlhf.callbacks import KLControl, kl_controller
+from rlhf.console import Screen
+from rlhf.errors import UserError
+from rlhf.grpo_trainer import GRPO
+from rlhf.knobs import Split
+from rlhf.loop import OnPolicyLoop
+from rlhf.models import find_model, load_tokenizer
+from rlhf.ppo_trainer import PPO
+from rlhf.preflight import start_device
+from rlhf.prompts import examples_of, render_sets, split_examples
+from rlhf.rewards import RewardFunction, Rewards
+
+TRAINERS = {"ppo": PPO, "grpo": GRPO}
+Prompts = Sequence[str | Sequence[dict[str, str]]]
+
+
+def make_trainer(
+    config: Config,
+    prompts: Prompts,
+    rewards: Sequence[RewardFunction | nn.Module] | None = None,
+    callbacks: Sequence = (),
+    evaluation_prompts: Prompts | None = None,
+) -> OnPolicyLoop:
+    """A trainer of `config.algorithm`, ready to `train()`, `evaluate()`, `save_model(folder)`, `load_model(folder)`.
+
+    Prompts are texts, or chats of {"role", "content"}. `rewards` take the place of the configuration's reward model
+    and rules, with its `reward_weights`. `callbacks` are objects with some methods of rlhf.callbacks.Callback, or
+    functions of (epoch, metrics). Without `evaluation_prompts` a tenth of the prompts is held out, by the hash of the
+    question; where that leaves none, the training prompts serve. Raises UserError.
+    """
+    screen = Screen()
+    device = start_device(screen)
+    start = find_model(config.model.actor_model, "actor_model")
+    tokenizer = load_tokenizer(start)
+    train = examples_of(prompts)
+    if evaluation_prompts is None:
+        parts = split_examples(train, Split(0, 90, 10))
+        split = parts["rl"] and parts["evaluation"]
+        train, evaluation = (parts["rl"], parts["evaluation"]) if split else (train, train)
+    else:
+        evaluation = examples_of(evaluation_prompts)
+    sets = render_sets(tokenizer, train, evaluation, config.data.prompt_length)
+    if not sets.train or not sets.evaluation:
+        raise UserError(f"no prompt of at most {config.data.prompt_length} tokens: prompts. Raise prompt_length")
+    if rewards is None:
+        chosen, _ = load_rewards(config, find_rewards(config), tokenizer, sets, device, screen)
+    else:
+        chosen = Rewards(rewards, config.reward.reward_weights, tokenizer)
+    trainer = TRAINERS[config.algorithm](
+        config,
+        load_start_policy(config, start, tokenizer, device),
+        tokenizer,
+        sets.train,
+        sets.evaluation[: config.data.eval_prompts],
+        chosen,
+        callbacks,
+    )
+    trainer.add_callback(KLControl(kl_controller(config, trainer.updates), config.episodes_per_update))
+    return trainer

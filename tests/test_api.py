@@ -1,0 +1,69 @@
+"""Use from Python: the README's example, held-out prompts, own rewards and callbacks."""
+
+from __future__ import annotations
+
+import pytest
+
+from config import make_config
+from rlhf.api import make_trainer
+from rlhf.errors import UserError
+
+
+@pytest.fixture
+def config(start_model, reward_folder, tmp_path):
+    def make(algorithm="ppo", **knobs):
+        tiny = {"actor_model": str(start_model), "rm_model": str(reward_folder), "output": str(tmp_path / "run"),
+                "batch_size": 2, "reply_length": 6, "num_iterations": 2, "ppo_epochs": 1}  # fmt: skip
+        return make_config(algorithm=algorithm, **{**tiny, **({"K": 2} if algorithm == "grpo" else {}), **knobs})
+
+    return make
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_a_trainer_from_a_config_and_a_list_of_prompts(config, algorithm, tmp_path):
+    epochs = []
+    trainer = make_trainer(
+        config(algorithm, num_iterations=None, epochs=2),
+        prompts=["What is a cat?", [{"role": "user", "content": "And a dog?"}]],
+        rewards=[lambda completions, **_: [float(len(c)) for c in completions]],
+        callbacks=[lambda epoch, metrics: epochs.append((epoch, metrics["rewards/mean"]))],
+        evaluation_prompts=["What is a fox?"],
+    )
+    final = trainer.train()
+    assert [e for e, _ in epochs] == [1, 2] and final["rewards/mean"] == epochs[-1][1]
+    assert {"eval/score", "kl_divergence", "policy/loss"} <= set(final)
+    trainer.save_model(tmp_path / "saved")
+    trainer.load_model(tmp_path / "saved")
+    assert trainer.evaluate().metrics()["eval/score"] == pytest.approx(final["eval/score"])
+
+
+def test_the_controller_steers_a_trainer_from_python_too(config):
+    trainer = make_trainer(config(kl_coef=0.5, kl_horizon=4, kl_target="1/sequence"), prompts=["a cat?", "a dog?"],
+                           rewards=[lambda completions, **_: [0.0] * len(completions)])  # fmt: skip
+    trainer.train()
+    assert trainer.kl_coef == pytest.approx(0.5 * (1 - 0.2 * 2 / 4) ** 2, rel=0.05), "the KL is far under its target"
+
+
+def test_a_tenth_of_the_prompts_is_held_out(config):
+    prompts = [f"What is number {i}?" for i in range(200)]
+    trainer = make_trainer(config(allow_weak_reward_model=True), prompts)
+    assert 8 <= len(trainer.evaluation_prompts) <= 35
+    assert len(trainer.evaluation_prompts) + len(trainer.train_prompts) == 200
+    named = make_trainer(config(), ["a cat?"], evaluation_prompts=["a dog?"])
+    assert [p.example.question for p in named.evaluation_prompts] == ["a dog?"]
+
+
+def test_without_rewards_the_configured_ones_score(config):
+    trainer = make_trainer(config(reward_func=["length_penalty"], reward_weights=[1, 0.5]), ["a cat?"])
+    assert str(trainer.rewards) == "1 x reward_model + 0.5 x length_penalty"
+
+
+def test_faults_of_prompts_and_settings_are_the_users_words(config):
+    with pytest.raises(UserError, match="prompt is empty: prompt 2"):
+        make_trainer(config(), ["fine", " "])
+    with pytest.raises(UserError, match="no prompt of at most 2 tokens"):
+        make_trainer(config(prompt_length=2), ["a long prompt"])
+    with pytest.raises(UserError, match="unknown setting learning_rat: make_config.* Did you mean learning_rate"):
+        make_config(learning_rat=1)
+    with pytest.raises(UserError, match="batch_size is 0: make_config"):
+        make_config(batch_size=0)

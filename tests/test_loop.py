@@ -1,0 +1,401 @@
+"""What an update does and leaves alone, in both algorithms: first step, step counts, clipping, seeds, micro-batches,
+EOS, callbacks."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from rlhf.actor_critic import backbone_of
+from rlhf.callbacks import Callback
+from rlhf.controllers import LOWEST_BETA
+from rlhf.errors import RunError, UserError
+from rlhf.metrics import Scored, rollout_metrics
+from rlhf.objectives import kl_k3
+from rlhf.rollout import Rollout, measure
+from tests.conftest import attach
+from tests.test_scripts import ROOT, run
+
+
+@pytest.fixture(params=["ppo", "grpo"])
+def make(build, request):
+    """`build` for each algorithm: 4 prompts, or 2 prompts x 2 replies."""
+    return functools.partial(build, algorithm=request.param)
+
+
+def weights(trainer) -> dict[str, torch.Tensor]:
+    return {name: w.detach().clone() for name, w in trainer.model.named_parameters()}
+
+
+def largest_difference(one: dict, other: dict) -> float:
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("flags", [(), ("--use-lora",), ("--bf16",), ("--top-p", "0.7"), ("--top-k", "9")])
+def test_first_step_has_ratio_1_and_no_kl(make, flags):
+    trainer = make("--ppo-epochs", "1", *flags)
+    logged = trainer.one_update(1)
+    per_token = 1e-3 if "--bf16" in flags else 1e-6
+    assert logged["policy/ratio"] == pytest.approx(1, abs=1e-6)
+    assert logged["policy/approx_kl"] == pytest.approx(0, abs=1e-9)
+    assert logged["policy/clipfrac"] == 0
+    assert abs(logged["kl_divergence/token"]) <= per_token
+    assert abs(logged["kl_divergence/k3"]) <= per_token * logged["reply/length"]
+
+
+def test_kl_grows_once_the_policy_moves(make):
+    trainer = make("--learning-rate", "1e-2")
+    assert trainer.one_update(1)["kl_divergence/k3"] < 1e-6
+    assert trainer.one_update(2)["kl_divergence/k3"] > 1e-3
+
+
+@pytest.mark.parametrize(("updates", "epochs", "minibatches"), [(2, 2, 1), (2, 3, 2), (1, 2, 4)])
+def test_optimizer_steps_are_updates_x_epochs_x_minibatches(make, updates, epochs, minibatches):
+    trainer = make("--num-iterations", updates, "--ppo-epochs", epochs, "--minibatches", minibatches)
+    counted = []
+    step = trainer.optimizer.optimizer.step
+    trainer.optimizer.optimizer.step = lambda *a, **k: (counted.append(1), step(*a, **k))[1]
+    trainer.train()
+    assert len(counted) == trainer.optimizer_steps == updates * epochs * minibatches
+
+
+def test_fewer_prompts_than_a_batch_does_not_hang(make):
+    trainer = make("--num-iterations", "1", "--max-prompts", "3")
+    assert len(trainer.train_prompts) == 3
+    assert trainer.one_update(1)["optimizer_steps"] == 2
+
+
+def test_gradient_norm_is_really_clipped(make):
+    """With plain SGD the weights move by learning rate x gradient: clipped to 1e-3, by at most that norm."""
+    trainer = make("--ppo-epochs", "1", "--max-grad-norm", "1e-3")
+    trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+    before = weights(trainer)
+    logged = trainer.one_update(1)
+    after = weights(trainer)
+    moved = torch.stack([(after[n] - before[n]).norm() for n in before]).norm()
+    assert logged["policy/grad_norm"] > 1e-2, "the gradient before clipping must be larger, or this shows nothing"
+    assert float(moved) == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_same_seed_gives_identical_weights_and_another_does_not(make):
+    runs = []
+    for seed in (7, 7, 8):
+        trainer = make("--seed", seed, "--minibatches", "2")
+        torch.manual_seed(len(runs))  # the global stream must not matter
+        trainer.train()
+        runs.append(weights(trainer))
+    assert largest_difference(runs[0], runs[1]) == 0
+    assert largest_difference(runs[0], runs[2]) > 0
+
+
+def test_the_micro_batch_changes_memory_and_not_the_result(make):
+    """One gradient step of SGD, whole against micro-batches of one: replies of unlike length, so that a mean of means
+    would differ."""
+    moved = []
+    for size in (0, 1, 3):
+        trainer = make("--ppo-epochs", "1", "--micro-batch-size", size, "--reply-length", "24")
+        trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+        trainer.one_update(1)
+        moved.append(weights(trainer))
+    assert largest_difference(moved[0], moved[1]) < 1e-6
+    assert largest_difference(moved[0], moved[2]) < 1e-6
+
+
+def batch_with_early_eos(trainer):
+    """A rollout of which the first reply ends at its third token, and the batch made from it."""
+    rollout: Rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    replies = rollout.replies
+    replies.nucleus = None
+    replies.reply_ids[0, 2], replies.mask[0, 3:], replies.ended[0] = trainer.processing_class.eos_token_id, False, True
+    measured = measure(trainer.actor, trainer.reference, replies, trainer.sampling.temperature, 4)
+    rollout.logprobs, rollout.ref_logprobs, rollout.values = measured
+    return rollout, trainer.advantages(rollout, torch.arange(1.0, 5.0))
+
+
+def gradients(trainer, batch) -> torch.Tensor:
+    rows = torch.arange(4)
+    loss, _ = trainer.losses(batch, rows, batch.rollout.mask.sum())
+    trainer.model.zero_grad()
+    loss.backward()
+    return torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None])
+
+
+def test_eos_is_in_the_loss_and_nothing_after_it_is(make):
+    trainer = make("--top-p", "1")
+    rollout, batch = batch_with_early_eos(trainer)
+    base = gradients(trainer, batch)
+    rollout.replies.reply_ids[0, 3:] = 17
+    for values in (rollout.logprobs, rollout.ref_logprobs, rollout.values, batch.weights, batch.returns):
+        if values is not None:  # GRPO has no critic
+            values[0, 3:] = 1e3
+    assert_close(gradients(trainer, batch), base, rtol=0, atol=0)
+    batch.weights[0, 2] += 1.0  # EOS itself
+    assert float((gradients(trainer, batch) - base).abs().max()) > 1e-6
+
+
+def test_a_reply_without_eos_pays_the_penalty(make):
+    trainer = make("--missing-eos-penalty", "2.5", rewards=[lambda completions, **_: [1.0] * len(completions)])
+    rollout, _ = batch_with_early_eos(trainer)
+    scored = trainer.score(rollout)
+    assert scored.raw.tolist() == [1.0] * 4
+    assert scored.used.tolist() == [1.0 if ended else -1.5 for ended in rollout.replies.ended.tolist()]
+    assert not rollout.replies.ended.all()
+
+
+def test_the_controller_sets_the_next_updates_beta(make):
+    trainer = make("--num-iterations", "3", "--kl-horizon", "8", "--kl-target", "1/sequence", "--kl-coef", "0.5")
+    attach(trainer)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "kl_coef" in entry]
+    expected = 0.5
+    for entry in logged:
+        assert entry["kl_coef"] == pytest.approx(expected)
+        error = min(max(entry["kl_divergence"] - 1, -0.2), 0.2)
+        expected *= 1 + error * 4 / 8
+    assert logged[1]["kl_coef"] != 0.5
+
+
+def test_the_score_rises_on_an_easy_reward(make):
+    """Thirty updates towards more letters e: the whole loop learns, not only runs."""
+
+    def letters_e(completions, **_):
+        return [text.count("e") / 4 for text in completions]
+
+    trainer = make(
+        "--num-iterations", 30, "--batch-size", 16, "--learning-rate", "1e-2", "--kl-coef", "0", "--kl-schedule",
+        "fixed", "--temperature", "1", "--top-p", "1", "--eval-every", 30,
+        rewards=[letters_e],
+    )  # fmt: skip
+    trainer.train()
+    scores = [entry["rewards/mean"] for entry in trainer.state.log_history if "rewards/mean" in entry]
+    assert sum(scores[-5:]) / 5 > 3 * sum(scores[:5]) / 5 + 0.1
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(make):
+    trainer = make("--num-iterations", "1")
+    plain = trainer.losses
+
+    def spoilt(*given):
+        loss, stats = plain(*given)
+        return loss * math.nan, {**stats, "loss": stats["loss"] * math.nan}
+
+    trainer.losses = spoilt
+    with pytest.raises(RunError, match="not finite: update 1"):
+        trainer.one_update(1)
+
+
+def test_the_learning_rate_follows_the_cosine(make):
+    trainer = make("--num-iterations", "4", "--learning-rate", "1e-3")
+    rates = [trainer.one_update(update)["learning_rate"] for update in range(1, 5)]
+    assert rates == pytest.approx([1e-3 * 0.5 * (1 + math.cos(math.pi * u / 4)) for u in range(4)])
+
+
+def test_the_entropy_bonus_lowers_the_loss_by_coefficient_times_entropy(make):
+    losses, grads = {}, {}
+    for coef in (0.0, 0.5):
+        trainer = make("--entropy-coef", coef)
+        rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+        batch = trainer.advantages(rollout, torch.arange(4.0))
+        loss, stats = trainer.losses(batch, torch.arange(4), rollout.mask.sum())
+        trainer.model.zero_grad()
+        loss.backward()
+        losses[coef], entropy = float(loss.detach()), float(stats["policy/entropy"])
+        grads[coef] = torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None])
+    assert losses[0.5] == pytest.approx(losses[0.0] - 0.5 * entropy, rel=1e-5)
+    assert float((grads[0.5] - grads[0.0]).abs().max()) > 1e-5, "and it has a gradient"
+
+
+def test_what_a_rollout_says_of_itself_by_hand(make):
+    trainer = make()
+    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    mask = torch.zeros_like(rollout.mask)
+    mask[0, :2], mask[1:, :1] = True, True  # five reply tokens in four replies
+    rollout.replies.mask, rollout.replies.ended = mask, torch.tensor([True, False, False, False])
+    rollout.logprobs, rollout.ref_logprobs = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
+    rollout.logprobs[0, :2] = torch.tensor([0.5, 0.25])
+    batch = trainer.advantages(rollout, torch.ones(4))
+    said = rollout_metrics(batch, Scored(torch.tensor([1.0, 3, 1, 3]), None, {}), 2, trainer.accelerator)
+    assert said["kl_divergence"] == pytest.approx(0.75 / 4)
+    assert said["kl_divergence/token"] == pytest.approx(0.75 / 5)
+    k3 = (math.exp(-0.5) - 1 + 0.5) + (math.exp(-0.25) - 1 + 0.25)
+    assert said["kl_divergence/k3"] == pytest.approx(k3 / 4)
+    assert (said["reply/length"], said["reply/eos_rate"]) == (1.25, 0.25)
+    assert (said["rewards/mean"], said["rewards/std"]) == (2.0, 1.0)
+
+
+class Heard(Callback):
+    """Writes down what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def on_update_end(self, update, metrics):
+        self.told.append(("update", update, metrics["rewards/mean"]))
+
+    def on_evaluation(self, evaluation):
+        self.told.append(("evaluation", evaluation.update))
+
+    def on_epoch_end(self, epoch, metrics):
+        self.told.append(("epoch", epoch, metrics["rewards/mean"]))
+
+    def on_train_end(self):
+        self.told.append(("end",))
+
+
+def test_callbacks_hear_of_updates_evaluations_and_epochs(make):
+    """Six prompts, by two or four an update: an epoch's metrics are the means of its updates'."""
+    heard, bare = Heard(), []
+    batch = ("--batch-size", 2, "--max-prompts", 4, "--num-iterations", 5, "--eval-every", 3)
+    trainer = make(*batch, callbacks=[heard, lambda epoch, metrics: bare.append(epoch)])
+    final = trainer.train()
+    kinds = [(kind, n) for kind, n, *_ in [(*t, None) for t in heard.told]]
+    assert kinds == [("evaluation", 0), ("update", 1), ("update", 2), ("epoch", 1), ("update", 3), ("evaluation", 3),
+                     ("update", 4), ("epoch", 2), ("update", 5), ("evaluation", 5), ("end", None)]  # fmt: skip
+    means = {n: mean for kind, n, mean in [t for t in heard.told if len(t) == 3] if kind == "update"}
+    epochs = [t[2] for t in heard.told if t[0] == "epoch"]
+    assert epochs == pytest.approx([(means[1] + means[2]) / 2, (means[3] + means[4]) / 2])
+    assert bare == [1, 2]
+    assert final["rewards/mean"] == means[5] and "eval/score" in final
+
+
+def test_scores_are_normalised_where_asked(make):
+    """Scores 3, 3, 5, 9: mean 5, variance 6; the first batch gives the estimates."""
+    given = iter([[3.0, 3, 5, 9], [4.0, 4, 6, 10]])
+    trainer = make("--normalize-scores", "--score-ema", 0.5, rewards=[lambda **_: next(given)])
+    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    first, second = trainer.score(rollout), trainer.score(rollout)
+    assert first.raw.tolist() == [3, 3, 5, 9], "what is logged stays in score units"
+    assert_close(first.used, torch.tensor([-2.0, -2, 0, 4]) / 6**0.5)
+    assert_close(second.used, torch.tensor([-1.5, -1.5, 0.5, 4.5]) / 6**0.5)  # mean 5.5, variance still 6
+
+
+@pytest.mark.parametrize("drift", [0.0, 3.0, -40.0])
+def test_drifting_scores_do_not_move_the_advantages_scale(make, drift):
+    """Scores that grow by a constant each update: with the normaliser, the advantages' spread stays as without drift.
+    (PPO's before whitening, which would hide it; without a KL price, and V = 0, the last token's is the score.)"""
+    base = [0.0, 1.0, 2.0, 5.0]
+    updates = iter(range(40))
+    trainer = make(
+        "--normalize-scores",
+        "--kl-placement",
+        "none",
+        rewards=[lambda **_: [b + drift * u for u in [next(updates)] for b in base]],
+    )
+    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    for _ in range(40):
+        batch = trainer.advantages(rollout, trainer.score(rollout).used)
+    per_reply = torch.stack([row[mask][-1] for row, mask in zip(batch.advantages, rollout.mask, strict=True)])
+    spread = float((per_reply - per_reply.mean()).abs().max())
+    expected = 3 / 3.5**0.5 if trainer.config.algorithm == "ppo" else 1.5 / 3.5**0.5  # of 0 1 2 5; of (0 1) (2 5)
+    assert spread == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("placement", ["reward", "loss", "none"])
+def test_beta_acts_where_it_is_placed_and_nowhere_else(make, placement):
+    """The reference is shifted, so that there is a KL from the first update on."""
+    moved = {}
+    for beta in (1e-3, 2.0):
+        flags = ("--kl-placement", placement, "--kl-schedule", "fixed", "--kl-coef", beta, "--num-iterations", 1)
+        trainer = make(*flags)
+        with torch.no_grad():
+            next(trainer.reference.copy.parameters()).mul_(0.5)
+        logged = trainer.one_update(1)
+        assert logged["kl_divergence/k3"] > 1e-3, "logged whatever the placement"
+        assert logged["kl_coef"] == (0 if placement == "none" else pytest.approx(beta))
+        moved[beta] = weights(trainer)
+    assert (largest_difference(moved[1e-3], moved[2.0]) > 0) == (placement != "none")
+
+
+def test_the_kl_in_the_loss_pulls_towards_the_reference(make):
+    """No reward, a reference elsewhere, one SGD step on the KL alone: it falls."""
+    flags = ("--kl-placement", "loss", "--kl-schedule", "fixed", "--kl-coef", "1", "--ppo-epochs", 1)
+    trainer = make(*flags, rewards=[lambda completions, **_: [0.0] * len(completions)])
+    trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    with torch.no_grad():
+        for weight in trainer.reference.copy.parameters():
+            weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    batch = trainer.advantages(rollout, torch.zeros(4))
+    batch.weights.zero_()  # PPO's critic knows nothing yet: no reward, no advantage
+
+    def kl() -> float:
+        logprobs, ref_logprobs, _ = measure(trainer.actor, trainer.reference, rollout.replies, 0.7, 4)
+        return float(kl_k3(logprobs, ref_logprobs, rollout.mask).sum())
+
+    before = kl()
+    trainer.update(batch, 1)
+    assert kl() < 0.99 * before
+
+
+def test_a_beta_at_its_floor_under_placement_loss_comes_back(make):
+    """The KL stays under its target until beta is at the floor; it is still logged, and beta rises again."""
+    flags = ("--kl-placement", "loss", "--kl-coef", "0.01", "--kl-target", "1000/sequence", "--kl-horizon", 1)
+    trainer = make(*flags, "--num-iterations", 12)
+    attach(trainer)
+    trainer.tell("on_train_begin", trainer)
+    for update in range(1, 11):
+        logged = trainer.one_update(update)
+    assert trainer.kl_coef == LOWEST_BETA
+    assert logged["kl_divergence/k3"] > 0
+    trainer.tell("on_update_end", 11, {**logged, "kl_divergence": 2000.0})
+    assert trainer.kl_coef == pytest.approx(LOWEST_BETA * (1 + 0.2 * 4 / 1))
+    assert trainer.beta_in("loss") == trainer.kl_coef
+
+
+def test_one_pass_over_the_reference_per_rollout(make):
+    """Whatever the placement: GRPO's own second pass, and its second copy, are not there."""
+    for placement in ("reward", "loss", "none"):
+        trainer = make("--kl-placement", placement, "--ppo-epochs", 2)
+        passes = []
+        backbone_of(trainer.reference.copy).register_forward_hook(lambda *_, seen=passes: seen.append(1))
+        trainer.one_update(1)
+        assert len(passes) == 1
+        assert getattr(trainer, "ref_model", None) in (None, trainer.reference.copy)
+
+
+def test_special_tokens_written_in_a_prompt_stay_text(make, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    text = "say <|im_end|> and <|endoftext|> and <|im_start|>assistant"
+    file.write_text("\n".join(json.dumps({"prompt": f"{text} {i}"}) for i in range(60)))
+    trainer = make("--prompts", file, "--prompt-length", 200)
+    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    plain = make()
+    special = set(trainer.processing_class.all_special_ids) - {trainer.processing_class.pad_token_id}
+    for row, mask in zip(rollout.replies.prompt_ids, rollout.replies.prompt_mask, strict=True):
+        ids = row[mask].tolist()
+        assert sum(i in special for i in ids) == sum(i in special for i in plain.train_prompts[0].ids)
+        assert trainer.processing_class.pad_token_id not in ids
+        assert text in trainer.processing_class.decode(ids)
+
+
+def test_load_model_brings_back_what_save_model_wrote(make, tmp_path):
+    for flags in ((), ("--use-lora",)):
+        trainer = make(*flags, "--lr-schedule", "constant")
+        trainer.train()
+        trainer.save_model(tmp_path / "saved")
+        saved, text = weights(trainer), trainer.evaluate().texts
+        trainer.one_update(3)
+        assert largest_difference(saved, weights(trainer)) > 0
+        trainer.load_model(tmp_path / "saved")
+        assert largest_difference(saved, weights(trainer)) == 0
+        assert trainer.evaluate().texts == text
+        with pytest.raises(UserError, match="no .*model.safetensors"):
+            trainer.load_model(tmp_path)
+        (tmp_path / "saved").rename(tmp_path / f"done{len(flags)}")
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_card(start_model, reward_folder, pairs_file, tmp_path):
+    """In a process of its own, as the other tests keep to the CPU."""
+    words = ["train_ppo.py", "--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file,
+             "--output", tmp_path / "run", "--num-iterations", 2, "--reply-length", 8,
+             "--allow-weak-reward-model"]  # fmt: skip
+    done = run([str(w) for w in words], ROOT, ACCELERATE_USE_CPU="false")
+    assert done.returncode == 0, done.stderr
+    capable = torch.cuda.is_bf16_supported(including_emulation=False)
+    assert f"cuda, {'bfloat16 autocast' if capable else 'float32'}" in done.stdout.replace("cuda:0", "cuda")

@@ -1,0 +1,179 @@
+"""Reward functions: by weight, built in, from a file, as modules; and every way in which one can fail."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf.errors import RunError, UserError
+from rlhf.models import load_tokenizer
+from rlhf.prompts import Example, Prompt, encode_prompt, encode_reply
+from rlhf.rewards import Rewards, find_rule, keyword_bonus, length_penalty
+
+FRANCE = ({"role": "user", "content": "What is the capital of France?"},)
+PROMPTS = [Prompt((1,), Example(messages=FRANCE))] * 2
+REPLIES = (["one", "two words"], [[5, 2], [5, 6, 7]], [True, False])
+
+
+@pytest.fixture
+def tokenizer(start_model):
+    return load_tokenizer(str(start_model))
+
+
+@pytest.fixture
+def score(tokenizer):
+    def total(*functions, weights=None) -> list[float]:
+        return Rewards(functions, weights, tokenizer).score(PROMPTS, *REPLIES).total
+
+    return total
+
+
+def words(completions, **_):
+    return [float(len(text.split())) for text in completions]
+
+
+def ending(ended, **_):
+    return [10.0 if e else 0.0 for e in ended]
+
+
+def test_reward_functions_add_up_by_weight(score):
+    assert score(words, ending) == [11.0, 2.0]
+    assert score(words, ending, weights=[2.0, -0.5]) == [2 - 5.0, 4.0]
+
+
+def test_each_functions_scores_are_kept_apart(tokenizer):
+    given = Rewards([words, ending], [1.0, 0.1], tokenizer).score(PROMPTS, *REPLIES)
+    assert given.by_function == {"words": [1.0, 2.0], "ending": [10.0, 0.0]}
+    assert Rewards([words, words], None, tokenizer).names == ["words_1", "words_2"]
+
+
+def test_functions_get_what_trl_gives_and_only_what_they_ask_for(score):
+    seen = {}
+
+    def everything(**given):
+        seen.update(given)
+        return [0.0, 0.0]
+
+    def little(completions):
+        return [1.0, 2.0]
+
+    assert score(everything, little) == [1.0, 2.0]
+    assert seen == {
+        "prompts": ["What is the capital of France?"] * 2,
+        "completions": ["one", "two words"],
+        "completion_ids": [[5, 2], [5, 6, 7]],
+        "messages": [list(FRANCE)] * 2,
+        "ended": [True, False],
+    }
+
+
+@pytest.mark.parametrize("scores", [np.array([1.0, 2.0], dtype=np.float32), torch.tensor([1.0, 2.0]), (1, 2),
+                                    [np.float32(1), np.int64(2)]])  # fmt: skip
+def test_numbers_of_any_library_are_scores(score, scores):
+    assert score(lambda **_: scores) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), None, "high"])
+def test_a_score_that_is_no_number_stops_the_run(score, bad):
+    def broken(completions, **_):
+        return [0.0, bad]
+
+    with pytest.raises(RunError, match="not a finite number: reward function broken, reply 'two words'"):
+        score(words, broken)
+
+
+def test_a_wrong_count_stops_the_run(score):
+    def short(completions, **_):
+        return [1.0]
+
+    with pytest.raises(RunError, match="2 replies, but it gave .*: reward function short, first reply 'one'"):
+        score(short)
+
+
+def test_a_function_that_raises_stops_the_run_with_the_reply_that_did_it(score):
+    def picky(completions, **_):
+        return [1.0 / (len(text) - len("two words")) for text in completions]
+
+    with pytest.raises(RunError, match="ZeroDivisionError: .*: reward function picky, reply 'two words'"):
+        score(picky)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_the_optimizer_never_sees_a_bad_score(build, algorithm):
+    """NaN for one reply of one function beside a good one, which TRL's GRPO would sum away."""
+
+    def sometimes(completions, **_):
+        return [float("nan"), *[1.0] * (len(completions) - 1)]
+
+    trainer = build(algorithm=algorithm, rewards=[words, sometimes])
+    before = [w.detach().clone() for w in trainer.model.parameters()]
+    with pytest.raises(RunError, match="reward function sometimes"):
+        trainer.one_update(1)
+    assert trainer.optimizer_steps == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+# --- built in, from a file, as a module ------------------------------------------------------------------------------
+
+
+def test_built_in_rules_by_hand(score):
+    assert score(length_penalty) == [-2.0, -3.0]
+    assert score(keyword_bonus(["WORDS", "x"])) == [0.0, 1.0]
+    assert score(find_rule("length_penalty", ()), find_rule("keyword_bonus", ("one",)), weights=[0.5, 2]) == [
+        1.0,
+        -1.5,
+    ]
+
+
+def test_a_rule_from_a_file(score, tmp_path):
+    (tmp_path / "neighbour.py").write_text("PRICE = 3.0")
+    file = tmp_path / "my_rewards.py"
+    file.write_text(
+        "from neighbour import PRICE\n\ndef concise(completions, **_):\n    return [-PRICE] * len(completions)\n"
+        "class Flat:\n    def __call__(self, completions, **_):\n        return [7.0] * len(completions)\nx = 3\n"
+    )
+    assert score(find_rule(f"{file}:concise", ())) == [-3.0, -3.0]
+    assert score(find_rule(f"{file}:Flat", ())) == [7.0, 7.0], "a class is called to make the rule"
+    with pytest.raises(UserError, match="no concize in .*Did you mean concise"):
+        find_rule(f"{file}:concize", ())
+    with pytest.raises(UserError, match="x in .* is not a function"):
+        find_rule(f"{file}:x", ())
+
+
+def test_rules_that_are_not_there(tmp_path):
+    with pytest.raises(UserError, match="no such rule: --reward-func lenght_penalty. Did you mean length_penalty"):
+        find_rule("lenght_penalty", ())
+    with pytest.raises(UserError, match="no such file"):
+        find_rule(f"{tmp_path}/nowhere.py:f", ())
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises(UserError, match="cannot be run: .*ZeroDivisionError"):
+        find_rule(f"{tmp_path}/broken.py:f", ())
+
+
+class LastId(torch.nn.Module):
+    """Scores a row by its last real id, and by how many there are."""
+
+    def forward(self, input_ids, attention_mask):
+        last = attention_mask.sum(1) - 1
+        return (input_ids.gather(1, last.unsqueeze(1)) + attention_mask.sum(1, keepdim=True) / 1000).float()
+
+
+def test_a_module_reads_ids_padded_on_the_right_and_returns_scores(score, tokenizer):
+    rows = [encode_prompt(tokenizer, FRANCE) + encode_reply(tokenizer, text, ended)
+            for text, ended in zip(REPLIES[0], REPLIES[2], strict=True)]  # fmt: skip
+    assert score(LastId()) == pytest.approx([row[-1] + len(row) / 1000 for row in rows])
+    assert rows[0][-1] == tokenizer.eos_token_id != rows[1][-1]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_rules_serve_training_and_evaluation_alike(build, tmp_path, algorithm):
+    flags = ["--rm-model", "none", "--reward-func", "length_penalty", "keyword_bonus", "--keywords", "cat"]
+    trainer = build(*flags, "--reward-weights", 0.5, 2, algorithm=algorithm)
+    logged = trainer.one_update(1)
+    expected = 0.5 * logged["rewards/length_penalty"] + 2 * logged["rewards/keyword_bonus"]
+    assert logged["rewards/mean"] == pytest.approx(expected, rel=1e-5)
+    assert logged["rewards/length_penalty"] == pytest.approx(-logged["reply/length"])
+    looked = trainer.evaluate()
+    bonus = [2.0 * ("cat" in text.casefold()) for text in looked.texts]
+    assert looked.scores == pytest.approx([b - 0.5 * n for b, n in zip(bonus, looked.lengths, strict=True)])

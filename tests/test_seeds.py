@@ -1,0 +1,84 @@
+"""Several seeds in one command: folders, what is skipped, what is refused, the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+
+from config import parse_cli
+from rlhf.console import Screen
+from rlhf.errors import UserError
+from rlhf.knobs import as_plain
+from rlhf.runlogs import RunLog
+from rlhf.seeds import for_each_seed, show_seeds
+
+
+@pytest.fixture
+def ran(tmp_path, capsys):
+    """A function from flags to the seeds that were really run; a run writes a finished run.json."""
+
+    def go(*flags, fail_at=None):
+        seen = []
+
+        def train(config, screen):
+            if config.run.seed == fail_at:
+                raise UserError("as told")
+            seen.append((config.run.seed, Path(config.run.output).name))
+            Path(config.run.output).mkdir(parents=True, exist_ok=True)
+            with RunLog(Path(config.run.output), settings=as_plain(config)) as log:
+                log.add(figures={"score_after": float(config.run.seed), "seconds": 60.0})
+
+        config = parse_cli(["--output", str(tmp_path / "out"), *map(str, flags)], "grpo")
+        for_each_seed(train, config, Screen())
+        return seen
+
+    return go
+
+
+def test_one_seed_is_one_run_into_the_folder_itself(ran):
+    assert ran("--seed", 7) == [(7, "out")]
+
+
+def test_each_seed_has_a_folder_and_finished_ones_are_skipped(ran, capsys):
+    assert ran("--seeds", 42, 123, 777) == [(42, "out_seed42"), (123, "out_seed123"), (777, "out_seed777")]
+    assert ran("--seeds", 42, 5) == [(5, "out_seed5")]
+    assert "seed 42: finished before" in capsys.readouterr().out
+
+
+def test_after_a_failure_the_same_command_goes_on_where_it_was(ran):
+    with pytest.raises(UserError):
+        ran("--seeds", 1, 2, 3, fail_at=2)
+    assert ran("--seeds", 1, 2, 3) == [(2, "out_seed2"), (3, "out_seed3")]
+
+
+def test_a_finished_run_with_other_settings_is_not_taken_for_this_one(ran):
+    ran("--seeds", 1)
+    with pytest.raises(UserError, match=r"other settings \(K, learning_rate\) is there: .*out_seed1"):
+        ran("--seeds", 1, 2, "--K", 4, "--learning-rate", 1e-3)
+    assert ran("--seeds", 1, "--K", 4, "--overwrite") == [(1, "out_seed1")]
+
+
+def test_a_seed_named_twice_is_a_fault():
+    with pytest.raises(UserError, match="named twice: --seeds"):
+        parse_cli(["--seeds", "1", "2", "1"])
+
+
+def test_the_table_has_mean_and_spread(tmp_path, capsys):
+    scores = {42: 1.0, 123: 2.0, 777: 4.5}
+    config = parse_cli(["--output", str(tmp_path / "out")], "grpo")
+    runs = {seed: {"figures": {"score_after": score, "seconds": 90.0}} for seed, score in scores.items()}
+    del runs[777]["figures"]["seconds"]
+    show_seeds(config, runs, Screen())
+    said = capsys.readouterr().out
+    assert "GRPO, 3 seeds" in said and "sd over seeds" in said
+    assert f"{fmean(scores.values()):.3f}" in said and f"{stdev(scores.values()):.3f}" in said
+    written = json.loads((tmp_path / "out_seeds.json").read_text())["figures"]
+    assert written["score_after"]["mean"] == 2.5 and written["score_after"]["by_seed"] == {
+        "42": 1,
+        "123": 2,
+        "777": 4.5,
+    }
+    assert "seconds" not in written, "a figure that a seed lacks has no mean"

@@ -10,9 +10,10 @@ import torch
 import trl.experimental.ppo.ppo_trainer as trl_ppo
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from trl import GRPOConfig, GRPOTrainer
 
 import rlhf.trl_ppo  # noqa: F401  (silences TRL's warning that its PPO is experimental)
-from rlhf import ppo_trainer
+from rlhf import loop
 from rlhf.actor_critic import with_value_head
 from rlhf.models import load_tokenizer
 from rlhf.ppo_trainer import _SharedBackboneCritic
@@ -96,7 +97,7 @@ def replayed(monkeypatch):
             return Replies(ids, mask, reply, reply_on, ended, None, len(stock.tokenizer))
 
         monkeypatch.setattr(trainer, "prompts_of", prompts_of)
-        monkeypatch.setattr(ppo_trainer, "sample_replies", sample)
+        monkeypatch.setattr(loop, "sample_replies", sample)
         monkeypatch.setattr(trainer, "evaluate", lambda: None)
 
     return replay
@@ -177,3 +178,83 @@ def theirs_score_squares(stock: StockRun) -> float:
         with torch.no_grad():
             squares.append(model(torch.tensor([[*prompt.ids, *reply]])).logits.item() ** 2)
     return sum(squares) / len(squares)
+
+
+# --- GRPO ------------------------------------------------------------------------------------------------------------
+
+
+class StockGRPO:
+    """TRL's GRPOTrainer, whose prompts, replies and scores are those of a run of ours."""
+
+    def __init__(self, start_model, tmp_path, rollouts: list, scores: list, **settings):
+        self.rollouts, self.scores, self.at = rollouts, scores, -1
+        tokenizer = load_tokenizer(str(start_model))
+        episodes = len(rollouts[0].texts)
+        self.trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32),
+            reward_funcs=[self.score],
+            args=GRPOConfig(
+                output_dir=str(tmp_path / "stock"), per_device_train_batch_size=episodes, num_generations=2,
+                num_iterations=EPOCHS, max_steps=UPDATES * EPOCHS, learning_rate=1e-3, lr_scheduler_type="constant",
+                max_grad_norm=0.5, bf16=False, gradient_checkpointing=False, report_to="none", use_cpu=True,
+                max_completion_length=LENGTH, save_strategy="no", **settings,
+            ),
+            train_dataset=Dataset.from_list([{"prompt": "x"}] * 8),
+            processing_class=tokenizer,
+            rollout_func=self.replay,
+        )  # fmt: skip
+
+    def replay(self, prompts, trainer) -> dict:
+        self.at += 1
+        rollout = self.rollouts[self.at]
+        return {
+            "prompt_ids": [list(p.ids) for p in rollout.prompts],
+            "completion_ids": rollout.replies.rows(),
+            "logprobs": [[0.0] * len(row) for row in rollout.replies.rows()],
+        }
+
+    def score(self, completions, **_) -> list[float]:
+        return self.scores[self.at].tolist()
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        (["--kl-placement", "none"], {"beta": 0.0, "scale_rewards": "none", "loss_type": "dapo"}),
+        (
+            ["--kl-placement", "loss", "--kl-coef", "0.4", "--scale-rewards", "group", "--loss-type", "grpo"],
+            {"beta": 0.4, "scale_rewards": "group", "loss_type": "grpo"},
+        ),
+        (
+            ["--kl-placement", "none", "--scale-rewards", "batch", "--loss-type", "dr_grpo", "--entropy-coef", "0.1"],
+            {"beta": 0.0, "scale_rewards": "batch", "loss_type": "dr_grpo", "entropy_coef": 0.1},
+        ),
+    ],
+)
+def test_three_updates_of_two_epochs_match_trls_grpo(build, start_model, tmp_path, flags, settings):
+    """Same replies: the weights stay TRL's, under KL in the loss, scaling, entropy bonus and clipped gradients."""
+    ours = build(
+        *flags, "--kl-schedule", "fixed", "--temperature", 1, "--max-grad-norm", 0.5, "--lr-schedule", "constant",
+        "--learning-rate", 1e-3, "--ppo-epochs", EPOCHS, "--num-iterations", UPDATES, "--reply-length", LENGTH,
+        algorithm="grpo", rewards=[lambda completions, **_: [float(len(text) % 7) for text in completions]],
+    )  # fmt: skip
+    rollouts, scores, advantages = [], [], ours.advantages
+
+    def noted(rollout, given):
+        rollouts.append(rollout)
+        scores.append(given)
+        return advantages(rollout, given)
+
+    ours.advantages = noted
+    for update in range(1, UPDATES + 1):
+        ours.one_update(update)
+    stock = StockGRPO(start_model, tmp_path, rollouts, scores, **settings)
+    stock.trainer.train()
+    start = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32)
+    mine, theirs, begun = (
+        torch.cat([w.detach().flatten() for w in model.parameters()])
+        for model in (ours.model, stock.trainer.model, start)
+    )
+    assert stock.at == UPDATES - 1
+    assert float((mine - theirs).abs().max()) < 2e-5, "Adam divides by the gradient's size: rounding is not all lost"
+    assert float((mine - begun).abs().max()) > 1e-3

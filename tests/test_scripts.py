@@ -48,30 +48,72 @@ def flags(start_model, reward_folder, pairs_file) -> list[str]:
     return [str(word) for word in words]
 
 
-def test_a_run_from_start_to_saved_model(project, flags):
-    done = run(["train_ppo.py", *flags], project)
+ALGORITHMS = {
+    "ppo": ([], "4 prompts in 1 minibatches"),
+    "grpo": (["--K", "2", "--batch-size", "2"], "2 prompts x 2 replies in 1 minibatches"),
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_run_from_start_to_saved_model(project, flags, algorithm):
+    more, batch = ALGORITHMS[algorithm]
+    script, flags, name = f"train_{algorithm}.py", [*flags, *more], f"{algorithm}_training_output"
+    done = run([script, *flags], project)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "no warnings, progress bars or retries of libraries"
     assert "{'" not in done.stdout, "no raw dictionaries"
-    for words in ("first prompt, as the model reads it: '<|im_start|>", "3 updates x 4 = 12 episodes, 12 optimizer",
+    for words in ("first prompt, as the model reads it: '<|im_start|>", batch,
+                  "3 updates x 4 = 12 episodes, 12 optimizer steps, 96 reply tokens at most",
                   "update 3/3 | score", "(target 6/sequence) | beta", "tokens/s", "evaluation after 0 updates",
                   "evaluation prompts, drawn at random", "before -> after", "next: tensorboard --logdir"):  # fmt: skip
         assert words in done.stdout
-    output = project / "ppo_training_output"
+    output = project / name
     log = json.loads((output / "run.json").read_text())
-    assert log["status"] == "finished" and log["plan"]["optimizer_steps"] == 12
-    assert log["perplexity_text"].endswith("held-out chosen replies")
+    assert (log["status"], log["algorithm"]) == ("finished", algorithm)
+    assert log["plan"] == {"updates": 3, "episodes": 12, "optimizer_steps": 12, "reply_tokens_at_most": 96}
+    spent = log["spent"]
+    assert (spent["updates"], spent["episodes"], spent["optimizer_steps"]) == (3, 12, 12)
+    assert 12 <= spent["reply_tokens"] <= 96
+    assert log["figures"]["perplexity_text"].endswith("held-out chosen replies")
+    assert log["best"]["update"] in (0, 2, 3) and (output / "best" / "model.safetensors").is_file()
     assert sorted(p.name for p in (output / "samples").iterdir()) == [f"update-00000{n}.jsonl" for n in (0, 2, 3)]
     events = EventAccumulator(str(output / "logs"), size_guidance={"scalars": 0}).Reload()
     assert {"loss", "rewards/mean", "kl_divergence", "learning_rate", "eval/score"} <= set(events.Tags()["scalars"])
     assert [e.step for e in events.Scalars("loss")] == [1, 2, 3]
     assert [e.step for e in events.Scalars("eval/score")] == [0, 2, 3]
 
-    again = run(["train_ppo.py", *flags], project)
-    assert (
-        again.returncode == 0
-        and "moved the finished run in ppo_training_output to ppo_training_output_1" in again.stdout
-    )
+    again = run([script, *flags], project)
+    assert again.returncode == 0 and f"moved the finished run in {name} to {name}_1" in again.stdout
+
+
+def test_seeds_in_one_command(project, flags):
+    """Two seeds from an empty folder, then a third beside them: the table, and what is skipped."""
+    few = [*flags, "--num-iterations", "1", "--K", "2", "--batch-size", "2", "--output", "many"]
+    done = run(["train_grpo.py", *few, "--seeds", "1", "2"], project)
+    assert done.returncode == 0, done.stderr
+    assert "GRPO, 2 seeds" in done.stdout and "sd over seeds" in done.stdout
+    again = run(["train_grpo.py", *few, "--seeds", "1", "2", "3"], project)
+    assert again.returncode == 0, again.stderr
+    assert "seed 2: finished before, in many_seed2" in again.stdout and "GRPO, 3 seeds" in again.stdout
+    rises = json.loads((project / "many_seeds.json").read_text())["figures"]["score_rise_in_start_sd"]
+    assert list(rises["by_seed"]) == ["1", "2", "3"] and rises["sd"] is not None
+
+
+def test_the_scripts_read_as_a_diff_of_each_other():
+    ppo, grpo = ((ROOT / f"train_{a}.py").read_text().splitlines() for a in ("ppo", "grpo"))
+    assert len(ppo) == len(grpo)
+    renamed = [line.replace("GRPO", "PPO").replace("grpo", "ppo") for line in grpo]
+    assert sorted(renamed) == sorted(ppo), "the names of the algorithm are all that differs (and the imports' order)"
+
+
+def test_an_equal_budget_for_both(project, flags):
+    plans = []
+    for algorithm, more in (("ppo", ["--batch-size", "4"]), ("grpo", ["--batch-size", "2", "--K", "2"])):
+        done = run([f"train_{algorithm}.py", *flags, *more, "--episodes", "30", "--dry-run"], project)
+        assert done.returncode == 0, done.stderr
+        plans.append(next(line for line in done.stdout.splitlines() if line.startswith("  budget")))
+    assert plans[0] == plans[1]
+    assert "8 updates x 4 = 32 episodes (30 asked for, rounded up to whole updates), 32 optimizer steps" in plans[0]
 
 
 def test_a_killed_run_is_not_trodden_on(project, flags):
@@ -135,4 +177,4 @@ def test_a_failing_reward_ends_the_run_with_status_1(build, capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(trainer.train)
     assert ended.value.code == 1
-    assert "score nan is not a finite number: broken" in capsys.readouterr().err
+    assert "score nan is not a finite number: reward function broken" in capsys.readouterr().err

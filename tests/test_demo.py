@@ -1,6 +1,7 @@
 """The demo, as its command is written in the README: it must show real learning, in the time that it promises.
 
-Seed 42 runs with the ordinary tests, from nothing. Seeds 123 and 777 are slow proofs: `python -m pytest -m slow`.
+Seed 42 runs with the ordinary tests, PPO from nothing and GRPO after it. Seeds 123 and 777, and the run whose KL
+follows a falling target, are slow proofs: `python -m pytest -m slow`.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ def project(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def demo(project):
     """(seconds, output, run.json, the reward model's metrics.json) of `python train_ppo.py --recipe demo`."""
-    return run_demo(project)
+    return run_demo(project, "ppo")
 
 
-def run_demo(project: Path, *flags: str):
+def run_demo(project: Path, algorithm: str, *flags: str):
     started = time.monotonic()
-    done = run(["train_ppo.py", "--recipe", "demo", *flags], project, OMP_NUM_THREADS="2")
+    done = run([f"train_{algorithm}.py", "--recipe", "demo", *flags], project, OMP_NUM_THREADS="2")
     seconds = time.monotonic() - started
     assert done.returncode == 0, done.stderr
-    log = json.loads((project / "ppo_training_output" / "run.json").read_text(encoding="utf-8"))
+    log = json.loads((project / f"{algorithm}_training_output" / "run.json").read_text(encoding="utf-8"))
     record = json.loads((project / "demo_parts" / "reward_model" / "metrics.json").read_text(encoding="utf-8"))
     print(f"{seconds:.0f} s", json.dumps(log["figures"]))
     return seconds, done.stdout, log, record
@@ -58,6 +59,15 @@ def test_ppo_really_learns(demo):
     check_learning(demo[2]["figures"])
 
 
+def test_grpo_really_learns_from_as_many_episodes(project, demo):
+    seconds, output, log, _ = run_demo(project, "grpo")
+    assert "demo parts: cached" in output
+    assert seconds <= CACHED_S
+    check_learning(log["figures"])
+    for spent in ("episodes", "optimizer_steps"):
+        assert log["spent"][spent] == demo[2]["spent"][spent] == log["plan"][spent]
+
+
 def test_the_first_time_takes_what_was_promised(demo):
     assert demo[0] <= FIRST_TIME_S
 
@@ -77,9 +87,10 @@ def test_there_are_enough_questions_and_none_is_shared_by_two_parts(project, dem
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 @pytest.mark.parametrize("seed", ["123", "777"])
-def test_other_seeds_learn_too(project, demo, seed):
-    seconds, output, log, _ = run_demo(project, "--seed", seed)
+def test_other_seeds_learn_too(project, demo, algorithm, seed):
+    seconds, output, log, _ = run_demo(project, algorithm, "--seed", seed)
     assert "demo parts: cached" in output
     assert seconds <= CACHED_S
     check_learning(log["figures"])

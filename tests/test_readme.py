@@ -53,16 +53,35 @@ def project(tmp_path_factory, pairs_file) -> Path:
     return folder
 
 
+def python_block(word: str) -> str:
+    """The one python block in which `word` stands."""
+    (block,) = [b for b in blocks("python") if word in b]
+    return block
+
+
 def test_your_own_pairs_take_five_lines():
-    (block,) = blocks("python")
-    assert len(block.strip().splitlines()) == 5
+    assert len(python_block("my_data").strip().splitlines()) == 5
+
+
+def test_the_example_in_python_runs(project):
+    """As it stands, only smaller: two updates of short replies."""
+    (project / "example.py").write_text(
+        "import config\nmake = config.make_config\n"
+        "config.make_config = lambda *a, **k: make(*a, **{**k, 'num_iterations': 2, 'reply_length': 8})\n"
+        + python_block("make_trainer")
+    )
+    done = run(["example.py"], project)
+    assert done.returncode == 0, done.stderr
+    assert "epoch 1: score" in done.stdout and "update 2" in done.stdout
+    assert (project / "my_python_run" / "model" / "model.safetensors").is_file()
 
 
 def test_every_command_of_the_readme_runs(project):
     """In the README's order. The stand-ins' random weights cannot be trained at the real learning rate in seconds: so
     after each reward model its record is put right: the refusal of weak ones is tested elsewhere."""
     assert any("--recipe demo" in c for c in runnable()) and any(c.startswith("trl sft") for c in runnable())
-    (project / "write_pairs.py").write_text(blocks("python")[0])
+    (project / "my_rewards.py").write_text(python_block("# my_rewards.py"))
+    (project / "write_pairs.py").write_text(python_block("my_data"))
     assert run(["write_pairs.py"], project).returncode == 0
     for command in runnable():
         words = shlex.split(command)
@@ -118,9 +137,11 @@ def _flags(make_parser, parse) -> list[str]:
 
 
 def test_the_glossary_names_what_is_logged(build):
-    trainer = build()
-    trainer.train()
-    logged = set().union(*trainer.state.log_history) - {"epoch", "step"}
+    logged = {"rewards/NAME"}  # where there are several reward functions
+    for algorithm in ("ppo", "grpo"):
+        trainer = build(algorithm=algorithm)
+        trainer.train()
+        logged |= set().union(*trainer.state.log_history) - {"epoch", "step"}
     table = README.split("## Metrics")[1].split("## When")[0]
-    named = set(re.findall(r"`([a-z0-9_]+(?:/[a-z0-9_]+)*)`", table))
+    named = set(re.findall(r"`([a-z0-9_]+(?:/[A-Za-z0-9_]+)*)`", table))
     assert logged == named

@@ -1,4 +1,4 @@
-"""A slow proof: SmolLM2-135M's exact shape, random weights, through reward model and PPO, with and without LoRA."""
+"""A slow proof: SmolLM2-135M's exact shape, random weights, through reward model, PPO and GRPO, whole and by LoRA."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ def test_reward_model_refusal_and_two_updates(project, pairs_file):
         project, OMP_NUM_THREADS="2",
     )  # fmt: skip
     assert trained.returncode == 0, trained.stderr
-    flags = ["train_ppo.py", "--actor-model", "./start", "--rm-model", "./rm", "--prompts", str(pairs_file),
+    flags = ["--actor-model", "./start", "--rm-model", "./rm", "--prompts", str(pairs_file),
              "--num-iterations", "2", "--reply-length", "16", "--eval-prompts", "4"]  # fmt: skip
-    refused = run([*flags, "--output", "full"], project)
+    refused = run(["train_ppo.py", *flags, "--output", "refused"], project)
     assert refused.returncode == 2 and "a weak reward model" in refused.stderr, "its pairs are drawn at random"
-    for output, more in (("full", []), ("lora", ["--use-lora"])):
-        done = run([*flags, "--output", output, "--allow-weak-reward-model", *more], project, OMP_NUM_THREADS="2")
-        assert done.returncode == 0, done.stderr
-        assert "update 2/2" in done.stdout
-    assert (project / "full" / "model.safetensors").is_file()
-    assert (project / "lora" / "adapter_model.safetensors").is_file()
+    for script, algorithm in (("train_ppo.py", []), ("train_grpo.py", ["--K", "2", "--batch-size", "2"])):
+        for file, more in (("model.safetensors", []), ("adapter_model.safetensors", ["--use-lora"])):
+            output = f"{script[:-3]}{''.join(more)}"
+            words = [script, *flags, *algorithm, *more, "--output", output, "--allow-weak-reward-model"]
+            done = run(words, project, OMP_NUM_THREADS="2")
+            assert done.returncode == 0, done.stderr
+            assert "update 2/2" in done.stdout
+            assert (project / output / file).is_file() and (project / output / "best" / file).is_file()

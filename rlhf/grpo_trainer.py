@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from datasets import Dataset
 from peft import PeftModel
@@ -11,14 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
 
-from config import Config
 from rlhf import objectives
 from rlhf.actor_critic import Actor
 from rlhf.loop import OnPolicyLoop
 from rlhf.metrics import Batch, policy_metrics
 from rlhf.models import autocast
-from rlhf.prompts import Prompt
-from rlhf.rewards import RewardFunction, Rewards
 from rlhf.rollout import Rollout
 
 
@@ -40,18 +35,9 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
     and gives advantages and loss. Only two of its methods are used so; one is replaced, its forward pass.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        policy: PreTrainedModel | PeftModel,
-        tokenizer: PreTrainedTokenizerBase,
-        train: Sequence[Prompt],
-        evaluation: Sequence[Prompt],
-        rewards: Rewards | Sequence[RewardFunction],
-        callbacks: Sequence = (),
-    ):
-        self.set_up(config, policy, tokenizer, train, evaluation, rewards, callbacks)
-        super().__init__(
+    def build_trl(self, policy: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        GRPOTrainer.__init__(
+            self,
             model=policy,
             reward_funcs=[score_given, sequence_kl],
             args=self._trl_config(),
@@ -59,7 +45,6 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
             processing_class=tokenizer,
             rollout_func=self._handed_on,
         )
-        self.quiet_trl()
         for weight in policy.parameters():
             if weight.requires_grad:
                 weight.data = weight.data.float()  # over 4-bit weights TRL makes adapters bfloat16; PPO's are not

@@ -15,7 +15,7 @@ from statistics import fmean
 import torch
 from accelerate import PartialState
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
@@ -37,20 +37,19 @@ EVALUATED_AT_ONCE = 32  # prompts
 class OnPolicyLoop:
     """Mixed into a TRL trainer, before it. Randomness comes from (seed, update, purpose), never a global stream.
 
-    An algorithm gives `actor`, `advantages` and `losses`.
+    An algorithm gives `build_trl`, `actor`, `advantages` and `losses`.
     """
 
-    def set_up(
+    def __init__(
         self,
         config: Config,
         policy: PreTrainedModel | PeftModel,
         tokenizer: PreTrainedTokenizerBase,
         train: Sequence[Prompt],
         evaluation: Sequence[Prompt],
-        rewards: Rewards | Sequence[RewardFunction],
-        callbacks: Sequence,
-    ) -> None:
-        """Everything that TRL's __init__ does not know of; called before it."""
+        rewards: Rewards | Sequence[RewardFunction | nn.Module],
+        callbacks: Sequence = (),
+    ):
         self.config = config
         self.train_prompts, self.evaluation_prompts = list(train), list(evaluation)
         self.rewards = rewards if isinstance(rewards, Rewards) else Rewards(rewards, None, tokenizer)
@@ -66,12 +65,14 @@ class OnPolicyLoop:
         self.reference = Reference(policy, self.dtype)
         self.listeners = list(callbacks)
         self.this_epoch: list[dict[str, float]] = []
-
-    def quiet_trl(self) -> None:
-        """Called after TRL's __init__: the console is ours."""
+        self.build_trl(policy, tokenizer)
         for printer in (PrinterCallback, ProgressCallback):
-            self.remove_callback(printer)
+            self.remove_callback(printer)  # the console is ours
         self.state.max_steps = self.updates
+
+    def build_trl(self, policy: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Call TRL's __init__; afterwards there are optimizer, scheduler and accelerator."""
+        raise NotImplementedError
 
     @property
     def actor(self) -> Actor:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from config import Config
 from rlhf import objectives
 from rlhf.actor_critic import ActorCritic, backbone_of, with_value_head
 from rlhf.loop import OnPolicyLoop
 from rlhf.metrics import Batch, policy_metrics
 from rlhf.models import autocast
-from rlhf.prompts import Prompt
-from rlhf.rewards import RewardFunction, Rewards
 from rlhf.rollout import Rollout
 from rlhf.trl_ppo import PPOConfig, PPOTrainer
 
@@ -38,19 +33,10 @@ class PPO(OnPolicyLoop, PPOTrainer):
     losses are means over a minibatch's tokens whatever the micro-batch, the score stands at EOS and not behind it.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        policy: PreTrainedModel | PeftModel,
-        tokenizer: PreTrainedTokenizerBase,
-        train: Sequence[Prompt],
-        evaluation: Sequence[Prompt],
-        rewards: Rewards | Sequence[RewardFunction],
-        callbacks: Sequence = (),
-    ):
-        self.set_up(config, policy, tokenizer, train, evaluation, rewards, callbacks)
+    def build_trl(self, policy: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self._container = with_value_head(policy)
-        super().__init__(
+        PPOTrainer.__init__(
+            self,
             args=self._trl_config(),
             processing_class=tokenizer,
             model=policy,
@@ -59,7 +45,6 @@ class PPO(OnPolicyLoop, PPOTrainer):
             value_model=_SharedBackboneCritic(policy, self._container.v_head),
             train_dataset=Dataset.from_list([{"input_ids": list(p.ids)} for p in self.train_prompts]),
         )
-        self.quiet_trl()
 
     def _trl_config(self) -> PPOConfig:
         c = self.config

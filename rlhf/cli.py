@@ -71,6 +71,17 @@ def _yaml_value(node: yaml.Node) -> Any:
         loader.dispose()
 
 
+class _Help(argparse.HelpFormatter):
+    """A flag once, its value once, then its other names; every dash may be an underscore."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        dashed = [name for name in action.option_strings if "_" not in name]
+        if action.nargs == 0 or not dashed:
+            return super()._format_action_invocation(action)
+        also = f" (or {', '.join(dashed[1:])})" if len(dashed) > 1 else ""
+        return f"{dashed[0]} {self._format_args(action, action.dest.upper())}{also}"
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(f"{message}: command line. --help shows how each flag is written")
@@ -83,7 +94,14 @@ def make_parser(
 
     `defaults` replace fields' own in what --help says; groups named in `hidden` have no flags here.
     """
-    parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} [--recipe NAME] [--config FILE.yaml] [--FLAG VALUE ...]",
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=_Help,
+    )
     parser.add_argument("--recipe", metavar="NAME", help=f"settings to start from: {', '.join(recipes)}")
     parser.add_argument("--config", metavar="FILE.yaml", help="settings from a YAML file, over the recipe's")
     groups: dict[str, Any] = {}

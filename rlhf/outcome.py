@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from config import Config
+from config import ALGORITHMS, Config
 from recipes import RECIPES
 from rlhf.callbacks import BEST_FOLDER, kl_controller
 from rlhf.console import Screen
@@ -36,12 +36,12 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
     log.add(figures=figures, spent=spent)
     show_samples(before, after, prompts, gold, config.run.seed, screen)
     show_figures(figures, screen)
-    show_where(config, log.data["best"], screen)
+    show_where(config, log, screen)
 
 
-def show_where(config: Config, best: dict, screen: Screen) -> None:
-    """What lies where, and the next command."""
-    output = config.run.output
+def show_where(config: Config, log: RunLog, screen: Screen) -> None:
+    """What lies where, and the next commands."""
+    output, best = config.run.output, log.data["best"]
     loader = "peft.AutoPeftModelForCausalLM" if config.model.use_lora else "transformers.AutoModelForCausalLM"
     screen.say("saved:")
     screen.facts(
@@ -52,4 +52,12 @@ def show_where(config: Config, best: dict, screen: Screen) -> None:
             (f"{output}/run.json", "settings, versions, figures"),
         ]
     )
-    screen.say(f"next: tensorboard --logdir {output}/logs")
+    other = next(name for name in ALGORITHMS if name != config.algorithm)
+    budget = f"--recipe {config.recipe} --seed {config.run.seed} --episodes {log.data['spent']['episodes']}"
+    screen.say("next:")
+    screen.facts(
+        [
+            ("the curves", f"tensorboard --logdir {output}/logs"),
+            ("the other algorithm, same budget", f"python train_{other}.py {budget}"),
+        ]
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from recipes import RECIPES
 from rlhf.cli import build, resolve
@@ -130,9 +130,9 @@ class GRPOSettings:
     )
     loss_type: str = knob(
         "dapo",
-        "TRL's name for how the loss is averaged: over the minibatch's tokens (dapo), over replies and their tokens "
-        "(grpo), over a constant length (dr_grpo)",
-        choices=("dapo", "grpo", "dr_grpo", "bnpo"),
+        "TRL's loss: averaged over tokens (dapo), over each reply's and then the replies (grpo), over a constant "
+        "length (dr_grpo); soft clipping (sapo), capped weights (cispo), whole-reply weights (luspo, vespo)",
+        choices=("dapo", "grpo", "dr_grpo", "sapo", "cispo", "luspo", "vespo"),
     )
 
 
@@ -154,6 +154,10 @@ class RewardSettings:
     score_ema: float = knob(0.99, "weight of the old estimates in the running ones", low=0, below=1)
 
 
+ADAPTIVE_TARGET = "6/sequence"  # Ziegler et al. 2019, and reference systems seed_001 and seed_004
+PHASED_TARGETS = ("0.05/token", "0.02/token", "0.01/token")  # reference systems seed_000 and seed_002
+
+
 @dataclass(frozen=True)
 class KLSettings:
     """How the policy is held near the start model."""
@@ -163,15 +167,22 @@ class KLSettings:
         "reward", "charge the KL in the reward, in the loss (k3), or only log it", choices=("reward", "loss", "none")
     )
     kl_schedule: str = knob("adaptive", "how beta is steered", choices=("fixed", "adaptive", "phased"))
-    kl_target: tuple[KLTarget, ...] = knob(
-        (KLTarget(6.0, "sequence"),),
-        "KL to hold in nats, e.g. 6/sequence or 0.05/token; several, in phases, with --kl-schedule phased",
+    kl_target: tuple[KLTarget, ...] | None = knob(
+        None,
+        "KL to hold in nats, e.g. 6/sequence, and several under phased; unset: 6/sequence, and under phased "
+        "0.05/token 0.02/token 0.01/token",
         aliases=("target", "target_kl"),
     )
     kl_boundaries: tuple[float, ...] | None = knob(
         None, "shares of the run at which the next target comes into force; unset: equal phases", above=0, below=1
     )
     kl_horizon: int = knob(10_000, "episodes over which beta reacts: small acts fast", low=1)
+
+    @property
+    def targets(self) -> tuple[KLTarget, ...]:
+        """The targets, one after another; under a fixed beta the one that a KL is shown against."""
+        phased = self.kl_schedule == "phased"
+        return self.kl_target or tuple(map(KLTarget.parse, PHASED_TARGETS if phased else (ADAPTIVE_TARGET,)))
 
     @property
     def steered(self) -> bool:
@@ -197,15 +208,15 @@ class RunSettings:
         None, "one run after another with these seeds, into OUTPUT_seed42 and so on; finished ones are skipped", low=0
     )
     epochs: float = knob(3.0, "passes over the training prompts", above=0, aliases=("num_train_epochs",))
-    num_iterations: int | None = knob(None, "updates; overrides --epochs", low=1)
+    num_iterations: int | None = knob(None, "updates, in place of --epochs", low=1)
     episodes: int | None = knob(
-        None, "generated replies, an equal budget for both algorithms; overrides --num-iterations", low=1
+        None, "generated replies, in place of --num-iterations: an equal budget for both algorithms", low=1
     )
     eval_every: int = knob(50, "updates between evaluations; the start and the end are always evaluated", low=1)
     best_rule: str = knob(
         "score",
-        "what makes the best checkpoint, among those of at most 1.5 times the KL target: the highest score (within "
-        "--perplexity-gate), or the lowest perplexity",
+        "what makes the best checkpoint, among those of at most 1.5 times the KL target (where beta is steered): the "
+        "highest score (within --perplexity-gate), or the lowest perplexity",
         choices=("score", "perplexity"),
     )
     perplexity_gate: float = knob(
@@ -219,6 +230,9 @@ class RunSettings:
 @dataclass(frozen=True)
 class Config:
     """Everything `train_ppo.py` and `train_grpo.py` can be told."""
+
+    # named in a later layer, one of these puts the others of earlier layers out of force
+    exclusive: ClassVar = ("epochs", "num_iterations", "episodes")
 
     recipe: str = "smollm2-orca"
     algorithm: str = "ppo"
@@ -243,8 +257,8 @@ class Config:
         return self.batch.batch_size * self.group_size
 
     def updates(self, prompts: int) -> int:
-        """Updates in a run over `prompts` training prompts: by --episodes, else --num-iterations, else --epochs; what
-        does not fill an update is rounded up."""
+        """Updates in a run over `prompts` training prompts: by episodes, else num_iterations, else epochs (of which a
+        later layer of settings puts an earlier one's out of force); what does not fill an update is rounded up."""
         if self.run.episodes is not None:
             return -(-self.run.episodes // self.episodes_per_update)
         if self.run.num_iterations is not None:
@@ -279,15 +293,18 @@ class Config:
                 f"beta starts at 0 and is steered by factors, so it would stay there: --kl-coef 0, kl_schedule "
                 f"{kl.kl_schedule}. Add --kl-schedule fixed, or start above 0"
             )
-        if len(kl.kl_target) > 1 and kl.kl_schedule != "phased":
+        count = len(kl.targets)
+        if (count > 1) != (kl.kl_schedule == "phased"):
             faults.append(
-                f"several KL targets under kl_schedule {kl.kl_schedule}: --kl-target. "
-                "Give one, or --kl-schedule phased"
+                f"{count} KL target{'s' if count > 1 else ''} under kl_schedule {kl.kl_schedule}: --kl-target. "
+                "Name several under phased, else one"
             )
+        if len({target.per for target in kl.targets}) > 1:
+            faults.append("KL targets per sequence and per token in one run: --kl-target. Name all in one unit")
         marks = kl.kl_boundaries
-        if marks is not None and (len(marks) != len(kl.kl_target) - 1 or list(marks) != sorted(set(marks))):
+        if marks is not None and (len(marks) != count - 1 or list(marks) != sorted(set(marks))):
             faults.append(
-                f"{len(marks)} boundaries for {len(kl.kl_target)} KL targets: --kl-boundaries. "
+                f"{len(marks)} boundaries for {count} KL targets: --kl-boundaries. "
                 "Give one fewer than targets, rising, such as 0.33 0.67"
             )
         if self.algorithm == "grpo" and kl.kl_placement == "reward" and self.grpo.scale_rewards != "none":
@@ -391,7 +408,7 @@ def make_config(recipe: str = "smollm2-orca", algorithm: str = "ppo", **knobs: A
     """A configuration from Python: a recipe, and knobs by their names. Raises UserError as the command line does."""
     recipes, defaults = _layers(algorithm)
     values = {name: (value, f"make_config({name}=)") for name, value in knobs.items()}
-    return build(Config, recipes, {**values, "recipe": (recipe, "make_config")}, defaults, algorithm=algorithm)
+    return build(Config, recipes, [{**values, "recipe": (recipe, "make_config")}], defaults, algorithm=algorithm)
 
 
 def parse_reward_cli(argv: list[str] | None = None) -> RewardModelConfig:

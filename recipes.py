@@ -21,8 +21,7 @@ RECIPES = {
             "minibatches": 1,
             "clip_range": 0.2,
             "kl_coef": 0.05,
-            "kl_schedule": "adaptive",
-            "kl_target": "6/sequence",
+            "kl_schedule": "adaptive",  # to 6 nats per sequence; phased, say, has other targets
             "kl_horizon": 2_000,  # Ziegler's 10,000 would let beta grow by 1.4 in the whole run; this, by 5.7
             "learning_rate": 5e-6,
             "lr_schedule": "cosine",

@@ -28,15 +28,17 @@ def make_trainer(
     config: Config,
     prompts: Prompts,
     rewards: Sequence[RewardFunction | nn.Module] | None = None,
+    reward_weights: Sequence[float] | None = None,
     callbacks: Sequence = (),
     evaluation_prompts: Prompts | None = None,
 ) -> OnPolicyLoop:
     """A trainer of `config.algorithm`, ready to `train()`, `evaluate()`, `save_model(folder)`, `load_model(folder)`.
 
-    Prompts are texts, or chats of {"role", "content"}. `rewards` take the place of the configuration's reward model
-    and rules, with its `reward_weights`. `callbacks` are objects with some methods of rlhf.callbacks.Callback, or
-    functions of (epoch, metrics). Without `evaluation_prompts` a tenth of the prompts is held out, by the hash of the
-    question; where that leaves none, the training prompts serve. Raises UserError.
+    Prompts are texts, or chats of {"role", "content"}. `rewards`, with a weight for each, take the place of the
+    configuration's reward model and rules. Length and seed are the configuration's; nothing is written before
+    `save_model`. `callbacks` are objects with some methods of rlhf.callbacks.Callback, or functions of (epoch,
+    metrics). Without `evaluation_prompts` a tenth of the prompts is held out, by the hash of the question; where that
+    leaves none, the training prompts serve. Raises UserError.
     """
     screen = Screen()
     device = start_device(screen)
@@ -55,7 +57,7 @@ def make_trainer(
     if rewards is None:
         chosen, _ = load_rewards(config, find_rewards(config), tokenizer, sets, device, screen)
     else:
-        chosen = Rewards(rewards, config.reward.reward_weights, tokenizer)
+        chosen = Rewards(rewards, reward_weights, tokenizer)
     trainer = TRAINERS[config.algorithm](
         config,
         load_start_policy(config, start, tokenizer, device),
@@ -63,7 +65,10 @@ def make_trainer(
         sets.train,
         sets.evaluation[: config.data.eval_prompts],
         chosen,
-        callbacks,
     )
-    trainer.add_callback(KLControl(kl_controller(config, trainer.updates), config.episodes_per_update))
+    if config.kl.steered:
+        controller = kl_controller(config, trainer.updates)
+        trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update))
+    for callback in callbacks:  # after control: what they set is what the next update has
+        trainer.add_callback(callback)
     return trainer

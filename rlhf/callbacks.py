@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from rlhf.checkpoints import replace_folder
 from rlhf.console import Screen, clock
 from rlhf.controllers import KLController
 from rlhf.evaluation import Evaluation
+from rlhf.loop import OnPolicyLoop
+from rlhf.prompts import Prompt
 from rlhf.runlogs import RunLog
 
 BEST_FOLDER = "best"
@@ -42,12 +45,9 @@ class Callback:
 class KLControl(Callback):
     """After every update: the controller hears the KL and sets the next update's beta."""
 
-    def __init__(self, controller: KLController, episodes: int):
-        """`episodes` is the number of replies per update."""
-        self.controller, self.episodes = controller, episodes
-
-    def on_train_begin(self, trainer):
-        self.steer = trainer.set_kl_coef
+    def __init__(self, controller: KLController, steer: Callable[[float], None], episodes: int):
+        """`steer` takes beta (the trainer's `set_kl_coef`); `episodes` is the number of replies per update."""
+        self.controller, self.steer, self.episodes = controller, steer, episodes
 
     def on_update_end(self, update, metrics):
         self.steer(self.controller.update(metrics["kl_divergence"], metrics["kl_divergence/token"], self.episodes))
@@ -73,11 +73,12 @@ class TensorBoardLog(Callback):
 class ProgressLine(Callback):
     """One live line per update, and a line for every evaluation."""
 
-    def __init__(self, screen: Screen, controller: KLController):
-        self.screen, self.controller = screen, controller
+    def __init__(self, trainer: OnPolicyLoop, screen: Screen, controller: KLController):
+        self.trainer, self.screen, self.controller = trainer, screen, controller
+        self.started = time.monotonic()
 
     def on_train_begin(self, trainer):
-        self.trainer, self.started = trainer, time.monotonic()
+        self.started = time.monotonic()
 
     def on_update_end(self, update, metrics):
         updates, target = self.trainer.updates, self.controller.target_of(update)
@@ -101,16 +102,23 @@ class ProgressLine(Callback):
         )
 
 
+class Samples(Callback):
+    """Every evaluation's replies, as files."""
+
+    def __init__(self, folder: Path, prompts: Sequence[Prompt]):
+        self.folder, self.prompts = folder, prompts
+
+    def on_evaluation(self, evaluation):
+        evaluation.write(self.folder, self.prompts)
+
+
 class BestCheckpoint(Callback):
     """Keeps the best evaluation's model in `best/`; what was chosen, from what and why goes to run.json."""
 
-    def __init__(self, config: Config, controller: KLController, log: RunLog):
-        self.config, self.controller, self.log = config, controller, log
+    def __init__(self, trainer: OnPolicyLoop, config: Config, controller: KLController, log: RunLog):
+        self.trainer, self.config, self.controller, self.log = trainer, config, controller, log
         self.candidates: list[Candidate] = []
         self.memory: list[float] = []
-
-    def on_train_begin(self, trainer):
-        self.trainer = trainer
 
     def on_evaluation(self, evaluation):
         said, run = evaluation.metrics(), self.config.run
@@ -146,14 +154,16 @@ def kl_controller(config: Config, updates: int) -> KLController:
     """The controller that the settings ask for, for a run of `updates` updates."""
     kl = config.kl
     horizon = kl.kl_horizon if kl.steered else None
-    return KLController(kl.kl_coef, kl.kl_target, horizon, updates, kl.kl_boundaries)
+    return KLController(kl.kl_coef, kl.targets, horizon, updates, kl.kl_boundaries)
 
 
-def attach_callbacks(trainer, config: Config, log: RunLog, screen: Screen) -> None:
-    """What every run has: TensorBoard, the live line, the best checkpoint, KL control. The line shows the beta that
-    the update was made with, so control comes last."""
+def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -> None:
+    """What every run has: TensorBoard, replies as files, the live line, the best checkpoint, KL control. The line
+    shows the beta that the update was made with, so control comes last."""
     controller = kl_controller(config, trainer.updates)
-    trainer.add_callback(TensorBoardLog(Path(config.run.output) / "logs"))
-    trainer.add_callback(ProgressLine(screen, controller))
-    trainer.add_callback(BestCheckpoint(config, controller, log))
-    trainer.add_callback(KLControl(controller, config.episodes_per_update))
+    output = Path(config.run.output)
+    trainer.add_callback(TensorBoardLog(output / "logs"))
+    trainer.add_callback(Samples(output / "samples", trainer.evaluation_prompts))
+    trainer.add_callback(ProgressLine(trainer, screen, controller))
+    trainer.add_callback(BestCheckpoint(trainer, config, controller, log))
+    trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update))

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
+from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
@@ -60,6 +60,7 @@ def load_policy_weights(actor: Actor, folder: Path) -> None:
         raise UserError(f"no {file.name}: {folder}. Give a folder that save_model wrote, of the same kind of run")
     try:
         if is_adapter:
+            _check_adapter(actor.policy, folder)
             set_peft_model_state_dict(actor.policy, load_peft_weights(str(folder), device="cpu"))
         else:
             missing, unknown = actor.policy.load_state_dict(load_file(file), strict=False)
@@ -73,3 +74,12 @@ def load_policy_weights(actor: Actor, folder: Path) -> None:
         raise UserError(
             f"another model's weights: {folder} ({str(error).splitlines()[0]:.120}). Give this model's"
         ) from None
+
+
+def _check_adapter(policy: PeftModel, folder: Path) -> None:
+    """peft loads another adapter's weights without a word where the shapes happen to fit."""
+    mine, theirs = policy.peft_config["default"], PeftConfig.from_pretrained(str(folder))
+    for name in ("r", "lora_alpha", "target_modules"):
+        here, there = (set(v) if isinstance(v := getattr(c, name), (set, list)) else v for c in (mine, theirs))
+        if here != there:
+            raise UserError(f"another adapter's weights ({name} {there}, not {here}): {folder}. Give this model's")

@@ -191,37 +191,36 @@ def resolve(
     flags = read_flags(parser, argv, elsewhere)
     yaml_path = flags.pop("config", (None, ""))[0]
     from_yaml = read_yaml(yaml_path, {**name_table(knobs), "recipe": "recipe"}) if yaml_path else {}
-    return build(config_class, recipes, {**from_yaml, **flags}, defaults, **top)
+    return build(config_class, recipes, [from_yaml, flags], defaults, **top)
 
 
 def _default_recipe(config_class: type) -> str:
     return next(f.default for f in dataclasses.fields(config_class) if f.name == "recipe")
 
 
-def build(
-    config_class: type, recipes: dict, values: dict[str, tuple[Any, str]], defaults: dict | None = None, **top: Any
-) -> Any:
-    """A configuration from name -> (value, where), "recipe" among them, over the recipe's settings, over `defaults`,
-    over the fields' own. Checks every name and value, then how they fit (`config.faults()`)."""
-    knobs, values = knobs_of(config_class), dict(values)
-    recipe, where = values.pop("recipe", (_default_recipe(config_class), ""))
+Layer = dict[str, tuple[Any, str]]  # name -> (value, where it was set)
+
+
+def build(config_class: type, recipes: dict, layers: list[Layer], defaults: dict | None = None, **top: Any) -> Any:
+    """A configuration from layers, "recipe" among their names, over the recipe's settings, over `defaults`, over the
+    fields' own. Checks every name and value, then how they fit (`config.faults()`)."""
+    knobs = knobs_of(config_class)
+    recipe, where = {k: v for layer in layers for k, v in layer.items()}.get(
+        "recipe", (_default_recipe(config_class), "")
+    )
     if recipe not in recipes:
         raise UserError(
             f"unknown recipe {recipe!r}: {where}. {did_you_mean(recipe, recipes)} Known: {', '.join(recipes)}"
         )
-    names = name_table(knobs)
-    raise_if(
+    layered = _merge(
         [
-            f"unknown setting {n}: {where}. {did_you_mean(n, names)}"
-            for n, (_, where) in values.items()
-            if n not in names
-        ]
+            {name: (value, "default") for name, value in (defaults or {}).items()},
+            {name: (value, f"recipe {recipe}") for name, value in recipes[recipe].items()},
+            *({name: found for name, found in layer.items() if name != "recipe"} for layer in layers),
+        ],
+        name_table(knobs),
+        getattr(config_class, "exclusive", ()),
     )
-    layered = {
-        **{name: (value, "default") for name, value in (defaults or {}).items()},
-        **{name: (value, f"recipe {recipe}") for name, value in recipes[recipe].items()},
-        **{names[name]: found for name, found in values.items()},
-    }
     faults, converted = [], {}
     for name, k in knobs.items():
         value, where = layered.get(name, (k.default, "default"))
@@ -235,3 +234,16 @@ def build(
     config = config_class(recipe=recipe, **top, **groups)
     raise_if(config.faults())
     return config
+
+
+def _merge(layers: list[Layer], names: dict[str, str], exclusive: tuple[str, ...]) -> Layer:
+    """Later layers win. One of the `exclusive` knobs in a later layer removes the others of earlier ones."""
+    unknown = {n: where for layer in layers for n, (_, where) in layer.items() if n not in names}
+    raise_if([f"unknown setting {n}: {where}. {did_you_mean(n, names)}" for n, where in unknown.items()])
+    merged: Layer = {}
+    for layer in layers:
+        known = {names[n]: found for n, found in layer.items()}
+        if not known.keys().isdisjoint(exclusive):
+            merged = {n: found for n, found in merged.items() if n not in exclusive}
+        merged |= known
+    return merged

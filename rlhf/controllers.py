@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import fmean, pvariance
+from statistics import fmean, variance
 
 from rlhf.knobs import KLTarget
 
@@ -82,29 +82,31 @@ class ScoreNormalizer:
     """Scores by running estimates of their mean and spread, so that a drift of the scores does not move the
     advantages' scale.
 
-    mean <- d * mean + (1 - d) * mean of the batch; variance likewise, around each batch's own mean: a drift of the
-    mean is no spread. The first batch gives the first estimates; until a batch has spread, scores are only shifted.
+    m <- d * m + (1 - d) * mean of the batch, v likewise of its (unbiased) variance around its own mean: a drift of the
+    mean is no spread. Both are divided by 1 - d^t (Kingma & Ba 2015, sec. 3), so that early estimates are averages of
+    the batches so far and not of the zeros before them. Until a batch has spread, scores are only shifted.
     """
 
     def __init__(self, decay: float):
         """`decay` d in [0, 1) is the weight of the old estimate."""
         self.decay = decay
-        self.mean: float | None = None
-        self.variance = 0.0
+        self.m, self.v, self.batches = 0.0, 0.0, 0
 
     def __call__(self, scores: Sequence[float]) -> list[float]:
         """Take note of one batch, then return it as (score - mean) / standard deviation."""
-        mean, variance, d = fmean(scores), pvariance(scores), self.decay
-        self.mean = mean if self.mean is None else d * self.mean + (1 - d) * mean
-        self.variance = d * self.variance + (1 - d) * variance if self.variance > 0 else variance
-        spread = self.variance**0.5 or 1.0
-        return [(score - self.mean) / spread for score in scores]
+        d = self.decay
+        self.m = d * self.m + (1 - d) * fmean(scores)
+        self.v = d * self.v + (1 - d) * (variance(scores) if len(scores) > 1 else 0.0)
+        self.batches += 1
+        debt = 1 - d**self.batches
+        spread = (self.v / debt) ** 0.5 or 1.0
+        return [(score - self.m / debt) / spread for score in scores]
 
-    def state_dict(self) -> dict[str, float | None]:
-        return {"mean": self.mean, "variance": self.variance}
+    def state_dict(self) -> dict[str, float]:
+        return {"m": self.m, "v": self.v, "batches": self.batches}
 
-    def load_state_dict(self, state: dict[str, float | None]) -> None:
-        self.mean, self.variance = state["mean"], float(state["variance"])
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.m, self.v, self.batches = float(state["m"]), float(state["v"]), int(state["batches"])
 
 
 def in_band(kl: float, target: float, band: tuple[float, float] = (0.5, 1.5)) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -70,19 +70,20 @@ class Evaluation:
 def fixed_text(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
-    start: Sequence[Rollout],
+    start: Callable[[Sequence[Prompt]], Sequence[Rollout]],
     file: str | None,
     most: int = 128,
 ) -> FixedText:
     """The text of a run's perplexity: `file` where one is named, else the held-out chosen replies, else the start
-    model's replies to the evaluation prompts, and it says so."""
+    model's replies to the evaluation prompts (`start` makes them), and it says so."""
     if file is not None:
         return text_of_file(tokenizer, file)
     with_chosen = [p for p in prompts if p.example.chosen is not None][:most]
     if with_chosen:
         replies = [encode_reply(tokenizer, p.example.chosen) for p in with_chosen]
         return FixedText(with_chosen, replies, f"{len(replies)} held-out chosen replies")
-    rows = [(p, row) for part in start for p, row in zip(part.prompts, part.replies.rows(), strict=True)][:most]
+    parts = start(prompts[:most])
+    rows = [(p, row) for part in parts for p, row in zip(part.prompts, part.replies.rows(), strict=True)]
     return FixedText(
         [p for p, _ in rows], [row for _, row in rows], f"one fixed sample of the start model's replies ({len(rows)})"
     )

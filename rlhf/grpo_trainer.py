@@ -64,7 +64,8 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
             beta=0.0,  # here it would load a second reference from the disk; set live for the loss
             reward_weights=[1.0, 0.0],
             epsilon=c.batch.clip_range,
-            entropy_coef=c.batch.entropy_coef,
+            epsilon_high=1 + c.batch.clip_range if c.grpo.loss_type == "cispo" else None,  # there, the largest weight
+            importance_sampling_level="sequence" if c.grpo.loss_type == "luspo" else "token",
             scale_rewards=c.grpo.scale_rewards,
             loss_type=c.grpo.loss_type,
             learning_rate=c.optimizer.learning_rate,
@@ -88,7 +89,8 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
         self.reward_weights = torch.tensor([1.0, -self.beta_in("reward")])
         self.model.train()  # TRL keeps two books, for training and evaluation
         self.beta = 0.0  # TRL would run the reference once more: the rollout has its log-probs
-        given = self._generate_and_score_completions([{"prompt": text} for text in rollout.texts])
+        rows = [{"prompt": ""} for _ in rollout.texts]  # TRL writes the extra fields into them
+        given = self._generate_and_score_completions(rows)
         advantages = torch.where(rollout.mask, given["advantages"].unsqueeze(1), 0.0)
         return Batch(rollout, kl, advantages, advantages, returns=None)
 
@@ -107,7 +109,7 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
     def losses(self, batch: Batch, rows: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """TRL's loss of some rows, scaled so that parts add up to the minibatch's; statistics as PPO's, detached."""
         rollout, replies = batch.rollout, batch.rollout.replies
-        mask = rollout.mask[rows]
+        mask, entropy_coef = rollout.mask[rows], self.config.batch.entropy_coef
         parts = self.minibatch_size / len(rows)
         self.current_gradient_accumulation_steps = parts  # TRL divides by it: here, by the part's share
         self.beta = self.beta_in("loss")
@@ -122,12 +124,15 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
                 "advantages": batch.weights[rows],
                 "old_per_token_logps": rollout.logprobs[rows],
                 "ref_per_token_logps": rollout.ref_logprobs[rows],
-                "num_items_in_batch": tokens / parts,
+                "num_items_in_batch": rollout.mask.sum() / self.config.batch.minibatches / parts,
             },
         )
         self._metrics["train"].clear()  # TRL keeps its own figures until its own log
         logprobs, entropy = self._measured
-        _, stats = policy_metrics(logprobs, entropy, batch, rows, self.config.batch.clip_range, tokens)
+        loss = loss - entropy_coef * objectives.masked_mean(entropy, mask, tokens)
+        _, stats = policy_metrics(
+            logprobs.detach(), entropy.detach(), batch, rows, self.config.batch.clip_range, tokens
+        )
         return loss, {"loss": loss.detach(), **stats}
 
     def _get_per_token_logps_and_entropies(
@@ -145,5 +150,5 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
                 self._allowed,
                 entropy="gradient" if self.config.batch.entropy_coef > 0 else "value",
             )
-        self._measured = logprobs.detach(), entropy.detach()
-        return logprobs, entropy, None
+        self._measured = logprobs, entropy
+        return logprobs, entropy.detach(), None

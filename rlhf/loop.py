@@ -23,15 +23,16 @@ from config import Config
 from rlhf.actor_critic import Actor, Reference
 from rlhf.checkpoints import load_policy_weights, save_policy
 from rlhf.controllers import ScoreNormalizer
-from rlhf.errors import RunError
+from rlhf.errors import RunError, UserError
 from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
-from rlhf.metrics import Batch, Scored, memory_in_use, rollout_metrics
+from rlhf.metrics import Batch, Scored, memory_in_use, reset_peak_memory, rollout_metrics
 from rlhf.models import autocast, autocast_dtype
-from rlhf.prompts import Prompt
+from rlhf.prompts import Prompt, encode_prompts, examples_of
 from rlhf.rewards import RewardFunction, Rewards
 from rlhf.rollout import Rollout, generator, measure, sample_replies, uniforms
 
 EVALUATED_AT_ONCE = 32  # prompts
+EVENTS = ("on_train_begin", "on_update_end", "on_evaluation", "on_epoch_end", "on_train_end")
 
 
 class OnPolicyLoop:
@@ -63,12 +64,14 @@ class OnPolicyLoop:
         self.sampling = config.sampling
         self.dtype = autocast_dtype(config.model.bf16, PartialState().device)
         self.reference = Reference(policy, self.dtype)
-        self.listeners = list(callbacks)
+        self.listeners: list = []
         self.this_epoch: list[dict[str, float]] = []
         self.build_trl(policy, tokenizer)
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)  # the console is ours
         self.state.max_steps = self.updates
+        for callback in callbacks:
+            self.add_callback(callback)
 
     def build_trl(self, policy: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Call TRL's __init__; afterwards there are optimizer, scheduler and accelerator."""
@@ -93,8 +96,10 @@ class OnPolicyLoop:
             isinstance(callback, type) and issubclass(callback, TrainerCallback)
         ):
             super().add_callback(callback)
-        else:
+        elif callable(callback) or any(hasattr(callback, event) for event in EVENTS):
             self.listeners.append(callback)
+        else:
+            raise UserError(f"hears nothing: callback {callback!r:.60}. Give it one of {', '.join(EVENTS)}")
 
     def tell(self, event: str, *details) -> None:
         """Call `event` on every callback that has it. A bare function hears the ends of epochs."""
@@ -107,6 +112,9 @@ class OnPolicyLoop:
 
     def train(self) -> dict[str, float]:
         """All updates; returns the last update's metrics together with the last evaluation's."""
+        if self.evaluations and self.state.global_step:
+            raise RunError(f"already trained, {self.state.global_step} updates: train(). Make a new trainer")
+        reset_peak_memory(self.accelerator.device)
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         self.tell("on_train_begin", self)
         self.evaluate()
@@ -131,7 +139,7 @@ class OnPolicyLoop:
             "time/score_s": judged - rolled,
             "time/update_s": time.perf_counter() - judged,
         }
-        said = rollout_metrics(batch, scored, self.config.group_size, self.accelerator)
+        said = rollout_metrics(batch, scored, self.config.group_size)
         return self.finish_step(update, {**said, **stats, **times})
 
     def prompts_of(self, update: int) -> list[tuple[int, Prompt]]:
@@ -143,8 +151,7 @@ class OnPolicyLoop:
         size, count, group = self.config.episodes_per_update, len(self.train_prompts), self.config.group_size
         dealt = [(e, *divmod(e // group, count)) for e in range((update - 1) * size, update * size)]
         orders = {p: generator(self.config.run.seed, p, "order").permutation(count) for p in {p for _, p, _ in dealt}}
-        mine = dealt[self.accelerator.process_index :: self.accelerator.num_processes]
-        return [(e, self.train_prompts[orders[p][i]]) for e, p, i in mine]
+        return [(e, self.train_prompts[orders[p][i]]) for e, p, i in dealt]
 
     def rollout(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Rollout:
         """Sample a reply to every prompt; log-probs, values and reference log-probs under the training forward."""
@@ -201,18 +208,18 @@ class OnPolicyLoop:
 
     @property
     def minibatch_size(self) -> int:
-        """Episodes per optimizer step on this process."""
-        return self.config.episodes_per_update // self.accelerator.num_processes // self.config.batch.minibatches
+        """Episodes per optimizer step."""
+        return self.config.episodes_per_update // self.config.batch.minibatches
 
     def minibatches(self, update: int, epoch: int) -> Iterator[Tensor]:
         """Rows of each minibatch, shuffled by (seed, update, epoch)."""
-        size = self.config.episodes_per_update // self.accelerator.num_processes
+        size = self.config.episodes_per_update
         order = torch.from_numpy(generator(self.config.run.seed, update, "minibatches", epoch).permutation(size))
         return iter(order.to(self.accelerator.device).split(self.minibatch_size))
 
     def optimizer_step(self, batch: Batch, rows: Tensor) -> dict[str, Tensor]:
         """Gradients of one minibatch, micro-batch by micro-batch, clipped; then one step."""
-        tokens = self.accelerator.reduce(batch.rollout.mask[rows].sum().float(), reduction="mean")
+        tokens = batch.rollout.mask[rows].sum().float()
         stats: dict[str, Tensor] = {}
         for part in rows.split(self.config.batch.micro_batch_size or len(rows)):
             loss, part_stats = self.losses(batch, part, tokens)
@@ -231,14 +238,14 @@ class OnPolicyLoop:
     def finish_step(self, update: int, metrics: dict[str, float]) -> dict[str, float]:
         """Log, so that callbacks hear of it (KL control sets the next update's beta); then evaluate where due."""
         spent = sum(v for k, v in metrics.items() if k.startswith("time/"))
-        tokens = self.accelerator.num_processes * int(metrics.pop("reply/tokens"))
+        tokens = int(metrics.pop("reply/tokens"))
         self.reply_tokens += tokens
         metrics["kl_coef"] = self.kl_coef if self.config.kl.kl_placement != "none" else 0.0
         metrics["learning_rate"] = self.learning_rate
         metrics["throughput/tokens_per_s"] = tokens / spent
         metrics["throughput/episodes_per_s"] = self.config.episodes_per_update / spent
         metrics["optimizer_steps"] = float(self.optimizer_steps)
-        self.peak_memory = max(self.peak_memory, memory_in_use(self.accelerator.device))
+        self.note_memory()
         metrics["memory/peak_gib"] = self.peak_memory / 2**30
         self.state.global_step = update
         self.state.episode = update * self.config.episodes_per_update
@@ -263,29 +270,46 @@ class OnPolicyLoop:
         """The one door through which a callback may steer training: beta of the next update."""
         self.kl_coef = beta
 
-    def evaluate(self) -> Evaluation:
-        """Sample the evaluation prompts with the same random numbers every time, score, log and keep the result."""
-        episodes = list(enumerate(self.evaluation_prompts))
-        parts = [
-            self.rollout(episodes[i : i + EVALUATED_AT_ONCE], 0, "evaluate")
-            for i in range(0, len(episodes), EVALUATED_AT_ONCE)
-        ]
-        if self.text is None:
-            self.text = fixed_text(self.processing_class, self.evaluation_prompts, parts, self.config.data.eval_text)
-        result = evaluate(
-            parts,
-            self.state.global_step,
-            self.actor,
-            self.rewards,
-            self.text,
-            self.processing_class.pad_token_id,
-            self.dtype,
-        )
+    def note_memory(self) -> None:
+        self.peak_memory = max(self.peak_memory, memory_in_use(self.accelerator.device))
+
+    def evaluate(self, prompts: Sequence[str | Sequence[dict[str, str]]] | None = None) -> dict[str, float]:
+        """Metrics on the evaluation prompts, logged and kept in `evaluations`; or on others, texts or chats, which are
+        neither. With the same random numbers every time. Raises UserError for prompts that cannot be read."""
+        if prompts is not None:
+            kept, _ = encode_prompts(self.processing_class, examples_of(prompts), self.config.data.prompt_length)
+            if not kept:
+                raise UserError(f"no prompt of at most {self.config.data.prompt_length} tokens: evaluate(prompts)")
+            return self.evaluation_of(kept).metrics()
+        result = self.evaluation_of(self.evaluation_prompts)
         self.evaluations.append(result)
-        result.write(Path(self.config.run.output) / "samples", self.evaluation_prompts)
+        self.note_memory()
         self.log(result.metrics())
         self.tell("on_evaluation", result)
-        return result
+        return result.metrics()
+
+    def evaluation_of(self, prompts: Sequence[Prompt]) -> Evaluation:
+        """Replies to some prompts, scored; perplexity on the run's fixed text."""
+        self.fix_text()
+        pad = self.processing_class.pad_token_id
+        return evaluate(
+            self.replies_to(prompts), self.state.global_step, self.actor, self.rewards, self.text, pad, self.dtype
+        )
+
+    def replies_to(self, prompts: Sequence[Prompt]) -> list[Rollout]:
+        """The evaluation's replies, some prompts at a time."""
+        rows = list(enumerate(prompts))
+        return [
+            self.rollout(rows[i : i + EVALUATED_AT_ONCE], 0, "evaluate")
+            for i in range(0, len(rows), EVALUATED_AT_ONCE)
+        ]
+
+    def fix_text(self) -> None:
+        """Choose the text of this run's perplexity, while the policy still is the start model."""
+        if self.text is None:
+            self.text = fixed_text(
+                self.processing_class, self.evaluation_prompts, self.replies_to, self.config.data.eval_text
+            )
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Policy (or adapter) and tokenizer as plain Hugging Face files, the value head beside them."""
@@ -294,4 +318,5 @@ class OnPolicyLoop:
     def load_model(self, folder: str | Path) -> None:
         """Take over the weights (or adapter), and the value head, that `save_model` wrote. Raises UserError where they
         are not this model's."""
+        self.fix_text()
         load_policy_weights(self.actor, Path(folder))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import psutil
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from rlhf import objectives
@@ -38,8 +37,14 @@ def memory_in_use(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
 
 
-def rollout_metrics(batch: Batch, scored: Scored, group_size: int, accelerator: Accelerator) -> dict[str, float]:
-    """Scores, KL, advantages, replies; means over all processes. `group_size` is the number of replies to a prompt."""
+def reset_peak_memory(device: torch.device) -> None:
+    """A run's peak is its own: not that of the run before it, or of what was built for it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def rollout_metrics(batch: Batch, scored: Scored, group_size: int) -> dict[str, float]:
+    """Scores, KL, advantages, replies. `group_size` is the number of replies to a prompt."""
     rollout, mask, scores = batch.rollout, batch.rollout.mask, scored.raw
     k3 = objectives.kl_k3(rollout.logprobs, rollout.ref_logprobs, mask)
     tokens = mask.sum()
@@ -58,10 +63,10 @@ def rollout_metrics(batch: Batch, scored: Scored, group_size: int, accelerator: 
     if batch.returns is not None:
         values["value/explained_variance"] = objectives.explained_variance(rollout.values, batch.returns, mask)
     if group_size > 1:
-        groups = scores.view(-1, group_size)
+        groups = scored.used.view(-1, group_size)
         values["rewards/equal_groups"] = (groups == groups[:, :1]).all(1).float().mean()
-    stacked = accelerator.reduce(torch.stack([v.float() for v in values.values()]), reduction="mean")
-    each = {f"rewards/{name}": mean for name, mean in scored.means.items()} if len(scored.means) > 1 else {}
+    stacked = torch.stack([v.float() for v in values.values()])  # one copy from the device
+    each = {f"rewards/each/{name}": mean for name, mean in scored.means.items()} if len(scored.means) > 1 else {}
     return {**dict(zip(values, stacked.tolist(), strict=True)), **each}
 
 

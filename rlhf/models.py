@@ -132,6 +132,8 @@ def load_policy(
     if lora is not None:
         _check_targets(model, lora.target_modules, name)
         model = get_peft_model(model, lora)
+    if not load_in_4bit:  # those weights are there already
+        model = model.to(device)  # before the reference is copied from it
     base_of(model).config.attention_dropout = 0.0  # it would act in train mode, which checkpointing needs
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from config import ALGORITHMS, Config
+from config import ALGORITHMS, Config, make_config
 from recipes import RECIPES
 from rlhf.callbacks import BEST_FOLDER, kl_controller
 from rlhf.console import Screen
 from rlhf.demo.tasks import gold_quality
+from rlhf.knobs import as_plain
 from rlhf.loop import OnPolicyLoop
 from rlhf.report import compare, kl_of_phases, last_kl, show_figures, show_samples
 from rlhf.runlogs import RunLog
+from rlhf.seeds import MAY_DIFFER, differences
 
 
 def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Screen) -> None:
@@ -17,7 +19,7 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
     before, after, prompts = trainer.evaluations[0], trainer.evaluations[-1], trainer.evaluation_prompts
     knows_gold = config.recipe == "demo" and config.data.prompts == RECIPES["demo"]["training"]["prompts"]
     gold = gold_quality if knows_gold else None
-    target = config.kl.kl_target[-1]
+    target = config.kl.targets[-1]
     figures = compare(before, after, prompts, gold, config.run.seed) | {
         "kl_last_10_updates": last_kl(trainer.state.log_history, target),
         "kl_target": target.nats if config.kl.steered else None,
@@ -52,12 +54,20 @@ def show_where(config: Config, log: RunLog, screen: Screen) -> None:
             (f"{output}/run.json", "settings, versions, figures"),
         ]
     )
-    other = next(name for name in ALGORITHMS if name != config.algorithm)
-    budget = f"--recipe {config.recipe} --seed {config.run.seed} --episodes {log.data['spent']['episodes']}"
     screen.say("next:")
     screen.facts(
         [
             ("the curves", f"tensorboard --logdir {output}/logs"),
-            ("the other algorithm, same budget", f"python train_{other}.py {budget}"),
+            ("the other algorithm, same budget", other_algorithm(config, log.data["spent"]["episodes"])),
         ]
     )
+
+
+def other_algorithm(config: Config, episodes: int) -> str:
+    """The command that trains by the other algorithm on as many episodes; in words, where the run had settings that
+    a recipe and a seed do not say."""
+    other = next(name for name in ALGORITHMS if name != config.algorithm)
+    plain = make_config(config.recipe, config.algorithm)
+    if differences(as_plain(config), as_plain(plain), (*MAY_DIFFER, *Config.exclusive)):
+        return f"python train_{other}.py with the settings that both have, and --episodes {episodes}"
+    return f"python train_{other}.py --recipe {config.recipe} --seed {config.run.seed} --episodes {episodes}"

@@ -6,6 +6,7 @@ reply, and returns one number a reply.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import inspect
 import math
@@ -105,14 +106,20 @@ def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
         names = [n for n, value in vars(found).items() if callable(value)]
         raise UserError(f"no {attribute} in {path}: --reward-func {name}. {did_you_mean(attribute, names)}")
     rule = getattr(found, attribute)
+    if inspect.isclass(rule):
+        try:
+            rule = rule()
+        except TypeError as error:
+            raise UserError(f"{attribute} cannot be made without arguments: --reward-func {name} ({error})") from None
     if not callable(rule):
-        raise UserError(f"{attribute} in {path} is not a function: --reward-func {name}. Name a function or a module")
-    return rule() if inspect.isclass(rule) else rule
+        raise UserError(f"{attribute} in {path} cannot be called: --reward-func {name}. Name a function or a module")
+    return rule
 
 
 def _load_file(file: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    spec = importlib.util.spec_from_file_location(f"reward_func_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
     sys.path.insert(0, str(file.parent.resolve()))  # its own neighbours, as `python FILE.py` would find them
     try:
         spec.loader.exec_module(module)
@@ -143,7 +150,14 @@ class Rewards:
         weights: Sequence[float] | None,
         tokenizer: PreTrainedTokenizerBase,
     ):
-        """`weights` has one per function; None: all 1. `tokenizer` is the policy's, for modules without their own."""
+        """`weights` has one per function; None: all 1. `tokenizer` is the policy's, for modules without their own.
+
+        Raises UserError where there is no function, or not a weight for each.
+        """
+        if not functions or (weights is not None and len(weights) != len(functions)):
+            raise UserError(
+                f"{len(weights or [])} weights for {len(functions)} reward functions: rewards. One for each"
+            )
         self.functions = [ModuleReward(f, tokenizer) if isinstance(f, nn.Module) else f for f in functions]
         self.weights = list(weights) if weights is not None else [1.0] * len(self.functions)
         self.names = _distinct([getattr(f, "__name__", type(f).__name__) for f in self.functions])
@@ -179,15 +193,18 @@ def _ask(function: RewardFunction, name: str, batch: dict[str, list]) -> list[fl
     texts = batch["completions"]
     try:
         scores = function(**_accepted(function, batch))
+        if inspect.isawaitable(scores):
+            scores = asyncio.run(scores)
     except RunError:
         raise
     except Exception as error:  # a user's function: whatever it raises is told with the reply that did it
-        offender = _offender(function, batch)
         raise RunError(
-            f"{type(error).__name__}: {error}: reward function {name}, reply {texts[offender]!r:.80}. Mend it"
+            f"{type(error).__name__}: {error}: reward function {name}, {_offender(function, batch)}. Mend it"
         ) from error
     scores = scores.tolist() if hasattr(scores, "tolist") else scores
-    if not isinstance(scores, Sequence) or len(scores) != len(texts):
+    if isinstance(scores, Sequence):
+        scores = [score.item() if hasattr(score, "item") else score for score in scores]
+    if not isinstance(scores, list) or len(scores) != len(texts):
         raise RunError(
             f"{len(texts)} replies, but it gave {scores!r:.60}: reward function {name}, first reply "
             f"{texts[0]!r:.80}. One number each"
@@ -208,11 +225,12 @@ def _accepted(function: RewardFunction, batch: dict[str, list]) -> dict[str, lis
     return {name: values for name, values in batch.items() if name in {p.name for p in parameters}}
 
 
-def _offender(function: RewardFunction, batch: dict[str, list]) -> int:
-    """The first reply on which a function raises by itself; 0 where only the whole batch makes it raise."""
-    for i in range(len(batch["completions"])):
+def _offender(function: RewardFunction, batch: dict[str, list]) -> str:
+    """In words, the first reply on which a function raises by itself; or that it is none alone."""
+    texts = batch["completions"]
+    for i, text in enumerate(texts):
         try:
             function(**_accepted(function, {name: [values[i]] for name, values in batch.items()}))
         except Exception:
-            return i
-    return 0
+            return f"reply {text!r:.80}"
+    return f"on all {len(texts)} replies together, of which the first is {texts[0]!r:.60}"

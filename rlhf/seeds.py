@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
 import torch
 
 from config import Config
+from rlhf.assembly import check_run_folder
 from rlhf.console import Screen, clock
 from rlhf.errors import UserError
 from rlhf.knobs import as_plain
@@ -41,10 +41,13 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
     if config.run.seeds is None:
         return train(config, screen)
     configs = {seed: with_seed(config, seed) for seed in config.run.seeds}
-    finished = {seed: is_finished(one) for seed, one in configs.items()}  # faults of all, before the first is run
+    finished = {seed: is_finished(one) for seed, one in configs.items()}
+    for seed, one in configs.items():
+        if not finished[seed]:
+            check_run_folder(one)  # faults of all, before the first is run
     for seed, one in configs.items():
         if finished[seed]:
-            screen.say(f"seed {seed}: finished before, in {one.run.output}")
+            screen.say(f"seed {seed}: finished before, in {one.run.output} (delete the folder to run it again)")
             continue
         screen.say(f"seed {seed}: into {one.run.output}")
         train(one, screen)
@@ -64,9 +67,9 @@ def with_seed(config: Config, seed: int) -> Config:
 def is_finished(config: Config) -> bool:
     """Whether this very run is done. Raises UserError where another one is in its folder, unless it may go."""
     run = read_run(Path(config.run.output))
-    if run is None or run["status"] != "finished":
+    if run is None or run["status"] != "finished" or config.run.dry_run:
         return False
-    differ = differences(run.get("settings", {}), json.loads(json.dumps(as_plain(config))))
+    differ = differences(run.get("settings", {}), as_plain(config), MAY_DIFFER)
     if differ and not config.run.overwrite:
         raise UserError(
             f"a finished run with other settings ({', '.join(differ)}) is there: {config.run.output}. "
@@ -75,15 +78,15 @@ def is_finished(config: Config) -> bool:
     return not differ
 
 
-def differences(one: dict, other: dict) -> list[str]:
-    """Names of the knobs in which two runs' settings differ, seed and folders aside."""
+def differences(one: dict, other: dict, aside: Sequence[str]) -> list[str]:
+    """Names of the knobs in which two runs' settings differ, those named in `aside` left out."""
     flat = [
         {k: v for group in settings.values() for k, v in (group.items() if isinstance(group, dict) else ())}
         | {k: v for k, v in settings.items() if not isinstance(v, dict)}
         for settings in (one, other)
     ]
     names = sorted(flat[0].keys() | flat[1].keys())
-    return [n for n in names if n not in MAY_DIFFER and flat[0].get(n) != flat[1].get(n)]
+    return [n for n in names if n not in aside and flat[0].get(n) != flat[1].get(n)]
 
 
 def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:

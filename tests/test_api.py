@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from config import make_config
 from rlhf.api import make_trainer
 from rlhf.errors import UserError
+
+
+def words(completions):
+    return [float(len(text.split())) for text in completions]
+
+
+class LearnedSum(torch.nn.Module):
+    def forward(self, input_ids, attention_mask):
+        return (input_ids * attention_mask).sum(1) / 1000
 
 
 @pytest.fixture
@@ -34,7 +46,8 @@ def test_a_trainer_from_a_config_and_a_list_of_prompts(config, algorithm, tmp_pa
     assert {"eval/score", "kl_divergence", "policy/loss"} <= set(final)
     trainer.save_model(tmp_path / "saved")
     trainer.load_model(tmp_path / "saved")
-    assert trainer.evaluate().metrics()["eval/score"] == pytest.approx(final["eval/score"])
+    assert trainer.evaluate()["eval/score"] == pytest.approx(final["eval/score"])
+    assert not any(Path(trainer.config.run.output).iterdir()), "nothing is written that was not asked for"
 
 
 def test_the_controller_steers_a_trainer_from_python_too(config):
@@ -42,6 +55,32 @@ def test_the_controller_steers_a_trainer_from_python_too(config):
                            rewards=[lambda completions, **_: [0.0] * len(completions)])  # fmt: skip
     trainer.train()
     assert trainer.kl_coef == pytest.approx(0.5 * (1 - 0.2 * 2 / 4) ** 2, rel=0.05), "the KL is far under its target"
+
+
+def test_what_a_callback_sets_is_what_the_next_update_has(config):
+    class Steer:
+        def __init__(self, trainer=None):
+            self.betas = []
+
+        def on_train_begin(self, trainer):
+            self.trainer = trainer
+
+        def on_update_end(self, update, metrics):
+            self.betas.append(metrics["kl_coef"])
+            self.trainer.set_kl_coef(0.77)
+
+    for schedule in ("fixed", "adaptive"):
+        steer = Steer()
+        make_trainer(config(kl_coef=0.1, kl_schedule=schedule), ["a cat?"], [words], callbacks=[steer]).train()
+        assert steer.betas == [0.1, 0.77]
+
+
+def test_own_rewards_have_own_weights(config):
+    trainer = make_trainer(config(), ["a cat?"], rewards=[words, LearnedSum()], reward_weights=[1, 0.2])
+    assert str(trainer.rewards) == "1 x words + 0.2 x LearnedSum"
+    trainer.one_update(1)
+    with pytest.raises(UserError, match="1 weights for 2 reward functions"):
+        make_trainer(config(), ["a cat?"], rewards=[words, words], reward_weights=[1])
 
 
 def test_a_tenth_of_the_prompts_is_held_out(config):

@@ -58,6 +58,71 @@ def test_lists_in_three_forms(tmp_path):
         assert parse_cli(argv).model.lora_targets == ("a", "b")
 
 
+def test_targets_that_are_not_named_follow_the_schedule():
+    def targets(*words):
+        return [str(t) for t in parse_cli(list(words)).kl.targets]
+
+    assert targets() == ["6/sequence"]
+    assert targets("--kl-schedule", "phased") == ["0.05/token", "0.02/token", "0.01/token"], "as seed_002's command"
+    assert targets("--kl-target", "5/sequence") == ["5/sequence"]
+    with pytest.raises(UserError, match="1 KL target under kl_schedule phased: --kl-target. Name several"):
+        targets("--kl-schedule", "phased", "--kl-target", "5/sequence")
+    with pytest.raises(UserError, match="per sequence and per token in one run"):
+        targets("--kl-schedule", "phased", "--kl-target", "5/sequence", "0.1/token")
+    with pytest.raises(UserError, match="1 boundaries for 3 KL targets"):
+        targets("--kl-schedule", "phased", "--kl-boundaries", "0.5")
+
+
+def test_the_runs_length_is_what_the_latest_layer_says(tmp_path):
+    """Of --epochs, --num-iterations and --episodes, one in a later layer puts the others out of force."""
+
+    def updates(*words, algorithm="ppo"):
+        return parse_cli(list(words), algorithm).updates(100)
+
+    (tmp_path / "a.yaml").write_text("episodes: 640")
+    file = ["--recipe", "demo", "--config", str(tmp_path / "a.yaml")]
+    assert updates("--recipe", "demo") == 150
+    assert updates(*file) == updates(*file, algorithm="grpo") == 10
+    assert updates(*file, "--num-iterations", "5") == 5
+    assert updates("--recipe", "demo", "--epochs", "1.28") == 2
+    assert updates("--recipe", "demo", "--episodes", "65") == 2, "rounded up to whole updates"
+
+
+def test_flags_of_the_other_algorithm_are_named_as_such(tmp_path):
+    with pytest.raises(UserError, match=r"--lam belongs to train_ppo.py: command line"):
+        parse_cli(["--lam", "0.9"], "grpo")
+    with pytest.raises(UserError, match=r"--num-generations belongs to train_grpo.py: command line"):
+        parse_cli(["--num-generations", "4"], "ppo")
+    (tmp_path / "both.yaml").write_text("lam: 0.5\nK: 3\n")
+    for algorithm in ("ppo", "grpo"):
+        config = parse_cli(["--config", str(tmp_path / "both.yaml")], algorithm)
+        assert (config.ppo.lam, config.grpo.K) == (0.5, 3), "one file serves both"
+
+
+def test_lists_of_numbers_in_yaml(tmp_path):
+    (tmp_path / "a.yaml").write_text("seeds: [42, 123]\nreward_weights: [1, 0.5]\nreward_func: [length_penalty]\n")
+    config = parse_cli(["--config", str(tmp_path / "a.yaml")])
+    assert (config.run.seeds, config.reward.reward_weights) == ((42, 123), (1.0, 0.5))
+
+
+REWARD_FAULTS = {
+    "no reward": (["--rm-model", "none"], "nothing to reward: --rm-model none"),
+    "too few weights": (
+        ["--reward-func", "length_penalty", "--reward-weights", "1"],
+        "1 weights for 2 rewards: --reward-weights. Give one for the reward model, length_penalty",
+    ),
+    "K does not divide": (["--minibatches", "5"], "minibatches 5 does not divide batch_size x K = 32"),
+}
+
+
+@pytest.mark.parametrize("what", REWARD_FAULTS)
+def test_faults_across_knobs(what):
+    words, message = REWARD_FAULTS[what]
+    with pytest.raises(UserError) as fault:
+        parse_cli(words, "grpo")
+    assert message in str(fault.value)
+
+
 def test_phased_targets():
     config = parse_cli("--kl-schedule phased --kl-target 0.05/token 0.02/token 0.01/token".split())
     assert [str(t) for t in config.kl.kl_target] == ["0.05/token", "0.02/token", "0.01/token"]
@@ -89,7 +154,7 @@ BAD_FLAGS = {
         "minibatches 3 does not divide batch_size 8: --minibatches. Try 2",
     ),
     "4-bit without LoRA": ("--load-in-4bit", "4-bit weights cannot be trained: --load-in-4bit. Add --use-lora"),
-    "two targets, one phase": ("--kl-target 6/sequence 3/sequence", "several KL targets under kl_schedule adaptive"),
+    "two targets, one phase": ("--kl-target 6/sequence 3/sequence", "2 KL targets under kl_schedule adaptive"),
     "beta that cannot move": ("--kl-coef 0", "beta starts at 0 and is steered by factors"),
     "a bad split": ("--split 50/50/50", "split is '50/50/50': --split. Give three whole percentages"),
     "a stray word": ("demo", "unexpected word 'demo'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from config import parse_cli
@@ -86,17 +88,39 @@ def test_beta_has_a_floor():
 
 
 def test_the_normaliser_against_its_recurrence_by_hand():
-    # batch 1: mean 2, variance 1. Batch 2: mean 6, variance 9 -> .75 * 2 + .25 * 6 = 3; .75 * 1 + .25 * 9 = 3
-    normalizer = ScoreNormalizer(0.75)
-    assert normalizer([1.0, 3.0]) == [-1.0, 1.0]
-    assert normalizer([3.0, 9.0]) == pytest.approx([0.0, 6 / 3**0.5])
-    assert (normalizer.mean, normalizer.variance) == (3.0, 3.0)
+    # d = .5. Batch 1: mean 2, variance 2 -> m = 1, v = 1, divided by 1 - .5: 2 and 2.
+    # Batch 2: mean 6, variance 18 -> m = .5 + 3, v = .5 + 9, divided by 1 - .25: 14/3 and 38/3
+    normalizer = ScoreNormalizer(0.5)
+    assert normalizer([1.0, 3.0]) == pytest.approx([-1 / 2**0.5, 1 / 2**0.5])
+    assert normalizer([3.0, 9.0]) == pytest.approx([(3 - 14 / 3) / (38 / 3) ** 0.5, (9 - 14 / 3) / (38 / 3) ** 0.5])
+    assert (normalizer.m, normalizer.v, normalizer.batches) == (3.5, 9.5, 2)
 
 
 def test_until_scores_spread_they_are_only_shifted():
     normalizer = ScoreNormalizer(0.99)
-    assert normalizer([5.0, 5.0]) == [0.0, 0.0]
-    assert normalizer([5.0, 7.0]) == pytest.approx([-0.01, 1.99]), "mean 5.01; the first spread is taken whole: 1"
+    assert normalizer([5.0, 5.0]) == pytest.approx([0.0, 0.0])
+    assert ScoreNormalizer(0.99)([4.0]) == pytest.approx([0.0]), "a batch of one has no spread"
+
+
+def test_a_nearly_flat_first_batch_does_not_blow_up_the_next():
+    """Early estimates are averages: the second batch counts as much as the first."""
+    normalizer = ScoreNormalizer(0.99)
+    normalizer([0.0, 1e-7])
+    low, high = normalizer([0.0, 2.0])
+    assert high - low == pytest.approx(2 / 1**0.5, rel=0.01), "variances 0 and 2, their mean 1"
+
+
+def test_the_size_of_the_batch_does_not_move_the_scale():
+    """PPO's 4 scores an update and GRPO's 24, from one distribution: the same scale on average."""
+    rng = random.Random(0)
+    spans = {}
+    for size in (4, 24):
+        normalizer = ScoreNormalizer(0.99)
+        for _ in range(2000):
+            last = normalizer([rng.gauss(0, 3) for _ in range(size)])
+        spans[size] = (normalizer.v / (1 - 0.99**2000)) ** 0.5
+        assert len(last) == size
+    assert spans[4] == pytest.approx(3, rel=0.15) and spans[24] == pytest.approx(3, rel=0.06)
 
 
 def test_a_drift_of_the_mean_is_no_spread():
@@ -105,7 +129,7 @@ def test_a_drift_of_the_mean_is_no_spread():
     for update in range(200):
         low, high = normalizer([3.0 * update, 3.0 * update + 2])
         spans.append(high - low)
-    assert spans == pytest.approx([2.0] * 200), "variance stays 1 while the scores climb by 600"
+    assert spans == pytest.approx([2 / 2**0.5] * 200), "variance stays 2 while the scores climb by 600"
 
 
 def test_the_normalisers_state_comes_back():

@@ -135,7 +135,8 @@ def test_three_updates_of_two_epochs_match_trl(
     print(f"largest differences from TRL in {dtype}:", differences)
     assert len(theirs) == UPDATES
     assert abs(theirs[-1]["objective/kl"]) > 1e-3, "the policy must have moved, or the test shows nothing"
-    assert max(differences.values()) <= 1e-6, differences
+    # in float32 a KL is a sum of eight roundings, unlike from run to run: 3.6e-7 to 1.1e-6 were seen
+    assert max(differences.values()) <= (1e-6 if dtype == torch.float64 else 4e-6), differences
 
 
 def test_a_score_stands_at_eos_and_not_behind_it_as_in_trl(
@@ -194,8 +195,10 @@ class StockGRPO:
             model=AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32),
             reward_funcs=[self.score],
             args=GRPOConfig(
-                output_dir=str(tmp_path / "stock"), per_device_train_batch_size=episodes, num_generations=2,
-                num_iterations=EPOCHS, max_steps=UPDATES * EPOCHS, learning_rate=1e-3, lr_scheduler_type="constant",
+                output_dir=str(tmp_path / "stock"), generation_batch_size=episodes, num_generations=2,
+                num_iterations=EPOCHS, learning_rate=1e-3,
+                max_steps=UPDATES * EPOCHS * episodes // settings["per_device_train_batch_size"],
+                lr_scheduler_type="constant",
                 max_grad_norm=0.5, bf16=False, gradient_checkpointing=False, report_to="none", use_cpu=True,
                 max_completion_length=LENGTH, save_strategy="no", **settings,
             ),
@@ -229,9 +232,26 @@ class StockGRPO:
             ["--kl-placement", "none", "--scale-rewards", "batch", "--loss-type", "dr_grpo", "--entropy-coef", "0.1"],
             {"beta": 0.0, "scale_rewards": "batch", "loss_type": "dr_grpo", "entropy_coef": 0.1},
         ),
+        (["--kl-placement", "loss", "--kl-coef", "0.4", "--minibatches", "2"], {"beta": 0.4, "scale_rewards": "none"}),
+        (
+            ["--kl-placement", "none", "--loss-type", "sapo"],
+            {"beta": 0.0, "scale_rewards": "none", "loss_type": "sapo"},
+        ),
+        (
+            ["--kl-placement", "none", "--loss-type", "cispo"],
+            {"beta": 0.0, "scale_rewards": "none", "loss_type": "cispo", "epsilon_high": 1.2},
+        ),
+        (
+            ["--kl-placement", "none", "--loss-type", "luspo"],
+            {"beta": 0.0, "scale_rewards": "none", "loss_type": "luspo", "importance_sampling_level": "sequence"},
+        ),
+        (
+            ["--kl-placement", "none", "--loss-type", "vespo"],
+            {"beta": 0.0, "scale_rewards": "none", "loss_type": "vespo"},
+        ),
     ],
 )
-def test_three_updates_of_two_epochs_match_trls_grpo(build, start_model, tmp_path, flags, settings):
+def test_three_updates_of_two_epochs_match_trls_grpo(build, start_model, tmp_path, monkeypatch, flags, settings):
     """Same replies: the weights stay TRL's, under KL in the loss, scaling, entropy bonus and clipped gradients."""
     ours = build(
         *flags, "--kl-schedule", "fixed", "--temperature", 1, "--max-grad-norm", 0.5, "--lr-schedule", "constant",
@@ -246,6 +266,10 @@ def test_three_updates_of_two_epochs_match_trls_grpo(build, start_model, tmp_pat
         return advantages(rollout, given)
 
     ours.advantages = noted
+    # TRL shuffles from torch's global stream: neither side does here, so that minibatches are the same
+    monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda batch: batch)
+    ours.minibatches = lambda update, epoch: iter(torch.arange(4).split(ours.minibatch_size))
+    settings = {"per_device_train_batch_size": ours.minibatch_size, **settings}
     for update in range(1, UPDATES + 1):
         ours.one_update(update)
     stock = StockGRPO(start_model, tmp_path, rollouts, scores, **settings)

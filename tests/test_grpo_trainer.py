@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from config import parse_cli
+from config import Config, parse_cli
 from rlhf.errors import UserError
-from rlhf.metrics import Scored, rollout_metrics
+from rlhf.knobs import knobs_of
+from rlhf.metrics import rollout_metrics
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_the_kl_in_the_reward_against_a_kl_computed_apart(grpo):
 
 
 def test_ppo_and_grpo_log_the_same_kl_of_the_same_replies(build, tmp_path):
-    """A policy that has moved, the same prompts and random numbers: replies, and every KL figure, agree."""
+    """A policy that has moved, the same prompts and random numbers: replies, and every KL figure logged, agree."""
     moved = build("--learning-rate", "1e-2")
     moved.train()
     moved.save_model(tmp_path / "moved")
@@ -78,11 +79,11 @@ def test_ppo_and_grpo_log_the_same_kl_of_the_same_replies(build, tmp_path):
         for placement in ("reward", "loss", "none"):
             trainer = build("--kl-placement", placement, algorithm=algorithm)
             trainer.load_model(tmp_path / "moved")
-            rollout = trainer.rollout(list(enumerate(trainer.train_prompts[:4])), 1, "rollout")
-            batch = trainer.advantages(rollout, torch.arange(4.0))
-            figures = rollout_metrics(batch, Scored(torch.arange(4.0), None, {}), 1, trainer.accelerator)
-            said.append({name: value for name, value in figures.items() if name.startswith("kl_divergence")})
-            replies.append(rollout.texts)
+            trainer.prompts_of = lambda update, t=trainer: list(enumerate(t.train_prompts[:4]))
+            replies.append(trainer.rollout(trainer.prompts_of(1), 1, "rollout").texts)
+            trainer.one_update(1)
+            (logged,) = [entry for entry in trainer.state.log_history if "kl_divergence" in entry]
+            said.append({name: value for name, value in logged.items() if name.startswith("kl_divergence")})
     assert all(texts == replies[0] for texts in replies)
     assert all(figures == pytest.approx(said[0], abs=1e-6) for figures in said)
     assert said[0]["kl_divergence/k3"] > 1e-2 and len(said[0]) == 3
@@ -113,8 +114,17 @@ def test_groups_stand_together_and_their_replies_differ(grpo):
 
 
 def test_the_share_of_groups_without_spread_is_logged(grpo):
-    trainer = grpo("--K", 2, "--batch-size", 4, rewards=[lambda **_: [1.0, 1.0, 1.0, 2.0, 3.0, 3.0, 0.0, 0.5]])
-    assert trainer.one_update(1)["rewards/equal_groups"] == 0.5
+    given = [lambda **_: [1.0, 1.0, 1.0, 2.0, 3.0, 3.0, 0.0, 0.5]]
+    assert grpo("--K", 2, "--batch-size", 4, rewards=given).one_update(1)["rewards/equal_groups"] == 0.5
+
+
+def test_a_group_whose_penalties_differ_has_spread(grpo):
+    trainer = grpo("--K", 2, "--missing-eos-penalty", 5, rewards=[lambda **_: [1.0] * 4])
+    rollout = rolled(trainer)
+    rollout.replies.ended = torch.tensor([True, False, False, False])
+    scored = trainer.score(rollout)
+    said = rollout_metrics(trainer.advantages(rollout, scored.used), scored, 2)
+    assert said["rewards/equal_groups"] == 0.5
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
@@ -135,12 +145,12 @@ def test_loss_types_by_hand_on_the_first_step(grpo, loss_type):
     assert_close(loss.detach(), expected[loss_type], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", knobs_of(Config)["loss_type"].choices)
 def test_micro_batches_add_up_under_every_loss_type(grpo, loss_type):
-    """(dapo, the default, is among what tests/test_loop.py holds for both algorithms.)"""
+    flags = ("--loss-type", loss_type, "--reply-length", 24, "--minibatches", 1, "--entropy-coef", 0.5)
     moved = []
     for size in (0, 1, 3):
-        trainer = grpo("--ppo-epochs", 1, "--micro-batch-size", size, "--loss-type", loss_type, "--reply-length", 24)
+        trainer = grpo("--ppo-epochs", 1, "--micro-batch-size", size, *flags)
         trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
         trainer.one_update(1)
         moved.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters()]))

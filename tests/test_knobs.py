@@ -264,7 +264,9 @@ def test_gradient_checkpointing_recomputes(build):
 
 
 def test_output_is_where_samples_go(build, tmp_path):
-    build("--output", tmp_path / "elsewhere", "--num-iterations", 1).train()
+    trainer = build("--output", tmp_path / "elsewhere", "--num-iterations", 1)
+    attach(trainer)
+    trainer.train()
     assert (tmp_path / "elsewhere" / "samples").is_dir()
 
 

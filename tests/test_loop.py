@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers import TrainerCallback
 
 from rlhf.actor_critic import backbone_of
 from rlhf.callbacks import Callback
@@ -219,7 +220,8 @@ def test_what_a_rollout_says_of_itself_by_hand(make):
     rollout.logprobs, rollout.ref_logprobs = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
     rollout.logprobs[0, :2] = torch.tensor([0.5, 0.25])
     batch = trainer.advantages(rollout, torch.ones(4))
-    said = rollout_metrics(batch, Scored(torch.tensor([1.0, 3, 1, 3]), None, {}), 2, trainer.accelerator)
+    scores = torch.tensor([1.0, 3, 1, 3])
+    said = rollout_metrics(batch, Scored(scores, scores, {}), 1)
     assert said["kl_divergence"] == pytest.approx(0.75 / 4)
     assert said["kl_divergence/token"] == pytest.approx(0.75 / 5)
     k3 = (math.exp(-0.5) - 1 + 0.5) + (math.exp(-0.25) - 1 + 0.25)
@@ -264,14 +266,14 @@ def test_callbacks_hear_of_updates_evaluations_and_epochs(make):
 
 
 def test_scores_are_normalised_where_asked(make):
-    """Scores 3, 3, 5, 9: mean 5, variance 6; the first batch gives the estimates."""
+    """Scores 3, 3, 5, 9: mean 5, variance 8. With a decay of 0 each batch is its own measure."""
     given = iter([[3.0, 3, 5, 9], [4.0, 4, 6, 10]])
-    trainer = make("--normalize-scores", "--score-ema", 0.5, rewards=[lambda **_: next(given)])
+    trainer = make("--normalize-scores", "--score-ema", 0, rewards=[lambda **_: next(given)])
     rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
     first, second = trainer.score(rollout), trainer.score(rollout)
     assert first.raw.tolist() == [3, 3, 5, 9], "what is logged stays in score units"
-    assert_close(first.used, torch.tensor([-2.0, -2, 0, 4]) / 6**0.5)
-    assert_close(second.used, torch.tensor([-1.5, -1.5, 0.5, 4.5]) / 6**0.5)  # mean 5.5, variance still 6
+    assert_close(first.used, torch.tensor([-2.0, -2, 0, 4]) / 8**0.5)
+    assert_close(second.used, first.used)
 
 
 @pytest.mark.parametrize("drift", [0.0, 3.0, -40.0])
@@ -291,7 +293,8 @@ def test_drifting_scores_do_not_move_the_advantages_scale(make, drift):
         batch = trainer.advantages(rollout, trainer.score(rollout).used)
     per_reply = torch.stack([row[mask][-1] for row, mask in zip(batch.advantages, rollout.mask, strict=True)])
     spread = float((per_reply - per_reply.mean()).abs().max())
-    expected = 3 / 3.5**0.5 if trainer.config.algorithm == "ppo" else 1.5 / 3.5**0.5  # of 0 1 2 5; of (0 1) (2 5)
+    deviation = (14 / 3) ** 0.5  # of 0 1 2 5, whose mean is 2; the groups' are (0 1) and (2 5)
+    expected = 3 / deviation if trainer.config.algorithm == "ppo" else 1.5 / deviation
     assert spread == pytest.approx(expected, rel=1e-4)
 
 
@@ -337,7 +340,6 @@ def test_a_beta_at_its_floor_under_placement_loss_comes_back(make):
     flags = ("--kl-placement", "loss", "--kl-coef", "0.01", "--kl-target", "1000/sequence", "--kl-horizon", 1)
     trainer = make(*flags, "--num-iterations", 12)
     attach(trainer)
-    trainer.tell("on_train_begin", trainer)
     for update in range(1, 11):
         logged = trainer.one_update(update)
     assert trainer.kl_coef == LOWEST_BETA
@@ -378,21 +380,72 @@ def test_load_model_brings_back_what_save_model_wrote(make, tmp_path):
         trainer = make(*flags, "--lr-schedule", "constant")
         trainer.train()
         trainer.save_model(tmp_path / "saved")
-        saved, text = weights(trainer), trainer.evaluate().texts
+        saved, text = weights(trainer), trainer.evaluations[-1].texts
         trainer.one_update(3)
         assert largest_difference(saved, weights(trainer)) > 0
         trainer.load_model(tmp_path / "saved")
         assert largest_difference(saved, weights(trainer)) == 0
-        assert trainer.evaluate().texts == text
+        trainer.evaluate()
+        assert trainer.evaluations[-1].texts == text
         with pytest.raises(UserError, match="no .*model.safetensors"):
             trainer.load_model(tmp_path)
+        if flags:
+            with pytest.raises(UserError, match=r"another adapter's weights \(lora_alpha 32.0, not 2.0\)"):
+                make(*flags, "--lora-alpha", 2).load_model(tmp_path / "saved")
         (tmp_path / "saved").rename(tmp_path / f"done{len(flags)}")
 
 
+def test_policy_and_reference_stand_on_the_device_that_was_asked_for(make, monkeypatch):
+    """Without a card: whatever is moved to a device is written down. Both must have been, before the first rollout."""
+    moved, plain = set(), torch.nn.Module.to
+
+    def noted(module, *args, **kwargs):
+        moved.add(id(module))
+        return plain(module, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.Module, "to", noted)
+    trainer = make()
+    assert id(trainer.actor.policy) in moved, "and the reference is a copy made afterwards, or was moved itself"
+    devices = {w.device for m in (trainer.actor.policy, trainer.reference.copy) for w in m.parameters()}
+    assert devices == {trainer.accelerator.device}
+
+
+def test_what_callbacks_may_be(make):
+    class Theirs(TrainerCallback):
+        logged = 0
+
+        def on_log(self, args, state, control, **_):
+            Theirs.logged += 1
+
+    with pytest.raises(UserError, match="hears nothing: callback .* Give it one of on_train_begin"):
+        make(callbacks=[object()])
+    make("--num-iterations", 1, callbacks=[Theirs()]).train()
+    assert Theirs.logged == 3, "two evaluations and an update"
+
+
+def test_a_trainer_trains_once(make):
+    trainer = make("--num-iterations", 1)
+    trainer.train()
+    with pytest.raises(RunError, match=r"already trained, 1 updates: train\(\)"):
+        trainer.train()
+
+
+def test_evaluating_other_prompts_leaves_no_trace(make):
+    trainer = make()
+    said = trainer.evaluate(["What is a cat?", [{"role": "user", "content": "And a dog?"}]])
+    assert {"eval/score", "eval/kl_divergence", "eval/perplexity"} <= set(said)
+    assert trainer.evaluations == [] and trainer.state.log_history == []
+    assert said == trainer.evaluate(["What is a cat?", "And a dog?"]), "the same random numbers"
+    with pytest.raises(UserError, match="no prompt of at most 100 tokens"):
+        trainer.evaluate(["word " * 200])
+
+
 @pytest.mark.gpu
-def test_a_run_on_a_card(start_model, reward_folder, pairs_file, tmp_path):
+@pytest.mark.parametrize("flags", [[], ["--use-lora"], ["--use-lora", "--load-in-4bit"]])
+@pytest.mark.parametrize("script", [["train_ppo.py"], ["train_grpo.py", "--K", 2, "--batch-size", 2]])
+def test_a_run_on_a_card(start_model, reward_folder, pairs_file, tmp_path, script, flags):
     """In a process of its own, as the other tests keep to the CPU."""
-    words = ["train_ppo.py", "--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file,
+    words = [*script, *flags, "--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file,
              "--output", tmp_path / "run", "--num-iterations", 2, "--reply-length", 8,
              "--allow-weak-reward-model"]  # fmt: skip
     done = run([str(w) for w in words], ROOT, ACCELERATE_USE_CPU="false")

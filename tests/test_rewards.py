@@ -68,8 +68,39 @@ def test_functions_get_what_trl_gives_and_only_what_they_ask_for(score):
     }
 
 
+def test_an_async_function_is_awaited(score):
+    async def slow(completions, **_):
+        return [1.0] * len(completions)
+
+    assert score(slow) == [1.0, 1.0]
+
+
+def test_a_function_that_fails_only_on_a_whole_batch_blames_no_single_reply(score):
+    def together(completions, **_):
+        if len(completions) > 1:
+            raise ConnectionError("judge is down")
+        return [1.0]
+
+    with pytest.raises(RunError, match="judge is down: reward function together, on all 2 replies together"):
+        score(together)
+
+
+def test_as_many_weights_as_functions(tokenizer):
+    for functions, weights in (([words], [1, 2]), ([words, ending], [1]), ([], None)):
+        with pytest.raises(UserError, match=f"weights for {len(functions)} reward functions"):
+            Rewards(functions, weights, tokenizer)
+
+
+def test_a_function_named_like_a_metric_hides_none(build):
+    def std(completions, **_):
+        return [-99.0] * len(completions)
+
+    logged = build(rewards=[words, std]).one_update(1)
+    assert logged["rewards/std"] >= 0 and logged["rewards/each/std"] == -99
+
+
 @pytest.mark.parametrize("scores", [np.array([1.0, 2.0], dtype=np.float32), torch.tensor([1.0, 2.0]), (1, 2),
-                                    [np.float32(1), np.int64(2)]])  # fmt: skip
+                                    [np.float32(1), np.int64(2)], [torch.tensor(1.0), torch.tensor(2)]])  # fmt: skip
 def test_numbers_of_any_library_are_scores(score, scores):
     assert score(lambda **_: scores) == [1.0, 2.0]
 
@@ -130,15 +161,22 @@ def test_a_rule_from_a_file(score, tmp_path):
     (tmp_path / "neighbour.py").write_text("PRICE = 3.0")
     file = tmp_path / "my_rewards.py"
     file.write_text(
-        "from neighbour import PRICE\n\ndef concise(completions, **_):\n    return [-PRICE] * len(completions)\n"
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom neighbour import PRICE\n"
+        "@dataclass\nclass Settings:\n    price: float\n\n"
+        "def concise(completions, **_):\n    return [-PRICE] * len(completions)\n"
         "class Flat:\n    def __call__(self, completions, **_):\n        return [7.0] * len(completions)\nx = 3\n"
+        "class Needy:\n    def __init__(self, price): pass\n"
     )
     assert score(find_rule(f"{file}:concise", ())) == [-3.0, -3.0]
     assert score(find_rule(f"{file}:Flat", ())) == [7.0, 7.0], "a class is called to make the rule"
     with pytest.raises(UserError, match="no concize in .*Did you mean concise"):
         find_rule(f"{file}:concize", ())
-    with pytest.raises(UserError, match="x in .* is not a function"):
+    with pytest.raises(UserError, match="x in .* cannot be called"):
         find_rule(f"{file}:x", ())
+    with pytest.raises(UserError, match="Needy cannot be made without arguments"):
+        find_rule(f"{file}:Needy", ())
+    with pytest.raises(UserError, match="Settings cannot be made without arguments"):
+        find_rule(f"{file}:Settings", ())
 
 
 def test_rules_that_are_not_there(tmp_path):
@@ -171,9 +209,10 @@ def test_rules_serve_training_and_evaluation_alike(build, tmp_path, algorithm):
     flags = ["--rm-model", "none", "--reward-func", "length_penalty", "keyword_bonus", "--keywords", "cat"]
     trainer = build(*flags, "--reward-weights", 0.5, 2, algorithm=algorithm)
     logged = trainer.one_update(1)
-    expected = 0.5 * logged["rewards/length_penalty"] + 2 * logged["rewards/keyword_bonus"]
+    expected = 0.5 * logged["rewards/each/length_penalty"] + 2 * logged["rewards/each/keyword_bonus"]
     assert logged["rewards/mean"] == pytest.approx(expected, rel=1e-5)
-    assert logged["rewards/length_penalty"] == pytest.approx(-logged["reply/length"])
-    looked = trainer.evaluate()
+    assert logged["rewards/each/length_penalty"] == pytest.approx(-logged["reply/length"])
+    trainer.evaluate()
+    looked = trainer.evaluations[-1]
     bonus = [2.0 * ("cat" in text.casefold()) for text in looked.texts]
     assert looked.scores == pytest.approx([b - 0.5 * n for b, n in zip(bonus, looked.lengths, strict=True)])

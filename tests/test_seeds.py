@@ -49,7 +49,7 @@ def test_each_seed_has_a_folder_and_finished_ones_are_skipped(ran, capsys):
 
 
 def test_after_a_failure_the_same_command_goes_on_where_it_was(ran):
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="as told"):
         ran("--seeds", 1, 2, 3, fail_at=2)
     assert ran("--seeds", 1, 2, 3) == [(2, "out_seed2"), (3, "out_seed3")]
 
@@ -59,6 +59,20 @@ def test_a_finished_run_with_other_settings_is_not_taken_for_this_one(ran):
     with pytest.raises(UserError, match=r"other settings \(K, learning_rate\) is there: .*out_seed1"):
         ran("--seeds", 1, 2, "--K", 4, "--learning-rate", 1e-3)
     assert ran("--seeds", 1, "--K", 4, "--overwrite") == [(1, "out_seed1")]
+
+
+def test_faults_of_all_seeds_are_found_before_the_first_is_run(ran, tmp_path):
+    (tmp_path / "out_seed3").mkdir()
+    RunLog(tmp_path / "out_seed3")  # a run that did not finish
+    with pytest.raises(UserError, match="an unfinished run is there: .*out_seed3"):
+        ran("--seeds", 1, 2, 3)
+    assert not (tmp_path / "out_seed1").exists()
+    assert [seed for seed, _ in ran("--seeds", 1, 2, 3, "--overwrite")] == [1, 2, 3]
+
+
+def test_a_dry_run_minds_no_folder(ran):
+    ran("--seeds", 1)
+    assert ran("--seeds", 1, "--K", 4, "--dry-run") == [(1, "out_seed1")]
 
 
 def test_a_seed_named_twice_is_a_fault():

@@ -94,3 +94,21 @@ def test_other_seeds_learn_too(project, demo, algorithm, seed):
     assert "demo parts: cached" in output
     assert seconds <= CACHED_S
     check_learning(log["figures"])
+
+
+PHASED = [
+    "--kl-schedule", "phased", "--kl-coef", "0.5", "--kl-horizon", "256", "--num-iterations", "600",
+    "--learning-rate", "1e-4", "--lr-schedule", "linear", "--ppo-epochs", "1",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_the_kl_follows_a_falling_target_into_the_band_of_each_third(project, demo, algorithm):
+    """0.05, 0.02, 0.01 nats a token: the last 10 updates of each third within 0.5 to 1.5 x its target."""
+    _, output, log, _ = run_demo(project, algorithm, *PHASED)
+    phases = log["figures"]["kl_phases"]
+    assert [p["target"] for p in phases] == [0.05, 0.02, 0.01]
+    for phase in phases:
+        assert 0.5 <= phase["kl_last_10_updates"] / phase["target"] <= 1.5, phases
+    assert output.count(", inside 0.5 to 1.5 x the target") == 4, "the end, and each third"

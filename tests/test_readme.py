@@ -137,7 +137,7 @@ def _flags(make_parser, parse) -> list[str]:
 
 
 def test_the_glossary_names_what_is_logged(build):
-    logged = {"rewards/NAME"}  # where there are several reward functions
+    logged = {"rewards/each/NAME"}  # where there are several reward functions
     for algorithm in ("ppo", "grpo"):
         trainer = build(algorithm=algorithm)
         trainer.train()

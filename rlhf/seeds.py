@@ -60,7 +60,7 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
 
 def with_seed(config: Config, seed: int) -> Config:
     """The configuration of one seed's run."""
-    output = f"{config.run.output.rstrip('/')}_seed{seed}"
+    output = f"{Path(config.run.output)}_seed{seed}"
     return dataclasses.replace(config, run=dataclasses.replace(config.run, seed=seed, seeds=None, output=output))
 
 
@@ -103,6 +103,6 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
         table.append((label, *cells, "-" if spread is None else show(spread)))
     columns = ["", *(f"seed {seed}" for seed in runs), "mean", "sd over seeds"]
     screen.table(f"{config.algorithm.upper()}, {len(runs)} seeds", columns, table)
-    file = Path(f"{config.run.output.rstrip('/')}_seeds.json")
+    file = Path(f"{Path(config.run.output)}_seeds.json")
     write_json(file, {"algorithm": config.algorithm, "recipe": config.recipe, "figures": summary})
     screen.say(f"saved: {file}; the rest is in each seed's {RUN_FILE}")

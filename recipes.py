@@ -96,7 +96,7 @@ RECIPES = {
             "kl_coef": 0.03,
             "kl_target": "3/sequence",
             "kl_horizon": 640,
-            "learning_rate": 4e-4,
+            "learning_rate": 3e-4,
             "num_iterations": 150,
             "eval_every": 25,
             "eval_prompts": 128,

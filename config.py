@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from recipes import RECIPES
 from rlhf.cli import build, resolve
+from rlhf.errors import UserError, did_you_mean
 from rlhf.knobs import KLTarget, Split, knob
 
 
@@ -323,7 +324,7 @@ class Config:
         if weights is not None and len(weights) != learned + len(rules):
             faults.append(
                 f"{len(weights)} weights for {learned + len(rules)} rewards: --reward-weights. "
-                f"Give one for {', '.join([*(['the reward model'] if learned else []), *rules])}"
+                f"Give one for each of, in this order: {', '.join([*(['reward model'] if learned else []), *rules])}"
             )
         return faults
 
@@ -406,6 +407,10 @@ def parse_cli(argv: list[str] | None = None, algorithm: str = "ppo") -> Config:
 
 def make_config(recipe: str = "smollm2-orca", algorithm: str = "ppo", **knobs: Any) -> Config:
     """A configuration from Python: a recipe, and knobs by their names. Raises UserError as the command line does."""
+    if algorithm not in ALGORITHMS:
+        raise UserError(
+            f"unknown algorithm {algorithm!r}: make_config(algorithm=). {did_you_mean(algorithm, ALGORITHMS)}"
+        )
     recipes, defaults = _layers(algorithm)
     values = {name: (value, f"make_config({name}=)") for name, value in knobs.items()}
     return build(Config, recipes, [{**values, "recipe": (recipe, "make_config")}], defaults, algorithm=algorithm)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from config import Config
-from rlhf.assembly import find_rewards, load_rewards, load_start_policy
+from rlhf.assembly import FEW_PROMPTS, find_rewards, load_rewards, load_start_policy
 from rlhf.callbacks import KLControl, kl_controller
 from rlhf.console import Screen
 from rlhf.errors import UserError
@@ -37,17 +37,19 @@ def make_trainer(
     Prompts are texts, or chats of {"role", "content"}. `rewards`, with a weight for each, take the place of the
     configuration's reward model and rules. Length and seed are the configuration's; nothing is written before
     `save_model`. `callbacks` are objects with some methods of rlhf.callbacks.Callback, or functions of (epoch,
-    metrics). Without `evaluation_prompts` a tenth of the prompts is held out, by the hash of the question; where that
-    leaves none, the training prompts serve. Raises UserError.
+    metrics). Without `evaluation_prompts` a tenth of the prompts is held out, by the hash of the question; of fewer
+    than 20 none is, and the training prompts serve. Raises UserError.
     """
     screen = Screen()
     device = start_device(screen)
     start = find_model(config.model.actor_model, "actor_model")
     tokenizer = load_tokenizer(start)
     train = examples_of(prompts)
+    if not train:
+        raise UserError("an empty list: prompts. Give texts, or chats")
     if evaluation_prompts is None:
         parts = split_examples(train, Split(0, 90, 10))
-        split = parts["rl"] and parts["evaluation"]
+        split = len(train) >= FEW_PROMPTS and parts["rl"] and parts["evaluation"]
         train, evaluation = (parts["rl"], parts["evaluation"]) if split else (train, train)
     else:
         evaluation = examples_of(evaluation_prompts)
@@ -57,7 +59,7 @@ def make_trainer(
     if rewards is None:
         chosen, _ = load_rewards(config, find_rewards(config), tokenizer, sets, device, screen)
     else:
-        chosen = Rewards(rewards, reward_weights, tokenizer)
+        chosen = Rewards([rewards] if callable(rewards) else rewards, reward_weights, tokenizer)
     trainer = TRAINERS[config.algorithm](
         config,
         load_start_policy(config, start, tokenizer, device),

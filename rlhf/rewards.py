@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import math
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -198,8 +199,10 @@ def _ask(function: RewardFunction, name: str, batch: dict[str, list]) -> list[fl
     except RunError:
         raise
     except Exception as error:  # a user's function: whatever it raises is told with the reply that did it
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise RunError(
-            f"{type(error).__name__}: {error}: reward function {name}, {_offender(function, batch)}. Mend it"
+            f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno}): reward function {name}, "
+            f"{_offender(function, batch)}. Mend it"
         ) from error
     scores = scores.tolist() if hasattr(scores, "tolist") else scores
     if isinstance(scores, Sequence):

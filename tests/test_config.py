@@ -109,7 +109,7 @@ REWARD_FAULTS = {
     "no reward": (["--rm-model", "none"], "nothing to reward: --rm-model none"),
     "too few weights": (
         ["--reward-func", "length_penalty", "--reward-weights", "1"],
-        "1 weights for 2 rewards: --reward-weights. Give one for the reward model, length_penalty",
+        "1 weights for 2 rewards: --reward-weights. Give one for each of, in this order: reward model, length_penalty",
     ),
     "K does not divide": (["--minibatches", "5"], "minibatches 5 does not divide batch_size x K = 32"),
 }

@@ -81,7 +81,10 @@ def test_a_function_that_fails_only_on_a_whole_batch_blames_no_single_reply(scor
             raise ConnectionError("judge is down")
         return [1.0]
 
-    with pytest.raises(RunError, match="judge is down: reward function together, on all 2 replies together"):
+    with pytest.raises(
+        RunError,
+        match=r"judge is down \(test_rewards.py:[0-9]+\): reward function together, on all 2 replies together",
+    ):
         score(together)
 
 

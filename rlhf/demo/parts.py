@@ -29,7 +29,7 @@ def prepare_demo(screen: Screen, device: torch.device) -> None:
     reward = parse_reward_cli(["--recipe", "demo", "--rm-overwrite"])
     stamp_file, stamp = FOLDER / "stamp.json", {"made_from": _fingerprint(reward)}
     if stamp_file.is_file() and json.loads(stamp_file.read_text(encoding="utf-8")) == stamp:
-        screen.say(f"demo parts: cached in {FOLDER}")
+        screen.say(f"demo parts: cached in {FOLDER}; their reward model:")
         record = FOLDER / "reward_model" / METRICS_FILE
         show_record(json.loads(record.read_text(encoding="utf-8")), screen)
         return

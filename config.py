@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from recipes import RECIPES
 from rlhf.cli import build, resolve
 from rlhf.errors import UserError, did_you_mean
-from rlhf.knobs import KLTarget, Split, knob
+from rlhf.knobs import KLTarget, Split, as_in, knob
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,25 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
-class Config:
+class RecordSettings:
+    """What is kept of single tokens, to be looked at with `evaluate_generations.py --tokens RUN`."""
+
+    record_tokens: bool = knob(False, "keep what the trainer saw of every token of some episodes, in RUN/tokens")
+    record_format: str = knob("jsonl", "a JSON object a line, or a Parquet table", choices=("jsonl", "parquet"))
+    record_every: int = knob(10, "updates between records; the first update is always recorded", low=1)
+    record_episodes: int = knob(4, "episodes recorded of such an update, its first ones", low=1)
+
+
+class Command:
+    """What a command can be told: groups of knobs."""
+
+    def faults(self) -> list[str]:
+        """What is wrong with the settings taken together, a line each."""
+        return []
+
+
+@dataclass(frozen=True)
+class Config(Command):
     """Everything `train_ppo.py` and `train_grpo.py` can be told."""
 
     # named in a later layer, one of these puts the others of earlier layers out of force
@@ -247,6 +265,7 @@ class Config:
     kl: KLSettings = field(default_factory=KLSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    record: RecordSettings = field(default_factory=RecordSettings)
 
     @property
     def group_size(self) -> int:
@@ -270,7 +289,6 @@ class Config:
         return updates * self.batch.ppo_epochs * self.batch.minibatches
 
     def faults(self) -> list[str]:
-        """What is wrong with the settings taken together, a line each."""
         return [*self._batch_faults(), *self._kl_faults(), *self._reward_faults()]
 
     def _batch_faults(self) -> list[str]:
@@ -364,7 +382,7 @@ class CalibrationSettings:
 
 
 @dataclass(frozen=True)
-class RewardModelConfig:
+class RewardModelConfig(Command):
     """Everything `python -m reward_model.train` can be told."""
 
     recipe: str = "smollm2-orca"
@@ -373,9 +391,89 @@ class RewardModelConfig:
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
 
+
+AS_IN_RUN = "as in the run"
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """On what models are measured; what is unset is taken from their runs, or from --like."""
+
+    which: str = knob("final", "of a run: its final weights, or its best checkpoint", choices=("final", "best"))
+    baseline: str | None = knob(None, "start model to compare with, a folder or a hub name; unset: the runs' own")
+    judge_model: str | None = knob(
+        None, "a reward model that training never saw; unset: the gold quality in the demo, elsewhere none"
+    )
+    num_prompts: int = knob(20, "evaluation prompts, drawn at random", low=1)
+    completions: int = knob(4, "replies sampled to each prompt", low=1, aliases=("num_completions",))
+    seed: int = knob(42, "draws the prompts, the replies and the intervals", low=0)
+    like: str = knob(
+        "smollm2-orca", "recipe whose settings serve models that are not of a run", choices=tuple(RECIPES)
+    )
+    rm_model: str | None = as_in(ModelSettings, "rm_model", AS_IN_RUN, "reward model: a folder or a hub name")
+    prompts: str | None = as_in(DataSettings, "prompts", AS_IN_RUN)
+    split: Split | None = as_in(DataSettings, "split", AS_IN_RUN)
+    prompt_length: int | None = as_in(DataSettings, "prompt_length", AS_IN_RUN)
+    eval_text: str | None = as_in(DataSettings, "eval_text", AS_IN_RUN)
+    reply_length: int | None = as_in(SamplingSettings, "reply_length", AS_IN_RUN)
+    temperature: float | None = as_in(SamplingSettings, "temperature", AS_IN_RUN)
+    top_k: int | None = as_in(SamplingSettings, "top_k", AS_IN_RUN)
+    top_p: float | None = as_in(SamplingSettings, "top_p", AS_IN_RUN)
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """What is evaluated, and where to."""
+
+    model_path: tuple[str, ...] = knob(
+        (), "run folders, model or adapter folders, hub names; unset: the last run here", aliases=("model",)
+    )
+    output: str = knob("./evaluation_output", "folder of the page and the JSON file", aliases=("output_dir",))
+    tokens: str | None = knob(None, "a run whose recorded tokens become a page, in place of an evaluation")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig(Command):
+    """Everything `evaluate_generations.py` can be told."""
+
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    measure: MeasureSettings = field(default_factory=MeasureSettings)
+
+
+@dataclass(frozen=True)
+class ComparisonSettings:
+    """What is compared, and where to."""
+
+    runs: tuple[str, ...] = knob((), "run folders, of PPO, of GRPO, or of both, over seeds", positional=True)
+    output: str = knob("./comparison_output", "folder of the reports and the pictures", aliases=("output_dir",))
+
+
+@dataclass(frozen=True)
+class ComparisonConfig(Command):
+    """Everything `compare_runs.py` can be told."""
+
+    comparison: ComparisonSettings = field(default_factory=ComparisonSettings)
+    measure: MeasureSettings = field(default_factory=MeasureSettings)
+
     def faults(self) -> list[str]:
-        """Nothing here depends on two knobs at once."""
-        return []
+        return [] if self.comparison.runs else ["no run is named: command line. Give one or more run folders"]
+
+
+@dataclass(frozen=True)
+class PlotSettings:
+    """What is drawn, and how."""
+
+    runs: tuple[str, ...] = knob((), "run folders; none: the last run here", positional=True)
+    x: str = knob("updates", "the horizontal axis", choices=("updates", "episodes", "time"))
+    smooth: int = knob(10, "updates over which the thick lines average; 1: none", low=1)
+    output: str = knob("./training_progress", "files to write: this name with .png and .csv")
+
+
+@dataclass(frozen=True)
+class PlotConfig(Command):
+    """Everything `plot_training_progress.py` can be told."""
+
+    plot: PlotSettings = field(default_factory=PlotSettings)
 
 
 ALGORITHMS = {
@@ -423,3 +521,26 @@ def parse_reward_cli(argv: list[str] | None = None) -> RewardModelConfig:
     return resolve(
         RewardModelConfig, recipes, argv, "python -m reward_model.train", "A Bradley-Terry reward model from pairs."
     )
+
+
+def parse_evaluation_cli(argv: list[str] | None = None) -> EvaluationConfig:
+    """The configuration of `evaluate_generations.py`. Raises UserError with all faults of the command line."""
+    said = "Replies of trained models, scored, ranked and compared with the start model's."
+    return _parse(EvaluationConfig, argv, "evaluate_generations.py", said)
+
+
+def parse_comparison_cli(argv: list[str] | None = None) -> ComparisonConfig:
+    """The configuration of `compare_runs.py`. Raises UserError with all faults of the command line."""
+    said = "Start model, PPO and GRPO over seeds, on the same prompts: a report with a verdict."
+    return _parse(ComparisonConfig, argv, "compare_runs.py", said, {"num_prompts": 128})
+
+
+def parse_plot_cli(argv: list[str] | None = None) -> PlotConfig:
+    """The configuration of `plot_training_progress.py`. Raises UserError with all faults of the command line."""
+    said = "The training curves of one run, or of PPO against GRPO over seeds: a picture and a table."
+    return _parse(PlotConfig, argv, "plot_training_progress.py", said)
+
+
+def _parse(command: type, argv: list[str] | None, name: str, said: str, defaults: dict | None = None) -> Any:
+    """The configuration of a command that has no recipes."""
+    return resolve(command, None, sys.argv[1:] if argv is None else argv, name, said, defaults=defaults)

@@ -88,24 +88,29 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser(
-    config_class: type, prog: str, description: str, recipes: dict, defaults: dict | None = None, hidden=()
+    config_class: type, prog: str, description: str, recipes: dict | None, defaults: dict | None = None, hidden=()
 ) -> argparse.ArgumentParser:
     """A flat flag for every knob (dashes or underscores, and its aliases); booleans have --x and --no-x.
 
-    `defaults` replace fields' own in what --help says; groups named in `hidden` have no flags here.
+    `defaults` replace fields' own in what --help says; groups named in `hidden` have no flags here. A command without
+    `recipes` has no settings file either.
     """
+    knobs = knobs_of(config_class)
+    words = "".join(f"[{k.name.upper()} ...] " for k in knobs.values() if k.positional)
+    files = "[--recipe NAME] [--config FILE.yaml] " if recipes is not None else ""
     parser = _Parser(
         prog=prog,
-        usage=f"{prog} [--recipe NAME] [--config FILE.yaml] [--FLAG VALUE ...]",
+        usage=f"{prog} {words}{files}[--FLAG VALUE ...]",
         description=description,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=_Help,
     )
-    parser.add_argument("--recipe", metavar="NAME", help=f"settings to start from: {', '.join(recipes)}")
-    parser.add_argument("--config", metavar="FILE.yaml", help="settings from a YAML file, over the recipe's")
+    if recipes is not None:
+        parser.add_argument("--recipe", metavar="NAME", help=f"settings to start from: {', '.join(recipes)}")
+        parser.add_argument("--config", metavar="FILE.yaml", help="settings from a YAML file, over the recipe's")
     groups: dict[str, Any] = {}
-    for k in knobs_of(config_class).values():
+    for k in knobs.values():
         if k.group in hidden:
             continue
         k = dataclasses.replace(k, default=(defaults or {}).get(k.name, k.default))
@@ -121,7 +126,9 @@ def _add_flag(group, k: Knob) -> None:
     spellings = _spellings(names)
     bounds = f", {range_text(k)}" if any(v is not None for v in k.bounds.values()) else ""
     help = f"{k.help} (default: {_show(k.default)}{bounds})".replace("%", "%%")
-    if k.is_bool:
+    if k.positional:
+        group.add_argument(k.name, metavar=k.name.upper(), help=help, nargs="*")
+    elif k.is_bool:
         group.add_argument(*spellings, dest=k.name, nargs="?", const="true", metavar="true|false", help=help)
         negative = _spellings([f"no_{name}" for name in names])
         group.add_argument(*negative, dest=k.name, action="store_const", const="false", help=argparse.SUPPRESS)
@@ -137,7 +144,7 @@ def _spellings(names: Iterable[str]) -> list[str]:
 
 def _show(value: Any) -> str:
     if isinstance(value, tuple):
-        return ",".join(map(str, value))
+        return ",".join(map(str, value)) or "none"
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -161,12 +168,14 @@ def read_flags(
         ]
     )
     raise_if([f"unexpected word {u!r}: command line. Every setting is a flag; --help lists them" for u in unknown])
-    return {name: (value, "--" + name.replace("_", "-")) for name, value in vars(namespace).items()}
+    words = {action.dest for action in parser._actions if not action.option_strings}
+    where = {name: "command line" if name in words else "--" + name.replace("_", "-") for name in vars(namespace)}
+    return {name: (value, where[name]) for name, value in vars(namespace).items()}
 
 
 def resolve(
     config_class: type,
-    recipes: dict,
+    recipes: dict | None,
     argv: list[str],
     prog: str,
     description: str,
@@ -189,7 +198,7 @@ def resolve(
         for flag in _spellings([*(n for name in (k.name, *k.aliases) for n in (name, f"no_{name}"))])
     }
     flags = read_flags(parser, argv, elsewhere)
-    yaml_path = flags.pop("config", (None, ""))[0]
+    yaml_path = flags.pop("config", (None, ""))[0] if recipes is not None else None
     from_yaml = read_yaml(yaml_path, {**name_table(knobs), "recipe": "recipe"}) if yaml_path else {}
     return build(config_class, recipes, [from_yaml, flags], defaults, **top)
 
@@ -201,23 +210,20 @@ def _default_recipe(config_class: type) -> str:
 Layer = dict[str, tuple[Any, str]]  # name -> (value, where it was set)
 
 
-def build(config_class: type, recipes: dict, layers: list[Layer], defaults: dict | None = None, **top: Any) -> Any:
+def build(
+    config_class: type, recipes: dict | None, layers: list[Layer], defaults: dict | None = None, **top: Any
+) -> Any:
     """A configuration from layers, "recipe" among their names, over the recipe's settings, over `defaults`, over the
     fields' own. Checks every name and value, then how they fit (`config.faults()`)."""
     knobs = knobs_of(config_class)
-    recipe, where = {k: v for layer in layers for k, v in layer.items()}.get(
-        "recipe", (_default_recipe(config_class), "")
-    )
-    if recipe not in recipes:
-        raise UserError(
-            f"unknown recipe {recipe!r}: {where}. {did_you_mean(recipe, recipes)} Known: {', '.join(recipes)}"
-        )
+    below: list[Layer] = [{name: (value, "default") for name, value in (defaults or {}).items()}]
+    if recipes is not None:
+        recipe = _find_recipe(config_class, recipes, layers)
+        below.append({name: (value, f"recipe {recipe}") for name, value in recipes[recipe].items()})
+        layers = [{name: found for name, found in layer.items() if name != "recipe"} for layer in layers]
+        top["recipe"] = recipe
     layered = _merge(
-        [
-            {name: (value, "default") for name, value in (defaults or {}).items()},
-            {name: (value, f"recipe {recipe}") for name, value in recipes[recipe].items()},
-            *({name: found for name, found in layer.items() if name != "recipe"} for layer in layers),
-        ],
+        [*below, *layers],
         name_table(knobs),
         getattr(config_class, "exclusive", ()),
     )
@@ -231,9 +237,19 @@ def build(config_class: type, recipes: dict, layers: list[Layer], defaults: dict
     raise_if(faults)
     hints = typing.get_type_hints(config_class)
     groups = {group: hints[group](**leaves) for group, leaves in converted.items()}
-    config = config_class(recipe=recipe, **top, **groups)
+    config = config_class(**top, **groups)
     raise_if(config.faults())
     return config
+
+
+def _find_recipe(config_class: type, recipes: dict, layers: list[Layer]) -> str:
+    named = {k: v for layer in layers for k, v in layer.items()}
+    recipe, where = named.get("recipe", (_default_recipe(config_class), ""))
+    if recipe not in recipes:
+        raise UserError(
+            f"unknown recipe {recipe!r}: {where}. {did_you_mean(recipe, recipes)} Known: {', '.join(recipes)}"
+        )
+    return recipe
 
 
 def _merge(layers: list[Layer], names: dict[str, str], exclusive: tuple[str, ...]) -> Layer:

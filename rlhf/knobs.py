@@ -16,14 +16,33 @@ FALSE_WORDS = {"false", "no", "off", "0"}
 UNSET_WORDS = {"none", "null", "auto", ""}
 
 
-def knob(default: Any, help: str, *, low=None, high=None, above=None, below=None, choices=None, aliases=()) -> Any:
+def knob(
+    default: Any,
+    help: str,
+    *,
+    low=None,
+    high=None,
+    above=None,
+    below=None,
+    choices=None,
+    aliases=(),
+    positional: bool = False,
+) -> Any:
     """A dataclass field that is one knob.
 
     `help` says the meaning and the unit. `low`/`high` bound the value inclusively, `above`/`below` exclusively.
-    `aliases` are other names under which the references know the knob.
+    `aliases` are other names under which the references know the knob. A `positional` one is written without a flag.
     """
     bounds = {"low": low, "high": high, "above": above, "below": below}
-    return field(default=default, metadata={"help": help, "bounds": bounds, "choices": choices, "aliases": aliases})
+    said = {"help": help, "bounds": bounds, "choices": choices, "aliases": aliases, "positional": positional}
+    return field(default=default, metadata=said)
+
+
+def as_in(settings: type, name: str, otherwise: str, help: str | None = None) -> Any:
+    """The knob `name` of another group, unset unless it is given: then what `otherwise` names holds."""
+    said = next(f.metadata for f in dataclasses.fields(settings) if f.name == name)
+    meaning = help or said["help"].split("; unset")[0]
+    return field(default=None, metadata={**said, "help": f"{meaning}; unset: {otherwise}"})
 
 
 @dataclass(frozen=True)
@@ -81,6 +100,7 @@ class Knob:
     bounds: dict[str, float | None]
     choices: tuple | None
     aliases: tuple[str, ...]
+    positional: bool
 
     @property
     def flag(self) -> str:

@@ -14,12 +14,14 @@ LEVELS = [
     {"rlhf.errors", "rlhf.knobs", "rlhf.cli", "recipes"},
     {"config", "rlhf.demo.families", "rlhf.demo.tasks"},
     {"rlhf.objectives", "rlhf.controllers", "rlhf.best", "rlhf.hub", "rlhf.prompts", "rlhf.models",
-     "rlhf.actor_critic", "rlhf.runlogs", "rlhf.trl_ppo", "rlhf.console", "reward_model.scorer"},
-    {"rlhf.rollout", "rlhf.rewards", "rlhf.evaluation", "rlhf.checkpoints", "rlhf.report", "rlhf.metrics"},
+     "rlhf.actor_critic", "rlhf.runlogs", "rlhf.trl_ppo", "rlhf.console", "rlhf.pictures", "rlhf.curves", "reward_model.scorer"},
+    {"rlhf.rollout", "rlhf.rewards", "rlhf.evaluation", "rlhf.checkpoints", "rlhf.report", "rlhf.metrics",
+     "rlhf.curve_pictures"},
     {"rlhf.loop", "rlhf.ppo_trainer", "rlhf.grpo_trainer", "rlhf.callbacks", "rlhf.outcome", "rlhf.seeds",
      "rlhf.api", "rlhf.preflight", "rlhf.assembly", "reward_model.training",
      "rlhf.demo.start_model", "rlhf.demo.pairs", "rlhf.demo.parts"},
-    {"train_ppo", "train_grpo", "reward_model.train"},
+    {"train_ppo", "train_grpo", "evaluate_generations", "plot_training_progress", "compare_runs",
+     "reward_model.train"},
 ]  # fmt: skip
 LEVEL_OF = {module: level for level, modules in enumerate(LEVELS) for module in modules}
 FILES = [*ROOT.glob("*.py"), *ROOT.glob("rlhf/**/*.py"), *ROOT.glob("reward_model/*.py")]

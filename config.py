@@ -8,7 +8,7 @@ defaults, recipe (`recipes.py`), YAML file (`--config`), flags.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar
 
 from recipes import RECIPES
@@ -512,6 +512,14 @@ def make_config(recipe: str = "smollm2-orca", algorithm: str = "ppo", **knobs: A
     recipes, defaults = _layers(algorithm)
     values = {name: (value, f"make_config({name}=)") for name, value in knobs.items()}
     return build(Config, recipes, [{**values, "recipe": (recipe, "make_config")}], defaults, algorithm=algorithm)
+
+
+def config_of_run(run: dict[str, Any]) -> Config:
+    """The configuration that a run.json tells of. Settings that there are no more are passed over."""
+    known = {f.name for g in fields(Config) if is_dataclass(g.default_factory) for f in fields(g.default_factory)}
+    groups = [group for group in run["settings"].values() if isinstance(group, dict)]
+    knobs = {name: value for group in groups for name, value in group.items() if name in known}
+    return make_config(run["settings"]["recipe"], run["algorithm"], **knobs)
 
 
 def parse_reward_cli(argv: list[str] | None = None) -> RewardModelConfig:

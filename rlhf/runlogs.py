@@ -92,6 +92,30 @@ def read_status(folder: Path) -> str | None:
     return None if run is None else run["status"]
 
 
+def require_run(folder: Path, flag: str) -> dict[str, Any]:
+    """A run's run.json. Raises UserError where `folder` is no run of this project."""
+    run = read_run(folder) if folder.is_dir() else None
+    if run is None or "settings" not in run:
+        there = "no such folder" if not folder.is_dir() else f"not a run (no readable {RUN_FILE})"
+        known = ", ".join(map(str, runs_in(Path()))) or "none here"
+        raise UserError(f"{there}: {flag} {folder}. Give the folder of a run ({known})")
+    return run
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The folders of runs in `folder`, the one that was started last at the end."""
+    found = {file.parent: run for file in folder.glob(f"*/{RUN_FILE}") if (run := read_run(file.parent)) is not None}
+    return sorted(found, key=lambda place: (found[place].get("started", ""), place.name))
+
+
+def last_run(flag: str) -> Path:
+    """The run here that was started last. Raises UserError where there is none."""
+    here = runs_in(Path())
+    if not here:
+        raise UserError(f"no run in this folder: {flag}. Name a run's folder, or train one: python train_ppo.py")
+    return here[-1]
+
+
 def now() -> str:
     """UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -514,12 +514,13 @@ def make_config(recipe: str = "smollm2-orca", algorithm: str = "ppo", **knobs: A
     return build(Config, recipes, [{**values, "recipe": (recipe, "make_config")}], defaults, algorithm=algorithm)
 
 
-def config_of_run(run: dict[str, Any]) -> Config:
-    """The configuration that a run.json tells of. Settings that there are no more are passed over."""
+def config_of_run(run: dict[str, Any], **changed: Any) -> Config:
+    """The configuration that a run.json tells of, some knobs `changed`. Settings that there are no more are passed
+    over."""
     known = {f.name for g in fields(Config) if is_dataclass(g.default_factory) for f in fields(g.default_factory)}
     groups = [group for group in run["settings"].values() if isinstance(group, dict)]
     knobs = {name: value for group in groups for name, value in group.items() if name in known}
-    return make_config(run["settings"]["recipe"], run["algorithm"], **knobs)
+    return make_config(run["settings"]["recipe"], run["algorithm"], **{**knobs, **changed})
 
 
 def parse_reward_cli(argv: list[str] | None = None) -> RewardModelConfig:

@@ -159,12 +159,17 @@ def spread(flat: Tensor, mask: Tensor) -> Tensor:
 
 
 class Reference:
-    """The frozen start model: a copy, or under LoRA the policy with its adapters switched off."""
+    """The frozen start model: a model of its own, or under LoRA the policy with its adapters switched off."""
 
-    def __init__(self, policy: PreTrainedModel | PeftModel, dtype: torch.dtype | None):
-        """`dtype` is the policy's forward precision. A KL between unlike precisions would measure the rounding."""
-        self.policy = policy
-        self.copy = None if isinstance(policy, PeftModel) else frozen_copy(policy, dtype)
+    def __init__(self, policy: PreTrainedModel | PeftModel, copy: PreTrainedModel | None):
+        """`copy` None: the adapters of `policy` can be switched off."""
+        self.policy, self.copy = policy, copy
+
+    @classmethod
+    def before_training(cls, policy: PreTrainedModel | PeftModel, dtype: torch.dtype | None) -> Reference:
+        """Of a policy that will be trained. `dtype` is its forward precision: a KL between unlike precisions would
+        measure the rounding."""
+        return cls(policy, None if isinstance(policy, PeftModel) else frozen_copy(policy, dtype))
 
     @contextlib.contextmanager
     def model(self) -> Iterator[PreTrainedModel | PeftModel]:

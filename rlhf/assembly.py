@@ -116,12 +116,22 @@ def load_rewards(
     screen: Screen,
 ) -> tuple[Rewards, RewardModel | None]:
     """The reward model, where there is one, proved on the held-out pairs, and the rules, by weight."""
-    m, model = config.model, None
-    if sources.folder is not None:
-        model = RewardModel.load(sources.folder, device, autocast_dtype(m.bf16, device))
+    m = config.model
+    rewards, model = make_rewards(config, sources, tokenizer, device)
+    if model is not None:
         pairs = [p.example for p in prompts.evaluation]
         check_reward_model(model, m.rm_model, pairs, m.allow_weak_reward_model, screen)
         check_leaks(model, prompts, screen)
+    return rewards, model
+
+
+def make_rewards(
+    config: Config, sources: RewardSources, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> tuple[Rewards, RewardModel | None]:
+    """The reward model, where there is one, and the rules, by weight; not proved."""
+    model = None
+    if sources.folder is not None:
+        model = RewardModel.load(sources.folder, device, autocast_dtype(config.model.bf16, device))
     learned = [LearnedReward(model)] if model is not None else []
     return Rewards([*learned, *sources.rules], config.reward.reward_weights, tokenizer), model
 

@@ -12,15 +12,13 @@ from torch.utils.tensorboard import SummaryWriter
 
 from config import Config
 from rlhf.best import Candidate, choose
-from rlhf.checkpoints import replace_folder
+from rlhf.checkpoints import BEST_FOLDER, replace_folder
 from rlhf.console import Screen, clock
 from rlhf.controllers import KLController
 from rlhf.evaluation import Evaluation
 from rlhf.loop import OnPolicyLoop
 from rlhf.prompts import Prompt
 from rlhf.runlogs import RunLog
-
-BEST_FOLDER = "best"
 
 
 class Callback:

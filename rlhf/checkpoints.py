@@ -16,6 +16,7 @@ from rlhf.errors import UserError
 
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
+BEST_FOLDER = "best"
 VALUE_HEAD_FILE = "value_head.safetensors"
 ONE_FILE = "1000GB"  # weights in one file can be put in place at one stroke
 

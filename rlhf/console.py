@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 import warnings
@@ -35,6 +36,15 @@ def quiet_libraries() -> None:
     datasets.disable_progress_bars()
 
 
+# C0 and C1 controls (escape sequences begin with one), and what turns the direction of text around or hides it
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+
+
+def visible(text: str) -> str:
+    """Text from a model, for people's eyes: control and direction characters by their numbers; lines and tabs stay."""
+    return _UNSEEN.sub(lambda found: f"<U+{ord(found[0]):04X}>", text.replace("\r\n", "\n"))
+
+
 class Screen:
     """Prints text as text: a reply that looks like markup, or does not fit the console's encoding, does no harm."""
 
@@ -55,7 +65,7 @@ class Screen:
 
     def say(self, text: str = "") -> None:
         """One line."""
-        self.console.print(Text(text))
+        self.console.print(Text(visible(text)))
 
     def facts(self, rows: Sequence[tuple[str, str]]) -> None:
         """Aligned pairs of a name and what it is."""
@@ -63,12 +73,13 @@ class Screen:
         for name, value in rows:
             self.say(f"  {name.ljust(width)}  {value}")
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        grid = Table(title=Text(title), title_justify="left", show_lines=True)
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], lines: bool = True) -> None:
+        """`lines` between the rows: for cells of many lines."""
+        grid = Table(title=Text(visible(title)), title_justify="left", show_lines=lines)
         for column in columns:
-            grid.add_column(Text(column), overflow="fold")
+            grid.add_column(Text(visible(column)), overflow="fold")
         for row in rows:
-            grid.add_row(*(Text(str(cell)) for cell in row))
+            grid.add_row(*(Text(visible(str(cell))) for cell in row))
         self.console.print(grid)
 
     def progress(self, text: str, last: bool = False) -> None:

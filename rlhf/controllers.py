@@ -9,6 +9,7 @@ from statistics import fmean, variance
 from rlhf.knobs import KLTarget
 
 LARGEST_ERROR = 0.2  # Ziegler et al. 2019, sec. 2.2: one update reacts to an error of at most 20%
+KL_BAND = (0.5, 1.5)  # times the target: where a steered KL should end
 LOWEST_BETA = 1e-4  # a beta that fell to nothing, in updates of low KL, would take as many to come back
 
 
@@ -109,6 +110,6 @@ class ScoreNormalizer:
         self.m, self.v, self.batches = float(state["m"]), float(state["v"]), int(state["batches"])
 
 
-def in_band(kl: float, target: float, band: tuple[float, float] = (0.5, 1.5)) -> bool:
+def in_band(kl: float, target: float, band: tuple[float, float] = KL_BAND) -> bool:
     """Whether a measured KL stands within `band` times its target (same unit)."""
     return band[0] * target <= kl <= band[1] * target

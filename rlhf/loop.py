@@ -63,7 +63,7 @@ class OnPolicyLoop:
         self.text: FixedText | None = None
         self.sampling = config.sampling
         self.dtype = autocast_dtype(config.model.bf16, PartialState().device)
-        self.reference = Reference(policy, self.dtype)
+        self.reference = Reference.before_training(policy, self.dtype)
         self.listeners: list = []
         self.this_epoch: list[dict[str, float]] = []
         self.build_trl(policy, tokenizer)

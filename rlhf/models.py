@@ -141,6 +141,16 @@ def load_policy(
     return model
 
 
+def load_adapter(base: PreTrainedModel, folder: str) -> PeftModel:
+    """A trained adapter over its base."""
+    try:
+        with readable(folder):
+            return PeftModel.from_pretrained(base, folder)
+    except RuntimeError as error:  # shapes that do not fit
+        reason = str(error).strip().splitlines()[-1].strip()[:160]
+        raise UserError(f"does not fit its base: {folder} ({reason}). Name its base with --baseline") from None
+
+
 def _keep_one_forward(model: PreTrainedModel) -> None:
     """Sampling and training must see the same weights. On a CPU with bfloat16, bitsandbytes repacks 4-bit weights in
     eval mode, with rounder scales: the first ratio would not be 1, and layers narrower than a block fail."""

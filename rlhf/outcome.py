@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from config import ALGORITHMS, Config, make_config
-from recipes import RECIPES
-from rlhf.callbacks import BEST_FOLDER, kl_controller
+from rlhf.callbacks import kl_controller
+from rlhf.checkpoints import BEST_FOLDER
 from rlhf.console import Screen
-from rlhf.demo.tasks import gold_quality
+from rlhf.demo.parts import gold_of
 from rlhf.knobs import as_plain
 from rlhf.loop import OnPolicyLoop
 from rlhf.report import compare, kl_of_phases, last_kl, show_figures, show_samples
-from rlhf.runlogs import RunLog
-from rlhf.seeds import MAY_DIFFER, differences
+from rlhf.runlogs import RunLog, differences
+from rlhf.seeds import MAY_DIFFER
 
 
 def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Screen) -> None:
     """Before and after, side by side; figures and what was spent go to run.json."""
     before, after, prompts = trainer.evaluations[0], trainer.evaluations[-1], trainer.evaluation_prompts
-    knows_gold = config.recipe == "demo" and config.data.prompts == RECIPES["demo"]["training"]["prompts"]
-    gold = gold_quality if knows_gold else None
+    gold = gold_of(config)
     target = config.kl.targets[-1]
     figures = compare(before, after, prompts, gold, config.run.seed) | {
         "kl_last_10_updates": last_kl(trainer.state.log_history, target),

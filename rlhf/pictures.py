@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 # Okabe & Ito 2008, "Color Universal Design": told apart with any kind of colour vision, and in grey
 COLOURS = {"start": "#666666", "ppo": "#0072B2", "grpo": "#D55E00", "target": "#009E73"}
+OTHER_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of the same set
 DOTS = 150  # per inch: 8 inches wide are 1,200 pixels, and half of that on a page
 STYLE = {
     "font.size": 12,

@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 
-import numpy as np
-from scipy.stats import bootstrap
-
 from rlhf.console import Screen
 from rlhf.controllers import in_band
 from rlhf.evaluation import Evaluation
 from rlhf.knobs import KLTarget
 from rlhf.prompts import Prompt
 from rlhf.rollout import generator
+from rlhf.statistics import over_prompts
 
 Gold = Callable[[str, str, bool], float]
 
 
 def mean_interval(differences: Sequence[float], seed: int) -> tuple[float, float]:
-    """95% bootstrap interval (BCa, Efron 1987) of the mean of paired differences; a point where all are equal."""
-    if np.ptp(differences) == 0:
-        return differences[0], differences[0]
-    result = bootstrap((np.asarray(differences),), np.mean, n_resamples=5000, rng=np.random.default_rng(seed))
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+    """95% bootstrap interval of the mean of paired differences; a point where all are equal, or there is one."""
+    found = over_prompts(differences, seed)
+    return (found.value, found.value) if found.low is None else (found.low, found.high)
 
 
 def compare(

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,19 @@ def read_status(folder: Path) -> str | None:
     """ "running", "finished" or "failed"; None where there is no readable run.json."""
     run = read_run(folder)
     return None if run is None else run["status"]
+
+
+def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """A run.json's settings, knob by knob, without their groups."""
+    leaves = {k: v for group in settings.values() if isinstance(group, dict) for k, v in group.items()}
+    return leaves | {k: v for k, v in settings.items() if not isinstance(v, dict)}
+
+
+def differences(one: dict[str, Any], other: dict[str, Any], aside: Iterable[str] = ()) -> list[str]:
+    """Names of the knobs in which two runs' settings differ, those named in `aside` left out."""
+    here, there = flat_settings(one), flat_settings(other)
+    names = sorted(here.keys() | there.keys())
+    return [n for n in names if n not in aside and here.get(n) != there.get(n)]
 
 
 def require_run(folder: Path, flag: str) -> dict[str, Any]:

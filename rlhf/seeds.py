@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -15,7 +15,7 @@ from rlhf.assembly import check_run_folder
 from rlhf.console import Screen, clock
 from rlhf.errors import UserError
 from rlhf.knobs import as_plain
-from rlhf.runlogs import RUN_FILE, read_run, write_json
+from rlhf.runlogs import RUN_FILE, differences, read_run, write_json
 
 # figure in run.json -> how it is shown
 SHOWN = {
@@ -76,17 +76,6 @@ def is_finished(config: Config) -> bool:
             "Add --overwrite to delete it, or name another folder with --output"
         )
     return not differ
-
-
-def differences(one: dict, other: dict, aside: Sequence[str]) -> list[str]:
-    """Names of the knobs in which two runs' settings differ, those named in `aside` left out."""
-    flat = [
-        {k: v for group in settings.values() for k, v in (group.items() if isinstance(group, dict) else ())}
-        | {k: v for k, v in settings.items() if not isinstance(v, dict)}
-        for settings in (one, other)
-    ]
-    names = sorted(flat[0].keys() | flat[1].keys())
-    return [n for n in names if n not in aside and flat[0].get(n) != flat[1].get(n)]
 
 
 def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:

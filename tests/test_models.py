@@ -71,7 +71,7 @@ def test_the_saved_model_gives_the_trained_models_logits(build, start_model, tmp
 def test_the_reference_is_the_start_model_to_the_bit(start_model, dtype):
     """Under autocast too, although its copy is stored in bfloat16."""
     policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
-    both, reference = ActorCritic(with_value_head(policy)), Reference(policy, dtype)
+    both, reference = ActorCritic(with_value_head(policy)), Reference.before_training(policy, dtype)
     ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
     on = torch.ones_like(ids, dtype=torch.bool)
     batch = (ids, on, on[:, :5], 0.7)
@@ -88,7 +88,7 @@ def test_the_reference_copy_is_smaller_under_bfloat16(start_model):
     def size(model):
         return sum(p.numel() * p.element_size() for p in model.parameters())
 
-    assert size(Reference(policy, torch.bfloat16).copy) < size(policy)
+    assert size(Reference.before_training(policy, torch.bfloat16).copy) < size(policy)
 
 
 def test_under_lora_the_reference_is_the_policy_without_its_adapter(build, start_model):
@@ -97,7 +97,7 @@ def test_under_lora_the_reference_is_the_policy_without_its_adapter(build, start
     trainer.train()
     names = [name for name, w in trainer.model.named_parameters() if w.requires_grad]
     assert names and all("lora" in name or "value_head" in name for name in names)
-    plain = Reference(AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32), None)
+    plain = Reference.before_training(AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32), None)
     ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
     on = torch.ones_like(ids, dtype=torch.bool)
     with torch.no_grad():

@@ -128,7 +128,7 @@ def test_kl_is_that_of_the_sampling_distributions(policy, tokenizer, start_model
         for weight in (*policy.parameters(), *other.parameters()):
             weight.add_(0.2 * torch.randn_like(weight))
     actor_critic = ActorCritic(with_value_head(policy))
-    reference = Reference(policy, None)
+    reference = Reference.before_training(policy, None)
     reference.copy = other
     prompt, sampling = make_prompts(tokenizer, "the cat")[0], sampled(1, 0.7, 0, top_p)
     replies = sample(policy, tokenizer, [prompt] * 3000, range(3000), sampling)
@@ -142,7 +142,7 @@ def test_kl_is_that_of_the_sampling_distributions(policy, tokenizer, start_model
 def test_padding_changes_no_logprob_and_no_value(policy, tokenizer):
     container = with_value_head(policy)
     torch.nn.init.normal_(container.v_head.summary.weight)
-    actor_critic, reference = ActorCritic(container), Reference(policy, None)
+    actor_critic, reference = ActorCritic(container), Reference.before_training(policy, None)
     prompts = make_prompts(tokenizer, "the cat", "what is the capital of France, and on which river does it lie?")
     sampling = sampled(10, 1.0, 0, 0.9)
     together = measure(actor_critic, reference, sample(policy, tokenizer, prompts, [1, 2], sampling), 1.0, 2)

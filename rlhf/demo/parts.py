@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from config import parse_reward_cli
+from config import Config, parse_reward_cli
+from recipes import RECIPES
 from reward_model.scorer import METRICS_FILE
 from reward_model.training import show_record, train_reward_model
 from rlhf.console import Screen
 from rlhf.demo import families, pairs, start_model, tasks
 from rlhf.models import load_tokenizer
+from rlhf.report import Gold
 from rlhf.runlogs import write_json
 
 FOLDER = Path("demo_parts")
@@ -57,3 +59,9 @@ def _fingerprint(reward) -> str:
     for file in (families.__file__, tasks.__file__, pairs.__file__, start_model.WEIGHTS / "model.safetensors"):
         digest.update(Path(file).read_bytes())
     return digest.hexdigest()
+
+
+def gold_of(config: Config) -> Gold | None:
+    """The gold quality, where the configuration's prompts are the demo's own questions; else None."""
+    is_demo = config.recipe == "demo" and config.data.prompts == RECIPES["demo"]["training"]["prompts"]
+    return tasks.gold_quality if is_demo else None

@@ -1,0 +1,45 @@
+"""`python evaluate_generations.py --model-path RUN`: replies, scored and ranked, beside the start model's."""
+
+from __future__ import annotations
+
+from config import EvaluationConfig, parse_evaluation_cli
+from rlhf.errors import run_command
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = parse_evaluation_cli(argv)  # before torch is imported: --help and mistakes are answered at once
+    from rlhf.console import Screen, quiet_libraries
+
+    quiet_libraries()
+    if config.evaluation.tokens is not None:
+        show_tokens(config, Screen())
+    else:
+        evaluate(config, Screen())
+
+
+def evaluate(config: EvaluationConfig, screen) -> None:
+    from rlhf.evaluation_report import make_report, show_report, write_report
+    from rlhf.measuring import Bench
+    from rlhf.preflight import start_device
+    from rlhf.trained import find_models
+
+    measure = config.measure
+    models = find_models(config.evaluation.model_path, measure, "--model-path")
+    has_start = measure.baseline is not None or any(model.run is not None for model in models)
+    bench = Bench(models, measure, start_device(screen), screen, start=has_start)
+    screen.facts(bench.facts())
+    start = bench.measure_start(screen) if has_start else None
+    measured = [bench.measure(model, screen) for model in models]
+    report = make_report(bench, models, measured, start)
+    show_report(report, screen)
+    write_report(report, [m for m in (start, *measured) if m is not None], config.evaluation.output, screen)
+
+
+def show_tokens(config: EvaluationConfig, screen) -> None:
+    from rlhf.token_page import write_token_page
+
+    write_token_page(config.evaluation.tokens, config.evaluation.output, screen)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,173 @@
+"""An evaluation's report: console, JSON and page from one set of figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from config import config_of_run
+from rlhf.audit import LABELS, against, as_json, figures, interval, shown, target_at_end, warnings
+from rlhf.console import Screen
+from rlhf.measuring import Bench, Generations
+from rlhf.pages import render, write_page
+from rlhf.pictures import as_data_url
+from rlhf.report_pictures import distributions
+from rlhf.runlogs import environment, now, write_json
+from rlhf.statistics import ranks
+from rlhf.trained import Trained
+
+SHOWN_ON_SCREEN = 3  # prompts; the page has all
+VERSUS = {
+    "win_rate": "win rate by score",
+    "judge_win_rate": "win rate by the judge",
+    "score": "score, difference",
+    "judge": "judge, difference",
+    "length": "tokens, difference",
+    "eos_rate": "share that end, difference",
+    "perplexity_ratio": "perplexity, ratio",
+}
+
+
+def make_report(
+    bench: Bench, models: Sequence[Trained], measured: Sequence[Generations], start: Generations | None
+) -> dict[str, Any]:
+    """Everything that is said of the models, ready for JSON."""
+    seed = bench.settings.seed
+    entries = []
+    for model, replies in zip(models, measured, strict=True):
+        entry = {
+            "label": replies.label,
+            "source": model.source,
+            "base": model.base,
+            "which": model.which or None,
+            "algorithm": model.run["algorithm"] if model.run else None,
+            "figures": figures(replies),
+            "against_start": None,
+            "warnings": [],
+        }
+        if start is not None:
+            target = target_at_end(config_of_run(model.run)) if model.run else None
+            entry["against_start"] = as_json(against(replies, start, seed))
+            entry["warnings"] = warnings(replies, start, seed, target)
+        entries.append(entry)
+    everyone = [*([start] if start is not None else []), *measured]
+    return {
+        "made": now(),
+        **environment(),
+        "facts": dict(bench.facts()),
+        "seed": seed,
+        "start": {"label": start.label, "source": bench.start.source, "figures": figures(start)} if start else None,
+        "models": entries,
+        "prompts": [
+            {"messages": list(example.messages), "sides": sides_of(everyone, i)}
+            for i, example in enumerate(bench.examples)
+        ],
+    }
+
+
+def sides_of(everyone: Sequence[Generations], prompt: int) -> list[dict[str, Any]]:
+    """Each model's completions of one prompt, the highest score first."""
+    return [{"model": replies.label, "completions": ranked(replies, prompt)} for replies in everyone]
+
+
+def ranked(replies: Generations, prompt: int) -> list[dict[str, Any]]:
+    """One model's completions of one prompt with rank, BEST / MEDIUM / WORST, score and the rest."""
+    rows = [
+        {
+            "rank": place,
+            "label": word,
+            "score": float(replies.scores[prompt, k]),
+            "judge": float(replies.judged[prompt, k]) if replies.judged is not None else None,
+            "kl": float(replies.kl[prompt, k]) if replies.kl is not None else None,
+            "tokens": int(replies.lengths[prompt, k]),
+            "ended": bool(replies.ended[prompt, k]),
+            "text": replies.texts[prompt][k],
+        }
+        for k, (place, word) in enumerate(ranks(replies.scores[prompt].tolist()))
+    ]
+    return sorted(rows, key=lambda row: row["rank"])
+
+
+def figure_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: a figure a row, a model a column; figures that nobody has are left out."""
+    everyone = [*([report["start"]] if report["start"] else []), *report["models"]]
+    rows = [
+        [label, *(shown(name, m["figures"][name]) for m in everyone)]
+        for name, (label, _) in LABELS.items()
+        if any(m["figures"][name] is not None for m in everyone)
+    ]
+    return ["", *(m["label"] for m in everyone)], rows
+
+
+def versus_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The models against the start model, with intervals; empty where there is none."""
+    if report["start"] is None:
+        return [], []
+    rows = []
+    for name, label in VERSUS.items():
+        found = [m["against_start"][name] for m in report["models"]]
+        if all(value is None for value in found):
+            continue
+        rows.append([label, *(_versus(name, value) for value in found)])
+    return ["", *(m["label"] for m in report["models"])], rows
+
+
+def _versus(name: str, value: dict | float | None) -> str:
+    if value is None:
+        return "-"
+    if not isinstance(value, dict):
+        return f"{value:.3f}"
+    sign = "" if "rate" in name and name != "eos_rate" else "+"
+    within = interval(value["low"], value["high"], sign)
+    return f"{value['value']:{sign}.3f} ({within})" if within else f"{value['value']:{sign}.3f}"
+
+
+def show_report(report: dict[str, Any], screen: Screen) -> None:
+    """On the console: a few prompts with their ranked completions, the tables, the warnings."""
+    for prompt in report["prompts"][:SHOWN_ON_SCREEN]:
+        cells = [
+            "\n\n".join(f"{c['label']} {c['score']:+.2f}: {c['text']}" for c in side["completions"])
+            for side in prompt["sides"]
+        ]
+        screen.table(prompt["messages"][-1]["content"], [side["model"] for side in prompt["sides"]], [cells])
+    screen.table("figures", *figure_table(report), lines=False)
+    columns, rows = versus_table(report)
+    if rows:
+        screen.table("against the start model (95% bootstrap intervals over prompts)", columns, rows, lines=False)
+    for model in report["models"]:
+        for warning in model["warnings"]:
+            screen.say(f"warning: {model['label']}: {warning}")
+        if report["start"] is not None and not model["warnings"]:
+            screen.say(f"{model['label']}: nothing smells of reward hacking. An audit, not a proof: read the replies")
+
+
+def write_report(report: dict[str, Any], pictured: Sequence[Generations], output: str, screen: Screen) -> None:
+    """evaluation.json and evaluation.html."""
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "evaluation.json", report)
+    figure_columns, figure_rows = figure_table(report)
+    versus_columns, versus_rows = versus_table(report)
+    kinds = [*(["start"] if report["start"] else []), *(m["algorithm"] or "" for m in report["models"])]
+    page = render(
+        "evaluation.html",
+        title="Replies, scored and ranked",
+        facts=list(report["facts"].items()),
+        models=report["models"],
+        figure_columns=figure_columns,
+        figure_rows=figure_rows,
+        versus_columns=versus_columns,
+        versus_rows=versus_rows,
+        picture=as_data_url(distributions(pictured, kinds)),
+        prompts=report["prompts"],
+        everything=report,
+    )
+    write_page(folder / "evaluation.html", page)
+    screen.say("saved:")
+    screen.facts(
+        [
+            (str(folder / "evaluation.html"), "the page: open it in a browser"),
+            (str(folder / "evaluation.json"), "the same as data"),
+        ]
+    )

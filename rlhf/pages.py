@@ -1,0 +1,49 @@
+"""Pages that are one file, from the templates beside this module. Text from models is data: escaped, and visible."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import escape
+
+from rlhf.console import visible
+
+TEMPLATES = Path(__file__).parent / "templates"
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+\-.!|~>:@])")
+
+
+def render(template: str, **data: Any) -> str:
+    """A template filled in. Every value is escaped for HTML, unless the template is Markdown.
+
+    Filters: `text` for what a model or a user wrote (control and direction characters made visible), `cell` for the
+    same within a Markdown table, `tojson` for data inside a script element.
+    """
+    html = template.endswith(".html")
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=html,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"text": visible, "cell": markdown_cell}
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "ensure_ascii": True}
+    return environment.get_template(template).render(**data)
+
+
+def markdown_cell(text: str) -> str:
+    """Any text as one cell of a Markdown table, where nothing of it acts: no link, no picture, no HTML."""
+    escaped = _MARKDOWN.sub(r"\\\1", str(escape(visible(text))))
+    return escaped.replace("\n", "<br>").replace("\t", " ")
+
+
+def write_page(file: Path, text: str) -> None:
+    """Complete or unchanged: written beside, then put in place."""
+    beside = file.with_name(file.name + ".new")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, file)

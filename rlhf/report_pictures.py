@@ -1,0 +1,49 @@
+"""Pictures of measured models: how scores and lengths are distributed, and what score each run has for its KL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from rlhf.measuring import Generations
+from rlhf.pictures import COLOURS, OTHER_COLOURS, new_figure, style
+
+
+def colours_of(kinds: Sequence[str]) -> list[str]:
+    """A colour a model: "start", "ppo" and "grpo" have their own, once; others and repeats take further ones."""
+    spare, taken = iter(OTHER_COLOURS), []
+    for kind in kinds:
+        own = COLOURS.get(kind)
+        taken.append(own if own is not None and own not in taken else next(spare, COLOURS["start"]))
+    return taken
+
+
+def distributions(models: Sequence[Generations], kinds: Sequence[str], score_name: str = "score") -> Figure:
+    """Scores and lengths of all replies, as steps over shared bins; a dashed line at each mean."""
+    with style():
+        figure = new_figure(10, 4.2)
+        panels = figure.subplots(1, 2)
+        for axes, name, label in zip(
+            panels, ("scores", "lengths"), (f"{score_name}, score units", "reply, tokens"), strict=True
+        ):
+            values = [np.ravel(getattr(m, name)) for m in models]
+            low, high = min(v.min() for v in values), max(v.max() for v in values)
+            edges = (
+                np.linspace(low - 0.5, high + 0.5, 25)
+                if name == "lengths" or low == high
+                else np.linspace(low, high, 25)
+            )
+            for model, colour, of_model in zip(models, colours_of(kinds), values, strict=True):
+                shares, _ = np.histogram(of_model, edges)
+                axes.stairs(shares / len(of_model), edges, color=colour, linewidth=2, label=model.label)
+                axes.axvline(of_model.mean(), color=colour, linestyle="--", linewidth=1.2)
+            axes.set_xlabel(label)
+            axes.set_ylabel("share of replies")
+            axes.set_ylim(bottom=0)
+        panels[0].set_title("Score (dashed: mean)")
+        panels[1].set_title("Length (dashed: mean)")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=1 if max(map(len, labels)) > 30 else 4)
+    return figure

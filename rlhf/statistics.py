@@ -1,0 +1,145 @@
+"""Win rates, intervals over prompts and over seeds, and what can be counted in texts. Numbers and texts only."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+RESAMPLES = 5000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its 95% interval; without one where there was nothing to resample."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def excludes(self, null: float) -> bool:
+        """Whether the interval lies wholly on one side of `null`."""
+        return self.low is not None and not self.low <= null <= self.high
+
+    def above(self, null: float) -> bool:
+        """Whether the whole interval lies above `null`."""
+        return self.low is not None and self.low > null
+
+
+def over_prompts(values: Sequence[float], seed: int) -> Estimate:
+    """Mean of one value per prompt (P,), with a bootstrap interval over prompts (BCa, Efron 1987).
+
+    A point where all are equal; no interval for a single prompt.
+    """
+    values = np.asarray(values, dtype=float)
+    mean = float(values.mean())
+    if len(values) < 2:
+        return Estimate(mean)
+    if np.ptp(values) == 0:
+        return Estimate(mean, mean, mean)
+
+    def interval(method: str) -> tuple[float, float]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # said by its nan, which is looked for below
+            rng = np.random.default_rng(seed)
+            found = stats.bootstrap((values,), np.mean, n_resamples=RESAMPLES, method=method, rng=rng)
+        return float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+    low, high = interval("BCa")
+    if not np.isfinite([low, high]).all():
+        low, high = interval("percentile")
+    return Estimate(mean, low, high)
+
+
+def over_seeds(values: np.ndarray, seed: int) -> Estimate | None:
+    """Mean of values (S, T, P): training seeds of one side, of the other, prompts; hierarchical bootstrap interval.
+
+    Seeds of either side and prompts (which all models share) are drawn with replacement, independently (Saravanan et
+    al. 2020, "Application of the hierarchical bootstrap"; Agarwal et al. 2021, arXiv 2108.13264, for few runs). A side
+    of one level is a fixed model, such as the start; None where both are.
+
+    Of few seeds a plain bootstrap is too sure of itself: (1) it finds their variance too small by (S - 1) / S, so
+    their deviations are scaled up by sqrt(S / (S - 1)); (2) it has normal tails, so the interval is widened by t / z
+    at Satterthwaite's degrees of freedom of the parts' variances (seeds: S - 1, prompts: P - 1).
+    """
+    if max(values.shape[:2]) < 2:
+        return None
+    values = np.asarray(values, dtype=float)
+    mean, prompts = float(values.mean()), values.shape[2]
+    rng = np.random.default_rng(seed)
+    parts, widened = [], values.copy()  # (variance of the mean, degrees of freedom)
+    for axis in (0, 1):
+        count = values.shape[axis]
+        if count > 1:
+            of_seed = values.mean(axis=1 - axis, keepdims=True)  # (S, 1, P) or (1, T, P)
+            widened += (np.sqrt(count / (count - 1)) - 1) * (of_seed - of_seed.mean(axis=axis, keepdims=True))
+            parts.append((of_seed.mean(axis=2).var(ddof=1) / count, count - 1))
+    drawn = [rng.multinomial(n, np.full(n, 1 / n), RESAMPLES) / n if n > 1 else np.ones((RESAMPLES, 1))
+             for n in values.shape]  # fmt: skip
+    means = np.einsum("rs,rt,rp,stp->r", *drawn, widened, optimize=True)
+    rest = means.var() - sum(variance for variance, _ in parts)
+    if prompts > 1 and rest > 0:
+        parts.append((rest, prompts - 1))
+    total = sum(variance for variance, _ in parts)
+    if total == 0:
+        return Estimate(mean, mean, mean)
+    freedom = total**2 / sum(variance**2 / df for variance, df in parts)
+    wider = stats.t.ppf((1 + LEVEL) / 2, freedom) / stats.norm.ppf((1 + LEVEL) / 2)
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(mean, float(mean + (low - mean) * wider), float(mean + (high - mean) * wider))
+
+
+def win_rates(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """Per prompt, the share of all pairs of completions that ours (P, K) win against theirs (P, L); ties half. (P,)"""
+    a, b = np.asarray(ours)[:, :, None], np.asarray(theirs)[:, None, :]
+    return ((a > b) + 0.5 * (a == b)).mean(axis=(1, 2))
+
+
+def ranks(scores: Sequence[float]) -> list[tuple[int, str]]:
+    """Of one prompt's completions, each one's rank (1 is the best; equals share it) and BEST, MEDIUM or WORST.
+
+    All that share the highest score are BEST, all others that share the lowest are WORST.
+    """
+    places = stats.rankdata([-s for s in scores], method="min").astype(int).tolist()
+    last = max(places)
+    return [(place, "BEST" if place == 1 else "WORST" if place == last else "MEDIUM") for place in places]
+
+
+def correlation(scores: Sequence[float], lengths: Sequence[float]) -> float | None:
+    """Spearman's rank correlation; None where one side does not vary."""
+    if np.ptp(scores) == 0 or np.ptp(lengths) == 0:
+        return None
+    return float(stats.spearmanr(scores, lengths).statistic)
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+def words_of(text: str) -> list[str]:
+    """Words and single signs, in lower case."""
+    return re.findall(r"\w+|[^\w\s]", text.casefold())
+
+
+def _grams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
+    return list(zip(*(words[i:] for i in range(n)), strict=False))
+
+
+def distinct(texts: Sequence[str], n: int) -> float:
+    """Distinct-n (Li et al. 2016, arXiv 1510.03055): different n-grams of words / all n-grams, over all texts.
+
+    Falls by itself with the amount of text: compare equal amounts. 0 where there is none.
+    """
+    grams = [gram for text in texts for gram in _grams(words_of(text), n)]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
+def repetition(text: str, n: int = 4) -> float:
+    """The share of a text's n-grams of words that it had said before (seq-rep-n, Welleck et al. 2020, arXiv
+    1908.04319); 0 for fewer than n words."""
+    grams = _grams(words_of(text), n)
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0

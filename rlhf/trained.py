@@ -1,0 +1,130 @@
+"""Models to look at: a run's final or best weights, an adapter, any Hugging Face model; and the settings for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from config import Config, MeasureSettings, config_of_run, make_config
+from rlhf.checkpoints import ADAPTER_FILE, BEST_FOLDER, WEIGHTS_FILE
+from rlhf.errors import UserError, raise_if
+from rlhf.hub import is_path, missing_path
+from rlhf.models import find_model
+from rlhf.runlogs import differences, flat_settings, last_run, read_run
+
+ADAPTER_CONFIG = "adapter_config.json"
+# of a run's settings, those that decide what its replies and scores are
+MEASURED_WITH = (
+    *("actor_model", "rm_model", "reward_func", "reward_weights", "keywords"),
+    *("prompts", "split", "prompt_length", "eval_text", "reply_length", "temperature", "top_k", "top_p"),
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that is on this disk, or on the hub."""
+
+    name: str  # as the user wrote it
+    source: str  # a folder, or a hub name
+    base: str | None = None  # what an adapter was trained on
+    run: dict[str, Any] | None = None  # run.json of the run that it is of
+    which: str = ""  # "final", "best", or "" where it is not of a run
+    update: int | None = None  # after which update these weights were kept
+
+    @property
+    def label(self) -> str:
+        """In words, for tables: which weights of what."""
+        if self.run is None:
+            return self.name
+        return f"{self.name} ({self.which}, after update {self.update})"
+
+
+def find_models(names: Sequence[str], measure: MeasureSettings, flag: str) -> list[Trained]:
+    """The models that were named; none: the last run's here. Raises UserError with all that are not there."""
+    found, faults = [], []
+    for name in names or [str(last_run(flag))]:
+        try:
+            found.append(find_trained(name, measure.which, measure.baseline, flag))
+        except UserError as error:
+            faults += error.faults
+    raise_if(faults)
+    return found
+
+
+def find_trained(name: str, which: str, baseline: str | None, flag: str = "--model-path") -> Trained:
+    """A run's folder, a folder inside one, a model's or an adapter's folder, or a hub name.
+
+    `baseline` is the base of an adapter whose own is gone. Raises UserError where there is nothing to load.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if is_path(name):
+            raise missing_path(name, "model", f"{flag} takes a run's folder, a model's folder or a hub name")
+        return Trained(name, find_model(name, flag))
+    run = read_run(folder)
+    if run is not None and "settings" in run:
+        return _of_run(name, folder, run, which, baseline, flag)
+    outer = read_run(folder.resolve().parent)
+    if outer is not None and folder.resolve().name == BEST_FOLDER and "best" in outer:
+        return _of_run(name, folder.resolve().parent, outer, "best", baseline, flag)
+    return Trained(name, *_weights(folder, baseline, flag))
+
+
+def _of_run(name: str, folder: Path, run: dict, which: str, baseline: str | None, flag: str) -> Trained:
+    if which == "best":
+        if "best" not in run:
+            raise UserError(f"no best checkpoint yet: {flag} {name}. Wait for the run's first evaluation")
+        return Trained(name, *_weights(folder / BEST_FOLDER, baseline, flag), run, which, run["best"]["update"])
+    if not any((folder / file).is_file() for file in (WEIGHTS_FILE, ADAPTER_FILE)):
+        raise UserError(f"no final weights, the run is {run['status']}: {flag} {name}. Add --which best")
+    updates = run.get("spent", run["plan"])["updates"]
+    return Trained(name, *_weights(folder, baseline, flag), run, which, updates)
+
+
+def _weights(folder: Path, baseline: str | None, flag: str) -> tuple[str, str | None]:
+    """Where to load a folder's weights from, and the base under them where they are an adapter's."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return find_model(str(folder), flag), None
+    said = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+    if baseline is None and is_path(said) and not Path(said).is_dir():
+        raise UserError(f"the adapter's base is gone ({said}): {flag} {folder}. Name it with --baseline FOLDER")
+    return str(folder), find_model(said, flag) if baseline is None else find_model(baseline, "--baseline")
+
+
+def shared_settings(models: Sequence[Trained], measure: MeasureSettings) -> Config:
+    """The settings with which all `models` are measured: their runs', where the command line does not say otherwise.
+
+    Raises UserError where runs differ in what decides replies or scores, and no flag decides between them.
+    """
+    given = {name: value for name in MEASURED_WITH if (value := getattr(measure, name, None)) is not None}
+    if measure.baseline is not None:
+        given["actor_model"] = measure.baseline
+    runs = [(m.name, m.run) for m in models if m.run is not None]
+    if not runs:
+        return make_config(measure.like, **given)
+    first, run = runs[0]
+    here, faults = flat_settings(run["settings"]), {}
+    for where, other in runs[1:]:
+        there = flat_settings(other["settings"])
+        for name in differences(run["settings"], other["settings"], given):
+            if name in MEASURED_WITH:
+                faults[name] = (
+                    f"{name} is {here.get(name)} in {first} and {there.get(name)} in {where}: the runs' settings. "
+                    + _way_out(name)
+                )
+    raise_if(list(faults.values()))
+    return config_of_run(run, **given)
+
+
+def in_4_bit(model: Trained) -> bool:
+    """Whether its run kept the frozen weights in 4 bits."""
+    return model.run is not None and config_of_run(model.run).model.load_in_4bit
+
+
+def _way_out(name: str) -> str:
+    flag = "baseline" if name == "actor_model" else name
+    known = hasattr(MeasureSettings, flag)
+    return f"Decide with --{flag.replace('_', '-')}" if known else "Measure one of them at a time"

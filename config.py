@@ -234,7 +234,7 @@ class RecordSettings:
 
     record_tokens: bool = knob(False, "keep what the trainer saw of every token of some episodes, in RUN/tokens")
     record_format: str = knob("jsonl", "a JSON object a line, or a Parquet table", choices=("jsonl", "parquet"))
-    record_every: int = knob(10, "updates between records; the first update is always recorded", low=1)
+    record_every: int = knob(50, "updates between records; the first update is always recorded", low=1)
     record_episodes: int = knob(4, "episodes recorded of such an update, its first ones", low=1)
 
 

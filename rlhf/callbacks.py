@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
+from transformers import PreTrainedTokenizerBase
 
 from config import Config
 from rlhf.best import Candidate, choose
@@ -17,8 +18,10 @@ from rlhf.console import Screen, clock
 from rlhf.controllers import KLController
 from rlhf.evaluation import Evaluation
 from rlhf.loop import OnPolicyLoop
+from rlhf.metrics import Batch, Scored
 from rlhf.prompts import Prompt
 from rlhf.runlogs import RunLog
+from rlhf.tokens import TOKENS_FOLDER, token_rows, write_tokens
 
 
 class Callback:
@@ -26,6 +29,9 @@ class Callback:
 
     def on_train_begin(self, trainer: Any) -> None:
         """Before the first evaluation."""
+
+    def on_batch(self, update: int, batch: Batch, scored: Scored) -> None:
+        """Before an update's optimizer steps, with what they will be made from."""
 
     def on_update_end(self, update: int, metrics: dict[str, float]) -> None:
         """After an update's optimizer steps, with what was logged of it."""
@@ -110,6 +116,23 @@ class Samples(Callback):
         evaluation.write(self.folder, self.prompts)
 
 
+class TokenRecord(Callback):
+    """What the trainer saw of every token of some episodes, as files."""
+
+    def __init__(self, folder: Path, config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]):
+        """`prompts` are the training prompts, in the order in which records number them."""
+        self.folder, self.config, self.tokenizer = folder, config, tokenizer
+        self.number_of = {id(prompt): i for i, prompt in enumerate(prompts)}
+
+    def on_batch(self, update, batch, scored):
+        record = self.config.record
+        if update == 1 or update % record.record_every == 0:
+            numbers = [self.number_of[id(prompt)] for prompt in batch.rollout.prompts[: record.record_episodes]]
+            gamma = self.config.ppo.gamma
+            rows = token_rows(update, numbers, batch, scored.raw, self.tokenizer, gamma)
+            write_tokens(self.folder, update, rows, record.record_format)
+
+
 class BestCheckpoint(Callback):
     """Keeps the best evaluation's model in `best/`; what was chosen, from what and why goes to run.json."""
 
@@ -162,6 +185,9 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
     output = Path(config.run.output)
     trainer.add_callback(TensorBoardLog(output / "logs"))
     trainer.add_callback(Samples(output / "samples", trainer.evaluation_prompts))
+    if config.record.record_tokens:
+        tokenizer, prompts = trainer.processing_class, trainer.train_prompts
+        trainer.add_callback(TokenRecord(output / TOKENS_FOLDER, config, tokenizer, prompts))
     trainer.add_callback(ProgressLine(trainer, screen, controller))
     trainer.add_callback(BestCheckpoint(trainer, config, controller, log))
     trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update))

@@ -92,7 +92,7 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
         rows = [{"prompt": ""} for _ in rollout.texts]  # TRL writes the extra fields into them
         given = self._generate_and_score_completions(rows)
         advantages = torch.where(rollout.mask, given["advantages"].unsqueeze(1), 0.0)
-        return Batch(rollout, kl, advantages, advantages, returns=None)
+        return Batch(rollout, kl, advantages, advantages)
 
     def _handed_on(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
         """TRL's `rollout_func`: the rollout that we have made. Extra fields reach the reward functions."""

@@ -32,7 +32,7 @@ from rlhf.rewards import RewardFunction, Rewards
 from rlhf.rollout import Rollout, generator, measure, sample_replies, uniforms
 
 EVALUATED_AT_ONCE = 32  # prompts
-EVENTS = ("on_train_begin", "on_update_end", "on_evaluation", "on_epoch_end", "on_train_end")
+EVENTS = ("on_train_begin", "on_batch", "on_update_end", "on_evaluation", "on_epoch_end", "on_train_end")
 
 
 class OnPolicyLoop:
@@ -133,6 +133,7 @@ class OnPolicyLoop:
         scored = self.score(rollout)
         judged = time.perf_counter()
         batch = self.advantages(rollout, scored.used)
+        self.tell("on_batch", update, batch, scored)
         stats = self.update(batch, update)
         times = {
             "time/rollout_s": rolled - begun,

@@ -29,7 +29,9 @@ class Batch:
     kl: Tensor  # (B, T) k1 to the reference, nats
     advantages: Tensor  # (B, T) before whitening
     weights: Tensor  # (B, T) advantages as the loss takes them: whitened if asked
-    returns: Tensor | None  # (B, T) the critic's target; None where there is no critic
+    # where there is a critic
+    returns: Tensor | None = None  # (B, T) its target
+    rewards: Tensor | None = None  # (B, T) score units, as GAE took them
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -66,26 +66,29 @@ def shape_rewards(kl: Tensor, scores: Tensor, mask: Tensor, beta: float, kl_pena
     return torch.where(mask, -beta * kl, 0.0) + torch.where(final, scores.unsqueeze(1), 0.0)
 
 
-def generalized_advantage_estimate(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, both (B, T) and 0 off the mask (Schulman et al. 2016, arXiv 1506.02438, eq. 16).
+def td_errors(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Temporal-difference errors (B, T), score units, 0 off the mask (Schulman et al. 2016, arXiv 1506.02438, eq. 9).
 
     An episode ends at its last token: what follows has value 0, whether the reply ended or ran into the limit.
     """
     values, rewards = torch.where(mask, values, 0.0), torch.where(mask, rewards, 0.0)
-    advantages = torch.zeros_like(values)
-    running = torch.zeros_like(values[:, 0])
-    next_value = torch.zeros_like(values[:, 0])
-    for t in reversed(range(values.shape[1])):
-        # delta_t = r_t + gamma * V(s_{t+1}) - V(s_t)          (eq. 9)
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
+    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    # delta_t = r_t + gamma * V(s_{t+1}) - V(s_t)
+    return rewards + gamma * next_values - values
+
+
+def generalized_advantage_estimate(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, both (B, T) and 0 off the mask (Schulman et al. 2016, arXiv 1506.02438, eq. 16)."""
+    deltas = td_errors(rewards, values, mask, gamma)
+    advantages = torch.zeros_like(deltas)
+    running = torch.zeros_like(deltas[:, 0])
+    for t in reversed(range(deltas.shape[1])):
         # A_t = delta_t + gamma * lambda * A_{t+1}
-        running = delta + gamma * lam * running
+        running = deltas[:, t] + gamma * lam * running
         advantages[:, t] = running
-        next_value = values[:, t]
-    advantages = torch.where(mask, advantages, 0.0)
-    return advantages, torch.where(mask, advantages + values, 0.0)
+    return torch.where(mask, advantages, 0.0), torch.where(mask, advantages + values, 0.0)
 
 
 def clipped_policy_loss(

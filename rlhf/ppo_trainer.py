@@ -82,7 +82,7 @@ class PPO(OnPolicyLoop, PPOTrainer):
             rewards, rollout.values, mask, ppo.gamma, ppo.lam
         )
         weights = objectives.whiten(advantages, mask) if ppo.whiten_advantages else advantages
-        return Batch(rollout, kl, advantages, weights, returns)
+        return Batch(rollout, kl, advantages, weights, returns, rewards)
 
     def losses(self, batch: Batch, rows: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The PPO loss of some rows, each term divided by the minibatch's `tokens`, and its statistics, detached."""

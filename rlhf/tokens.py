@@ -1,0 +1,114 @@
+"""Token records: everything that the trainer saw of every token of some episodes, a row a token."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf import objectives
+from rlhf.errors import UserError
+from rlhf.metrics import Batch
+from rlhf.runlogs import require_run
+
+TOKENS_FOLDER = "tokens"
+# quantity -> what it is, unit; those that only PPO has come last
+QUANTITIES = {
+    "logprob": "log-probability under the policy that sampled it, nats",
+    "ref_logprob": "log-probability under the start model, nats",
+    "kl": "KL to the start model (k1), nats",
+    "advantage": "advantage, score units (GRPO: the group's)",
+    "weight": "advantage as the loss took it (PPO: whitened)",
+    "reward": "reward: KL penalty, and the score at the last token, score units",
+    "value": "the critic's value before the token, score units",
+    "td_error": "TD error: reward + gamma x next value - value",
+    "return": "the critic's target (reward to go), score units",
+}
+
+
+def token_rows(
+    update: int,
+    numbers: Sequence[int],
+    batch: Batch,
+    scores: Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    gamma: float,
+) -> list[dict[str, Any]]:
+    """A row for every token of a batch's first episodes; `numbers` are their prompts' in the training set.
+
+    `state` is all that the model had read when it chose the token. `scores` (B,), before normalisation.
+    """
+    rollout, count = batch.rollout, len(numbers)
+    columns = {
+        "logprob": rollout.logprobs,
+        "ref_logprob": rollout.ref_logprobs,
+        "kl": batch.kl,
+        "advantage": batch.advantages,
+        "weight": batch.weights,
+    }
+    if batch.returns is not None:
+        columns |= {
+            "reward": batch.rewards,
+            "value": rollout.values,
+            "td_error": objectives.td_errors(batch.rewards, rollout.values, rollout.mask, gamma),
+            "return": batch.returns,
+        }
+    numbered = {name: values[:count].float().tolist() for name, values in columns.items()}
+    rows = []
+    for episode, (number, ids) in enumerate(zip(numbers, rollout.replies.rows()[:count], strict=True)):
+        prompt = rollout.prompts[episode]
+        for step, token in enumerate(ids):
+            rows.append(
+                {
+                    "update": update,
+                    "episode": episode,
+                    "prompt_index": number,
+                    "prompt": prompt.example.messages[-1]["content"],
+                    "score": float(scores[episode]),
+                    "step": step,
+                    "state": tokenizer.decode([*prompt.ids, *ids[:step]]),
+                    "token_id": token,
+                    "token": tokenizer.decode([token]),
+                    **{name: values[episode][step] for name, values in numbered.items()},
+                }
+            )
+    return rows
+
+
+def write_tokens(folder: Path, update: int, rows: Sequence[dict[str, Any]], form: str) -> Path:
+    """One update's rows, as `update-N.jsonl` or `update-N.parquet`, complete or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"update-{update:06d}.{form}"
+    beside = file.with_name(file.name + ".new")
+    if form == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), beside)
+    else:
+        beside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    os.replace(beside, file)
+    return file
+
+
+def recorded_updates(run: Path, flag: str) -> list[Path]:
+    """The files of a run's records, in order. Raises UserError where there are none."""
+    require_run(run, flag)
+    files = sorted(f for f in (run / TOKENS_FOLDER).glob("update-*") if f.suffix in (".jsonl", ".parquet"))
+    if not files:
+        raise UserError(f"no recorded tokens in this run: {flag} {run}. Train with --record-tokens")
+    return files
+
+
+def read_tokens(file: Path) -> list[dict[str, Any]]:
+    """One update's rows. Raises UserError for a file that is torn."""
+    try:
+        if file.suffix == ".parquet":
+            return pyarrow.parquet.read_table(file).to_pylist()
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        raise UserError(f"cannot be read: {file} ({str(error).splitlines()[0]:.120}). Remove it") from None

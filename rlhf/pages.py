@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import escape
-
 from rlhf.console import visible
 
 TEMPLATES = Path(__file__).parent / "templates"
-_MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+\-.!|~>:@])")
+_MARKS = re.compile(r"([\\`*_\[\]|~])")  # what acts inside a line
+_LINKS = {"://": ":&#47;&#47;", "www.": "www&#46;", "@": "&#64;"}  # what GitHub would make a link of
 
 
 def render(template: str, **data: Any) -> str:
@@ -22,10 +22,9 @@ def render(template: str, **data: Any) -> str:
     Filters: `text` for what a model or a user wrote (control and direction characters made visible), `cell` for the
     same within a Markdown table, `tojson` for data inside a script element.
     """
-    html = template.endswith(".html")
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
-        autoescape=html,
+        autoescape=template.endswith(".html"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -38,7 +37,9 @@ def render(template: str, **data: Any) -> str:
 
 def markdown_cell(text: str) -> str:
     """Any text as one cell of a Markdown table, where nothing of it acts: no link, no picture, no HTML."""
-    escaped = _MARKDOWN.sub(r"\\\1", str(escape(visible(text))))
+    escaped = _MARKS.sub(r"\\\1", html.escape(visible(text), quote=False))
+    for written, harmless in _LINKS.items():
+        escaped = escaped.replace(written, harmless)
     return escaped.replace("\n", "<br>").replace("\t", " ")
 
 

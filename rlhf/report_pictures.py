@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
+from rlhf.curves import RunCurves
 from rlhf.measuring import Generations
 from rlhf.pictures import COLOURS, OTHER_COLOURS, new_figure, style
 
@@ -46,4 +47,28 @@ def distributions(models: Sequence[Generations], kinds: Sequence[str], score_nam
         panels[1].set_title("Length (dashed: mean)")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=1 if max(map(len, labels)) > 30 else 4)
+    return figure
+
+
+def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
+    """What each run got for how far it went: evaluation score over KL, from its start to its end (the dot)."""
+    with style():
+        figure = new_figure(8, 5)
+        axes = figure.subplots()
+        named: set[str] = set()
+        for run in runs:
+            if not {"eval/score", "eval/kl_divergence"} <= run.scalars.keys():
+                continue
+            kl, score = run.scalars["eval/kl_divergence"].values, run.scalars["eval/score"].values
+            count = min(len(kl), len(score))  # of a run that is being written
+            colour, label = COLOURS[run.algorithm], run.algorithm.upper()
+            marker = {"ppo": "o", "grpo": "s"}[run.algorithm]
+            axes.plot(kl[:count], score[:count], color=colour, linewidth=1.5, alpha=0.7)
+            axes.plot(kl[count - 1], score[count - 1], marker, color=colour, markersize=9,
+                      label=label if label not in named else None)  # fmt: skip
+            named.add(label)
+        axes.set_xlabel("KL to the start model, nats per sequence")
+        axes.set_ylabel("evaluation score, score units")
+        axes.set_title("Score against KL: a line a run, from the start model to its end")
+        axes.legend(loc="lower right")
     return figure

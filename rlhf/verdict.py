@@ -1,0 +1,177 @@
+"""PPO, GRPO and the start model on the same prompts, over seeds: differences, their intervals, and two sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from rlhf.audit import figures
+from rlhf.measuring import Generations
+from rlhf.statistics import Estimate, over_prompts, over_seeds, win_rates
+
+MEASURES = ("scores", "judged")
+ENOUGH_SEEDS = 5
+
+
+@dataclass(frozen=True)
+class Side:
+    """One algorithm's runs: the same settings, one seed each."""
+
+    algorithm: str
+    runs: list[dict[str, Any]]  # run.json of each
+    measured: list[Generations]  # in the same order
+
+    @property
+    def name(self) -> str:
+        return self.algorithm.upper()
+
+    @property
+    def seeds(self) -> list[int]:
+        return [run["seed"] for run in self.runs]
+
+    def means(self, measure: str) -> np.ndarray:
+        """Mean over the completions of each prompt, (S, P): seeds, prompts."""
+        return np.stack([getattr(replies, measure).mean(axis=1) for replies in self.measured])
+
+    def figure(self, name: str) -> list[float | None]:
+        """One figure of every run."""
+        return [figures(replies)[name] for replies in self.measured]
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """One side less another one, or less the start model, by one measure ("scores" or "judged")."""
+
+    name: str  # such as "PPO - GRPO"
+    measure: str
+    difference: Estimate
+    win_rate: Estimate
+    over: str  # what the intervals are over: "seeds" (and prompts), or "prompts" alone
+
+
+def contrast(side: Side, other: Side | Generations, measure: str, seed: int) -> Contrast:
+    """Differences per prompt and win rates of all pairs of completions, ties half.
+
+    The interval is over seeds and prompts where every side that was trained has at least two seeds; else over the
+    prompts within these very runs.
+    """
+    theirs = other.measured if isinstance(other, Side) else [other]
+    ours = [getattr(replies, measure) for replies in side.measured]
+    others = [getattr(replies, measure) for replies in theirs]
+    gaps = np.array([[a.mean(axis=1) - b.mean(axis=1) for b in others] for a in ours])  # (S, T, P)
+    wins = np.array([[win_rates(a, b) for b in others] for a in ours])
+    few = len(ours) < 2 or (isinstance(other, Side) and len(others) < 2)
+
+    def estimate(values: np.ndarray) -> Estimate:
+        return over_prompts(values.mean(axis=(0, 1)), seed) if few else over_seeds(values, seed)
+
+    name = f"{side.name} - {other.name if isinstance(other, Side) else 'start model'}"
+    return Contrast(name, measure, estimate(gaps), estimate(wins), "prompts" if few else "seeds")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What can be said, and by what."""
+
+    sentences: list[str]
+    caveats: list[str]
+    contrasts: list[Contrast] = field(default_factory=list)
+
+
+def judge_runs(sides: Sequence[Side], start: Generations, judge_name: str | None, seed: int) -> Verdict:
+    """The verdict in two sentences, by the judge where there is one, else by the score that was trained on."""
+    measures = [m for m in MEASURES if getattr(start, m) is not None]
+    against_start = {m: [contrast(side, start, m, seed) for side in sides] for m in measures}
+    between = {m: contrast(sides[0], sides[1], m, seed) if len(sides) == 2 else None for m in measures}
+    deciding = measures[-1]
+    by = f"by the {judge_name}, which no training saw" if judge_name else "by the reward that was trained on"
+    first = _between(sides, between[deciding], by) if len(sides) == 2 else None
+    second = _against_start(sides, against_start[deciding], by if first is None else "", start)
+    sentences = [s for s in (first, second) if s is not None]
+    if first is None:
+        sentences.append(_paid(sides, start))
+    contrasts = [c for m in measures for c in (*against_start[m], *([between[m]] if between[m] else []))]
+    return Verdict(sentences, _caveats(sides, between, judge_name), contrasts)
+
+
+def said(estimate: Estimate, over: str, sign: str = "+") -> str:
+    """A figure with its interval, named."""
+    if estimate.low is None:
+        return f"{estimate.value:{sign}.3f}, without an interval"
+    return (
+        f"{estimate.value:{sign}.3f}, 95% interval over {over} {estimate.low:{sign}.3f} to {estimate.high:{sign}.3f}"
+    )
+
+
+def _between(sides: Sequence[Side], found: Contrast, by: str) -> str:
+    one, two = (side.name for side in sides)
+    figure = f"({found.name}: {said(found.difference, found.over)}){_budget(sides)}."
+    if not found.difference.excludes(0):
+        return f"No difference shown between {one} and {two} {by} {figure}"
+    better, worse = (one, two) if found.difference.value > 0 else (two, one)
+    return f"{better}'s replies are better than {worse}'s {by} {figure}"
+
+
+def _budget(sides: Sequence[Side]) -> str:
+    """At what budget, in words."""
+    episodes = [run["spent"]["episodes"] for side in sides for run in side.runs if "spent" in run]
+    if not episodes:
+        return ""
+    low, high = min(episodes), max(episodes)
+    return f", at {low:,} episodes each" if low == high else f", at UNEQUAL budgets ({low:,} to {high:,} episodes)"
+
+
+def _against_start(sides: Sequence[Side], found: Sequence[Contrast], by: str, start: Generations) -> str:
+    parts = []
+    for side, one in zip(sides, found, strict=True):
+        if one.difference.excludes(0):
+            shown = f"{side.name} is {'better' if one.difference.value > 0 else 'worse'} than the start model"
+        else:
+            shown = f"no difference shown between {side.name} and the start model"
+        parts.append(f"{shown} ({said(one.difference, one.over)}){_price(side, start)}")
+    text = (by + ", " if by else "") + "; ".join(parts)
+    return text[0].upper() + text[1:] + "."
+
+
+def _price(side: Side, start: Generations) -> str:
+    """What was paid: perplexity and KL."""
+    kl = [v for v in side.figure("kl") if v is not None]
+    read = [v for v in side.figure("perplexity") if v is not None]
+    parts = [f"perplexity x {fmean(read) / start.perplexity:.2f}"] if read and start.perplexity else []
+    parts += [f"KL {fmean(kl):.2f}/sequence"] if kl else []
+    return f", paid with {' and '.join(parts)}" if parts else ""
+
+
+def _paid(sides: Sequence[Side], start: Generations) -> str:
+    """The second sentence where there is one algorithm only."""
+    other = "GRPO" if sides[0].algorithm == "ppo" else "PPO"
+    return f"Whether {other} would do better cannot be told from {sides[0].name}'s runs alone."
+
+
+def _caveats(sides: Sequence[Side], between: dict[str, Contrast | None], judge_name: str | None) -> list[str]:
+    notes = [
+        f"{side.name} has one seed ({side.seeds[0]}). One seed cannot tell whether the same settings with another seed "
+        "would end elsewhere: its intervals are over prompts within the run. Train others with --seeds 42 123 777"
+        for side in sides
+        if len(side.runs) == 1
+    ]
+    few = [f"{side.name} {len(side.runs)}" for side in sides if 1 < len(side.runs) < ENOUGH_SEEDS]
+    if few:
+        notes.append(f"few seeds ({', '.join(few)}): intervals over so few are wide, and rough themselves")
+    if judge_name is None:
+        notes.append(
+            "no judge: the score is what was trained on, and rises under reward hacking too. --judge-model names a "
+            "reward model that training never saw"
+        )
+    pair = [between[m] for m in between if between[m] is not None]
+    if len(pair) == 2 and all(c.difference.excludes(0) for c in pair):
+        by_score, by_judge = (c.difference.value for c in pair)
+        if (by_score > 0) != (by_judge > 0):
+            notes.append(
+                "the score and the judge prefer different sides: the score's winner exploits the reward model"
+            )
+    return notes

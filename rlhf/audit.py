@@ -9,7 +9,7 @@ import numpy as np
 from config import Config
 from rlhf.controllers import KL_BAND
 from rlhf.measuring import Generations
-from rlhf.statistics import Estimate, correlation, distinct, over_prompts, repetition, win_rates
+from rlhf.statistics import A_SHARE, Estimate, correlation, distinct, over_prompts, repetition, win_rates
 
 # what an audit warns of
 LONGER = 1.5  # times the start's length
@@ -77,11 +77,14 @@ def against(replies: Generations, other: Generations, seed: int) -> dict[str, Es
         mine, theirs = getattr(replies, name), getattr(other, name)
         return None if mine is None or theirs is None else over_prompts((mine * 1.0).mean(1) - theirs.mean(1), seed)
 
-    both_judged = replies.judged is not None and other.judged is not None
+    def wins(name: str) -> Estimate | None:
+        mine, theirs = getattr(replies, name), getattr(other, name)
+        return None if mine is None or theirs is None else over_prompts(win_rates(mine, theirs), seed, A_SHARE)
+
     both_read = replies.perplexity is not None and other.perplexity is not None
     return {
-        "win_rate": over_prompts(win_rates(replies.scores, other.scores), seed),
-        "judge_win_rate": over_prompts(win_rates(replies.judged, other.judged), seed) if both_judged else None,
+        "win_rate": wins("scores"),
+        "judge_win_rate": wins("judged"),
         "score": difference("scores"),
         "judge": difference("judged"),
         "length": difference("lengths"),

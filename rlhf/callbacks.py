@@ -61,7 +61,7 @@ class TensorBoardLog(Callback):
     """Every logged number under its own name, over updates."""
 
     def __init__(self, folder: Path):
-        self.writer = SummaryWriter(str(folder))
+        self.writer = SummaryWriter(str(folder), flush_secs=10)  # curves of a running run are looked at
 
     def on_update_end(self, update, metrics):
         for name, value in metrics.items():

@@ -22,7 +22,7 @@ from rlhf.report_pictures import distributions, score_against_kl
 from rlhf.rollout import generator
 from rlhf.runlogs import differences, environment, flat_settings, now, write_json
 from rlhf.seeds import MAY_DIFFER
-from rlhf.statistics import over_prompts, win_rates
+from rlhf.statistics import A_SHARE, over_prompts, win_rates
 from rlhf.trained import Trained
 from rlhf.verdict import Side, Verdict, judge_runs
 
@@ -117,7 +117,7 @@ def _within(sides: Sequence[Side], start: Generations, seed: int) -> list[dict[s
                 ours, theirs = getattr(replies, measure), getattr(start, measure)
                 if ours is not None:
                     row[name] = asdict(over_prompts(ours.mean(axis=1) - theirs.mean(axis=1), seed))
-                    row[f"{name}_win_rate"] = asdict(over_prompts(win_rates(ours, theirs), seed))
+                    row[f"{name}_win_rate"] = asdict(over_prompts(win_rates(ours, theirs), seed, A_SHARE))
             rows.append(row)
     return rows
 
@@ -188,7 +188,11 @@ def _contrast_table(report: dict[str, Any]) -> dict[str, Any]:
         for c in report["contrasts"]
     ]
     columns = ["", "difference (95% interval)", "win rate, ties half (95% interval)", "interval over"]
-    return {"caption": "Differences, over seeds (hierarchical bootstrap)", "columns": columns, "rows": rows}
+    return {
+        "caption": "Differences (the last column says what the intervals are over)",
+        "columns": columns,
+        "rows": rows,
+    }
 
 
 def _within_table(report: dict[str, Any]) -> dict[str, Any]:

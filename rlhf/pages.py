@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from rlhf.console import visible
 
 TEMPLATES = Path(__file__).parent / "templates"

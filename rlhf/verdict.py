@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf.audit import figures
 from rlhf.measuring import Generations
-from rlhf.statistics import Estimate, over_prompts, over_seeds, win_rates
+from rlhf.statistics import A_SHARE, Estimate, over_prompts, over_seeds, win_rates
 
 MEASURES = ("scores", "judged")
 ENOUGH_SEEDS = 5
@@ -66,11 +66,11 @@ def contrast(side: Side, other: Side | Generations, measure: str, seed: int) -> 
     wins = np.array([[win_rates(a, b) for b in others] for a in ours])
     few = len(ours) < 2 or (isinstance(other, Side) and len(others) < 2)
 
-    def estimate(values: np.ndarray) -> Estimate:
-        return over_prompts(values.mean(axis=(0, 1)), seed) if few else over_seeds(values, seed)
+    def estimate(values: np.ndarray, limits: tuple[float, float] | None = None) -> Estimate:
+        return over_prompts(values.mean(axis=(0, 1)), seed, limits) if few else over_seeds(values, seed, limits)
 
     name = f"{side.name} - {other.name if isinstance(other, Side) else 'start model'}"
-    return Contrast(name, measure, estimate(gaps), estimate(wins), "prompts" if few else "seeds")
+    return Contrast(name, measure, estimate(gaps), estimate(wins, A_SHARE), "prompts" if few else "seeds")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def _between(sides: Sequence[Side], found: Contrast, by: str) -> str:
     if not found.difference.excludes(0):
         return f"No difference shown between {one} and {two} {by} {figure}"
     better, worse = (one, two) if found.difference.value > 0 else (two, one)
-    return f"{better}'s replies are better than {worse}'s {by} {figure}"
+    where = "In these runs " if found.over == "prompts" else ""
+    return f"{where}{better}'s replies are better than {worse}'s {by} {figure}"
 
 
 def _budget(sides: Sequence[Side]) -> str:
@@ -153,12 +154,13 @@ def _paid(sides: Sequence[Side], start: Generations) -> str:
 
 
 def _caveats(sides: Sequence[Side], between: dict[str, Contrast | None], judge_name: str | None) -> list[str]:
-    notes = [
-        f"{side.name} has one seed ({side.seeds[0]}). One seed cannot tell whether the same settings with another seed "
-        "would end elsewhere: its intervals are over prompts within the run. Train others with --seeds 42 123 777"
-        for side in sides
-        if len(side.runs) == 1
-    ]
+    notes = []
+    alone = [f"{side.name}: {side.seeds[0]}" for side in sides if len(side.runs) == 1]
+    if alone:
+        notes.append(
+            f"one seed ({', '.join(alone)}) cannot tell whether the same settings with another seed would end "
+            "elsewhere: intervals are over prompts within these very runs. Train others with --seeds 42 123 777"
+        )
     few = [f"{side.name} {len(side.runs)}" for side in sides if 1 < len(side.runs) < ENOUGH_SEEDS]
     if few:
         notes.append(f"few seeds ({', '.join(few)}): intervals over so few are wide, and rough themselves")

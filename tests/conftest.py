@@ -83,6 +83,26 @@ def configured(start_model, reward_folder, pairs_file, tmp_path):
     return make
 
 
+@pytest.fixture(scope="session")
+def runs(start_model, reward_folder, pairs_file, tmp_path_factory) -> dict[tuple[str, int], Path]:
+    """Finished runs of the scripts by (algorithm, seed): PPO whole, GRPO with adapters; tokens recorded."""
+    import train_grpo
+    import train_ppo
+
+    folder, found = tmp_path_factory.mktemp("runs"), {}
+    more = {"ppo": ["--batch-size", 4], "grpo": ["--batch-size", 2, "--K", 2, "--use-lora"]}
+    more["grpo"] += ["--record-format", "parquet"]
+    for algorithm, script in (("ppo", train_ppo), ("grpo", train_grpo)):
+        for seed in (1, 2):
+            found[algorithm, seed] = folder / f"{algorithm}_{seed}"
+            words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file,
+                     "--output", found[algorithm, seed], "--seed", seed, "--num-iterations", 2, "--reply-length", 8,
+                     "--eval-every", 1, "--prompt-length", 100, "--eval-prompts", 6, "--learning-rate", "1e-2",
+                     "--allow-weak-reward-model", "--record-tokens", *more[algorithm]]  # fmt: skip
+            script.main([str(word) for word in words])
+    return found
+
+
 @pytest.fixture
 def build(configured):
     """A function from flags to a trainer, PPO's unless `algorithm` says "grpo", ready to train, without callbacks.

@@ -6,10 +6,8 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from scipy.stats import bootstrap
 from transformers import AutoModelForCausalLM
 
 from rlhf.errors import UserError
@@ -17,7 +15,7 @@ from rlhf.evaluation import Evaluation, FixedText, fixed_text, perplexity
 from rlhf.knobs import KLTarget
 from rlhf.models import load_tokenizer
 from rlhf.prompts import Example, Prompt, decode_reply, encode_prompt, encode_reply, encode_text
-from rlhf.report import compare, gold_scores, kl_of_phases, last_kl, mean_interval
+from rlhf.report import compare, gold_scores, kl_of_phases, last_kl
 from tests.conftest import attach
 
 CPU = torch.device("cpu")
@@ -126,14 +124,6 @@ def test_gold_quality_is_asked_with_question_reply_and_ending():
     assert asked == [("q 0", "plum", False)]
     figures = compare(looked, evaluation([1.0], texts=["fig"]), prompts(1), lambda q, t, e: float(t == "fig"), seed=1)
     assert (figures["gold_before"], figures["gold_after"], figures["gold_rise_interval"]) == (0.0, 1.0, [1.0, 1.0])
-
-
-def test_intervals_against_scipy():
-    differences = np.random.default_rng(0).normal(0.3, 1, 40).tolist()
-    low, high = mean_interval(differences, seed=3)
-    same = bootstrap((np.array(differences),), np.mean, n_resamples=5000, rng=np.random.default_rng(3))
-    assert (low, high) == (same.confidence_interval.low, same.confidence_interval.high)
-    assert low < np.mean(differences) < high
 
 
 def test_last_kl_reads_the_targets_unit():

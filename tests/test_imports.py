@@ -14,13 +14,15 @@ LEVELS = [
     {"rlhf.errors", "rlhf.knobs", "rlhf.cli", "recipes"},
     {"config", "rlhf.demo.families", "rlhf.demo.tasks"},
     {"rlhf.objectives", "rlhf.controllers", "rlhf.best", "rlhf.hub", "rlhf.prompts", "rlhf.models",
-     "rlhf.actor_critic", "rlhf.runlogs", "rlhf.trl_ppo", "rlhf.console", "rlhf.pictures",
+     "rlhf.actor_critic", "rlhf.runlogs", "rlhf.trl_ppo", "rlhf.console", "rlhf.pictures", "rlhf.pages", "rlhf.statistics",
      "rlhf.curves", "reward_model.scorer"},
     {"rlhf.rollout", "rlhf.rewards", "rlhf.evaluation", "rlhf.checkpoints", "rlhf.report", "rlhf.metrics",
-     "rlhf.curve_pictures"},
+     "rlhf.curve_pictures", "rlhf.trained", "rlhf.tokens"},
     {"rlhf.loop", "rlhf.ppo_trainer", "rlhf.grpo_trainer", "rlhf.callbacks", "rlhf.outcome", "rlhf.seeds",
      "rlhf.api", "rlhf.preflight", "rlhf.assembly", "reward_model.training",
-     "rlhf.demo.start_model", "rlhf.demo.pairs", "rlhf.demo.parts"},
+     "rlhf.demo.start_model", "rlhf.demo.pairs", "rlhf.demo.parts",
+     "rlhf.measuring", "rlhf.audit", "rlhf.verdict", "rlhf.budgets", "rlhf.report_pictures",
+     "rlhf.evaluation_report", "rlhf.comparison_report", "rlhf.token_page"},
     {"train_ppo", "train_grpo", "evaluate_generations", "plot_training_progress", "compare_runs",
      "reward_model.train"},
 ]  # fmt: skip
@@ -72,7 +74,17 @@ def test_the_check_sees_an_arrow_that_points_up(tmp_path, monkeypatch):
     assert arrows_up(bad) == ["rlhf.ppo_trainer"]
 
 
-@pytest.mark.parametrize("command", [["train_ppo.py"], ["train_grpo.py"], ["-m", "reward_model.train"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train_ppo.py"],
+        ["train_grpo.py"],
+        ["evaluate_generations.py"],
+        ["plot_training_progress.py"],
+        ["compare_runs.py"],
+        ["-m", "reward_model.train"],
+    ],
+)
 def test_help_and_mistakes_do_not_wait_for_torch(command):
     watch = "import sys, runpy; sys.argv = {argv}\ntry: runpy.{run}({name!r}, run_name='__main__')\n"
     watch += "except SystemExit: pass\nassert 'torch' not in sys.modules and 'transformers' not in sys.modules"

@@ -1,0 +1,299 @@
+"""The four panels: loss, learning rate, mean reward, KL against its target. Of one run, or of groups of runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from rlhf.controllers import KLController
+from rlhf.curves import Curve, RunCurves, running_mean, seeds_band
+from rlhf.pictures import COLOURS, new_figure, style
+
+BAND = (0.5, 1.5)  # times the target: where a held KL lies
+MARKERS = {"ppo": "o", "grpo": "s"}
+FAR = 10  # a panel whose values reach this many times farther than 96% of them do shows the 96%
+WIDE = 98  # letters that fit beside each other in two columns of the legend
+CUT = 0.02  # share of the values at either end that such a panel may leave out
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What one panel shows."""
+
+    title: str
+    unit: str
+    tag: str
+    smoothed: bool = True
+    evaluation: str | None = None  # a tag logged by evaluations, drawn as marks
+
+    def span(self, smooth: int) -> int:
+        return smooth if self.smoothed else 1
+
+
+@dataclass(frozen=True)
+class XAxis:
+    """Where a point stands: on updates, episodes, or time in units of `scale` seconds."""
+
+    label: str
+    kind: str
+    scale: float = 1.0
+
+    def of(self, run: RunCurves, curve: Curve) -> np.ndarray:
+        """(P,) for a curve's points."""
+        if self.kind == "time":
+            return curve.seconds / self.scale
+        return curve.updates * run.episodes_per_update if self.kind == "episodes" else curve.updates
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one algorithm: one run, or seeds of the same."""
+
+    algorithm: str
+    runs: Sequence[RunCurves]
+
+    @property
+    def name(self) -> str:
+        return self.algorithm.upper()
+
+    @property
+    def label(self) -> str:
+        if len(self.runs) == 1:
+            return f"{self.name}, seed {self.runs[0].run['seed']}"
+        seeds = {run.run["seed"] for run in self.runs}
+        of = f"{len(seeds)} seeds" if len(seeds) == len(self.runs) else f"{len(self.runs)} runs"
+        return f"{self.name}, mean of {of}; band: lowest to highest"
+
+    @property
+    def colour(self) -> str:
+        return COLOURS[self.algorithm]
+
+    def with_tag(self, tag: str) -> list[tuple[RunCurves, Curve]]:
+        return [(run, run.scalars[tag]) for run in self.runs if tag in run.scalars]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Runs and how they are to be drawn: `x` is updates, episodes or time; `smooth` in updates."""
+
+    runs: Sequence[RunCurves]
+    x: str
+    smooth: int
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        made = [Group(name, [run for run in self.runs if run.algorithm == name]) for name in MARKERS]
+        return [group for group in made if group.runs]
+
+    @cached_property
+    def axis(self) -> XAxis:
+        if self.x != "time":
+            return XAxis(self.x, self.x)
+        longest = max(run.seconds for run in self.runs)
+        scale, unit = (1, "seconds") if longest < 120 else (60, "minutes") if longest < 7200 else (3600, "hours")
+        return XAxis(f"training time ({unit})", "time", scale)
+
+    @property
+    def per(self) -> str:
+        """The unit of KL that serves all runs: nats per sequence, or per token."""
+        units = {run.config.kl.targets[0].per for run in self.runs}
+        return units.pop() if len(units) == 1 else "sequence"
+
+    @cached_property
+    def aims(self) -> list[str]:
+        """The KL targets that there are among the runs, in words."""
+        return sorted({run.aim for run in self.runs})
+
+    @property
+    def held(self) -> KLController | None:
+        """The targets of all runs; None where there is none, or not the same for all."""
+        return self.runs[0].targets if len(self.aims) == 1 else None
+
+    @property
+    def panels(self) -> list[Panel]:
+        own = "" if len(self.groups) == 1 else " (each its own: not comparable)"
+        kl = "kl_divergence" if self.per == "sequence" else "kl_divergence/token"
+        return [
+            Panel(f"Loss{own}", "no unit", "loss"),
+            Panel("Learning rate", "per optimizer step", "learning_rate", smoothed=False),
+            Panel("Mean reward (score of the replies)", "score units", "rewards/mean", evaluation="eval/score"),
+            Panel("KL from the start model", f"nats per {self.per}", kl),
+        ]
+
+    @property
+    def averaged(self) -> str:
+        return f"mean of the last {self.smooth} updates" if self.smooth > 1 else "each update"
+
+
+def draw(chart: Chart) -> Figure:
+    """The four panels, 1,500 pixels wide."""
+    with style():
+        figure = new_figure(10, 9)
+        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)
+        grid = figure.subplots(2, 2, sharex=True)
+        for axes, panel in zip(grid.flat, chart.panels, strict=True):
+            _draw_panel(axes, chart, panel)
+        for axes in grid[1]:
+            axes.set_xlabel(chart.axis.label)
+        grid[0, 1].yaxis.set_major_formatter(FuncFormatter(power_of_ten(grid[0, 1].get_ylim()[1])))
+        entries = {}  # what several panels show is explained once
+        for axes in grid.flat:
+            entries |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        columns = 2 if sum(sorted(map(len, entries))[-2:]) < WIDE else 1
+        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns)
+        figure.suptitle(title(chart))
+    return figure
+
+
+def title(chart: Chart) -> str:
+    names = " and ".join(group.name for group in chart.groups)
+    recipes = sorted({run.config.recipe for run in chart.runs})
+    what = f"{names}, recipe{'s' if len(recipes) > 1 else ''} {', '.join(recipes)}"
+    if len(chart.runs) > 1:
+        open_ends = [run.run["status"] for run in chart.runs if run.run["status"] != "finished"]
+        state = "".join(f", {open_ends.count(s)} of {len(chart.runs)} runs {s}" for s in sorted(set(open_ends)))
+        return f"{what}\nlines: {chart.averaged}{state}"
+    run = chart.runs[0]
+    status = run.run["status"]
+    length = f"{run.planned:,} updates"
+    state = length if status == "finished" else f"{status}, {run.last_update:,} of {length}"
+    return f"{what}, seed {run.run['seed']}\n{shortened(str(run.folder))}: {state}"
+
+
+def shortened(name: str, most: int = 50) -> str:
+    """A long name without its middle."""
+    return name if len(name) <= most else f"{name[: most // 3]}…{name[-(most - most // 3 - 1) :]}"
+
+
+def power_of_ten(highest: float):
+    """A writer of ticks as they are written on a command line, all with the same power: 1.5e-4."""
+    power = math.floor(math.log10(highest)) if highest > 0 else 0
+    return lambda value, _: f"{value / 10**power:.3g}e{power}" if value else "0"
+
+
+def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
+    axes.set(title=panel.title, ylabel=panel.unit)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=chart.x != "time"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+    lacking, values, marks = [], [], []
+    for number, group in enumerate(chart.groups):
+        found = group.with_tag(panel.tag)
+        if len(found) < len(group.runs):
+            of = f" by {len(group.runs) - len(found)} of {len(group.runs)} {group.name} runs" if chart.runs[1:] else ""
+            lacking.append(f"nothing was logged{of}\nunder the name {panel.tag}")
+        if found:
+            _draw_group(axes, chart, panel, group, found, under=number == 0)
+            values += [curve.finite for _, curve in found]
+        marks += _draw_evaluations(axes, chart, panel, group)
+    if panel.tag.startswith("kl_"):
+        marks += _draw_target(axes, chart, panel)
+    if lacking:
+        _tell(axes, lacking, nothing=not values)
+    elif not any(np.isfinite(array).any() for array in values):
+        _tell(axes, [f"no value of {panel.tag}\nis finite"], nothing=True)
+    elif panel.smoothed:
+        _keep_in_sight(axes, values, marks)
+
+
+def _tell(axes: Axes, lines: Sequence[str], nothing: bool) -> None:
+    """In words, in the middle of a panel, what is not there to be drawn; `nothing` else is."""
+    paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+    axes.text(0.5, 0.5, "\n".join(lines), transform=axes.transAxes, ha="center", va="center", bbox=paper)
+    if nothing:
+        axes.set_yticks([])
+
+
+def _draw_group(
+    axes: Axes, chart: Chart, panel: Panel, group: Group, found: list[tuple[RunCurves, Curve]], under: bool
+) -> None:
+    """A group's line; the values behind it where it is the only run, the band of seeds where there are several."""
+    places = [chart.axis.of(run, curve) for run, curve in found]
+    span = panel.span(chart.smooth)
+    if len(chart.runs) == 1 and span > 1:
+        _line(axes, places[0], found[0][1].finite, color=group.colour, lw=0.8, alpha=0.4, label="each update")
+    lines = [running_mean(curve.updates, curve.finite, span) for _, curve in found]
+    x, lowest, mean, highest = seeds_band(places, lines)
+    if len(found) > 1:
+        axes.fill_between(x, lowest, highest, color=group.colour, alpha=0.2, lw=0)
+    label = group.label if len(chart.runs) > 1 else chart.averaged if panel.smoothed else None
+    # where two lines lie on each other, as learning rates do, both can be seen
+    _line(axes, x, mean, color=group.colour, lw=3.2 if under else 1.8, label=label)
+
+
+def _line(axes: Axes, x: np.ndarray, y: np.ndarray, **look: Any) -> None:
+    """A line; a value with none beside it, which has no line, is a dot."""
+    there = np.concatenate([[False], np.isfinite(y), [False]])
+    alone = there[1:-1] & ~there[:-2] & ~there[2:]
+    axes.plot(x, y, marker="." if alone.any() else None, markevery=alone.nonzero()[0].tolist(), **look)
+
+
+def _draw_evaluations(axes: Axes, chart: Chart, panel: Panel, group: Group) -> list[np.ndarray]:
+    """Marks at the evaluations that all runs of a group have made: the mean over them. Returns what was drawn."""
+    found = group.with_tag(panel.evaluation)
+    if not found:
+        return []
+    shared = sorted(set.intersection(*(set(curve.updates.tolist()) for _, curve in found)))
+    if not shared:
+        return []
+    at = [np.isin(curve.updates, shared) for _, curve in found]
+    x = np.mean([chart.axis.of(*pair)[here] for pair, here in zip(found, at, strict=True)], axis=0)
+    y = np.mean([curve.finite[here] for (_, curve), here in zip(found, at, strict=True)], axis=0)
+    name = f"{group.name}, evaluation" if len(chart.groups) > 1 else "evaluation"
+    look = {"mfc": group.colour, "mec": "black", "ms": 6, "ls": "none", "zorder": 3}
+    axes.plot(x, y, MARKERS[group.algorithm], label=f"{name} on held-out prompts", **look)
+    return [y]
+
+
+def _draw_target(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
+    """The target in force at each update, and the band around it where beta is steered. Returns what was drawn."""
+    if chart.held is None:
+        if chart.runs[0].targets is None and len(chart.aims) == 1:
+            axes.set_title(f"{panel.title} (beta fixed)")
+        return []
+    lines = {}  # the phases of PPO and of GRPO can stand at different places; else one line serves all
+    found = [pair for group in chart.groups for pair in group.with_tag(panel.tag)]
+    for run, curve in sorted(found, key=lambda pair: chart.axis.of(*pair)[-1]):  # the longest stands for the others
+        place = {"updates": run.planned, "episodes": run.run["plan"]["episodes"], "time": run.algorithm}[chart.x]
+        lines[place if len(chart.held.targets) > 1 else None] = run, curve
+    drawn = []
+    for run, curve in lines.values():
+        held = run.targets
+        x = np.append(0, chart.axis.of(run, curve))  # in force from the beginning of the first update
+        nats = np.array([held.target_of(int(update)).nats for update in (0, *curve.updates)])
+        colour = COLOURS["target" if len(lines) == 1 else run.algorithm]
+        whose = "" if len(lines) == 1 else f"{run.algorithm.upper()}, "
+        of = "beta fixed" if held.horizon is None else f"band: {BAND[0]:g} to {BAND[1]:g} times"
+        label = f"{whose}KL target {', '.join(f'{t.nats:g}' for t in held.targets)}/{chart.per}; {of}"
+        axes.plot(x, nats, color=colour, lw=1.5, ls="--", drawstyle="steps-pre", label=label, zorder=2.5)
+        drawn.append(nats)
+        if held.horizon is not None:
+            axes.fill_between(x, BAND[0] * nats, BAND[1] * nats, step="pre", color=colour, alpha=0.12, lw=0)
+            drawn += [BAND[0] * nats, BAND[1] * nats]
+    return drawn
+
+
+def _keep_in_sight(axes: Axes, values: Sequence[np.ndarray], marks: Sequence[np.ndarray]) -> None:
+    """Where a few `values` would flatten all others, show the others and say what is out of sight. `marks` stay."""
+    pooled = np.concatenate([array[np.isfinite(array)] for array in values])
+    most = [
+        *np.quantile(pooled, [CUT, 1 - CUT]),
+        *(f(m[np.isfinite(m)]) for m in marks if np.isfinite(m).any() for f in (np.min, np.max)),
+    ]
+    low, high = min(most), max(most)
+    spread = high - low
+    if not 0 < FAR * spread < pooled.max() - pooled.min():
+        return
+    low, high = low - 0.3 * spread, high + 0.3 * spread
+    axes.set_ylim(low, high)
+    out = pooled[(pooled < low) | (pooled > high)]
+    where = f"{out.min():.3g} to {out.max():.3g}" if len(out) > 1 else f"{out[0]:.3g}"
+    said = f"out of sight: {len(out)} of {len(pooled):,} values\n({where})"
+    axes.text(0.98, 0.98, said, transform=axes.transAxes, ha="right", va="top", fontsize=10)

@@ -1,0 +1,334 @@
+"""Reading a run's scalars back: resumed, running, torn and odd runs, and the table, against what was written."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import SummaryWriter
+
+from config import make_config
+from plot_training_progress import main
+from rlhf.curves import read_curves, read_runs, read_scalars, running_mean, seeds_band, write_table
+from rlhf.errors import UserError
+from rlhf.knobs import as_plain
+
+
+def write_events(logs: Path, name: str, opened: float, points, damaged_at: int | None = None) -> Path:
+    """An event file with a clock of our own; `points` are (second, tag, update, value)."""
+    logs.mkdir(parents=True, exist_ok=True)
+    file = logs / f"events.out.tfevents.{name}"
+    with file.open("wb") as opened_file:
+        writer = RecordWriter(opened_file)
+        writer.write(Event(wall_time=opened, file_version="brain.Event:2").SerializeToString())
+        for number, (second, tag, update, value) in enumerate(points):
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+            if number == damaged_at:
+                begins = opened_file.tell()
+            writer.write(Event(wall_time=second, step=update, summary=summary).SerializeToString())
+    if damaged_at is not None:
+        data = bytearray(file.read_bytes())
+        data[begins + 14] ^= 0xFF  # inside the record's data
+        file.write_bytes(data)
+    return file
+
+
+def make_run(folder: Path, algorithm="ppo", seed=42, updates=20, status="finished", recipe="demo", **knobs) -> Path:
+    """A run's folder without logs. The demo recipe's update is 64 episodes."""
+    folder.mkdir(parents=True)
+    config = make_config(recipe, algorithm, seed=seed, **knobs)
+    plan = {"updates": updates, "episodes": updates * config.episodes_per_update}
+    run = {"status": status, "algorithm": algorithm, "settings": as_plain(config), "seed": seed, "plan": plan}
+    (folder / "run.json").write_text(json.dumps(run), encoding="utf-8")
+    return folder
+
+
+def losses(start: int, values, opened: float, pace: float = 1.0):
+    return [(opened + pace * (i + 1), "loss", start + i, value) for i, value in enumerate(values)]
+
+
+def of(curve) -> list[tuple[int, float]]:
+    return list(zip(curve.updates.tolist(), curve.values.tolist(), strict=True))
+
+
+def as_float32(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+# reading
+
+
+def test_what_the_training_writer_writes_is_read(tmp_path):
+    with SummaryWriter(str(tmp_path)) as writer:
+        for update in range(1, 4):
+            writer.add_scalar("loss", 0.1 * update, update)
+            writer.add_scalar("kl_divergence/token", update, update)
+        writer.add_text("note", "no scalar", 3)
+    scalars, remarks = read_scalars(tmp_path)
+    assert of(scalars["loss"]) == [(u, as_float32(0.1 * u)) for u in (1, 2, 3)]
+    assert sorted(scalars) == ["kl_divergence/token", "loss"] and remarks == []
+
+
+def test_no_point_is_left_out_of_more_than_10_000(tmp_path):
+    write_events(tmp_path, "1", 0, losses(1, range(12_345), 0))
+    assert of(read_scalars(tmp_path)[0]["loss"]) == [(u, u - 1) for u in range(1, 12_346)]
+
+
+def test_of_a_resumed_run_the_later_writing_wins_tag_by_tag(tmp_path):
+    """Session 1 came to update 6; session 2 goes on from the checkpoint of update 3 and has come to update 5."""
+    first = [*losses(1, [1, 2, 3, 4, 5, 6], 100), (107, "eval/score", 2, 0.5)]
+    write_events(tmp_path, "100.a", 100, first)
+    write_events(tmp_path, "500.b", 500, losses(4, [40, 50], 500))
+    scalars, _ = read_scalars(tmp_path)
+    assert of(scalars["loss"]) == [(1, 1), (2, 2), (3, 3), (4, 40), (5, 50)], "6 is of an abandoned stretch"
+    assert of(scalars["eval/score"]) == [(2, 0.5)]
+
+
+def test_files_are_read_in_the_order_of_their_sessions_not_of_their_names(tmp_path):
+    write_events(tmp_path, "9.late", 900, losses(2, [20], 900))
+    write_events(tmp_path, "95.early", 100, losses(1, [1, 2], 100))
+    write_events(tmp_path, "1.latest", 1000, losses(3, [30], 1000))
+    assert of(read_scalars(tmp_path)[0]["loss"]) == [(1, 1), (2, 20), (3, 30)]
+
+
+def test_going_back_within_one_file_counts_too(tmp_path):
+    write_events(tmp_path, "1", 0, [*losses(1, [1, 2, 3], 0), *losses(2, [22], 10)])
+    assert of(read_scalars(tmp_path)[0]["loss"]) == [(1, 1), (2, 22)]
+
+
+def test_a_purge_step_drops_every_tag_from_there_on(tmp_path):
+    with SummaryWriter(str(tmp_path)) as writer:
+        for update in range(1, 7):
+            writer.add_scalar("loss", update, update)
+        writer.add_scalar("eval/score", 0.5, 3)
+        writer.add_scalar("eval/score", 0.9, 6)
+    with SummaryWriter(str(tmp_path), purge_step=4) as writer:
+        writer.add_scalar("loss", 40, 4)
+    scalars, _ = read_scalars(tmp_path)
+    assert of(scalars["loss"]) == [(1, 1), (2, 2), (3, 3), (4, 40)]
+    assert of(scalars["eval/score"]) == [(3, 0.5)]
+
+
+def test_time_goes_on_without_the_pause_between_sessions(tmp_path):
+    """Ten seconds an update. Session 2 starts an hour later, from after update 2, and needs 10 s for update 3."""
+    write_events(tmp_path, "1", 95, losses(1, [1, 2, 3, 4], 100, pace=10))
+    write_events(tmp_path, "2", 3700, losses(3, [30, 40], 3700, pace=10))
+    assert read_scalars(tmp_path)[0]["loss"].seconds.tolist() == [0, 10, 20, 30]
+
+
+def test_a_clock_that_was_set_back_makes_no_curve_go_back(tmp_path):
+    write_events(tmp_path, "1", 0, [(10, "loss", 1, 1), (20, "loss", 2, 2), (5, "loss", 3, 3), (30, "loss", 4, 4)])
+    assert read_scalars(tmp_path)[0]["loss"].seconds.tolist() == [0, 10, 10, 20]
+
+
+# files that end badly
+
+
+@pytest.mark.parametrize(("running", "why"), [(True, "still being written, or torn"), (False, "torn")])
+@pytest.mark.parametrize("left", [1, 8, 11, 20, -1])
+def test_a_torn_file_is_read_up_to_the_tear(tmp_path, running, why, left):
+    """Of the third record `left` bytes are there: part of its length, that alone, part of a checksum, of the data."""
+    two = write_events(tmp_path, "1", 0, losses(1, [1, 2], 0)).stat().st_size
+    file = write_events(tmp_path, "1", 0, losses(1, [1, 2, 3], 0))
+    file.write_bytes(file.read_bytes()[: two + left if left > 0 else left])
+    scalars, remarks = read_scalars(tmp_path, running)
+    assert of(scalars["loss"]) == [(1, 1), (2, 2)]
+    shown = "everything before it is shown, up to update 2"
+    assert remarks == [f"{file}: its last record is incomplete ({why}); {shown}"]
+
+
+def test_a_damaged_record_in_the_middle_tells_up_to_which_update_was_read(tmp_path):
+    file = write_events(tmp_path, "1", 0, losses(1, [1, 2, 3, 4, 5], 0), damaged_at=2)
+    scalars, [remark] = read_scalars(tmp_path, running=True)
+    assert of(scalars["loss"]) == [(1, 1), (2, 2)]
+    assert remark.startswith(f"{file}: a record is damaged") and remark.endswith("up to update 2")
+
+
+def test_zeros_at_the_end_as_a_power_cut_leaves_them_are_damage(tmp_path):
+    file = write_events(tmp_path, "1", 0, losses(1, [1], 0))
+    file.write_bytes(file.read_bytes() + bytes(512))
+    assert "damaged, what follows it is lost (512 bytes)" in read_scalars(tmp_path)[1][0]
+
+
+def test_what_was_resumed_after_a_torn_file_is_read(tmp_path):
+    file = write_events(tmp_path, "1", 0, losses(1, [1, 2, 3], 0))
+    file.write_bytes(file.read_bytes()[:-3])
+    write_events(tmp_path, "2", 50, losses(3, [30], 50))
+    scalars, remarks = read_scalars(tmp_path)
+    assert of(scalars["loss"]) == [(1, 1), (2, 2), (3, 30)] and len(remarks) == 1
+
+
+# runs
+
+
+@pytest.mark.parametrize(("status", "way_out"), [("running", "Try again"), ("failed", "Name another run")])
+def test_a_run_without_logs_is_one_line(tmp_path, status, way_out):
+    run = make_run(tmp_path / "run", status=status)
+    for prepare in (lambda: None, (run / "logs").mkdir, lambda: write_events(run / "logs", "1", 0, [])):
+        prepare()
+        with pytest.raises(UserError) as caught:
+            read_curves(run)
+        assert caught.value.faults == [caught.value.faults[0]] and "\n" not in str(caught.value)
+        assert str(caught.value).startswith(f"no scalars yet: {run / 'logs'}. {way_out}")
+
+
+def test_a_file_of_which_nothing_can_be_read_is_named(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "logs").mkdir()
+    (run / "logs" / "events.out.tfevents.1").write_bytes(b"no event file at all, but long enough for one")
+    with pytest.raises(
+        UserError, match=r"no scalars yet: .*events.out.tfevents.1: a record is damaged.*nothing before"
+    ):
+        read_curves(run)
+
+
+def test_every_run_that_cannot_be_read_is_named(tmp_path):
+    good, empty = make_run(tmp_path / "good"), make_run(tmp_path / "empty")
+    write_events(good / "logs", "1", 0, losses(1, [1.0], 0))
+    with pytest.raises(UserError) as caught:
+        read_runs([good, empty, tmp_path / "nowhere", tmp_path / "empty" / ".." / "good"])
+    starts = ["no scalars yet: ", "no such folder: ", "a run is named twice: "]
+    assert [fault[: len(start)] for fault, start in zip(caught.value.faults, starts, strict=True)] == starts
+    assert str(empty) in caught.value.faults[0] and "nowhere" in caught.value.faults[1]
+
+
+def test_a_run_that_failed_before_its_plan_is_one_line(tmp_path):
+    run = make_run(tmp_path / "run")
+    facts = json.loads((run / "run.json").read_text())
+    del facts["plan"]
+    (run / "run.json").write_text(json.dumps(facts))
+    with pytest.raises(UserError, match="tells of no plan: "):
+        read_curves(run)
+
+
+def test_values_that_are_not_finite_are_counted_in_one_line(tmp_path):
+    run = make_run(tmp_path / "run")
+    rest = [(9, "rewards/mean", 1, math.inf), (9, "rewards/mean", 2, 1.0), (9, "learning_rate", 1, 1e-4)]
+    write_events(run / "logs", "1", 0, [*losses(1, [1, math.nan, 3, math.nan], 0), *rest])
+    [remark] = read_curves(run).remarks
+    assert remark == (f"{run}: values that are not finite: loss 2 of 4, rewards/mean 1 of 2; gaps in the picture")
+
+
+def test_targets_are_those_of_the_run(tmp_path):
+    def aim(name, **knobs):
+        run = make_run(tmp_path / name, **knobs)
+        write_events(run / "logs", "1", 0, losses(1, [1.0], 0))
+        return read_curves(run)
+
+    assert aim("adaptive").aim == "3/sequence"
+    phased = aim("phased", kl_schedule="phased", kl_target="0.05/token 0.02/token".split(), updates=10)
+    assert phased.aim == "0.05/token then 0.02/token (from 50% of the run)"
+    assert [str(phased.targets.target_of(u)) for u in (5, 6)] == ["0.05/token", "0.02/token"]
+    assert aim("named", kl_schedule="fixed", kl_target=["2/sequence"]).aim == "2/sequence (beta fixed)"
+    assert aim("fixed", kl_schedule="fixed", recipe="smollm2-orca", kl_target=None).aim == "none"
+
+
+# figures
+
+
+def test_running_mean_by_hand():
+    # a window of 3 updates: 1, (1+2)/2, (1+2+6)/3, then update 4 is missing, so update 5 sees 3 and 5
+    updates, values = np.array([1, 2, 3, 5]), np.array([1.0, 2.0, 6.0, 4.0])
+    assert running_mean(updates, values, 3).tolist() == [1, 1.5, 3, 5]
+    assert running_mean(updates, values, 1).tolist() == values.tolist()
+
+
+def test_running_mean_leaves_out_what_is_not_finite_and_stays_clean_after_a_spike():
+    updates, values = np.arange(1, 7), np.array([1.0, np.nan, 3.0, 1e20, 5.0, 7.0])
+    found = running_mean(updates, values, 2)
+    assert math.isnan(found[1]) and found[[0, 2, 5]].tolist() == [1, 3, 6]
+
+
+def test_band_of_seeds_by_hand():
+    """Updates 1 to 4 and 2 to 6 in steps of two: both are there from 2 to 4, the second goes straight to 3."""
+    places = [np.array([1, 2, 3, 4]), np.array([2, 4, 6])]
+    lines = [np.array([0.0, 1.0, 2.0, 3.0]), np.array([3.0, 5.0, 9.0])]
+    x, low, mean, high = seeds_band(places, lines)
+    assert x.tolist() == [2, 3, 4] and low.tolist() == [1, 2, 3]
+    assert mean.tolist() == [2, 3, 4] and high.tolist() == [3, 4, 5]
+
+
+def test_band_of_seeds_has_a_gap_where_one_has_no_value():
+    x, *_, mean, _ = seeds_band([np.arange(3)] * 2, [np.array([1.0, np.nan, 3.0]), np.ones(3)])
+    assert x.tolist() == [0, 1, 2] and mean[[0, 2]].tolist() == [1, 2] and math.isnan(mean[1])
+
+
+# the table
+
+
+def test_the_table_holds_exactly_what_was_logged(tmp_path):
+    """Two runs through the training's writer: every scalar reads back equal, and nothing else is there."""
+    rng = np.random.default_rng(0)
+    logged = {}
+    for algorithm, tags in (("ppo", ("loss", "value/loss")), ("grpo", ("loss", "eval/score"))):
+        run = make_run(tmp_path / algorithm, algorithm, seed=7)
+        with SummaryWriter(str(run / "logs")) as writer:
+            for tag in tags:
+                for update in range(0 if tag.startswith("eval") else 1, 20, 5 if tag.startswith("eval") else 1):
+                    value = float(rng.standard_normal() * 10.0 ** rng.integers(-12, 12))
+                    writer.add_scalar(tag, value, update)
+                    logged[str(run), update, tag] = as_float32(value)
+            writer.add_scalar("loss", math.nan, 20)
+            writer.add_scalar("learning_rate", -math.inf, 20)
+    rows = write_table(read_runs([tmp_path / "ppo", tmp_path / "grpo"]), tmp_path / "t.csv")
+    with (tmp_path / "t.csv").open(newline="", encoding="utf-8") as file:
+        table = list(csv.DictReader(file))
+    tags = ["eval/score", "learning_rate", "loss", "value/loss"]
+    assert list(table[0]) == ["run", "algorithm", "seed", "update", "episodes", "seconds", *tags]
+    assert rows == len(table) == 20 + 21
+    found = {(r["run"], int(r["update"]), tag): r[tag] for r in table for tag in tags if r[tag]}
+    special = [found.pop((str(tmp_path / a), 20, tag)) for a in ("ppo", "grpo") for tag in ("loss", "learning_rate")]
+    assert special == ["nan", "-inf"] * 2
+    assert {where: float(text) for where, text in found.items()} == logged
+    last = table[-1]
+    assert (last["algorithm"], last["seed"], last["update"], last["episodes"]) == ("grpo", "7", "20", "1280")
+
+
+def test_the_tables_seconds_are_those_of_the_update_not_of_the_evaluation_after_it(tmp_path):
+    run = make_run(tmp_path / "run")
+    points = [(100, "eval/score", 0, 0.0), (110, "loss", 1, 1.0), (117.25, "eval/score", 1, 0.5)]
+    write_events(run / "logs", "1", 90, points)
+    write_table([read_curves(run)], tmp_path / "t.csv")
+    with (tmp_path / "t.csv").open(newline="", encoding="utf-8") as file:
+        assert [(r["update"], r["seconds"]) for r in csv.DictReader(file)] == [("0", "0.000"), ("1", "10.000")]
+
+
+# the script
+
+
+def test_the_script_says_in_one_line_that_nothing_was_logged(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no scalars yet: run"):
+        main([])
+    assert sorted(tmp_path.iterdir()) == [run], "no half of an output"
+
+
+@pytest.mark.parametrize("output", ["nowhere/plot", "taken"])
+def test_the_script_refuses_an_output_before_it_reads(tmp_path, monkeypatch, output):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken.csv").mkdir()
+    with pytest.raises(UserError, match=r"(no such folder|cannot write there): --output"):
+        main([str(tmp_path / "no run"), "--output", output])
+
+
+def test_the_script_without_a_run_here_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no run in this folder"):
+        main([])
+
+
+def test_reading_many_points_stays_quick(tmp_path):
+    write_events(tmp_path, "1", 0, losses(1, range(30_000), 0))
+    began = time.process_time()
+    read_scalars(tmp_path)
+    assert time.process_time() - began < 10, "seconds of computing; it takes about 0.4"

@@ -13,11 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from rlhf.controllers import KLController
+from rlhf.controllers import KL_BAND, KLController
 from rlhf.curves import Curve, RunCurves, running_mean, seeds_band
 from rlhf.pictures import COLOURS, new_figure, style
 
-BAND = (0.5, 1.5)  # times the target: where a held KL lies
 MARKERS = {"ppo": "o", "grpo": "s"}
 FAR = 10  # a panel whose values reach this many times farther than 96% of them do shows the 96%
 WIDE = 98  # letters that fit beside each other in two columns of the legend
@@ -270,13 +269,13 @@ def _draw_target(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
         nats = np.array([held.target_of(int(update)).nats for update in (0, *curve.updates)])
         colour = COLOURS["target" if len(lines) == 1 else run.algorithm]
         whose = "" if len(lines) == 1 else f"{run.algorithm.upper()}, "
-        of = "beta fixed" if held.horizon is None else f"band: {BAND[0]:g} to {BAND[1]:g} times"
+        of = "beta fixed" if held.horizon is None else f"band: {KL_BAND[0]:g} to {KL_BAND[1]:g} times"
         label = f"{whose}KL target {', '.join(f'{t.nats:g}' for t in held.targets)}/{chart.per}; {of}"
         axes.plot(x, nats, color=colour, lw=1.5, ls="--", drawstyle="steps-pre", label=label, zorder=2.5)
         drawn.append(nats)
         if held.horizon is not None:
-            axes.fill_between(x, BAND[0] * nats, BAND[1] * nats, step="pre", color=colour, alpha=0.12, lw=0)
-            drawn += [BAND[0] * nats, BAND[1] * nats]
+            axes.fill_between(x, KL_BAND[0] * nats, KL_BAND[1] * nats, step="pre", color=colour, alpha=0.12, lw=0)
+            drawn += [KL_BAND[0] * nats, KL_BAND[1] * nats]
     return drawn
 
 

@@ -14,8 +14,8 @@ LEVELS = [
     {"rlhf.errors", "rlhf.knobs", "rlhf.cli", "recipes"},
     {"config", "rlhf.demo.families", "rlhf.demo.tasks"},
     {"rlhf.objectives", "rlhf.controllers", "rlhf.best", "rlhf.hub", "rlhf.prompts", "rlhf.models",
-     "rlhf.actor_critic", "rlhf.runlogs", "rlhf.trl_ppo", "rlhf.console", "rlhf.pictures", "rlhf.pages", "rlhf.statistics",
-     "rlhf.curves", "reward_model.scorer"},
+     "rlhf.actor_critic", "rlhf.runlogs", "rlhf.trl_ppo", "rlhf.console", "rlhf.pictures", "rlhf.pages",
+     "rlhf.statistics", "rlhf.curves", "reward_model.scorer"},
     {"rlhf.rollout", "rlhf.rewards", "rlhf.evaluation", "rlhf.checkpoints", "rlhf.report", "rlhf.metrics",
      "rlhf.curve_pictures", "rlhf.trained", "rlhf.tokens"},
     {"rlhf.loop", "rlhf.ppo_trainer", "rlhf.grpo_trainer", "rlhf.callbacks", "rlhf.outcome", "rlhf.seeds",
@@ -74,17 +74,10 @@ def test_the_check_sees_an_arrow_that_points_up(tmp_path, monkeypatch):
     assert arrows_up(bad) == ["rlhf.ppo_trainer"]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["train_ppo.py"],
-        ["train_grpo.py"],
-        ["evaluate_generations.py"],
-        ["plot_training_progress.py"],
-        ["compare_runs.py"],
-        ["-m", "reward_model.train"],
-    ],
-)
+SCRIPTS = ("train_ppo", "train_grpo", "evaluate_generations", "plot_training_progress", "compare_runs")
+
+
+@pytest.mark.parametrize("command", [*([f"{script}.py"] for script in SCRIPTS), ["-m", "reward_model.train"]])
 def test_help_and_mistakes_do_not_wait_for_torch(command):
     watch = "import sys, runpy; sys.argv = {argv}\ntry: runpy.{run}({name!r}, run_name='__main__')\n"
     watch += "except SystemExit: pass\nassert 'torch' not in sys.modules and 'transformers' not in sys.modules"

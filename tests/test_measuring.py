@@ -125,7 +125,7 @@ def test_the_start_model_measured_as_a_model_is_itself(settings, start_model):
 def test_another_model_differs_and_its_kl_is_measured(settings, start_model, tmp_path):
     policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32)
     with torch.no_grad():
-        policy.get_input_embeddings().weight.mul_(3)  # tied to the head: sharper, and far from the start
+        policy.get_input_embeddings().weight.mul_(60)  # tied to the head: sharper, and far from the start
     other = shutil.copytree(start_model, tmp_path / "other")
     policy.save_pretrained(other)
     bench, models = bench_of([other], settings)

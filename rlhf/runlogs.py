@@ -131,8 +131,8 @@ def last_run(flag: str) -> Path:
 
 
 def now() -> str:
-    """UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    """UTC, fine enough to tell which of two runs began first."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -1,0 +1,142 @@
+"""What smells of reward hacking: each warning by hand, none for a model that is its own start, and a real hack."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import evaluate_generations
+from rlhf.audit import against, figures, warnings
+from rlhf.measuring import Generations
+from rlhf.models import load_tokenizer
+from rlhf.statistics import Estimate
+
+WORDS = "the cat sat on a mat and the dog ran off to see what fish do when it rains in spring".split()
+
+
+def replies(scores=0.0, judged=0.0, length=10, ended=1.0, kl=2.0, words=WORDS, prompts=24) -> Generations:
+    """Two completions to each prompt; numbers scatter by +-0.1 about what is said."""
+    scatter = np.tile([[-0.1, 0.1]], (prompts, 1))
+    shape = scatter.shape
+    texts = [[" ".join(words[(i + k) % 5 : (i + k) % 5 + 8]) for k in range(2)] for i in range(prompts)]
+    return Generations(
+        label="a model",
+        texts=texts,
+        scores=scores + scatter,
+        judged=judged + scatter if judged is not None else None,
+        kl=np.full(shape, kl),
+        lengths=np.full(shape, length) + np.tile([[1, 0]], (prompts, 1)),
+        ended=np.arange(shape[0] * 2).reshape(shape) < ended * prompts * 2,
+        perplexity=2.0,
+    )
+
+
+START = replies(kl=0.0)
+
+
+def test_figures_by_hand():
+    made = dataclasses.replace(
+        replies(prompts=2),
+        texts=[["a b", "a c"], ["", "a a a a a"]],
+        scores=np.array([[1.0, 3.0], [0.0, 2.0]]),
+        lengths=np.array([[3, 3], [1, 5]]),
+        kl=np.array([[1.0, 2.0], [0.0, 3.0]]),
+        ended=np.array([[True, True], [True, False]]),
+        judged=None,
+    )
+    found = figures(made)
+    assert (found["score"], found["score_median"], found["score_of_best"], found["score_of_worst"]) == (
+        1.5,
+        1.5,
+        2.5,
+        0.5,
+    )
+    assert (found["kl"], found["kl_per_token"]) == (1.5, 0.5)
+    assert (found["length"], found["eos_rate"], found["judge"]) == (3.0, 0.75, None)
+    assert found["distinct_1"] == 3 / 9 and found["distinct_2"] == 3 / 6
+    assert found["repetition"] == pytest.approx(0.5 / 4), "a a a a a: one of its two 4-grams is new"
+
+
+def test_against_another_model_by_hand():
+    better = dataclasses.replace(START, scores=START.scores + 1, lengths=START.lengths + 2, perplexity=3.0)
+    found = against(better, START, seed=1)
+    assert found["score"] == Estimate(pytest.approx(1), pytest.approx(1), pytest.approx(1))
+    assert found["win_rate"] == Estimate(1.0, 1.0, 1.0) and found["judge_win_rate"].value == 0.5
+    assert (found["length"].value, found["perplexity_ratio"]) == (2.0, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "target", "words"),
+    [
+        ({"scores": 1.0}, None, "the score rose by +1.00 and the judge's did not (+0.000"),
+        ({"scores": 1.0, "judged": -0.5}, None, "the score rose by +1.00 and the judge's fell (-0.500"),
+        ({"length": 17}, None, "replies are 1.7 times as long as the start model's (10.5 -> 17.5 tokens)"),
+        ({"words": ["yes"] * 20}, None, "replies repeat themselves more (0% -> 80% of their 4-grams)"),
+        ({"ended": 0.75}, None, "fewer replies end by themselves (100% -> 75%)"),
+        ({"kl": 9.5}, (6.0, "sequence"), "the KL to the start model is 9.5/sequence, above its band (9 = 1.5 x the"),
+        ({"kl": 2.0}, (0.1, "token"), "the KL to the start model is 0.19/token, above its band (0.15 = 1.5 x the"),
+    ],
+)
+def test_each_smell_is_named(changed, target, words):
+    found = warnings(replies(**changed), START, seed=1, target=target)
+    assert any(warning.startswith(words) for warning in found), found
+
+
+def test_a_sound_model_draws_no_warning():
+    assert warnings(START, START, seed=1, target=(6.0, "sequence")) == []
+    sound = replies(scores=1.0, judged=0.5, length=14, ended=0.97, kl=8.9)
+    assert warnings(sound, START, seed=1, target=(6.0, "sequence")) == []
+    assert warnings(replies(scores=1.0, judged=None), replies(judged=None), seed=1) == [], "no judge, no such claim"
+
+
+def test_a_score_that_goes_with_length_is_named():
+    lengths = np.arange(48).reshape(24, 2) + 1
+    found = warnings(dataclasses.replace(START, lengths=lengths // 5 + 1, scores=lengths * 1.0), START, seed=1)
+    assert any("the score goes with the reply's length (rank correlation +" in w for w in found)
+
+
+# --- a model that was made to ramble ---------------------------------------------------------------------------------
+
+
+def with_end(start_model, folder, logit: float):
+    """The start model, but the logit of EOS is about `logit` wherever it is: 4 ends soon, -4 never does."""
+    tokenizer = load_tokenizer(str(start_model))
+    policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
+    policy.config.tie_word_embeddings = False
+    head = torch.nn.Parameter(policy.get_input_embeddings().weight.detach().clone())
+    policy.lm_head.weight = head
+    ids = torch.randint(3, len(tokenizer), (8, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        policy.get_input_embeddings().weight += 1.0  # a direction that every state shares
+        hidden = policy.model(input_ids=ids).last_hidden_state.flatten(0, 1)
+        # the least-squares row that gives every one of these states this logit
+        wanted = torch.full((len(hidden), 1), float(logit))
+        head[tokenizer.eos_token_id] = torch.linalg.lstsq(hidden, wanted).solution[:, 0]
+    policy.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_length_hacked_model_draws_the_warning(start_model, reward_folder, pairs_file, tmp_path, capsys):
+    """As a user runs it: start model and hacked model as folders, no run."""
+    start, hacked = (with_end(start_model, tmp_path / name, logit) for name, logit in (("start", 4), ("hacked", -4)))
+    words = ["--baseline", start, "--rm-model", reward_folder, "--prompts", pairs_file, "--reply-length", 40,
+             "--temperature", 1, "--num-prompts", 8]  # fmt: skip
+    for name, model in (("hacked_page", hacked), ("start_page", start)):
+        evaluate_generations.main([str(w) for w in ["--model-path", model, *words, "--output", tmp_path / name]])
+    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    report, innocent = (
+        json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("hacked_page", "start_page")
+    )
+    length = report["models"][0]["figures"]["length"] / report["start"]["figures"]["length"]
+    assert length > 2 and report["models"][0]["figures"]["eos_rate"] < 0.1
+    named = [w for w in report["models"][0]["warnings"] if f"replies are {length:.1f} times as long" in w]
+    assert named and f"warning: {report['models'][0]['label']}: {named[0]}" in said
+    assert any("fewer replies end by themselves" in w for w in report["models"][0]["warnings"])
+    assert innocent["models"][0]["warnings"] == [] and "nothing smells of reward hacking" in said

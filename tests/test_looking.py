@@ -1,0 +1,190 @@
+"""The scripts that look at runs, as a user runs them: evaluate_generations.py and compare_runs.py end to end."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+import compare_runs
+import evaluate_generations
+from rlhf.errors import UserError
+
+
+def words(*given: object) -> list[str]:
+    return [str(word) for word in given]
+
+
+@pytest.fixture
+def evaluation(runs, tmp_path, capsys):
+    """(evaluation.json, what the console said) of `evaluate_generations.py` with flags."""
+
+    def run(*flags: object) -> tuple[dict, str]:
+        evaluate_generations.main(words(*flags, "--output", tmp_path / "out"))
+        said = re.sub(r"\s+", " ", capsys.readouterr().out)
+        return json.loads((tmp_path / "out" / "evaluation.json").read_text(encoding="utf-8")), said
+
+    return run
+
+
+def test_the_references_command(evaluation, runs):
+    """20 prompts x 4 completions, ranked, as far as there are prompts; adapter and whole model side by side."""
+    report, said = evaluation("--model-path", runs["ppo", 1], runs["grpo", 1])
+    assert [m["which"] for m in report["models"]] == ["final", "final"]
+    assert "(final, after update 2)" in said and "evaluation.html" in said
+    assert len(report["prompts"]) == min(20, len(report["prompts"])) and len(report["prompts"]) >= 6
+    for prompt in report["prompts"]:
+        assert prompt["sides"][0]["model"] == "start model" and len(prompt["sides"]) == 3
+        for side in prompt["sides"]:
+            rows = side["completions"]
+            assert len(rows) == 4 and rows[0]["label"] == "BEST"
+            scores = [row["score"] for row in rows]
+            assert scores == sorted(scores, reverse=True)
+            assert [row["rank"] for row in rows] == [1 + sum(s > score for s in scores) for score in scores]
+    one = report["models"][0]
+    assert one["figures"]["score"] == pytest.approx(
+        sum(r["score"] for p in report["prompts"] for r in p["sides"][1]["completions"]) / (4 * len(report["prompts"]))
+    )
+    assert one["base"] is None and report["models"][1]["base"] is not None
+    assert {"win_rate", "score", "perplexity_ratio"} <= set(one["against_start"])
+    assert report["start"]["figures"]["kl"] == 0
+
+
+def test_the_best_checkpoint_is_evaluated_on_demand(evaluation, runs):
+    report, said = evaluation("--model-path", runs["ppo", 1], "--which", "best", "--num-prompts", 2)
+    update = json.loads((runs["ppo", 1] / "run.json").read_text())["best"]["update"]
+    assert report["models"][0]["which"] == "best" and f"(best, after update {update})" in said
+
+
+def test_one_completion_of_one_prompt(evaluation, runs):
+    report, _ = evaluation("--model-path", runs["ppo", 1], "--num-prompts", 1, "--completions", 1)
+    (prompt,) = report["prompts"]
+    assert [side["completions"][0]["label"] for side in prompt["sides"]] == ["BEST", "BEST"]
+    assert report["models"][0]["against_start"]["score"]["low"] is None
+
+
+def test_the_same_command_gives_the_same_figures(evaluation, runs):
+    flags = ("--model-path", runs["grpo", 2], "--num-prompts", 3)
+    first, again, other = evaluation(*flags)[0], evaluation(*flags)[0], evaluation(*flags, "--seed", 9)[0]
+    assert first["models"] == again["models"] and first["prompts"] == again["prompts"] != other["prompts"]
+
+
+def test_the_last_run_here_is_the_default(evaluation, runs, monkeypatch, tmp_path):
+    monkeypatch.chdir(runs["ppo", 1].parent)
+    report, _ = evaluation("--num-prompts", 2)
+    assert report["models"][0]["label"].startswith("grpo_2"), "the one that was started last"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no run in this folder: --model-path"):
+        evaluation()
+
+
+def test_a_tokens_page_from_the_command_line(runs, tmp_path, capsys):
+    evaluate_generations.main(words("--tokens", runs["grpo", 1], "--output", tmp_path / "out"))
+    assert "1 of 1 recorded updates" in capsys.readouterr().out
+    page = (tmp_path / "out" / "tokens.html").read_text(encoding="utf-8")
+    assert "GRPO, recipe smollm2-orca, seed 1" in page
+
+
+# --- compare_runs.py -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def comparison(tmp_path, capsys):
+    def run(*flags: object) -> tuple[dict, str]:
+        compare_runs.main(words(*flags, "--output", tmp_path / "out", "--num-prompts", 4, "--completions", 2))
+        said = re.sub(r"\s+", " ", capsys.readouterr().out)
+        return json.loads((tmp_path / "out" / "comparison.json").read_text(encoding="utf-8")), said
+
+    return run
+
+
+def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
+    report, said = comparison(*runs.values())
+    assert len(report["verdict"]) == 2
+    assert "PPO" in report["verdict"][0] and "GRPO" in report["verdict"][0]
+    assert "at 8 episodes each" in report["verdict"][0]
+    assert all("95% interval over seeds" in sentence for sentence in report["verdict"])
+    assert "start model" in report["verdict"][1] and "perplexity x" in report["verdict"][1]
+    for sentence in report["verdict"]:
+        assert re.sub(r"\s+", " ", sentence) in said
+    assert {c["name"] for c in report["contrasts"]} == {"PPO - start model", "GRPO - start model", "PPO - GRPO"}
+    assert {c["over"] for c in report["contrasts"]} == {"seeds"}
+    assert [row["run"] for row in report["within"]] == ["PPO, seed 1", "PPO, seed 2", "GRPO, seed 1", "GRPO, seed 2"]
+    assert report["spent"]["PPO"]["1"]["episodes"] == 8 and report["spent"]["GRPO"]["2"]["reply_tokens"] > 0
+    assert "use_lora False and True" in report["facts"]["settings that differ, PPO and GRPO"]
+    markdown = (tmp_path / "out" / "comparison.md").read_text(encoding="utf-8")
+    for words in ("over prompts", "peak memory", "win rate", "distinct-2", "reply tokens", "score\\_against\\_kl"):
+        assert words.replace("\\", "") in markdown
+    assert (tmp_path / "out" / "score_against_kl.png").is_file()
+
+
+def test_equal_budgets_are_taken_from_the_runs_own_evaluations(comparison, runs):
+    report, _ = comparison(runs["ppo", 1], runs["grpo", 1])
+    by_episodes, by_time = report["at_equal"]
+    assert by_episodes["budget"] == "8 episodes" and by_time["budget"].endswith("of training")
+    for name, run in (("PPO", runs["ppo", 1]), ("GRPO", runs["grpo", 1])):
+        rows = [json.loads(line) for line in (run / "samples" / "update-000002.jsonl").open()]
+        assert by_episodes["sides"][name]["update"] == 2
+        assert by_episodes["sides"][name]["score"] == pytest.approx(sum(r["score"] for r in rows) / len(rows))
+    assert by_episodes["difference"]["over"] == "prompts"
+    assert by_episodes["difference"]["value"] == pytest.approx(
+        by_episodes["sides"]["PPO"]["score"] - by_episodes["sides"]["GRPO"]["score"]
+    )
+
+
+def test_one_seed_says_what_it_cannot_tell(comparison, runs):
+    report, said = comparison(runs["ppo", 1], runs["grpo", 2])
+    assert {c["over"] for c in report["contrasts"]} == {"prompts"}
+    assert "one seed (PPO: 1, GRPO: 2) cannot tell whether the same settings with another seed" in said
+    assert not any("over seeds" in sentence for sentence in report["verdict"])
+
+
+def test_one_algorithm_alone(comparison, runs):
+    report, _ = comparison(runs["ppo", 1], runs["ppo", 2])
+    assert report["verdict"][1] == "Whether GRPO would do better cannot be told from PPO's runs alone."
+    assert [c["name"] for c in report["contrasts"]] == ["PPO - start model"]
+
+
+def test_a_judge_decides_where_there_is_one(comparison, runs, tmp_path):
+    from tests.shapes import make_reward_model
+
+    judge = make_reward_model(tmp_path / "judge", seed=4)
+    report, _ = comparison(*runs.values(), "--judge-model", judge)
+    assert f"by the judge {judge}, which no training saw" in report["verdict"][0]
+    assert {c["measure"] for c in report["contrasts"]} == {"scores", "judged"}
+    assert report["at_equal"][0]["difference"]["by"] == "judge"
+
+
+def changed(run, folder, **knobs):
+    """A copy of a run whose run.json says other settings."""
+    import shutil
+
+    shutil.copytree(run, folder)
+    said = json.loads((folder / "run.json").read_text())
+    for name, value in knobs.items():
+        group = next(g for g in said["settings"].values() if isinstance(g, dict) and name in g)
+        group[name] = value
+    said["seed"] = knobs.get("seed", said["seed"])
+    (folder / "run.json").write_text(json.dumps(said))
+    return folder
+
+
+def test_runs_that_cannot_be_pooled_are_refused(comparison, runs, start_model, tmp_path):
+    other = changed(runs["ppo", 2], tmp_path / "other", learning_rate=0.5)
+    with pytest.raises(UserError, match=r"ppo_1 and .*other differ in learning_rate: the runs"):
+        comparison(runs["ppo", 1], other)
+    twice = changed(runs["ppo", 1], tmp_path / "twice")
+    with pytest.raises(UserError, match="two runs of PPO have the seed 1: the runs"):
+        comparison(runs["ppo", 1], twice)
+    with pytest.raises(UserError, match="not a run: .*compare_runs.py takes run folders"):
+        comparison(runs["ppo", 1], start_model)
+
+
+def test_unequal_budgets_are_said(comparison, runs, tmp_path):
+    longer = changed(runs["grpo", 1], tmp_path / "longer")
+    said = json.loads((longer / "run.json").read_text())
+    said["spent"]["episodes"] = 800
+    (longer / "run.json").write_text(json.dumps(said))
+    report, _ = comparison(runs["ppo", 1], longer)
+    assert "at UNEQUAL budgets (8 to 800 episodes)" in report["verdict"][0]

@@ -1,0 +1,172 @@
+"""Pages and Markdown: whatever a model writes is data. Nothing of it acts, and nothing of it is hidden."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import MeasureSettings
+from rlhf.comparison_report import make_comparison, make_sides, tables, write_comparison
+from rlhf.console import Screen, visible
+from rlhf.curves import read_curves
+from rlhf.evaluation_report import make_report, show_report, write_report
+from rlhf.measuring import Bench
+from rlhf.pages import markdown_cell
+from rlhf.token_page import colour, write_token_page
+from rlhf.tokens import read_tokens, recorded_updates, write_tokens
+from rlhf.trained import find_models
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '<img src=x onerror="alert(1)">',
+    "<a href=\"javascript:alert(1)\" onmouseover='x'>click</a>",
+    "</script><script>alert(2)</script>",
+    '{"a": "</script>"} <!-- --> ]]> {{ 7 * 7 }} {% raw %}',
+    "\x1b[31mred\x1b[0m \x1b]0;title\x07 \x9b2J",
+    "abc \u202eevil\u202c \u2066x\u2069 \u200f\u200b\ufeff end",
+    "| cell | `code` **bold** [link](javascript:alert(1)) ![i](http://x/y) https://evil.x @user www.evil.x",
+]
+ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
+
+
+class Page(HTMLParser):
+    """What a browser would find in a page."""
+
+    def __init__(self, file: Path):
+        super().__init__()
+        self.source = file.read_text(encoding="utf-8")
+        self.tags: list[tuple[str, dict]] = []
+        self.text, self.data, self._inside = "", "", ""
+        self.feed(self.source)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self._inside = tag if tag in ("script", "style") else ""
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        if self._inside == "script":
+            self.data += data
+        elif not self._inside:
+            self.text += data
+
+
+def check_harmless(page: Page) -> None:
+    scripts = [attributes for tag, attributes in page.tags if tag == "script"]
+    assert scripts == [{"type": "application/json", "id": "data"}], "data, and nothing that runs"
+    for tag, attributes in page.tags:
+        assert not [name for name in attributes if name.startswith("on")], (tag, attributes)
+        assert "href" not in attributes
+        assert attributes.get("src", "data:image/png;").startswith("data:image/png;")
+    assert not {tag for tag, _ in page.tags} & {"a", "iframe", "object", "embed", "link", "form", "base"}
+    assert not ACTING.search(page.source), "control and direction characters stand as their numbers"
+    assert "default-src 'none'" in page.source
+
+
+def hostile_replies(measured):
+    """The same figures, other words: every hostile text in turn."""
+    rows, count = measured.scores.shape
+    words = [[HOSTILE[(i * count + k) % len(HOSTILE)] for k in range(count)] for i in range(rows)]
+    return dataclasses.replace(measured, texts=words)
+
+
+@pytest.fixture(scope="module")
+def bench(runs):
+    names = [str(folder) for folder in runs.values()]
+    settings = MeasureSettings(num_prompts=4, completions=2)
+    models = find_models(names, settings, "RUN")
+    made = Bench(models, settings, torch.device("cpu"), Screen(), start=True)
+    made.examples = [
+        dataclasses.replace(e, messages=({"role": "user", "content": text},))
+        for e, text in zip(made.examples, HOSTILE[:4], strict=True)
+    ]
+    start = made.measure_start(Screen())
+    return made, models, start, [made.measure(model, Screen()) for model in models]
+
+
+def test_an_evaluations_page_with_hostile_replies(bench, tmp_path, capsys):
+    made, models, start, measured = bench
+    replies = [hostile_replies(m) for m in (start, *measured)]
+    replies[1] = dataclasses.replace(replies[1], label='<b onclick="x">run</b>\u202e')
+    report = make_report(made, models, replies[1:], replies[0])
+    write_report(report, replies, str(tmp_path), Screen())
+    page = Page(tmp_path / "evaluation.html")
+    check_harmless(page)
+    assert json.loads(page.data) == json.loads((tmp_path / "evaluation.json").read_text()) == report
+    for text in HOSTILE:
+        assert visible(text) in page.text, "shown as it is, to the last sign"
+    assert "<U+202E>evil" in page.text and "<U+001B>[31m" in page.text
+    capsys.readouterr()
+    show_report(report, Screen())
+    assert not ACTING.search(capsys.readouterr().out), "a terminal is not written to by a model"
+
+
+def test_a_comparisons_page_and_markdown_with_hostile_replies(bench, runs, tmp_path):
+    made, models, start, measured = bench
+    sides = make_sides(models, [hostile_replies(m) for m in measured])
+    curves = [read_curves(folder) for folder in runs.values()]
+    report, _ = make_comparison(made, sides, hostile_replies(start), curves)
+    write_comparison(report, tables(report, sides), sides, start, curves, str(tmp_path), Screen())
+    page = Page(tmp_path / "comparison.html")
+    check_harmless(page)
+    assert json.loads(page.data) == report
+    markdown = (tmp_path / "comparison.md").read_text(encoding="utf-8")
+    assert not ACTING.search(markdown) and "<script" not in markdown and "<img" not in markdown
+    assert not re.search(r"(?<!\\)\]\(javascript", markdown) and "://" not in markdown
+    lines = [line for line in markdown.split("\n") if line.startswith("|")]
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines[-5:]}) == 1, "no cell breaks its row"
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ("a|b\nc", r"a\|b<br>c"),
+        ("[x](y) *b* `c`", r"\[x\](y) \*b\* \`c\`"),
+        ("<b>&", "&lt;b&gt;&amp;"),
+        ("https://x.y @z www.a", "https:&#47;&#47;x.y &#64;z www&#46;a"),
+        ("+0.5 (it's)", "+0.5 (it's)"),
+    ],
+)
+def test_a_markdown_cell_by_hand(text, cell):
+    assert markdown_cell(text) == cell
+
+
+def test_visible_leaves_what_people_write():
+    for text in ("plain\ttab\nline", "naïve café — “quotes”", "日本語 עברית العربية", "👩‍🔬 ✓"):
+        assert visible(text) == text
+    assert visible("a\r\nb\rc\u2028") == "a\nb<U+000D>c<U+2028>"
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_token_page_with_hostile_tokens(runs, tmp_path, form):
+    row = read_tokens(recorded_updates(runs["ppo", 1], "--tokens")[0])[0]
+    rows = [{**row, "step": i, "token": text, "state": text, "prompt": text} for i, text in enumerate(HOSTILE)]
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text((runs["ppo", 1] / "run.json").read_text())
+    assert read_tokens(write_tokens(run / "tokens", 1, rows, form)) == rows
+    write_token_page(str(run), str(tmp_path / "out"), Screen())
+    page = Page(tmp_path / "out" / "tokens.html")
+    check_harmless(page)
+    assert json.loads(page.data) == rows
+    for text in HOSTILE:
+        assert visible(text) in page.text
+
+
+def test_colours_by_hand():
+    """White at 0; three quarters of blue or orange at the scale's end and beyond."""
+    assert colour(0.0, 2.0) == "#ffffff"
+    assert colour(2.0, 2.0) == colour(9.0, 2.0) == "#4095c5"  # 255 + (0, 114, 178 - 255) x 0.75
+    assert colour(-2.0, 2.0) == "#e08640"
+    assert colour(1.0, 2.0) != colour(2.0, 2.0)

@@ -176,14 +176,14 @@ class Bench:
         rows = [p for p in prompts for _ in range(count)]
         parts = []
         for at in range(0, len(rows), ROWS_AT_ONCE):
-            screen.progress(f"{label}: {at} of {len(rows)} replies")
             part = rows[at : at + ROWS_AT_ONCE]
             episodes = range(at, at + len(part))
             uniform = uniforms(self.settings.seed, 0, "generations", episodes, sampling.reply_length)
             replies = self._sample(policy, tokenizer, part, uniform)
             parts.append((replies.texts(tokenizer), replies.rows(), replies.ended.tolist(),
                           self._kl(policy, reference, replies)))  # fmt: skip
-        screen.progress(f"{label}: {len(rows)} of {len(rows)} replies", last=True)
+            done = at + len(part)
+            screen.progress(f"{label}: {done} of {len(rows)} replies", last=done == len(rows))
         texts, ids, ended, kl = ([x for part in parts for x in part[i]] for i in range(4))
         examples = [p.example for p in rows]
         shape = (len(prompts), count)

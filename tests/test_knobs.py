@@ -8,7 +8,15 @@ import json
 import pytest
 import torch
 
-from config import Config, RewardModelConfig, parse_reward_cli
+import evaluate_generations
+from config import (
+    ComparisonConfig,
+    Config,
+    EvaluationConfig,
+    PlotConfig,
+    RewardModelConfig,
+    parse_reward_cli,
+)
 from reward_model.scorer import METRICS_FILE
 from reward_model.training import train_reward_model
 from rlhf.assembly import check_run_folder, load_parts
@@ -281,10 +289,11 @@ def test_dry_run_leaves_no_folder(configured, tmp_path, capsys):
 
 
 APART = {"micro_batch_size", "gradient_checkpointing", "output", "dry_run"}  # each has its own test above
+RECORDED = {"record_tokens", "record_format", "record_every", "record_episodes"}  # tests/test_tokens.py
 
 
 def test_every_knob_has_a_row():
-    assert set(knobs_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *SEEN, *APART}
+    assert set(knobs_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *SEEN, *APART, *RECORDED}
 
 
 # --- python -m reward_model.train ------------------------------------------------------------------------------------
@@ -360,3 +369,76 @@ def test_rm_output_and_rm_overwrite(start_model, pairs_file, tmp_path):
 def test_every_reward_knob_has_a_row():
     apart = {"pairs", "base_model", "rm_output", "rm_overwrite"}
     assert set(knobs_of(RewardModelConfig)) == {*REWARD_KNOBS, *apart}
+
+
+# --- looking at runs -------------------------------------------------------------------------------------------------
+
+# knob of an evaluation -> flags that must change what it says; a folder's name is made by `made`
+MEASURE_KNOBS = {
+    "which": ["--which", "best"],
+    "baseline": ["--baseline", "START"],
+    "judge_model": ["--judge-model", "REWARD"],
+    "num_prompts": ["--num-prompts", "2"],
+    "completions": ["--completions", "1"],
+    "seed": ["--seed", "7"],
+    "rm_model": ["--rm-model", "REWARD"],
+    "prompts": ["--prompts", "FEWER"],
+    "split": ["--split", "45/25/30"],
+    "prompt_length": ["--prompt-length", "44"],
+    "eval_text": ["--eval-text", "README.md"],
+    "reply_length": ["--reply-length", "4"],
+    "temperature": ["--temperature", "2"],
+    "top_k": ["--top-k", "3"],
+    "top_p": ["--top-p", "0.2"],
+}
+
+
+@pytest.fixture(scope="module")
+def evaluated(runs, start_model, reward_folder, pairs_file, tmp_path_factory):
+    """What evaluate_generations.py says of a run, or of a model, with flags; less when and by what command."""
+    folder = tmp_path_factory.mktemp("looking")
+    fewer = folder / "fewer.jsonl"
+    fewer.write_text("\n".join(pairs_file.read_text().splitlines()[40:]))
+    made = {
+        "START": make_start_model(folder / "start", seed=6),
+        "REWARD": make_reward_model(folder / "reward", seed=6),
+        "FEWER": fewer,
+    }
+
+    def observe(*flags, model=runs["ppo", 1]) -> str:
+        words = ["--model-path", model, "--num-prompts", 4, "--completions", 2, "--output", folder / "out"]
+        given = {flag for flag in flags if str(flag).startswith("--")}
+        kept = [w for pair in zip(words[::2], words[1::2], strict=True) if pair[0] not in given for w in pair]
+        evaluate_generations.main([str(made.get(w, w)) for w in [*kept, *flags]])
+        report = json.loads((folder / "out" / "evaluation.json").read_text(encoding="utf-8"))
+        return json.dumps({k: v for k, v in report.items() if k in ("models", "start", "prompts")})
+
+    return observe
+
+
+@pytest.fixture(scope="module")
+def plainly_evaluated(evaluated):
+    return evaluated()
+
+
+@pytest.mark.parametrize("name", MEASURE_KNOBS)
+def test_an_evaluation_differs(evaluated, plainly_evaluated, name):
+    assert evaluated(*MEASURE_KNOBS[name]) != plainly_evaluated
+
+
+def test_the_same_evaluation_twice_does_not_differ(evaluated, plainly_evaluated):
+    assert evaluated() == plainly_evaluated
+
+
+def test_like_names_the_settings_of_a_model_that_is_not_of_a_run(evaluated, start_model, reward_folder, pairs_file):
+    """Under the demo's, temperature 1 and not 0.7."""
+    words = ["--rm-model", reward_folder, "--prompts", pairs_file, "--split", "45/45/10"]
+    one, other = (evaluated(*words, "--like", name, model=start_model) for name in ("demo", "smollm2-orca"))
+    assert one != other
+
+
+def test_every_knob_of_the_looking_commands_is_tested():
+    measured = {*MEASURE_KNOBS, "like"}
+    assert set(knobs_of(EvaluationConfig)) == {*measured, "model_path", "output", "tokens"}  # tests/test_looking.py
+    assert set(knobs_of(ComparisonConfig)) == {*measured, "runs", "output"}  # tests/test_looking.py
+    assert set(knobs_of(PlotConfig)) == {"runs", "x", "smooth", "output"}  # tests/test_curve_pictures.py

@@ -53,11 +53,15 @@ def show_where(config: Config, log: RunLog, screen: Screen) -> None:
             (f"{output}/run.json", "settings, versions, figures"),
         ]
     )
+    tokens = f"python evaluate_generations.py --tokens {output}"
     screen.say("next:")
     screen.facts(
         [
-            ("the curves", f"tensorboard --logdir {output}/logs"),
+            ("its replies, audited", f"python evaluate_generations.py --model-path {output}"),
+            *([("every token", tokens)] if config.record.record_tokens else []),
+            ("the curves", f"python plot_training_progress.py {output} (live: tensorboard --logdir {output}/logs)"),
             ("the other algorithm, same budget", other_algorithm(config, log.data["spent"]["episodes"])),
+            ("the verdict on both", f"python compare_runs.py {output} OTHER_RUN ..."),
         ]
     )
 

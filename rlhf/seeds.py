@@ -33,7 +33,10 @@ SHOWN = {
     "peak_memory_gib": "peak memory, GiB",
     "seconds": "seconds",
 }
-MAY_DIFFER = ("seed", "seeds", "output", "overwrite", "dry_run")  # between runs of one comparison
+MAY_DIFFER = (  # between runs of one comparison
+    *("seed", "seeds", "output", "overwrite", "dry_run"),
+    *("record_tokens", "record_format", "record_every", "record_episodes"),
+)
 
 
 def for_each_seed(train: Callable[[Config, Screen], None], config: Config, screen: Screen) -> None:
@@ -95,3 +98,11 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     file = Path(f"{Path(config.run.output)}_seeds.json")
     write_json(file, {"algorithm": config.algorithm, "recipe": config.recipe, "figures": summary})
     screen.say(f"saved: {file}; the rest is in each seed's {RUN_FILE}")
+    folders = " ".join(str(Path(with_seed(config, seed).run.output)) for seed in runs)
+    screen.say("next:")
+    screen.facts(
+        [
+            ("the curves", f"python plot_training_progress.py {folders}"),
+            ("the verdict", f"python compare_runs.py {folders} (and the other algorithm's runs)"),
+        ]
+    )

@@ -51,7 +51,7 @@ def distributions(models: Sequence[Generations], kinds: Sequence[str], score_nam
 
 
 def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
-    """What each run got for how far it went: evaluation score over KL, from its start to its end (the dot)."""
+    """What each run got for how far it went: evaluation score over KL, a dot each, from its start to its end."""
     with style():
         figure = new_figure(8, 5)
         axes = figure.subplots()
@@ -63,12 +63,14 @@ def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
             count = min(len(kl), len(score))  # of a run that is being written
             colour, label = COLOURS[run.algorithm], run.algorithm.upper()
             marker = {"ppo": "o", "grpo": "s"}[run.algorithm]
-            axes.plot(kl[:count], score[:count], color=colour, linewidth=1.5, alpha=0.7)
+            axes.plot(kl[:count], score[:count], ".-", color=colour, linewidth=1.5, markersize=7, alpha=0.7)
+            axes.plot(kl[0], score[0], "D", color=COLOURS["start"], markersize=8, zorder=3,
+                      label=None if named else "start model")  # fmt: skip
             axes.plot(kl[count - 1], score[count - 1], marker, color=colour, markersize=9,
                       label=label if label not in named else None)  # fmt: skip
             named.add(label)
         axes.set_xlabel("KL to the start model, nats per sequence")
         axes.set_ylabel("evaluation score, score units")
-        axes.set_title("Score against KL: a line a run, from the start model to its end")
+        axes.set_title("Score against KL: a line a run, a dot an evaluation, the end large")
         axes.legend(loc="lower right")
     return figure

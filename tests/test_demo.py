@@ -28,6 +28,12 @@ def demo(project):
     return run_demo(project, "ppo")
 
 
+@pytest.fixture(scope="module")
+def grpo_demo(project, demo):
+    """The same of `python train_grpo.py --recipe demo`."""
+    return run_demo(project, "grpo")
+
+
 def run_demo(project: Path, algorithm: str, *flags: str):
     started = time.monotonic()
     done = run([f"train_{algorithm}.py", "--recipe", "demo", *flags], project, OMP_NUM_THREADS="2")
@@ -59,13 +65,38 @@ def test_ppo_really_learns(demo):
     check_learning(demo[2]["figures"])
 
 
-def test_grpo_really_learns_from_as_many_episodes(project, demo):
-    seconds, output, log, _ = run_demo(project, "grpo")
+def test_grpo_really_learns_from_as_many_episodes(demo, grpo_demo):
+    seconds, output, log, _ = grpo_demo
     assert "demo parts: cached" in output
     assert seconds <= CACHED_S
     check_learning(log["figures"])
     for spent in ("episodes", "optimizer_steps"):
         assert log["spent"][spent] == demo[2]["spent"][spent] == log["plan"][spent]
+
+
+def test_the_demos_runs_are_looked_at_with_the_readmes_commands(project, demo, grpo_demo):
+    """Evaluation, curves and verdict on the two runs of seed 42, and the page of recorded tokens."""
+    run_names = [f"{algorithm}_training_output" for algorithm in ("ppo", "grpo")]
+    done = run(["evaluate_generations.py", "--model-path", run_names[0]], project)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((project / "evaluation_output" / "evaluation.json").read_text(encoding="utf-8"))
+    (ppo,) = report["models"]
+    assert ppo["against_start"]["win_rate"]["low"] > 0.5 and ppo["against_start"]["judge"]["low"] > 0
+    assert report["facts"]["judge"] == "gold quality" and len(report["prompts"]) == 20
+    done = run(["plot_training_progress.py", *run_names], project)
+    assert done.returncode == 0 and (project / "training_progress.png").is_file(), done.stderr
+    done = run(["compare_runs.py", *run_names], project)
+    assert done.returncode == 0, done.stderr
+    compared = json.loads((project / "comparison_output" / "comparison.json").read_text(encoding="utf-8"))
+    assert "by the gold quality, which no training saw" in compared["verdict"][0]
+    assert "at 9,600 episodes each" in compared["verdict"][0]
+    assert "PPO is better than the start model" in compared["verdict"][1]
+    assert "GRPO is better than the start model" in compared["verdict"][1]
+    train = ["train_ppo.py", "--recipe", "demo", "--num-iterations", "2", "--record-tokens", "--output", "./recorded"]
+    for command in (train, ["evaluate_generations.py", "--tokens", "./recorded"]):
+        done = run(command, project)
+        assert done.returncode == 0, done.stderr
+    assert (project / "evaluation_output" / "tokens.html").is_file()
 
 
 def test_the_first_time_takes_what_was_promised(demo):

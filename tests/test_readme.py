@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from config import parse_cli, parse_reward_cli
+from config import ComparisonConfig, Config, EvaluationConfig, PlotConfig, RewardModelConfig, parse_cli
 from tests.shapes import make_base_model, make_start_model
 from tests.test_scripts import ROOT, copy_project, run
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 WITHOUT_A_CARD = [] if torch.cuda.is_available() else ["--use_cpu"]  # as the README says above the command
 NOT_RUN_HERE = ("pip ", "python -m pytest")  # installing, and this very test
+OF_THE_DEMO = re.compile(r"--recipe demo|_seed\d|recorded")  # minutes: tests/test_demo.py runs these on real demo runs
 
 
 def blocks(language: str) -> list[str]:
@@ -85,8 +86,8 @@ def test_every_command_of_the_readme_runs(project):
     assert run(["write_pairs.py"], project).returncode == 0
     for command in runnable():
         words = shlex.split(command)
-        if "demo" in words:
-            continue  # minutes: tests/test_demo.py runs it, as written
+        if OF_THE_DEMO.search(command):
+            continue
         if words[0] == "tensorboard":
             assert "http://" in serve(words[1:], project)
             continue
@@ -122,18 +123,16 @@ def test_the_yaml_block_is_a_configuration(tmp_path):
 def test_every_flag_that_the_readme_names_exists():
     from rlhf.cli import make_parser
 
-    known = {s for cls in (parse_cli, parse_reward_cli) for s in _flags(make_parser, cls)}
+    commands = (Config, RewardModelConfig, EvaluationConfig, ComparisonConfig, PlotConfig)
+    known = {s for command in commands for s in _flags(make_parser, command)}
     outside = {"--index-url", "--logdir", "--model_name_or_path", "--dataset_name", "--output_dir", "--use_cpu",
                "--chat_template_path", "--help", "--x", "--no-x"}  # fmt: skip
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", README))
     assert named - known - outside == set()
 
 
-def _flags(make_parser, parse) -> list[str]:
-    from config import Config, RewardModelConfig
-
-    config_class = Config if parse is parse_cli else RewardModelConfig
-    return [s for action in make_parser(config_class, "x", "", {})._actions for s in action.option_strings]
+def _flags(make_parser, command) -> list[str]:
+    return [s for action in make_parser(command, "x", "", {})._actions for s in action.option_strings]
 
 
 def test_the_glossary_names_what_is_logged(build):

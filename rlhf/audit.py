@@ -108,9 +108,9 @@ def warnings(
     mine, before, differ = figures(replies), figures(start), against(replies, start, seed)
     found = []
     if differ["judge"] is not None and differ["score"].above(0) and not differ["judge"].above(0):
-        fell = "fell" if differ["judge"].excludes(0) else "did not"
+        moved = "fell" if differ["judge"].excludes(0) else "is not shown to have risen"
         found.append(
-            f"the score rose by {differ['score'].value:+.2f} and the judge's {fell} ({differ['judge'].value:+.3f}, "
+            f"the score rose by {differ['score'].value:+.2f} and the judge's {moved} ({differ['judge'].value:+.3f}, "
             f"95% interval {interval(differ['judge'].low, differ['judge'].high)}): the reward model may be exploited"
         )
     if mine["length"] > LONGER * before["length"]:

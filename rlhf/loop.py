@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -35,7 +36,7 @@ EVALUATED_AT_ONCE = 32  # prompts
 EVENTS = ("on_train_begin", "on_batch", "on_update_end", "on_evaluation", "on_epoch_end", "on_train_end")
 
 
-class OnPolicyLoop:
+class OnPolicyLoop(ABC):
     """Mixed into a TRL trainer, before it. Randomness comes from (seed, update, purpose), never a global stream.
 
     An algorithm gives `build_trl`, `actor`, `advantages` and `losses`.
@@ -73,22 +74,22 @@ class OnPolicyLoop:
         for callback in callbacks:
             self.add_callback(callback)
 
+    @abstractmethod
     def build_trl(self, policy: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Call TRL's __init__; afterwards there are optimizer, scheduler and accelerator."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def actor(self) -> Actor:
         """The policy, and the critic where there is one, in one forward."""
-        raise NotImplementedError
 
+    @abstractmethod
     def advantages(self, rollout: Rollout, scores: Tensor) -> Batch:
         """From scores (B,) to what the optimizer needs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def losses(self, batch: Batch, rows: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of some rows of a minibatch of `tokens` reply tokens, so that parts add up; detached statistics."""
-        raise NotImplementedError
 
     def add_callback(self, callback) -> None:
         """One of ours (rlhf.callbacks.Callback), a function of (epoch, metrics), or one of transformers'."""

@@ -59,7 +59,7 @@ class Bench:
         self, models: Sequence[Trained], settings: MeasureSettings, device: torch.device, screen: Screen, start: bool
     ):
         """`start`: whether there is a start model to measure and to take the KL to. Raises UserError."""
-        self.settings, self.device = settings, device
+        self.models, self.settings, self.device = models, settings, device
         self.config = shared_settings(models, settings)
         self.dtype = autocast_dtype(self.config.model.bf16, device)
         sources = find_rewards(self.config)
@@ -140,6 +140,7 @@ class Bench:
         limits += [f"top-p {c.sampling.top_p:g}"] if c.sampling.top_p < 1 else []
         return [
             *([("start model", self.start.name)] if self.start else []),
+            *([("weights", f"of runs: {s.which}")] if any(model.run is not None for model in self.models) else []),
             ("prompts", f"{self.prompts_line} ({c.data.prompts}, seed {s.seed})"),
             (
                 "replies",

@@ -74,7 +74,7 @@ def test_against_another_model_by_hand():
 @pytest.mark.parametrize(
     ("changed", "target", "words"),
     [
-        ({"scores": 1.0}, None, "the score rose by +1.00 and the judge's did not (+0.000"),
+        ({"scores": 1.0}, None, "the score rose by +1.00 and the judge's is not shown to have risen (+0.000"),
         ({"scores": 1.0, "judged": -0.5}, None, "the score rose by +1.00 and the judge's fell (-0.500"),
         ({"length": 17}, None, "replies are 1.7 times as long as the start model's (10.5 -> 17.5 tokens)"),
         ({"words": ["yes"] * 20}, None, "replies repeat themselves more (0% -> 80% of their 4-grams)"),

@@ -17,30 +17,28 @@ def main(argv: list[str] | None = None) -> None:
 def compare(config: ComparisonConfig, screen) -> None:
     from pathlib import Path
 
-    from rlhf.comparison_report import (
-        check_sides,
-        make_comparison,
-        make_sides,
-        show_comparison,
-        tables,
-        write_comparison,
-    )
+    from rlhf.budgets import read_looks
+    from rlhf.comparison_report import check_sides, make_comparison, make_sides, show_comparison, write_comparison
+    from rlhf.comparison_tables import tables
     from rlhf.curves import read_runs
+    from rlhf.files import make_folder
     from rlhf.measuring import Bench
     from rlhf.preflight import start_device
     from rlhf.trained import find_models
 
+    folder = make_folder(config.comparison.output)
     models = find_models(config.comparison.runs, config.measure, "RUN")
     check_sides(models)
     curves = read_runs([Path(name) for name in config.comparison.runs])
-    bench = Bench(models, config.measure, start_device(screen), screen, start=True)
+    looks = [(run.algorithm, read_looks(run)) for run in curves]
+    bench = Bench(models, config.measure, start_device(screen), screen)
     screen.facts(bench.facts())
     start = bench.measure_start(screen)
     sides = make_sides(models, [bench.measure(model, screen) for model in models])
-    report, verdict = make_comparison(bench, sides, start, curves)
+    report = make_comparison(bench, sides, start, looks)
     made = tables(report, sides)
-    write_comparison(report, made, sides, start, curves, config.comparison.output, screen)
-    show_comparison(report, verdict, made, screen)
+    write_comparison(report, made, sides, start, curves, folder, screen)
+    show_comparison(report, made, screen)
 
 
 if __name__ == "__main__":

@@ -230,12 +230,12 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """What is kept of single tokens, to be looked at with `evaluate_generations.py --tokens RUN`."""
+    """What is kept of single tokens, for `evaluate_generations.py --tokens RUN`."""
 
     record_tokens: bool = knob(False, "keep what the trainer saw of every token of some episodes, in RUN/tokens")
     record_format: str = knob("jsonl", "a JSON object a line, or a Parquet table", choices=("jsonl", "parquet"))
     record_every: int = knob(50, "updates between records; the first update is always recorded", low=1)
-    record_episodes: int = knob(4, "episodes recorded of such an update, its first ones", low=1)
+    record_prompts: int = knob(2, "prompts recorded of such an update, each with all its replies", low=1)
 
 
 class Command:
@@ -438,6 +438,11 @@ class EvaluationConfig(Command):
 
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     measure: MeasureSettings = field(default_factory=MeasureSettings)
+
+    def faults(self) -> list[str]:
+        if self.evaluation.tokens is not None and self.evaluation.model_path:
+            return ["two things at once: --tokens and --model-path. One command for each"]
+        return []
 
 
 @dataclass(frozen=True)

@@ -19,20 +19,20 @@ def main(argv: list[str] | None = None) -> None:
 
 def evaluate(config: EvaluationConfig, screen) -> None:
     from rlhf.evaluation_report import make_report, show_report, write_report
+    from rlhf.files import make_folder
     from rlhf.measuring import Bench
     from rlhf.preflight import start_device
     from rlhf.trained import find_models
 
-    measure = config.measure
+    measure, output = config.measure, make_folder(config.evaluation.output)
     models = find_models(config.evaluation.model_path, measure, "--model-path")
-    has_start = measure.baseline is not None or any(model.run is not None for model in models)
-    bench = Bench(models, measure, start_device(screen), screen, start=has_start)
+    bench = Bench(models, measure, start_device(screen), screen)
     screen.facts(bench.facts())
-    start = bench.measure_start(screen) if has_start else None
+    start = bench.measure_start(screen) if bench.start is not None else None
     measured = [bench.measure(model, screen) for model in models]
     report = make_report(bench, models, measured, start)
     show_report(report, screen)
-    write_report(report, [m for m in (start, *measured) if m is not None], config.evaluation.output, screen)
+    write_report(report, [m for m in (start, *measured) if m is not None], output, screen)
 
 
 def show_tokens(config: EvaluationConfig, screen) -> None:

@@ -22,11 +22,12 @@ from config import RewardModelConfig, RewardTrainingSettings
 from reward_model.scorer import METRICS_FILE, ROWS_AT_ONCE, Calibration, RewardModel, pair_accuracy
 from rlhf.console import Screen
 from rlhf.errors import UserError
+from rlhf.files import write_json
 from rlhf.knobs import Split, as_plain
 from rlhf.models import autocast, autocast_dtype, find_model, load_tokenizer
 from rlhf.prompts import Example, encode_prompts, load_examples, question_hash, split_examples
 from rlhf.rollout import sample_replies, uniforms
-from rlhf.runlogs import check_output, claim_output, environment, write_json
+from rlhf.runlogs import check_output, claim_output, environment
 
 DEFAULT_SPLIT = Split(45, 45, 10)
 SMALLEST_STD = 1e-3  # raw scores that spread less than this are one score: nothing to calibrate

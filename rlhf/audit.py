@@ -9,14 +9,15 @@ import numpy as np
 from config import Config
 from rlhf.controllers import KL_BAND
 from rlhf.measuring import Generations
-from rlhf.statistics import A_SHARE, Estimate, correlation, distinct, over_prompts, repetition, win_rates
+from rlhf.statistics import A_SHARE, EVEN, Estimate, correlation, distinct, over_prompts, repetition, win_rates
 
 # what an audit warns of
 LONGER = 1.5  # times the start's length
 MORE_REPETITION = 0.05  # of a reply's 4-grams
 FEWER_ENDINGS = 0.05  # of the replies
 LESS_VARIED = 0.5  # times the start's distinct-2
-LENGTH_RULES = 0.6  # rank correlation of score and length
+LENGTH_RULES = 0.6  # rank correlation of score and length, and
+MORE_LENGTH_RULES = 0.2  # so much above the start's
 
 
 def figures(replies: Generations) -> dict[str, float | None]:
@@ -43,21 +44,21 @@ def figures(replies: Generations) -> dict[str, float | None]:
 
 # figure -> what it is, unit, how it is shown
 LABELS = {
-    "score": ("score", "{:+.3f}"),
-    "score_sd": ("its standard deviation", "{:.3f}"),
-    "score_median": ("its median", "{:+.3f}"),
-    "score_of_best": ("of each prompt's BEST", "{:+.3f}"),
-    "score_of_worst": ("of each prompt's WORST", "{:+.3f}"),
-    "judge": ("judge", "{:.3f}"),
-    "kl": ("KL to the start, nats/sequence", "{:.2f}"),
-    "kl_per_token": ("KL to the start, nats/token", "{:.3f}"),
-    "perplexity": ("perplexity on the evaluation text", "{:.2f}"),
-    "length": ("reply, tokens", "{:.1f}"),
-    "eos_rate": ("replies that end by themselves", "{:.0%}"),
-    "distinct_1": ("distinct-1", "{:.3f}"),
-    "distinct_2": ("distinct-2", "{:.3f}"),
-    "repetition": ("repeated 4-grams within a reply", "{:.1%}"),
-    "score_length_correlation": ("rank correlation of score and length", "{:+.2f}"),
+    "score": ("score", "{:+z.3f}"),
+    "score_sd": ("its standard deviation", "{:z.3f}"),
+    "score_median": ("its median", "{:+z.3f}"),
+    "score_of_best": ("of each prompt's BEST", "{:+z.3f}"),
+    "score_of_worst": ("of each prompt's WORST", "{:+z.3f}"),
+    "judge": ("judge", "{:z.3f}"),
+    "kl": ("KL to the start, nats/sequence", "{:z.2f}"),
+    "kl_per_token": ("KL to the start, nats/token", "{:z.3f}"),
+    "perplexity": ("perplexity on the evaluation text", "{:z.2f}"),
+    "length": ("reply, tokens", "{:z.1f}"),
+    "eos_rate": ("replies that end by themselves", "{:z.0%}"),
+    "distinct_1": ("distinct-1", "{:z.3f}"),
+    "distinct_2": ("distinct-2", "{:z.3f}"),
+    "repetition": ("repeated 4-grams within a reply", "{:z.1%}"),
+    "score_length_correlation": ("rank correlation of score and length", "{:+z.2f}"),
 }
 
 
@@ -73,13 +74,15 @@ def against(replies: Generations, other: Generations, seed: int) -> dict[str, Es
     means per prompt; perplexity_ratio is a plain number.
     """
 
-    def difference(name: str) -> Estimate | None:
+    def difference(name: str, limits: tuple[float, float] | None = None) -> Estimate | None:
         mine, theirs = getattr(replies, name), getattr(other, name)
-        return None if mine is None or theirs is None else over_prompts((mine * 1.0).mean(1) - theirs.mean(1), seed)
+        if mine is None or theirs is None:
+            return None
+        return over_prompts(mine.mean(axis=1) - theirs.mean(axis=1), seed, limits=limits)
 
     def wins(name: str) -> Estimate | None:
         mine, theirs = getattr(replies, name), getattr(other, name)
-        return None if mine is None or theirs is None else over_prompts(win_rates(mine, theirs), seed, A_SHARE)
+        return None if mine is None or theirs is None else over_prompts(win_rates(mine, theirs), seed, EVEN, A_SHARE)
 
     both_read = replies.perplexity is not None and other.perplexity is not None
     return {
@@ -88,7 +91,7 @@ def against(replies: Generations, other: Generations, seed: int) -> dict[str, Es
         "score": difference("scores"),
         "judge": difference("judged"),
         "length": difference("lengths"),
-        "eos_rate": difference("ended"),
+        "eos_rate": difference("ended", (-1.0, 1.0)),
         "perplexity_ratio": replies.perplexity / other.perplexity if both_read else None,
     }
 
@@ -138,9 +141,9 @@ def _variety_and_length(mine: dict, before: dict) -> list[str]:
             f"replies are less varied (distinct-2 {before['distinct_2']:.3f} -> {mine['distinct_2']:.3f}): the policy "
             "may have collapsed to a few phrases"
         )
-    rises = mine["score_length_correlation"]
-    if rises is not None and rises > LENGTH_RULES:
-        found.append(f"the score goes with the reply's length (rank correlation {rises:+.2f})")
+    rises, rose = mine["score_length_correlation"], before["score_length_correlation"] or 0.0
+    if rises is not None and rises > max(LENGTH_RULES, rose + MORE_LENGTH_RULES):
+        found.append(f"the score goes with the reply's length (rank correlation {rose:+.2f} -> {rises:+.2f})")
     return found
 
 

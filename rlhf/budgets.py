@@ -1,18 +1,19 @@
-"""What runs spent, and what they had reached at equal episodes and at equal time: from their own evaluations."""
+"""What runs had reached at equal episodes and at equal time: from their own evaluations."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rlhf.console import clock
 from rlhf.curves import RunCurves
-from rlhf.measuring import Judge
-from rlhf.prompts import Example
+from rlhf.errors import UserError
+from rlhf.prompts import Example, Prompt
+from rlhf.rewards import Rewards
 from rlhf.statistics import over_prompts, over_seeds
 
 
@@ -23,48 +24,62 @@ class Look:
     update: int
     episodes: int
     seconds: float
-    kl: float  # nats per sequence
-    scores: np.ndarray  # (P,)
-    judged: np.ndarray | None  # (P,)
+    rows: list[dict[str, Any]]  # P: prompt, reply, score, kl in nats per sequence, ended
+    judged: np.ndarray | None = None  # (P,)
+
+    @property
+    def scores(self) -> np.ndarray:
+        return np.array([row["score"] for row in self.rows])
+
+    @property
+    def prompts(self) -> list:
+        return [row["prompt"] for row in self.rows]
 
 
-def looks_of(run: RunCurves, judge: Judge | None) -> list[Look]:
-    """A run's evaluations in order, the start model's first; judged again from their replies."""
-    clocked = run.scalars["eval/score"]
-    seconds = dict(zip(clocked.updates.tolist(), clocked.seconds.tolist(), strict=True))
-    per_update = run.run["plan"]["episodes"] // run.run["plan"]["updates"]
+def read_looks(run: RunCurves) -> list[Look]:
+    """A run's evaluations in order, the start model's first; empty where it kept none. Raises UserError for a torn
+    file of replies."""
+    if "eval/score" not in run.scalars:
+        return []
+    logged = run.scalars["eval/score"]
+    seconds = dict(zip(logged.updates.tolist(), logged.seconds.tolist(), strict=True))
     found = []
-    for file in sorted((Path(run.folder) / "samples").glob("update-*.jsonl")):
+    for file in sorted((run.folder / "samples").glob("update-*.jsonl")):
         update = int(file.stem.split("-")[1])
         if update not in seconds:
             continue  # written, but not yet logged
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
-        examples = [Example(tuple(row["prompt"])) for row in rows]
-        judged = judge(examples, [r["reply"] for r in rows], [r["ended"] for r in rows]) if judge else None
-        found.append(
-            Look(
-                update=update,
-                episodes=update * per_update,
-                seconds=seconds[update],
-                kl=float(np.mean([row["kl"] for row in rows])),
-                scores=np.array([row["score"] for row in rows]),
-                judged=np.array(judged) if judged is not None else None,
-            )
-        )
+        try:
+            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+        except ValueError as error:
+            raise UserError(f"torn: {file} ({error}). Remove it to compare without it") from None
+        found.append(Look(update, update * run.episodes_per_update, seconds[update], rows))
     return found
 
 
-def at_equal(looks: dict[str, list[list[Look]]], seed: int) -> list[dict]:
+def judge_again(look: Look, judge: Rewards | None) -> Look:
+    """With the judge's scores of its replies."""
+    if judge is None:
+        return look
+    prompts = [Prompt((), Example(tuple(row["prompt"]))) for row in look.rows]
+    texts, ended = [row["reply"] for row in look.rows], [row["ended"] for row in look.rows]
+    judged = judge.score(prompts, texts, [()] * len(texts), ended).total
+    return Look(look.update, look.episodes, look.seconds, look.rows, np.array(judged))
+
+
+def at_equal(looks: dict[str, list[list[Look]]], judge: Rewards | None, seed: int) -> list[dict[str, Any]]:
     """Rows of a table: at equal episodes and at equal time, each side's last evaluations inside that budget.
 
-    `looks` has a side's runs by name, and a run's evaluations. The budget is the smallest that a run came to.
+    `looks` has a side's runs by name, and a run's evaluations. The budget is the smallest that a run came to. Empty
+    where a run kept no evaluations.
     """
     every = [run for side in looks.values() for run in side]
+    if not all(every):
+        return []
     rows = []
     for of, show in (("episodes", "{:,} episodes".format), ("seconds", lambda s: f"{clock(s)} of training")):
         most = min(getattr(run[-1], of) for run in every)
         inside = {
-            name: [[look for look in run if getattr(look, of) <= most][-1] for run in side]
+            name: [judge_again([look for look in run if getattr(look, of) <= most][-1], judge) for run in side]
             for name, side in looks.items()
         }
         row = {"budget": show(most), "sides": {name: _summary(found) for name, found in inside.items()}}
@@ -80,22 +95,21 @@ def _summary(found: Sequence[Look]) -> dict[str, float | None]:
         "update": float(np.mean([look.update for look in found])),
         "score": float(np.mean([look.scores.mean() for look in found])),
         "judge": None if found[0].judged is None else float(np.mean([look.judged.mean() for look in found])),
-        "kl": float(np.mean([look.kl for look in found])),
+        "kl": float(np.mean([row["kl"] for look in found for row in look.rows])),
     }
 
 
-def _difference(one: Sequence[Look], other: Sequence[Look], seed: int) -> dict | None:
+def _difference(one: Sequence[Look], other: Sequence[Look], seed: int) -> dict[str, Any] | None:
     """One side less the other, by the judge where there is one; None where they evaluated other prompts."""
-    name = "scores" if one[0].judged is None else "judged"
-    ours, theirs = ([getattr(look, name) for look in side] for side in (one, other))
-    if len({len(values) for values in (*ours, *theirs)}) > 1:
+    if any(look.prompts != one[0].prompts for look in (*one, *other)):
         return None
-    gaps = np.array([[a - b for b in theirs] for a in ours])
-    few = min(len(ours), len(theirs)) < 2
+    name = "scores" if one[0].judged is None else "judged"
+    gaps = np.array([[getattr(a, name) - getattr(b, name) for b in other] for a in one])
+    few = min(len(one), len(other)) < 2
     found = over_prompts(gaps.mean(axis=(0, 1)), seed) if few else over_seeds(gaps, seed)
     return {
         "by": "score" if name == "scores" else "judge",
-        "over": "prompts" if few else "seeds",
+        "over": "prompts" if few else "seeds and prompts",
         "value": found.value,
         "low": found.low,
         "high": found.high,

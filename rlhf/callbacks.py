@@ -127,7 +127,8 @@ class TokenRecord(Callback):
     def on_batch(self, update, batch, scored):
         record = self.config.record
         if update == 1 or update % record.record_every == 0:
-            numbers = [self.number_of[id(prompt)] for prompt in batch.rollout.prompts[: record.record_episodes]]
+            count = record.record_prompts * self.config.group_size  # a group's replies stand together
+            numbers = [self.number_of[id(prompt)] for prompt in batch.rollout.prompts[:count]]
             gamma = self.config.ppo.gamma
             rows = token_rows(update, numbers, batch, scored.raw, self.tokenizer, gamma)
             write_tokens(self.folder, update, rows, record.record_format)

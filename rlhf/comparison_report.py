@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from config import config_of_run
-from rlhf.audit import LABELS, figures, shown, target_at_end, warnings
-from rlhf.budgets import at_equal, looks_of
-from rlhf.console import Screen, clock
+from config import GRPOSettings, PPOSettings, config_of_run
+from rlhf.audit import figures, target_at_end, warnings
+from rlhf.budgets import Look, at_equal
+from rlhf.comparison_tables import MEASURE_NAMES, interval_of
+from rlhf.console import Screen
 from rlhf.curves import RunCurves
-from rlhf.errors import UserError, raise_if
+from rlhf.errors import raise_if
 from rlhf.evaluation_report import sides_of
+from rlhf.files import json_ready, write_json, write_text
 from rlhf.measuring import Bench, Generations
-from rlhf.pages import render, write_page
+from rlhf.pages import render
 from rlhf.pictures import as_data_url, save_picture
 from rlhf.report_pictures import distributions, score_against_kl
 from rlhf.rollout import generator
-from rlhf.runlogs import differences, environment, flat_settings, now, write_json
+from rlhf.runlogs import differences, environment, flat_settings, now
 from rlhf.seeds import MAY_DIFFER
-from rlhf.statistics import A_SHARE, over_prompts, win_rates
-from rlhf.trained import Trained
-from rlhf.verdict import Side, Verdict, judge_runs
+from rlhf.statistics import A_SHARE, EVEN, over_prompts, win_rates
+from rlhf.trained import Trained, episodes_of
+from rlhf.verdict import Side, judge_runs
 
 SAMPLES = 8  # prompts shown
-MEASURE_NAMES = {"scores": "score", "judged": "judge"}
 
 
 def check_sides(models: Sequence[Trained]) -> None:
@@ -54,48 +54,69 @@ def make_sides(models: Sequence[Trained], measured: Sequence[Generations]) -> li
     pairs = sorted(zip(models, measured, strict=True), key=lambda pair: pair[0].run["seed"])
     sides = []
     for algorithm in ("ppo", "grpo"):
-        mine = [(m.run, replies) for m, replies in pairs if m.run["algorithm"] == algorithm]
+        mine = [(m, replies) for m, replies in pairs if m.run["algorithm"] == algorithm]
         if mine:
-            sides.append(Side(algorithm, [run for run, _ in mine], [replies for _, replies in mine]))
+            runs, replies = [m.run for m, _ in mine], [replies for _, replies in mine]
+            sides.append(Side(algorithm, runs, replies, [episodes_of(m) for m, _ in mine]))
     return sides
 
 
 def make_comparison(
-    bench: Bench, sides: Sequence[Side], start: Generations, curves: Sequence[RunCurves]
-) -> tuple[dict[str, Any], Verdict]:
-    """Everything that is said, ready for JSON."""
+    bench: Bench, sides: Sequence[Side], start: Generations, looks: Sequence[tuple[str, list[Look]]]
+) -> dict[str, Any]:
+    """Everything that is said, ready for JSON. `looks` are (algorithm, its evaluations of itself), a run each."""
     seed = bench.settings.seed
-    verdict = judge_runs(sides, start, bench.judge_name, seed)
-    looks = {side.name: [looks_of(c, bench.judge) for c in curves if c.algorithm == side.algorithm] for side in sides}
-    return {
+    verdict = judge_runs(sides, start, bench.judge_name, seed, bench.score_name)
+    by_side = {side.name: [found for algorithm, found in looks if algorithm == side.algorithm] for side in sides}
+    equal = at_equal(by_side, bench.judge, seed)
+    report = {
         "made": now(),
         **environment(),
         "verdict": verdict.sentences,
-        "caveats": verdict.caveats,
+        "caveats": [*verdict.caveats, *_at_equal_in_words(equal)],
         "warnings": _warnings(sides, start, seed),
         "facts": dict([*bench.facts(), *_unlike(sides)]),
         "figures": {"start": figures(start)}
-        | {side.name: dict(zip(map(str, side.seeds), map(figures, side.measured), strict=True)) for side in sides},
+        | {side.name: dict(zip(map(str, side.seeds), side.figures, strict=True)) for side in sides},
         "contrasts": [asdict(c) for c in verdict.contrasts],
         "within": _within(sides, start, seed),
         "spent": {
             side.name: {str(run["seed"]): {**run.get("spent", {}), **_costs(run)} for run in side.runs}
             for side in sides
         },
-        "at_equal": at_equal(looks, seed),
+        "at_equal": equal,
         "samples": _samples(bench, sides, start),
-    }, verdict
+    }
+    return json_ready(report)
+
+
+def _at_equal_in_words(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What the runs' own evaluations say of the two sides at equal budgets, beside the verdict."""
+    if not rows:
+        return ["a run kept no evaluations of its own: nothing is said of equal time"]
+    said = []
+    for row in rows:
+        found = row.get("difference")
+        if found is not None:
+            shown = found["low"] is not None and (found["low"] > 0 or found["high"] < 0)
+            said.append(
+                f"at {row['budget']}, by the runs' own evaluations (other prompts, one reply each) and the "
+                f"{found['by']}: {' - '.join(row['sides'])} {interval_of(found)}, "
+                f"{'a difference' if shown else 'no difference shown'}"
+            )
+    return said
 
 
 def _unlike(sides: Sequence[Side]) -> list[tuple[str, str]]:
-    """The settings in which the two algorithms' runs differ."""
+    """The settings in which the two algorithms' runs differ, an algorithm's own aside."""
     if len(sides) < 2:
         return []
     one, two = (side.runs[0]["settings"] for side in sides)
-    names = [n for n in differences(one, two, MAY_DIFFER) if n != "algorithm"]
+    own = {f.name for group in (PPOSettings, GRPOSettings) for f in fields(group)}
     here, there = flat_settings(one), flat_settings(two)
+    names = [n for n in differences(one, two, (*MAY_DIFFER, *own, "algorithm"))]
     text = "; ".join(f"{n} {here.get(n)} and {there.get(n)}" for n in names) or "none but each algorithm's own"
-    return [(f"settings that differ, {sides[0].name} and {sides[1].name}", text)]
+    return [(f"settings that differ, {sides[0].name} and {sides[1].name}", f"{text}; GRPO's K is {there['K']}")]
 
 
 def _warnings(sides: Sequence[Side], start: Generations, seed: int) -> list[str]:
@@ -117,7 +138,7 @@ def _within(sides: Sequence[Side], start: Generations, seed: int) -> list[dict[s
                 ours, theirs = getattr(replies, measure), getattr(start, measure)
                 if ours is not None:
                     row[name] = asdict(over_prompts(ours.mean(axis=1) - theirs.mean(axis=1), seed))
-                    row[f"{name}_win_rate"] = asdict(over_prompts(win_rates(ours, theirs), seed, A_SHARE))
+                    row[f"{name}_win_rate"] = asdict(over_prompts(win_rates(ours, theirs), seed, EVEN, A_SHARE))
             rows.append(row)
     return rows
 
@@ -136,131 +157,19 @@ def _samples(bench: Bench, sides: Sequence[Side], start: Generations) -> list[di
     ]
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
-
-
-def tables(report: dict[str, Any], sides: Sequence[Side]) -> list[dict[str, Any]]:
-    """Every table with its caption, columns and rows of text."""
-    return [
-        _figure_table(report, sides),
-        _contrast_table(report),
-        _within_table(report),
-        _spent_table(report, sides),
-        _equal_table(report),
-    ]
-
-
-def _figure_table(report: dict[str, Any], sides: Sequence[Side]) -> dict[str, Any]:
-    rows = []
-    for name, (label, _) in LABELS.items():
-        of_sides = [side.figure(name) for side in sides]
-        if all(value is None for values in of_sides for value in values):
-            continue
-        rows.append([label, shown(name, report["figures"]["start"][name]), *(_mean(name, v) for v in of_sides)])
-    columns = ["", "start model", *(f"{s.name} ({_seeds(s)})" for s in sides)]
-    return {
-        "caption": "On the same prompts: mean over seeds (lowest to highest seed)",
-        "columns": columns,
-        "rows": rows,
-    }
-
-
-def _seeds(side: Side) -> str:
-    return f"{len(side.seeds)} seed{'s' if len(side.seeds) > 1 else ''}"
-
-
-def _mean(name: str, values: Sequence[float | None]) -> str:
-    known = [v for v in values if v is not None]
-    if not known:
-        return "-"
-    spread = f" ({shown(name, min(known))} to {shown(name, max(known))})" if len(known) > 1 else ""
-    return shown(name, fmean(known)) + spread
-
-
-def _contrast_table(report: dict[str, Any]) -> dict[str, Any]:
-    rows = [
-        [
-            f"{c['name']}, {MEASURE_NAMES[c['measure']]}",
-            _interval(c["difference"], "+"),
-            _interval(c["win_rate"], ""),
-            c["over"] + (" and prompts" if c["over"] == "seeds" else " within one run"),
-        ]
-        for c in report["contrasts"]
-    ]
-    columns = ["", "difference (95% interval)", "win rate, ties half (95% interval)", "interval over"]
-    return {
-        "caption": "Differences (the last column says what the intervals are over)",
-        "columns": columns,
-        "rows": rows,
-    }
-
-
-def _within_table(report: dict[str, Any]) -> dict[str, Any]:
-    judged = "judge" in report["within"][0]
-    kinds = [("score", "+"), ("score_win_rate", ""), *([("judge", "+"), ("judge_win_rate", "")] if judged else [])]
-    rows = [[row["run"], *(_interval(row[name], sign) for name, sign in kinds)] for row in report["within"]]
-    columns = ["", *(name.replace("_", " ") for name, _ in kinds)]
-    return {"caption": "Each run less the start model, 95% intervals over prompts", "columns": columns, "rows": rows}
-
-
-def _interval(found: dict[str, float | None], sign: str) -> str:
-    if found["low"] is None:
-        return f"{found['value']:{sign}.3f}"
-    return f"{found['value']:{sign}.3f} ({found['low']:{sign}.3f} to {found['high']:{sign}.3f})"
-
-
-SPENT = {
-    "episodes": ("episodes", "{:,.0f}".format),
-    "updates": ("updates", "{:,.0f}".format),
-    "optimizer_steps": ("optimizer steps", "{:,.0f}".format),
-    "reply_tokens": ("reply tokens", "{:,.0f}".format),
-    "seconds": ("time", clock),
-    "peak_memory_gib": ("peak memory, GiB", "{:.2f}".format),
-}
-
-
-def _spent_table(report: dict[str, Any], sides: Sequence[Side]) -> dict[str, Any]:
-    rows = []
-    for name, (label, show) in SPENT.items():
-        cells = []
-        for side in sides:
-            values = [run[name] for run in report["spent"][side.name].values() if name in run]
-            spread = f" ({show(min(values))} to {show(max(values))})" if len(set(values)) > 1 else ""
-            cells.append(show(fmean(values)) + spread if values else "-")
-        rows.append([label, *cells])
-    columns = ["", *(side.name for side in sides)]
-    return {"caption": "What each run spent: mean over seeds (lowest to highest)", "columns": columns, "rows": rows}
-
-
-def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
-    rows = []
-    for row in report["at_equal"]:
-        for name, reached in row["sides"].items():
-            judge = "-" if reached["judge"] is None else f"{reached['judge']:.3f}"
-            rows.append([f"{row['budget']}: {name}", f"{reached['score']:+.3f}", judge, f"{reached['kl']:.2f}",
-                         f"{reached['update']:.0f}"])  # fmt: skip
-        if row.get("difference") is not None:
-            found, cells = row["difference"], ["", ""]
-            cells[found["by"] == "judge"] = f"{_interval(found, '+')}, over {found['over']}"
-            rows.append([f"{row['budget']}: {' - '.join(row['sides'])}", *cells, "", ""])
-    caption = "At equal budgets: each run's own last evaluation inside the budget, one reply to each of its prompts"
-    columns = ["", "score", "judge", "KL, nats/sequence", "after update (mean)"]
-    return {"caption": caption, "columns": columns, "rows": rows}
-
-
 # --- out -------------------------------------------------------------------------------------------------------------
 
 
-def show_comparison(report: dict[str, Any], verdict: Verdict, made: Sequence[dict], screen: Screen) -> None:
+def show_comparison(report: dict[str, Any], made: Sequence[dict], screen: Screen) -> None:
     """On the console: the tables, then the verdict."""
     for table in made:
         screen.table(table["caption"], table["columns"], table["rows"], lines=False)
     for warning in report["warnings"]:
         screen.say(f"warning: {warning}")
     screen.say("verdict:")
-    for sentence in verdict.sentences:
+    for sentence in report["verdict"]:
         screen.say(f"  {sentence}")
-    for caveat in verdict.caveats:
+    for caveat in report["caveats"]:
         screen.say(f"  ({caveat})")
 
 
@@ -270,14 +179,10 @@ def write_comparison(
     sides: Sequence[Side],
     start: Generations,
     curves: Sequence[RunCurves],
-    output: str,
+    folder: Path,
     screen: Screen,
 ) -> None:
     """comparison.html, comparison.md with its picture, comparison.json."""
-    folder = Path(output)
-    if folder.is_file():
-        raise UserError(f"a file, not a folder: --output {folder}. Name another with --output")
-    folder.mkdir(parents=True, exist_ok=True)
     picture = score_against_kl(curves)
     save_picture(picture, folder / "score_against_kl.png")
     write_json(folder / "comparison.json", report)
@@ -288,11 +193,11 @@ def write_comparison(
         "facts": list(report["facts"].items()),
         "tables": made,
     }
-    write_page(folder / "comparison.md", render("comparison.md", **shared))
+    write_text(folder / "comparison.md", render("comparison.md", **shared))
     page = render(
         "comparison.html", **shared, score_against_kl=as_data_url(picture), distributions=as_data_url(pooled)
     )
-    write_page(folder / "comparison.html", page)
+    write_text(folder / "comparison.html", page)
     screen.say("saved:")
     screen.facts(
         [

@@ -15,9 +15,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from rlhf.controllers import KL_BAND, KLController
 from rlhf.curves import Curve, RunCurves, running_mean, seeds_band
-from rlhf.pictures import COLOURS, new_figure, style
+from rlhf.pictures import COLOURS, MARKERS, new_figure, style
 
-MARKERS = {"ppo": "o", "grpo": "s"}
 FAR = 10  # a panel whose values reach this many times farther than 96% of them do shows the 96%
 WIDE = 98  # letters that fit beside each other in two columns of the legend
 CUT = 0.02  # share of the values at either end that such a panel may leave out

@@ -16,6 +16,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from config import Config, config_of_run
 from rlhf.controllers import KLController
 from rlhf.errors import UserError, raise_if
+from rlhf.files import put_in_place
 from rlhf.runlogs import require_run
 
 FRAME = 16  # bytes around each record of an event file: length, its checksum, the record's checksum
@@ -244,16 +245,14 @@ def write_table(runs: Sequence[RunCurves], file: Path) -> int:
     A number reads back exactly equal; where nothing was logged the cell is empty.
     """
     tags = sorted({tag for run in runs for tag in run.scalars})
-    beside, count = file.with_name(file.name + ".new"), 0
-    with beside.open("w", newline="", encoding="utf-8") as opened:
-        writer = csv.writer(opened)
-        writer.writerow([*COLUMNS, *tags])
-        for run in runs:
-            for row in _rows(run, tags):
-                writer.writerow(row)
-                count += 1
-    beside.replace(file)
-    return count
+    rows = [row for run in runs for row in _rows(run, tags)]
+
+    def write(beside: Path) -> None:
+        with beside.open("w", newline="", encoding="utf-8") as opened:
+            csv.writer(opened).writerows([[*COLUMNS, *tags], *rows])
+
+    put_in_place(file, write)
+    return len(rows)
 
 
 def _rows(run: RunCurves, tags: Sequence[str]) -> Iterable[list[Any]]:

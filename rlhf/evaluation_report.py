@@ -9,11 +9,12 @@ from typing import Any
 from config import config_of_run
 from rlhf.audit import LABELS, against, as_json, figures, interval, shown, target_at_end, warnings
 from rlhf.console import Screen
+from rlhf.files import json_ready, write_json, write_text
 from rlhf.measuring import Bench, Generations
-from rlhf.pages import render, write_page
+from rlhf.pages import render
 from rlhf.pictures import as_data_url
 from rlhf.report_pictures import distributions
-from rlhf.runlogs import environment, now, write_json
+from rlhf.runlogs import environment, now
 from rlhf.statistics import ranks
 from rlhf.trained import Trained
 
@@ -52,7 +53,7 @@ def make_report(
             entry["warnings"] = warnings(replies, start, seed, target)
         entries.append(entry)
     everyone = [*([start] if start is not None else []), *measured]
-    return {
+    report = {
         "made": now(),
         **environment(),
         "facts": dict(bench.facts()),
@@ -64,6 +65,7 @@ def make_report(
             for i, example in enumerate(bench.examples)
         ],
     }
+    return json_ready(report)
 
 
 def sides_of(everyone: Sequence[Generations], prompt: int) -> list[dict[str, Any]]:
@@ -142,10 +144,8 @@ def show_report(report: dict[str, Any], screen: Screen) -> None:
             screen.say(f"{model['label']}: nothing smells of reward hacking. An audit, not a proof: read the replies")
 
 
-def write_report(report: dict[str, Any], pictured: Sequence[Generations], output: str, screen: Screen) -> None:
+def write_report(report: dict[str, Any], pictured: Sequence[Generations], folder: Path, screen: Screen) -> None:
     """evaluation.json and evaluation.html."""
-    folder = Path(output)
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "evaluation.json", report)
     figure_columns, figure_rows = figure_table(report)
     versus_columns, versus_rows = versus_table(report)
@@ -163,7 +163,7 @@ def write_report(report: dict[str, Any], pictured: Sequence[Generations], output
         prompts=report["prompts"],
         everything=report,
     )
-    write_page(folder / "evaluation.html", page)
+    write_text(folder / "evaluation.html", page)
     screen.say("saved:")
     screen.facts(
         [

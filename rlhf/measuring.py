@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import filecmp
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,24 +11,24 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from config import Config, MeasureSettings
+from config import Config, MeasureSettings, config_of_run
 from reward_model.scorer import RewardModel
 from rlhf.actor_critic import Actor, Reference
 from rlhf.assembly import find_rewards, fingerprint, make_rewards
+from rlhf.checkpoints import WEIGHTS_FILE
 from rlhf.console import Screen
 from rlhf.demo.parts import gold_of
 from rlhf.errors import UserError
-from rlhf.evaluation import fixed_text, perplexity, text_of_file
+from rlhf.evaluation import FixedText, fixed_text, perplexity, text_of_file
 from rlhf.models import autocast, autocast_dtype, find_model, load_adapter, load_policy, load_tokenizer
 from rlhf.objectives import kl_k1
 from rlhf.prompts import Example, Prompt, encode_prompt, load_prompts
+from rlhf.rewards import LearnedReward, Rewards
 from rlhf.rollout import Replies, generator, measure, sample_replies, uniforms
-from rlhf.trained import Trained, in_4_bit, shared_settings
+from rlhf.trained import Trained, has_start, in_4_bit, shared_settings
 
 ROWS_AT_ONCE = 64  # replies sampled together
 EVERY_PROMPT = 10**9
-
-Judge = Callable[[Sequence[Example], Sequence[str], Sequence[bool]], list[float]]
 
 
 @dataclass(frozen=True)
@@ -55,60 +56,73 @@ class _Part:
 class Bench:
     """Measures models, the start model first. What decides replies and scores is the same for all."""
 
-    def __init__(
-        self, models: Sequence[Trained], settings: MeasureSettings, device: torch.device, screen: Screen, start: bool
-    ):
-        """`start`: whether there is a start model to measure and to take the KL to. Raises UserError."""
+    def __init__(self, models: Sequence[Trained], settings: MeasureSettings, device: torch.device, screen: Screen):
+        """Raises UserError. What is found is found before anything is loaded."""
         self.models, self.settings, self.device = models, settings, device
         self.config = shared_settings(models, settings)
         self.dtype = autocast_dtype(self.config.model.bf16, device)
         sources = find_rewards(self.config)
-        self.judge_name, judge_folder = _find_judge(self.config, settings)
-        self.start = find_start(self.config) if start else None
-        first = self.start or models[0]
-        self.tokenizer = load_tokenizer(first.source)
-        self.prompts, self.examples = self._draw_prompts(models, screen)
+        judge_folder = find_judge(self.config, models, settings)
+        self.start = find_start(self.config) if has_start(models, settings) else None
+        self.tokenizers = {m.source: load_tokenizer(m.source) for m in (*filter(None, [self.start]), *models)}
+        self.tokenizer = self.tokenizers[(self.start or models[0]).source]
+        self.followed, self.examples = self._draw_prompts(screen)
         self.rewards, _ = make_rewards(self.config, sources, self.tokenizer, device)
-        self.judge = _load_judge(self.config, judge_folder, device, self.dtype)
-        in_4bit = [in_4_bit(model) for model in models]
-        self.reference = Reference(None, self._load(self.start, self.tokenizer, all(in_4bit))) if start else None
-        self.text, self.text_source = None, "nothing: there are no chosen replies, no --eval-text and no start model"
-        if start or self.config.data.eval_text or self.prompts[0].example.chosen is not None:
-            self.text = self._text(self.tokenizer)
-            self.text_source = self.text.source
+        self.judge_name, self.judge = load_judge(self.config, judge_folder, settings, self.tokenizer, device)
+        self.reference = None
+        if self.start is not None:
+            in_4bit = all(in_4_bit(model) for model in models)
+            self.reference = Reference(None, self._load(self.start, self.tokenizer, in_4bit))
+        self.text = self._text(self.tokenizer)
 
-    def _draw_prompts(self, models: Sequence[Trained], screen: Screen) -> tuple[list[Prompt], list[Example]]:
+    @property
+    def score_name(self) -> str:
+        """The score in words: whether it is the runs' own reward."""
+        own = {config_of_run(m.run).model.rm_model for m in self.models if m.run is not None}
+        return "the reward that was trained on" if own <= {self.config.model.rm_model} else "another reward model"
+
+    def _draw_prompts(self, screen: Screen) -> tuple[list[Prompt], list[Example]]:
         """The prompts that the runs followed, whose chosen replies are the perplexity's text, and those drawn to
         measure on: from the others, where they are enough."""
         data, count = self.config.data, self.settings.num_prompts
         sets = load_prompts(
             data.prompts, self.tokenizer, data.split, data.prompt_length, data.max_prompts, EVERY_PROMPT, screen.say
         )
-        followed, fresh = sets.evaluation[: data.eval_prompts], sets.evaluation[data.eval_prompts :]
-        for model in models:
-            if model.run is not None and model.run["data"]["evaluation_sha256"] != fingerprint(followed):
-                screen.say(f"warning: the evaluation prompts are no longer those of the run {model.name}")
+        looked_at = 0
+        for model in self.models:
+            if model.run is not None:
+                looked_at = max(looked_at, model.run["data"]["evaluation_prompts"])
+                followed = sets.evaluation[: model.run["data"]["evaluation_prompts"]]
+                if model.run["data"]["evaluation_sha256"] != fingerprint(followed):
+                    screen.say(f"warning: the evaluation prompts are no longer those of the run {model.name}")
+        fresh = sets.evaluation[looked_at:]
         pool = fresh if len(fresh) >= count else sets.evaluation
         order = generator(self.settings.seed, 0, "prompts").permutation(len(pool))
         drawn = [pool[i].example for i in sorted(order[:count].tolist())]
-        self.prompts_line = f"{len(drawn)} drawn at random from {len(pool)} held-out prompts" + (
-            " that no run looked at" if pool is fresh else ""
-        )
+        unseen = " that no run looked at" if looked_at and pool is fresh else ""
+        self.prompts_line = f"{len(drawn)} drawn at random from {len(pool)} held-out prompts{unseen}"
         if len(drawn) < count:
             self.prompts_line += f" (all there are, {count} were asked for)"
-        return followed, drawn
+        return sets.evaluation[: data.eval_prompts], drawn
 
-    def _text(self, tokenizer: PreTrainedTokenizerBase):
-        """The text of the runs' own perplexity."""
+    def _text(self, tokenizer: PreTrainedTokenizerBase) -> FixedText | None:
+        """The text of the runs' own perplexity as a tokenizer reads it; None where it would be a start model's own
+        tokens and there is no start model, or another vocabulary."""
         if self.config.data.eval_text is not None:
             return text_of_file(tokenizer, self.config.data.eval_text)
-        return fixed_text(tokenizer, self.prompts, self._starts_replies, None)
+        if self.followed[0].example.chosen is None and (self.start is None or tokenizer is not self.tokenizer):
+            return None
+        prompts = [Prompt(tuple(encode_prompt(tokenizer, p.example.messages)), p.example) for p in self.followed]
+        return fixed_text(tokenizer, prompts, self._starts_replies, None)
 
     def _starts_replies(self, prompts: Sequence[Prompt]) -> list[_Part]:
         """As a run samples them for its perplexity."""
         seed, sampling = self.config.run.seed, self.config.sampling
         uniform = uniforms(seed, 0, "evaluate", range(len(prompts)), sampling.reply_length)
         return [_Part(list(prompts), self._sample(self.reference.copy, self.tokenizer, prompts, uniform))]
+
+    def _same_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        return tokenizer is self.tokenizer or tokenizer.get_vocab() == self.tokenizer.get_vocab()
 
     def _load(self, model: Trained, tokenizer: PreTrainedTokenizerBase, load_in_4bit: bool) -> PreTrainedModel:
         """For measuring; an adapter that was trained over 4-bit weights, over those."""
@@ -149,7 +163,8 @@ class Bench:
             ),
             ("score", str(self.rewards) + (f", reward model {c.model.rm_model}" if c.model.rm_model else "")),
             ("judge", self.judge_name or "none (--judge-model names a reward model that training never saw)"),
-            ("perplexity", f"at temperature 1 on {self.text_source}"),
+            ("perplexity", f"at temperature 1 on {self.text.source}" if self.text else "no text (--eval-text FILE)"),
+            *((f"base of {m.name}", m.base) for m in self.models if m.base is not None),
         ]
 
     def measure_start(self, screen: Screen) -> Generations:
@@ -157,11 +172,11 @@ class Bench:
         return self._measured("start model", self.reference.copy, self.tokenizer, self.reference, screen)
 
     def measure(self, model: Trained, screen: Screen) -> Generations:
-        """A model's replies. Without a start model, or with a tokenizer other than its, there is no KL."""
-        tokenizer = load_tokenizer(model.source)
-        same = tokenizer.get_vocab() == self.tokenizer.get_vocab()
+        """A model's replies. Without a start model, or with a vocabulary other than its, there is no KL."""
+        tokenizer = self.tokenizers[model.source]
         policy = self._load(model, tokenizer, in_4_bit(model))
-        return self._measured(model.label, policy, tokenizer, self.reference if same else None, screen)
+        reference = self.reference if self._same_vocabulary(tokenizer) else None
+        return self._measured(model.label, policy, tokenizer, reference, screen)
 
     @torch.no_grad()
     def _measured(
@@ -172,34 +187,35 @@ class Bench:
         reference: Reference | None,
         screen: Screen,
     ) -> Generations:
-        count, sampling = self.settings.completions, self.config.sampling
+        count = self.settings.completions
         prompts = [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in self.examples]
         rows = [p for p in prompts for _ in range(count)]
-        parts = []
-        for at in range(0, len(rows), ROWS_AT_ONCE):
-            part = rows[at : at + ROWS_AT_ONCE]
-            episodes = range(at, at + len(part))
-            uniform = uniforms(self.settings.seed, 0, "generations", episodes, sampling.reply_length)
-            replies = self._sample(policy, tokenizer, part, uniform)
-            parts.append((replies.texts(tokenizer), replies.rows(), replies.ended.tolist(),
-                          self._kl(policy, reference, replies)))  # fmt: skip
-            done = at + len(part)
-            screen.progress(f"{label}: {done} of {len(rows)} replies", last=done == len(rows))
-        texts, ids, ended, kl = ([x for part in parts for x in part[i]] for i in range(4))
-        examples = [p.example for p in rows]
+        texts, ids, ended, kl = self._sampled(label, policy, tokenizer, reference, rows, screen)
         shape = (len(prompts), count)
-        scores = self.rewards.score(rows, texts, ids, ended).total
-        judged = self.judge(examples, texts, ended) if self.judge is not None else None
+        judged = self.judge.score(rows, texts, ids, ended).total if self.judge is not None else None
         return Generations(
             label=label,
             texts=[texts[i : i + count] for i in range(0, len(texts), count)],
-            scores=np.reshape(scores, shape),
+            scores=np.reshape(self.rewards.score(rows, texts, ids, ended).total, shape),
             judged=np.reshape(judged, shape) if judged is not None else None,
             kl=np.reshape(kl, shape) if reference is not None else None,
             lengths=np.reshape([len(row) for row in ids], shape),
             ended=np.reshape(ended, shape),
             perplexity=self._perplexity(policy, tokenizer),
         )
+
+    def _sampled(self, label, policy, tokenizer, reference, rows: Sequence[Prompt], screen: Screen) -> list[list]:
+        """A reply to each row's prompt, some at a time: texts, ids, whether they ended, and the KL in nats."""
+        parts = []
+        for at in range(0, len(rows), ROWS_AT_ONCE):
+            part = rows[at : at + ROWS_AT_ONCE]
+            done, length = at + len(part), self.config.sampling.reply_length
+            uniform = uniforms(self.settings.seed, 0, "generations", range(at, done), length)
+            replies = self._sample(policy, tokenizer, part, uniform)
+            parts.append((replies.texts(tokenizer), replies.rows(), replies.ended.tolist(),
+                          self._kl(policy, reference, replies)))  # fmt: skip
+            screen.progress(f"{label}: {done} of {len(rows)} replies", last=done == len(rows))
+        return [[x for part in parts for x in part[i]] for i in range(4)]
 
     def _kl(self, policy: PreTrainedModel, reference: Reference | None, replies: Replies) -> list[float]:
         """Nats per sequence of each reply."""
@@ -211,15 +227,8 @@ class Bench:
         return kl_k1(logprobs, ref_logprobs, replies.mask).sum(1).tolist()
 
     def _perplexity(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float | None:
-        """On the text as this model's tokenizer reads it; None where the text is a start model's own tokens."""
-        if self.text is None:
-            return None
-        text = self.text
-        if tokenizer.get_vocab() != self.tokenizer.get_vocab():
-            if self.config.data.eval_text is None and self.prompts[0].example.chosen is None:
-                return None
-            text = self._text(tokenizer)
-        return perplexity(policy, text, tokenizer.pad_token_id, self.device, self.dtype)
+        text = self.text if self._same_vocabulary(tokenizer) else self._text(tokenizer)
+        return None if text is None else perplexity(policy, text, tokenizer.pad_token_id, self.device, self.dtype)
 
 
 def find_start(config: Config) -> Trained:
@@ -228,25 +237,50 @@ def find_start(config: Config) -> Trained:
     return Trained(name, find_model(name, "--baseline"))
 
 
-def _find_judge(config: Config, settings: MeasureSettings) -> tuple[str | None, str | None]:
-    """The judge's name, and the folder of a reward model that judges: found, but not loaded."""
+# --- the judge -------------------------------------------------------------------------------------------------------
+
+
+def find_judge(config: Config, models: Sequence[Trained], settings: MeasureSettings) -> str | None:
+    """The folder of the reward model that judges. Raises UserError where training saw it, or it is the scorer."""
     if settings.judge_model is None:
-        return None if gold_of(config) is None else "gold quality", None
-    folder = find_model(settings.judge_model, "--judge-model")
-    scorer = config.model.rm_model
-    if scorer is not None and Path(scorer).expanduser().resolve() == Path(folder).resolve():
-        raise UserError(f"the judge is the reward model itself: --judge-model {settings.judge_model}. Name another")
-    return f"judge {settings.judge_model}", folder
-
-
-def _load_judge(config: Config, folder: str | None, device: torch.device, dtype: torch.dtype | None) -> Judge | None:
-    """A reward model, else the demo's gold quality, else none."""
-    if folder is not None:
-        model = RewardModel.load(folder, device, dtype, "--judge-model")
-        return lambda examples, texts, ended: model.score([e.messages for e in examples], texts, ended)
-    gold = gold_of(config)
-    if gold is None:
         return None
-    return lambda examples, texts, ended: [
-        gold(e.messages[-1]["content"], text, end) for e, text, end in zip(examples, texts, ended, strict=True)
-    ]
+    folder = find_model(settings.judge_model, "--judge-model")
+    trained_on = {m.name: config_of_run(m.run).model.rm_model for m in models if m.run is not None}
+    for where, name in {"the scores": config.model.rm_model, **trained_on}.items():
+        if name is not None and _same_weights(Path(name).expanduser(), Path(folder)):
+            raise UserError(
+                f"the judge is the reward model of {where}: --judge-model {settings.judge_model}. "
+                "Name one that no training saw"
+            )
+    return folder
+
+
+def _same_weights(one: Path, other: Path) -> bool:
+    """The same folder, or a copy of its weights."""
+    files = [folder / WEIGHTS_FILE for folder in (one, other)]
+    if one.resolve() == other.resolve() or not all(file.is_file() for file in files):
+        return one.resolve() == other.resolve()
+    return filecmp.cmp(*files, shallow=False)
+
+
+def load_judge(
+    config: Config,
+    folder: str | None,
+    settings: MeasureSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> tuple[str | None, Rewards | None]:
+    """Its name and itself: a reward model, else the demo's gold quality, else none."""
+    gold = gold_of(config)
+    if folder is not None:
+        model = RewardModel.load(folder, device, autocast_dtype(config.model.bf16, device), "--judge-model")
+        judge = LearnedReward(model)
+        judge.__name__ = "judge"
+        return f"judge {settings.judge_model}", Rewards([judge], None, tokenizer)
+    if gold is None:
+        return None, None
+
+    def gold_quality(prompts: Sequence[str], completions: Sequence[str], *, ended: Sequence[bool], **_) -> list[float]:
+        return [gold(*row) for row in zip(prompts, completions, ended, strict=True)]
+
+    return "gold quality", Rewards([gold_quality], None, tokenizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rlhf.console import visible
 
 TEMPLATES = Path(__file__).parent / "templates"
-_MARKS = re.compile(r"([\\`*_\[\]|~])")  # what acts inside a line
-_LINKS = {"://": ":&#47;&#47;", "www.": "www&#46;", "@": "&#64;"}  # what GitHub would make a link of
+_MARKS = re.compile(r"([\\`*_\[\]|~$#]|:(?=[\w+-]+:))")  # what acts inside a line: marks, maths, issues, emoji
+_LINKS = {"://": ":&#47;&#47;", "@": "&#64;"}  # what GitHub would make a link of
+_WWW = re.compile(r"(www)\.", re.IGNORECASE)
 
 
 def render(template: str, **data: Any) -> str:
@@ -41,11 +41,5 @@ def markdown_cell(text: str) -> str:
     escaped = _MARKS.sub(r"\\\1", html.escape(visible(text), quote=False))
     for written, harmless in _LINKS.items():
         escaped = escaped.replace(written, harmless)
+    escaped = _WWW.sub(r"\1&#46;", escaped)
     return escaped.replace("\n", "<br>").replace("\t", " ")
-
-
-def write_page(file: Path, text: str) -> None:
-    """Complete or unchanged: written beside, then put in place."""
-    beside = file.with_name(file.name + ".new")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, file)

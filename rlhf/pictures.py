@@ -9,8 +9,11 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from rlhf.files import put_in_place
+
 # Okabe & Ito 2008, "Color Universal Design": told apart with any kind of colour vision, and in grey
 COLOURS = {"start": "#666666", "ppo": "#0072B2", "grpo": "#D55E00", "target": "#009E73"}
+MARKERS = {"ppo": "o", "grpo": "s"}  # and told apart without any colour
 OTHER_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of the same set
 DOTS = 150  # per inch: 8 inches wide are 1,200 pixels, and half of that on a page
 STYLE = {
@@ -37,9 +40,7 @@ def style() -> rc_context:
 
 def save_picture(figure: Figure, file: Path) -> None:
     """As PNG, complete or not at all."""
-    beside = file.with_name(file.name + ".new")
-    figure.savefig(beside, format="png")
-    beside.replace(file)
+    put_in_place(file, lambda beside: figure.savefig(beside, format="png"))
 
 
 def as_data_url(figure: Figure) -> str:

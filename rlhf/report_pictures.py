@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from rlhf.curves import RunCurves
 from rlhf.measuring import Generations
-from rlhf.pictures import COLOURS, OTHER_COLOURS, new_figure, style
+from rlhf.pictures import COLOURS, MARKERS, OTHER_COLOURS, new_figure, style
+
+BINS = 24
+FAR = 3  # times the KL of nine tenths of the evaluations
 
 
 def colours_of(kinds: Sequence[str]) -> list[str]:
@@ -21,56 +25,75 @@ def colours_of(kinds: Sequence[str]) -> list[str]:
     return taken
 
 
-def distributions(models: Sequence[Generations], kinds: Sequence[str], score_name: str = "score") -> Figure:
+def distributions(models: Sequence[Generations], kinds: Sequence[str]) -> Figure:
     """Scores and lengths of all replies, as steps over shared bins; a dashed line at each mean."""
     with style():
         figure = new_figure(10, 4.2)
         panels = figure.subplots(1, 2)
-        for axes, name, label in zip(
-            panels, ("scores", "lengths"), (f"{score_name}, score units", "reply, tokens"), strict=True
-        ):
+        for axes, name, unit in zip(panels, ("scores", "lengths"), ("score units", "tokens"), strict=True):
             values = [np.ravel(getattr(m, name)) for m in models]
-            low, high = min(v.min() for v in values), max(v.max() for v in values)
-            edges = (
-                np.linspace(low - 0.5, high + 0.5, 25)
-                if name == "lengths" or low == high
-                else np.linspace(low, high, 25)
-            )
+            edges = _edges(np.concatenate(values))
             for model, colour, of_model in zip(models, colours_of(kinds), values, strict=True):
                 shares, _ = np.histogram(of_model, edges)
                 axes.stairs(shares / len(of_model), edges, color=colour, linewidth=2, label=model.label)
                 axes.axvline(of_model.mean(), color=colour, linestyle="--", linewidth=1.2)
-            axes.set_xlabel(label)
+            axes.set_xlabel(unit)
             axes.set_ylabel("share of replies")
             axes.set_ylim(bottom=0)
         panels[0].set_title("Score (dashed: mean)")
-        panels[1].set_title("Length (dashed: mean)")
+        panels[1].set_title("Reply's length (dashed: mean)")
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=1 if max(map(len, labels)) > 30 else 4)
+        columns = 1 if max(map(len, labels)) > 30 else 4
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns)
     return figure
+
+
+def _edges(values: np.ndarray) -> np.ndarray:
+    """About 24 bins; of whole numbers, as many of them in each."""
+    low, high = values.min(), values.max()
+    if np.issubdtype(values.dtype, np.integer):
+        step = -(-(high - low + 1) // BINS)
+        return np.arange(low, high + step + 1, step) - 0.5
+    return np.linspace(low, high, BINS + 1) if high > low else np.array([low - 0.5, low + 0.5])
 
 
 def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
-    """What each run got for how far it went: evaluation score over KL, a dot each, from its start to its end."""
+    """What each run got for how far it went: evaluation score over KL, a dot each, from its start to its end.
+
+    An evaluation at more than 3 times the KL that nine tenths of them stay under is out of sight, and said to be.
+    """
     with style():
         figure = new_figure(8, 5)
         axes = figure.subplots()
-        named: set[str] = set()
+        drawn = []
         for run in runs:
-            if not {"eval/score", "eval/kl_divergence"} <= run.scalars.keys():
-                continue
-            kl, score = run.scalars["eval/kl_divergence"].values, run.scalars["eval/score"].values
-            count = min(len(kl), len(score))  # of a run that is being written
-            colour, label = COLOURS[run.algorithm], run.algorithm.upper()
-            marker = {"ppo": "o", "grpo": "s"}[run.algorithm]
-            axes.plot(kl[:count], score[:count], ".-", color=colour, linewidth=1.5, markersize=7, alpha=0.7)
+            if {"eval/kl_divergence", "eval/score"} <= run.scalars.keys():
+                kl, score = (run.scalars[tag].values for tag in ("eval/kl_divergence", "eval/score"))
+                count = min(len(kl), len(score))  # of a run that is being written
+                drawn.append((run, kl[:count], score[:count]))
+        for i, (run, kl, score) in enumerate(drawn):
+            first = run.algorithm not in [other.algorithm for other, _, _ in drawn[:i]]
+            look = {"color": COLOURS[run.algorithm], "label": run.algorithm.upper() if first else None}
+            axes.plot(kl, score, ".-", color=look["color"], linewidth=1.5, markersize=7, alpha=0.7)
             axes.plot(kl[0], score[0], "D", color=COLOURS["start"], markersize=8, zorder=3,
-                      label=None if named else "start model")  # fmt: skip
-            axes.plot(kl[count - 1], score[count - 1], marker, color=colour, markersize=9,
-                      label=label if label not in named else None)  # fmt: skip
-            named.add(label)
+                      label=None if i else "start model")  # fmt: skip
+            axes.plot(kl[-1], score[-1], MARKERS[run.algorithm], markersize=9, **look)
+            axes.annotate(str(run.run["seed"]), (kl[-1], score[-1]), xytext=(6, 4), textcoords="offset points",
+                          fontsize=10, color=look["color"])  # fmt: skip
+        if drawn:
+            _keep_in_sight(axes, np.concatenate([kl for _, kl, _ in drawn]))
+            axes.legend(loc="lower right")
         axes.set_xlabel("KL to the start model, nats per sequence")
         axes.set_ylabel("evaluation score, score units")
-        axes.set_title("Score against KL: a line a run, a dot an evaluation, the end large")
-        axes.legend(loc="lower right")
+        axes.set_title("Score against KL: a line a run, its end large, with its seed")
     return figure
+
+
+def _keep_in_sight(axes: Axes, kl: np.ndarray) -> None:
+    far = kl > FAR * np.quantile(kl, 0.9)
+    if far.any():
+        axes.set_xlim(right=1.2 * kl[~far].max())
+        said = ", ".join(f"{value:.3g}" for value in sorted(kl[far]))
+        axes.text(
+            0.99, 0.5, f"out of sight to the right:\nKL {said}", transform=axes.transAxes, ha="right", fontsize=10
+        )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import UserError
+from rlhf.files import write_json
 
 RUN_FILE = "run.json"
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
@@ -133,13 +134,6 @@ def last_run(flag: str) -> Path:
 def now() -> str:
     """UTC, fine enough to tell which of two runs began first."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Complete or unchanged: written beside, then put in place."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(beside, path)
 
 
 class RunLog:

@@ -14,8 +14,9 @@ from config import Config
 from rlhf.assembly import check_run_folder
 from rlhf.console import Screen, clock
 from rlhf.errors import UserError
+from rlhf.files import write_json
 from rlhf.knobs import as_plain
-from rlhf.runlogs import RUN_FILE, differences, read_run, write_json
+from rlhf.runlogs import RUN_FILE, differences, read_run
 
 # figure in run.json -> how it is shown
 SHOWN = {
@@ -35,7 +36,7 @@ SHOWN = {
 }
 MAY_DIFFER = (  # between runs of one comparison
     *("seed", "seeds", "output", "overwrite", "dry_run"),
-    *("record_tokens", "record_format", "record_every", "record_episodes"),
+    *("record_tokens", "record_format", "record_every", "record_prompts"),
 )
 
 

@@ -13,6 +13,7 @@ from scipy import stats
 RESAMPLES = 5000
 LEVEL = 0.95
 A_SHARE = (0.0, 1.0)  # what a win rate can be
+EVEN = 0.5  # the win rate of equals
 
 
 @dataclass(frozen=True)
@@ -24,40 +25,46 @@ class Estimate:
     high: float | None = None
 
     def excludes(self, null: float) -> bool:
-        """Whether the interval lies wholly on one side of `null`."""
-        return self.low is not None and not self.low <= null <= self.high
+        """Whether the interval lies wholly on one side of `null`; never where there is none."""
+        return self.low is not None and (self.low > null or self.high < null)
 
     def above(self, null: float) -> bool:
         """Whether the whole interval lies above `null`."""
         return self.low is not None and self.low > null
 
 
-def over_prompts(values: Sequence[float], seed: int, limits: tuple[float, float] | None = None) -> Estimate:
+def over_prompts(
+    values: Sequence[float], seed: int, null: float = 0.0, limits: tuple[float, float] | None = None
+) -> Estimate:
     """Mean of one value per prompt (P,), with a bootstrap interval over prompts (BCa, Efron 1987).
 
     Widened about the mean by t / z at P - 1 degrees of freedom times sqrt(P / (P - 1)), as a bootstrap of few is too
     sure of itself (Hesterberg 2015, "What Teachers Should Know About the Bootstrap"): 1.10 for 20 prompts, 1.01 for
-    128. `limits`: what the mean can be at all, (0, 1) for win rates. A point where all values are equal; no interval
-    for a single prompt.
+    128. `limits`: what the mean can be at all. No interval for a single prompt. Where all values are equal there is
+    nothing to resample: one more prompt is imagined that says the opposite, seen from `null` (what no difference is).
     """
     values = np.asarray(values, dtype=float)
-    mean, count = float(values.mean()), len(values)
-    if count < 2:
+    mean = float(values.mean())
+    if len(values) < 2 or not np.isfinite(mean):
         return Estimate(mean)
     if np.ptp(values) == 0:
-        return Estimate(mean, mean, mean)
-
-    def interval(method: str) -> np.ndarray:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # said by its nan, which is looked for below
-            rng = np.random.default_rng(seed)
-            found = stats.bootstrap((values,), np.mean, n_resamples=RESAMPLES, method=method, rng=rng)
-        return np.array(found.confidence_interval)
-
-    found = interval("BCa")
+        if mean == null:
+            return Estimate(mean, mean, mean)
+        values = np.append(values, 2 * null - mean)
+    found = _bootstrapped(values, "BCa", seed)
     if not np.isfinite(found).all():
-        found = interval("percentile")
+        found = _bootstrapped(values, "percentile", seed)
+    count = len(values)
     return _widened(mean, found, np.sqrt(count / (count - 1)) * _student(count - 1), limits)
+
+
+def _bootstrapped(values: np.ndarray, method: str, seed: int) -> np.ndarray:
+    """Both ends of scipy's interval of the mean; nan where the method has none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # said by its nan
+        rng = np.random.default_rng(seed)
+        found = stats.bootstrap((values,), np.mean, n_resamples=RESAMPLES, method=method, rng=rng)
+    return np.array(found.confidence_interval)
 
 
 def _student(freedom: float) -> float:
@@ -83,12 +90,14 @@ def over_seeds(values: np.ndarray, seed: int, limits: tuple[float, float] | None
     Of few seeds a plain bootstrap is too sure of itself: (1) it finds their variance too small by (S - 1) / S, so
     their deviations are scaled up by sqrt(S / (S - 1)); (2) it has normal tails, so the interval is widened by t / z
     at Satterthwaite's degrees of freedom of the parts' variances (seeds: S - 1, prompts: P - 1). `limits` as in
-    over_prompts.
+    over_prompts. No interval from one prompt, or where all values are equal and not 0.
     """
     if max(values.shape[:2]) < 2:
         return None
     values = np.asarray(values, dtype=float)
     mean, prompts = float(values.mean()), values.shape[2]
+    if prompts < 2 or not np.isfinite(mean):
+        return Estimate(mean)
     rng = np.random.default_rng(seed)
     parts, widened = [], values.copy()  # (variance of the mean, degrees of freedom)
     for axis in (0, 1):
@@ -100,11 +109,10 @@ def over_seeds(values: np.ndarray, seed: int, limits: tuple[float, float] | None
     drawn = [rng.multinomial(n, np.full(n, 1 / n), RESAMPLES) / n if n > 1 else np.ones((RESAMPLES, 1))
              for n in values.shape]  # fmt: skip
     means = np.einsum("rs,rt,rp,stp->r", *drawn, widened, optimize=True)
-    if prompts > 1:
-        parts.append((values.mean(axis=(0, 1)).var(ddof=1) / prompts, prompts - 1))
+    parts.append((values.mean(axis=(0, 1)).var(ddof=1) / prompts, prompts - 1))
     total = sum(variance for variance, _ in parts)
     if total == 0:
-        return Estimate(mean, mean, mean)
+        return Estimate(mean, mean, mean) if mean == 0 else Estimate(mean)
     freedom = total**2 / sum(variance**2 / df for variance, df in parts)
     return _widened(mean, np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]), _student(freedom), limits)
 

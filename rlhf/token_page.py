@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from rlhf.console import Screen
-from rlhf.pages import render, write_page
+from rlhf.files import make_folder, write_text
+from rlhf.pages import render
 from rlhf.pictures import COLOURS
 from rlhf.runlogs import require_run
 from rlhf.tokens import QUANTITIES, read_tokens, recorded_updates
@@ -22,10 +23,10 @@ STRONGEST = 0.75  # share of the full colour: dark text stays readable on it
 
 def write_token_page(run: str, output: str, screen: Screen) -> None:
     """tokens.html in `output`, from a run's records. Raises UserError where it has none."""
+    said, folder = require_run(Path(run), "--tokens"), make_folder(output)
     files = recorded_updates(Path(run), "--tokens")
     chosen = [files[i] for i in sorted({round(i) for i in np.linspace(0, len(files) - 1, MOST_UPDATES)})]
     rows = [row for file in chosen for row in read_tokens(file)]
-    said = require_run(Path(run), "--tokens")
     names = [name for name in QUANTITIES if name in rows[0]]
     scales = {name: _scale([row[name] for row in rows]) for name in names}
     page = render(
@@ -39,11 +40,9 @@ def write_token_page(run: str, output: str, screen: Screen) -> None:
         strips=[name for name in STRIPS if name in names],
         replies=[_reply(list(tokens), names, scales) for _, tokens in groupby(rows, _episode_of)],
         everything=rows,
-        colours=COLOURS,
+        colours=(colour(-1.0, 1.0), colour(1.0, 1.0)),
     )
-    folder = Path(output)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_page(folder / "tokens.html", page)
+    write_text(folder / "tokens.html", page)
     screen.say(f"saved: {folder / 'tokens.html'} ({len(chosen)} of {len(files)} recorded updates of {run})")
 
 

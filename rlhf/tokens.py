@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf import objectives
 from rlhf.errors import UserError
+from rlhf.files import put_in_place, write_text
 from rlhf.metrics import Batch
 from rlhf.runlogs import require_run
 
@@ -32,6 +32,9 @@ QUANTITIES = {
     "return": "the critic's target (reward to go), score units",
 }
 
+ALWAYS = {"update", "episode", "prompt_index", "prompt", "score", "step", "state", "token_id", "token",
+          "logprob", "ref_logprob", "kl", "advantage", "weight"}  # fmt: skip
+
 
 def token_rows(
     update: int,
@@ -45,8 +48,30 @@ def token_rows(
 
     `state` is all that the model had read when it chose the token. `scores` (B,), before normalisation.
     """
-    rollout, count = batch.rollout, len(numbers)
-    columns = {
+    prompts, replies = batch.rollout.prompts, batch.rollout.replies.rows()
+    values = {name: v[: len(numbers)].float().tolist() for name, v in _quantities(batch, gamma).items()}
+    return [
+        {
+            "update": update,
+            "episode": episode,
+            "prompt_index": number,
+            "prompt": prompts[episode].example.messages[-1]["content"],
+            "score": float(scores[episode]),
+            "step": step,
+            "state": tokenizer.decode([*prompts[episode].ids, *replies[episode][:step]]),
+            "token_id": token,
+            "token": tokenizer.decode([token]),
+            **{name: of_episode[episode][step] for name, of_episode in values.items()},
+        }
+        for episode, number in enumerate(numbers)
+        for step, token in enumerate(replies[episode])
+    ]
+
+
+def _quantities(batch: Batch, gamma: float) -> dict[str, Tensor]:
+    """Everything that there is a number of at each token, (B, T)."""
+    rollout = batch.rollout
+    found = {
         "logprob": rollout.logprobs,
         "ref_logprob": rollout.ref_logprobs,
         "kl": batch.kl,
@@ -54,44 +79,24 @@ def token_rows(
         "weight": batch.weights,
     }
     if batch.returns is not None:
-        columns |= {
+        found |= {
             "reward": batch.rewards,
             "value": rollout.values,
             "td_error": objectives.td_errors(batch.rewards, rollout.values, rollout.mask, gamma),
             "return": batch.returns,
         }
-    numbered = {name: values[:count].float().tolist() for name, values in columns.items()}
-    rows = []
-    for episode, (number, ids) in enumerate(zip(numbers, rollout.replies.rows()[:count], strict=True)):
-        prompt = rollout.prompts[episode]
-        for step, token in enumerate(ids):
-            rows.append(
-                {
-                    "update": update,
-                    "episode": episode,
-                    "prompt_index": number,
-                    "prompt": prompt.example.messages[-1]["content"],
-                    "score": float(scores[episode]),
-                    "step": step,
-                    "state": tokenizer.decode([*prompt.ids, *ids[:step]]),
-                    "token_id": token,
-                    "token": tokenizer.decode([token]),
-                    **{name: values[episode][step] for name, values in numbered.items()},
-                }
-            )
-    return rows
+    return found
 
 
 def write_tokens(folder: Path, update: int, rows: Sequence[dict[str, Any]], form: str) -> Path:
     """One update's rows, as `update-N.jsonl` or `update-N.parquet`, complete or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"update-{update:06d}.{form}"
-    beside = file.with_name(file.name + ".new")
     if form == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), beside)
+        table = pyarrow.Table.from_pylist(list(rows))
+        put_in_place(file, lambda beside: pyarrow.parquet.write_table(table, beside))
     else:
-        beside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    os.replace(beside, file)
+        write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return file
 
 
@@ -105,10 +110,14 @@ def recorded_updates(run: Path, flag: str) -> list[Path]:
 
 
 def read_tokens(file: Path) -> list[dict[str, Any]]:
-    """One update's rows. Raises UserError for a file that is torn."""
+    """One update's rows. Raises UserError for a file that is torn, empty, or lacks something in a row."""
     try:
         if file.suffix == ".parquet":
-            return pyarrow.parquet.read_table(file).to_pylist()
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+            rows = pyarrow.parquet.read_table(file).to_pylist()
+        else:
+            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
     except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
         raise UserError(f"cannot be read: {file} ({str(error).splitlines()[0]:.120}). Remove it") from None
+    if not rows or any(not isinstance(row, dict) or not row.keys() >= ALWAYS for row in rows):
+        raise UserError(f"{'not whole' if rows else 'empty'}: {file}. Remove it")
+    return rows

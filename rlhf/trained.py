@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rlhf.checkpoints import ADAPTER_FILE, BEST_FOLDER, WEIGHTS_FILE
 from rlhf.errors import UserError, raise_if
 from rlhf.hub import is_path, missing_path
 from rlhf.models import find_model
-from rlhf.runlogs import differences, flat_settings, last_run, read_run
+from rlhf.runlogs import RUN_FILE, differences, flat_settings, last_run, read_run
 
 ADAPTER_CONFIG = "adapter_config.json"
 # of a run's settings, those that decide what its replies and scores are
@@ -44,8 +44,9 @@ class Trained:
 
 def find_models(names: Sequence[str], measure: MeasureSettings, flag: str) -> list[Trained]:
     """The models that were named; none: the last run's here. Raises UserError with all that are not there."""
-    found, faults = [], []
-    for name in names or [str(last_run(flag))]:
+    names = names or [str(last_run(flag))]
+    found, faults = [], [f"named twice: {flag} {n}. Name each once" for n in sorted(set(names)) if names.count(n) > 1]
+    for name in dict.fromkeys(names):
         try:
             found.append(find_trained(name, measure.which, measure.baseline, flag))
         except UserError as error:
@@ -57,20 +58,31 @@ def find_models(names: Sequence[str], measure: MeasureSettings, flag: str) -> li
 def find_trained(name: str, which: str, baseline: str | None, flag: str = "--model-path") -> Trained:
     """A run's folder, a folder inside one, a model's or an adapter's folder, or a hub name.
 
-    `baseline` is the base of an adapter whose own is gone. Raises UserError where there is nothing to load.
+    `baseline` takes the place of an adapter's base that is gone. Raises UserError where there is nothing to load.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if is_path(name):
             raise missing_path(name, "model", f"{flag} takes a run's folder, a model's folder or a hub name")
         return Trained(name, find_model(name, flag))
-    run = read_run(folder)
-    if run is not None and "settings" in run:
+    run = _run_of(folder, flag)
+    if run is not None:
         return _of_run(name, folder, run, which, baseline, flag)
-    outer = read_run(folder.resolve().parent)
-    if outer is not None and folder.resolve().name == BEST_FOLDER and "best" in outer:
-        return _of_run(name, folder.resolve().parent, outer, "best", baseline, flag)
+    whole = folder.resolve().parent
+    outer = _run_of(whole, flag) if folder.resolve().name == BEST_FOLDER else None
+    if outer is not None:
+        return _of_run(name, whole, outer, "best", baseline, flag)
     return Trained(name, *_weights(folder, baseline, flag))
+
+
+def _run_of(folder: Path, flag: str) -> dict[str, Any] | None:
+    """A run's run.json; None where `folder` has none. Raises UserError where it is torn, or tells too little."""
+    if not (folder / RUN_FILE).is_file():
+        return None
+    run = read_run(folder)
+    if run is None or not {"settings", "plan", "algorithm", "data"} <= run.keys():
+        raise UserError(f"torn, or not of a run that began: {folder / RUN_FILE}. {flag} takes whole runs and models")
+    return run
 
 
 def _of_run(name: str, folder: Path, run: dict, which: str, baseline: str | None, flag: str) -> Trained:
@@ -80,18 +92,25 @@ def _of_run(name: str, folder: Path, run: dict, which: str, baseline: str | None
         return Trained(name, *_weights(folder / BEST_FOLDER, baseline, flag), run, which, run["best"]["update"])
     if not any((folder / file).is_file() for file in (WEIGHTS_FILE, ADAPTER_FILE)):
         raise UserError(f"no final weights, the run is {run['status']}: {flag} {name}. Add --which best")
-    updates = run.get("spent", run["plan"])["updates"]
-    return Trained(name, *_weights(folder, baseline, flag), run, which, updates)
+    return Trained(name, *_weights(folder, baseline, flag), run, which, run["plan"]["updates"])
 
 
 def _weights(folder: Path, baseline: str | None, flag: str) -> tuple[str, str | None]:
     """Where to load a folder's weights from, and the base under them where they are an adapter's."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return find_model(str(folder), flag), None
-    said = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
-    if baseline is None and is_path(said) and not Path(said).is_dir():
-        raise UserError(f"the adapter's base is gone ({said}): {flag} {folder}. Name it with --baseline FOLDER")
-    return str(folder), find_model(said, flag) if baseline is None else find_model(baseline, "--baseline")
+    try:
+        base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except ValueError as error:
+        raise UserError(f"torn: {folder / ADAPTER_CONFIG} ({error}). Name another with {flag}") from None
+    try:
+        return str(folder), find_model(base or "nothing", flag)
+    except UserError:
+        if baseline is None:
+            raise UserError(
+                f"the adapter's base is gone ({base}): {flag} {folder}. Name it with --baseline FOLDER"
+            ) from None
+        return str(folder), find_model(baseline, "--baseline")
 
 
 def shared_settings(models: Sequence[Trained], measure: MeasureSettings) -> Config:
@@ -99,12 +118,13 @@ def shared_settings(models: Sequence[Trained], measure: MeasureSettings) -> Conf
 
     Raises UserError where runs differ in what decides replies or scores, and no flag decides between them.
     """
-    given = {name: value for name in MEASURED_WITH if (value := getattr(measure, name, None)) is not None}
+    given = {name: value for name, value in vars(measure).items() if name in MEASURED_WITH and value is not None}
     if measure.baseline is not None:
         given["actor_model"] = measure.baseline
     runs = [(m.name, m.run) for m in models if m.run is not None]
     if not runs:
-        return make_config(measure.like, **given)
+        bases = [{"actor_model": m.base} for m in models if m.base is not None]
+        return make_config(measure.like, **{**(bases[0] if bases else {}), **given})
     first, run = runs[0]
     here, faults = flat_settings(run["settings"]), {}
     for where, other in runs[1:]:
@@ -119,6 +139,17 @@ def shared_settings(models: Sequence[Trained], measure: MeasureSettings) -> Conf
     return config_of_run(run, **given)
 
 
+def has_start(models: Sequence[Trained], measure: MeasureSettings) -> bool:
+    """Whether a start model is known: named, a run's own, or under an adapter."""
+    return measure.baseline is not None or any(m.run is not None or m.base is not None for m in models)
+
+
+def episodes_of(model: Trained) -> int:
+    """The episodes after which a run's weights were kept."""
+    plan = model.run["plan"]
+    return model.update * plan["episodes"] // plan["updates"]
+
+
 def in_4_bit(model: Trained) -> bool:
     """Whether its run kept the frozen weights in 4 bits."""
     return model.run is not None and config_of_run(model.run).model.load_in_4bit
@@ -126,5 +157,5 @@ def in_4_bit(model: Trained) -> bool:
 
 def _way_out(name: str) -> str:
     flag = "baseline" if name == "actor_model" else name
-    known = hasattr(MeasureSettings, flag)
+    known = flag in {f.name for f in fields(MeasureSettings)}
     return f"Decide with --{flag.replace('_', '-')}" if known else "Measure one of them at a time"

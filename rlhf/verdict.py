@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 from typing import Any
 
@@ -11,19 +12,21 @@ import numpy as np
 
 from rlhf.audit import figures
 from rlhf.measuring import Generations
-from rlhf.statistics import A_SHARE, Estimate, over_prompts, over_seeds, win_rates
+from rlhf.statistics import A_SHARE, EVEN, Estimate, over_prompts, over_seeds, win_rates
 
 MEASURES = ("scores", "judged")
 ENOUGH_SEEDS = 5
+OVER_SEEDS, OVER_PROMPTS = "seeds and prompts", "prompts"
 
 
 @dataclass(frozen=True)
 class Side:
-    """One algorithm's runs: the same settings, one seed each."""
+    """One algorithm's runs: the same settings, one seed each. Lists in the same order."""
 
     algorithm: str
     runs: list[dict[str, Any]]  # run.json of each
-    measured: list[Generations]  # in the same order
+    measured: list[Generations]
+    episodes: list[int]  # after which the measured weights were kept
 
     @property
     def name(self) -> str:
@@ -33,13 +36,13 @@ class Side:
     def seeds(self) -> list[int]:
         return [run["seed"] for run in self.runs]
 
-    def means(self, measure: str) -> np.ndarray:
-        """Mean over the completions of each prompt, (S, P): seeds, prompts."""
-        return np.stack([getattr(replies, measure).mean(axis=1) for replies in self.measured])
+    @cached_property
+    def figures(self) -> list[dict[str, float | None]]:
+        return [figures(replies) for replies in self.measured]
 
-    def figure(self, name: str) -> list[float | None]:
-        """One figure of every run."""
-        return [figures(replies)[name] for replies in self.measured]
+    def known(self, name: str) -> list[float]:
+        """One figure of every run that has it."""
+        return [found[name] for found in self.figures if found[name] is not None]
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Contrast:
     measure: str
     difference: Estimate
     win_rate: Estimate
-    over: str  # what the intervals are over: "seeds" (and prompts), or "prompts" alone
+    over: str  # what the intervals are over
 
 
 def contrast(side: Side, other: Side | Generations, measure: str, seed: int) -> Contrast:
@@ -66,11 +69,13 @@ def contrast(side: Side, other: Side | Generations, measure: str, seed: int) -> 
     wins = np.array([[win_rates(a, b) for b in others] for a in ours])
     few = len(ours) < 2 or (isinstance(other, Side) and len(others) < 2)
 
-    def estimate(values: np.ndarray, limits: tuple[float, float] | None = None) -> Estimate:
-        return over_prompts(values.mean(axis=(0, 1)), seed, limits) if few else over_seeds(values, seed, limits)
+    def estimate(values: np.ndarray, null: float = 0.0, limits: tuple[float, float] | None = None) -> Estimate:
+        if few:
+            return over_prompts(values.mean(axis=(0, 1)), seed, null, limits)
+        return over_seeds(values, seed, limits)
 
     name = f"{side.name} - {other.name if isinstance(other, Side) else 'start model'}"
-    return Contrast(name, measure, estimate(gaps), estimate(wins, A_SHARE), "prompts" if few else "seeds")
+    return Contrast(name, measure, estimate(gaps), estimate(wins, EVEN, A_SHARE), OVER_PROMPTS if few else OVER_SEEDS)
 
 
 @dataclass(frozen=True)
@@ -79,22 +84,29 @@ class Verdict:
 
     sentences: list[str]
     caveats: list[str]
-    contrasts: list[Contrast] = field(default_factory=list)
+    contrasts: list[Contrast]
 
 
-def judge_runs(sides: Sequence[Side], start: Generations, judge_name: str | None, seed: int) -> Verdict:
-    """The verdict in two sentences, by the judge where there is one, else by the score that was trained on."""
+def judge_runs(
+    sides: Sequence[Side],
+    start: Generations,
+    judge_name: str | None,
+    seed: int,
+    score_name: str = "the reward that was trained on",
+) -> Verdict:
+    """The verdict in two sentences, by the judge where there is one, else by the score, called `score_name`."""
     measures = [m for m in MEASURES if getattr(start, m) is not None]
     against_start = {m: [contrast(side, start, m, seed) for side in sides] for m in measures}
-    between = {m: contrast(sides[0], sides[1], m, seed) if len(sides) == 2 else None for m in measures}
-    deciding = measures[-1]
-    by = f"by the {judge_name}, which no training saw" if judge_name else "by the reward that was trained on"
-    first = _between(sides, between[deciding], by) if len(sides) == 2 else None
-    second = _against_start(sides, against_start[deciding], by if first is None else "", start)
-    sentences = [s for s in (first, second) if s is not None]
-    if first is None:
-        sentences.append(_paid(sides, start))
-    contrasts = [c for m in measures for c in (*against_start[m], *([between[m]] if between[m] else []))]
+    between = {m: contrast(*sides, m, seed) for m in measures} if len(sides) == 2 else {}
+    by = f"by the {judge_name}, which no training saw" if judge_name else f"by {score_name}"
+    deciding = against_start[measures[-1]]
+    if between:
+        sentences = [_between(sides, between[measures[-1]], by), _against_start(sides, deciding, start)]
+    else:
+        other = "GRPO" if sides[0].algorithm == "ppo" else "PPO"
+        alone = f"Whether {other} would do better cannot be told from {sides[0].name}'s runs alone."
+        sentences = [_against_start(sides, deciding, start, f"{by}, "), alone]
+    contrasts = [c for m in measures for c in (*against_start[m], *([between[m]] if between else []))]
     return Verdict(sentences, _caveats(sides, between, judge_name), contrasts)
 
 
@@ -113,20 +125,18 @@ def _between(sides: Sequence[Side], found: Contrast, by: str) -> str:
     if not found.difference.excludes(0):
         return f"No difference shown between {one} and {two} {by} {figure}"
     better, worse = (one, two) if found.difference.value > 0 else (two, one)
-    where = "In these runs " if found.over == "prompts" else ""
+    where = "In these runs " if found.over == OVER_PROMPTS else ""
     return f"{where}{better}'s replies are better than {worse}'s {by} {figure}"
 
 
 def _budget(sides: Sequence[Side]) -> str:
     """At what budget, in words."""
-    episodes = [run["spent"]["episodes"] for side in sides for run in side.runs if "spent" in run]
-    if not episodes:
-        return ""
+    episodes = [count for side in sides for count in side.episodes]
     low, high = min(episodes), max(episodes)
     return f", at {low:,} episodes each" if low == high else f", at UNEQUAL budgets ({low:,} to {high:,} episodes)"
 
 
-def _against_start(sides: Sequence[Side], found: Sequence[Contrast], by: str, start: Generations) -> str:
+def _against_start(sides: Sequence[Side], found: Sequence[Contrast], start: Generations, by: str = "") -> str:
     parts = []
     for side, one in zip(sides, found, strict=True):
         if one.difference.excludes(0):
@@ -134,32 +144,25 @@ def _against_start(sides: Sequence[Side], found: Sequence[Contrast], by: str, st
         else:
             shown = f"no difference shown between {side.name} and the start model"
         parts.append(f"{shown} ({said(one.difference, one.over)}){_price(side, start)}")
-    text = (by + ", " if by else "") + "; ".join(parts)
+    text = by + "; ".join(parts)
     return text[0].upper() + text[1:] + "."
 
 
 def _price(side: Side, start: Generations) -> str:
     """What was paid: perplexity and KL."""
-    kl = [v for v in side.figure("kl") if v is not None]
-    read = [v for v in side.figure("perplexity") if v is not None]
+    kl, read = side.known("kl"), side.known("perplexity")
     parts = [f"perplexity x {fmean(read) / start.perplexity:.2f}"] if read and start.perplexity else []
     parts += [f"KL {fmean(kl):.2f}/sequence"] if kl else []
     return f", paid with {' and '.join(parts)}" if parts else ""
 
 
-def _paid(sides: Sequence[Side], start: Generations) -> str:
-    """The second sentence where there is one algorithm only."""
-    other = "GRPO" if sides[0].algorithm == "ppo" else "PPO"
-    return f"Whether {other} would do better cannot be told from {sides[0].name}'s runs alone."
-
-
-def _caveats(sides: Sequence[Side], between: dict[str, Contrast | None], judge_name: str | None) -> list[str]:
+def _caveats(sides: Sequence[Side], between: dict[str, Contrast], judge_name: str | None) -> list[str]:
     notes = []
     alone = [f"{side.name}: {side.seeds[0]}" for side in sides if len(side.runs) == 1]
     if alone:
         notes.append(
             f"one seed ({', '.join(alone)}) cannot tell whether the same settings with another seed would end "
-            "elsewhere: intervals are over prompts within these very runs. Train others with --seeds 42 123 777"
+            "elsewhere: intervals with it are over prompts within these runs. Train others with --seeds 42 123 777"
         )
     few = [f"{side.name} {len(side.runs)}" for side in sides if 1 < len(side.runs) < ENOUGH_SEEDS]
     if few:
@@ -169,11 +172,7 @@ def _caveats(sides: Sequence[Side], between: dict[str, Contrast | None], judge_n
             "no judge: the score is what was trained on, and rises under reward hacking too. --judge-model names a "
             "reward model that training never saw"
         )
-    pair = [between[m] for m in between if between[m] is not None]
-    if len(pair) == 2 and all(c.difference.excludes(0) for c in pair):
-        by_score, by_judge = (c.difference.value for c in pair)
-        if (by_score > 0) != (by_judge > 0):
-            notes.append(
-                "the score and the judge prefer different sides: the score's winner exploits the reward model"
-            )
+    shown = [c.difference.value > 0 for c in between.values() if c.difference.excludes(0)]
+    if len(set(shown)) == 2:
+        notes.append("score and judge prefer different sides: the score's winner exploits the reward model")
     return notes

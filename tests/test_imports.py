@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [
-    {"rlhf.errors", "rlhf.knobs", "rlhf.cli", "recipes"},
+    {"rlhf.errors", "rlhf.files", "rlhf.knobs", "rlhf.cli", "recipes"},
     {"config", "rlhf.demo.families", "rlhf.demo.tasks"},
     {"rlhf.objectives", "rlhf.controllers", "rlhf.best", "rlhf.hub", "rlhf.prompts", "rlhf.models",
      "rlhf.actor_critic", "rlhf.runlogs", "rlhf.trl_ppo", "rlhf.console", "rlhf.pictures", "rlhf.pages",
@@ -22,7 +22,7 @@ LEVELS = [
      "rlhf.api", "rlhf.preflight", "rlhf.assembly", "reward_model.training",
      "rlhf.demo.start_model", "rlhf.demo.pairs", "rlhf.demo.parts",
      "rlhf.measuring", "rlhf.audit", "rlhf.verdict", "rlhf.budgets", "rlhf.report_pictures",
-     "rlhf.evaluation_report", "rlhf.comparison_report", "rlhf.token_page"},
+     "rlhf.evaluation_report", "rlhf.comparison_report", "rlhf.comparison_tables", "rlhf.token_page"},
     {"train_ppo", "train_grpo", "evaluate_generations", "plot_training_progress", "compare_runs",
      "reward_model.train"},
 ]  # fmt: skip

@@ -289,7 +289,7 @@ def test_dry_run_leaves_no_folder(configured, tmp_path, capsys):
 
 
 APART = {"micro_batch_size", "gradient_checkpointing", "output", "dry_run"}  # each has its own test above
-RECORDED = {"record_tokens", "record_format", "record_every", "record_episodes"}  # tests/test_tokens.py
+RECORDED = {"record_tokens", "record_format", "record_every", "record_prompts"}  # tests/test_tokens.py
 
 
 def test_every_knob_has_a_row():

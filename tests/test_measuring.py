@@ -9,12 +9,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from config import MeasureSettings, make_config
 from rlhf.console import Screen
-from rlhf.errors import UserError
+from rlhf.errors import RunError, UserError
 from rlhf.measuring import Bench, Generations
+from rlhf.prompts import Prompt
 from rlhf.trained import find_models, find_trained, shared_settings
 from rlhf.verdict import Side, judge_runs
 from tests.shapes import make_base_model, make_reward_model, make_start_model
@@ -35,9 +36,9 @@ def settings(start_model, reward_folder, pairs_file) -> MeasureSettings:
     )
 
 
-def bench_of(names, settings, start=True) -> tuple[Bench, list]:
+def bench_of(names, settings) -> tuple[Bench, list]:
     models = find_models([str(name) for name in names], settings, "--model-path")
-    return Bench(models, settings, CPU, Screen(), start), models
+    return Bench(models, settings, CPU, Screen()), models
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -74,11 +75,40 @@ def test_an_adapter_whose_base_is_gone(runs, tmp_path, start_model):
     assert find_trained(str(orphan), "final", str(start_model)).base == str(start_model)
 
 
+def test_a_named_start_model_does_not_take_the_place_of_an_adapters_own_base(runs, start_model, tmp_path):
+    other = make_start_model(tmp_path / "other", seed=4)
+    assert find_trained(str(runs["grpo", 1]), "final", str(other)).base == str(start_model)
+
+
+def test_a_bare_adapters_base_is_its_start_model(runs, start_model, settings, tmp_path):
+    bare = shutil.copytree(runs["grpo", 1], tmp_path / "bare")
+    (bare / "run.json").unlink()
+    bench, models = bench_of([bare], dataclasses.replace(settings, baseline=None))
+    assert bench.start.source == str(start_model) and (f"base of {bare}", str(start_model)) in bench.facts()
+    assert bench.measure(models[0], Screen()).kl is not None
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("adapter_config.json", '{"base', "torn: .*adapter_config.json"),
+        ("run.json", '{"status": "fin', "torn, or not of a run that began: .*run.json"),
+        ("run.json", '{"status": "failed"}', "torn, or not of a run that began: .*run.json"),
+    ],
+)
+def test_a_torn_file_of_a_model_is_named(runs, tmp_path, file, text, words):
+    folder = shutil.copytree(runs["grpo", 1], tmp_path / "torn")
+    (folder / file).write_text(text)
+    with pytest.raises(UserError, match=words):
+        find_trained(str(folder), "final", None)
+
+
 def test_what_is_not_there_is_said_together(tmp_path, settings):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError) as error:
-        find_models([str(tmp_path / "nowhere"), str(tmp_path / "empty")], settings, "--model-path")
-    assert len(error.value.faults) == 2 and "no model in this folder" in error.value.faults[1]
+        find_models([str(tmp_path / n) for n in ("nowhere", "empty", "empty")], settings, "--model-path")
+    twice, nowhere, empty = error.value.faults
+    assert "named twice" in twice and "model not found" in nowhere and "no model in this folder" in empty
 
 
 def test_an_unfinished_run_has_no_final_weights(runs, tmp_path):
@@ -135,32 +165,78 @@ def test_another_model_differs_and_its_kl_is_measured(settings, start_model, tmp
 
 
 def test_a_trained_adapter_is_measured_as_the_run_measured_it(runs):
-    """The bench's perplexity and KL of a run's final weights are the run's own last ones, on its own prompts."""
+    """The bench's perplexity of a run's start and of its final weights are the run's own."""
     run = json.loads((runs["grpo", 1] / "run.json").read_text())
     bench, models = bench_of([runs["grpo", 1]], MeasureSettings(num_prompts=3))
     measured = bench.measure(models[0], Screen())
     assert measured.perplexity == pytest.approx(run["figures"]["perplexity_after"], rel=1e-4)
-    assert bench.text_source == run["figures"]["perplexity_text"]
+    assert bench.text.source == run["figures"]["perplexity_text"]
     start = bench.measure_start(Screen())
     assert start.perplexity == pytest.approx(run["figures"]["perplexity_before"], rel=1e-4)
 
 
-def test_another_tokenizer_has_no_kl(settings, tmp_path):
-    """Different vocabularies have no common tokens to compare the probabilities of."""
-    other = make_start_model(tmp_path / "other", seed=3)
-    said = json.loads((other / "tokenizer.json").read_text())
+def test_kl_and_lengths_by_hand(settings, start_model, tmp_path):
+    """Each reply's KL from plain forward passes: log-softmax at the sampling temperature, summed over its tokens."""
+    policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32)
+    with torch.no_grad():
+        policy.get_input_embeddings().weight.mul_(20)
+    other = shutil.copytree(start_model, tmp_path / "other")
+    policy.save_pretrained(other)
+    settings = dataclasses.replace(settings, temperature=0.7, num_prompts=3)
+    bench, models = bench_of([other], settings)
+    kept = []
+    sample = bench._sample
+    bench._sample = lambda *a: kept.append(sample(*a)) or kept[-1]
+    measured = bench.measure(models[0], Screen())
+    (replies,) = kept
+    start = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
+    for row in range(6):
+        ids = [*replies.prompt_ids[row][replies.prompt_mask[row]].tolist(), *replies.rows()[row]]
+        count = len(replies.rows()[row])
+        with torch.no_grad():
+            one, two = (
+                (m(torch.tensor([ids])).logits[0] / 0.7).log_softmax(-1)[range(-count - 1, -1), ids[-count:]].sum()
+                for m in (policy.eval(), start)
+            )
+        assert measured.kl[row // 2, row % 2] == pytest.approx(float(one - two), abs=1e-3)
+        assert measured.lengths[row // 2, row % 2] == count
+
+
+def test_every_reply_has_random_numbers_of_its_own(settings, start_model, monkeypatch):
+    """However many are sampled at once: a second part is not the first one over again."""
+    monkeypatch.setattr("rlhf.measuring.ROWS_AT_ONCE", 4)
+    same_prompt = dataclasses.replace(settings, num_prompts=1, completions=8)
+    bench, _ = bench_of([start_model], same_prompt)
+    apart = bench.measure_start(Screen()).texts[0]
+    assert apart[:4] != apart[4:]
+    monkeypatch.setattr("rlhf.measuring.ROWS_AT_ONCE", 64)
+    assert bench.measure_start(Screen()).texts[0] == apart, "and the parts change nothing"
+
+
+def swapped(folder):
+    """Another tokenizer of the same size: two words change places."""
+    said = json.loads((folder / "tokenizer.json").read_text())
     a, b = (token for token, i in said["model"]["vocab"].items() if i in (300, 301))
     said["model"]["vocab"][a], said["model"]["vocab"][b] = said["model"]["vocab"][b], said["model"]["vocab"][a]
-    (other / "tokenizer.json").write_text(json.dumps(said))
+    (folder / "tokenizer.json").write_text(json.dumps(said))
+    return folder
+
+
+def test_another_tokenizer_has_no_kl_and_its_own_perplexity(settings, tmp_path):
+    """Different vocabularies have no common tokens to compare the probabilities of. The perplexity is what it is
+    beside no start model at all: prompts and replies are read by the model's own tokenizer."""
+    other = swapped(make_start_model(tmp_path / "other", seed=3))
     bench, models = bench_of([other], settings)
     measured = bench.measure(models[0], Screen())
-    assert measured.kl is None and measured.perplexity is not None and len(measured.texts) == 4
+    assert measured.kl is None and len(measured.texts) == 4
+    alone, models = bench_of([other], dataclasses.replace(settings, baseline=None))
+    assert measured.perplexity == alone.measure(models[0], Screen()).perplexity
 
 
 def test_a_base_model_without_a_chat_template_and_no_start(settings, tmp_path):
     """Any Hugging Face model: without a start model there is no KL, and the chosen replies serve the perplexity."""
     base = make_base_model(tmp_path / "base")
-    bench, models = bench_of([base], dataclasses.replace(settings, baseline=None), start=False)
+    bench, models = bench_of([base], dataclasses.replace(settings, baseline=None))
     measured = bench.measure(models[0], Screen())
     assert measured.kl is None and measured.perplexity > 1 and bench.start is None
 
@@ -170,18 +246,57 @@ def test_the_judge_is_another_reward_model(settings, start_model, reward_folder,
     bench, _ = bench_of([start_model], dataclasses.replace(settings, judge_model=str(judge)))
     start = bench.measure_start(Screen())
     assert start.judged.shape == start.scores.shape and not np.allclose(start.judged, start.scores)
-    with pytest.raises(UserError, match="the judge is the reward model itself: --judge-model"):
-        bench_of([start_model], dataclasses.replace(settings, judge_model=str(reward_folder)))
+    copied = shutil.copytree(reward_folder, tmp_path / "copied")
+    for same in (reward_folder, copied):
+        with pytest.raises(UserError, match="the judge is the reward model of the scores: --judge-model"):
+            bench_of([start_model], dataclasses.replace(settings, judge_model=str(same)))
+
+
+def test_a_judge_that_training_saw_is_refused_whatever_scores_now(runs, reward_folder, tmp_path):
+    other = make_reward_model(tmp_path / "other", seed=7)
+    settings = MeasureSettings(num_prompts=2, rm_model=str(other), judge_model=str(reward_folder))
+    with pytest.raises(UserError, match=f"the judge is the reward model of {runs['ppo', 1]}: --judge-model"):
+        bench_of([runs["ppo", 1]], settings)
+    bench, _ = bench_of([runs["ppo", 1]], dataclasses.replace(settings, judge_model=None))
+    assert bench.score_name == "another reward model"
+    assert bench_of([runs["ppo", 1]], MeasureSettings(num_prompts=2))[0].score_name == "the reward that was trained on"
+
+
+def test_a_judge_that_says_nan_is_named(settings, start_model, tmp_path):
+    """One line, before anything is made of it."""
+    judge = make_reward_model(tmp_path / "judge", seed=7)
+    model = AutoModelForSequenceClassification.from_pretrained(judge)
+    with torch.no_grad():
+        model.score.weight.fill_(float("nan"))
+    model.save_pretrained(judge)
+    bench, _ = bench_of([start_model], dataclasses.replace(settings, judge_model=str(judge)))
+    with pytest.raises(RunError, match="score nan is not a finite number: reward function judge"):
+        bench.measure_start(Screen())
 
 
 def test_prompts_that_no_run_looked_at_come_first(settings, start_model, runs):
     """Of the evaluation part, 6 are followed by the runs: the others are drawn while they are enough."""
     few, _ = bench_of([runs["ppo", 1]], MeasureSettings(num_prompts=3))
-    followed = {p.example.question for p in few.prompts}
+    followed = {p.example.question for p in few.followed}
     assert "that no run looked at" in few.prompts_line
     assert not followed & {e.question for e in few.examples} and len(few.examples) == 3
     many, _ = bench_of([runs["ppo", 1]], MeasureSettings(num_prompts=500))
     assert "all there are, 500 were asked for" in many.prompts_line and len(many.examples) > 6
+
+
+def test_runs_that_followed_unlike_numbers_of_prompts(runs):
+    """The prompts of the one that followed most are looked at; and each run's own are known for its own."""
+    models = [find_trained(str(runs[name]), "final", None) for name in (("ppo", 1), ("ppo", 2))]
+    bench, _ = bench_of([runs["ppo", 1]], MeasureSettings(num_prompts=2))
+    longer = [p for p in bench.followed] + [Prompt((), bench.examples[0])]
+    data = {"evaluation_prompts": 8, "evaluation_sha256": "another"}
+    models[1] = dataclasses.replace(models[1], run={**models[1].run, "data": data})
+    seen = {p.example.question for p in longer}
+    made = Bench(models, MeasureSettings(num_prompts=2), CPU, Screen())
+    assert len(seen) == 7 and "held-out prompts that no run looked at" in made.prompts_line
+    alone = Bench(models[:1], MeasureSettings(num_prompts=2), CPU, Screen())
+    count = [int(b.prompts_line.split(" from ")[1].split()[0]) for b in (alone, made)]
+    assert count[0] - count[1] == 2, "6 were followed by the one, 8 by the other"
 
 
 def test_changed_evaluation_prompts_are_said(runs, tmp_path, capsys, pairs_file):
@@ -200,12 +315,13 @@ def test_a_model_against_itself_is_seldom_called_different(settings, start_model
     """The same weights under other sampling seeds, 100 times: at most 10 verdicts name a better side."""
     settings = dataclasses.replace(settings, num_prompts=12, completions=2, reply_length=4)
     bench, _ = bench_of([start_model], settings)
-    bench.text = None  # perplexity draws nothing
-    run, called = {"seed": 1, "spent": {"episodes": 1}}, 0
+    bench.text = None  # a perplexity draws nothing
+    run, called = {"seed": 1}, 0
     start = sampled(bench, 0)
     for trial in range(100):
-        sides = [Side(name, [run], [sampled(bench, 2 * trial + i + 1)]) for i, name in enumerate(("ppo", "grpo"))]
+        made = [sampled(bench, 2 * trial + i + 1) for i in range(2)]
+        sides = [Side(name, [run], [replies], [1]) for name, replies in zip(("ppo", "grpo"), made, strict=True)]
         sentence = judge_runs(sides, start, None, trial).sentences[0]
         assert sentence.startswith("No difference shown") or "replies are better than" in sentence
         called += "better" in sentence
-    assert 0 <= called <= 10
+    assert called <= 10

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from config import MeasureSettings
-from rlhf.comparison_report import make_comparison, make_sides, tables, write_comparison
+from rlhf.budgets import read_looks
+from rlhf.comparison_report import make_comparison, make_sides, write_comparison
+from rlhf.comparison_tables import tables
 from rlhf.console import Screen, visible
 from rlhf.curves import read_curves
 from rlhf.evaluation_report import make_report, show_report, write_report
@@ -83,7 +85,7 @@ def bench(runs):
     names = [str(folder) for folder in runs.values()]
     settings = MeasureSettings(num_prompts=4, completions=2)
     models = find_models(names, settings, "RUN")
-    made = Bench(models, settings, torch.device("cpu"), Screen(), start=True)
+    made = Bench(models, settings, torch.device("cpu"), Screen())
     made.examples = [
         dataclasses.replace(e, messages=({"role": "user", "content": text},))
         for e, text in zip(made.examples, HOSTILE[:4], strict=True)
@@ -97,7 +99,7 @@ def test_an_evaluations_page_with_hostile_replies(bench, tmp_path, capsys):
     replies = [hostile_replies(m) for m in (start, *measured)]
     replies[1] = dataclasses.replace(replies[1], label='<b onclick="x">run</b>\u202e')
     report = make_report(made, models, replies[1:], replies[0])
-    write_report(report, replies, str(tmp_path), Screen())
+    write_report(report, replies, tmp_path, Screen())
     page = Page(tmp_path / "evaluation.html")
     check_harmless(page)
     assert json.loads(page.data) == json.loads((tmp_path / "evaluation.json").read_text()) == report
@@ -113,8 +115,9 @@ def test_a_comparisons_page_and_markdown_with_hostile_replies(bench, runs, tmp_p
     made, models, start, measured = bench
     sides = make_sides(models, [hostile_replies(m) for m in measured])
     curves = [read_curves(folder) for folder in runs.values()]
-    report, _ = make_comparison(made, sides, hostile_replies(start), curves)
-    write_comparison(report, tables(report, sides), sides, start, curves, str(tmp_path), Screen())
+    looks = [(curve.algorithm, read_looks(curve)) for curve in curves]
+    report = make_comparison(made, sides, hostile_replies(start), looks)
+    write_comparison(report, tables(report, sides), sides, start, curves, tmp_path, Screen())
     page = Page(tmp_path / "comparison.html")
     check_harmless(page)
     assert json.loads(page.data) == report
@@ -131,7 +134,8 @@ def test_a_comparisons_page_and_markdown_with_hostile_replies(bench, runs, tmp_p
         ("a|b\nc", r"a\|b<br>c"),
         ("[x](y) *b* `c`", r"\[x\](y) \*b\* \`c\`"),
         ("<b>&", "&lt;b&gt;&amp;"),
-        ("https://x.y @z www.a", "https:&#47;&#47;x.y &#64;z www&#46;a"),
+        ("https://x.y @z WWW.a", "https:&#47;&#47;x.y &#64;z WWW&#46;a"),
+        ("$x$ #12 :tada: a: b", r"\$x\$ \#12 \:tada: a: b"),
         ("+0.5 (it's)", "+0.5 (it's)"),
     ],
 )

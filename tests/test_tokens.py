@@ -29,7 +29,7 @@ class Spy:
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_a_record_is_what_the_trainer_saw(build, tmp_path, algorithm, form):
-    trainer = build("--record-tokens", "--record-format", form, "--record-every", 2, "--record-episodes", 3,
+    trainer = build("--record-tokens", "--record-format", form, "--record-every", 2, "--record-prompts", 1,
                     "--num-iterations", 3, "--kl-coef", 0.3, algorithm=algorithm)  # fmt: skip
     attach(trainer)
     spy = Spy()

@@ -16,9 +16,9 @@ from reward_model.scorer import METRICS_FILE
 from reward_model.training import show_record, train_reward_model
 from rlhf.console import Screen
 from rlhf.demo import families, pairs, start_model, tasks
+from rlhf.files import write_json
 from rlhf.models import load_tokenizer
 from rlhf.report import Gold
-from rlhf.runlogs import write_json
 
 FOLDER = Path("demo_parts")
 QUESTIONS = 3_000

@@ -1,0 +1,126 @@
+"""A comparison's tables: rows of text, the same for console, Markdown and page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from rlhf.audit import LABELS, shown
+from rlhf.console import clock
+from rlhf.verdict import Side
+
+MEASURE_NAMES = {"scores": "score", "judged": "judge"}
+
+
+def tables(report: dict[str, Any], sides: Sequence[Side]) -> list[dict[str, Any]]:
+    """Every table with its caption, columns and rows of text."""
+    equal = [_equal_table(report)] if report["at_equal"] else []
+    return [
+        _figure_table(report, sides),
+        _contrast_table(report),
+        _within_table(report),
+        _spent_table(report, sides),
+        *equal,
+    ]
+
+
+def _figure_table(report: dict[str, Any], sides: Sequence[Side]) -> dict[str, Any]:
+    rows = []
+    for name, (label, _) in LABELS.items():
+        of_sides = [side.known(name) for side in sides]
+        if not any(of_sides):
+            continue
+        rows.append([label, shown(name, report["figures"]["start"][name]), *(_mean(name, v) for v in of_sides)])
+    columns = ["", "start model", *(f"{s.name} ({_seeds(s)})" for s in sides)]
+    return {
+        "caption": "On the same prompts: mean over seeds (lowest to highest seed)",
+        "columns": columns,
+        "rows": rows,
+    }
+
+
+def _seeds(side: Side) -> str:
+    return f"{len(side.seeds)} seed{'s' if len(side.seeds) > 1 else ''}"
+
+
+def _mean(name: str, known: Sequence[float]) -> str:
+    if not known:
+        return "-"
+    spread = f" ({shown(name, min(known))} to {shown(name, max(known))})" if len(known) > 1 else ""
+    return shown(name, fmean(known)) + spread
+
+
+def _contrast_table(report: dict[str, Any]) -> dict[str, Any]:
+    rows = [
+        [
+            f"{c['name']}, {MEASURE_NAMES[c['measure']]}",
+            interval_of(c["difference"]),
+            interval_of(c["win_rate"], ""),
+            c["over"],
+        ]
+        for c in report["contrasts"]
+    ]
+    columns = ["", "difference (95% interval)", "win rate, ties half (95% interval)", "interval over"]
+    return {
+        "caption": "Differences (the last column says what the intervals are over)",
+        "columns": columns,
+        "rows": rows,
+    }
+
+
+def _within_table(report: dict[str, Any]) -> dict[str, Any]:
+    judged = "judge" in report["within"][0]
+    kinds = [("score", "+"), ("score_win_rate", ""), *([("judge", "+"), ("judge_win_rate", "")] if judged else [])]
+    rows = [[row["run"], *(interval_of(row[name], sign) for name, sign in kinds)] for row in report["within"]]
+    columns = ["", *(name.replace("_", " ") for name, _ in kinds)]
+    return {"caption": "Each run less the start model, 95% intervals over prompts", "columns": columns, "rows": rows}
+
+
+def interval_of(found: dict[str, float | None], sign: str = "+") -> str:
+    """A figure with its interval, where it has one."""
+    if found["low"] is None:
+        return f"{found['value']:{sign}.3f}"
+    return f"{found['value']:{sign}.3f} ({found['low']:{sign}.3f} to {found['high']:{sign}.3f})"
+
+
+SPENT = {
+    "episodes": ("episodes", "{:,.0f}".format),
+    "updates": ("updates", "{:,.0f}".format),
+    "optimizer_steps": ("optimizer steps", "{:,.0f}".format),
+    "reply_tokens": ("reply tokens", "{:,.0f}".format),
+    "seconds": ("time", clock),
+    "peak_memory_gib": ("peak memory, GiB", "{:.2f}".format),
+}
+
+
+def _spent_table(report: dict[str, Any], sides: Sequence[Side]) -> dict[str, Any]:
+    rows = []
+    for name, (label, show) in SPENT.items():
+        cells = []
+        for side in sides:
+            values = [run[name] for run in report["spent"][side.name].values() if name in run]
+            spread = f" ({show(min(values))} to {show(max(values))})" if len(set(values)) > 1 else ""
+            cells.append(show(fmean(values)) + spread if values else "-")
+        rows.append([label, *cells])
+    columns = ["", *(side.name for side in sides)]
+    return {"caption": "What each run spent: mean over seeds (lowest to highest)", "columns": columns, "rows": rows}
+
+
+def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
+    rows = []
+    for row in report["at_equal"]:
+        for name, reached in row["sides"].items():
+            judge = "-" if reached["judge"] is None else f"{reached['judge']:.3f}"
+            rows.append([f"{row['budget']}: {name}", f"{reached['score']:+.3f}", judge, f"{reached['kl']:.2f}",
+                         f"{reached['update']:.0f}"])  # fmt: skip
+        if row.get("difference") is not None:
+            found, cells = row["difference"], ["", ""]
+            cells[found["by"] == "judge"] = f"{interval_of(found)}, over {found['over']}"
+            rows.append([f"{row['budget']}: {' - '.join(row['sides'])}", *cells, "", ""])
+    caption = (
+        "At equal budgets: each run's own last evaluation inside the budget (the prompts that it followed, not those "
+        "above, and one reply to each)"
+    )
+    columns = ["", "score", "judge", "KL, nats/sequence", "after update (mean)"]
+    return {"caption": caption, "columns": columns, "rows": rows}

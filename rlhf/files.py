@@ -1,0 +1,50 @@
+"""Files that are complete or unchanged, JSON that any reader takes, and folders that can be written to."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import UserError
+
+
+def put_in_place(file: Path, write: Callable[[Path], Any]) -> None:
+    """`write` fills a file beside, which then takes the place of `file` at one stroke."""
+    beside = file.with_name(file.name + ".new")
+    write(beside)
+    os.replace(beside, file)
+
+
+def write_text(file: Path, text: str) -> None:
+    """UTF-8, complete or unchanged."""
+    put_in_place(file, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def write_json(file: Path, data: Any) -> None:
+    """Complete or unchanged; numbers that are not finite as null, which is all that JSON knows of them."""
+    write_text(file, json.dumps(json_ready(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def json_ready(data: Any) -> Any:
+    """The same data with None for every number that is not finite."""
+    if isinstance(data, dict):
+        return {key: json_ready(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [json_ready(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def make_folder(output: str, flag: str = "--output") -> Path:
+    """A folder to write to, made where it is not there. Raises UserError where it cannot be."""
+    folder = Path(output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot be a folder: {flag} {output} ({error.strerror}). Name another with {flag}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write there: {flag} {output} (read-only). Name another with {flag}")
+    return folder

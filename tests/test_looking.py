@@ -31,9 +31,10 @@ def evaluation(runs, tmp_path, capsys):
 def test_the_references_command(evaluation, runs):
     """20 prompts x 4 completions, ranked, as far as there are prompts; adapter and whole model side by side."""
     report, said = evaluation("--model-path", runs["ppo", 1], runs["grpo", 1])
+    asked = re.search(r"(\d+) drawn at random from (\d+) held-out prompts.*?20 were asked for", said)
+    assert int(asked[1]) == int(asked[2]) == len(report["prompts"]) < 20, "all that there are"
     assert [m["which"] for m in report["models"]] == ["final", "final"]
     assert "(final, after update 2)" in said and "evaluation.html" in said
-    assert len(report["prompts"]) == min(20, len(report["prompts"])) and len(report["prompts"]) >= 6
     for prompt in report["prompts"]:
         assert prompt["sides"][0]["model"] == "start model" and len(prompt["sides"]) == 3
         for side in prompt["sides"]:
@@ -104,12 +105,12 @@ def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
     assert len(report["verdict"]) == 2
     assert "PPO" in report["verdict"][0] and "GRPO" in report["verdict"][0]
     assert "at 8 episodes each" in report["verdict"][0]
-    assert all("95% interval over seeds" in sentence for sentence in report["verdict"])
+    assert all("95% interval over seeds and prompts" in sentence for sentence in report["verdict"])
     assert "start model" in report["verdict"][1] and "perplexity x" in report["verdict"][1]
     for sentence in report["verdict"]:
         assert re.sub(r"\s+", " ", sentence) in said
     assert {c["name"] for c in report["contrasts"]} == {"PPO - start model", "GRPO - start model", "PPO - GRPO"}
-    assert {c["over"] for c in report["contrasts"]} == {"seeds"}
+    assert {c["over"] for c in report["contrasts"]} == {"seeds and prompts"}
     assert [row["run"] for row in report["within"]] == ["PPO, seed 1", "PPO, seed 2", "GRPO, seed 1", "GRPO, seed 2"]
     assert report["spent"]["PPO"]["1"]["episodes"] == 8 and report["spent"]["GRPO"]["2"]["reply_tokens"] > 0
     assert "use_lora False and True" in report["facts"]["settings that differ, PPO and GRPO"]
@@ -184,7 +185,51 @@ def test_runs_that_cannot_be_pooled_are_refused(comparison, runs, start_model, t
 def test_unequal_budgets_are_said(comparison, runs, tmp_path):
     longer = changed(runs["grpo", 1], tmp_path / "longer")
     said = json.loads((longer / "run.json").read_text())
-    said["spent"]["episodes"] = 800
+    said["plan"]["episodes"] = 800
     (longer / "run.json").write_text(json.dumps(said))
     report, _ = comparison(runs["ppo", 1], longer)
     assert "at UNEQUAL budgets (8 to 800 episodes)" in report["verdict"][0]
+
+
+def test_the_budget_is_that_of_the_weights_measured(comparison, runs):
+    """`best/` was kept earlier than the end: its episodes count, not the run's."""
+    kept = {name: json.loads((run / "run.json").read_text())["best"]["update"] for name, run in runs.items()}
+    (one, two) = ("ppo", 1), ("grpo", 1)
+    report, _ = comparison(runs[one], runs[two], "--which", "best")
+    low, high = sorted((kept[one] * 4, kept[two] * 4))
+    said = f"at {low} episodes each" if low == high else f"at UNEQUAL budgets ({low} to {high} episodes)"
+    assert said in report["verdict"][0]
+
+
+@pytest.mark.parametrize("make_bad", ["torn samples", "no samples", "output is a file", "output under a file"])
+def test_faults_of_a_comparison_are_said_before_the_work(runs, tmp_path, capsys, make_bad):
+    import shutil
+
+    run, output = shutil.copytree(runs["ppo", 1], tmp_path / "run"), tmp_path / "out"
+    words_of_it = words(run, runs["grpo", 1], "--num-prompts", 2, "--completions", 1)
+    (tmp_path / "file").write_text("")
+    if make_bad == "no samples":
+        shutil.rmtree(run / "samples")
+        compare_runs.main([*words_of_it, "--output", str(output)])
+        said = re.sub(r"\s+", " ", capsys.readouterr().out)
+        assert "a run kept no evaluations of its own: nothing is said of equal time" in said
+        return
+    if make_bad == "torn samples":
+        (run / "samples" / "update-000001.jsonl").write_text('{"prompt": [')
+        fault = "torn: .*update-000001.jsonl"
+    else:
+        output = tmp_path / "file" if make_bad == "output is a file" else tmp_path / "file" / "x"
+        fault = "cannot be a folder: --output"
+    with pytest.raises(UserError, match=fault):
+        compare_runs.main([*words_of_it, "--output", str(output)])
+    assert "replies" not in capsys.readouterr().out, "nothing was sampled"
+
+
+def test_faults_of_an_evaluation_are_said_before_the_work(runs, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for command in (["--model-path", runs["ppo", 1]], ["--tokens", runs["ppo", 1]]):
+        with pytest.raises(UserError, match="cannot be a folder: --output"):
+            evaluate_generations.main(words(*command, "--output", tmp_path / "file"))
+    with pytest.raises(UserError, match="two things at once: --tokens and --model-path"):
+        evaluate_generations.main(words("--tokens", runs["ppo", 1], "--model-path", runs["ppo", 1]))
+    assert "of 24 replies" not in capsys.readouterr().out

@@ -47,9 +47,15 @@ def test_an_interval_over_prompts_by_hand():
     assert (found.value, found.low, found.high) == pytest.approx((0.5, 0.5 - 0.5 * 9.168, 0.5 + 0.5 * 9.168), rel=1e-3)
     assert over_prompts([0.0, 1.0], 1, limits=(0, 1)) == Estimate(0.5, 0.0, 1.0)
     assert not found.excludes(0.5) and found.excludes(9) and not found.above(0)
-    assert over_prompts([2.0, 2.0, 2.0], seed=1) == Estimate(2.0, 2.0, 2.0)
+    assert over_prompts([0.0, 0.0, 0.0], seed=1) == Estimate(0.0, 0.0, 0.0)
+    few, many = (over_prompts([2.0] * count, seed=1) for count in (2, 40))
+    assert not few.excludes(0) and many.above(1.2), "prompts that all say the same: one more, to the contrary"
+    won = [over_prompts([1.0] * count, 1, null=0.5, limits=(0, 1)) for count in (5, 20, 128)]
+    assert won[0].low < 0.6 < won[1].low < 0.9 < won[2].low < 1 and {w.high for w in won} == {1.0}
     assert over_prompts([2.0], seed=1) == Estimate(2.0), "one prompt tells nothing of others"
     assert not Estimate(2.0).excludes(0) and not Estimate(2.0).above(0)
+    nan = float("nan")
+    assert not Estimate(nan, nan, nan).excludes(0) and over_prompts([1.0, nan], 1).low is None
 
 
 def test_few_prompts_are_seldom_called_different(monkeypatch):
@@ -90,6 +96,21 @@ def test_seeds_that_agree_leave_the_prompts():
 def test_one_seed_a_side_has_no_interval_over_seeds():
     assert over_seeds(np.zeros((1, 1, 10)), seed=0) is None
     assert over_seeds(np.zeros((2, 1, 10)), seed=0) == Estimate(0.0, 0.0, 0.0)
+    assert over_seeds(np.full((2, 1, 10), 0.5), seed=0) == Estimate(0.5), "all equal: nothing to go by"
+    assert over_seeds(np.ones((3, 3, 1)), seed=0) == Estimate(1.0), "one prompt tells nothing of others"
+
+
+def test_degrees_of_freedom_by_hand():
+    """Seeds 1 and 3 against a fixed model, prompts that scatter: the variances of the mean are 2 / 2 = 1 with 1 degree
+    of freedom (seeds) and 4 / 4 = 1 with 3 (prompts: -+sqrt(3), sum of squares 12 / 3 = 4). Satterthwaite: 2^2 / (1/1
+    + 1/3) = 3, so t(3) = 3.182."""
+    prompts = np.sqrt(3) * np.array([1.0, -1.0, 1.0, -1.0])
+    values = np.array([1.0, 3.0])[:, None, None] + prompts
+    found = over_seeds(values, seed=0)
+    seeds = np.random.default_rng(3).choice([2 - np.sqrt(2), 2 + np.sqrt(2)], (200_000, 2)).mean(1)
+    redrawn = seeds + np.random.default_rng(4).choice(prompts, (200_000, 4)).mean(1)
+    half = [abs(np.quantile(redrawn, q) - 2) * 3.182 / 1.960 for q in (0.025, 0.975)]
+    assert (2 - found.low, found.high - 2) == (pytest.approx(half[0], rel=0.05), pytest.approx(half[1], rel=0.05))
 
 
 def test_seeds_that_differ_by_chance_alone_are_seldom_called_different(monkeypatch):

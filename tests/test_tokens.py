@@ -29,7 +29,7 @@ class Spy:
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_a_record_is_what_the_trainer_saw(build, tmp_path, algorithm, form):
-    trainer = build("--record-tokens", "--record-format", form, "--record-every", 2, "--record-prompts", 1,
+    trainer = build("--record-tokens", "--record-format", form, "--record-every", 2, "--record-prompts", 2,
                     "--num-iterations", 3, "--kl-coef", 0.3, algorithm=algorithm)  # fmt: skip
     attach(trainer)
     spy = Spy()
@@ -40,7 +40,8 @@ def test_a_record_is_what_the_trainer_saw(build, tmp_path, algorithm, form):
     for update, file in zip((1, 2), files, strict=True):
         batch, scored = spy.batches[update]
         rollout, rows = batch.rollout, read_tokens(file)
-        assert len(rows) == int(rollout.mask[:3].sum())
+        replies = 2 * trainer.config.group_size  # GRPO's whole groups
+        assert len(rows) == int(rollout.mask[:replies].sum())
         for row in rows:
             e, t = row["episode"], row["step"]
             prompt = trainer.train_prompts[row["prompt_index"]]

@@ -1,0 +1,146 @@
+"""The verdict's words, on sides made by hand: who is named the better one, by what, and at what budget."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlhf.budgets import Look, at_equal
+from rlhf.measuring import Generations
+from rlhf.verdict import Side, contrast, judge_runs
+
+RNG = np.random.default_rng(0)
+PROMPTS = RNG.normal(0, 1, (64, 1))
+
+
+def replies(score: float, judged: float | None = None, kl: float = 2.0, perplexity: float | None = 3.0) -> Generations:
+    """Four completions to each of 64 prompts; scores scatter by 0.3 about what is said and the prompt's own."""
+    noise = RNG.normal(0, 0.3, (2, 64, 4))
+    return Generations(
+        label="made",
+        texts=[["a b c d"] * 4] * 64,
+        scores=PROMPTS + score + noise[0],
+        judged=None if judged is None else PROMPTS + judged + noise[1],
+        kl=np.full((64, 4), kl),
+        lengths=np.full((64, 4), 5),
+        ended=np.full((64, 4), True),
+        perplexity=perplexity,
+    )
+
+
+def side(algorithm: str, *measured: Generations, episodes: int = 100) -> Side:
+    return Side(algorithm, [{"seed": i} for i in range(len(measured))], list(measured), [episodes] * len(measured))
+
+
+def three(score: float, judged: float | None = None) -> list[Generations]:
+    return [replies(score + shift, None if judged is None else judged + shift) for shift in (-0.02, 0.0, 0.02)]
+
+
+START = replies(0.0, 0.0, kl=0.0, perplexity=2.0)
+
+
+@pytest.mark.parametrize(("ppo", "grpo", "better"), [(1.0, 0.5, "PPO"), (0.5, 1.0, "GRPO")])
+def test_the_better_side_is_named(ppo, grpo, better):
+    worse = {"PPO": "GRPO", "GRPO": "PPO"}[better]
+    start = replies(0.0)
+    first, second = judge_runs([side("ppo", *three(ppo)), side("grpo", *three(grpo))], start, None, 1).sentences
+    assert first.startswith(f"{better}'s replies are better than {worse}'s by the reward that was trained on")
+    assert "95% interval over seeds and prompts" in first and first.endswith("at 100 episodes each.")
+    assert second.startswith("PPO is better than the start model (+") and "; GRPO is better than the start" in second
+    assert f"(PPO - GRPO: {'+' if better == 'PPO' else '-'}0." in first
+
+
+def test_a_model_that_got_worse_is_called_worse_and_what_was_paid_is_said():
+    second = judge_runs([side("ppo", *three(-1.0)), side("grpo", *three(0.0))], replies(0.0, perplexity=2.0), None, 1)
+    assert "PPO is worse than the start model (-" in second.sentences[1]
+    assert "no difference shown between GRPO and the start model" in second.sentences[1]
+    assert second.sentences[1].count("paid with perplexity x 1.50 and KL 2.00/sequence") == 2
+
+
+def test_the_judge_decides_and_a_contradiction_is_said():
+    sides = [side("ppo", *three(1.5, 0.2)), side("grpo", *three(1.0, 0.8))]
+    verdict = judge_runs(sides, START, "gold quality", 1)
+    assert verdict.sentences[0].startswith(
+        "GRPO's replies are better than PPO's by the gold quality, which no training"
+    )
+    assert any("score and judge prefer different sides" in caveat for caveat in verdict.caveats)
+    agree = judge_runs([side("ppo", *three(1.5, 0.8)), side("grpo", *three(1.0, 0.2))], START, "gold quality", 1)
+    assert not any("prefer different sides" in caveat for caveat in agree.caveats)
+
+
+def test_no_difference_shown_where_there_is_none():
+    sides = [side("ppo", *three(1.0, 0.5)), side("grpo", *three(1.0, 0.5))]
+    assert (
+        judge_runs(sides, START, "gold quality", 1).sentences[0].startswith("No difference shown between PPO and GRPO")
+    )
+
+
+def test_seeds_that_scatter_show_nothing():
+    """A mean difference of 0.5, but seeds a whole unit apart."""
+    ppo, grpo = ([replies(shift + s) for s in (-1.0, 0.0, 1.0)] for shift in (0.5, 0.0))
+    assert (
+        judge_runs([side("ppo", *ppo), side("grpo", *grpo)], replies(0.0), None, 1).sentences[0].startswith("No diff")
+    )
+
+
+def test_caveats_by_the_number_of_seeds():
+    one, few, many = (side("ppo", *[replies(1.0) for _ in range(n)]) for n in (1, 3, 5))
+    grpo = side("grpo", *[replies(0.5) for _ in range(5)])
+    start = replies(0.0)
+    said = {n: judge_runs([s, grpo], start, "judge x", 1).caveats for n, s in ((1, one), (3, few), (5, many))}
+    assert any("one seed (PPO: 0) cannot tell" in c for c in said[1])
+    assert said[3] == ["few seeds (PPO 3): intervals over so few are wide, and rough themselves"] and said[5] == []
+    assert any(c.startswith("no judge") for c in judge_runs([many, grpo], start, None, 1).caveats)
+    first = judge_runs([one, grpo], start, None, 1)
+    assert first.sentences[0].startswith("In these runs PPO's replies are better")
+    assert [c.over for c in first.contrasts] == ["prompts", "seeds and prompts", "prompts"]
+
+
+def test_unequal_budgets_are_in_capitals():
+    sides = [side("ppo", *three(1.0), episodes=50), side("grpo", *three(0.5), episodes=800)]
+    assert "at UNEQUAL budgets (50 to 800 episodes)" in judge_runs(sides, replies(0.0), None, 1).sentences[0]
+
+
+def test_a_contrast_by_hand():
+    """Two seeds against the start: means per prompt and wins of all pairs."""
+    a = Generations("a", [], np.array([[1.0, 3.0], [0.0, 2.0]]), None, None, None, None, None)
+    b = Generations("b", [], np.array([[2.0, 2.0], [2.0, 2.0]]), None, None, None, None, None)
+    start = Generations("s", [], np.array([[0.0, 2.0], [2.0, 2.0]]), None, None, None, None, None)
+    found = contrast(side("ppo", a, b), start, "scores", 1)
+    assert found.difference.value == pytest.approx(((2 - 1) + (1 - 2) + (2 - 1) + (2 - 2)) / 4)
+    # a: prompt 1 (1 > 0, 1 < 2, 3 > 0, 3 > 2) 3/4, prompt 2 (0 < 2, 2 = 2) 1/4; b: (2 > 0, 2 = 2) 3/4, all equal 1/2
+    assert found.win_rate.value == pytest.approx((3 / 4 + 1 / 4 + 3 / 4 + 1 / 2) / 4)
+    assert found.name == "PPO - start model"
+
+
+# --- equal budgets ---------------------------------------------------------------------------------------------------
+
+
+def look(update: int, seconds: float, scores, prompts=("a", "b"), per_update: int = 10) -> Look:
+    rows = [
+        {"prompt": [{"role": "user", "content": p}], "reply": "x", "score": s, "kl": update / 10, "ended": True}
+        for p, s in zip(prompts, scores, strict=True)
+    ]
+    return Look(update, update * per_update, seconds, rows)
+
+
+def test_equal_budgets_by_hand():
+    """PPO ends after 40 episodes in 90 s, GRPO after 60 in 30 s: equal episodes are 40, equal time is 30 s."""
+    ppo = [look(0, 0, (0, 0)), look(2, 25, (1, 3)), look(4, 90, (2, 4))]
+    grpo = [look(0, 0, (0, 0)), look(2, 10, (1, 1)), look(4, 20, (1, 2)), look(6, 30, (5, 5))]
+    by_episodes, by_time = at_equal({"PPO": [ppo], "GRPO": [grpo]}, None, seed=1)
+    assert (by_episodes["budget"], by_time["budget"]) == ("40 episodes", "30 s of training")
+    assert by_episodes["sides"]["PPO"] == {"update": 4, "score": 3, "judge": None, "kl": 0.4}
+    assert by_episodes["sides"]["GRPO"] == {"update": 4, "score": 1.5, "judge": None, "kl": 0.4}
+    assert by_time["sides"]["PPO"]["score"] == 2 and by_time["sides"]["GRPO"]["score"] == 5
+    assert (by_episodes["difference"]["value"], by_time["difference"]["value"]) == (1.5, -3)
+    assert by_time["difference"]["over"] == "prompts"
+
+
+def test_equal_budgets_over_seeds_and_other_prompts():
+    ends = [[look(2, 5, (1, 2))], [look(2, 5, (2, 3))]]
+    rows = at_equal({"PPO": ends, "GRPO": [[look(2, 5, (0, 0))], [look(2, 5, (0, 1))]]}, None, seed=1)
+    assert rows[0]["difference"]["over"] == "seeds and prompts" and rows[0]["difference"]["value"] == 1.75
+    other = at_equal({"PPO": ends, "GRPO": [[look(2, 5, (0, 0), prompts=("b", "a"))]]}, None, seed=1)
+    assert other[0]["difference"] is None, "row by row these are other prompts"
+    assert at_equal({"PPO": ends, "GRPO": [[]]}, None, seed=1) == []

@@ -42,13 +42,13 @@ def find_model(name: str, flag: str) -> str:
 
 
 @contextlib.contextmanager
-def readable(name: str) -> Iterator[None]:
+def readable(name: str, way_out: str = "Give a whole model folder with safetensors") -> Iterator[None]:
     """What transformers cannot load from `name` (no safetensors, torn files, unknown types) as one UserError."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0][:200]
-        raise UserError(f"cannot be loaded: {name} ({reason}). Give a whole model folder with safetensors") from None
+        raise UserError(f"cannot be loaded: {name} ({reason}). {way_out}") from None
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -56,7 +56,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     SmolLM2's chat tokenizer ships pad = EOS: whoever masks by `ids != pad` would then never learn to stop.
     """
-    with readable(name):
+    with readable(name, "Give a model folder that holds its tokenizer, too"):
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     if tokenizer.eos_token_id is None:
         raise UserError(f"no EOS token: tokenizer of {name}. Set eos_token in its tokenizer_config.json")

@@ -13,6 +13,7 @@ from rlhf.measuring import Generations
 from rlhf.pictures import COLOURS, MARKERS, OTHER_COLOURS, new_figure, style
 
 BINS = 24
+SEED_ABOVE = {"ppo": 6, "grpo": -15}  # points: so that the seeds of runs that ended alike can be read
 FAR = 3  # times the KL of nine tenths of the evaluations
 
 
@@ -78,7 +79,7 @@ def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
             axes.plot(kl[0], score[0], "D", color=COLOURS["start"], markersize=8, zorder=3,
                       label=None if i else "start model")  # fmt: skip
             axes.plot(kl[-1], score[-1], MARKERS[run.algorithm], markersize=9, **look)
-            axes.annotate(str(run.run["seed"]), (kl[-1], score[-1]), xytext=(6, 4), textcoords="offset points",
+            axes.annotate(str(run.run["seed"]), (kl[-1], score[-1]), xytext=(5, SEED_ABOVE[run.algorithm]), textcoords="offset points",
                           fontsize=10, color=look["color"])  # fmt: skip
         if drawn:
             _keep_in_sight(axes, np.concatenate([kl for _, kl, _ in drawn]))
@@ -92,7 +93,7 @@ def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
 def _keep_in_sight(axes: Axes, kl: np.ndarray) -> None:
     far = kl > FAR * np.quantile(kl, 0.9)
     if far.any():
-        axes.set_xlim(right=1.2 * kl[~far].max())
+        axes.set_xlim(-0.05 * kl[~far].max(), 1.2 * kl[~far].max())
         said = ", ".join(f"{value:.3g}" for value in sorted(kl[far]))
         axes.text(
             0.99, 0.5, f"out of sight to the right:\nKL {said}", transform=axes.transAxes, ha="right", fontsize=10

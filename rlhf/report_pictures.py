@@ -79,8 +79,8 @@ def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
             axes.plot(kl[0], score[0], "D", color=COLOURS["start"], markersize=8, zorder=3,
                       label=None if i else "start model")  # fmt: skip
             axes.plot(kl[-1], score[-1], MARKERS[run.algorithm], markersize=9, **look)
-            axes.annotate(str(run.run["seed"]), (kl[-1], score[-1]), xytext=(5, SEED_ABOVE[run.algorithm]), textcoords="offset points",
-                          fontsize=10, color=look["color"])  # fmt: skip
+            where = {"xytext": (5, SEED_ABOVE[run.algorithm]), "textcoords": "offset points"}
+            axes.annotate(str(run.run["seed"]), (kl[-1], score[-1]), fontsize=10, color=look["color"], **where)
         if drawn:
             _keep_in_sight(axes, np.concatenate([kl for _, kl, _ in drawn]))
             axes.legend(loc="lower right")

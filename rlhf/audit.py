@@ -110,11 +110,12 @@ def warnings(
     """
     mine, before, differ = figures(replies), figures(start), against(replies, start, seed)
     found = []
-    if differ["judge"] is not None and differ["score"].above(0) and not differ["judge"].above(0):
-        moved = "fell" if differ["judge"].excludes(0) else "is not shown to have risen"
+    judge = differ["judge"]
+    if judge is not None and differ["score"].above(0) and not judge.above(0):
+        moved = "fell" if judge.excludes(0) else "is not shown to have risen"
         found.append(
-            f"the score rose by {differ['score'].value:+.2f} and the judge's {moved} ({differ['judge'].value:+.3f}, "
-            f"95% interval {interval(differ['judge'].low, differ['judge'].high)}): the reward model may be exploited"
+            f"the score rose by {differ['score'].value:+.2f} and the judge's {moved} ({judge.value:+.3f}, "
+            f"95% interval {interval(judge.low, judge.high)}): the reward model may be exploited"
         )
     if mine["length"] > LONGER * before["length"]:
         found.append(
@@ -157,9 +158,15 @@ def _kl_outside(mine: dict, target: tuple[float, str] | None) -> list[str]:
     return [f"the KL to the start model is {kl:.3g}/{per}, above its band ({most:.3g} = {KL_BAND[1]:g} x the target)"]
 
 
-def interval(low: float | None, high: float | None, sign: str = "+") -> str:
-    """In words; empty where there is none."""
-    return "" if low is None else f"{low:{sign}.3f} to {high:{sign}.3f}"
+def interval(low: float, high: float, sign: str = "+") -> str:
+    """In words."""
+    return f"{low:{sign}.3f} to {high:{sign}.3f}"
+
+
+def interval_of(found: dict[str, float | None], sign: str = "+") -> str:
+    """An estimate with its interval, where it has one."""
+    within = "" if found["low"] is None else f" ({interval(found['low'], found['high'], sign)})"
+    return f"{found['value']:{sign}.3f}{within}"
 
 
 def as_json(values: dict[str, Estimate | float | None]) -> dict:

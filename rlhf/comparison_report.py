@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from config import GRPOSettings, PPOSettings, config_of_run
-from rlhf.audit import figures, target_at_end, warnings
+from rlhf.audit import figures, interval_of, target_at_end, warnings
 from rlhf.budgets import Look, at_equal
-from rlhf.comparison_tables import MEASURE_NAMES, interval_of
+from rlhf.comparison_tables import MEASURE_NAMES
 from rlhf.console import Screen
 from rlhf.curves import RunCurves
 from rlhf.errors import raise_if
@@ -100,8 +100,8 @@ def _at_equal_in_words(rows: Sequence[dict[str, Any]]) -> list[str]:
         if found is not None:
             shown = found["low"] is not None and (found["low"] > 0 or found["high"] < 0)
             said.append(
-                f"at {row['budget']}, by the runs' own evaluations (other prompts, one reply each) and the "
-                f"{found['by']}: {' - '.join(row['sides'])} {interval_of(found)}, "
+                f"at {row['budget']}, by the runs' own evaluations (the prompts that they followed, one reply each) "
+                f"and the {found['by']}: {' - '.join(row['sides'])} {interval_of(found)}, "
                 f"{'a difference' if shown else 'no difference shown'}"
             )
     return said
@@ -114,7 +114,7 @@ def _unlike(sides: Sequence[Side]) -> list[tuple[str, str]]:
     one, two = (side.runs[0]["settings"] for side in sides)
     own = {f.name for group in (PPOSettings, GRPOSettings) for f in fields(group)}
     here, there = flat_settings(one), flat_settings(two)
-    names = [n for n in differences(one, two, (*MAY_DIFFER, *own, "algorithm"))]
+    names = differences(one, two, (*MAY_DIFFER, *own, "algorithm"))
     text = "; ".join(f"{n} {here.get(n)} and {there.get(n)}" for n in names) or "none but each algorithm's own"
     return [(f"settings that differ, {sides[0].name} and {sides[1].name}", f"{text}; GRPO's K is {there['K']}")]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from rlhf.audit import LABELS, shown
+from rlhf.audit import LABELS, interval_of, shown
 from rlhf.console import clock
 from rlhf.verdict import Side
 
@@ -75,13 +75,6 @@ def _within_table(report: dict[str, Any]) -> dict[str, Any]:
     rows = [[row["run"], *(interval_of(row[name], sign) for name, sign in kinds)] for row in report["within"]]
     columns = ["", *(name.replace("_", " ") for name, _ in kinds)]
     return {"caption": "Each run less the start model, 95% intervals over prompts", "columns": columns, "rows": rows}
-
-
-def interval_of(found: dict[str, float | None], sign: str = "+") -> str:
-    """A figure with its interval, where it has one."""
-    if found["low"] is None:
-        return f"{found['value']:{sign}.3f}"
-    return f"{found['value']:{sign}.3f} ({found['low']:{sign}.3f} to {found['high']:{sign}.3f})"
 
 
 SPENT = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from config import config_of_run
-from rlhf.audit import LABELS, against, as_json, figures, interval, shown, target_at_end, warnings
+from rlhf.audit import LABELS, against, as_json, figures, interval_of, shown, target_at_end, warnings
 from rlhf.console import Screen
 from rlhf.files import json_ready, write_json, write_text
 from rlhf.measuring import Bench, Generations
@@ -19,14 +19,14 @@ from rlhf.statistics import ranks
 from rlhf.trained import Trained
 
 SHOWN_ON_SCREEN = 3  # prompts; the page has all
-VERSUS = {
-    "win_rate": "win rate by score",
-    "judge_win_rate": "win rate by the judge",
-    "score": "score, difference",
-    "judge": "judge, difference",
-    "length": "tokens, difference",
-    "eos_rate": "share that end, difference",
-    "perplexity_ratio": "perplexity, ratio",
+VERSUS = {  # figure -> what it is, and whether its sign is shown
+    "win_rate": ("win rate by score", ""),
+    "judge_win_rate": ("win rate by the judge", ""),
+    "score": ("score, difference", "+"),
+    "judge": ("judge, difference", "+"),
+    "length": ("tokens, difference", "+"),
+    "eos_rate": ("share that end, difference", "+"),
+    "perplexity_ratio": ("perplexity, ratio", ""),
 }
 
 
@@ -107,22 +107,17 @@ def versus_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     if report["start"] is None:
         return [], []
     rows = []
-    for name, label in VERSUS.items():
+    for name, (label, sign) in VERSUS.items():
         found = [m["against_start"][name] for m in report["models"]]
-        if all(value is None for value in found):
-            continue
-        rows.append([label, *(_versus(name, value) for value in found)])
+        if any(value is not None for value in found):
+            rows.append([label, *(_versus(value, sign) for value in found)])
     return ["", *(m["label"] for m in report["models"])], rows
 
 
-def _versus(name: str, value: dict | float | None) -> str:
+def _versus(value: dict | float | None, sign: str) -> str:
     if value is None:
         return "-"
-    if not isinstance(value, dict):
-        return f"{value:.3f}"
-    sign = "" if "rate" in name and name != "eos_rate" else "+"
-    within = interval(value["low"], value["high"], sign)
-    return f"{value['value']:{sign}.3f} ({within})" if within else f"{value['value']:{sign}.3f}"
+    return interval_of(value, sign) if isinstance(value, dict) else f"{value:.3f}"
 
 
 def show_report(report: dict[str, Any], screen: Screen) -> None:

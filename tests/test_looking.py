@@ -71,6 +71,26 @@ def test_the_same_command_gives_the_same_figures(evaluation, runs):
     assert first["models"] == again["models"] and first["prompts"] == again["prompts"] != other["prompts"]
 
 
+def test_an_adapter_over_4_bit_weights_is_measured_over_4_bit_weights(
+    start_model, reward_folder, pairs_file, tmp_path
+):
+    """Perplexity before and after is that of the run itself, whose frozen weights were in 4 bits."""
+    import train_ppo
+
+    train_ppo.main(words("--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file,
+                         "--output", tmp_path / "run", "--num-iterations", 2, "--reply-length", 8, "--use-lora",
+                         "--load-in-4bit", "--learning-rate", "1e-2", "--allow-weak-reward-model"))  # fmt: skip
+    evaluate_generations.main(
+        words("--model-path", tmp_path / "run", "--num-prompts", 3, "--output", tmp_path / "out")
+    )
+    report = json.loads((tmp_path / "out" / "evaluation.json").read_text(encoding="utf-8"))
+    run = json.loads((tmp_path / "run" / "run.json").read_text())["figures"]
+    after = report["models"][0]["figures"]
+    assert report["start"]["figures"]["perplexity"] == pytest.approx(run["perplexity_before"], rel=1e-4)
+    assert after["perplexity"] == pytest.approx(run["perplexity_after"], rel=1e-4)
+    assert after["perplexity"] != pytest.approx(run["perplexity_before"], rel=1e-4) and after["kl"] != 0
+
+
 def test_the_last_run_here_is_the_default(evaluation, runs, monkeypatch, tmp_path):
     monkeypatch.chdir(runs["ppo", 1].parent)
     report, _ = evaluation("--num-prompts", 2)

@@ -452,3 +452,7 @@ def test_a_run_on_a_card(start_model, reward_folder, pairs_file, tmp_path, scrip
     assert done.returncode == 0, done.stderr
     capable = torch.cuda.is_bf16_supported(including_emulation=False)
     assert f"cuda, {'bfloat16 autocast' if capable else 'float32'}" in done.stdout.replace("cuda:0", "cuda")
+    for looking in (["evaluate_generations.py", "--model-path"], ["compare_runs.py"]):
+        words = [*looking, tmp_path / "run", "--num-prompts", 3, "--output", tmp_path / "out"]
+        done = run([str(w) for w in words], ROOT, ACCELERATE_USE_CPU="false")
+        assert done.returncode == 0, done.stderr

@@ -112,7 +112,8 @@ def test_the_report_by_hand():
     figures = compare(before, after, prompts(3), None, seed=1)
     assert (figures["score_before"], figures["score_after"]) == (2.0, 5.0)
     assert figures["score_rise_in_start_sd"] == pytest.approx(3 / 2)  # the start's scores have standard deviation 2
-    assert figures["score_rise_interval"] == [3.0, 3.0], "every prompt rose by 3"
+    low, high = figures["score_rise_interval"]
+    assert low < 0 and high == 3.0, "every prompt rose by 3, and three prompts prove nothing"
     assert (figures["length_before"], figures["length_after"]) == (4, 8)
     assert "gold_before" not in figures
 

@@ -17,7 +17,7 @@ Gold = Callable[[str, str, bool], float]
 
 
 def mean_interval(differences: Sequence[float], seed: int) -> tuple[float, float]:
-    """95% bootstrap interval of the mean of paired differences; a point where all are equal, or there is one."""
+    """95% bootstrap interval of the mean of paired differences; a point where there is only one."""
     found = over_prompts(differences, seed)
     return (found.value, found.value) if found.low is None else (found.low, found.high)
 

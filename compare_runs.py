@@ -18,15 +18,23 @@ def compare(config: ComparisonConfig, screen) -> None:
     from pathlib import Path
 
     from rlhf.budgets import read_looks
-    from rlhf.comparison_report import check_sides, make_comparison, make_sides, show_comparison, write_comparison
+    from rlhf.comparison_report import (
+        check_named,
+        check_sides,
+        make_comparison,
+        make_sides,
+        show_comparison,
+        write_comparison,
+    )
     from rlhf.comparison_tables import tables
     from rlhf.curves import read_runs
-    from rlhf.files import make_folder
+    from rlhf.files import check_folder
     from rlhf.measuring import Bench
     from rlhf.preflight import start_device
     from rlhf.trained import find_models
 
-    folder = make_folder(config.comparison.output)
+    folder = check_folder(config.comparison.output)
+    check_named(config.comparison.runs)
     models = find_models(config.comparison.runs, config.measure, "RUN")
     check_sides(models)
     curves = read_runs([Path(name) for name in config.comparison.runs])

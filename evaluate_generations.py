@@ -19,12 +19,12 @@ def main(argv: list[str] | None = None) -> None:
 
 def evaluate(config: EvaluationConfig, screen) -> None:
     from rlhf.evaluation_report import make_report, show_report, write_report
-    from rlhf.files import make_folder
+    from rlhf.files import check_folder
     from rlhf.measuring import Bench
     from rlhf.preflight import start_device
     from rlhf.trained import find_models
 
-    measure, output = config.measure, make_folder(config.evaluation.output)
+    measure, output = config.measure, check_folder(config.evaluation.output)
     models = find_models(config.evaluation.model_path, measure, "--model-path")
     bench = Bench(models, measure, start_device(screen), screen)
     screen.facts(bench.facts())

@@ -73,6 +73,7 @@ def standing(run, chart) -> str:
 def unlike(chart) -> list[str]:
     """How the runs differ in what a reader takes to be equal, a line each."""
     from rlhf.console import clock
+    from rlhf.runlogs import MAY_DIFFER, differences
 
     said = []
     recipes = sorted({run.config.recipe for run in chart.runs})
@@ -83,13 +84,22 @@ def unlike(chart) -> list[str]:
         shown = "; the KL is shown in nats per sequence" if len(units) > 1 else ""
         said.append(f"the runs hold different KL targets: {', '.join(chart.aims)}; none is drawn{shown}")
     for group in chart.groups:
-        updates = [run.last_update for run in group.runs]
+        updates, first = [run.last_update for run in group.runs], group.runs[0].run["settings"]
         times = [run.seconds for run in group.runs]
         lengths = f"{min(updates):,} to {max(updates):,} updates" if len(set(updates)) > 1 else None
         if chart.x == "time" and clock(min(times)) != clock(max(times)):
             lengths = f"{clock(min(times))} to {clock(max(times))}"
         if lengths:
-            said.append(f"the {group.name} runs differ in length, {lengths}: their mean ends with the shortest")
+            said.append(
+                f"the {group.name} runs differ in length, {lengths}: their mean ends with the shortest, and what "
+                "comes after is not drawn"
+            )
+        mixed = {name for run in group.runs for name in differences(first, run.run["settings"], MAY_DIFFER)}
+        if mixed:
+            said.append(
+                f"the {group.name} runs differ in {', '.join(sorted(mixed))}: their mean mixes settings. Draw one "
+                "setting of an algorithm at a time"
+            )
     return said
 
 

@@ -15,7 +15,8 @@ from rlhf.statistics import A_SHARE, EVEN, Estimate, correlation, distinct, over
 LONGER = 1.5  # times the start's length
 MORE_REPETITION = 0.05  # of a reply's 4-grams
 FEWER_ENDINGS = 0.05  # of the replies
-LESS_VARIED = 0.5  # times the start's distinct-2
+LESS_VARIED = 0.5  # times the start's distinct-2, which of less text says little
+ENOUGH_REPLIES = 40
 LENGTH_RULES = 0.6  # rank correlation of score and length, and
 MORE_LENGTH_RULES = 0.2  # so much above the start's
 
@@ -115,7 +116,8 @@ def warnings(
         moved = "fell" if judge.excludes(0) else "is not shown to have risen"
         found.append(
             f"the score rose by {differ['score'].value:+.2f} and the judge's {moved} ({judge.value:+.3f}, "
-            f"95% interval {interval(judge.low, judge.high)}): the reward model may be exploited"
+            f"95% interval {interval(judge.low, judge.high)}, {len(replies.scores)} prompts): the reward model may be "
+            "exploited" + ("" if judge.excludes(0) else ", or the prompts are too few to tell: raise --num-prompts")
         )
     if mine["length"] > LONGER * before["length"]:
         found.append(
@@ -131,13 +133,12 @@ def warnings(
             f"fewer replies end by themselves ({before['eos_rate']:.0%} -> {mine['eos_rate']:.0%}): the rest are cut "
             "off at the limit"
         )
-    found += _variety_and_length(mine, before) + _kl_outside(mine, target)
-    return found
+    return found + _variety_and_length(mine, before, replies.scores.size) + _kl_outside(replies, mine, target, seed)
 
 
-def _variety_and_length(mine: dict, before: dict) -> list[str]:
+def _variety_and_length(mine: dict, before: dict, count: int) -> list[str]:
     found = []
-    if mine["distinct_2"] < LESS_VARIED * before["distinct_2"]:
+    if count >= ENOUGH_REPLIES and mine["distinct_2"] < LESS_VARIED * before["distinct_2"]:
         found.append(
             f"replies are less varied (distinct-2 {before['distinct_2']:.3f} -> {mine['distinct_2']:.3f}): the policy "
             "may have collapsed to a few phrases"
@@ -148,12 +149,14 @@ def _variety_and_length(mine: dict, before: dict) -> list[str]:
     return found
 
 
-def _kl_outside(mine: dict, target: tuple[float, str] | None) -> list[str]:
-    if target is None or mine["kl"] is None:
+def _kl_outside(replies: Generations, mine: dict, target: tuple[float, str] | None, seed: int) -> list[str]:
+    """Where the whole interval over prompts lies above the band: single replies can have a large KL."""
+    if target is None or replies.kl is None:
         return []
-    nats, per = target
+    (nats, per), lengths = target, replies.lengths
+    of_prompts = replies.kl.mean(axis=1) if per == "sequence" else replies.kl.sum(axis=1) / lengths.sum(axis=1)
     kl, most = mine["kl" if per == "sequence" else "kl_per_token"], KL_BAND[1] * nats
-    if kl <= most:
+    if not over_prompts(of_prompts, seed, null=most).above(most):
         return []
     return [f"the KL to the start model is {kl:.3g}/{per}, above its band ({most:.3g} = {KL_BAND[1]:g} x the target)"]
 

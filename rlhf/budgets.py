@@ -83,7 +83,7 @@ def at_equal(looks: dict[str, list[list[Look]]], judge: Rewards | None, seed: in
             for name, side in looks.items()
         }
         row = {"budget": show(most), "sides": {name: _summary(found) for name, found in inside.items()}}
-        if len(inside) == 2:
+        if len(inside) == 2 and all(look.update > 0 for side in inside.values() for look in side):
             row["difference"] = _difference(*inside.values(), seed)
         rows.append(row)
     return rows

@@ -144,7 +144,7 @@ def _spellings(names: Iterable[str]) -> list[str]:
 
 def _show(value: Any) -> str:
     if isinstance(value, tuple):
-        return ",".join(map(str, value)) or "none"
+        return ",".join(map(str, value)) or "unset"
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

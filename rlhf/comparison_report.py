@@ -16,18 +16,24 @@ from rlhf.curves import RunCurves
 from rlhf.errors import raise_if
 from rlhf.evaluation_report import sides_of
 from rlhf.files import json_ready, write_json, write_text
+from rlhf.hub import missing_path
 from rlhf.measuring import Bench, Generations
 from rlhf.pages import render
 from rlhf.pictures import as_data_url, save_picture
 from rlhf.report_pictures import distributions, score_against_kl
 from rlhf.rollout import generator
-from rlhf.runlogs import differences, environment, flat_settings, now
-from rlhf.seeds import MAY_DIFFER
+from rlhf.runlogs import MAY_DIFFER, differences, environment, flat_settings, now
 from rlhf.statistics import A_SHARE, EVEN, over_prompts, win_rates
 from rlhf.trained import Trained, episodes_of
 from rlhf.verdict import Side, judge_runs
 
 SAMPLES = 8  # prompts shown
+
+
+def check_named(names: Sequence[str]) -> None:
+    """Runs are folders here: a mistyped one is not looked for on the hub."""
+    faults = [str(missing_path(name, "run", "Name the folders of runs")) for name in names if not Path(name).is_dir()]
+    raise_if(faults)
 
 
 def check_sides(models: Sequence[Trained]) -> None:
@@ -73,7 +79,7 @@ def make_comparison(
         "made": now(),
         **environment(),
         "verdict": verdict.sentences,
-        "caveats": [*verdict.caveats, *_at_equal_in_words(equal)],
+        "caveats": [*verdict.caveats, *at_equal_in_words(equal)],
         "warnings": _warnings(sides, start, seed),
         "facts": dict([*bench.facts(), *_unlike(sides)]),
         "figures": {"start": figures(start)}
@@ -90,14 +96,16 @@ def make_comparison(
     return json_ready(report)
 
 
-def _at_equal_in_words(rows: Sequence[dict[str, Any]]) -> list[str]:
+def at_equal_in_words(rows: Sequence[dict[str, Any]]) -> list[str]:
     """What the runs' own evaluations say of the two sides at equal budgets, beside the verdict."""
     if not rows:
         return ["a run kept no evaluations of its own: nothing is said of equal time"]
     said = []
     for row in rows:
-        found = row.get("difference")
-        if found is not None:
+        found, late = row.get("difference"), [name for name, s in row["sides"].items() if s["update"] == 0]
+        if late:
+            said.append(f"at {row['budget']} nothing can be said: {' and '.join(late)} had not evaluated itself yet")
+        elif found is not None:
             shown = found["low"] is not None and (found["low"] > 0 or found["high"] < 0)
             said.append(
                 f"at {row['budget']}, by the runs' own evaluations (the prompts that they followed, one reply each) "

@@ -18,6 +18,7 @@ from rlhf.runlogs import environment, now
 from rlhf.statistics import ranks
 from rlhf.trained import Trained
 
+FEW_PROMPTS = 20
 SHOWN_ON_SCREEN = 3  # prompts; the page has all
 VERSUS = {  # figure -> what it is, and whether its sign is shown
     "win_rate": ("win rate by score", ""),
@@ -51,6 +52,8 @@ def make_report(
             target = target_at_end(config_of_run(model.run)) if model.run else None
             entry["against_start"] = as_json(against(replies, start, seed))
             entry["warnings"] = warnings(replies, start, seed, target)
+            if model.update == 0:
+                entry["warnings"].append("these are the start model's own weights: no later evaluation was better yet")
         entries.append(entry)
     everyone = [*([start] if start is not None else []), *measured]
     report = {
@@ -132,6 +135,10 @@ def show_report(report: dict[str, Any], screen: Screen) -> None:
     columns, rows = versus_table(report)
     if rows:
         screen.table("against the start model (95% bootstrap intervals over prompts)", columns, rows, lines=False)
+    if report["start"] is None:
+        screen.say("no start model is known: nothing to compare with, and no audit (--baseline names one)")
+    if len(report["prompts"]) < FEW_PROMPTS:
+        screen.say(f"only {len(report['prompts'])} prompts: figures and intervals are rough. Raise --num-prompts")
     for model in report["models"]:
         for warning in model["warnings"]:
             screen.say(f"warning: {model['label']}: {warning}")

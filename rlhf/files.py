@@ -13,7 +13,8 @@ from rlhf.errors import UserError
 
 
 def put_in_place(file: Path, write: Callable[[Path], Any]) -> None:
-    """`write` fills a file beside, which then takes the place of `file` at one stroke."""
+    """`write` fills a file beside, which then takes the place of `file` at one stroke. Its folder is made."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(file.name + ".new")
     write(beside)
     os.replace(beside, file)
@@ -38,13 +39,12 @@ def json_ready(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
-def make_folder(output: str, flag: str = "--output") -> Path:
-    """A folder to write to, made where it is not there. Raises UserError where it cannot be."""
+def check_folder(output: str, flag: str = "--output") -> Path:
+    """A folder to write to, which need not be there yet. Raises UserError where it could not be made or written to."""
     folder = Path(output)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot be a folder: {flag} {output} ({error.strerror}). Name another with {flag}") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"cannot write there: {flag} {output} (read-only). Name another with {flag}")
+    nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not nearest.is_dir():
+        raise UserError(f"cannot be a folder: {flag} {output} ({nearest} is a file). Name another with {flag}")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write there: {flag} {output} ({nearest} is read-only). Name another with {flag}")
     return folder

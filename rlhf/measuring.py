@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from config import Config, MeasureSettings, config_of_run
 from reward_model.scorer import RewardModel
 from rlhf.actor_critic import Actor, Reference
-from rlhf.assembly import find_rewards, fingerprint, make_rewards
+from rlhf.assembly import RewardSources, find_rewards, fingerprint, make_rewards
 from rlhf.checkpoints import WEIGHTS_FILE
 from rlhf.console import Screen
 from rlhf.demo.parts import gold_of
@@ -61,7 +61,7 @@ class Bench:
         self.models, self.settings, self.device = models, settings, device
         self.config = shared_settings(models, settings)
         self.dtype = autocast_dtype(self.config.model.bf16, device)
-        sources = find_rewards(self.config)
+        sources = self._find_rewards()
         judge_folder = find_judge(self.config, models, settings)
         self.start = find_start(self.config) if has_start(models, settings) else None
         self.tokenizers = {m.source: load_tokenizer(m.source) for m in (*filter(None, [self.start]), *models)}
@@ -74,6 +74,20 @@ class Bench:
             in_4bit = all(in_4_bit(model) for model in models)
             self.reference = Reference(None, self._load(self.start, self.tokenizer, in_4bit))
         self.text = self._text(self.tokenizer)
+
+    def _find_rewards(self) -> RewardSources:
+        try:
+            return find_rewards(self.config)
+        except UserError as error:
+            if any(m.run is not None for m in self.models) or self.settings.rm_model is not None:
+                raise
+            raise UserError(
+                [
+                    *error.faults,
+                    f"{self.models[0].name} is not of a run, so settings are the recipe's: --like "
+                    f"{self.settings.like}. Name another recipe, or give --rm-model and --prompts",
+                ]
+            ) from None
 
     @property
     def score_name(self) -> str:
@@ -150,11 +164,12 @@ class Bench:
     def facts(self) -> list[tuple[str, str]]:
         """How models are measured here, in words."""
         s, c = self.settings, self.config
+        whiches = sorted({model.which for model in self.models if model.run is not None})
         limits = [f"top-k {c.sampling.top_k}"] if c.sampling.top_k else []
         limits += [f"top-p {c.sampling.top_p:g}"] if c.sampling.top_p < 1 else []
         return [
             *([("start model", self.start.name)] if self.start else []),
-            *([("weights", f"of runs: {s.which}")] if any(model.run is not None for model in self.models) else []),
+            *([("weights", f"of runs: {', '.join(whiches)}")] if whiches else []),
             ("prompts", f"{self.prompts_line} ({c.data.prompts}, seed {s.seed})"),
             (
                 "replies",

@@ -10,8 +10,7 @@ from rlhf.demo.parts import gold_of
 from rlhf.knobs import as_plain
 from rlhf.loop import OnPolicyLoop
 from rlhf.report import compare, kl_of_phases, last_kl, show_figures, show_samples
-from rlhf.runlogs import RunLog, differences
-from rlhf.seeds import MAY_DIFFER
+from rlhf.runlogs import MAY_DIFFER, RunLog, differences
 
 
 def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Screen) -> None:

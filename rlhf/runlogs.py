@@ -19,6 +19,10 @@ from rlhf.errors import UserError
 from rlhf.files import write_json
 
 RUN_FILE = "run.json"
+MAY_DIFFER = (  # settings of runs that are seeds of the same
+    *("seed", "seeds", "output", "overwrite", "dry_run"),
+    *("record_tokens", "record_format", "record_every", "record_prompts"),
+)
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
 
 
@@ -101,10 +105,10 @@ def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any], aside: Iterable[str] = ()) -> list[str]:
-    """Names of the knobs in which two runs' settings differ, those named in `aside` left out."""
+    """Names of the knobs in which two runs' settings differ, those named in `aside` left out. A knob that one of them
+    does not know, as it was made before or after it, tells nothing."""
     here, there = flat_settings(one), flat_settings(other)
-    names = sorted(here.keys() | there.keys())
-    return [n for n in names if n not in aside and here.get(n) != there.get(n)]
+    return [n for n in sorted(here.keys() & there.keys()) if n not in aside and here[n] != there[n]]
 
 
 def require_run(folder: Path, flag: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rlhf.console import Screen, clock
 from rlhf.errors import UserError
 from rlhf.files import write_json
 from rlhf.knobs import as_plain
-from rlhf.runlogs import RUN_FILE, differences, read_run
+from rlhf.runlogs import MAY_DIFFER, RUN_FILE, differences, read_run
 
 # figure in run.json -> how it is shown
 SHOWN = {
@@ -34,10 +34,6 @@ SHOWN = {
     "peak_memory_gib": "peak memory, GiB",
     "seconds": "seconds",
 }
-MAY_DIFFER = (  # between runs of one comparison
-    *("seed", "seeds", "output", "overwrite", "dry_run"),
-    *("record_tokens", "record_format", "record_every", "record_prompts"),
-)
 
 
 def for_each_seed(train: Callable[[Config, Screen], None], config: Config, screen: Screen) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlhf.console import Screen
-from rlhf.files import make_folder, write_text
+from rlhf.files import check_folder, write_text
 from rlhf.pages import render
 from rlhf.pictures import COLOURS
 from rlhf.runlogs import require_run
@@ -23,7 +23,7 @@ STRONGEST = 0.75  # share of the full colour: dark text stays readable on it
 
 def write_token_page(run: str, output: str, screen: Screen) -> None:
     """tokens.html in `output`, from a run's records. Raises UserError where it has none."""
-    said, folder = require_run(Path(run), "--tokens"), make_folder(output)
+    said, folder = require_run(Path(run), "--tokens"), check_folder(output)
     files = recorded_updates(Path(run), "--tokens")
     chosen = [files[i] for i in sorted({round(i) for i in np.linspace(0, len(files) - 1, MOST_UPDATES)})]
     rows = [row for file in chosen for row in read_tokens(file)]

@@ -16,6 +16,7 @@ from rlhf.statistics import A_SHARE, EVEN, Estimate, over_prompts, over_seeds, w
 
 MEASURES = ("scores", "judged")
 ENOUGH_SEEDS = 5
+FEW_PROMPTS = 20
 OVER_SEEDS, OVER_PROMPTS = "seeds and prompts", "prompts"
 
 
@@ -133,7 +134,9 @@ def _budget(sides: Sequence[Side]) -> str:
     """At what budget, in words."""
     episodes = [count for side in sides for count in side.episodes]
     low, high = min(episodes), max(episodes)
-    return f", at {low:,} episodes each" if low == high else f", at UNEQUAL budgets ({low:,} to {high:,} episodes)"
+    return (
+        f", after {low:,} episodes each" if low == high else f", after UNEQUAL budgets ({low:,} to {high:,} episodes)"
+    )
 
 
 def _against_start(sides: Sequence[Side], found: Sequence[Contrast], start: Generations, by: str = "") -> str:
@@ -153,7 +156,7 @@ def _price(side: Side, start: Generations) -> str:
     kl, read = side.known("kl"), side.known("perplexity")
     parts = [f"perplexity x {fmean(read) / start.perplexity:.2f}"] if read and start.perplexity else []
     parts += [f"KL {fmean(kl):.2f}/sequence"] if kl else []
-    return f", paid with {' and '.join(parts)}" if parts else ""
+    return f", at {' and '.join(parts)}" if parts else ""
 
 
 def _caveats(sides: Sequence[Side], between: dict[str, Contrast], judge_name: str | None) -> list[str]:
@@ -172,7 +175,13 @@ def _caveats(sides: Sequence[Side], between: dict[str, Contrast], judge_name: st
             "no judge: the score is what was trained on, and rises under reward hacking too. --judge-model names a "
             "reward model that training never saw"
         )
-    shown = [c.difference.value > 0 for c in between.values() if c.difference.excludes(0)]
-    if len(set(shown)) == 2:
-        notes.append("score and judge prefer different sides: the score's winner exploits the reward model")
+    by_score, by_judge = between.get("scores"), between.get("judged")
+    if by_judge is not None and by_judge.difference.excludes(0):
+        if not by_score.difference.excludes(0):
+            notes.append(f"by the score no difference is shown ({said(by_score.difference, by_score.over)})")
+        elif (by_score.difference.value > 0) != (by_judge.difference.value > 0):
+            notes.append("score and judge prefer different sides: the score's winner exploits the reward model")
+    prompts = len(sides[0].measured[0].scores)
+    if prompts < FEW_PROMPTS:
+        notes.append(f"only {prompts} prompts: intervals over so few are rough. Raise --num-prompts")
     return notes

@@ -320,7 +320,7 @@ def test_the_script_says_what_is_unlike(made, tmp_path, capsys):
     assert "the runs are of different recipes: demo, phased-kl\n" in said
     assert "the runs hold different KL targets: " in said and "2/sequence, 3/sequence; none is drawn; " in said
     assert "the KL is shown in nats per sequence\n" in said
-    assert "the PPO runs differ in length, 15 to 20 updates: their mean ends with the shortest\n" in said
+    assert "the PPO runs differ in length, 15 to 20 updates: their mean ends with the shortest, and what" in said
     assert "GRPO runs differ" not in said
     kl = panels(*runs)[3]
     assert kl.get_ylabel() == "nats per sequence" and not any("target" in f.get_label() for f in kl.lines)

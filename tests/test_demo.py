@@ -89,7 +89,7 @@ def test_the_demos_runs_are_looked_at_with_the_readmes_commands(project, demo, g
     assert done.returncode == 0, done.stderr
     compared = json.loads((project / "comparison_output" / "comparison.json").read_text(encoding="utf-8"))
     assert "by the gold quality, which no training saw" in compared["verdict"][0]
-    assert "at 9,600 episodes each" in compared["verdict"][0]
+    assert "after 9,600 episodes each" in compared["verdict"][0]
     assert "PPO is better than the start model" in compared["verdict"][1]
     assert "GRPO is better than the start model" in compared["verdict"][1]
     train = ["train_ppo.py", "--recipe", "demo", "--num-iterations", "2", "--record-tokens", "--output", "./recorded"]

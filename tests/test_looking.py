@@ -124,7 +124,7 @@ def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
     report, said = comparison(*runs.values())
     assert len(report["verdict"]) == 2
     assert "PPO" in report["verdict"][0] and "GRPO" in report["verdict"][0]
-    assert "at 8 episodes each" in report["verdict"][0]
+    assert "after 8 episodes each" in report["verdict"][0]
     assert all("95% interval over seeds and prompts" in sentence for sentence in report["verdict"])
     assert "start model" in report["verdict"][1] and "perplexity x" in report["verdict"][1]
     for sentence in report["verdict"]:
@@ -208,7 +208,7 @@ def test_unequal_budgets_are_said(comparison, runs, tmp_path):
     said["plan"]["episodes"] = 800
     (longer / "run.json").write_text(json.dumps(said))
     report, _ = comparison(runs["ppo", 1], longer)
-    assert "at UNEQUAL budgets (8 to 800 episodes)" in report["verdict"][0]
+    assert "after UNEQUAL budgets (8 to 800 episodes)" in report["verdict"][0]
 
 
 def test_the_budget_is_that_of_the_weights_measured(comparison, runs):
@@ -217,7 +217,7 @@ def test_the_budget_is_that_of_the_weights_measured(comparison, runs):
     (one, two) = ("ppo", 1), ("grpo", 1)
     report, _ = comparison(runs[one], runs[two], "--which", "best")
     low, high = sorted((kept[one] * 4, kept[two] * 4))
-    said = f"at {low} episodes each" if low == high else f"at UNEQUAL budgets ({low} to {high} episodes)"
+    said = f"after {low} episodes each" if low == high else f"after UNEQUAL budgets ({low} to {high} episodes)"
     assert said in report["verdict"][0]
 
 
@@ -253,3 +253,32 @@ def test_faults_of_an_evaluation_are_said_before_the_work(runs, tmp_path, capsys
     with pytest.raises(UserError, match="two things at once: --tokens and --model-path"):
         evaluate_generations.main(words("--tokens", runs["ppo", 1], "--model-path", runs["ppo", 1]))
     assert "of 24 replies" not in capsys.readouterr().out
+
+
+def test_a_mistyped_run_is_not_looked_for_on_the_hub(comparison, runs, monkeypatch):
+    monkeypatch.chdir(runs["ppo", 1].parent)
+    with pytest.raises(UserError, match="run not found: ppo_l. Did you mean ppo_"):
+        comparison("ppo_l", "grpo_1")
+
+
+def test_a_model_that_is_not_of_a_run_says_whose_settings_it_is_measured_with(evaluation, start_model, pairs_file):
+    with pytest.raises(UserError, match=r"is not of a run, so settings are the recipe's: --like smollm2-orca"):
+        evaluation("--model-path", start_model, "--prompts", pairs_file)
+
+
+def test_a_model_alone_says_what_is_missing(evaluation, start_model, reward_folder, pairs_file):
+    _, said = evaluation("--model-path", start_model, "--prompts", pairs_file, "--rm-model", reward_folder,
+                         "--num-prompts", 3, "--completions", 2)  # fmt: skip
+    assert "no start model is known: nothing to compare with, and no audit (--baseline names one)" in said
+    assert "only 3 prompts: figures and intervals are rough" in said
+
+
+def test_runs_of_another_release_can_be_pooled(comparison, runs, tmp_path):
+    """A knob that one of them does not know tells nothing; a recording knob never does."""
+    other = changed(runs["ppo", 2], tmp_path / "other", record_every=7)
+    said = json.loads((other / "run.json").read_text())
+    del said["settings"]["optimizer"]["max_grad_norm"]
+    said["settings"]["optimizer"]["of_another_release"] = 1
+    (other / "run.json").write_text(json.dumps(said))
+    report, _ = comparison(runs["ppo", 1], other)
+    assert [row["run"] for row in report["within"]] == ["PPO, seed 1", "PPO, seed 2"]

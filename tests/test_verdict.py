@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf.budgets import Look, at_equal
+from rlhf.comparison_report import at_equal_in_words
 from rlhf.measuring import Generations
 from rlhf.verdict import Side, contrast, judge_runs
 
@@ -45,7 +46,7 @@ def test_the_better_side_is_named(ppo, grpo, better):
     start = replies(0.0)
     first, second = judge_runs([side("ppo", *three(ppo)), side("grpo", *three(grpo))], start, None, 1).sentences
     assert first.startswith(f"{better}'s replies are better than {worse}'s by the reward that was trained on")
-    assert "95% interval over seeds and prompts" in first and first.endswith("at 100 episodes each.")
+    assert "95% interval over seeds and prompts" in first and first.endswith("after 100 episodes each.")
     assert second.startswith("PPO is better than the start model (+") and "; GRPO is better than the start" in second
     assert f"(PPO - GRPO: {'+' if better == 'PPO' else '-'}0." in first
 
@@ -54,7 +55,7 @@ def test_a_model_that_got_worse_is_called_worse_and_what_was_paid_is_said():
     second = judge_runs([side("ppo", *three(-1.0)), side("grpo", *three(0.0))], replies(0.0, perplexity=2.0), None, 1)
     assert "PPO is worse than the start model (-" in second.sentences[1]
     assert "no difference shown between GRPO and the start model" in second.sentences[1]
-    assert second.sentences[1].count("paid with perplexity x 1.50 and KL 2.00/sequence") == 2
+    assert second.sentences[1].count("at perplexity x 1.50 and KL 2.00/sequence") == 2
 
 
 def test_the_judge_decides_and_a_contradiction_is_said():
@@ -98,7 +99,7 @@ def test_caveats_by_the_number_of_seeds():
 
 def test_unequal_budgets_are_in_capitals():
     sides = [side("ppo", *three(1.0), episodes=50), side("grpo", *three(0.5), episodes=800)]
-    assert "at UNEQUAL budgets (50 to 800 episodes)" in judge_runs(sides, replies(0.0), None, 1).sentences[0]
+    assert "after UNEQUAL budgets (50 to 800 episodes)" in judge_runs(sides, replies(0.0), None, 1).sentences[0]
 
 
 def test_a_contrast_by_hand():
@@ -144,3 +145,24 @@ def test_equal_budgets_over_seeds_and_other_prompts():
     other = at_equal({"PPO": ends, "GRPO": [[look(2, 5, (0, 0), prompts=("b", "a"))]]}, None, seed=1)
     assert other[0]["difference"] is None, "row by row these are other prompts"
     assert at_equal({"PPO": ends, "GRPO": [[]]}, None, seed=1) == []
+
+
+def test_a_start_model_is_not_compared_at_an_equal_budget():
+    """Where one side had not evaluated itself yet, its last evaluation inside the budget is the start model's."""
+    ppo, grpo = [look(0, 0, (0, 0)), look(1, 9, (1, 3))], [look(0, 0, (0, 0)), look(5, 50, (2, 4))]
+    rows = at_equal({"PPO": [ppo], "GRPO": [grpo]}, None, seed=1)
+    assert rows[0]["sides"]["GRPO"]["update"] == 0 and all("difference" not in row for row in rows)
+    assert at_equal_in_words(rows)[0] == "at 10 episodes nothing can be said: GRPO had not evaluated itself yet"
+
+
+def test_a_judges_difference_without_one_by_the_score_is_said():
+    sides = [side("ppo", *three(1.0, 0.8)), side("grpo", *three(1.0, 0.2))]
+    caveats = judge_runs(sides, START, "gold quality", 1).caveats
+    assert any(c.startswith("by the score no difference is shown (") for c in caveats)
+
+
+def test_few_prompts_are_said():
+    ones = np.ones((4, 1))
+    few = [Generations("a", [["x"]] * 4, ones * shift, None, None, ones, ones, None) for shift in range(4)]
+    caveats = judge_runs([side("ppo", *few[:2]), side("grpo", *few[2:])], few[0], None, 1).caveats
+    assert "only 4 prompts: intervals over so few are rough. Raise --num-prompts" in caveats

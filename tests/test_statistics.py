@@ -125,6 +125,30 @@ def test_seeds_that_differ_by_chance_alone_are_seldom_called_different(monkeypat
     assert called <= 10
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seeds", "prompts", "scatter", "noise"),
+    [(2, 64, 0.1, 0.5), (3, 64, 0, 0.5), (3, 64, 0.05, 0.5), (3, 64, 0.2, 0.5), (3, 128, 0.2, 0.3), (5, 64, 0.2, 0.5)],
+)
+def test_the_table_of_coverage_in_the_notes(monkeypatch, seeds, prompts, scatter, noise):
+    """400 comparisons of two sides that are the same: the share that is called different, and what a hierarchical
+    bootstrap without the corrections calls (printed)."""
+    monkeypatch.setattr(statistics, "RESAMPLES", 1500)
+    rng, ours, plain = np.random.default_rng(0), 0, 0
+    for trial in range(400):
+        shared = rng.normal(0, 1, prompts)
+        one, other = (
+            shared + rng.normal(0, scatter, (seeds, 1)) + rng.normal(0, noise, (seeds, prompts)) for _ in range(2)
+        )
+        gaps = one[:, None] - other[None]
+        ours += over_seeds(gaps, trial).excludes(0)
+        drawn = [rng.multinomial(n, np.full(n, 1 / n), 1000) / n for n in gaps.shape]
+        low, high = np.quantile(np.einsum("rs,rt,rp,stp->r", *drawn, gaps, optimize=True), [0.025, 0.975])
+        plain += not low <= 0 <= high
+    print(f"{seeds} seeds, {prompts} prompts, scatter {scatter}: plain {plain / 400:.1%}, ours {ours / 400:.1%}")
+    assert ours / 400 <= 0.07
+
+
 def test_a_real_difference_is_found(monkeypatch):
     monkeypatch.setattr(statistics, "RESAMPLES", 1000)
     rng = np.random.default_rng(0)

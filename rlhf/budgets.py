@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from rlhf.curves import RunCurves
 from rlhf.errors import UserError
 from rlhf.prompts import Example, Prompt
 from rlhf.rewards import Rewards
-from rlhf.statistics import over_prompts, over_seeds
+from rlhf.statistics import over_seeds_if_any
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,5 @@ def _difference(one: Sequence[Look], other: Sequence[Look], seed: int) -> dict[s
         return None
     name = "scores" if one[0].judged is None else "judged"
     gaps = np.array([[getattr(a, name) - getattr(b, name) for b in other] for a in one])
-    few = min(len(one), len(other)) < 2
-    found = over_prompts(gaps.mean(axis=(0, 1)), seed) if few else over_seeds(gaps, seed)
-    return {
-        "by": "score" if name == "scores" else "judge",
-        "over": "prompts" if few else "seeds and prompts",
-        "value": found.value,
-        "low": found.low,
-        "high": found.high,
-    }
+    found, over = over_seeds_if_any(gaps, seed)
+    return {"by": "score" if name == "scores" else "judge", "over": over, **asdict(found)}

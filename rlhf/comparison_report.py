@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from config import GRPOSettings, PPOSettings, config_of_run
-from rlhf.audit import figures, interval_of, target_at_end, warnings
+from rlhf.audit import against, as_json, figures, interval_of, target_at_end, warnings
 from rlhf.budgets import Look, at_equal
-from rlhf.comparison_tables import MEASURE_NAMES
 from rlhf.console import Screen
 from rlhf.curves import RunCurves
 from rlhf.errors import raise_if
@@ -23,7 +22,6 @@ from rlhf.pictures import as_data_url, save_picture
 from rlhf.report_pictures import distributions, score_against_kl
 from rlhf.rollout import generator
 from rlhf.runlogs import MAY_DIFFER, differences, environment, flat_settings, now
-from rlhf.statistics import A_SHARE, EVEN, over_prompts, win_rates
 from rlhf.trained import Trained, episodes_of
 from rlhf.verdict import Side, judge_runs
 
@@ -141,13 +139,15 @@ def _within(sides: Sequence[Side], start: Generations, seed: int) -> list[dict[s
     rows = []
     for side in sides:
         for run, replies in zip(side.runs, side.measured, strict=True):
-            row = {"run": f"{side.name}, seed {run['seed']}"}
-            for measure, name in MEASURE_NAMES.items():
-                ours, theirs = getattr(replies, measure), getattr(start, measure)
-                if ours is not None:
-                    row[name] = asdict(over_prompts(ours.mean(axis=1) - theirs.mean(axis=1), seed))
-                    row[f"{name}_win_rate"] = asdict(over_prompts(win_rates(ours, theirs), seed, EVEN, A_SHARE))
-            rows.append(row)
+            found = as_json(against(replies, start, seed))
+            kept = {
+                "score": "score",
+                "score_win_rate": "win_rate",
+                "judge": "judge",
+                "judge_win_rate": "judge_win_rate",
+            }
+            known = {name: found[figure] for name, figure in kept.items() if found[figure] is not None}
+            rows.append({"run": f"{side.name}, seed {run['seed']}", **known})
     return rows
 
 

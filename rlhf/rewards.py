@@ -234,6 +234,6 @@ def _offender(function: RewardFunction, batch: dict[str, list]) -> str:
     for i, text in enumerate(texts):
         try:
             function(**_accepted(function, {name: [values[i]] for name, values in batch.items()}))
-        except Exception:
+        except Exception:  # whatever a user's function raises: this is how the reply is found, and it is told
             return f"reply {text!r:.80}"
     return f"on all {len(texts)} replies together, of which the first is {texts[0]!r:.60}"

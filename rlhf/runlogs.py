@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import UserError
-from rlhf.files import write_json
+from rlhf.files import check_folder, write_json
 
 RUN_FILE = "run.json"
 MAY_DIFFER = (  # settings of runs that are seeds of the same
@@ -35,7 +34,8 @@ def check_output(folder: Path, *, overwrite: bool, is_default: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"a file, not a folder: --output {folder}. Name another with --output")
     if not folder.exists() or not any(folder.iterdir()):
-        return _check_writable(folder)
+        check_folder(str(folder))
+        return
     status = read_status(folder)
     if status is None:
         raise UserError(
@@ -47,7 +47,7 @@ def check_output(folder: Path, *, overwrite: bool, is_default: bool) -> None:
             f"{kind} run is there: --output {folder}. "
             "Add --overwrite to delete it, or name another folder with --output"
         )
-    return _check_writable(folder)
+    check_folder(str(folder))
 
 
 def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> str | None:
@@ -75,12 +75,6 @@ def _clear(folder: Path, overwrite: bool) -> str:
     aside = next(p for n in range(1, 10_000) if not (p := folder.with_name(f"{folder.name}_{n}")).exists())
     folder.rename(aside)
     return f"moved the finished run in {folder} to {aside}"
-
-
-def _check_writable(folder: Path) -> None:
-    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"cannot write there: --output {folder} ({existing} is read-only). Name another with --output")
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ RESAMPLES = 5000
 LEVEL = 0.95
 A_SHARE = (0.0, 1.0)  # what a win rate can be
 EVEN = 0.5  # the win rate of equals
+OVER_SEEDS, OVER_PROMPTS = "seeds and prompts", "prompts"  # what an interval is over, in words
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,23 @@ def over_seeds(values: np.ndarray, seed: int, limits: tuple[float, float] | None
         return Estimate(mean, mean, mean) if mean == 0 else Estimate(mean)
     freedom = total**2 / sum(variance**2 / df for variance, df in parts)
     return _widened(mean, np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]), _student(freedom), limits)
+
+
+def over_seeds_if_any(
+    values: np.ndarray,
+    seed: int,
+    fixed_other: bool = False,
+    null: float = 0.0,
+    limits: tuple[float, float] | None = None,
+) -> tuple[Estimate, str]:
+    """Mean of values (S, T, P) as in over_seeds, with the widest interval that there are runs for, and its name.
+
+    Over seeds and prompts where every side that was trained has at least two seeds (`fixed_other`: the second one was
+    not trained); else over the prompts within these very runs.
+    """
+    if values.shape[0] < 2 or (values.shape[1] < 2 and not fixed_other):
+        return over_prompts(values.mean(axis=(0, 1)), seed, null, limits), OVER_PROMPTS
+    return over_seeds(values, seed, limits), OVER_SEEDS
 
 
 def win_rates(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:

@@ -12,12 +12,11 @@ import numpy as np
 
 from rlhf.audit import figures
 from rlhf.measuring import Generations
-from rlhf.statistics import A_SHARE, EVEN, Estimate, over_prompts, over_seeds, win_rates
+from rlhf.statistics import A_SHARE, EVEN, OVER_PROMPTS, Estimate, over_seeds_if_any, win_rates
 
 MEASURES = ("scores", "judged")
 ENOUGH_SEEDS = 5
 FEW_PROMPTS = 20
-OVER_SEEDS, OVER_PROMPTS = "seeds and prompts", "prompts"
 
 
 @dataclass(frozen=True)
@@ -58,25 +57,18 @@ class Contrast:
 
 
 def contrast(side: Side, other: Side | Generations, measure: str, seed: int) -> Contrast:
-    """Differences per prompt and win rates of all pairs of completions, ties half.
+    """Differences per prompt, and win rates of all pairs of completions, ties half.
 
-    The interval is over seeds and prompts where every side that was trained has at least two seeds; else over the
-    prompts within these very runs.
+    Intervals as in over_seeds_if_any.
     """
-    theirs = other.measured if isinstance(other, Side) else [other]
+    trained = isinstance(other, Side)
     ours = [getattr(replies, measure) for replies in side.measured]
-    others = [getattr(replies, measure) for replies in theirs]
-    gaps = np.array([[a.mean(axis=1) - b.mean(axis=1) for b in others] for a in ours])  # (S, T, P)
-    wins = np.array([[win_rates(a, b) for b in others] for a in ours])
-    few = len(ours) < 2 or (isinstance(other, Side) and len(others) < 2)
-
-    def estimate(values: np.ndarray, null: float = 0.0, limits: tuple[float, float] | None = None) -> Estimate:
-        if few:
-            return over_prompts(values.mean(axis=(0, 1)), seed, null, limits)
-        return over_seeds(values, seed, limits)
-
-    name = f"{side.name} - {other.name if isinstance(other, Side) else 'start model'}"
-    return Contrast(name, measure, estimate(gaps), estimate(wins, EVEN, A_SHARE), OVER_PROMPTS if few else OVER_SEEDS)
+    theirs = [getattr(replies, measure) for replies in (other.measured if trained else [other])]
+    gaps = np.array([[a.mean(axis=1) - b.mean(axis=1) for b in theirs] for a in ours])  # (S, T, P)
+    wins = np.array([[win_rates(a, b) for b in theirs] for a in ours])
+    difference, over = over_seeds_if_any(gaps, seed, not trained)
+    win_rate, _ = over_seeds_if_any(wins, seed, not trained, EVEN, A_SHARE)
+    return Contrast(f"{side.name} - {other.name if trained else 'start model'}", measure, difference, win_rate, over)
 
 
 @dataclass(frozen=True)

@@ -96,12 +96,30 @@ class BatchSettings:
         1, "optimizer steps per pass; must divide the episodes of an update", low=1, aliases=("num_mini_batches",)
     )
     micro_batch_size: int = knob(
-        0, "episodes per forward pass; 0: the whole minibatch. Changes memory, not the result", low=0
+        0,
+        "episodes per forward pass; 0: as many as 16,384 tokens hold on a card, 1,024 on a CPU. Changes memory, not "
+        "the result",
+        low=0,
     )
     clip_range: float = knob(
         0.2, "the ratio is clipped to 1 +- this", above=0, below=1, aliases=("cliprange", "clip_epsilon")
     )
     entropy_coef: float = knob(0.0, "weight of the entropy bonus, per nat per token", low=0)
+
+
+@dataclass(frozen=True)
+class SpeedSettings:
+    """How the same result is reached faster; each has a plain twin."""
+
+    rollout_engine: str = knob(
+        "auto",
+        "how replies are sampled: all to the end (plain), in slots that waiting prompts take over (slots), so with "
+        "the decoding step as a CUDA graph (graph), or by an installed vLLM; auto: graph on a CUDA card, else slots",
+        choices=("auto", "plain", "slots", "graph", "vllm"),
+    )
+    rollout_slots: int = knob(0, "replies sampled at a time; 0: 256 on a card, 32 on a CPU", low=0)
+    packed: bool = knob(True, "run no padding through the layers, and a prompt once for all its replies")
+    fused_head: bool = knob(True, "build the gradients of the language-model head chunk by chunk")
 
 
 @dataclass(frozen=True)
@@ -259,6 +277,7 @@ class Config(Command):
     data: DataSettings = field(default_factory=DataSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
+    speed: SpeedSettings = field(default_factory=SpeedSettings)
     ppo: PPOSettings = field(default_factory=PPOSettings)
     grpo: GRPOSettings = field(default_factory=GRPOSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)

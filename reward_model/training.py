@@ -21,12 +21,13 @@ from trl import RewardConfig, RewardTrainer
 from config import RewardModelConfig, RewardTrainingSettings
 from reward_model.scorer import METRICS_FILE, ROWS_AT_ONCE, Calibration, RewardModel, pair_accuracy
 from rlhf.console import Screen
+from rlhf.engines import sample_replies
 from rlhf.errors import UserError
 from rlhf.files import write_json
 from rlhf.knobs import Split, as_plain
 from rlhf.models import autocast, autocast_dtype, find_model, load_tokenizer
 from rlhf.prompts import Example, encode_prompts, load_examples, question_hash, split_examples
-from rlhf.rollout import sample_replies, uniforms
+from rlhf.rollout import uniforms
 from rlhf.runlogs import check_output, claim_output, environment
 
 DEFAULT_SPLIT = Split(45, 45, 10)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from rlhf.packing import Passage
 from rlhf.trl_ppo import AutoModelForCausalLMWithValueHead
 
 
@@ -37,21 +37,18 @@ def with_value_head(policy: PreTrainedModel | PeftModel) -> AutoModelForCausalLM
     )
 
 
-def reply_hidden(policy: PreTrainedModel | PeftModel, ids: Tensor, attention: Tensor, context: int) -> Tensor:
-    """Hidden states from which each reply token is predicted: (B, T, H) for ids (B, C + T) and `context` C."""
-    positions = (attention.long().cumsum(1) - 1).clamp(min=0)
-    output = backbone_of(policy)(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False)
-    return output.last_hidden_state[:, context - 1 : -1]
-
-
 def scaled_logits(policy: PreTrainedModel | PeftModel, hidden: Tensor, temperature: float) -> Tensor:
     """Logits (..., V) in float32 at least, divided by the temperature; soft-capped where the architecture says so."""
     base = base_of(policy)
     logits = upcast(base.get_output_embeddings()(hidden))
-    cap = getattr(base.config, "final_logit_softcapping", None)
+    cap = _softcap(policy)
     if cap is not None:
         logits = torch.tanh(logits / cap) * cap
     return logits / temperature
+
+
+def _softcap(policy: PreTrainedModel | PeftModel) -> float | None:
+    return getattr(base_of(policy).config, "final_logit_softcapping", None)
 
 
 def upcast(values: Tensor) -> Tensor:
@@ -59,7 +56,12 @@ def upcast(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-LOGITS_AT_ONCE = 2**24  # 64 MiB in float32: more positions than fit are done chunk by chunk
+# --- log-probabilities -----------------------------------------------------------------------------------------------
+
+
+def logits_at_once(device: torch.device) -> int:
+    """Logits that may exist together. A processor works on what its caches hold; a card wants large pieces."""
+    return 2**27 if device.type == "cuda" else 2**23
 
 
 def token_logprobs(
@@ -69,28 +71,52 @@ def token_logprobs(
     temperature: float,
     allowed: Tensor | None = None,
     entropy: str = "none",
+    fused: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token and entropy of its distribution, both (N,), nats, at the sampling temperature.
 
     hidden (N, H), tokens (N,), `allowed` (N, V) or None: the rollout policy's nucleus, to which the distribution is
-    renormalised. `entropy` is "none" (zeros), "value" or "gradient". Logits exist for one chunk of positions at a
-    time; where a gradient is wanted, a chunk's logits are computed again in the backward pass.
+    renormalised. `entropy` is "none" (zeros), "value" or "gradient". Without gradients, logits exist for one block of
+    positions at a time. With them, `fused` keeps the probabilities alone, where the head is a plain matrix.
     """
-    size = max(1, LOGITS_AT_ONCE // base_of(policy).get_input_embeddings().num_embeddings)
-    if len(tokens) <= size:
-        return _chunk_logprobs(policy, hidden, tokens, temperature, allowed, entropy)
-    masks = allowed.split(size) if allowed is not None else [None] * -(-len(tokens) // size)
+    if torch.is_grad_enabled():
+        head = base_of(policy).get_output_embeddings()
+        if fused and entropy != "gradient" and _is_matrix(head) and _softcap(policy) is None:
+            return _FusedLogprobs.apply(hidden, head.weight, tokens, temperature, allowed, entropy)
+        return _logprobs_of(scaled_logits(policy, hidden, temperature), tokens, allowed, entropy)
+    logits = _logits_without_gradients(policy, hidden, temperature)
     parts = [
-        checkpoint(_chunk_logprobs, policy, h, t, temperature, m, entropy, use_reentrant=False)
-        if torch.is_grad_enabled()
-        else _chunk_logprobs(policy, h, t, temperature, m, entropy)
-        for h, t, m in zip(hidden.split(size), tokens.split(size), masks, strict=True)
+        _logprobs_of(logits(block), tokens[block], None if allowed is None else allowed[block], entropy)
+        for block in _blocks(hidden, base_of(policy).get_input_embeddings().num_embeddings)
     ]
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
 
 
-def _chunk_logprobs(policy, hidden, tokens, temperature, allowed, entropy) -> tuple[Tensor, Tensor]:
-    logits = scaled_logits(policy, hidden, temperature)
+def _is_matrix(head: nn.Module) -> bool:
+    return type(head) is nn.Linear and head.bias is None and head.weight.is_floating_point()
+
+
+def _logits_without_gradients(policy, hidden: Tensor, temperature: float):
+    """Logits of a block of positions. Under autocast the head's weight is rounded once for all blocks."""
+    head = base_of(policy).get_output_embeddings()
+    if not _is_matrix(head) or _softcap(policy) is not None:
+        return lambda block: scaled_logits(policy, hidden[block], temperature)
+    dtype = _forward_dtype(hidden)
+    states, weight = hidden.to(dtype), head.weight.to(dtype)
+    return lambda block: upcast(nn.functional.linear(states[block], weight)) / temperature
+
+
+def _blocks(hidden: Tensor, vocabulary: int) -> list[slice]:
+    size = max(1, logits_at_once(hidden.device) // vocabulary)
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]
+
+
+def _forward_dtype(values: Tensor) -> torch.dtype:
+    device = values.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else values.dtype
+
+
+def _logprobs_of(logits: Tensor, tokens: Tensor, allowed: Tensor | None, entropy: str) -> tuple[Tensor, Tensor]:
     if allowed is not None:
         logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
     log_total = logits.logsumexp(-1)
@@ -99,6 +125,52 @@ def _chunk_logprobs(policy, hidden, tokens, temperature, allowed, entropy) -> tu
         return logprobs, torch.zeros_like(log_total)
     with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
         return logprobs, log_total - (torch.softmax(logits, -1) * logits).sum(-1)
+
+
+class _FusedLogprobs(torch.autograd.Function):
+    """Head, softmax and gather in one, which keeps the probabilities and nothing else of the vocabulary's width.
+
+    The gradient by the logits is g (1[token] - p) / temperature, and takes the probabilities' place in memory.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, tokens, temperature, allowed, entropy):
+        dtype = _forward_dtype(hidden)
+        states, head = hidden.to(dtype), weight.to(dtype)
+        kept = torch.empty(len(tokens), len(weight), dtype=dtype, device=hidden.device)
+        logprobs = torch.empty(len(tokens), dtype=upcast(states[:0]).dtype, device=hidden.device)
+        entropies = torch.zeros_like(logprobs)
+        for block in _blocks(hidden, len(weight)):
+            logits = upcast(nn.functional.linear(states[block], head)) / temperature
+            if allowed is not None:
+                logits.masked_fill_(~allowed[block], torch.finfo(logits.dtype).min)
+            log_total = logits.logsumexp(-1, keepdim=True)
+            logprobs[block] = (logits.gather(-1, tokens[block].unsqueeze(-1)) - log_total).squeeze(-1)
+            probabilities = torch.exp(logits - log_total)
+            kept[block] = probabilities
+            if entropy == "value":
+                entropies[block] = log_total.squeeze(-1) - probabilities.mul_(logits).sum(-1)
+        ctx.temperature, ctx.kept = temperature, kept
+        ctx.save_for_backward(states, head, tokens, logprobs)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx, by_logprobs, _):
+        states, head, tokens, logprobs = ctx.saved_tensors
+        by_logits, ctx.kept = ctx.kept, None
+        scale = (by_logprobs / ctx.temperature).unsqueeze(-1)
+        by_logits.mul_(-scale.to(by_logits.dtype))
+        # 1 - p from the log-probability: a rounded p near 1 would lose it
+        by_token = -torch.expm1(logprobs).unsqueeze(-1) * scale
+        by_logits.scatter_(1, tokens.unsqueeze(-1), by_token.to(by_logits.dtype))
+        by_hidden = (by_logits @ head).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        by_weight = (by_logits.t() @ states).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+        return by_hidden, by_weight, None, None, None, None
+
+
+# --- actor and critic ------------------------------------------------------------------------------------------------
 
 
 class Actor(nn.Module):
@@ -114,23 +186,31 @@ class Actor(nn.Module):
 
     def forward(
         self,
-        ids: Tensor,
-        attention: Tensor,
-        mask: Tensor,
+        passage: Passage,
         temperature: float,
         allowed: Tensor | None = None,
         entropy: str = "none",
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, entropy and values of the reply tokens, each (B, T) and 0 off the mask, in one backbone pass;
-        an actor without a critic has no values.
+        """Log-probs, entropy and values of a passage's reply tokens, each (R, T) and 0 off the mask, in one backbone
+        pass; an actor without a critic has no values. `allowed` and `entropy` as in token_logprobs."""
+        return self.heads(self.hidden(passage), passage.tokens, passage.mask, temperature, allowed, entropy)
 
-        ids, attention (B, C + T); mask (B, T); `allowed` (N, V) for the N tokens of the mask, row by row; `entropy`
-        as in token_logprobs.
-        """
-        context = ids.shape[1] - mask.shape[1]
-        hidden = reply_hidden(self.policy, ids, attention, context)[mask]
-        tokens = ids[:, context:][mask]
-        logprobs, entropies = token_logprobs(self.policy, hidden, tokens, temperature, allowed, entropy)
+    def hidden(self, passage: Passage) -> Tensor:
+        """The hidden states from which a passage's M reply tokens are predicted, (M, H)."""
+        return passage.hidden(backbone_of(self.policy))
+
+    def heads(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        mask: Tensor,
+        temperature: float,
+        allowed: Tensor | None,
+        entropy: str,
+        fused: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What `forward` gives, from hidden states (M, H): log-probs, entropy, values."""
+        logprobs, entropies = token_logprobs(self.policy, hidden, tokens, temperature, allowed, entropy, fused)
         return spread(logprobs, mask), spread(entropies, mask), self.values(hidden, mask)
 
     def values(self, hidden: Tensor, mask: Tensor) -> Tensor | None:
@@ -177,14 +257,11 @@ class Reference:
         with contextlib.nullcontext() if self.copy is not None else self.policy.disable_adapter():
             yield self.copy if self.copy is not None else self.policy
 
-    def logprobs(
-        self, ids: Tensor, attention: Tensor, mask: Tensor, temperature: float, allowed: Tensor | None
-    ) -> Tensor:
-        """Log-probs of the reply tokens under the start model, (B, T); arguments as in ActorCritic.forward."""
-        context = ids.shape[1] - mask.shape[1]
+    def logprobs(self, passage: Passage, temperature: float, allowed: Tensor | None) -> Tensor:
+        """Log-probs of a passage's reply tokens under the start model, (R, T) and 0 off the mask."""
         with self.model() as model:
-            hidden = reply_hidden(model, ids, attention, context)[mask]
-            return spread(token_logprobs(model, hidden, ids[:, context:][mask], temperature, allowed)[0], mask)
+            hidden = passage.hidden(backbone_of(model))
+            return spread(token_logprobs(model, hidden, passage.tokens, temperature, allowed)[0], passage.mask)
 
 
 def frozen_copy(policy: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:

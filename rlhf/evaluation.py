@@ -12,16 +12,16 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.actor_critic import Actor, reply_hidden, token_logprobs
+from rlhf.actor_critic import Actor, base_of
 from rlhf.errors import UserError
 from rlhf.models import autocast
 from rlhf.objectives import kl_k1
+from rlhf.packing import Packed, Padded, packable
 from rlhf.prompts import Example, Prompt, encode_reply, encode_text, read_text
 from rlhf.rewards import Rewards
-from rlhf.rollout import Rollout, pad_prompts
+from rlhf.rollout import Rollout, episodes_of
 
 ROWS_AT_ONCE = 32
-POSITIONS_AT_ONCE = 512  # logits exist for this many positions at a time
 
 
 @dataclass(frozen=True)
@@ -104,24 +104,16 @@ def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
 @torch.no_grad()
 def perplexity(policy, text: FixedText, pad: int, device: torch.device, dtype: torch.dtype | None) -> float:
     """exp(mean negative log-probability per reply token), at temperature 1, over the whole text."""
-    total, tokens = 0.0, 0
+    total, tokens, packed = 0.0, 0, packable(base_of(policy))
     order = sorted(range(len(text.replies)), key=lambda i: len(text.replies[i]))
     for start in range(0, len(order), ROWS_AT_ONCE):
         rows = order[start : start + ROWS_AT_ONCE]
-        prompt_ids, prompt_mask = pad_prompts([text.prompts[i] for i in rows], pad, device)
-        width = max(len(text.replies[i]) for i in rows)
-        reply_ids = torch.tensor(
-            [text.replies[i] + [pad] * (width - len(text.replies[i])) for i in rows], device=device
-        )
-        lengths = torch.tensor([len(text.replies[i]) for i in rows], device=device)
-        mask = torch.arange(width, device=device) < lengths.unsqueeze(1)
-        ids, attention = torch.cat([prompt_ids, reply_ids], 1), torch.cat([prompt_mask, mask], 1)
+        prompts, replies = [text.prompts[i].ids for i in rows], [text.replies[i] for i in rows]
+        passage = (Packed if packed else Padded)(episodes_of(prompts, replies, pad, device), range(len(rows)))
         with autocast(device, dtype):
-            hidden = reply_hidden(policy, ids, attention, prompt_ids.shape[1])[mask]
-            targets = reply_ids[mask]
-            for part, target in zip(hidden.split(POSITIONS_AT_ONCE), targets.split(POSITIONS_AT_ONCE), strict=True):
-                total -= float(token_logprobs(policy, part, target, 1.0, None, False)[0].double().sum())
-        tokens += int(mask.sum())
+            logprobs, _, _ = Actor(policy)(passage, 1.0)
+        total -= float(logprobs.double().sum())
+        tokens += sum(map(len, replies))
     return math.exp(total / tokens)
 
 

@@ -13,7 +13,6 @@ from rlhf import objectives
 from rlhf.actor_critic import Actor
 from rlhf.loop import OnPolicyLoop
 from rlhf.metrics import Batch, policy_metrics
-from rlhf.models import autocast
 from rlhf.rollout import Rollout
 
 
@@ -106,14 +105,16 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
             "kl": kl.sum(1).tolist(),
         }
 
-    def losses(self, batch: Batch, rows: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(
+        self, batch: Batch, rows: Tensor, now: tuple[Tensor, Tensor, Tensor | None], tokens: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """TRL's loss of some rows, scaled so that parts add up to the minibatch's; statistics as PPO's, detached."""
-        rollout, replies = batch.rollout, batch.rollout.replies
+        rollout, replies, (logprobs, entropy, _) = batch.rollout, batch.rollout.replies, now
         mask, entropy_coef = rollout.mask[rows], self.config.batch.entropy_coef
         parts = self.minibatch_size / len(rows)
         self.current_gradient_accumulation_steps = parts  # TRL divides by it: here, by the part's share
         self.beta = self.beta_in("loss")
-        self._allowed = replies.allowed(rows)
+        self._given = logprobs, entropy
         loss = self._compute_loss(
             self.model,
             {
@@ -128,7 +129,6 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
             },
         )
         self._metrics["train"].clear()  # TRL keeps its own figures until its own log
-        logprobs, entropy = self._measured
         loss = loss - entropy_coef * objectives.masked_mean(entropy, mask, tokens)
         _, stats = policy_metrics(
             logprobs.detach(), entropy.detach(), batch, rows, self.config.batch.clip_range, tokens
@@ -138,17 +138,7 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *_, **__
     ) -> tuple[Tensor, Tensor, None]:
-        """In place of TRL's forward, the one that measured the rollout, so that the first ratio is 1: positions from
-        the mask, nucleus, precision, and logits on reply tokens only. Log-probs and entropies (B, T)."""
-        mask = attention_mask[:, -logits_to_keep:].bool()
-        with autocast(self.accelerator.device, self.dtype):
-            logprobs, entropy, _ = self.actor(
-                input_ids,
-                attention_mask.bool(),
-                mask,
-                self.sampling.temperature,
-                self._allowed,
-                entropy="gradient" if self.config.batch.entropy_coef > 0 else "value",
-            )
-        self._measured = logprobs, entropy
+        """In place of TRL's forward, ours, which measured the rollout, too, so that the first ratio is 1: positions
+        from the mask, nucleus, precision, and logits on reply tokens only. Log-probs and entropies (B, T)."""
+        logprobs, entropy = self._given
         return logprobs, entropy.detach(), None

@@ -21,18 +21,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 from transformers.trainer_callback import ProgressCallback
 
 from config import Config
-from rlhf.actor_critic import Actor, Reference
+from rlhf.actor_critic import Actor, Reference, base_of, logits_at_once
 from rlhf.checkpoints import load_policy_weights, save_policy
 from rlhf.controllers import ScoreNormalizer
+from rlhf.engines import sample_replies
 from rlhf.errors import RunError, UserError
 from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
 from rlhf.metrics import Batch, Scored, memory_in_use, reset_peak_memory, rollout_metrics
 from rlhf.models import autocast, autocast_dtype
+from rlhf.packing import Passage, packable
 from rlhf.prompts import Prompt, encode_prompts, examples_of
 from rlhf.rewards import RewardFunction, Rewards
-from rlhf.rollout import Rollout, generator, measure, sample_replies, uniforms
+from rlhf.rollout import Rollout, generator, measure, tokens_at_once, uniforms
 
 EVALUATED_AT_ONCE = 32  # prompts
+CHUNK = 4  # blocks of logits whose probabilities are kept for one backward pass through the head
 EVENTS = ("on_train_begin", "on_batch", "on_update_end", "on_evaluation", "on_epoch_end", "on_train_end")
 
 
@@ -64,6 +67,7 @@ class OnPolicyLoop(ABC):
         self.text: FixedText | None = None
         self.sampling = config.sampling
         self.dtype = autocast_dtype(config.model.bf16, PartialState().device)
+        self.packed = config.speed.packed and packable(base_of(policy))
         self.reference = Reference.before_training(policy, self.dtype)
         self.listeners: list = []
         self.this_epoch: list[dict[str, float]] = []
@@ -88,8 +92,13 @@ class OnPolicyLoop(ABC):
         """From scores (B,) to what the optimizer needs."""
 
     @abstractmethod
-    def losses(self, batch: Batch, rows: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of some rows of a minibatch of `tokens` reply tokens, so that parts add up; detached statistics."""
+    def losses(
+        self, batch: Batch, rows: Tensor, now: tuple[Tensor, Tensor, Tensor | None], tokens: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of some rows of a minibatch of `tokens` reply tokens, so that parts add up; detached statistics.
+
+        `now`: log-probs, entropy and values of these rows under the policy as it is, each (n, T).
+        """
 
     def add_callback(self, callback) -> None:
         """One of ours (rlhf.callbacks.Callback), a function of (epoch, metrics), or one of transformers'."""
@@ -169,9 +178,17 @@ class OnPolicyLoop(ABC):
                 eos=self.processing_class.eos_token_id,
                 pad=self.processing_class.pad_token_id,
                 device=self.accelerator.device,
+                engine=self.config.speed.rollout_engine,
+                slots=self.config.speed.rollout_slots,
             )
-            rows = self.config.batch.micro_batch_size or self.config.episodes_per_update
-            measured = measure(self.actor, self.reference, replies, self.sampling.temperature, rows)
+            measured = measure(
+                self.actor,
+                self.reference,
+                replies,
+                self.sampling.temperature,
+                self.config.batch.micro_batch_size,
+                self.packed,
+            )
         return Rollout(replies, prompts, replies.texts(self.processing_class), *measured)
 
     def score(self, rollout: Rollout) -> Scored:
@@ -213,20 +230,19 @@ class OnPolicyLoop(ABC):
         """Episodes per optimizer step."""
         return self.config.episodes_per_update // self.config.batch.minibatches
 
-    def minibatches(self, update: int, epoch: int) -> Iterator[Tensor]:
+    def minibatches(self, update: int, epoch: int) -> Iterator[list[int]]:
         """Rows of each minibatch, shuffled by (seed, update, epoch)."""
         size = self.config.episodes_per_update
-        order = torch.from_numpy(generator(self.config.run.seed, update, "minibatches", epoch).permutation(size))
-        return iter(order.to(self.accelerator.device).split(self.minibatch_size))
+        order = generator(self.config.run.seed, update, "minibatches", epoch).permutation(size).tolist()
+        return (order[at : at + self.minibatch_size] for at in range(0, size, self.minibatch_size))
 
-    def optimizer_step(self, batch: Batch, rows: Tensor) -> dict[str, Tensor]:
+    def optimizer_step(self, batch: Batch, rows: Sequence[int]) -> dict[str, Tensor]:
         """Gradients of one minibatch, micro-batch by micro-batch, clipped; then one step."""
-        tokens = batch.rollout.mask[rows].sum().float()
+        replies, most = batch.rollout.replies, self.config.batch.micro_batch_size
+        tokens = torch.tensor(float(sum(replies.reply_lengths[r] for r in rows)), device=batch.kl.device)
         stats: dict[str, Tensor] = {}
-        for part in rows.split(self.config.batch.micro_batch_size or len(rows)):
-            loss, part_stats = self.losses(batch, part, tokens)
-            self.accelerator.backward(loss)
-            stats = {k: stats.get(k, 0) + v for k, v in part_stats.items()}
+        for part in replies.parts(rows, most, tokens_at_once(tokens.device)):
+            add(stats, self.gradients(batch, replies.passage(part, self.packed), tokens))
         stats["policy/grad_norm"] = torch.as_tensor(
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
         ).to(tokens.device)
@@ -234,6 +250,44 @@ class OnPolicyLoop(ABC):
         self.optimizer.zero_grad()
         self.optimizer_steps += 1
         return stats
+
+    def gradients(self, batch: Batch, passage: Passage, tokens: Tensor) -> dict[str, Tensor]:
+        """Adds one micro-batch's gradients to the weights'; returns its statistics.
+
+        One backbone pass; then head and loss chunk by chunk, down to the hidden states: logits never exist for more
+        than a chunk. Last, all chunks' gradients go through the backbone together.
+        """
+        fused, entropy = self.config.speed.fused_head, "gradient" if self.config.batch.entropy_coef > 0 else "value"
+        with autocast(self.accelerator.device, self.dtype):
+            hidden = self.actor.hidden(passage)
+        allowed = batch.rollout.replies.allowed(passage)
+        leaf = hidden.detach().requires_grad_() if fused else hidden
+        stats: dict[str, Tensor] = {}
+        for rows, cells in self.chunks(passage) if fused else [(slice(None), slice(None))]:
+            limits = None if allowed is None else allowed[cells]
+            with autocast(self.accelerator.device, self.dtype):
+                now = self.actor.heads(
+                    leaf[cells], passage.tokens[cells], passage.mask[rows], self.sampling.temperature, limits, entropy,
+                    fused,
+                )  # fmt: skip
+            loss, part = self.losses(batch, passage.index[rows], now, tokens)
+            self.accelerator.backward(loss)
+            add(stats, part)
+        if fused:
+            hidden.backward(leaf.grad)
+        return stats
+
+    def chunks(self, passage: Passage) -> Iterator[tuple[slice, slice]]:
+        """Whole replies whose logits may exist together: which rows of the passage, which of its reply tokens."""
+        vocabulary = base_of(self.actor.policy).get_input_embeddings().num_embeddings
+        most = max(1, CHUNK * logits_at_once(passage.tokens.device) // vocabulary)
+        first, start, end = 0, 0, 0
+        for row, size in enumerate(passage.lengths):
+            if end > start and end + size - start > most:
+                yield slice(first, row), slice(start, end)
+                first, start = row, end
+            end += size
+        yield slice(first, len(passage.lengths)), slice(start, end)
 
     # --- after the update --------------------------------------------------------------------------------------------
 
@@ -322,3 +376,9 @@ class OnPolicyLoop(ABC):
         are not this model's."""
         self.fix_text()
         load_policy_weights(self.actor, Path(folder))
+
+
+def add(sums: dict[str, Tensor], parts: dict[str, Tensor]) -> None:
+    """Name by name."""
+    for name, part in parts.items():
+        sums[name] = sums[name] + part if name in sums else part

@@ -18,13 +18,14 @@ from rlhf.assembly import RewardSources, find_rewards, fingerprint, make_rewards
 from rlhf.checkpoints import WEIGHTS_FILE
 from rlhf.console import Screen
 from rlhf.demo.parts import gold_of
+from rlhf.engines import sample_replies
 from rlhf.errors import UserError
 from rlhf.evaluation import FixedText, fixed_text, perplexity, text_of_file
 from rlhf.models import autocast, autocast_dtype, find_model, load_adapter, load_policy, load_tokenizer
 from rlhf.objectives import kl_k1
 from rlhf.prompts import Example, Prompt, encode_prompt, load_prompts
 from rlhf.rewards import LearnedReward, Rewards
-from rlhf.rollout import Replies, generator, measure, sample_replies, uniforms
+from rlhf.rollout import Replies, generator, measure, uniforms
 from rlhf.trained import Trained, has_start, in_4_bit, shared_settings
 
 ROWS_AT_ONCE = 64  # replies sampled together
@@ -237,8 +238,8 @@ class Bench:
         if reference is None:
             return []
         with autocast(self.device, self.dtype):
-            temperature, most = self.config.sampling.temperature, ROWS_AT_ONCE // 2
-            logprobs, ref_logprobs, _ = measure(Actor(policy), reference, replies, temperature, most)
+            temperature = self.config.sampling.temperature
+            logprobs, ref_logprobs, _ = measure(Actor(policy), reference, replies, temperature)
         return kl_k1(logprobs, ref_logprobs, replies.mask).sum(1).tolist()
 
     def _perplexity(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float | None:

@@ -11,7 +11,6 @@ from rlhf import objectives
 from rlhf.actor_critic import ActorCritic, backbone_of, with_value_head
 from rlhf.loop import OnPolicyLoop
 from rlhf.metrics import Batch, policy_metrics
-from rlhf.models import autocast
 from rlhf.rollout import Rollout
 from rlhf.trl_ppo import PPOConfig, PPOTrainer
 
@@ -84,19 +83,12 @@ class PPO(OnPolicyLoop, PPOTrainer):
         weights = objectives.whiten(advantages, mask) if ppo.whiten_advantages else advantages
         return Batch(rollout, kl, advantages, weights, returns, rewards)
 
-    def losses(self, batch: Batch, rows: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(
+        self, batch: Batch, rows: Tensor, now: tuple[Tensor, Tensor, Tensor | None], tokens: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The PPO loss of some rows, each term divided by the minibatch's `tokens`, and its statistics, detached."""
-        config, rollout, replies = self.config, batch.rollout, batch.rollout.replies
-        mask, entropy_coef = rollout.mask[rows], self.config.batch.entropy_coef
-        with autocast(self.accelerator.device, self.dtype):
-            logprobs, entropy, values = self.model(
-                replies.ids[rows],
-                replies.attention[rows],
-                mask,
-                self.sampling.temperature,
-                replies.allowed(rows),
-                entropy="gradient" if entropy_coef > 0 else "value",
-            )
+        config, rollout, (logprobs, entropy, values) = self.config, batch.rollout, now
+        mask, entropy_coef = rollout.mask[rows], config.batch.entropy_coef
         policy_loss, stats = policy_metrics(logprobs, entropy, batch, rows, config.batch.clip_range, tokens)
         value_loss, value_clipfrac = objectives.clipped_value_loss(
             values, rollout.values[rows], batch.returns[rows], mask, config.ppo.value_clip_range, tokens

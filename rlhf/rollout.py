@@ -1,4 +1,4 @@
-"""Rollouts: prompts in, replies with their log-probs, values and reference log-probs out.
+"""Rollouts: what an update's batch holds, its randomness, and what is measured of sampled replies.
 
 Randomness comes from (seed, update, purpose, episode), never from a global stream: a resumed run has nothing to
 forget, and a row's sample does not depend on its batch.
@@ -12,49 +12,85 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from config import SamplingSettings
-from rlhf.actor_critic import Actor, Reference, backbone_of, scaled_logits
+from rlhf.actor_critic import Actor, Reference, base_of
+from rlhf.packing import Episodes, Packed, Padded, Passage, packable
 from rlhf.prompts import Prompt, decode_reply
-
-LOOK_EVERY = 4  # decoding steps between looks at whether all rows have ended: each look waits for the device
 
 
 @dataclass
-class Replies:
-    """Sampled replies. B episodes, C prompt tokens, T reply tokens, V vocabulary."""
+class Replies(Episodes):
+    """Sampled replies. B episodes, C prompt tokens, T reply tokens, V vocabulary. Masks hold up to and with EOS."""
 
-    # which tokens
-    prompt_ids: Tensor  # (B, C) padded on the left
-    prompt_mask: Tensor  # (B, C) True on real tokens
-    reply_ids: Tensor  # (B, T) padded on the right
-    mask: Tensor  # (B, T) True up to and including EOS
     ended: Tensor  # (B,) True where EOS was sampled
     # what could have been sampled
     nucleus: Tensor | None  # (B, T, ceil(V / 8)) uint8: one bit a token that passed top-k/top-p; None: all passed
     vocabulary: int
+    # (B, T) log pi(a|s) of whoever sampled, nats, where that was not the policy's own forward (vLLM); else None
+    sampled_logprobs: Tensor | None = None
 
-    @property
-    def ids(self) -> Tensor:
-        """Prompt and reply, (B, C + T)."""
-        return torch.cat([self.prompt_ids, self.reply_ids], dim=1)
-
-    @property
-    def attention(self) -> Tensor:
-        """True on real tokens, (B, C + T)."""
-        return torch.cat([self.prompt_mask, self.mask], dim=1)
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Prompt],
+        reply_ids: Tensor,
+        *,
+        eos: int,
+        pad: int,
+        vocabulary: int,
+        nucleus: Tensor | None = None,
+        sampled_logprobs: Tensor | None = None,
+    ) -> Replies:
+        """From sampled ids (B, T), of which what stands behind an EOS is nothing. Waits for the device, once."""
+        mask, ended = reply_mask(reply_ids, eos)
+        lengths = mask.sum(1).tolist()
+        prompt_ids, prompt_mask = pad_prompts([p.ids for p in prompts], pad, reply_ids.device)
+        longest, first = max(lengths), {}
+        return cls(
+            prompt_ids=prompt_ids,
+            prompt_mask=prompt_mask,
+            reply_ids=reply_ids[:, :longest].masked_fill(~mask[:, :longest], pad),
+            mask=mask[:, :longest],
+            prompt_lengths=[len(p.ids) for p in prompts],
+            reply_lengths=lengths,
+            groups=[first.setdefault(p.ids, len(first)) for p in prompts],
+            ended=ended,
+            nucleus=None if nucleus is None else nucleus[:, :longest],
+            vocabulary=vocabulary,
+            sampled_logprobs=None if sampled_logprobs is None else sampled_logprobs[:, :longest],
+        )
 
     @property
     def lengths(self) -> Tensor:
         """Reply tokens, EOS included, (B,)."""
         return self.mask.sum(1)
 
-    def allowed(self, rows: Tensor) -> Tensor | None:
-        """The nucleus at the reply tokens of `rows`, (N, V), or None where nothing was filtered."""
+    def passage(self, rows: Sequence[int], packed: bool) -> Passage:
+        """What a forward pass over some rows reads."""
+        return (Packed if packed else Padded)(self, rows)
+
+    def allowed(self, passage: Passage) -> Tensor | None:
+        """The nucleus at a passage's reply tokens, (M, V), or None where nothing was filtered."""
         if self.nucleus is None:
             return None
-        return unpack_bits(self.nucleus[rows][self.mask[rows]], self.vocabulary)
+        return unpack_bits(self.nucleus.flatten(0, 1).index_select(0, passage.cells), self.vocabulary)
+
+    def parts(self, rows: Sequence[int], most_rows: int, most_tokens: int) -> list[list[int]]:
+        """`rows` in parts of like length for one forward pass each: at most so many rows (0: no matter) and tokens.
+        Replies to one prompt stay together where they can; a row longer than `most_tokens` is a part of its own."""
+        size = {r: self.prompt_lengths[r] + self.reply_lengths[r] for r in rows}
+        longest: dict[int, int] = {}
+        for r in rows:
+            longest[self.groups[r]] = max(longest.get(self.groups[r], 0), size[r])
+        parts, tokens = [[]], 0
+        for r in sorted(rows, key=lambda r: (longest[self.groups[r]], self.groups[r], r)):
+            if parts[-1] and (len(parts[-1]) == most_rows or tokens + size[r] > most_tokens):
+                parts.append([])
+                tokens = 0
+            parts[-1].append(r)
+            tokens += size[r]
+        return parts
 
     def rows(self) -> list[list[int]]:
         """Each reply's ids, EOS included."""
@@ -132,67 +168,28 @@ def unpack_bits(packed: Tensor, size: int) -> Tensor:
     return (bits & 1).flatten(-2)[..., :size].bool()
 
 
-def pad_prompts(prompts: Sequence[Prompt], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def pad_prompts(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Prompt ids and mask, both (B, C), padded on the left."""
-    width = max(len(p.ids) for p in prompts)
-    rows = [[pad] * (width - len(p.ids)) + list(p.ids) for p in prompts]
-    mask = [[False] * (width - len(p.ids)) + [True] * len(p.ids) for p in prompts]
+    width = max(map(len, prompts))
+    rows = [[pad] * (width - len(p)) + list(p) for p in prompts]
+    mask = [[False] * (width - len(p)) + [True] * len(p) for p in prompts]
     return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
 
 
-@torch.no_grad()
-def sample_replies(
-    policy: PreTrainedModel,
-    prompts: Sequence[Prompt],
-    uniform: Tensor,
-    sampling: SamplingSettings,
-    *,
-    eos: int,
-    pad: int,
-    device: torch.device,
-) -> Replies:
-    """Sample one reply per prompt, token by token over a key-value cache. `uniform` (B, reply_length).
-
-    The policy must be in eval mode: with gradient checkpointing in train mode the cache is silently dropped.
-    """
+def episodes_of(
+    prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> Episodes:
+    """Prompts with given replies, as ids."""
+    width, lengths = max(map(len, replies)), [len(r) for r in replies]
     prompt_ids, prompt_mask = pad_prompts(prompts, pad, device)
-    (rows, context), length = prompt_ids.shape, sampling.reply_length
-    uniform = uniform.to(device)
-    attention = torch.cat([prompt_mask, torch.ones(rows, length, dtype=torch.bool, device=device)], dim=1)
-    positions = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)
-    replies = torch.full((rows, length), pad, device=device)
-    done = torch.zeros(rows, dtype=torch.bool, device=device)
-    nucleus: list[Tensor] = []
-    cache, inputs, backbone = DynamicCache(config=policy.config), prompt_ids, backbone_of(policy)
-    for t in range(length):
-        output = backbone(
-            input_ids=inputs,
-            attention_mask=attention[:, : context + t],
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        logits = scaled_logits(policy, output.last_hidden_state[:, -1], sampling.temperature)
-        if sampling.filters:
-            allowed = nucleus_of(logits, sampling.top_k, sampling.top_p)
-            nucleus.append(pack_bits(allowed))
-            logits = logits.masked_fill(~allowed, -torch.inf)
-        token = torch.where(done, pad, draw(logits, uniform[:, t]))
-        replies[:, t] = token
-        done = done | (token == eos)
-        if t % LOOK_EVERY == LOOK_EVERY - 1 and bool(done.all()):
-            break
-        inputs, positions = token.unsqueeze(1), positions[:, -1:] + 1
-    mask, ended = reply_mask(replies, eos)
-    longest = int(mask.sum(1).max())
-    return Replies(
+    return Episodes(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
-        reply_ids=replies[:, :longest],
-        mask=mask[:, :longest],
-        ended=ended,
-        nucleus=torch.stack(nucleus[:longest], dim=1) if nucleus else None,
-        vocabulary=logits.shape[-1],
+        reply_ids=torch.tensor([[*r, *[pad] * (width - len(r))] for r in replies], device=device),
+        mask=torch.arange(width, device=device) < torch.tensor(lengths, device=device).unsqueeze(1),
+        prompt_lengths=[len(p) for p in prompts],
+        reply_lengths=lengths,
+        groups=list(range(len(prompts))),
     )
 
 
@@ -205,17 +202,27 @@ def reply_mask(replies: Tensor, eos: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def measure(
-    actor: Actor, reference: Reference, replies: Replies, temperature: float, rows: int
+    actor: Actor, reference: Reference, replies: Replies, temperature: float, rows: int = 0, packed: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probs, reference log-probs and values of sampled replies, each (B, T), `rows` at a time.
+    """Log-probs, reference log-probs and values of sampled replies, each (B, T), at most `rows` (0: as memory wants)
+    at a time.
 
     With the training forward, not the decoder's: so the first ratio of an update is 1.
     """
-    parts = []
-    for index in torch.arange(len(replies.ended), device=replies.ids.device).split(rows):
-        batch = (replies.ids[index], replies.attention[index], replies.mask[index], temperature)
-        allowed = replies.allowed(index)
-        logprobs, _, values = actor(*batch, allowed)
-        parts.append((logprobs, reference.logprobs(*batch, allowed), values))
+    whole, packed = replies.mask, packed and packable(base_of(actor.policy))
+    parts, order = [], []
+    for part in replies.parts(range(len(whole)), rows, tokens_at_once(whole.device)):
+        passage = replies.passage(part, packed)
+        allowed = replies.allowed(passage)
+        logprobs, _, values = actor(passage, temperature, allowed)
+        parts.append((logprobs, reference.logprobs(passage, temperature, allowed), values))
+        order += part
+    back = torch.tensor(order, device=whole.device).argsort()
     logprobs, ref_logprobs, values = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(ref_logprobs), None if values[0] is None else torch.cat(values)
+    critic = None if values[0] is None else torch.cat(values)[back]
+    return torch.cat(logprobs)[back], torch.cat(ref_logprobs)[back], critic
+
+
+def tokens_at_once(device: torch.device) -> int:
+    """Tokens, prompt and reply, of one forward pass, where no number of rows is asked for."""
+    return 16_384 if device.type == "cuda" else 1_024

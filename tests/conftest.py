@@ -119,3 +119,12 @@ def build(configured):
         return TRAINERS[algorithm](config, **{**parts.for_trainer, **parts_changed})
 
     return make
+
+
+def whole_gradient(trainer, batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Of one micro-batch that holds all rows: its statistics, and the gradients of all weights in a row."""
+    trainer.model.zero_grad()
+    replies = batch.rollout.replies
+    passage = replies.passage(range(len(replies.mask)), trainer.packed)
+    stats = trainer.gradients(batch, passage, replies.mask.sum().float())
+    return stats, torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None])

@@ -18,7 +18,7 @@ from rlhf.actor_critic import with_value_head
 from rlhf.models import load_tokenizer
 from rlhf.ppo_trainer import _SharedBackboneCritic
 from rlhf.prompts import Example, Prompt, encode_prompt, encode_text
-from rlhf.rollout import Replies, pad_prompts, reply_mask
+from rlhf.rollout import Replies
 
 BATCH, LENGTH, UPDATES, EPOCHS = 4, 8, 3, 2
 SETTINGS = {"kl_coef": 0.3, "cliprange": 0.2, "vf_coef": 0.5, "cliprange_value": 0.2, "gamma": 0.97, "lam": 0.9}
@@ -89,12 +89,10 @@ def replayed(monkeypatch):
         def prompts_of(update):
             return [(i, stock.prompts[i]) for i in stock.orders[update - 1]]
 
-        def sample(policy, prompts, uniform, sampling, *, eos, pad, device):
+        def sample(policy, prompts, uniform, sampling, *, eos, pad, **_):
             table = stock.replies[trainer.state.global_step]
             reply = torch.tensor([table[stock.prompts.index(p)] for p in prompts])
-            ids, mask = pad_prompts(prompts, pad, device)
-            reply_on, ended = reply_mask(reply, eos)
-            return Replies(ids, mask, reply, reply_on, ended, None, len(stock.tokenizer))
+            return Replies.of(prompts, reply, eos=eos, pad=pad, vocabulary=len(stock.tokenizer))
 
         monkeypatch.setattr(trainer, "prompts_of", prompts_of)
         monkeypatch.setattr(loop, "sample_replies", sample)
@@ -268,7 +266,7 @@ def test_three_updates_of_two_epochs_match_trls_grpo(build, start_model, tmp_pat
     ours.advantages = noted
     # TRL shuffles from torch's global stream: neither side does here, so that minibatches are the same
     monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda batch: batch)
-    ours.minibatches = lambda update, epoch: iter(torch.arange(4).split(ours.minibatch_size))
+    ours.minibatches = lambda update, epoch: iter(torch.arange(4).view(-1, ours.minibatch_size).tolist())
     settings = {"per_device_train_batch_size": ours.minibatch_size, **settings}
     for update in range(1, UPDATES + 1):
         ours.one_update(update)

@@ -10,6 +10,7 @@ from config import Config, parse_cli
 from rlhf.errors import UserError
 from rlhf.knobs import knobs_of
 from rlhf.metrics import rollout_metrics
+from tests.conftest import whole_gradient
 
 
 @pytest.fixture
@@ -135,14 +136,13 @@ def test_loss_types_by_hand_on_the_first_step(grpo, loss_type):
     batch = trainer.advantages(rollout, torch.tensor([1.0, 4.0, 0.0, 2.0]))
     advantages, lengths = torch.tensor([-1.5, 1.5, -1.0, 1.0]), rollout.replies.lengths.float()
     trainer.model.train()
-    rows = torch.arange(4)
-    loss, _ = trainer.losses(batch, rows, rollout.mask.sum().float())
+    stats, _ = whole_gradient(trainer, batch)
     expected = {
         "dapo": -(advantages * lengths).sum() / lengths.sum(),
         "grpo": -advantages.mean(),
         "dr_grpo": -(advantages * lengths).sum() / (4 * 12),
     }
-    assert_close(loss.detach(), expected[loss_type], rtol=1e-5, atol=1e-6)
+    assert_close(stats["loss"], expected[loss_type], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss_type", knobs_of(Config)["loss_type"].choices)

@@ -19,7 +19,7 @@ from rlhf.errors import RunError, UserError
 from rlhf.metrics import Scored, rollout_metrics
 from rlhf.objectives import kl_k3
 from rlhf.rollout import Rollout, measure
-from tests.conftest import attach
+from tests.conftest import attach, whole_gradient
 from tests.test_scripts import ROOT, run
 
 
@@ -112,31 +112,24 @@ def batch_with_early_eos(trainer):
     rollout: Rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
     replies = rollout.replies
     replies.nucleus = None
+    replies.reply_lengths[0] = 3
     replies.reply_ids[0, 2], replies.mask[0, 3:], replies.ended[0] = trainer.processing_class.eos_token_id, False, True
     measured = measure(trainer.actor, trainer.reference, replies, trainer.sampling.temperature, 4)
     rollout.logprobs, rollout.ref_logprobs, rollout.values = measured
     return rollout, trainer.advantages(rollout, torch.arange(1.0, 5.0))
 
 
-def gradients(trainer, batch) -> torch.Tensor:
-    rows = torch.arange(4)
-    loss, _ = trainer.losses(batch, rows, batch.rollout.mask.sum())
-    trainer.model.zero_grad()
-    loss.backward()
-    return torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None])
-
-
 def test_eos_is_in_the_loss_and_nothing_after_it_is(make):
     trainer = make("--top-p", "1")
     rollout, batch = batch_with_early_eos(trainer)
-    base = gradients(trainer, batch)
+    base = whole_gradient(trainer, batch)[1]
     rollout.replies.reply_ids[0, 3:] = 17
     for values in (rollout.logprobs, rollout.ref_logprobs, rollout.values, batch.weights, batch.returns):
         if values is not None:  # GRPO has no critic
             values[0, 3:] = 1e3
-    assert_close(gradients(trainer, batch), base, rtol=0, atol=0)
+    assert_close(whole_gradient(trainer, batch)[1], base, rtol=0, atol=0)
     batch.weights[0, 2] += 1.0  # EOS itself
-    assert float((gradients(trainer, batch) - base).abs().max()) > 1e-6
+    assert float((whole_gradient(trainer, batch)[1] - base).abs().max()) > 1e-6
 
 
 def test_a_reply_without_eos_pays_the_penalty(make):
@@ -202,11 +195,8 @@ def test_the_entropy_bonus_lowers_the_loss_by_coefficient_times_entropy(make):
         trainer = make("--entropy-coef", coef)
         rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
         batch = trainer.advantages(rollout, torch.arange(4.0))
-        loss, stats = trainer.losses(batch, torch.arange(4), rollout.mask.sum())
-        trainer.model.zero_grad()
-        loss.backward()
-        losses[coef], entropy = float(loss.detach()), float(stats["policy/entropy"])
-        grads[coef] = torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None])
+        stats, grads[coef] = whole_gradient(trainer, batch)
+        losses[coef], entropy = float(stats["loss"]), float(stats["policy/entropy"])
     assert losses[0.5] == pytest.approx(losses[0.0] - 0.5 * entropy, rel=1e-5)
     assert float((grads[0.5] - grads[0.0]).abs().max()) > 1e-5, "and it has a gradient"
 

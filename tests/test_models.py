@@ -14,11 +14,14 @@ from peft import PeftModel
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf import actor_critic, hub
+from rlhf import actor_critic, hub, loop
 from rlhf.actor_critic import ActorCritic, Reference, with_value_head
 from rlhf.checkpoints import load_policy_weights
 from rlhf.errors import UserError
 from rlhf.models import autocast, find_model, load_policy, load_tokenizer
+from rlhf.packing import Padded
+from rlhf.rollout import episodes_of
+from tests.conftest import whole_gradient
 from tests.shapes import smollm2_tokenizer
 
 CPU = torch.device("cpu")
@@ -73,13 +76,12 @@ def test_the_reference_is_the_start_model_to_the_bit(start_model, dtype):
     policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
     both, reference = ActorCritic(with_value_head(policy)), Reference.before_training(policy, dtype)
     ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
-    on = torch.ones_like(ids, dtype=torch.bool)
-    batch = (ids, on, on[:, :5], 0.7)
+    passage = Padded(episodes_of(ids[:, :7].tolist(), ids[:, 7:].tolist(), 0, CPU), [0, 1])
     with torch.no_grad(), autocast(CPU, dtype):
-        assert torch.equal(both(*batch)[0], reference.logprobs(*batch, None))
+        assert torch.equal(both(passage, 0.7)[0], reference.logprobs(passage, 0.7, None))
         for weight in policy.parameters():
             weight.add_(0.1)
-        assert not torch.equal(both(*batch)[0], reference.logprobs(*batch, None)), "a copy, not the policy"
+        assert not torch.equal(both(passage, 0.7)[0], reference.logprobs(passage, 0.7, None)), "a copy, not the policy"
 
 
 def test_the_reference_copy_is_smaller_under_bfloat16(start_model):
@@ -99,11 +101,11 @@ def test_under_lora_the_reference_is_the_policy_without_its_adapter(build, start
     assert names and all("lora" in name or "value_head" in name for name in names)
     plain = Reference.before_training(AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32), None)
     ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
-    on = torch.ones_like(ids, dtype=torch.bool)
+    passage = Padded(episodes_of(ids[:, :7].tolist(), ids[:, 7:].tolist(), 0, CPU), [0, 1])
     with torch.no_grad():
-        expected = plain.logprobs(ids, on, on[:, :5], 0.7, None)
-        assert_close(trainer.reference.logprobs(ids, on, on[:, :5], 0.7, None), expected, rtol=0, atol=1e-6)
-        assert float((trainer.model(ids, on, on[:, :5], 0.7)[0] - expected).abs().max()) > 1e-3
+        expected = plain.logprobs(passage, 0.7, None)
+        assert_close(trainer.reference.logprobs(passage, 0.7, None), expected, rtol=0, atol=1e-6)
+        assert float((trainer.model(passage, 0.7)[0] - expected).abs().max()) > 1e-3
 
 
 def test_actor_and_critic_share_one_backbone(build):
@@ -113,27 +115,39 @@ def test_actor_and_critic_share_one_backbone(build):
     rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
     batch = trainer.advantages(rollout, torch.ones(4))
     passes.clear()
-    trainer.losses(batch, torch.arange(4), rollout.mask.sum())
+    whole_gradient(trainer, batch)
     assert len(passes) == 1
 
 
+def few_positions_at_once(monkeypatch):
+    """Two positions of this vocabulary to a block, and so eight to a chunk."""
+    for module in (actor_critic, loop):
+        monkeypatch.setattr(module, "logits_at_once", lambda device: 2 * 400)
+
+
 def test_full_logits_are_never_kept(build, monkeypatch):
-    """With default flags the head sees one chunk of reply positions at a time, in the backward pass too."""
-    monkeypatch.setattr(actor_critic, "LOGITS_AT_ONCE", 5 * 400)  # five positions of this vocabulary
-    trainer = build()
-    rows = []
-    trainer.model.policy.lm_head.register_forward_hook(lambda _m, inputs, _o: rows.append(inputs[0].numel() // 32))
+    """With default flags logits exist for one block of reply positions at a time, and their probabilities for one
+    chunk of whole replies."""
+    few_positions_at_once(monkeypatch)
+    made, linear = [], torch.nn.functional.linear
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda x, w, *b: made.append((len(x), len(w))) or linear(x, w, *b)
+    )
+    kept, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **k: kept.append(size) or empty(*size, **k))
+    trainer = build("--reply-length", 8)
     trainer.one_update(1)
-    assert max(rows) <= 5
-    assert sum(rows) > 4 * 8, "all positions were looked at"
+    blocks = [rows for rows, width in made if width == 400]
+    assert blocks and max(blocks[4:]) <= 4, "a step of decoding has a position for each of four rows"
+    chunks = [size[0] for size in kept if len(size) == 2 and size[1] == 400]
+    assert chunks and max(chunks) <= 8 and sum(chunks) > 8, "all positions were looked at, in parts"
 
 
 @pytest.mark.parametrize("flags", [(), ("--top-p", "0.7", "--entropy-coef", "0.1")])
 def test_chunks_change_nothing(build, monkeypatch, flags):
-    grads = []
-    for positions in (10_000, 5):
-        monkeypatch.setattr(actor_critic, "LOGITS_AT_ONCE", positions * 400)
-        grads.append(gradient(build(*flags)))
+    grads = [gradient(build(*flags))]
+    few_positions_at_once(monkeypatch)
+    grads.append(gradient(build(*flags)))
     assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-7)
 
 
@@ -142,9 +156,7 @@ def gradient(trainer) -> torch.Tensor:
     rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
     batch = trainer.advantages(rollout, torch.arange(4.0))
     trainer.model.train(trainer.config.model.gradient_checkpointing)
-    loss, _ = trainer.losses(batch, torch.arange(4), rollout.mask.sum())
-    loss.backward()
-    return torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None])
+    return whole_gradient(trainer, batch)[1]
 
 
 def test_gradient_checkpointing_recomputes_and_changes_no_gradient(build):

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from config import SamplingSettings
 from rlhf.actor_critic import ActorCritic, Reference, with_value_head
+from rlhf.engines import sample_replies
 from rlhf.models import load_tokenizer
 from rlhf.prompts import Example, Prompt, encode_prompt
 from rlhf.rollout import (
@@ -17,7 +18,6 @@ from rlhf.rollout import (
     nucleus_of,
     pack_bits,
     reply_mask,
-    sample_replies,
     uniforms,
     unpack_bits,
 )
@@ -157,8 +157,7 @@ def test_padding_changes_no_logprob_and_no_value(policy, tokenizer):
 def test_entropy_by_hand(policy, tokenizer):
     """Against the entropy of the full distribution at the same positions, from a plain forward."""
     replies = sample(policy, tokenizer, make_prompts(tokenizer, "the cat"), [0], sampled(4, 0.7))
-    batch = (replies.ids, replies.attention, replies.mask, 0.7)
-    _, entropy, _ = ActorCritic(with_value_head(policy))(*batch, entropy="value")
+    _, entropy, _ = ActorCritic(with_value_head(policy))(replies.passage([0], True), 0.7, entropy="value")
     context = replies.prompt_ids.shape[1]
     with torch.no_grad():
         logp = (policy(replies.ids).logits[:, context - 1 : -1] / 0.7).log_softmax(-1)

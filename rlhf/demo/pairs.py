@@ -9,8 +9,9 @@ import torch
 
 from config import SamplingSettings
 from rlhf.demo.tasks import flaw_of, gold_quality
+from rlhf.engines import sample_replies
 from rlhf.prompts import Example, encode_prompts
-from rlhf.rollout import sample_replies, uniforms
+from rlhf.rollout import uniforms
 
 ROWS_AT_ONCE = 256
 SAMPLING = SamplingSettings(reply_length=32, temperature=1.0)

@@ -1,0 +1,131 @@
+"""Rollout engines against the plain one: the same replies, whoever sits beside them and whenever they get a slot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from config import SamplingSettings
+from rlhf import engines
+from rlhf.engines import default_engine, sample_replies
+from rlhf.prompts import Example, Prompt
+from rlhf.rollout import uniforms
+from tests.test_packing import CONFIGS, make_model
+
+CPU = torch.device("cpu")
+EOS = 2
+
+
+@pytest.fixture(params=CONFIGS, ids=lambda name: name.split(",")[0])
+def model(request):
+    return make_model(request.param, seed=3)
+
+
+def prompts(count=9):
+    draw = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, 60, (n % 7 + 1,), generator=draw).tolist() for n in range(count)]
+    ids[4] = ids[3]  # two replies to one prompt
+    return [Prompt(tuple(i), Example(({"role": "user", "content": ""},))) for i in ids]
+
+
+def sample(model, engine, slots=0, given=None, length=14, episodes=None, **limits):
+    given = given or prompts()
+    noise = uniforms(1, 2, "rollout", episodes or range(len(given)), length)
+    sampling = SamplingSettings(length, 1.0, **limits)
+    return sample_replies(model, given, noise, sampling, eos=EOS, pad=0, device=CPU, engine=engine, slots=slots)
+
+
+def make_eos_likely(model):
+    """Every token is nearly as likely as any other, EOS eight times."""
+    head = model.get_output_embeddings()
+    model.set_output_embeddings(Biased(head))
+
+
+class Biased(torch.nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden):
+        logits = self.head(hidden)
+        logits[..., EOS] += 1.5
+        return logits
+
+
+@pytest.mark.parametrize("slots", [1, 3, 9])
+@pytest.mark.parametrize("limits", [{}, {"top_k": 20, "top_p": 0.8}], ids=["free", "filtered"])
+def test_slots_write_the_plain_replies(model, slots, limits):
+    """Float64: the same tokens, although rows leave, others take their slots, and the batch shrinks at the end."""
+    make_eos_likely(model)
+    plain, slotted = sample(model, "plain", **limits), sample(model, "slots", slots, **limits)
+    assert slotted.rows() == plain.rows()
+    assert len({len(row) for row in plain.rows()}) > 3, "replies of unlike length, or this shows nothing"
+    assert torch.equal(slotted.mask, plain.mask) and torch.equal(slotted.ended, plain.ended)
+    if limits:
+        assert torch.equal(slotted.nucleus[plain.mask], plain.nucleus[plain.mask])
+
+
+def test_one_by_one_is_all_together(model):
+    make_eos_likely(model)
+    together = sample(model, "slots", 4).rows()
+    alone = [sample(model, "slots", 1, [p], episodes=[e]).rows()[0] for e, p in enumerate(prompts())]
+    assert alone == together
+
+
+def test_a_prompt_of_several_replies_runs_once(model, monkeypatch):
+    lengths, run = [], engines.run_packed
+    monkeypatch.setattr(engines, "run_packed", lambda b, ids, *a: lengths.append(ids.shape[1]) or run(b, ids, *a))
+    given = [prompts()[6]] * 5
+    sample(model, "slots", 5, given)
+    assert lengths == [len(given[0].ids)]
+
+
+def test_steps_are_saved(model, monkeypatch):
+    """With three slots for nine prompts, the steps are about those of the tokens written, not of the longest row."""
+    make_eos_likely(model)
+    steps, decode = [], engines.Slots._decode
+    monkeypatch.setattr(
+        engines.Slots, "_decode", lambda self, span: steps.append(len(self.token)) or decode(self, span)
+    )
+    replies = sample(model, "slots", 3, length=60)
+    written, longest = sum(replies.reply_lengths), max(replies.reply_lengths)
+    assert sum(steps) < 1.5 * written, "slots that stepped, against tokens"
+    assert sum(steps) < 0.6 * 3 * 3 * longest
+
+
+def test_a_reply_of_one_token_and_no_eos(model):
+    replies = sample(model, "slots", 2, length=1)
+    assert replies.reply_lengths == [1] * 9 and replies.rows() == sample(model, "plain", length=1).rows()
+
+
+def test_log_probs_of_both_agree_in_float32(model):
+    """On the way a decoder sees each token over its cache; the training forward sees all at once."""
+    model.float()
+    replies = sample(model, "slots", 3)
+    from rlhf.actor_critic import Actor
+
+    with torch.no_grad():
+        packed, _, _ = Actor(model)(replies.passage(range(9), True), 1.0)
+        padded, _, _ = Actor(model)(replies.passage(range(9), False), 1.0)
+    assert_close(packed, padded, rtol=0, atol=2e-6)
+
+
+def test_the_engine_by_device(model):
+    assert default_engine(model, CPU) == "slots"
+    assert default_engine(model, torch.device("cuda")) == "graph"
+    model._supports_attention_backend = False
+    assert default_engine(model, torch.device("cuda")) == "plain"
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_writes_the_plain_replies(model):
+    make_eos_likely(model)
+    model.cuda()
+    device, given = torch.device("cuda"), prompts()
+    noise, sampling = uniforms(1, 2, "rollout", range(9), 40), SamplingSettings(40, 1.0, 0, 0.9)
+    rows = [
+        sample_replies(model, given, noise, sampling, eos=EOS, pad=0, device=device, engine=engine, slots=3).rows()
+        for engine in ("plain", "slots", "graph")
+    ]
+    assert rows[0] == rows[1] == rows[2]

@@ -1,0 +1,158 @@
+"""Packed passages against padded ones, over architectures: hidden states and gradients; masks; the fused head."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, Gemma2Config, GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen3Config
+
+from rlhf.actor_critic import Actor, backbone_of, token_logprobs
+from rlhf.packing import Packed, Padded, packable
+from rlhf.rollout import episodes_of
+
+CPU = torch.device("cpu")
+SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "pad_token_id": 0}  # fmt: skip
+GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=2),
+    "qwen3": Qwen3Config(**SIZES, **GROUPED),
+    "mistral, a window of 5": MistralConfig(**SIZES, **GROUPED, sliding_window=5),
+    "gemma 2, soft-capped, every other layer a window of 6": Gemma2Config(**SIZES, **GROUPED, sliding_window=6),
+    "gpt-neox": GPTNeoXConfig(**SIZES),
+}
+
+
+@pytest.fixture(params=CONFIGS, ids=lambda name: name.split(",")[0])
+def model(request):
+    return make_model(request.param, seed=0)
+
+
+def make_model(name, seed):
+    """In float64; Gemma 2 in float32, as transformers' eager attention makes NaN of float64's padding rows."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).eval()
+    return model if name.startswith("gemma") else model.double()
+
+
+def episodes(groups=(0, 1, 2, 3)):
+    """Four episodes of unlike length; those of one group have one prompt."""
+    draw = torch.Generator().manual_seed(1)
+
+    def text(size):
+        return torch.randint(3, 60, (size,), generator=draw).tolist()
+
+    prompts = {g: text(size) for g, size in zip(range(4), (7, 3, 11, 1), strict=True)}
+    made = episodes_of([prompts[g] for g in groups], [text(n) for n in (4, 9, 1, 6)], 0, CPU)
+    made.groups = list(groups)
+    return made
+
+
+@pytest.mark.parametrize("groups", [(0, 1, 2, 3), (0, 1, 0, 0), (2, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [2, 0, 3]], ids=str)
+def test_packed_is_padded(model, groups, rows):
+    """Hidden states, and the gradients of all weights; some prompts shared, rows in any order.
+
+    transformers' norms compute in float32 whatever the model's precision: a shared prompt's gradient is one sum there.
+    """
+    found = []
+    for form in (Padded, Packed):
+        passage = form(episodes(groups), rows)
+        model.zero_grad()
+        hidden = passage.hidden(backbone_of(model))
+        weights = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)
+        (hidden * weights).sum().backward()
+        grads = torch.cat([w.grad.flatten() for w in model.parameters() if w.grad is not None])
+        found.append((hidden.detach(), grads, passage.tokens))
+    exact = found[0][0].dtype == torch.float64
+    for (padded, packed), tolerance in zip(zip(*found, strict=True), (1e-10 if exact else 1e-5, 1e-5, 0), strict=True):
+        assert_close(packed, padded, rtol=0, atol=tolerance * float(padded.abs().max()))
+    assert float(found[0][1].abs().max()) > 1e-3
+
+
+def test_a_packed_row_holds_no_padding_and_a_prompt_once():
+    made = episodes((0, 1, 0, 0))
+    packed = Packed(made, [0, 1, 2, 3])
+    assert packed.ids.shape[1] == 7 + 3 + (4 - 1) + (9 - 1) + (1 - 1) + (6 - 1)
+    alone = [*made.prompt_ids[1, -3:].tolist(), *made.reply_ids[1, :8].tolist()]
+    assert Packed(made, [1]).ids.tolist() == [alone]
+
+
+def test_episodes_do_not_see_each_other(model):
+    made = episodes()
+    before = Packed(made, [0, 1, 2, 3]).hidden(backbone_of(model))
+    made.prompt_ids[1, -1] += 1
+    after = Packed(made, [0, 1, 2, 3]).hidden(backbone_of(model))
+    changed = (before != after).any(1)
+    assert changed[4:13].all() and not changed[:4].any() and not changed[13:].any()
+
+
+def test_every_architecture_here_can_be_packed(model):
+    assert packable(model)
+
+
+def test_gradient_checkpointing_keeps_the_layout(model):
+    """Layers run again in the backward pass: they must read the same layout."""
+    grads = []
+    for turn_on in (False, True):
+        if turn_on:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train(turn_on)
+        model.zero_grad()
+        Packed(episodes((0, 1, 0, 0)), range(4)).hidden(backbone_of(model)).square().sum().backward()
+        grads.append(torch.cat([w.grad.flatten() for w in model.parameters() if w.grad is not None]))
+    assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-11)
+
+
+# --- the head --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_fused_head_is_autograds(dtype, tolerance, filtered, frozen):
+    """Values, and gradients to 1e-5 relative in float32, of hidden states and head; in bfloat16 as autocast rounds."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    model.lm_head.weight.requires_grad_(not frozen)
+    states, tokens = torch.randn(50, 32), torch.randint(0, 60, (50,))
+    allowed = torch.rand(50, 60) < 0.7
+    allowed[torch.arange(50), tokens] = True
+    found = []
+    for fused in (False, True):
+        model.zero_grad()
+        hidden = states.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            logprobs, entropy = token_logprobs(
+                model, hidden, tokens, 0.7, allowed if filtered else None, "value", fused=fused
+            )
+        (logprobs * torch.linspace(-1, 2, 50)).sum().backward()
+        found.append([logprobs.detach(), entropy, hidden.grad, *([] if frozen else [model.lm_head.weight.grad])])
+    for plain, ours in zip(*found, strict=True):
+        assert_close(ours, plain, rtol=tolerance, atol=tolerance * float(plain.abs().max()))
+    assert (model.lm_head.weight.grad is None) == frozen
+
+
+def test_the_fused_head_keeps_the_gradient_of_a_nearly_certain_token():
+    """p = 0.9995 is 1 in bfloat16, and 1 - p would be 0."""
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[7, 0] = 11.7
+    hidden = torch.zeros(1, 32)
+    hidden[0, 0] = 1.0
+    hidden.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logprobs, _ = token_logprobs(model, hidden, torch.tensor([7]), 1.0)
+    logprobs.sum().backward()
+    certain = float(logprobs.detach().exp())
+    assert certain > 0.999
+    assert float(hidden.grad[0, 0]) == pytest.approx(11.7 * (1 - certain), rel=2e-2)
+
+
+def test_an_actor_reads_both_forms(model):
+    padded, packed = (Actor(model)(form(episodes(), range(4)), 0.7)[0] for form in (Padded, Packed))
+    assert_close(packed, padded, rtol=0, atol=1e-9 if padded.dtype == torch.float64 else 1e-5)

@@ -317,6 +317,11 @@ class Config(Command):
             nearest = min((d for d in range(1, episodes + 1) if episodes % d == 0), key=lambda d: (abs(d - parts), d))
             of = "batch_size" if self.group_size == 1 else "batch_size x K ="
             faults.append(f"minibatches {parts} does not divide {of} {episodes}: --minibatches. Try {nearest}")
+        if self.speed.rollout_engine == "vllm" and self.sampling.filters:
+            faults.append(
+                "vLLM does not say which tokens a filter let through, so no KL within them can be taken: "
+                "--rollout-engine vllm with --top-k or --top-p. Leave one of them out"
+            )
         if self.model.load_in_4bit and not self.model.use_lora:
             faults.append("4-bit weights cannot be trained: --load-in-4bit. Add --use-lora")
         seeds = self.run.seeds or ()

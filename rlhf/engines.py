@@ -3,9 +3,9 @@
 `plain`  every row runs until the last has ended, over transformers' own cache: the twin that the others are tested on
 `slots`  rows that have ended leave, waiting prompts take their slots, prompts run packed and once for all replies
 `graph`  `slots` with its decoding step as one CUDA graph: a token costs one launch in place of a thousand
-`vllm`   rlhf/vllm_engine.py
 
-A token depends on its episode's random number and on the policy alone: every engine samples the same replies.
+A token depends on its episode's random number and on the policy alone: these engines sample the same replies.
+rlhf/vllm_engine.py is another, with random numbers of its own.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 from transformers.trainer_callback import ProgressCallback
 
 from config import Config
+from rlhf import objectives
 from rlhf.actor_critic import Actor, Reference, base_of, logits_at_once
 from rlhf.checkpoints import load_policy_weights, save_policy
 from rlhf.controllers import ScoreNormalizer
@@ -33,9 +35,11 @@ from rlhf.packing import Passage, packable
 from rlhf.prompts import Prompt, encode_prompts, examples_of
 from rlhf.rewards import RewardFunction, Rewards
 from rlhf.rollout import Rollout, generator, measure, tokens_at_once, uniforms
+from rlhf.vllm_engine import VLLMEngine
 
 EVALUATED_AT_ONCE = 32  # prompts
 CHUNK = 4  # blocks of logits whose probabilities are kept for one backward pass through the head
+MOST_WEIGHT = 2.0  # of a token whose sampler was another program
 EVENTS = ("on_train_begin", "on_batch", "on_update_end", "on_evaluation", "on_epoch_end", "on_train_end")
 
 
@@ -72,6 +76,10 @@ class OnPolicyLoop(ABC):
         self.listeners: list = []
         self.this_epoch: list[dict[str, float]] = []
         self.build_trl(policy, tokenizer)
+        self.vllm = None
+        if config.speed.rollout_engine == "vllm":
+            parts = (self.actor.policy, self.accelerator, tokenizer, self.sampling, config.data.prompt_length)
+            self.vllm = VLLMEngine(*parts)
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)  # the console is ours
         self.state.max_steps = self.updates
@@ -142,7 +150,7 @@ class OnPolicyLoop(ABC):
         rolled = time.perf_counter()
         scored = self.score(rollout)
         judged = time.perf_counter()
-        batch = self.advantages(rollout, scored.used)
+        batch = self.corrected(self.advantages(rollout, scored.used))
         self.tell("on_batch", update, batch, scored)
         stats = self.update(batch, update)
         times = {
@@ -169,18 +177,21 @@ class OnPolicyLoop(ABC):
         prompts = [prompt for _, prompt in episodes]
         uniform = uniforms(self.config.run.seed, update, purpose, [e for e, _ in episodes], self.sampling.reply_length)
         self.model.eval()  # in train mode, gradient checkpointing would drop the cache
+        tokens = {"eos": self.processing_class.eos_token_id, "pad": self.processing_class.pad_token_id}
         with autocast(self.accelerator.device, self.dtype):
-            replies = sample_replies(
-                self.actor.policy,
-                prompts,
-                uniform,
-                self.sampling,
-                eos=self.processing_class.eos_token_id,
-                pad=self.processing_class.pad_token_id,
-                device=self.accelerator.device,
-                engine=self.config.speed.rollout_engine,
-                slots=self.config.speed.rollout_slots,
-            )
+            if self.vllm is not None and purpose == "rollout":  # evaluations sample the same replies every time
+                replies = self.vllm.sample(prompts, **tokens, device=self.accelerator.device)
+            else:
+                replies = sample_replies(
+                    self.actor.policy,
+                    prompts,
+                    uniform,
+                    self.sampling,
+                    **tokens,
+                    device=self.accelerator.device,
+                    engine="auto" if self.vllm is not None else self.config.speed.rollout_engine,
+                    slots=self.config.speed.rollout_slots,
+                )
             measured = measure(
                 self.actor,
                 self.reference,
@@ -190,6 +201,15 @@ class OnPolicyLoop(ABC):
                 self.packed,
             )
         return Rollout(replies, prompts, replies.texts(self.processing_class), *measured)
+
+    def corrected(self, batch: Batch) -> Batch:
+        """The batch with its advantages weighted for the gap between the sampler's probabilities and ours, where the
+        sampler was not the policy's own forward."""
+        rollout, sampled = batch.rollout, batch.rollout.replies.sampled_logprobs
+        if sampled is None:
+            return batch
+        weights = objectives.sampler_weights(rollout.logprobs, sampled, rollout.mask, MOST_WEIGHT)
+        return replace(batch, weights=batch.weights * weights)
 
     def score(self, rollout: Rollout) -> Scored:
         """Scores as the reward functions gave them, and as the algorithm takes them: less the missing-EOS penalty,

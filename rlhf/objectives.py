@@ -120,6 +120,16 @@ def clipped_value_loss(
     return loss, masked_mean((held_error > free_error).float(), mask, total)
 
 
+def sampler_weights(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, most: float) -> Tensor:
+    """min(pi_train / pi_sample, most) per token, (B, T), 0 off the mask: truncated importance sampling.
+
+    For replies whose sampler computed other probabilities than the training forward does (Ionides 2008; Yao et al.
+    2025, "Your efficient RL framework secretly brings you off-policy RL training").
+    """
+    gap = torch.where(mask, logprobs - sampled_logprobs, 0.0)
+    return torch.where(mask, gap.exp().clamp(max=most), 0.0)
+
+
 def approximate_kl(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, total=None) -> Tensor:
     """How far an update has moved from the rollout policy: mean of 0.5 * (log ratio)^2 (k2), nats per token."""
     return masked_mean(0.5 * torch.where(mask, logprobs - old_logprobs, 0.0).square(), mask, total)

@@ -176,6 +176,12 @@ def pad_prompts(prompts: Sequence[Sequence[int]], pad: int, device: torch.device
     return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
 
 
+def padded(rows: Sequence[Sequence[float]], filling: float, device: torch.device) -> Tensor:
+    """Rows of unlike length as one tensor, filled up on the right."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[filling] * (width - len(row))] for row in rows], device=device)
+
+
 def episodes_of(
     prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> Episodes:
@@ -185,7 +191,7 @@ def episodes_of(
     return Episodes(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
-        reply_ids=torch.tensor([[*r, *[pad] * (width - len(r))] for r in replies], device=device),
+        reply_ids=padded(replies, pad, device),
         mask=torch.arange(width, device=device) < torch.tensor(lengths, device=device).unsqueeze(1),
         prompt_lengths=[len(p) for p in prompts],
         reply_lengths=lengths,

@@ -8,7 +8,9 @@ from torch.testing import assert_close
 
 from config import SamplingSettings
 from rlhf import engines
+from rlhf.actor_critic import Actor
 from rlhf.engines import default_engine, sample_replies
+from rlhf.errors import UserError
 from rlhf.prompts import Example, Prompt
 from rlhf.rollout import uniforms
 from tests.test_packing import CONFIGS, make_model
@@ -103,8 +105,6 @@ def test_log_probs_of_both_agree_in_float32(model):
     """On the way a decoder sees each token over its cache; the training forward sees all at once."""
     model.float()
     replies = sample(model, "slots", 3)
-    from rlhf.actor_critic import Actor
-
     with torch.no_grad():
         packed, _, _ = Actor(model)(replies.passage(range(9), True), 1.0)
         padded, _, _ = Actor(model)(replies.passage(range(9), False), 1.0)
@@ -129,3 +129,56 @@ def test_a_cuda_graph_writes_the_plain_replies(model):
         for engine in ("plain", "slots", "graph")
     ]
     assert rows[0] == rows[1] == rows[2]
+
+
+# --- vLLM ------------------------------------------------------------------------------------------------------------
+
+
+class StandIn:
+    """In place of TRL's VLLMGeneration: our own replies, with log-probs that are half a nat too low."""
+
+    def __init__(self, policy, accelerator, tokenizer, **settings):
+        self.policy, self.tokenizer, self.settings, self.synced = policy, tokenizer, settings, 0
+
+    def sync_weights(self):
+        self.synced += 1
+
+    def generate(self, prompts, images, num_generations):
+        given = [Prompt(tuple(p), Example(({"role": "user", "content": ""},))) for p in prompts]
+        length, temperature = self.settings["max_completion_length"], self.settings["temperature"]
+        noise = uniforms(9, self.synced, "vllm", range(len(given)), length)
+        eos = self.tokenizer.eos_token_id
+        replies = sample_replies(
+            self.policy, given, noise, SamplingSettings(length, temperature), eos=eos, pad=0, device=CPU
+        )
+        with torch.no_grad():
+            logprobs, _, _ = Actor(self.policy)(replies.passage(range(len(given)), True), temperature)
+        rows = replies.rows()
+        said = [[[float(p) - 0.5] for p in row[: len(ids)]] for row, ids in zip(logprobs, rows, strict=True)]
+        return prompts, rows, said, None
+
+
+def test_vllm_samples_and_the_loss_is_corrected_for_its_probabilities(build, monkeypatch):
+    monkeypatch.setattr("trl.generation.vllm_generation.VLLMGeneration", StandIn)
+    monkeypatch.setattr("rlhf.vllm_engine.is_installed", lambda: True)
+    trainer = build("--rollout-engine", "vllm", "--num-iterations", 2, "--ppo-epochs", 1)
+    seen = []
+    trainer.add_callback(type("Ear", (), {"on_batch": lambda _, update, batch, scored: seen.append(batch)})())
+    metrics = trainer.train()
+    assert trainer.vllm.generation.synced == 2, "before each rollout; evaluations sample with our own engine"
+    for batch in seen:
+        mask, plain = batch.rollout.mask, trainer.advantages(batch.rollout, torch.arange(4.0))
+        weighted = trainer.corrected(plain).weights
+        expected = plain.weights * torch.where(mask, 0.5, 0.0).exp()
+        assert_close(weighted[mask], expected[mask], rtol=1e-4, atol=1e-5)
+    assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-3), "the ratio is against the training forward"
+
+
+def test_without_vllm_the_flag_is_a_line(build):
+    with pytest.raises(UserError, match="vLLM is not installed: --rollout-engine vllm"):
+        build("--rollout-engine", "vllm")
+
+
+def test_vllm_and_a_filter_are_refused(configured):
+    with pytest.raises(UserError, match="which tokens a filter let through"):
+        configured("--rollout-engine", "vllm", "--top-p", "0.9")

@@ -17,7 +17,7 @@ LEVELS = [
      "rlhf.actor_critic", "rlhf.packing", "rlhf.runlogs", "rlhf.trl_ppo",
      "rlhf.console", "rlhf.pictures", "rlhf.pages",
      "rlhf.statistics", "rlhf.curves", "reward_model.scorer"},
-    {"rlhf.rollout", "rlhf.decoding", "rlhf.engines", "rlhf.rewards",
+    {"rlhf.rollout", "rlhf.decoding", "rlhf.engines", "rlhf.vllm_engine", "rlhf.rewards",
      "rlhf.evaluation", "rlhf.checkpoints", "rlhf.report", "rlhf.metrics",
      "rlhf.curve_pictures", "rlhf.trained", "rlhf.tokens"},
     {"rlhf.loop", "rlhf.ppo_trainer", "rlhf.grpo_trainer", "rlhf.callbacks", "rlhf.outcome", "rlhf.seeds",

@@ -19,6 +19,7 @@ from config import (
 )
 from reward_model.scorer import METRICS_FILE
 from reward_model.training import train_reward_model
+from rlhf import actor_critic, engines
 from rlhf.assembly import check_run_folder, load_parts
 from rlhf.console import Screen
 from rlhf.errors import UserError
@@ -288,7 +289,55 @@ def test_dry_run_leaves_no_folder(configured, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-APART = {"micro_batch_size", "gradient_checkpointing", "output", "dry_run"}  # each has its own test above
+def test_rollout_engine_chooses_the_loop(build, monkeypatch):
+    plain, called = engines._plain, []
+    monkeypatch.setattr(engines, "_plain", lambda *a: called.append(1) or plain(*a))
+    build("--num-iterations", 1).one_update(1)
+    assert not called
+    build("--num-iterations", 1, "--rollout-engine", "plain").one_update(1)
+    assert called
+
+
+def test_rollout_slots_is_the_number_of_rows_in_a_step(build, monkeypatch):
+    rows, decode = [], engines.Slots._decode
+    monkeypatch.setattr(
+        engines.Slots, "_decode", lambda desk, span: rows.append(len(desk.token)) or decode(desk, span)
+    )
+    for slots in (0, 3):
+        rows.clear()
+        build("--num-iterations", 1, "--rollout-slots", slots).one_update(1)
+        assert max(rows) == (slots or 6), "the evaluation has six prompts"
+
+
+def test_packed_takes_the_padding_out_of_the_layers(build):
+    def tokens(*flags):
+        trainer, seen = build("--num-iterations", 1, *flags), []
+        rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+        batch = trainer.advantages(rollout, torch.arange(4.0))
+        trainer.model.policy.model.layers[0].register_forward_hook(
+            lambda _m, inputs, _o: seen.append(inputs[0].shape[0] * inputs[0].shape[1])
+        )
+        trainer.update(batch, 1)
+        return seen[0]
+
+    assert tokens() < tokens("--no-packed")
+
+
+def test_fused_head_changes_how_and_not_what(build, monkeypatch):
+    fused, called = actor_critic._FusedLogprobs.apply, []
+    monkeypatch.setattr(actor_critic._FusedLogprobs, "apply", lambda *a: called.append(1) or fused(*a))
+    weights = []
+    for flags in ((), ("--no-fused-head",)):
+        called.clear()
+        trainer = build("--num-iterations", 1, *flags)
+        trainer.one_update(1)
+        assert bool(called) == (not flags)
+        weights.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters()]))
+    assert float((weights[0] - weights[1]).abs().max()) < 1e-5
+
+
+APART = {"micro_batch_size", "gradient_checkpointing", "output", "dry_run", "rollout_engine", "rollout_slots",
+         "packed", "fused_head"}  # each has its own test above  # fmt: skip
 RECORDED = {"record_tokens", "record_format", "record_every", "record_prompts"}  # tests/test_tokens.py
 
 

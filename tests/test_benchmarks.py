@@ -39,6 +39,7 @@ def test_against_trl_tells_all_it_promises_of_equal_work(algorithm, tmp_path):
     assert set(found["versions"]) >= {"torch", "transformers", "trl", "peft"} and found["python"]
     assert found["machine"]["processor"] and found["machine"]["threads_used"] == 1
     assert found["machine"]["memory_bytes"] > 0 and found["machine"]["cores"] and found["machine"]["card"] is None
+    assert 0 <= found["machine"]["busy_before_percent"] <= 100
     assert found["command"] == ["against_trl.py", *flags]
     assert found["settings"]["algorithm"] == algorithm and found["settings"]["reply_length"] == 6
     assert "an update, median" in done.stdout and "optimizer steps" in done.stdout

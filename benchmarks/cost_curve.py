@@ -1,0 +1,179 @@
+"""What a reply token costs as the batch doubles, and as the replies' length does: ours alone.
+
+python benchmarks/cost_curve.py --size smollm2 --device cuda --json cost_curve.json --picture cost_curve.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # a script's own folder is on the path, not the project
+
+from benchmarks.work import Work, add_flags, at_least, choose_device, make_models, work_of
+from rlhf.errors import run_command
+from rlhf.files import write_json
+
+LIMIT = 1.20  # a doubling may cost this much more per token, at most
+SHORTEST = 16  # tokens
+LARGEST = {"cpu": (64, 512), "cuda": (256, 1024)}  # batch, length
+KNOBS = {"batch": "batch_size", "length": "reply_length"}
+UNITS = {"batch": "prompts per update", "length": "tokens per reply"}
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse(argv)  # before torch is imported: --help and mistakes are answered at once
+    device = choose_device(arguments.device)
+    from rlhf.console import Screen, quiet_libraries
+
+    quiet_libraries()
+    screen = Screen()
+    with screen, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        work = work_of(arguments, folder=folder, device=device, updates=1 + arguments.repeats)
+        make_models(work)
+        found = measure(work, sizes(arguments, device), screen)
+    show(found, screen)
+    if arguments.json:
+        write_json(arguments.json, found)
+    if arguments.picture:
+        from rlhf.pictures import save_picture
+
+        save_picture(draw(found), arguments.picture)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Seconds per reply token over the batch and over the reply's length.")
+    add_flags(parser)
+    parser.add_argument("--batch-size", type=at_least(1), default=8, help="prompts, as the length doubles (8)")
+    parser.add_argument("--reply-length", type=at_least(2), default=64, help="tokens, as the batch doubles (64)")
+    parser.add_argument("--ppo-epochs", type=at_least(1), default=1, help="passes over a rollout (1)")
+    parser.add_argument("--max-batch", type=at_least(1), help="largest batch (cpu 64, cuda 256)")
+    parser.add_argument("--max-length", type=at_least(1), help="longest reply (cpu 512, cuda 1024)")
+    parser.add_argument("--repeats", type=at_least(1), default=3, help="updates at each point, after a warm-up (3)")
+    parser.add_argument("--picture", type=Path, help="PNG file of the two curves")
+    return parser.parse_args(argv)
+
+
+def sizes(arguments: argparse.Namespace, device: str) -> dict[str, list[int]]:
+    """The batches and the lengths to measure."""
+    batch, length = LARGEST[device]
+    return {
+        "batch": doublings(1, arguments.max_batch or batch),
+        "length": doublings(SHORTEST, arguments.max_length or length),
+    }
+
+
+def doublings(first: int, last: int) -> list[int]:
+    """`first`, twice as many, and so on, up to `last`."""
+    return [first * 2**n for n in range((last // first).bit_length())] or [first]
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def measure(work: Work, points: dict[str, list[int]], screen) -> dict[str, Any]:
+    """Both curves, with what was run where."""
+    import torch
+
+    from benchmarks.machine import busy, machine
+    from rlhf.runlogs import environment
+
+    if work.threads is not None:
+        torch.set_num_threads(work.threads)
+    facts = {**environment(), "machine": {**machine(work.device), "busy_before_percent": busy()}}
+    curves = {over: curve(work, over, points[over], screen) for over in KNOBS}
+    return {
+        **facts,
+        "settings": work.settings,
+        "limit": LIMIT,
+        "largest_ratio": {over: max((p["ratio"] for p in c[1:]), default=None) for over, c in curves.items()},
+        "curves": curves,
+    }
+
+
+def curve(work: Work, over: str, sizes: Sequence[int], screen) -> list[dict[str, Any]]:
+    """A point for each size, with the cost of a token over that at the size before."""
+    points: list[dict[str, Any]] = []
+    for size in sizes:
+        screen.progress(f"{over} {size}", last=size == sizes[-1])
+        found = point(replace(work, **{KNOBS[over]: size}))
+        ratio = found["seconds_per_token"] / points[-1]["seconds_per_token"] if points else None
+        points.append({"size": size, **found, "ratio": ratio})
+    return points
+
+
+def point(work: Work) -> dict[str, Any]:
+    """Medians over the updates after the first."""
+    from benchmarks import ours
+
+    trainer = ours.build(work)
+    told = [ours.measured_update(trainer, update, work.device) for update in range(1, work.updates + 1)][1:]
+    del trainer
+    gc.collect()  # a trainer and its callbacks refer to each other
+    return {
+        "seconds": median(t["seconds"] for t in told),
+        "reply_tokens": median(t["reply_tokens"] for t in told),
+        "seconds_per_token": median(t["seconds"] / t["reply_tokens"] for t in told),
+        "parts": {part: median(t["parts"][part] for t in told) for part in ours.PARTS},
+    }
+
+
+# --- for people ------------------------------------------------------------------------------------------------------
+
+
+def show(found: dict[str, Any], screen) -> None:
+    """A table for each curve, and below them what was run where."""
+    from benchmarks.machine import BUSY, busy_line, machine_line
+
+    for over, points in found["curves"].items():
+        rows = [
+            [f"{p['size']:,}", f"{p['seconds']:.3f}", f"{p['seconds_per_token'] * 1e3:.3f}", said(p["ratio"])]
+            for p in points
+        ]
+        columns = [UNITS[over], "s per update", "ms per reply token", f"of the one before (at most {LIMIT:.2f})"]
+        screen.table(title(found, over), columns, rows, lines=False)
+    screen.facts([("machine", machine_line(found["machine"])), ("torch", found["versions"]["torch"])])
+    if found["machine"]["busy_before_percent"] > BUSY:
+        screen.say(busy_line(found["machine"]))
+
+
+def said(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}" + ("" if ratio <= LIMIT else "  over")
+
+
+def title(found: dict[str, Any], over: str) -> str:
+    s = found["settings"]
+    fixed = f"{s['reply_length']} tokens per reply" if over == "batch" else f"{s['batch_size']} prompts per update"
+    return f"{s['algorithm'].upper()}, {s['size']}, {s['device']}, {s['dtype']}, {fixed}"
+
+
+def draw(found: dict[str, Any]):
+    """Milliseconds per reply token over the batch and over the length, both axes in doublings."""
+    from rlhf.pictures import COLOURS, MARKERS, new_figure, style
+
+    algorithm = found["settings"]["algorithm"]
+    with style():
+        figure = new_figure(10, 4.2)
+        for axes, (over, points) in zip(figure.subplots(1, 2), found["curves"].items(), strict=True):
+            x, y = [p["size"] for p in points], [p["seconds_per_token"] * 1e3 for p in points]
+            axes.plot(x, y, marker=MARKERS[algorithm], color=COLOURS[algorithm], linewidth=2)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(x, [f"{size:,}" for size in x])
+            axes.set_ylim(bottom=0)
+            axes.set_xlabel(UNITS[over])
+            axes.set_title(title(found, over), fontsize=11)
+        figure.supylabel("milliseconds per reply token", fontsize=12)
+    return figure
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,101 @@
+"""What a process takes, and the machine it runs on: time and memory, on Linux and Windows, with a card or without."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+BUSY = 20  # percent
+
+
+def seconds(device: str) -> float:
+    """The clock, read when the card has done all that it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def resident_peak() -> int:
+    """Bytes: the most that this process has held in memory.
+
+    On Linux VmHWM, not getrusage's ru_maxrss: that one begins with the size of the process that started this one.
+    """
+    if sys.platform == "linux":
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource  # macOS; Windows has none
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+class MemoryMeter:
+    """Made after the imports and before anything else, it tells later what was taken on top of them."""
+
+    def __init__(self, device: str):
+        self.device = device
+        self.held = psutil.Process().memory_info().rss if device == "cpu" else 0
+
+    def read(self) -> dict[str, int]:
+        """Bytes: peak of the process on a CPU, of the tensors on a card; and that above what the imports held."""
+        peak = resident_peak() if self.device == "cpu" else torch.cuda.max_memory_allocated()
+        return {"peak": peak, "above_imports": peak - self.held}
+
+
+def processor() -> str:
+    """The processor's name, as its maker has it."""
+    if sys.platform == "win32":
+        import winreg
+
+        with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0") as key:
+            return str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip()
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Processor, cores, threads that torch uses, memory; the card, where one is used."""
+    facts: dict[str, Any] = {
+        "processor": processor(),
+        "cores": psutil.cpu_count(logical=False),
+        "logical_cores": psutil.cpu_count(),
+        "threads_used": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "card": None,
+    }
+    if device == "cuda":
+        card = torch.cuda.get_device_properties(0)
+        facts |= {"card": card.name, "card_memory_bytes": card.total_memory, "cuda": torch.version.cuda}
+    return facts
+
+
+def busy() -> float:
+    """Percent of the processor that other programs take just now."""
+    return psutil.cpu_percent(interval=0.5)
+
+
+def machine_line(facts: dict[str, Any]) -> str:
+    card = f"; {facts['card']}, {gib(facts['card_memory_bytes'])}" if facts["card"] else ""
+    return (
+        f"{facts['processor']}, {facts['cores']} cores, {facts['threads_used']} threads used, "
+        f"{gib(facts['memory_bytes'])}{card}"
+    )
+
+
+def busy_line(facts: dict[str, Any]) -> str:
+    return (
+        f"other programs took {facts['busy_before_percent']:.0f}% of the processor as this began: times are uncertain"
+    )
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,77 @@
+"""Our side: a trainer as its user gets one, and one update of it, measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import PartialState
+
+from benchmarks.machine import seconds
+from benchmarks.work import KL_COEF, LEARNING_RATE, SEED, TEMPERATURE, Work, letter, prompt_ids
+from config import Config, make_config
+from rlhf.api import TRAINERS
+from rlhf.assembly import find_rewards, load_start_policy, make_rewards
+from rlhf.loop import OnPolicyLoop
+from rlhf.models import load_tokenizer
+from rlhf.prompts import Example, Prompt
+
+PARTS = ("rollout", "score", "update")
+
+
+def configuration(work: Work) -> Config:
+    """The work in our knobs; no evaluation falls into a measured update."""
+    return make_config(
+        algorithm=work.algorithm,
+        actor_model=str(work.policy),
+        rm_model=str(work.reward_model),
+        use_lora=work.lora,
+        load_in_4bit=work.load_in_4bit,
+        bf16=work.bf16,
+        gradient_checkpointing=False,
+        prompt_length=work.prompt_length,
+        reply_length=work.reply_length,
+        temperature=TEMPERATURE,
+        top_p=1.0,
+        top_k=0,
+        batch_size=work.batch_size,
+        K=work.K,
+        ppo_epochs=work.ppo_epochs,
+        minibatches=1,
+        kl_coef=KL_COEF,
+        kl_schedule="fixed",
+        learning_rate=LEARNING_RATE,
+        lr_schedule="constant",
+        num_iterations=work.updates + 1,
+        eval_every=work.updates + 1,
+        seed=SEED,
+        output=work.output,
+    )
+
+
+def build(work: Work) -> OnPolicyLoop:
+    """A trainer of the work's algorithm, whole, with its reference and its reward model."""
+    config = configuration(work)
+    device = PartialState().device
+    start = str(work.policy)
+    tokenizer = load_tokenizer(start)
+    rewards, _ = make_rewards(config, find_rewards(config), tokenizer, device)
+    policy = load_start_policy(config, start, tokenizer, device)
+    prompts = [
+        Prompt(tuple(ids), Example(messages=({"role": "user", "content": "".join(map(letter, ids))},)))
+        for ids in prompt_ids(work, policy.config.vocab_size)
+    ]
+    return TRAINERS[work.algorithm](
+        config, policy=policy, tokenizer=tokenizer, train=prompts, evaluation=prompts[:1], rewards=rewards
+    )
+
+
+def measured_update(trainer: OnPolicyLoop, update: int, device: str) -> dict[str, Any]:
+    """One update: its seconds and those of its parts, and the reply tokens it sampled."""
+    before, begun = trainer.reply_tokens, seconds(device)
+    metrics = trainer.one_update(update)
+    return {
+        "seconds": seconds(device) - begun,
+        "parts": {part: metrics[f"time/{part}_s"] for part in PARTS},
+        "reply_tokens": trainer.reply_tokens - before,
+        "optimizer_steps": trainer.optimizer_steps,
+    }

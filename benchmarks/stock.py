@@ -1,0 +1,140 @@
+"""TRL's side: its own trainers, as its documentation sets them up, stopped after every update to be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import trl.experimental.ppo as trl_ppo
+from datasets import Dataset
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    TrainerCallback,
+)
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.machine import seconds
+from benchmarks.work import KL_COEF, LEARNING_RATE, SEED, TEMPERATURE, Work, letter, prompt_ids
+
+
+class Stops(TrainerCallback):
+    """Waits before every update and tells of it after.
+
+    An update lasts from the moment the trainer may go on to its next `on_step_end` (under GRPO the one after the last
+    pass over the rollout). What TRL does after `on_step_end`, in PPO collecting garbage and emptying the card's cache,
+    falls into the next update: each update has it once. The first is a warm-up.
+    """
+
+    def __init__(self, work: Work, reward_model: PreTrainedModel, wait: Callable, tell: Callable[[dict], None]):
+        self.work, self.wait, self.tell = work, wait, tell
+        self.optimizer_steps, self.read = 0, []
+        self.steps = work.ppo_epochs if work.algorithm == "grpo" else 1  # of the trainer's count, per update
+        register_optimizer_step_post_hook(self._count)
+        reward_model.base_model.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _count(self, *_) -> None:
+        self.optimizer_steps += 1
+
+    def _note(self, module, _, kwargs: dict[str, Any]) -> None:
+        self.read.append(kwargs["attention_mask"])  # counted when the clock stands
+
+    def on_train_begin(self, args, state, control, **_):
+        self._go()
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step % self.steps:
+            return
+        spent = seconds(self.work.device) - self.begun
+        tokens = sum(int(mask.sum()) for mask in self.read) - self.work.episodes * self.work.prompt_length
+        self.tell({"seconds": spent, "reply_tokens": tokens, "optimizer_steps": self.optimizer_steps})
+        if state.global_step < self.work.updates * self.steps:
+            self._go()
+
+    def _go(self) -> None:
+        self.read.clear()
+        self.wait()
+        self.begun = seconds(self.work.device)
+
+
+def common(work: Work) -> dict[str, Any]:
+    """Settings that both of TRL's trainers take."""
+    return {
+        "output_dir": work.output,
+        "per_device_train_batch_size": work.episodes,
+        "gradient_accumulation_steps": 1,
+        "gradient_checkpointing": False,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "temperature": TEMPERATURE,
+        "bf16": work.bf16,
+        "use_cpu": work.device == "cpu",
+        "seed": SEED,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def load(kind: type, folder) -> PreTrainedModel:
+    return kind.from_pretrained(folder, dtype=torch.float32)
+
+
+def build(work: Work, wait: Callable, tell: Callable[[dict], None]):
+    """A trainer of the work's algorithm, whose train() stops at every update."""
+    return {"ppo": build_ppo, "grpo": build_grpo}[work.algorithm](work, wait, tell)
+
+
+def build_ppo(work: Work, wait: Callable, tell: Callable[[dict], None]) -> trl_ppo.PPOTrainer:
+    policy = load(AutoModelForCausalLM, work.policy)
+    reward_model = load(AutoModelForSequenceClassification, work.reward_model)
+    ids = prompt_ids(work, policy.config.vocab_size)
+    return trl_ppo.PPOTrainer(
+        args=trl_ppo.PPOConfig(
+            total_episodes=work.updates * work.episodes,
+            num_ppo_epochs=work.ppo_epochs,
+            num_mini_batches=1,
+            response_length=work.reply_length,
+            stop_token="eos",
+            kl_coef=KL_COEF,
+            num_sample_generations=0,
+            **common(work),
+        ),
+        processing_class=AutoTokenizer.from_pretrained(work.policy, padding_side="left"),
+        model=policy,
+        ref_model=load(AutoModelForCausalLM, work.policy),
+        reward_model=reward_model,
+        value_model=load(AutoModelForSequenceClassification, work.reward_model),
+        train_dataset=Dataset.from_dict({"input_ids": ids}),
+        callbacks=[Stops(work, reward_model, wait, tell)],
+    )
+
+
+def build_grpo(work: Work, wait: Callable, tell: Callable[[dict], None]) -> GRPOTrainer:
+    policy = load(AutoModelForCausalLM, work.policy)
+    reward_model = load(AutoModelForSequenceClassification, work.reward_model)
+    tokenizer = AutoTokenizer.from_pretrained(work.policy, padding_side="left")
+    texts = ["".join(map(letter, ids)) for ids in prompt_ids(work, policy.config.vocab_size)]
+    return GRPOTrainer(
+        model=policy,
+        reward_funcs=reward_model,
+        reward_processing_classes=tokenizer,
+        args=GRPOConfig(
+            max_steps=work.updates * work.ppo_epochs,
+            num_generations=work.K,
+            num_iterations=work.ppo_epochs,  # optimizer steps that one generation serves
+            steps_per_generation=1,
+            max_completion_length=work.reply_length,
+            beta=KL_COEF,  # above 0: with a reference, as ours has
+            scale_rewards="none",
+            **common(work),
+        ),
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": texts}),
+        callbacks=[Stops(work, reward_model, wait, tell)],
+    )

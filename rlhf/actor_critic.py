@@ -60,8 +60,13 @@ def upcast(values: Tensor) -> Tensor:
 
 
 def logits_at_once(device: torch.device) -> int:
-    """Logits that may exist together. A processor works on what its caches hold; a card wants large pieces."""
-    return 2**27 if device.type == "cuda" else 2**23
+    """Logits that may exist together in the forward's precision: 64 MiB on a CPU, 256 MiB on a card, in bfloat16."""
+    return 2**27 if device.type == "cuda" else 2**25
+
+
+def floats_at_once(device: torch.device) -> int:
+    """Logits that are worked on together in float32: what a processor's caches hold, or all on a card."""
+    return 2**27 if device.type == "cuda" else 2**20
 
 
 def token_logprobs(
@@ -76,42 +81,36 @@ def token_logprobs(
     """Log-probability of each token and entropy of its distribution, both (N,), nats, at the sampling temperature.
 
     hidden (N, H), tokens (N,), `allowed` (N, V) or None: the rollout policy's nucleus, to which the distribution is
-    renormalised. `entropy` is "none" (zeros), "value" or "gradient". Without gradients, logits exist for one block of
+    renormalised. `entropy` is "none" (zeros), "value" or "gradient". Without gradients, logits exist for some
     positions at a time. With them, `fused` keeps the probabilities alone, where the head is a plain matrix.
     """
+    head = base_of(policy).get_output_embeddings()
+    plain = type(head) is nn.Linear and head.bias is None and _softcap(policy) is None
     if torch.is_grad_enabled():
-        head = base_of(policy).get_output_embeddings()
-        if fused and entropy != "gradient" and _is_matrix(head) and _softcap(policy) is None:
+        if fused and plain and entropy != "gradient":
             return _FusedLogprobs.apply(hidden, head.weight, tokens, temperature, allowed, entropy)
         return _logprobs_of(scaled_logits(policy, hidden, temperature), tokens, allowed, entropy)
-    logits = _logits_without_gradients(policy, hidden, temperature)
-    parts = [
-        _logprobs_of(logits(block), tokens[block], None if allowed is None else allowed[block], entropy)
-        for block in _blocks(hidden, base_of(policy).get_input_embeddings().num_embeddings)
-    ]
+    dtype = forward_dtype(hidden)
+    weight = head.weight.to(dtype) if plain else None  # under autocast rounded once, and not for every block
+    parts = []
+    for rows in blocks(len(hidden), head.weight.shape[0], logits_at_once(hidden.device)):
+        limits = None if allowed is None else allowed[rows]
+        if plain:
+            logits = hidden[rows].to(dtype) @ weight.t()
+            parts.append(_probabilities(logits, tokens[rows], temperature, limits, entropy == "value"))
+        else:
+            parts.append(_logprobs_of(scaled_logits(policy, hidden[rows], temperature), tokens[rows], limits, entropy))
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
 
 
-def _is_matrix(head: nn.Module) -> bool:
-    return type(head) is nn.Linear and head.bias is None and head.weight.is_floating_point()
+def blocks(rows: int, width: int, most: int) -> list[slice]:
+    """Slices of `rows` rows of so many numbers, of which `most` may stand together."""
+    size = max(1, most // width)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _logits_without_gradients(policy, hidden: Tensor, temperature: float):
-    """Logits of a block of positions. Under autocast the head's weight is rounded once for all blocks."""
-    head = base_of(policy).get_output_embeddings()
-    if not _is_matrix(head) or _softcap(policy) is not None:
-        return lambda block: scaled_logits(policy, hidden[block], temperature)
-    dtype = _forward_dtype(hidden)
-    states, weight = hidden.to(dtype), head.weight.to(dtype)
-    return lambda block: upcast(nn.functional.linear(states[block], weight)) / temperature
-
-
-def _blocks(hidden: Tensor, vocabulary: int) -> list[slice]:
-    size = max(1, logits_at_once(hidden.device) // vocabulary)
-    return [slice(start, start + size) for start in range(0, len(hidden), size)]
-
-
-def _forward_dtype(values: Tensor) -> torch.dtype:
+def forward_dtype(values: Tensor) -> torch.dtype:
+    """The precision of matrix products of `values`: autocast's, or their own."""
     device = values.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else values.dtype
 
@@ -127,6 +126,25 @@ def _logprobs_of(logits: Tensor, tokens: Tensor, allowed: Tensor | None, entropy
         return logprobs, log_total - (torch.softmax(logits, -1) * logits).sum(-1)
 
 
+def _probabilities(
+    logits: Tensor, tokens: Tensor, temperature: float, allowed: Tensor | None, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """Turns logits (N, V) into probabilities, in place and in float32 block by block; returns the tokens'
+    log-probabilities and, if asked, the entropies, (N,)."""
+    logprobs = torch.empty(len(logits), dtype=upcast(logits[:0]).dtype, device=logits.device)
+    entropies = torch.zeros_like(logprobs)
+    for rows in blocks(*logits.shape, floats_at_once(logits.device)):
+        values = upcast(logits[rows]).div_(temperature)
+        if allowed is not None:
+            values.masked_fill_(~allowed[rows], torch.finfo(values.dtype).min)
+        values.sub_(values.logsumexp(-1, keepdim=True))
+        logprobs[rows] = values.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)
+        if entropy:
+            entropies[rows] = -(values.exp() * values).sum(-1)
+        logits[rows] = values.exp_()
+    return logprobs, entropies
+
+
 class _FusedLogprobs(torch.autograd.Function):
     """Head, softmax and gather in one, which keeps the probabilities and nothing else of the vocabulary's width.
 
@@ -135,24 +153,12 @@ class _FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, tokens, temperature, allowed, entropy):
-        dtype = _forward_dtype(hidden)
+        dtype = forward_dtype(hidden)
         states, head = hidden.to(dtype), weight.to(dtype)
-        kept = torch.empty(len(tokens), len(weight), dtype=dtype, device=hidden.device)
-        logprobs = torch.empty(len(tokens), dtype=upcast(states[:0]).dtype, device=hidden.device)
-        entropies = torch.zeros_like(logprobs)
-        for block in _blocks(hidden, len(weight)):
-            logits = upcast(nn.functional.linear(states[block], head)) / temperature
-            if allowed is not None:
-                logits.masked_fill_(~allowed[block], torch.finfo(logits.dtype).min)
-            log_total = logits.logsumexp(-1, keepdim=True)
-            logprobs[block] = (logits.gather(-1, tokens[block].unsqueeze(-1)) - log_total).squeeze(-1)
-            probabilities = torch.exp(logits - log_total)
-            kept[block] = probabilities
-            if entropy == "value":
-                entropies[block] = log_total.squeeze(-1) - probabilities.mul_(logits).sum(-1)
-        ctx.temperature, ctx.kept = temperature, kept
+        ctx.kept = states @ head.t()
+        logprobs, entropies = _probabilities(ctx.kept, tokens, temperature, allowed, entropy == "value")
+        ctx.temperature, ctx.dtypes = temperature, (hidden.dtype, weight.dtype)
         ctx.save_for_backward(states, head, tokens, logprobs)
-        ctx.dtypes = hidden.dtype, weight.dtype
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
@@ -265,15 +271,21 @@ class Reference:
 
 
 def frozen_copy(policy: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
-    """A copy without gradients. With `dtype` its linear layers are stored in that type.
-
-    Those are the weights that autocast would round anyway, so the copy's outputs are the policy's to the bit.
-    Embeddings and norms stay in float32, as autocast leaves them.
-    """
+    """A copy without gradients, its linear layers stored in `dtype` if there is one."""
     frozen = copy.deepcopy(policy).eval().requires_grad_(False)
-    if dtype is not None:
-        tied = frozen.get_input_embeddings().weight
-        for module in frozen.modules():
-            if isinstance(module, nn.Linear) and module.weight is not tied:
-                module.to(dtype)
+    store_frozen_weights(frozen, dtype)
     return frozen
+
+
+def store_frozen_weights(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Linear layers that are not trained, stored in the forward's precision.
+
+    Those are the weights that autocast would round anyway, each time anew, so outputs stay the same to the bit.
+    Embeddings and norms stay in float32, as autocast leaves them; so does a head that is tied to the embeddings.
+    """
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for module in model.modules():
+        if dtype is not None and type(module) is nn.Linear:
+            weights = list(module.parameters(recurse=False))
+            if not any(w.requires_grad or id(w) in embeddings for w in weights):
+                module.to(dtype)

@@ -10,6 +10,7 @@ rlhf/vllm_engine.py is another, with random numbers of its own.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -225,9 +226,14 @@ class Slots:
         """The decoding step as a CUDA graph, captured when the slots change (Windows has this, too)."""
         if self.captured is None:
             self._decode(self.cache.columns)  # kernels are chosen and memory is claimed before the capture
-            self.captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.captured):
-                self._decode(self.cache.columns)
-            # the capture ran nothing: the step that it stands for is the next replay's
+            captured = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(captured):
+                    self._decode(self.cache.columns)
+            except RuntimeError as error:  # an architecture that waits for the card, or a driver that cannot
+                warnings.warn(f"no CUDA graph ({str(error).splitlines()[0]}): decoding goes on without", stacklevel=2)
+                self.graph = False
+                return
+            self.captured = captured  # the capture ran nothing: the step that it stands for is the next replay's
         else:
             self.captured.replay()

@@ -38,7 +38,6 @@ from rlhf.rollout import Rollout, generator, measure, tokens_at_once, uniforms
 from rlhf.vllm_engine import VLLMEngine
 
 EVALUATED_AT_ONCE = 32  # prompts
-CHUNK = 4  # blocks of logits whose probabilities are kept for one backward pass through the head
 MOST_WEIGHT = 2.0  # of a token whose sampler was another program
 EVENTS = ("on_train_begin", "on_batch", "on_update_end", "on_evaluation", "on_epoch_end", "on_train_end")
 
@@ -300,7 +299,7 @@ class OnPolicyLoop(ABC):
     def chunks(self, passage: Passage) -> Iterator[tuple[slice, slice]]:
         """Whole replies whose logits may exist together: which rows of the passage, which of its reply tokens."""
         vocabulary = base_of(self.actor.policy).get_input_embeddings().num_embeddings
-        most = max(1, CHUNK * logits_at_once(passage.tokens.device) // vocabulary)
+        most = max(1, logits_at_once(passage.tokens.device) // vocabulary)
         first, start, end = 0, 0, 0
         for row, size in enumerate(passage.lengths):
             if end > start and end + size - start > most:

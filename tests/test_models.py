@@ -120,27 +120,24 @@ def test_actor_and_critic_share_one_backbone(build):
 
 
 def few_positions_at_once(monkeypatch):
-    """Two positions of this vocabulary to a block, and so eight to a chunk."""
+    """Eight positions of this vocabulary together, and two of them in float32."""
     for module in (actor_critic, loop):
-        monkeypatch.setattr(module, "logits_at_once", lambda device: 2 * 400)
+        monkeypatch.setattr(module, "logits_at_once", lambda device: 8 * 400)
+    monkeypatch.setattr(actor_critic, "floats_at_once", lambda device: 2 * 400)
 
 
 def test_full_logits_are_never_kept(build, monkeypatch):
-    """With default flags logits exist for one block of reply positions at a time, and their probabilities for one
-    chunk of whole replies."""
+    """With default flags logits exist for some whole replies at a time, and in float32 for a few positions."""
     few_positions_at_once(monkeypatch)
-    made, linear = [], torch.nn.functional.linear
-    monkeypatch.setattr(
-        torch.nn.functional, "linear", lambda x, w, *b: made.append((len(x), len(w))) or linear(x, w, *b)
-    )
-    kept, empty = [], torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **k: kept.append(size) or empty(*size, **k))
+    probabilities, seen = actor_critic._probabilities, []
+    monkeypatch.setattr(actor_critic, "_probabilities", lambda z, *a: seen.append(len(z)) or probabilities(z, *a))
     trainer = build("--reply-length", 8)
-    trainer.one_update(1)
-    blocks = [rows for rows, width in made if width == 400]
-    assert blocks and max(blocks[4:]) <= 4, "a step of decoding has a position for each of four rows"
-    chunks = [size[0] for size in kept if len(size) == 2 and size[1] == 400]
-    assert chunks and max(chunks) <= 8 and sum(chunks) > 8, "all positions were looked at, in parts"
+    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    batch = trainer.advantages(rollout, torch.arange(4.0))
+    assert max(seen) <= 8 and sum(seen) == 2 * rollout.mask.sum(), "policy and reference, all positions, in parts"
+    seen.clear()
+    whole_gradient(trainer, batch)
+    assert max(seen) <= 8 and sum(seen) == rollout.mask.sum()
 
 
 @pytest.mark.parametrize("flags", [(), ("--top-p", "0.7", "--entropy-coef", "0.1")])

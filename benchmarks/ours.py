@@ -36,7 +36,7 @@ def configuration(work: Work) -> Config:
         batch_size=work.batch_size,
         K=work.K,
         ppo_epochs=work.ppo_epochs,
-        minibatches=1,
+        minibatches=work.minibatches,
         kl_coef=KL_COEF,
         kl_schedule="fixed",
         learning_rate=LEARNING_RATE,

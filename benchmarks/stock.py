@@ -98,7 +98,7 @@ def build_ppo(work: Work, wait: Callable, tell: Callable[[dict], None]) -> trl_p
         args=trl_ppo.PPOConfig(
             total_episodes=work.updates * work.episodes,
             num_ppo_epochs=work.ppo_epochs,
-            num_mini_batches=1,
+            num_mini_batches=work.minibatches,
             response_length=work.reply_length,
             stop_token="eos",
             kl_coef=KL_COEF,

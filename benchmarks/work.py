@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class Work:
     prompt_length: int = 64  # tokens
     reply_length: int = 64  # tokens
     ppo_epochs: int = 4  # passes over a rollout, an optimizer step each
+    minibatches: int = 1  # optimizer steps per pass
+    varied: bool = False  # prompts of unlike lengths, half of `prompt_length` in the mean
     updates: int = 2
     threads: int | None = None  # None: torch's own choice
     lora: bool = False  # ours alone
@@ -177,8 +180,38 @@ def rule_out_special(embeddings) -> None:
 
 
 def prompt_ids(work: Work, vocabulary: int) -> list[list[int]]:
-    """Prompts for all updates, each of exactly `prompt_length` random ids, none of them special."""
+    """Prompts for all updates, of random ids, none of them special."""
+    return random_rows(prompt_lengths(work), vocabulary, SEED)
+
+
+def prompt_lengths(work: Work) -> list[int]:
+    """Of all updates' prompts, in tokens: all the same, or half of that in the mean."""
+    count = work.updates * work.batch_size
+    return (
+        varied(work.prompt_length / 2, work.prompt_length, count, SEED)
+        if work.varied
+        else [work.prompt_length] * count
+    )
+
+
+def varied(mean: float, most: int, count: int, seed: int) -> list[int]:
+    """`count` lengths in [1, most], in random order: even quantiles of an exponential distribution cut at `most`.
+
+    Its scale s is such that the mean is right after the cut: E min(X, most) = s (1 - exp(-most / s)).
+    """
     import numpy as np
 
-    shape = (work.updates * work.batch_size, work.prompt_length)
-    return np.random.default_rng(SEED).integers(EOS + 1, vocabulary, shape).tolist()
+    scale = mean
+    for _ in range(50):
+        scale = mean / -np.expm1(-most / scale)
+    quantiles = (np.arange(count) + 0.5) / count
+    lengths = np.rint(-scale * np.log1p(-quantiles)).clip(1, most).astype(int)
+    return np.random.default_rng(seed).permutation(lengths).tolist()
+
+
+def random_rows(lengths: Sequence[int], vocabulary: int, seed: int) -> list[list[int]]:
+    """Random ids, none of them special."""
+    import numpy as np
+
+    generator = np.random.default_rng(seed)
+    return [generator.integers(EOS + 1, vocabulary, length).tolist() for length in lengths]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from benchmarks.comparison import compare
 from benchmarks.cost_curve import doublings
+from benchmarks.epoch import reply_tokens, side_of_epoch
 from benchmarks.side import Side
-from benchmarks.work import EOS, FIRST_LETTER, Work, letter, make_tokenizer, prompt_ids
+from benchmarks.techniques import TECHNIQUES, peak_bytes, spread
+from benchmarks.work import EOS, FIRST_LETTER, Work, letter, make_tokenizer, prompt_ids, prompt_lengths, varied
 from rlhf.errors import RunError
 from tests.test_scripts import ROOT, run
 
@@ -92,7 +95,15 @@ def test_prompts_have_their_length_and_survive_any_rendering():
     assert ord(letter(3)) == FIRST_LETTER + 3
 
 
-@pytest.mark.parametrize(("script", "flag"), [("against_trl", "--pairs"), ("cost_curve", "--max-batch")])
+@pytest.mark.parametrize(
+    ("script", "flag"),
+    [
+        ("against_trl", "--pairs"),
+        ("cost_curve", "--max-batch"),
+        ("techniques", "--positions"),
+        ("epoch", "--rollout-batch"),
+    ],
+)
 def test_help_and_mistakes_are_answered(script, flag):
     helped = run([f"benchmarks/{script}.py", "--help"], ROOT)
     assert helped.returncode == 0 and flag in helped.stdout
@@ -125,3 +136,114 @@ def test_the_cost_curve_and_its_picture(tmp_path):
     assert found["largest_ratio"] == {"batch": batch[1]["ratio"], "length": length[1]["ratio"]}
     assert found["limit"] == 1.2 and "ms per reply token" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG\r\n") and picture.stat().st_size > 10_000
+
+
+# --- technique by technique ------------------------------------------------------------------------------------------
+
+
+def test_lengths_are_spread_about_their_mean():
+    lengths = varied(19.2, 64, 128, seed=1)
+    assert sum(lengths) / 128 == pytest.approx(19.2, abs=0.2)
+    assert min(lengths) == 1 and max(lengths) == 64 and len(set(lengths)) > 20
+    assert lengths == varied(19.2, 64, 128, seed=1) != varied(19.2, 64, 128, seed=2)
+    assert sorted(lengths) == sorted(varied(19.2, 64, 128, seed=2)), "the seed decides on the order alone"
+
+
+def test_peak_memory_by_hand():
+    def do():
+        held = torch.zeros(1000)  # 4,000 bytes
+        del held
+        torch.zeros(500) + torch.zeros(500)  # 3 x 2,000 bytes at once
+
+    assert peak_bytes("cpu", do) == pytest.approx(6000, abs=200)
+    assert spread([3.0, 1.5, 2.0]) == {"median": 2.0, "lowest": 1.5, "highest": 3.0, "pairs": [3.0, 1.5, 2.0]}
+
+
+def test_each_technique_and_its_plain_twin_do_the_same_work(tmp_path):
+    file = tmp_path / "techniques.json"
+    sizes = ["--batch-size", "4", "--prompt-length", "16", "--reply-length", "16"]
+    flags = ["--size", "tiny", "--device", "cpu", "--threads", "1", *sizes, "--pairs", "1", "--json", str(file)]
+    done = run(["benchmarks/techniques.py", *flags], ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert set(found["techniques"]) == set(TECHNIQUES) - {"rollout_graph"}, "a CUDA graph needs a card"
+    for name, told in found["techniques"].items():
+        tokens, spent, ratio = told["reply_tokens"], told["seconds"], told["ratio"]
+        assert tokens["ours"] == tokens["plain"] > 0, name
+        assert spent["plain"] / spent["ours"] == pytest.approx(ratio["median"]) and len(ratio["pairs"]) == 1
+        assert name in done.stdout
+    check_layers(found["techniques"])
+    for name in ("fused_head", "fused_head_frozen"):
+        memory = found["techniques"][name]["peak_bytes"]
+        assert 0 < memory["ours"] < memory["plain"], name
+    assert found["machine"]["processor"] and found["versions"]["torch"] and found["command"][0] == "techniques.py"
+
+
+def check_layers(techniques: dict) -> None:
+    """By hand: a rollout's plain twin takes 16 steps for each of 4 batches; 2 prompts of 8 tokens have 6 replies each,
+    whose last token is not run."""
+    for name in ("rollout", "rollout_stopping"):
+        told = techniques[name]
+        assert told["same_tokens"] == 1.0, "the engines sample the same replies"
+        assert told["reply_tokens"]["ours"] == pytest.approx(16 * 0.3 * 16, abs=4), "a mean of 0.3 x 16 for 16 replies"
+    assert techniques["rollout"]["steps"]["plain"] == 4 * 16 > techniques["rollout"]["steps"]["ours"]
+    assert techniques["rollout_stopping"]["steps"]["plain"] <= 4 * 16
+    assert techniques["shared_prompt"]["layer_tokens"] == {"ours": 2 * 8 + 12 * 15, "plain": 12 * 8 + 12 * 15}
+    assert techniques["shared_prompt"]["reply_tokens"]["ours"] == 12 * 16
+    packed = techniques["packed"]
+    assert (
+        packed["layer_tokens"]["plain"] % 4 == 0 and packed["layer_tokens"]["ours"] < packed["layer_tokens"]["plain"]
+    )
+
+
+# --- an epoch --------------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_is_measured_in_part_and_extrapolated_openly(tmp_path):
+    file = tmp_path / "epoch.json"
+    sizes = ["--prompts", "100", "--rollout-batch", "8", "--updates", "1", "--reply-length", "6", "--stock"]
+    done = run(["benchmarks/epoch.py", *SHORT, *sizes, "--json", str(file)], ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert found["said"] == "measured 1 updates of 13; the rest is extrapolated" and found["said"] in done.stdout
+    assert found["updates"] == {"measured": 1, "of_the_epoch": 13} and found["settings"]["minibatches"] == 2
+    assert found["reply_tokens"] == {"ours": 2 * 8 * 6, "stock": 2 * 8 * 6}, "the warm-up among them"
+    assert found["optimizer_steps"] == {"ours": 2 * 2 * 2, "stock": 2 * 2 * 2}, "updates, passes, minibatches"
+    for side in found["sides"].values():
+        seconds = side["seconds_per_update"]["median"]
+        assert side["minutes_per_epoch"]["median"] == pytest.approx(13 * seconds / 60)
+        assert side["reply_tokens_per_s"] == pytest.approx(8 * 6 / seconds)
+        assert 0 < side["memory"]["above_imports"] < side["memory"]["peak"]
+    assert set(found["sides"]["ours"]["shares"]) == {"rollout", "score", "update"}
+    assert 0 < sum(found["sides"]["ours"]["shares"].values()) <= 1
+    assert found["ratio"]["pairs"] and found["machine"]["processor"] and found["versions"]["trl"]
+
+
+def test_an_epoch_by_hand():
+    told = [{"seconds": s, "parts": {"rollout": s / 2, "score": 0.0, "update": s / 4}, "memory": {"peak": 4}}
+            for s in (2.0, 4.0, 3.0)]  # fmt: skip
+    side = side_of_epoch(Work("nowhere"), told, tokens=60, whole=100)
+    assert side["minutes_per_epoch"] == {
+        "median": 5.0,
+        "lowest": pytest.approx(10 / 3),
+        "highest": pytest.approx(20 / 3),
+    }
+    assert side["reply_tokens_per_s"] == 20 and side["shares"] == {"rollout": 0.5, "score": 0.0, "update": 0.25}
+
+
+def test_prompts_of_unlike_lengths_keep_their_bounds():
+    work = Work("nowhere", batch_size=64, prompt_length=256, updates=2, varied=True)
+    lengths = prompt_lengths(work)
+    assert len(lengths) == 128 and max(lengths) == 256 and sum(lengths) / 128 == pytest.approx(128, abs=1)
+
+
+def test_reply_tokens_of_trl_are_counted_as_ours():
+    # 2 prompts of 1 to 8 tokens, 3 tokens of reply to each: TRL's side counts what it read less 2 x 8
+    work = Work("nowhere", batch_size=2, prompt_length=8, updates=1, varied=True)
+    told = [{"ours": {"reply_tokens": 6}, "stock": {"reply_tokens": sum(prompt_lengths(work)) + 6 - 16}}]
+    assert reply_tokens(work, "ours", told) == reply_tokens(work, "stock", told) == 6
+
+
+def test_a_rollout_that_is_no_whole_number_of_minibatches():
+    done = run(["benchmarks/epoch.py", "--rollout-batch", "6"], ROOT)
+    assert done.returncode and "not a multiple of 4" in done.stderr

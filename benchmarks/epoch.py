@@ -1,0 +1,217 @@
+"""How long an epoch takes, and how much memory: some of its updates measured, the rest extrapolated.
+
+python benchmarks/epoch.py --device cuda --dtype bfloat16 --rollout-batch 64 --stock --json epoch.json
+
+Prompts are of unlike lengths; replies all run to the maximum, so an epoch of a policy whose replies end is shorter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # a script's own folder is on the path, not the project
+
+from benchmarks.against_trl import alternate
+from benchmarks.side import Side
+from benchmarks.techniques import spread
+from benchmarks.work import Work, add_flags, at_least, choose_device, make_models, prompt_lengths, work_of
+from rlhf.errors import RunError, UserError, run_command
+from rlhf.files import write_json
+
+MINIBATCH = 4  # prompts per optimizer step: the default recipe's, whatever the rollout's size
+PARTS = ("rollout", "score", "update")
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse(argv)  # before torch is imported: --help and mistakes are answered at once
+    device = choose_device(arguments.device)
+    from rlhf.console import Screen, quiet_libraries
+
+    quiet_libraries()
+    screen = Screen()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        batch, updates = arguments.rollout_batch, 1 + arguments.updates
+        parts = max(1, batch // MINIBATCH)
+        work = work_of(
+            arguments, folder=folder, device=device, batch_size=batch, minibatches=parts, varied=True, updates=updates
+        )
+        found = tell_epoch(work, arguments.prompts, *measure(work, arguments.stock, screen))
+    show(found, screen)
+    if arguments.json:
+        write_json(arguments.json, found)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Time and memory of an epoch, from some of its updates.",
+        conflict_handler="resolve",  # other defaults than the other benchmarks'
+    )
+    add_flags(parser)
+    parser.set_defaults(size="smollm2")
+    parser.add_argument("--prompts", type=at_least(1), default=10_000, help="of the epoch (10000)")
+    parser.add_argument("--rollout-batch", type=at_least(1), default=4, help="prompts per update (4)")
+    parser.add_argument("--prompt-length", type=at_least(2), default=256, help="of the longest prompt, tokens (256)")
+    parser.add_argument("--reply-length", type=at_least(2), default=128, help="of every reply, tokens (128)")
+    parser.add_argument("--ppo-epochs", type=at_least(1), default=4, help="passes over a rollout (4)")
+    parser.add_argument("--updates", type=at_least(1), default=10, help="updates measured, after a warm-up (10)")
+    parser.add_argument("--lora", action="store_true", help="ours with adapters; TRL trains all weights")
+    parser.add_argument("--stock", action="store_true", help="stock TRL on the same work, too, by turns")
+    arguments = parser.parse_args(argv)
+    batch = arguments.rollout_batch
+    if batch > MINIBATCH and batch % MINIBATCH:
+        raise UserError(f"not a multiple of {MINIBATCH}, a minibatch's prompts: --rollout-batch {batch}")
+    if arguments.stock and arguments.algorithm == "grpo" and batch > MINIBATCH:
+        raise UserError(
+            f"TRL's GRPO has no minibatches: --rollout-batch {batch}. Leave --stock out, or say {MINIBATCH}"
+        )
+    return arguments
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def measure(work: Work, stock: bool, screen) -> tuple[dict[str, dict], list[dict[str, dict]]]:
+    """What each side says of itself, and all its updates, the warm-up among them."""
+    from contextlib import ExitStack
+
+    from benchmarks.machine import busy
+
+    work_file = work.write(Path(work.folder, "work.json"))
+    with screen, ExitStack() as stack:
+        sides = [stack.enter_context(Side(name, work_file)) for name in ("ours", "stock")[: 1 + stock]]
+        make_models(work)  # while they import
+        facts = {side.name: side.go() for side in sides}
+        facts["ours"]["machine"]["busy_before_percent"] = busy()  # by others: all sides stand
+        return facts, list(alternate(sides, work.updates, screen))
+
+
+def tell_epoch(work: Work, prompts: int, facts: dict[str, dict], told: list[dict[str, dict]]) -> dict[str, Any]:
+    """The figures of all sides, and what they make of an epoch. Raises RunError where the sides did unlike work."""
+    from rlhf.runlogs import environment
+
+    names, whole = list(facts), -(-prompts // work.batch_size)
+    tokens = {name: reply_tokens(work, name, told) for name in names}
+    steps = {name: told[-1][name]["optimizer_steps"] for name in names}
+    if len(set(tokens.values())) > 1 or len(set(steps.values())) > 1:
+        raise RunError(f"unlike work, so nothing is compared: reply tokens {tokens}, optimizer steps {steps}")
+    sides = {n: side_of_epoch(work, [t[n] for t in told[1:]], tokens[n] / work.updates, whole) for n in names}
+    settings = {name: value for name, value in work.settings.items() if name not in ("updates", "load_in_4bit")}
+    found = {
+        **environment(),
+        "settings": {**settings, "prompts": prompts},
+        "machine": facts["ours"]["machine"],
+        "mixed_precision": {name: facts[name]["mixed_precision"] for name in names},
+        "updates": {"measured": work.updates - 1, "of_the_epoch": whole},
+        "said": f"measured {work.updates - 1} updates of {whole:,}; the rest is extrapolated",
+        "reply_tokens": tokens,
+        "optimizer_steps": steps,
+        "sides": sides,
+        "notes": notes(work, facts),
+    }
+    if "stock" in names:
+        found["ratio"] = spread([t["stock"]["seconds"] / t["ours"]["seconds"] for t in told[1:]])
+    return found
+
+
+def reply_tokens(work: Work, name: str, told: Sequence[dict[str, dict]]) -> int:
+    """Of all updates. TRL's side takes every prompt for one of `prompt_length` tokens: over the run, which reads each
+    prompt once (a group's once for each reply), that is set right."""
+    counted = sum(t[name]["reply_tokens"] for t in told)
+    if name == "ours":
+        return counted
+    real = sum(prompt_lengths(work)) * work.episodes // work.batch_size
+    return counted + work.updates * work.episodes * work.prompt_length - real
+
+
+def side_of_epoch(work: Work, told: Sequence[dict[str, Any]], tokens: float, whole: int) -> dict[str, Any]:
+    """One side's counted updates, of `tokens` reply tokens each, and the epoch of `whole` such updates."""
+    seconds = spread([t["seconds"] for t in told])
+    found = {
+        "seconds_per_update": seconds,
+        "minutes_per_epoch": {key: seconds[key] * whole / 60 for key in ("median", "lowest", "highest")},
+        "reply_tokens_per_s": tokens / seconds["median"],
+        "memory": told[-1]["memory"],
+    }
+    if "parts" in told[0]:
+        found["shares"] = {part: median(t["parts"][part] / t["seconds"] for t in told) for part in PARTS}
+    return found
+
+
+def notes(work: Work, facts: dict[str, dict]) -> list[str]:
+    """What a reader must know of the figures."""
+    from benchmarks.comparison import notes as of_comparisons
+
+    said = [
+        "the first update is a warm-up and not counted; loading, evaluations and saving are not in it",
+        "prompts are of random ids and unlike lengths, "
+        f"{sum(prompt_lengths(work)) / work.updates / work.batch_size:.0f} tokens in the mean; all replies run to "
+        "their maximum",
+        f"an optimizer step is on {min(work.batch_size, MINIBATCH)} prompts whatever the rollout's size",
+    ]
+    return said + (of_comparisons(work, facts)[1:] if "stock" in facts else [])
+
+
+# --- for people ------------------------------------------------------------------------------------------------------
+
+
+def show(found: dict[str, Any], screen) -> None:
+    """The table, and below it what was run where."""
+    from benchmarks.machine import BUSY, busy_line, machine_line
+
+    settings, versions, sides = found["settings"], found["versions"], found["sides"]
+    title = f"an epoch of {settings['prompts']:,} prompts, {settings['algorithm'].upper()}, {settings['size']}, "
+    title += f"{settings['device']}, {settings['dtype']}, {settings['batch_size']} prompts per update"
+    names = {"ours": "ours", "stock": "TRL"}
+    screen.table(title, ["", *(names[name] for name in sides)], rows(sides), lines=False)
+    screen.say(found["said"])
+    ratio = found.get("ratio")
+    if ratio:
+        screen.say(f"TRL's time over ours: {ratio['median']:.2f} ({ratio['lowest']:.2f} to {ratio['highest']:.2f})")
+    screen.facts(
+        [
+            ("settings", ", ".join(f"{name} {value}" for name, value in settings.items())),
+            ("versions", ", ".join(f"{n} {versions[n]}" for n in ("torch", "transformers", "trl", "peft"))),
+            ("machine", f"{machine_line(found['machine'])}; {found['platform']}, Python {found['python']}"),
+            *(("note", note) for note in found["notes"]),
+        ]
+    )
+    if "stock" not in sides and found["machine"]["busy_before_percent"] > BUSY:
+        screen.say(busy_line(found["machine"]))
+
+
+def rows(sides: dict[str, dict[str, Any]]) -> list[list[str]]:
+    from benchmarks.machine import gib
+
+    def line(name: str, said: Callable[[dict[str, Any]], str]) -> list[str]:
+        return [name, *(said(side) for side in sides.values())]
+
+    return [
+        line("seconds per update, median", lambda s: f"{s['seconds_per_update']['median']:.3f}"),
+        line("  lowest to highest", lambda s: between(s["seconds_per_update"], 3)),
+        line("minutes per epoch, extrapolated", lambda s: f"{s['minutes_per_epoch']['median']:.1f}"),
+        line("  lowest to highest", lambda s: between(s["minutes_per_epoch"], 1)),
+        line("reply tokens per second", lambda s: f"{s['reply_tokens_per_s']:,.0f}"),
+        *(line(f"  share of {part}", lambda s, part=part: share(s, part)) for part in PARTS),
+        line("peak memory", lambda s: gib(s["memory"]["peak"])),
+        line("  above the imports", lambda s: gib(s["memory"]["above_imports"])),
+    ]
+
+
+def between(values: dict[str, Any], digits: int) -> str:
+    return f"{values['lowest']:,.{digits}f} to {values['highest']:,.{digits}f}"
+
+
+def share(side: dict[str, Any], part: str) -> str:
+    return f"{side['shares'][part]:.0%}" if "shares" in side else ""
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from config import SamplingSettings
 from rlhf.actor_critic import backbone_of, base_of, scaled_logits
 from rlhf.decoding import DecodeLayout, SlotCache, pack_prompts
+from rlhf.errors import UserError
 from rlhf.packing import packable, run_packed
 from rlhf.prompts import Prompt
 from rlhf.rollout import Replies, draw, nucleus_of, pack_bits, pad_prompts
@@ -49,6 +50,7 @@ def sample_replies(
     uniform = uniform.to(device)
     if engine == "auto":
         engine = default_engine(policy, device)
+    check_engine(engine, policy, device)
     if engine == "plain":
         reply_ids, nucleus = _plain(policy, prompts, uniform, sampling, eos, pad)
     else:
@@ -63,6 +65,17 @@ def default_engine(policy: PreTrainedModel, device: torch.device) -> str:
     if not packable(base_of(policy)):
         return "plain"
     return "graph" if device.type == "cuda" else "slots"
+
+
+def check_engine(engine: str, policy: PreTrainedModel, device: torch.device) -> None:
+    """Raises UserError for an engine that this model or device cannot have."""
+    if engine == "graph" and device.type != "cuda":
+        raise UserError("a CUDA graph needs a CUDA card: --rollout-engine graph. Leave it out")
+    if engine in ("slots", "graph") and not packable(base_of(policy)):
+        raise UserError(
+            f"the attention of {type(base_of(policy)).__name__} cannot be exchanged: --rollout-engine {engine}. "
+            "Leave it out"
+        )
 
 
 def slots_for(device: torch.device) -> int:
@@ -158,6 +171,7 @@ class Slots:
             for _ in range(look):
                 self.decode()
             free = [s for s, row in enumerate(self.row.tolist()) if row == self.nobody]
+            self.used = [0 if s in set(free) else used for s, used in enumerate(self.used)]
         return self.replies[:-1], None if self.nucleus is None else self.nucleus[:-1]
 
     def admit(self, free: list[int]) -> None:
@@ -181,8 +195,7 @@ class Slots:
         if self.graph:
             self._replay()
         else:
-            live = max(u for u in self.used)
-            self._decode(min(-(-live // SPAN) * SPAN, self.cache.columns))
+            self._decode(min(-(-max(self.used) // SPAN) * SPAN, self.cache.columns))
 
     def _decode(self, span: int) -> None:
         self.cache.write(self.at, span)

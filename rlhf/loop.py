@@ -26,7 +26,7 @@ from rlhf import objectives
 from rlhf.actor_critic import Actor, Reference, base_of, logits_at_once
 from rlhf.checkpoints import load_policy_weights, save_policy
 from rlhf.controllers import ScoreNormalizer
-from rlhf.engines import sample_replies
+from rlhf.engines import check_engine, sample_replies
 from rlhf.errors import RunError, UserError
 from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
 from rlhf.metrics import Batch, Scored, memory_in_use, reset_peak_memory, rollout_metrics
@@ -70,6 +70,7 @@ class OnPolicyLoop(ABC):
         self.text: FixedText | None = None
         self.sampling = config.sampling
         self.dtype = autocast_dtype(config.model.bf16, PartialState().device)
+        check_engine(config.speed.rollout_engine, policy, PartialState().device)
         self.packed = config.speed.packed and packable(base_of(policy))
         self.reference = Reference.before_training(policy, self.dtype)
         self.listeners: list = []

@@ -118,6 +118,20 @@ def test_the_engine_by_device(model):
     assert default_engine(model, torch.device("cuda")) == "plain"
 
 
+def test_an_engine_that_cannot_be_had_is_said_before_training(build):
+    with pytest.raises(UserError, match="needs a CUDA card"):
+        build("--rollout-engine", "graph")
+
+
+def test_an_engine_that_cannot_be_had_is_a_line(model):
+    with pytest.raises(UserError, match="needs a CUDA card: --rollout-engine graph"):
+        sample(model, "graph")
+    model._supports_attention_backend = False
+    with pytest.raises(UserError, match="cannot be exchanged: --rollout-engine slots"):
+        sample(model, "slots")
+    assert sample(model, "auto").rows() == sample(model, "plain").rows()
+
+
 @pytest.mark.gpu
 def test_a_cuda_graph_writes_the_plain_replies(model):
     make_eos_likely(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.work import add_flags
 from config import ComparisonConfig, Config, EvaluationConfig, PlotConfig, RewardModelConfig, parse_cli
 from tests.shapes import make_base_model, make_start_model
 from tests.test_scripts import ROOT, copy_project, run
@@ -125,6 +127,9 @@ def test_every_flag_that_the_readme_names_exists():
 
     commands = (Config, RewardModelConfig, EvaluationConfig, ComparisonConfig, PlotConfig)
     known = {s for command in commands for s in _flags(make_parser, command)}
+    benchmarks = argparse.ArgumentParser()
+    add_flags(benchmarks)
+    known |= {*benchmarks._option_string_actions, "--pairs", "--json"}
     outside = {"--index-url", "--logdir", "--model_name_or_path", "--dataset_name", "--output_dir", "--use_cpu",
                "--chat_template_path", "--help", "--x", "--no-x"}  # fmt: skip
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", README))

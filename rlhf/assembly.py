@@ -20,10 +20,12 @@ from rlhf.demo.parts import prepare_demo
 from rlhf.errors import UserError
 from rlhf.evaluation import text_of_file
 from rlhf.knobs import as_plain
+from rlhf.memory import forecast
 from rlhf.models import autocast_dtype, find_model, load_policy, load_tokenizer
 from rlhf.preflight import check_leaks, check_reward_model
 from rlhf.prompts import Prompt, PromptSets, load_prompts
 from rlhf.rewards import LearnedReward, Rewards, find_rule
+from rlhf.rollout import tokens_at_once
 from rlhf.runlogs import RunLog, check_output, claim_output
 
 FEW_PROMPTS = 20
@@ -167,9 +169,10 @@ def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, 
         ("reward", str(parts.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
         ("prompts", prompts_line(sets)),
         ("budget", budget_line(config, updates)),
-        ("batch", batch_line(config)),
+        ("batch", batch_line(config, updates, device)),
         ("KL", kl_line(config, updates)),
         ("device", f"{device}, {'bfloat16 autocast' if dtype is not None else 'float32'}"),
+        *memory_rows(config, parts, updates, device),
         ("output", config.run.output),
     ]
     if m.rm_model is not None:
@@ -209,10 +212,31 @@ def budget_line(config: Config, updates: int) -> str:
     )
 
 
-def batch_line(config: Config) -> str:
+def batch_line(config: Config, updates: int, device: torch.device) -> str:
+    """From prompts to optimizer steps, in the order in which an update goes through them."""
     b = config.batch
     group = f" x {config.grpo.K} replies" if config.group_size > 1 else ""
-    return f"{b.batch_size} prompts{group} in {b.minibatches} minibatches, {b.ppo_epochs} passes over each rollout"
+    episodes = config.episodes_per_update // b.minibatches
+    at_once = f"{b.micro_batch_size} episodes" if b.micro_batch_size else f"{tokens_at_once(device):,} tokens"
+    return (
+        f"{b.batch_size} prompts{group} in {b.minibatches} minibatches of {episodes} episodes, an optimizer step "
+        f"each; {b.ppo_epochs} passes over each rollout: {config.optimizer_steps(1):,} optimizer steps per update, "
+        f"{config.optimizer_steps(updates):,} in all; at most {at_once} in a forward pass (the micro-batch)"
+    )
+
+
+def memory_rows(config: Config, parts: Parts, updates: int, device: torch.device) -> list[tuple[str, str]]:
+    """The peak that is expected, with its parts, and that of each phase."""
+    return forecast(
+        config,
+        updates,
+        device,
+        policy=parts.policy,
+        reward_model=parts.reward_model.model if parts.reward_model is not None else None,
+        tokenizer=parts.tokenizer,
+        train=parts.prompts.train,
+        evaluation=parts.prompts.evaluation,
+    ).rows(device)
 
 
 def kl_line(config: Config, updates: int) -> str:

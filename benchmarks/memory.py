@@ -1,0 +1,189 @@
+"""Peak memory as the plan of a run foretells it against what a fresh process takes; and phase by phase, in tensors.
+
+python benchmarks/memory.py --algorithm ppo --size smollm2 --load-in-4bit --json memory.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # a script's own folder is on the path, not the project
+
+from benchmarks.side import Side
+from benchmarks.work import Work, add_flags, at_least, choose_device, make_models, work_of
+from rlhf.errors import run_command
+from rlhf.files import write_json
+
+PROMPTS = {"ppo": 8, "grpo": 2}
+UPDATES = 2
+# a trainer's methods, and the phases of the forecast that fall into each
+METHODS = {
+    "rollout": ("rollout", "measuring"),
+    "score": ("scoring",),
+    "optimizer_step": ("backward pass", "optimizer step"),
+}
+NO_TENSORS = ("gaps in the heap",)
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse(argv)  # before torch is imported: --help and mistakes are answered at once
+    device = choose_device(arguments.device)
+    from rlhf.console import Screen, quiet_libraries
+
+    quiet_libraries()
+    screen = Screen()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        work = work_of(arguments, folder=folder, device=device, updates=UPDATES)
+        make_models(work)
+        found = compare(work)
+    show(found, screen)
+    if arguments.json:
+        write_json(arguments.json, found)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Peak memory as foretold, and as measured over two updates.")
+    add_flags(parser)
+    parser.add_argument("--batch-size", type=at_least(1), help="prompts per update (ppo 8, grpo 2)")
+    parser.add_argument("--reply-length", type=at_least(2), default=64, help="tokens (64)")
+    parser.add_argument("--ppo-epochs", type=at_least(1), default=2, help="passes over a rollout (2)")
+    parser.add_argument("--lora", action="store_true", help="train adapters")
+    parser.add_argument("--load-in-4bit", action="store_true", help="train adapters over 4-bit weights")
+    arguments = parser.parse_args(argv)
+    arguments.batch_size = arguments.batch_size or PROMPTS[arguments.algorithm]
+    arguments.lora = arguments.lora or arguments.load_in_4bit
+    return arguments
+
+
+def compare(work: Work) -> dict[str, Any]:
+    """The process first, so that it has the machine's memory to itself; then the forecast and its phases here."""
+    from rlhf.runlogs import environment
+
+    with Side("ours", work.write(Path(work.folder, "work.json"))) as side:
+        machine = side.go()["machine"]
+        measured = [side.go()["memory"] for _ in range(work.updates)][-1]["above_imports"]
+    foretold, tensors = here(work)
+    return {
+        **environment(),
+        "settings": work.settings,
+        "machine": machine,
+        "predicted": foretold.peak,
+        "measured": measured,
+        "ratio": foretold.peak / measured,
+        "phase": foretold.largest.name,
+        "parts": {**foretold.held, **foretold.largest.parts},
+        "tensors": {
+            method: {"predicted": max(tensors_of(phase) for phase in foretold.phases if phase.name in names),
+                     "measured": tensors[method]}
+            for method, names in METHODS.items()
+        },
+    }  # fmt: skip
+
+
+def tensors_of(phase) -> int:
+    """What of a phase are tensors."""
+    return sum(size for name, size in phase.parts.items() if name not in NO_TENSORS)
+
+
+def here(work: Work) -> tuple[Any, dict[str, int]]:
+    """The forecast of a trainer, and the most that the tensors of each method took in its second update."""
+    from benchmarks import ours
+
+    trainer = ours.build(work)
+    foretold = foretell(trainer)
+    trainer.one_update(1)  # the optimizer's moments are there after it
+    return foretold, tensors_in(trainer, METHODS, lambda: trainer.one_update(2))
+
+
+def foretell(trainer):
+    """The forecast of a trainer's updates, without evaluations."""
+    from rlhf.assembly import find_rewards, make_rewards
+    from rlhf.memory import forecast
+
+    device = trainer.accelerator.device
+    _, judge = make_rewards(trainer.config, find_rewards(trainer.config), trainer.processing_class, device)
+    return forecast(
+        trainer.config,
+        trainer.updates,
+        device,
+        policy=trainer.actor.policy,
+        reward_model=judge.model,
+        tokenizer=trainer.processing_class,
+        train=trainer.train_prompts,
+        evaluation=[],
+    )
+
+
+def tensors_in(trainer, methods: Iterable[str], run: Callable[[], Any]) -> dict[str, int]:
+    """Bytes: the most that tensors took in each of some methods while `run` ran, above what they took before it."""
+    most = dict.fromkeys(methods, 0)
+
+    def watched(name: str, plain: Callable) -> Callable:
+        def method(*arguments, **named):
+            answer, size = tensor_peak(lambda: plain(*arguments, **named))
+            most[name] = max(most[name], size)
+            return answer
+
+        return method
+
+    with ExitStack() as stack:
+        for name in most:
+            stack.enter_context(patch.object(trainer, name, watched(name, getattr(trainer, name))))
+        run()
+    return most
+
+
+def tensor_peak(run: Callable[[], Any]) -> tuple[Any, int]:
+    """What `run` returns, and the most bytes that tensors took in it above what they took before."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        answer = run()
+        return answer, torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        answer = run()
+    events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return answer, most
+
+
+# --- for people ------------------------------------------------------------------------------------------------------
+
+
+def show(found: dict[str, Any], screen) -> None:
+    """The peak and its parts, then the phases, then what was run where."""
+    from benchmarks.machine import machine_line
+
+    settings = found["settings"]
+    how = "4-bit, adapters" if settings["load_in_4bit"] else "adapters" if settings["lora"] else "all trained"
+    title = f"{settings['algorithm'].upper()}, {settings['size']}, {how}, {settings['device']}, {settings['dtype']}"
+    rows = [["peak above imports", mib(found["predicted"]), mib(found["measured"]), f"{found['ratio']:.2f}"]]
+    rows += [[f"  {name}", mib(size), "", ""] for name, size in found["parts"].items() if size]
+    for name, sizes in found["tensors"].items():
+        share = f"{sizes['predicted'] / sizes['measured']:.2f}"
+        rows.append([f"tensors in {name}", mib(sizes["predicted"]), mib(sizes["measured"]), share])
+    screen.table(title, ["", "predicted", "measured", "ratio"], rows, lines=False)
+    screen.facts([("machine", machine_line(found["machine"])), ("torch", found["versions"]["torch"])])
+
+
+def mib(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+if __name__ == "__main__":
+    run_command(main)

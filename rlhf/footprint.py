@@ -1,0 +1,187 @@
+"""What a transformer's tensors take, from shapes alone: its weights, and what a pass keeps for the backward pass.
+
+The sums name every tensor that torch's autograd keeps in a layer of the Llama family (Llama, SmolLM2, Mistral, Qwen);
+tests/test_memory.py counts the same tensors with hooks. For other architectures they are an estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from bitsandbytes.nn import Params4bit
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf.packing import Packed, Passage
+
+FLOAT = 4  # bytes
+QKV, GATE_UP, OUT, DOWN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), "o_proj", "down_proj"
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def weights_of(model: nn.Module, trained: bool | None = None) -> int:
+    """Bytes of all weights, or of those that are (not) trained; one that is used twice counts once."""
+    return sum(_stored(w) for w in model.parameters() if trained is None or w.requires_grad == trained)
+
+
+def _stored(weight: Tensor) -> int:
+    scales = weight.quant_state.absmax.nbytes if isinstance(weight, Params4bit) else 0  # one to a block
+    return weight.nbytes + scales
+
+
+def left_mapped(model: nn.Module) -> int:
+    """On a CPU, float32 weights that were rounded or quantized after loading. They are read from a mapped file, which
+    stays as long as one weight of it is in use (the embeddings always are), so that they are held as well."""
+    changed = (w for w in model.parameters() if w.dtype != torch.float32)
+    shapes = (w.quant_state.shape if isinstance(w, Params4bit) else w.shape for w in changed)
+    return sum(math.prod(shape) * FLOAT for shape in shapes)
+
+
+def linear_floats(model: PreTrainedModel) -> Iterator[Tensor]:
+    """Float32 weights of linear layers, which autocast rounds; without a head that is tied to the embeddings."""
+    tied = model.get_input_embeddings().weight
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight is not tied and module.weight.dtype == torch.float32:
+            yield module.weight
+
+
+# --- passes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Network:
+    """A transformer's measures, and what of it is trained. Sizes are features of one token; all else is bytes."""
+
+    layers: int
+    hidden: int
+    inner: int  # of the feed-forward part
+    heads: int
+    queries: int  # of all heads
+    keys: int  # of all key heads
+    vocabulary: int
+    norms: tuple[tuple[int, int], ...]  # of a layer: how many each takes of a token, and of how many features together
+    whole: bool  # all weights are trained
+    adapters: dict[str, tuple[int, int]]  # rank and output of a layer's adapters, by the linear layer they belong to
+    element: int  # bytes of a number in the forward pass: 4, or 2 under autocast
+    inner_element: int  # the same in the feed-forward part: 4-bit layers give what they were given, float32
+    checkpointing: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, dtype: torch.dtype | None, checkpointing: bool = False) -> Network:
+        """Of a causal LM or a classifier, with the adapters inside it; `dtype` is its forward's, None: float32."""
+        c = model.config.get_text_config()
+        heads = c.num_attention_heads
+        size = getattr(c, "head_dim", None) or c.hidden_size // heads
+        queries, keys = heads * size, (getattr(c, "num_key_value_heads", None) or heads) * size
+        blocks = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == c.num_hidden_layers)
+        layer = dict(next(blocks)[0].named_modules())
+        by_head = {"q_norm": (heads, queries), "k_norm": (keys // size, keys)}  # Qwen's
+        embeddings, element = model.get_input_embeddings(), FLOAT if dtype is None else dtype.itemsize
+        quantized = any(not w.is_floating_point() for m in layer.values() for w in m.parameters(recurse=False))
+        return cls(
+            layers=c.num_hidden_layers,
+            hidden=c.hidden_size,
+            inner=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
+            heads=heads,
+            queries=queries,
+            keys=keys,
+            vocabulary=embeddings.num_embeddings,
+            norms=tuple(
+                by_head.get(name.split(".")[-1], (1, c.hidden_size))
+                for name, m in layer.items()
+                if type(m).__name__.endswith("Norm")
+            ),
+            whole=embeddings.weight.requires_grad,
+            adapters={
+                name.split(".")[-1]: (m.r["default"], m.out_features)
+                for name, m in layer.items()
+                if isinstance(m, LoraLayer)
+            },
+            element=element,
+            inner_element=FLOAT if quantized else element,
+            checkpointing=checkpointing,
+        )
+
+    @property
+    def rounded(self) -> bool:
+        """Whether the forward runs under autocast: norms and residuals stay in float32, linear layers round."""
+        return self.element < FLOAT
+
+    def kept(self, passage: Passage) -> int:
+        """By all layers for the backward pass."""
+        tokens = passage.ids.numel()
+        ends = 2 * tokens * self.hidden * FLOAT  # the last norm's input, and that over its size
+        if self.checkpointing:  # what each layer was given
+            return ends + self.layers * tokens * self.hidden * FLOAT
+        return ends + self.layers * self.kept_by_layer(passage)
+
+    def kept_by_layer(self, passage: Passage) -> int:
+        """By one layer for the backward pass, were nothing recomputed."""
+        tokens, trained = passage.ids.numel(), (*QKV, *GATE_UP, OUT, DOWN) if self.whole else tuple(self.adapters)
+        # a norm's input and 1 / its size; where its gain is trained, the input over its size
+        norms = sum(size * (2 if self.whole else 1) + number for number, size in self.norms) * FLOAT
+        # inputs of trained linear layers: q, k, v read one tensor, gate and up another; rounded each has its own copy
+        reading = [name for name in trained if name not in (OUT, DOWN)]
+        read = self.hidden * (len(reading) if self.rounded else len({name in GATE_UP for name in reading}))
+        if DOWN in trained:
+            read += self.inner
+        if OUT in trained and (gathered(passage) or (self.rounded and not self.whole)):  # else attention's own
+            read += self.queries
+        # the feed-forward part: gate before and after its activation, up
+        inner = 3 * self.inner * self.inner_element
+        ranks = sum(rank for rank, _ in self.adapters.values())
+        return tokens * (norms + (read + ranks) * self.element + inner) + self._kept_by_attention(passage)
+
+    def _kept_by_attention(self, passage: Passage) -> int:
+        """Queries, keys, values, output and normalizer of each rectangle."""
+        total = 0
+        for rows, queries, keys, masked in rectangles(passage):
+            total += rows * queries * (2 * self.queries * self.element + self.heads * FLOAT)
+            # with a mask each query head gets its own copy of its key head, and the mask becomes numbers
+            total += rows * keys * 2 * (self.queries if masked else self.keys) * self.element
+            total += rows * queries * keys * self.element if masked else 0
+        return total
+
+    def dropped(self, tokens: int) -> int:
+        """Made by all layers on the way forward, and not kept."""
+        # each norm's squares; of what comes after, that which is not kept
+        norms = sum(size for _, size in self.norms) * FLOAT * (1 + self.rounded if self.whole else 3)
+        # queries and keys before their rotation, and four pieces on the way (one a half)
+        turned = (self.queries + self.keys) * (self.element + 3.5 * FLOAT + self.rounded * FLOAT)
+        outputs = 2 * self.hidden * self.element
+        # an adapter's output, that scaled, and the sum with the layer's own
+        adapted = 3 * sum(output for _, output in self.adapters.values()) * self.element
+        return int(self.layers * tokens * (norms + turned + outputs + adapted))
+
+    def passing(self, tokens: int) -> int:
+        """At once in a pass without gradients: four hidden states, and three pieces of one part of a layer."""
+        feed_forward = 3 * self.inner * self.inner_element
+        attention = (self.queries + 2 * self.keys) * self.element + 3 * self.queries * FLOAT
+        return tokens * (4 * self.hidden * FLOAT + max(feed_forward, attention))
+
+    def returning(self, tokens: int) -> int:
+        """At once in one layer of a backward pass: gradients of three inner tensors and of two hidden states."""
+        return tokens * (3 * self.inner * self.inner_element + 2 * self.hidden * FLOAT)
+
+    def cache(self, tokens: int) -> int:
+        """Keys, which their rotation leaves in float32, and values."""
+        return self.layers * tokens * self.keys * (FLOAT + self.element)
+
+
+def rectangles(passage: Passage) -> list[tuple[int, int, int, bool]]:
+    """Attention's calls in one layer: rows, queries and keys of a row, and whether they need a mask."""
+    if isinstance(passage, Packed):
+        return [(*s.shape, s.mask(None, passage.ids.device) is not None) for s in passage.layout.segments]
+    rows, width = passage.ids.shape
+    return [(rows, width, width, not bool(passage.attention.all()))]
+
+
+def gathered(passage: Passage) -> bool:
+    """Whether attention's output is put back into the order of the row, or made contiguous, which copies it."""
+    return not isinstance(passage, Packed) or passage.layout.back is not None

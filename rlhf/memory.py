@@ -1,0 +1,297 @@
+"""Peak memory before a run begins: what is held throughout, and what each phase needs on top, part by part.
+
+Worked out from shapes alone: weights, settings, lengths of prompts. Replies are taken to run to their full length.
+The peak is that of the phase that needs most. On a card it is what torch allocates; on a processor what the process
+holds above what it held after its imports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from config import Config
+from reward_model.scorer import ROWS_AT_ONCE as SCORED_AT_ONCE
+from rlhf.actor_critic import base_of, floats_at_once, logits_at_once
+from rlhf.engines import SPAN, default_engine, slots_for
+from rlhf.evaluation import ROWS_AT_ONCE as READ_AT_ONCE
+from rlhf.evaluation import fixed_text
+from rlhf.footprint import FLOAT, Network, left_mapped, linear_floats, weights_of
+from rlhf.loop import EVALUATED_AT_ONCE
+from rlhf.models import autocast_dtype
+from rlhf.packing import Passage, packable
+from rlhf.prompts import Prompt
+from rlhf.rollout import Replies, generator, tokens_at_once
+from rlhf.vllm_engine import MEMORY_SHARE
+
+# Bytes that are no tensor of ours: libraries' code and tables touched in use (found with a tiny model); on a card
+# cuBLAS's workspace (its documentation: 32 MiB on Hopper, 8 elsewhere).
+LIBRARIES = {"cpu": 60 * 2**20, "cuda": 32 * 2**20}
+# On a processor, the share of a forward pass's dropped tensors whose place is not filled again: the C library's heap
+# keeps gaps. Found at SmolLM2-135M's shape with glibc 2.36: 0.30 (bfloat16) to 0.66 (float32). A card has none.
+GAPS = {"cpu": 0.5, "cuda": 0.0}
+# Bytes of a logit while a token is drawn: float32, and probabilities in float64 twice; filters sort, too.
+DRAWN, FILTERED = FLOAT + 16, FLOAT + 26
+# Copies of a chunk's logits where autograd goes through the softmax: entropy bonus, or --no-fused-head.
+UNFUSED = 5
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of an update, or of an evaluation. Bytes by what they are for."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def size(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run will hold, bytes."""
+
+    held: dict[str, int]  # throughout
+    phases: list[Phase]  # on top, one after another
+    passage: Passage  # the largest micro-batch
+
+    @property
+    def largest(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.size)
+
+    @property
+    def peak(self) -> int:
+        return sum(self.held.values()) + self.largest.size
+
+    def rows(self, device: torch.device) -> list[tuple[str, str]]:
+        """For the plan: the peak, its parts, and the phases."""
+        held, parts = sum(self.held.values()), {**self.held, **self.largest.parts}
+        named = sorted(((size, name) for name, size in parts.items() if size >= 2**20), reverse=True)
+        return [
+            (
+                "memory",
+                f"about {gib(self.peak)} of {gib(installed(device))} GiB at the peak, in the {self.largest.name}; "
+                f"largest micro-batch {len(self.passage.rows)} episodes, {self.passage.ids.numel():,} tokens",
+            ),
+            ("  its parts", ", ".join(f"{name} {gib(size)}" for size, name in named)),
+            ("  by phase", ", ".join(f"{phase.name} {gib(held + phase.size)}" for phase in self.phases)),
+        ]
+
+
+def installed(device: torch.device) -> int:
+    """Bytes of the card's memory, or of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def forecast(
+    config: Config,
+    updates: int,
+    device: torch.device,
+    *,
+    policy: PreTrainedModel | PeftModel,
+    reward_model: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+    train: Sequence[Prompt],
+    evaluation: Sequence[Prompt],
+) -> Forecast:
+    """Of a run that has loaded its models and prompts; without `evaluation` prompts, of its updates alone."""
+    dtype = autocast_dtype(config.model.bf16, device)
+    network = Network.of(base_of(policy), dtype, config.model.gradient_checkpointing)
+    plan = _Plan(config, device, policy, network)
+    batch = fullest_batch(config, train, updates)
+    bits = plan.nucleus(len(batch))
+    passages = plan.passages(batch, config.batch.minibatches)
+    backwards = [plan.backward(passage, first=number == 0) for number, passage in enumerate(passages)]
+    backward, largest = max(zip(backwards, passages, strict=True), key=lambda one: sum(one[0].values()))
+    phases = [
+        Phase("rollout", {**plan.rollout(batch), "nucleus": bits}),
+        Phase("measuring", {**plan.measuring(plan.passages(batch)), "nucleus": bits}),
+        Phase("backward pass", {**backward, "nucleus": bits}),
+        Phase("optimizer step", {"gradients": plan.trained, "nucleus": bits}),
+    ]
+    if reward_model is not None:
+        judge = Network.of(reward_model, dtype)
+        phases.insert(2, Phase("scoring", {**scoring(judge, batch, config.sampling.reply_length), "nucleus": bits}))
+    if evaluation:
+        kept = plan.nucleus(len(evaluation))
+        asked = sorted(evaluation, key=lambda p: len(p.ids))[-EVALUATED_AT_ONCE:]
+        phases.append(Phase("evaluation's rollout", {**plan.rollout(asked), "nucleus": kept}))
+        text = plan.reading(tokenizer, evaluation)
+        phases.append(Phase("evaluation's text", {**text, "nucleus": kept}))
+    return Forecast(plan.held(reward_model), phases, largest)
+
+
+def fullest_batch(config: Config, prompts: Sequence[Prompt], updates: int) -> list[Prompt]:
+    """The prompts of the update that has the most prompt tokens, one an episode, as the loop will deal them."""
+    size, lengths = config.batch.batch_size, np.array([len(p.ids) for p in prompts])
+    passes = range(-(-updates * size // len(prompts)))
+    orders = [generator(config.run.seed, p, "order").permutation(len(prompts)) for p in passes]
+    dealt = np.concatenate(orders)[: updates * size].reshape(updates, size)
+    fullest = dealt[lengths[dealt].sum(1).argmax()]
+    return [prompts[i] for i in fullest for _ in range(config.group_size)]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the phases of a run have in common."""
+
+    config: Config
+    device: torch.device
+    policy: PreTrainedModel | PeftModel
+    network: Network
+
+    # --- what is held ------------------------------------------------------------------------------------------------
+
+    @property
+    def trained(self) -> int:
+        """Trained weights, the value head's among them; as much for their gradients, and for each of two moments."""
+        head = (self.network.hidden + 1) * FLOAT if self.config.algorithm == "ppo" else 0
+        return weights_of(self.policy, trained=True) + head
+
+    @property
+    def rounding(self) -> int:
+        """What autocast's copies take of the linear layers' weights."""
+        return sum(w.numel() for w in linear_floats(base_of(self.policy))) * 2 if self.network.rounded else 0
+
+    @property
+    def head(self) -> int:
+        """The same of the language-model head."""
+        return self.network.vocabulary * self.network.hidden * 2 if self.network.rounded else 0
+
+    def held(self, reward_model: PreTrainedModel | None) -> dict[str, int]:
+        """Throughout the run, from the first optimizer step on."""
+        lora, whole = isinstance(self.policy, PeftModel), weights_of(self.policy)
+        adapted = weights_of(self.policy, trained=True) if lora else 0
+        models = [self.policy] if reward_model is None else [self.policy, reward_model]
+        return {
+            "policy": whole - adapted,
+            "adapters": adapted,
+            "value head": (self.network.hidden + 1) * FLOAT if self.config.algorithm == "ppo" else 0,
+            "reference": 0 if lora else whole - self.rounding,
+            "reward model": weights_of(reward_model) if reward_model is not None else 0,
+            "optimizer": 2 * self.trained,
+            "files still mapped": sum(map(left_mapped, models)) if self.device.type == "cpu" else 0,
+            "vLLM": int(MEMORY_SHARE * installed(self.device)) if self.config.speed.rollout_engine == "vllm" else 0,
+            "libraries": LIBRARIES[self.device.type],
+        }
+
+    # --- what is run -------------------------------------------------------------------------------------------------
+
+    def passages(self, prompts: Sequence[Prompt], minibatches: int = 1) -> list[Passage]:
+        """The forward passes over a minibatch of these prompts with full replies; their prompts are as long as any."""
+        rows = sorted(prompts, key=lambda p: len(p.ids), reverse=True)[::minibatches]
+        ids = torch.zeros(len(rows), self.config.sampling.reply_length, dtype=torch.long)
+        replies = Replies.of(rows, ids, eos=-1, pad=0, vocabulary=self.network.vocabulary)
+        parts = replies.parts(range(len(rows)), self.config.batch.micro_batch_size, tokens_at_once(self.device))
+        packed = self.config.speed.packed and packable(base_of(self.policy))
+        return [replies.passage(part, packed) for part in parts]
+
+    def nucleus(self, replies: int) -> int:
+        """A bit for each token that might have been sampled."""
+        sampling = self.config.sampling
+        return replies * sampling.reply_length * self.network.vocabulary // 8 if sampling.filters else 0
+
+    def rollout(self, prompts: Sequence[Prompt]) -> dict[str, int]:
+        """Sampling a reply to each."""
+        speed, network = self.config.speed, self.network
+        plain = speed.rollout_engine == "plain" or default_engine(self.policy, self.device) == "plain"
+        slots = len(prompts) if plain else min(len(prompts), speed.rollout_slots or slots_for(self.device))
+        longest = max(len(p.ids) for p in prompts)
+        columns = -(-(longest + self.config.sampling.reply_length) // SPAN) * SPAN
+        asked = slots * longest if plain else sum(map(len, {p.ids for p in prompts[:slots]}))
+        drawing = slots * network.vocabulary * (FILTERED if self.config.sampling.filters else DRAWN)
+        return {
+            "KV cache": network.cache(slots * columns),
+            "pass over the prompts, or sampling": max(network.passing(asked), drawing),
+            "rounded weights": (self.rounding + self.head) * network.whole,
+        }
+
+    def measuring(self, passages: Sequence[Passage]) -> dict[str, int]:
+        """Log-probs under policy and reference, without gradients."""
+        longest, most = max(p.ids.numel() for p in passages), max(len(p.tokens) for p in passages)
+        return {
+            "pass, or logits": max(self.network.passing(longest), self.allowed(most) + self.logits(most)),
+            "rounded weights": (self.rounding + self.head) * self.network.whole + self.head,
+        }
+
+    def logits(self, tokens: int, entropy: bool = False) -> int:
+        """At once: in the forward's precision; of some the float32 copy, exponentials, and those times the logits."""
+        numbers = tokens * self.network.vocabulary
+        together = min(numbers, logits_at_once(self.device)) * self.network.element
+        return together + min(numbers, floats_at_once(self.device)) * FLOAT * (1 + self.network.rounded + entropy)
+
+    def allowed(self, tokens: int) -> int:
+        """The nucleus, a byte to a logit."""
+        return tokens * self.network.vocabulary * self.config.sampling.filters
+
+    def backward(self, passage: Passage, first: bool) -> dict[str, int]:
+        """Gradients of one micro-batch, the `first` of its minibatch or a later one: at the head, when all layers'
+        tensors are kept, at the first layer, or at the embeddings, when all gradients are there; what needs most."""
+        network, tokens = self.network, passage.ids.numel()
+        logits, left = self.chunk(passage)
+        copies = 0 if network.checkpointing else self.rounding
+        at_head = {
+            "activations": network.kept(passage),
+            "logits": logits + self.allowed(len(passage.tokens)),
+            "gradients": left if first else self.trained,
+            "rounded weights": copies + self.head,
+            "gaps in the heap": int(GAPS[self.device.type] * network.dropped(tokens)),
+        }
+        layers = (self.trained - self.head_gradient) // network.layers
+        at_first_layer = {
+            "activations": network.kept_by_layer(passage) + network.returning(tokens),
+            "gradients": self.trained - layers * first,
+            "rounded weights": self.rounding // network.layers,
+            "gaps in the heap": at_head["gaps in the heap"],
+        }
+        at_embeddings = {"gradients": self.trained + self.head_gradient}
+        return max(at_head, at_first_layer, at_embeddings, key=lambda parts: sum(parts.values()))
+
+    @property
+    def head_gradient(self) -> int:
+        """Of the language-model head, or of the embeddings; none where they are not trained."""
+        return self.network.vocabulary * self.network.hidden * FLOAT * self.network.whole
+
+    def chunk(self, passage: Passage) -> tuple[int, int]:
+        """Of one chunk's logits, with their way back; and the head's gradient where chunks before it have left one."""
+        config, vocabulary, length = self.config, self.network.vocabulary, self.config.sampling.reply_length
+        most = max(1, logits_at_once(self.device) // vocabulary // length) * length
+        tokens = min(len(passage.tokens), most) if config.speed.fused_head else len(passage.tokens)
+        left = self.head_gradient if tokens < len(passage.tokens) else 0
+        if not config.speed.fused_head or config.batch.entropy_coef > 0:
+            return UNFUSED * tokens * vocabulary * FLOAT, left
+        probabilities = tokens * vocabulary * self.network.element
+        back = self.head_gradient + (self.head if self.network.whole else 0)
+        return max(self.logits(tokens, entropy=True), probabilities + back), left
+
+    def reading(self, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> dict[str, int]:
+        """The text of which the perplexity is taken."""
+        text = fixed_text(tokenizer, prompts, lambda _: [], self.config.data.eval_text)
+        sizes = [(len(p.ids), len(r)) for p, r in zip(text.prompts, text.replies, strict=True)]
+        sizes = sorted(sizes or [(len(p.ids), self.config.sampling.reply_length) for p in prompts], key=lambda s: s[1])
+        parts = [sizes[at : at + READ_AT_ONCE] for at in range(0, len(sizes), READ_AT_ONCE)]
+        tokens, most = max(sum(map(sum, part)) for part in parts), max(sum(r for _, r in part) for part in parts)
+        return {
+            "pass, or logits": max(self.network.passing(tokens), self.logits(most)),
+            "rounded weights": self.rounding * self.network.whole + self.head,
+        }
+
+
+def scoring(judge: Network, prompts: Sequence[Prompt], reply_length: int) -> dict[str, int]:
+    """The reward model's pass; its tokens are taken to be as many as the policy's."""
+    rows = sorted(len(p.ids) + reply_length for p in prompts)[-SCORED_AT_ONCE:]
+    tokens = len(rows) * rows[-1]
+    return {"reward model's pass": judge.passing(tokens) + judge.cache(tokens)}

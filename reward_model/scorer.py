@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.actor_critic import store_frozen_weights
+from rlhf.actor_critic import let_go_of_files, store_frozen_weights
 from rlhf.errors import UserError
 from rlhf.models import autocast, find_model, load_tokenizer, readable
 from rlhf.prompts import Example, encode_prompt, encode_reply
@@ -55,6 +55,7 @@ class RewardModel:
         self.model = model.eval().requires_grad_(False).to(device)
         self.tokenizer, self.device, self.dtype, self.record = tokenizer, device, dtype, record
         store_frozen_weights(self.model, dtype)
+        let_go_of_files(self.model)
         self.calibration = Calibration(**(record or {}).get("calibration", {}).get("scale", {}))
 
     @classmethod

@@ -289,3 +289,13 @@ def store_frozen_weights(model: nn.Module, dtype: torch.dtype | None) -> None:
             weights = list(module.parameters(recurse=False))
             if not any(w.requires_grad or id(w) in embeddings for w in weights):
                 module.to(dtype)
+
+
+def let_go_of_files(model: nn.Module) -> None:
+    """Copies what a loaded model still reads from its mapped file, once other weights were rounded or quantized: the
+    mapping stays as a whole as long as one weight of it is in use."""
+    weights = list(model.parameters())
+    if any(w.dtype != torch.float32 for w in weights):
+        for weight in weights:
+            if weight.device.type == "cpu" and weight.dtype == torch.float32 and not weight.requires_grad:
+                weight.data = weight.data.clone()

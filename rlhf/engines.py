@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from config import SamplingSettings
 from rlhf.actor_critic import backbone_of, base_of, scaled_logits
-from rlhf.decoding import DecodeLayout, SlotCache, pack_prompts
+from rlhf.decoding import DecodeLayout, SlotCache, blocked_weights, pack_prompts
 from rlhf.errors import UserError
 from rlhf.packing import packable, run_packed
 from rlhf.prompts import Prompt
@@ -54,8 +54,9 @@ def sample_replies(
     if engine == "plain":
         reply_ids, nucleus = _plain(policy, prompts, uniform, sampling, eos, pad)
     else:
-        desk = Slots(policy, prompts, uniform, sampling, eos, slots or slots_for(device), engine == "graph")
-        reply_ids, nucleus = desk.run()
+        size = min(slots or slots_for(device), len(prompts))
+        with blocked_weights(base_of(policy), size, device):
+            reply_ids, nucleus = Slots(policy, prompts, uniform, sampling, eos, size, engine == "graph").run()
     vocabulary = base_of(policy).get_input_embeddings().num_embeddings
     return Replies.of(prompts, reply_ids, eos=eos, pad=pad, vocabulary=vocabulary, nucleus=nucleus)
 
@@ -147,7 +148,7 @@ class Slots:
         self.policy, self.prompts, self.sampling, self.eos = policy, prompts, sampling, eos
         self.device, self.length, self.graph = uniform.device, sampling.reply_length, graph
         self.waiting = list(range(len(prompts)))[::-1]
-        size, longest = min(slots, len(prompts)), max(len(p.ids) for p in prompts)
+        size, longest = slots, max(len(p.ids) for p in prompts)
         columns = longest + self.length
         self.cache = SlotCache(size, -(-columns // SPAN) * SPAN)
         self.nobody = len(prompts)

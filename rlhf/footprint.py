@@ -6,7 +6,6 @@ tests/test_memory.py counts the same tensors with hooks. For other architectures
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -33,14 +32,6 @@ def weights_of(model: nn.Module, trained: bool | None = None) -> int:
 def _stored(weight: Tensor) -> int:
     scales = weight.quant_state.absmax.nbytes if isinstance(weight, Params4bit) else 0  # one to a block
     return weight.nbytes + scales
-
-
-def left_mapped(model: nn.Module) -> int:
-    """On a CPU, float32 weights that were rounded or quantized after loading. They are read from a mapped file, which
-    stays as long as one weight of it is in use (the embeddings always are), so that they are held as well."""
-    changed = (w for w in model.parameters() if w.dtype != torch.float32)
-    shapes = (w.quant_state.shape if isinstance(w, Params4bit) else w.shape for w in changed)
-    return sum(math.prod(shape) * FLOAT for shape in shapes)
 
 
 def linear_floats(model: PreTrainedModel) -> Iterator[Tensor]:

@@ -34,7 +34,8 @@ from rlhf.models import autocast, autocast_dtype
 from rlhf.packing import Passage, packable
 from rlhf.prompts import Prompt, encode_prompts, examples_of
 from rlhf.rewards import RewardFunction, Rewards
-from rlhf.rollout import Rollout, generator, measure, tokens_at_once, uniforms
+from rlhf.rollout import Forward, Replies, Rollout, generator, measure, tokens_at_once, uniforms
+from rlhf.system import keep_freed_memory
 from rlhf.vllm_engine import VLLMEngine
 
 EVALUATED_AT_ONCE = 32  # prompts
@@ -58,6 +59,7 @@ class OnPolicyLoop(ABC):
         rewards: Rewards | Sequence[RewardFunction | nn.Module],
         callbacks: Sequence = (),
     ):
+        keep_freed_memory()
         self.config = config
         self.train_prompts, self.evaluation_prompts = list(train), list(evaluation)
         self.rewards = rewards if isinstance(rewards, Rewards) else Rewards(rewards, None, tokenizer)
@@ -192,6 +194,8 @@ class OnPolicyLoop(ABC):
                     engine="auto" if self.vllm is not None else self.config.speed.rollout_engine,
                     slots=self.config.speed.rollout_slots,
                 )
+        begun = self.begin(replies) if purpose == "rollout" else None
+        with autocast(self.accelerator.device, self.dtype):
             measured = measure(
                 self.actor,
                 self.reference,
@@ -199,8 +203,20 @@ class OnPolicyLoop(ABC):
                 self.sampling.temperature,
                 self.config.batch.micro_batch_size,
                 self.packed,
+                begun,
             )
-        return Rollout(replies, prompts, replies.texts(self.processing_class), *measured)
+        return Rollout(replies, prompts, replies.texts(self.processing_class), *measured, begun)
+
+    def begin(self, replies: Replies) -> Forward | None:
+        """The first optimizer step's forward pass, where it is one pass over the whole rollout: it measures, too, and
+        is kept. Under an autocast of its own, whose rounded weights know the way back to the weights."""
+        batch, model = self.config.batch, self.config.model
+        parts = replies.parts(range(len(replies.mask)), batch.micro_batch_size, tokens_at_once(replies.mask.device))
+        if batch.minibatches > 1 or len(parts) > 1 or model.gradient_checkpointing:
+            return None
+        passage = replies.passage(parts[0], self.packed)
+        with autocast(self.accelerator.device, self.dtype):
+            return passage, self.actor.hidden(passage)
 
     def corrected(self, batch: Batch) -> Batch:
         """The batch with its advantages weighted for the gap between the sampler's probabilities and ours, where the
@@ -262,7 +278,8 @@ class OnPolicyLoop(ABC):
         tokens = torch.tensor(float(sum(replies.reply_lengths[r] for r in rows)), device=batch.kl.device)
         stats: dict[str, Tensor] = {}
         for part in replies.parts(rows, most, tokens_at_once(tokens.device)):
-            add(stats, self.gradients(batch, replies.passage(part, self.packed), tokens))
+            passage, hidden = batch.rollout.take_begun(part) or (replies.passage(part, self.packed), None)
+            add(stats, self.gradients(batch, passage, tokens, hidden))
         stats["policy/grad_norm"] = torch.as_tensor(
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
         ).to(tokens.device)
@@ -271,15 +288,19 @@ class OnPolicyLoop(ABC):
         self.optimizer_steps += 1
         return stats
 
-    def gradients(self, batch: Batch, passage: Passage, tokens: Tensor) -> dict[str, Tensor]:
+    def gradients(
+        self, batch: Batch, passage: Passage, tokens: Tensor, hidden: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Adds one micro-batch's gradients to the weights'; returns its statistics.
 
-        One backbone pass; then head and loss chunk by chunk, down to the hidden states: logits never exist for more
-        than a chunk. Last, all chunks' gradients go through the backbone together.
+        One backbone pass, unless its `hidden` states are there already; then head and loss chunk by chunk, down to the
+        hidden states: logits never exist for more than a chunk. Last, all chunks' gradients go through the backbone
+        together.
         """
         fused, entropy = self.config.speed.fused_head, "gradient" if self.config.batch.entropy_coef > 0 else "value"
-        with autocast(self.accelerator.device, self.dtype):
-            hidden = self.actor.hidden(passage)
+        if hidden is None:
+            with autocast(self.accelerator.device, self.dtype):
+                hidden = self.actor.hidden(passage)
         allowed = batch.rollout.replies.allowed(passage)
         leaf = hidden.detach().requires_grad_() if fused else hidden
         stats: dict[str, Tensor] = {}

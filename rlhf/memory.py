@@ -19,10 +19,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from config import Config
 from reward_model.scorer import ROWS_AT_ONCE as SCORED_AT_ONCE
 from rlhf.actor_critic import base_of, floats_at_once, logits_at_once
+from rlhf.decoding import blockable
 from rlhf.engines import SPAN, default_engine, slots_for
 from rlhf.evaluation import ROWS_AT_ONCE as READ_AT_ONCE
 from rlhf.evaluation import fixed_text
-from rlhf.footprint import FLOAT, Network, left_mapped, linear_floats, weights_of
+from rlhf.footprint import FLOAT, Network, linear_floats, weights_of
 from rlhf.loop import EVALUATED_AT_ONCE
 from rlhf.models import autocast_dtype
 from rlhf.packing import Passage, packable
@@ -38,6 +39,7 @@ LIBRARIES = {"cpu": 60 * 2**20, "cuda": 32 * 2**20}
 GAPS = {"cpu": 0.5, "cuda": 0.0}
 # Bytes of a logit while a token is drawn: float32, and probabilities in float64 twice; filters sort, too.
 DRAWN, FILTERED = FLOAT + 16, FLOAT + 26
+BEGUN, GAPS_LEFT = "first step's pass", "gaps in the heap"
 # Copies of a chunk's logits where autograd goes through the softmax: entropy bonus, or --no-fused-head.
 UNFUSED = 5
 
@@ -113,18 +115,19 @@ def forecast(
     plan = _Plan(config, device, policy, network)
     batch = fullest_batch(config, train, updates)
     bits = plan.nucleus(len(batch))
-    passages = plan.passages(batch, config.batch.minibatches)
+    whole, passages = plan.passages(batch), plan.passages(batch, config.batch.minibatches)
     backwards = [plan.backward(passage, first=number == 0) for number, passage in enumerate(passages)]
     backward, largest = max(zip(backwards, passages, strict=True), key=lambda one: sum(one[0].values()))
     phases = [
         Phase("rollout", {**plan.rollout(batch), "nucleus": bits}),
-        Phase("measuring", {**plan.measuring(plan.passages(batch)), "nucleus": bits}),
+        Phase("measuring", {**plan.measuring(whole), "nucleus": bits}),
         Phase("backward pass", {**backward, "nucleus": bits}),
         Phase("optimizer step", {"gradients": plan.trained, "nucleus": bits}),
     ]
     if reward_model is not None:
         judge = Network.of(reward_model, dtype)
-        phases.insert(2, Phase("scoring", {**scoring(judge, batch, config.sampling.reply_length), "nucleus": bits}))
+        needed = {**scoring(judge, batch, config.sampling.reply_length), **plan.begun(whole), "nucleus": bits}
+        phases.insert(2, Phase("scoring", needed))
     if evaluation:
         kept = plan.nucleus(len(evaluation))
         asked = sorted(evaluation, key=lambda p: len(p.ids))[-EVALUATED_AT_ONCE:]
@@ -175,7 +178,6 @@ class _Plan:
         """Throughout the run, from the first optimizer step on."""
         lora, whole = isinstance(self.policy, PeftModel), weights_of(self.policy)
         adapted = weights_of(self.policy, trained=True) if lora else 0
-        models = [self.policy] if reward_model is None else [self.policy, reward_model]
         return {
             "policy": whole - adapted,
             "adapters": adapted,
@@ -183,7 +185,6 @@ class _Plan:
             "reference": 0 if lora else whole - self.rounding,
             "reward model": weights_of(reward_model) if reward_model is not None else 0,
             "optimizer": 2 * self.trained,
-            "files still mapped": sum(map(left_mapped, models)) if self.device.type == "cpu" else 0,
             "vLLM": int(MEMORY_SHARE * installed(self.device)) if self.config.speed.rollout_engine == "vllm" else 0,
             "libraries": LIBRARIES[self.device.type],
         }
@@ -216,15 +217,34 @@ class _Plan:
         return {
             "KV cache": network.cache(slots * columns),
             "pass over the prompts, or sampling": max(network.passing(asked), drawing),
-            "rounded weights": (self.rounding + self.head) * network.whole,
+            **({"rounded weights": (self.rounding + self.head) * network.whole} if plain else self.blocked),
         }
+
+    @property
+    def blocked(self) -> dict[str, int]:
+        """Copies of linear layers' weights, ordered as a processor multiplies few rows; else rounded ones."""
+        layers = blockable(base_of(self.policy), self.device)
+        if not layers:
+            return {"rounded weights": (self.rounding + self.head) * self.network.whole}
+        return {"blocked weights": sum(layer.weight.numel() for layer in layers) * self.network.element}
+
+    def begun(self, passages: Sequence[Passage]) -> dict[str, int]:
+        """The first optimizer step's forward pass, where it is the one that measures the rollout."""
+        if self.config.batch.minibatches > 1 or len(passages) > 1 or self.network.checkpointing:
+            return {}
+        return {BEGUN: self.network.kept(passages[0]) + self.rounding, GAPS_LEFT: self.gaps(passages[0])}
+
+    def gaps(self, passage: Passage) -> int:
+        return int(GAPS[self.device.type] * self.network.dropped(passage.ids.numel()))
 
     def measuring(self, passages: Sequence[Passage]) -> dict[str, int]:
         """Log-probs under policy and reference, without gradients."""
         longest, most = max(p.ids.numel() for p in passages), max(len(p.tokens) for p in passages)
+        begun = self.begun(passages)
         return {
             "pass, or logits": max(self.network.passing(longest), self.allowed(most) + self.logits(most)),
-            "rounded weights": (self.rounding + self.head) * self.network.whole + self.head,
+            "rounded weights": self.head + (0 if begun else (self.rounding + self.head) * self.network.whole),
+            **begun,
         }
 
     def logits(self, tokens: int, entropy: bool = False) -> int:
@@ -248,14 +268,14 @@ class _Plan:
             "logits": logits + self.allowed(len(passage.tokens)),
             "gradients": left if first else self.trained,
             "rounded weights": copies + self.head,
-            "gaps in the heap": int(GAPS[self.device.type] * network.dropped(tokens)),
+            GAPS_LEFT: self.gaps(passage),
         }
         layers = (self.trained - self.head_gradient) // network.layers
         at_first_layer = {
             "activations": network.kept_by_layer(passage) + network.returning(tokens),
             "gradients": self.trained - layers * first,
             "rounded weights": self.rounding // network.layers,
-            "gaps in the heap": at_head["gaps in the heap"],
+            GAPS_LEFT: at_head[GAPS_LEFT],
         }
         at_embeddings = {"gradients": self.trained + self.head_gradient}
         return max(at_head, at_first_layer, at_embeddings, key=lambda parts: sum(parts.values()))

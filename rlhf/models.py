@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from rlhf.actor_critic import base_of, store_frozen_weights
+from rlhf.actor_critic import base_of, let_go_of_files, store_frozen_weights
 from rlhf.errors import UserError, did_you_mean
 from rlhf.hub import is_path, missing_path, require_hub
 
@@ -133,6 +133,7 @@ def load_policy(
         _check_targets(model, lora.target_modules, name)
         model = get_peft_model(model, lora)
         store_frozen_weights(model, dtype)
+        let_go_of_files(model)
     if not load_in_4bit:  # those weights are there already
         model = model.to(device)  # before the reference is copied from it
     base_of(model).config.attention_dropout = 0.0  # it would act in train mode, which checkpointing needs

@@ -101,6 +101,9 @@ class Replies(Episodes):
         return [decode_reply(tokenizer, row) for row in self.rows()]
 
 
+Forward = tuple[Passage, Tensor]  # a passage and the hidden states (M, H) from which its reply tokens are predicted
+
+
 @dataclass
 class Rollout:
     """One update's batch, as the rollout policy left it."""
@@ -112,10 +115,17 @@ class Rollout:
     logprobs: Tensor  # (B, T) the policy that sampled
     ref_logprobs: Tensor  # (B, T) frozen reference
     values: Tensor | None  # (B, T) score units; None where there is no critic
+    # the forward pass that measured it, with its graph, where it is the first optimizer step's as well
+    begun: Forward | None = None
 
     @property
     def mask(self) -> Tensor:
         return self.replies.mask
+
+    def take_begun(self, rows: Sequence[int]) -> Forward | None:
+        """That pass, if it is over these rows: once, since weights change after."""
+        begun, self.begun = self.begun, None
+        return begun if begun is not None and begun[0].rows == list(rows) else None
 
 
 # --- randomness ------------------------------------------------------------------------------------------------------
@@ -208,19 +218,26 @@ def reply_mask(replies: Tensor, eos: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def measure(
-    actor: Actor, reference: Reference, replies: Replies, temperature: float, rows: int = 0, packed: bool = True
+    actor: Actor,
+    reference: Reference,
+    replies: Replies,
+    temperature: float,
+    rows: int = 0,
+    packed: bool = True,
+    begun: Forward | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs, reference log-probs and values of sampled replies, each (B, T), at most `rows` (0: as memory wants)
-    at a time.
+    at a time; of a pass over all of them that has `begun`, its hidden states serve.
 
     With the training forward, not the decoder's: so the first ratio of an update is 1.
     """
     whole, packed = replies.mask, packed and packable(base_of(actor.policy))
     parts, order = [], []
     for part in replies.parts(range(len(whole)), rows, tokens_at_once(whole.device)):
-        passage = replies.passage(part, packed)
+        passage = begun[0] if begun is not None else replies.passage(part, packed)
+        hidden = begun[1].detach() if begun is not None else actor.hidden(passage)
         allowed = replies.allowed(passage)
-        logprobs, _, values = actor(passage, temperature, allowed)
+        logprobs, _, values = actor.heads(hidden, passage.tokens, passage.mask, temperature, allowed, "none")
         parts.append((logprobs, reference.logprobs(passage, temperature, allowed), values))
         order += part
     back = torch.tensor(order, device=whole.device).argsort()

@@ -16,7 +16,7 @@ LEVELS = [
     {"rlhf.objectives", "rlhf.controllers", "rlhf.best", "rlhf.hub", "rlhf.prompts", "rlhf.models",
      "rlhf.actor_critic", "rlhf.packing", "rlhf.footprint", "rlhf.runlogs", "rlhf.trl_ppo",
      "rlhf.console", "rlhf.pictures", "rlhf.pages",
-     "rlhf.statistics", "rlhf.curves", "reward_model.scorer"},
+     "rlhf.statistics", "rlhf.curves", "rlhf.system", "reward_model.scorer"},
     {"rlhf.rollout", "rlhf.decoding", "rlhf.engines", "rlhf.vllm_engine", "rlhf.rewards",
      "rlhf.evaluation", "rlhf.checkpoints", "rlhf.report", "rlhf.metrics",
      "rlhf.curve_pictures", "rlhf.trained", "rlhf.tokens"},

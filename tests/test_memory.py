@@ -120,7 +120,7 @@ def trainer_of(work: Work, monkeypatch, algorithm: str, settings: dict):
 
 @pytest.mark.parametrize(("algorithm", "variant"), [(a, v) for a, variants in VARIANTS.items() for v in variants])
 def test_phases_take_the_tensors_foretold(work, monkeypatch, algorithm, variant):
-    trainer = trainer_of(work, monkeypatch, algorithm, {"ppo_epochs": 1, **VARIANTS[algorithm][variant]})
+    trainer = trainer_of(work, monkeypatch, algorithm, {"ppo_epochs": 2, **VARIANTS[algorithm][variant]})
     trainer.one_update(1)  # the optimizer's moments are there after it
     foretold, taken = foretell(trainer), tensors_in(trainer, METHODS, lambda: trainer.one_update(2))
     for method, names in METHODS.items():

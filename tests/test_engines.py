@@ -9,8 +9,10 @@ from torch.testing import assert_close
 from config import SamplingSettings
 from rlhf import engines
 from rlhf.actor_critic import Actor
+from rlhf.decoding import blocked_weights
 from rlhf.engines import default_engine, sample_replies
 from rlhf.errors import UserError
+from rlhf.models import autocast
 from rlhf.prompts import Example, Prompt
 from rlhf.rollout import uniforms
 from tests.test_packing import CONFIGS, make_model
@@ -109,6 +111,29 @@ def test_log_probs_of_both_agree_in_float32(model):
         packed, _, _ = Actor(model)(replies.passage(range(9), True), 1.0)
         padded, _, _ = Actor(model)(replies.passage(range(9), False), 1.0)
     assert_close(packed, padded, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_weights_in_blocks_multiply_as_the_layers_do(model, dtype):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    model, ids = model.float(), torch.arange(3, 19).unsqueeze(0)
+    layers = [m for m in model.modules() if type(m) is torch.nn.Linear]
+    with torch.no_grad(), autocast(CPU, dtype):
+        plain = model(ids).logits
+        with blocked_weights(model, 16, CPU):
+            assert layers and all("forward" in vars(layer) for layer in layers)
+            blocked = model(ids).logits
+    assert not any("forward" in vars(layer) for layer in layers), "layers are themselves again"
+    near = {"rtol": 1e-4, "atol": 1e-5} if dtype is None else {"rtol": 0.02, "atol": 0.02}
+    assert_close(blocked, plain, **near)
+
+
+def test_layers_are_themselves_again_after_a_fault(model):
+    model = model.float()
+    with pytest.raises(RuntimeError), blocked_weights(model, 16, CPU):
+        raise RuntimeError
+    assert not any("forward" in vars(m) for m in model.modules())
 
 
 def test_the_engine_by_device(model):

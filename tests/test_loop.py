@@ -119,6 +119,34 @@ def batch_with_early_eos(trainer):
     return rollout, trainer.advantages(rollout, torch.arange(1.0, 5.0))
 
 
+@pytest.mark.parametrize("flags", [(), ("--use-lora", "--bf16")], ids=" ".join)
+def test_the_pass_that_measures_is_the_first_steps(make, monkeypatch, flags):
+    """Kept or done again, the weights end the same to the bit."""
+    ends, passes = [], []
+    for kept in (True, False):
+        trainer, count = make(*flags), []
+        if not kept:
+            monkeypatch.setattr(type(trainer), "begin", lambda *_: None)
+        backbone_of(trainer.actor.policy).register_forward_hook(
+            lambda module, given, named, output, count=count: count.append(named.get("use_cache")), with_kwargs=True
+        )
+        trainer.one_update(1)
+        ends.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters() if w.requires_grad]))
+        passes.append(count.count(False))
+    assert torch.equal(*ends)
+    assert passes[0] == passes[1] - 1
+
+
+@pytest.mark.parametrize(
+    "flags", [("--minibatches", 2), ("--micro-batch-size", 2), ("--gradient-checkpointing",)], ids=lambda f: f[0]
+)
+def test_a_pass_is_kept_where_it_is_the_whole_first_step(make, flags):
+    trainer, plain = make(*flags), make()
+    kept = [t.rollout(t.prompts_of(1), 1, "rollout").begun is not None for t in (trainer, plain)]
+    assert kept == [False, True]
+    assert plain.rollout(plain.prompts_of(1), 0, "evaluate").begun is None
+
+
 def test_eos_is_in_the_loss_and_nothing_after_it_is(make):
     trainer = make("--top-p", "1")
     rollout, batch = batch_with_early_eos(trainer)

@@ -14,6 +14,7 @@ from peft import PeftModel
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from reward_model.scorer import RewardModel
 from rlhf import actor_critic, hub, loop
 from rlhf.actor_critic import ActorCritic, Reference, with_value_head
 from rlhf.checkpoints import load_policy_weights
@@ -82,6 +83,15 @@ def test_the_reference_is_the_start_model_to_the_bit(start_model, dtype):
         for weight in policy.parameters():
             weight.add_(0.1)
         assert not torch.equal(both(passage, 0.7)[0], reference.logprobs(passage, 0.7, None)), "a copy, not the policy"
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of mapped files on this system")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_no_weights_file_stays_mapped_once_weights_are_rounded(reward_folder, dtype):
+    model = RewardModel.load(str(reward_folder), CPU, dtype)
+    mapped = str(Path(reward_folder, "model.safetensors").resolve()) in Path("/proc/self/maps").read_text()
+    assert mapped == (dtype is None), "in float32 the file's pages are the weights"
+    assert model.dtype == dtype
 
 
 def test_the_reference_copy_is_smaller_under_bfloat16(start_model):

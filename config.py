@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from recipes import RECIPES
 from rlhf.cli import build, resolve
 from rlhf.errors import UserError, did_you_mean
 from rlhf.knobs import KLTarget, Split, as_in, knob
+from rlhf.runlogs import RUN_FILE, flat_settings, read_run, seed_folder
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,10 @@ class RunSettings:
     )
     output: str = knob("./ppo_training_output", "folder of the run", aliases=("output_dir",))
     overwrite: bool = knob(False, "delete the run that is in the output folder")
+    save_every: int = knob(50, "updates between checkpoints; the last update is always saved", low=1)
+    keep: int = knob(2, "checkpoints kept, the newest ones", low=1, aliases=("save_total_limit",))
+    resume: bool = knob(False, "go on from the newest sound checkpoint in the output folder, with that run's settings")
+    resume_anyway: bool = knob(False, "with --resume: go on although settings, data or versions are not the run's")
     dry_run: bool = knob(False, "print the plan and stop")
 
 
@@ -520,16 +526,30 @@ def _layers(algorithm: str) -> tuple[dict, dict]:
 def parse_cli(argv: list[str] | None = None, algorithm: str = "ppo") -> Config:
     """The configuration of `train_ppo.py` or `train_grpo.py`. Raises UserError with all faults of the command line."""
     recipes, defaults = _layers(algorithm)
-    return resolve(
-        Config,
-        recipes,
-        sys.argv[1:] if argv is None else argv,
-        f"train_{algorithm}.py",
-        ALGORITHMS[algorithm],
-        defaults=defaults,
-        foreign={other: f"train_{other}.py" for other in ALGORITHMS if other != algorithm},
-        algorithm=algorithm,
-    )
+    said = sys.argv[1:] if argv is None else argv
+    foreign = {other: f"train_{other}.py" for other in ALGORITHMS if other != algorithm}
+
+    def resolved(beneath: dict) -> Config:
+        named = (f"train_{algorithm}.py", ALGORITHMS[algorithm])
+        return resolve(
+            Config, recipes, said, *named, defaults=defaults, foreign=foreign, beneath=beneath, algorithm=algorithm
+        )
+
+    config = resolved({})
+    return resolved(settings_to_resume(config)) if config.run.resume else config
+
+
+def settings_to_resume(config: Config) -> dict[str, tuple[Any, str]]:
+    """What the run that goes on was told, as settings beneath this command line's; nothing where none is there."""
+    run = config.run
+    folders = [run.output] if run.seeds is None else [seed_folder(run.output, seed) for seed in run.seeds]
+    begun = next((r for folder in folders if (r := read_run(Path(folder))) is not None and "settings" in r), None)
+    if begun is None:
+        return {}
+    aside = {"seeds", "output", "overwrite", "dry_run", "resume", "resume_anyway"}
+    aside |= {"seed"} if run.seeds is not None else set()
+    knobs = {n: v for n, v in known_settings(begun).items() if n not in aside}
+    return {name: (value, RUN_FILE) for name, value in {**knobs, "recipe": begun["settings"]["recipe"]}.items()}
 
 
 def make_config(recipe: str = "smollm2-orca", algorithm: str = "ppo", **knobs: Any) -> Config:
@@ -546,10 +566,13 @@ def make_config(recipe: str = "smollm2-orca", algorithm: str = "ppo", **knobs: A
 def config_of_run(run: dict[str, Any], **changed: Any) -> Config:
     """The configuration that a run.json tells of, some knobs `changed`. Settings that there are no more are passed
     over."""
+    return make_config(run["settings"]["recipe"], run["algorithm"], **{**known_settings(run), **changed})
+
+
+def known_settings(run: dict[str, Any]) -> dict[str, Any]:
+    """Knob by knob, what a run.json tells of those that there are."""
     known = {f.name for g in fields(Config) if is_dataclass(g.default_factory) for f in fields(g.default_factory)}
-    groups = [group for group in run["settings"].values() if isinstance(group, dict)]
-    knobs = {name: value for group in groups for name, value in group.items() if name in known}
-    return make_config(run["settings"]["recipe"], run["algorithm"], **{**knobs, **changed})
+    return {name: value for name, value in flat_settings(run["settings"]).items() if name in known}
 
 
 def parse_reward_cli(argv: list[str] | None = None) -> RewardModelConfig:

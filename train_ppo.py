@@ -22,6 +22,8 @@ def train(config: Config, screen) -> None:
     from rlhf.outcome import finish_run
     from rlhf.ppo_trainer import PPO
     from rlhf.preflight import start_device
+    from rlhf.resume import resume_run
+    from rlhf.stopping import StopRequest
 
     check_run_folder(config)
     device = start_device(screen)
@@ -31,9 +33,10 @@ def train(config: Config, screen) -> None:
     show_plan(config, parts, updates, device, screen)
     if config.run.dry_run:
         return
-    with screen, start_run(config, parts, updates, screen) as log:
+    with screen, start_run(config, parts, updates, screen) as log, StopRequest(screen.say) as stop:
         trainer = PPO(config, **parts.for_trainer)
-        attach_callbacks(trainer, config, log, screen)
+        attach_callbacks(trainer, config, log, screen, stop)
+        resume_run(trainer, config, log.data, screen)
         trainer.train()
         trainer.save_model(config.run.output)
         finish_run(config, trainer, log, screen)

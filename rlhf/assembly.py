@@ -24,9 +24,10 @@ from rlhf.memory import forecast
 from rlhf.models import autocast_dtype, find_model, load_policy, load_tokenizer
 from rlhf.preflight import check_leaks, check_reward_model
 from rlhf.prompts import Prompt, PromptSets, load_prompts
+from rlhf.resume import check_same_run
 from rlhf.rewards import LearnedReward, Rewards, find_rule
 from rlhf.rollout import tokens_at_once
-from rlhf.runlogs import RunLog, check_output, claim_output
+from rlhf.runlogs import RunLog, check_output, claim_output, require_run, require_unused
 
 FEW_PROMPTS = 20
 
@@ -40,6 +41,8 @@ def check_run_folder(config: Config) -> None:
     """Refuse, before anything is loaded, an output folder that holds what a new run may not touch."""
     if config.run.dry_run:
         return
+    if config.run.resume:
+        return require_unused(Path(config.run.output))
     check_output(Path(config.run.output), **_placing(config))
     output = Path(config.run.output).resolve()
     for flag, name in (("--actor-model", config.model.actor_model), ("--rm-model", config.model.rm_model)):
@@ -260,7 +263,21 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
 
 
 def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> RunLog:
-    """Claim the output folder and open run.json, which says "failed" unless the run comes to its end."""
+    """Claim the output folder and open run.json, which says "failed" unless the run comes to its end. With --resume,
+    go on with the one that is there; raises UserError where its data were others."""
+    data = {
+        "train_prompts": len(parts.prompts.train),
+        "evaluation_prompts": len(parts.prompts.evaluation),
+        "too_long": parts.prompts.too_long,
+        "train_sha256": fingerprint(parts.prompts.train),
+        "evaluation_sha256": fingerprint(parts.prompts.evaluation),
+    }
+    if config.run.resume:
+        folder = Path(config.run.output)
+        before = require_run(folder, "--resume, --output")["data"]
+        changed = [f"{name} was {before[name]}, is {data[name]}" for name in data if before[name] != data[name]]
+        check_same_run(config, changed, screen)
+        return RunLog(folder, resume=True)
     moved = claim_output(Path(config.run.output), **_placing(config))
     if moved:
         screen.say(moved)
@@ -269,12 +286,6 @@ def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> Run
         algorithm=config.algorithm,
         settings=as_plain(config),
         seed=config.run.seed,
-        data={
-            "train_prompts": len(parts.prompts.train),
-            "evaluation_prompts": len(parts.prompts.evaluation),
-            "too_long": parts.prompts.too_long,
-            "train_sha256": fingerprint(parts.prompts.train),
-            "evaluation_sha256": fingerprint(parts.prompts.evaluation),
-        },
+        data=data,
         plan=budget(config, updates),
     )

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase
 
 from config import Config
 from rlhf.best import Candidate, choose
-from rlhf.checkpoints import BEST_FOLDER, replace_folder
+from rlhf.checkpoints import CHECKPOINTS, find_checkpoints, write_checkpoint
 from rlhf.console import Screen, clock
 from rlhf.controllers import KLController
+from rlhf.errors import RunError
 from rlhf.evaluation import Evaluation
 from rlhf.loop import OnPolicyLoop
 from rlhf.metrics import Batch, Scored
 from rlhf.prompts import Prompt
 from rlhf.runlogs import RunLog
+from rlhf.stopping import Stopped, StopRequest
 from rlhf.tokens import TOKENS_FOLDER, token_rows, write_tokens
+from rlhf.trainer_state import save_trainer
+from rlhf.weights import BEST_FOLDER, replace_folder
 
 
 class Callback:
@@ -42,6 +48,13 @@ class Callback:
     def on_epoch_end(self, epoch: int, metrics: dict[str, float]) -> None:
         """After a pass over the training prompts, with the means of its updates' metrics."""
 
+    def on_update_done(self, update: int) -> None:
+        """After all of an update, its evaluation among it: between two updates, where checkpoints are made.
+
+        A callback that remembers something gives it out as JSON-ready data by `state_dict()`, and takes it back by
+        `load_state_dict(state)`: then checkpoints hold it.
+        """
+
     def on_train_end(self) -> None:
         """After the last evaluation."""
 
@@ -56,12 +69,27 @@ class KLControl(Callback):
     def on_update_end(self, update, metrics):
         self.steer(self.controller.update(metrics["kl_divergence"], metrics["kl_divergence/token"], self.episodes))
 
+    def state_dict(self) -> dict[str, float]:
+        return self.controller.state_dict()
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.controller.load_state_dict(state)
+
 
 class TensorBoardLog(Callback):
     """Every logged number under its own name, over updates."""
 
     def __init__(self, folder: Path):
-        self.writer = SummaryWriter(str(folder), flush_secs=10)  # curves of a running run are looked at
+        self.folder = folder
+
+    def on_train_begin(self, trainer):
+        # what an interrupted session logged behind its last checkpoint is logged again: readers drop the first
+        behind = trainer.state.global_step + 1 if trainer.state.global_step else None
+        # curves of a running run are looked at
+        self.writer = SummaryWriter(str(self.folder), flush_secs=10, purge_step=behind)
+
+    def on_update_done(self, update):
+        self.writer.flush()  # before the checkpoint of this update: what it stands on is not logged again
 
     def on_update_end(self, update, metrics):
         for name, value in metrics.items():
@@ -79,14 +107,14 @@ class ProgressLine(Callback):
 
     def __init__(self, trainer: OnPolicyLoop, screen: Screen, controller: KLController):
         self.trainer, self.screen, self.controller = trainer, screen, controller
-        self.started = time.monotonic()
+        self.started, self.first = time.monotonic(), 0
 
     def on_train_begin(self, trainer):
-        self.started = time.monotonic()
+        self.started, self.first = time.monotonic(), trainer.state.global_step
 
     def on_update_end(self, update, metrics):
         updates, target = self.trainer.updates, self.controller.target_of(update)
-        left = (time.monotonic() - self.started) / update * (updates - update)
+        left = (time.monotonic() - self.started) / (update - self.first) * (updates - update)
         kl = metrics["kl_divergence" if target.per == "sequence" else "kl_divergence/token"]
         aim = "no target" if self.controller.horizon is None else f"target {target}"
         self.screen.progress(
@@ -171,6 +199,54 @@ class BestCheckpoint(Callback):
             }
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"candidates": [asdict(c) for c in self.candidates], "memory": self.memory}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.candidates, self.memory = [Candidate(**c) for c in state["candidates"]], state["memory"]
+
+
+class Checkpoints(Callback):
+    """Saves the whole trainer every so often, at the end, and where the run was asked to stop, which it then does."""
+
+    def __init__(self, trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: StopRequest):
+        self.trainer, self.config, self.log, self.screen, self.stop = trainer, config, log, screen, stop
+        self.folder = Path(config.run.output) / CHECKPOINTS
+
+    def on_update_done(self, update):
+        last, by = update == self.trainer.updates, self.stop.by
+        if last or by is not None or update % self.config.run.save_every == 0:
+            self.save(update)
+        if by is not None and not last:
+            raise Stopped(by, f"stopped after update {update} of {self.trainer.updates}, saved. {self.way_on()}")
+
+    def save(self, update: int) -> None:
+        """Raises RunError where the disk does not take it."""
+        run, keep = self.log.data["id"], self.config.run.keep
+        try:
+            write_checkpoint(self.folder, run, update, keep, lambda folder: save_trainer(self.trainer, folder))
+        except (OSError, SafetensorError) as error:
+            sound = find_checkpoints(self.folder, run).newest
+            kept = f"{sound.name} is untouched" if sound is not None else "there is none yet"
+            raise RunError(
+                f"the checkpoint of update {update} could not be saved ({error}): {self.folder}; of sound ones, "
+                f"{kept}. Make room there. {self.way_on()}"
+            ) from None
+
+    def way_on(self) -> str:
+        return f"Go on with: {resume_command(self.config)}"
+
+    def state_dict(self) -> dict[str, float]:
+        return {"seconds": self.log.seconds()}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.log.before = state["seconds"]
+
+
+def resume_command(config: Config) -> str:
+    """What goes on with a run: its settings are in its run.json."""
+    return f"python train_{config.algorithm}.py --resume --output {shlex.quote(config.run.output)}"
+
 
 def kl_controller(config: Config, updates: int) -> KLController:
     """The controller that the settings ask for, for a run of `updates` updates."""
@@ -179,9 +255,9 @@ def kl_controller(config: Config, updates: int) -> KLController:
     return KLController(kl.kl_coef, kl.targets, horizon, updates, kl.kl_boundaries)
 
 
-def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -> None:
-    """What every run has: TensorBoard, replies as files, the live line, the best checkpoint, KL control. The line
-    shows the beta that the update was made with, so control comes last."""
+def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: StopRequest) -> None:
+    """What every run has: TensorBoard, replies as files, the live line, the best checkpoint, KL control, checkpoints.
+    The line shows the beta that the update was made with, so control comes after it."""
     controller = kl_controller(config, trainer.updates)
     output = Path(config.run.output)
     trainer.add_callback(TensorBoardLog(output / "logs"))
@@ -192,3 +268,4 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
     trainer.add_callback(ProgressLine(trainer, screen, controller))
     trainer.add_callback(BestCheckpoint(trainer, config, controller, log))
     trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update))
+    trainer.add_callback(Checkpoints(trainer, config, log, screen, stop))

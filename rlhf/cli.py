@@ -18,6 +18,8 @@ import yaml
 from rlhf.errors import UserError, did_you_mean, raise_if
 from rlhf.knobs import Knob, convert, knobs_of, name_table, range_text
 
+Layer = dict[str, tuple[Any, str]]  # name -> (value, where it was set)
+
 
 def read_yaml(path: str, names: dict[str, str]) -> dict[str, tuple[Any, str]]:
     """The knobs that a YAML file sets: name -> (value, 'file:line'). Nesting is free: only the leaves' names count."""
@@ -182,9 +184,11 @@ def resolve(
     *,
     defaults: dict | None = None,
     foreign: dict[str, str] | None = None,
+    beneath: Layer | None = None,
     **top: Any,
 ) -> Any:
-    """The configuration that defaults, recipe, YAML file and flags make together. All faults in one UserError.
+    """The configuration that defaults, recipe, `beneath`, YAML file and flags make together. All faults in one
+    UserError.
 
     `foreign` groups (group -> the command that reads them) have no flags here; recipes and YAML files may set them,
     as one file serves both algorithms. `top` are fields beside the groups.
@@ -200,14 +204,11 @@ def resolve(
     flags = read_flags(parser, argv, elsewhere)
     yaml_path = flags.pop("config", (None, ""))[0] if recipes is not None else None
     from_yaml = read_yaml(yaml_path, {**name_table(knobs), "recipe": "recipe"}) if yaml_path else {}
-    return build(config_class, recipes, [from_yaml, flags], defaults, **top)
+    return build(config_class, recipes, [beneath or {}, from_yaml, flags], defaults, **top)
 
 
 def _default_recipe(config_class: type) -> str:
     return next(f.default for f in dataclasses.fields(config_class) if f.name == "recipe")
-
-
-Layer = dict[str, tuple[Any, str]]  # name -> (value, where it was set)
 
 
 def build(

@@ -53,6 +53,12 @@ def run_command(main: Callable[[], None]) -> None:
     except UserError as error:
         print(error.report(), file=sys.stderr)
         sys.exit(error.exit_status)
+    except OSError as error:
+        if error.errno is None:  # a library's own, with no file of ours behind it
+            raise
+        where = error.filename or "a file of this command"
+        print(f"error: {error.strerror}: {where}. Mend that and go on (a training run with --resume)", file=sys.stderr)
+        sys.exit(RunError.exit_status)
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         sys.exit(130)

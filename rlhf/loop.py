@@ -24,7 +24,6 @@ from transformers.trainer_callback import ProgressCallback
 from config import Config
 from rlhf import objectives
 from rlhf.actor_critic import Actor, Reference, base_of, logits_at_once
-from rlhf.checkpoints import load_policy_weights, save_policy
 from rlhf.controllers import ScoreNormalizer
 from rlhf.engines import check_engine, sample_replies
 from rlhf.errors import RunError, UserError
@@ -37,10 +36,14 @@ from rlhf.rewards import RewardFunction, Rewards
 from rlhf.rollout import Forward, Replies, Rollout, generator, measure, tokens_at_once, uniforms
 from rlhf.system import keep_freed_memory
 from rlhf.vllm_engine import VLLMEngine
+from rlhf.weights import load_policy_weights, save_policy
 
 EVALUATED_AT_ONCE = 32  # prompts
 MOST_WEIGHT = 2.0  # of a token whose sampler was another program
-EVENTS = ("on_train_begin", "on_batch", "on_update_end", "on_evaluation", "on_epoch_end", "on_train_end")
+EVENTS = (
+    *("on_train_begin", "on_batch", "on_update_end", "on_evaluation", "on_epoch_end", "on_update_done"),
+    "on_train_end",
+)
 
 
 class OnPolicyLoop(ABC):
@@ -48,6 +51,9 @@ class OnPolicyLoop(ABC):
 
     An algorithm gives `build_trl`, `actor`, `advantages` and `losses`.
     """
+
+    # what is counted over a run, for checkpoints
+    COUNTERS = ("kl_coef", "optimizer_steps", "reply_tokens", "peak_memory")
 
     def __init__(
         self,
@@ -75,6 +81,7 @@ class OnPolicyLoop(ABC):
         check_engine(config.speed.rollout_engine, policy, PartialState().device)
         self.packed = config.speed.packed and packable(base_of(policy))
         self.reference = Reference.before_training(policy, self.dtype)
+        self.trained = False
         self.listeners: list = []
         self.this_epoch: list[dict[str, float]] = []
         self.build_trl(policy, tokenizer)
@@ -132,15 +139,18 @@ class OnPolicyLoop(ABC):
 
     def train(self) -> dict[str, float]:
         """All updates; returns the last update's metrics together with the last evaluation's."""
-        if self.evaluations and self.state.global_step:
+        if self.trained:
             raise RunError(f"already trained, {self.state.global_step} updates: train(). Make a new trainer")
+        self.trained = True
         reset_peak_memory(self.accelerator.device)
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         self.tell("on_train_begin", self)
-        self.evaluate()
+        if not self.evaluations:  # a resumed run has the start model's
+            self.evaluate()
         metrics: dict[str, float] = {}
-        for update in range(1, self.updates + 1):
+        for update in range(self.state.global_step + 1, self.updates + 1):
             metrics = self.one_update(update)
+            self.tell("on_update_done", update)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         self.tell("on_train_end")
         return {**metrics, **self.evaluations[-1].metrics()}

@@ -15,7 +15,6 @@ from config import Config, MeasureSettings, config_of_run
 from reward_model.scorer import RewardModel
 from rlhf.actor_critic import Actor, Reference
 from rlhf.assembly import RewardSources, find_rewards, fingerprint, make_rewards
-from rlhf.checkpoints import WEIGHTS_FILE
 from rlhf.console import Screen
 from rlhf.demo.parts import gold_of
 from rlhf.engines import sample_replies
@@ -27,6 +26,7 @@ from rlhf.prompts import Example, Prompt, encode_prompt, load_prompts
 from rlhf.rewards import LearnedReward, Rewards
 from rlhf.rollout import Replies, generator, measure, uniforms
 from rlhf.trained import Trained, has_start, in_4_bit, shared_settings
+from rlhf.weights import WEIGHTS_FILE
 
 ROWS_AT_ONCE = 64  # replies sampled together
 EVERY_PROMPT = 10**9

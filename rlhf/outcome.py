@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from config import ALGORITHMS, Config, make_config
 from rlhf.callbacks import kl_controller
-from rlhf.checkpoints import BEST_FOLDER
 from rlhf.console import Screen
 from rlhf.demo.parts import gold_of
 from rlhf.knobs import as_plain
 from rlhf.loop import OnPolicyLoop
 from rlhf.report import compare, kl_of_phases, last_kl, show_figures, show_samples
 from rlhf.runlogs import MAY_DIFFER, RunLog, differences
+from rlhf.weights import BEST_FOLDER
 
 
 def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Screen) -> None:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rlhf import system
 from rlhf.errors import UserError
 from rlhf.files import check_folder, write_json
 
 RUN_FILE = "run.json"
-MAY_DIFFER = (  # settings of runs that are seeds of the same
-    *("seed", "seeds", "output", "overwrite", "dry_run"),
+LOCK_FILE = "run.lock"
+HARMLESS = (  # settings that change nothing of what is learned
+    *("seeds", "output", "overwrite", "dry_run", "save_every", "keep", "resume", "resume_anyway"),
     *("record_tokens", "record_format", "record_every", "record_prompts"),
 )
+MAY_DIFFER = ("seed", *HARMLESS)  # between runs that are seeds of the same
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
 
 
@@ -31,6 +37,7 @@ def check_output(folder: Path, *, overwrite: bool, is_default: bool) -> None:
     A finished run in the default folder will be moved aside; `overwrite` will remove a run, and only one that this
     project wrote. Everything else that lies there is in the way.
     """
+    require_unused(folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"a file, not a folder: --output {folder}. Name another with --output")
     if not folder.exists() or not any(folder.iterdir()):
@@ -42,10 +49,12 @@ def check_output(folder: Path, *, overwrite: bool, is_default: bool) -> None:
             f"holds files of something else (no {RUN_FILE}): --output {folder}. Name another with --output"
         )
     if not overwrite and not (status == "finished" and is_default):
-        kind = "a finished" if status == "finished" else "an unfinished"
+        kind, more = (
+            ("a finished", "") if status == "finished" else ("an unfinished", "--resume to go on with it, or ")
+        )
         raise UserError(
             f"{kind} run is there: --output {folder}. "
-            "Add --overwrite to delete it, or name another folder with --output"
+            f"Add {more}--overwrite to delete it, or name another folder with --output"
         )
     check_folder(str(folder))
 
@@ -87,9 +96,14 @@ def read_run(folder: Path) -> dict[str, Any] | None:
 
 
 def read_status(folder: Path) -> str | None:
-    """ "running", "finished" or "failed"; None where there is no readable run.json."""
+    """ "running", "finished", "stopped" or "failed"; None where there is no readable run.json."""
     run = read_run(folder)
     return None if run is None else run["status"]
+
+
+def seed_folder(output: str, seed: int) -> str:
+    """Where one of several seeds goes."""
+    return f"{Path(output)}_seed{seed}"
 
 
 def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -134,22 +148,44 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-class RunLog:
-    """A run's run.json, rewritten whole at every change."""
+def require_unused(folder: Path) -> None:
+    """Raise UserError where a live process has a run in `folder`."""
+    if (folder / LOCK_FILE).exists():
+        held = system.lock(folder / LOCK_FILE)
+        if held is None:
+            run = read_run(folder) or {}
+            raise UserError(
+                f"in use by a live run (process {run.get('pid', 'unknown')}, since {run.get('started', 'unknown')}): "
+                f"--output {folder}. Stop that one, or name another folder with --output"
+            )
+        held.close()
 
-    def __init__(self, folder: Path, **facts: Any):
-        self.begun = time.monotonic()
+
+class RunLog:
+    """A run's run.json, rewritten whole at every change; while it is open, the run's folder is locked."""
+
+    def __init__(self, folder: Path, *, resume: bool = False, **facts: Any):
+        """With `resume`, the run that is there goes on: what it was told stays, and `sessions` gets another entry."""
+        require_unused(folder)
+        self._lock = system.lock(folder / LOCK_FILE)
+        self.begun, self.before = time.monotonic(), 0.0
         self.path = folder / RUN_FILE
-        self.data: dict[str, Any] = {"status": "running", "started": now(), **environment(), **facts}
-        write_json(self.path, self.data)
+        began = {"started": now(), "pid": os.getpid(), **environment()}
+        if resume:
+            self.data: dict[str, Any] = require_run(folder, "--resume, --output")
+            self.data = {k: v for k, v in self.data.items() if k not in ("ended", "reason")}
+            self.add(status="running", pid=began["pid"], sessions=[*self.data.get("sessions", []), {**began, **facts}])
+        else:
+            self.data = {"status": "running", "id": uuid.uuid4().hex, **began, **facts}
+            write_json(self.path, self.data)
 
     def add(self, **facts: Any) -> None:
         self.data.update(facts)
         write_json(self.path, self.data)
 
     def seconds(self) -> float:
-        """Since the run began."""
-        return time.monotonic() - self.begun
+        """Of training, in this session and those before it."""
+        return self.before + time.monotonic() - self.begun
 
     def __enter__(self) -> RunLog:
         return self
@@ -159,7 +195,10 @@ class RunLog:
         if kind is None:
             self.add(status="finished", ended=now())
         else:
-            self.add(status="failed", ended=now(), reason=f"{kind.__name__}: {error}")
+            status = getattr(error, "run_status", "failed")
+            with contextlib.suppress(OSError):  # a full disk, perhaps what ended the run: that is told, not this
+                self.add(status=status, ended=now(), reason=f"{kind.__name__}: {error}")
+        self._lock.close()
 
 
 def environment() -> dict[str, Any]:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import sys
+from pathlib import Path
+from typing import IO
+
+WINDOWS = sys.platform == "win32"
+
+# --- memory ----------------------------------------------------------------------------------------------------------
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
 NEVER = 2**31 - 1  # the largest that mallopt takes
@@ -18,3 +26,70 @@ def keep_freed_memory() -> bool:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, NEVER) and mallopt(M_TRIM_THRESHOLD, NEVER))
+
+
+def cap_card_memory(share: float = 0.95) -> bool:
+    """On Windows, forbid torch more than a share of the card's memory; returns whether it did.
+
+    The driver there moves what does not fit into the machine's own memory, and a run becomes many times slower
+    without a word. With a cap torch says "out of memory", which a run can answer. Elsewhere the driver says it itself.
+    """
+    import torch
+
+    if not WINDOWS or not torch.cuda.is_available():
+        return False
+    torch.cuda.set_per_process_memory_fraction(share)
+    return True
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def sync_file(file: Path) -> None:
+    """Wait until a file's bytes are on the disk."""
+    with file.open("rb+") as stream:  # Windows syncs only what may be written
+        os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until a folder's names are on the disk. Windows opens no folders: there its journal keeps their order."""
+    if WINDOWS:
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+LOCKED_AT = 2**20  # byte of a lock's file that is locked on Windows: behind the text, which others may read
+
+
+def lock(file: Path) -> IO[bytes] | None:
+    """Lock a file for as long as what is returned is open, or the process lives; None where another one has it.
+
+    The system lets go of it whatever the process dies of, so a lock is never stale.
+    """
+    stream = file.open("ab+")
+    try:
+        if WINDOWS:
+            import msvcrt
+
+            stream.seek(LOCKED_AT)
+            msvcrt.locking(stream.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        stream.close()
+        return None
+    return stream
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+def stop_signals() -> list[signal.Signals]:
+    """What asks a process to end: Ctrl-C; and SIGTERM, in whose place a Windows console sends Ctrl-Break."""
+    return [signal.SIGINT, signal.SIGBREAK] if WINDOWS else [signal.SIGINT, signal.SIGTERM]

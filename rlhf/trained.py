@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from config import Config, MeasureSettings, config_of_run, make_config
-from rlhf.checkpoints import ADAPTER_FILE, BEST_FOLDER, WEIGHTS_FILE
 from rlhf.errors import UserError, raise_if
 from rlhf.hub import is_path, missing_path
 from rlhf.models import find_model
 from rlhf.runlogs import RUN_FILE, differences, flat_settings, last_run, read_run
+from rlhf.weights import ADAPTER_FILE, BEST_FOLDER, WEIGHTS_FILE
 
 ADAPTER_CONFIG = "adapter_config.json"
 # of a run's settings, those that decide what its replies and scores are

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from reward_model.scorer import RewardModel
 from rlhf import actor_critic, hub, loop
 from rlhf.actor_critic import ActorCritic, Reference, with_value_head
-from rlhf.checkpoints import load_policy_weights
 from rlhf.errors import UserError
 from rlhf.models import autocast, find_model, load_policy, load_tokenizer
 from rlhf.packing import Padded
 from rlhf.rollout import episodes_of
+from rlhf.weights import load_policy_weights
 from tests.conftest import whole_gradient
 from tests.shapes import smollm2_tokenizer
 

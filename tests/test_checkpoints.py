@@ -1,0 +1,154 @@
+"""Checkpoints: complete or absent, whatever is broken, and nobody else's files are touched."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf import checkpoints, system
+from rlhf.checkpoints import GOING, MANIFEST, find_checkpoints, write_checkpoint
+
+RUN = "a run"
+FILES = {"model.safetensors": b"w" * 1000, "training.json": b"{}", "inner/more.json": b"[1, 2]"}
+
+
+def fill(folder: Path) -> None:
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    for update in (10, 20):
+        write_checkpoint(tmp_path, RUN, update, 2, fill)
+    return tmp_path
+
+
+def updates(folder: Path, run: str = RUN) -> list[int]:
+    return sorted(find_checkpoints(folder, run).sound)
+
+
+def test_the_newest_ones_are_kept(folder):
+    assert updates(folder) == [10, 20]
+    write_checkpoint(folder, RUN, 30, 2, fill)
+    assert updates(folder) == [20, 30]
+    assert sorted(p.name for p in folder.iterdir()) == ["update-000020", "update-000030"]
+    assert find_checkpoints(folder, RUN).newest.name == "update-000030"
+
+
+def test_updates_are_ordered_as_numbers(tmp_path):
+    for update in (999_999, 1_000_000):
+        write_checkpoint(tmp_path, RUN, update, 2, fill)
+    assert find_checkpoints(tmp_path, RUN).newest.name == "update-1000000"
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+@pytest.mark.parametrize(
+    "harm", [cut, flip, Path.unlink, lambda f: f.write_bytes(b"")], ids=["cut", "flip", "no", "0"]
+)
+def test_a_harmed_file_is_named_and_its_checkpoint_skipped(folder, name, harm):
+    harm(folder / "update-000020" / name)
+    found = find_checkpoints(folder, RUN)
+    assert found.newest == folder / "update-000010"
+    assert len(found.skipped) == 1 and found.skipped[0].startswith("update-000020: ") and name in found.skipped[0]
+
+
+def test_a_manifest_that_names_files_outside_is_none(folder):
+    manifest = folder / "update-000020" / MANIFEST
+    said = json.loads(manifest.read_text())
+    said["files"]["../../precious"] = {"size": 1, "sha256": "0"}
+    manifest.write_text(json.dumps(said))
+    assert updates(folder) == [10]
+
+
+def test_others_files_stay(folder):
+    """Folders of a like name, another run's checkpoints, and strange files in one of ours."""
+    write_checkpoint(folder, "another run", 5, 9, fill)
+    (folder / "update-final").mkdir()
+    (folder / "update-000001").mkdir()
+    (folder / "update-000001" / "mine.txt").write_text("keep me")
+    (folder / "update-000010" / "notes.txt").write_text("keep me, too")
+    for update in (30, 40, 50):
+        write_checkpoint(folder, RUN, update, 2, fill)
+    assert updates(folder) == [40, 50] and updates(folder, "another run") == [5]
+    assert (folder / "update-final").is_dir()
+    assert (folder / "update-000001" / "mine.txt").read_text() == "keep me"
+    assert [p.name for p in (folder / "update-000010").iterdir()] == ["notes.txt"]
+
+
+def test_a_removal_that_was_interrupted_is_brought_to_its_end(folder, monkeypatch):
+    def killed(place):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoints, "_remove", killed)
+        write_checkpoint(folder, RUN, 30, 2, fill)
+    assert (folder / "update-000010" / GOING).exists()
+    assert updates(folder) == [20, 30] and find_checkpoints(folder, RUN).skipped == []
+    write_checkpoint(folder, RUN, 40, 2, fill)
+    assert not (folder / "update-000010").exists()
+
+
+def test_a_torn_checkpoint_makes_way_for_the_same_update(folder):
+    cut(folder / "update-000020" / "training.json")
+    write_checkpoint(folder, RUN, 20, 2, fill)
+    assert updates(folder) == [10, 20]
+    assert (folder / "update-000020.torn").is_dir(), "kept, for whoever wants to know"
+
+
+@pytest.mark.parametrize("name", ["sync_file", "sync_folder"])
+def test_a_disk_that_fails_at_any_sync_costs_nothing(folder, monkeypatch, name):
+    count, really = 0, getattr(system, name)
+    while True:
+        calls = []
+
+        def failing(path, calls=calls, at=count):
+            calls.append(path)
+            if len(calls) == at + 1:
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            really(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(system, name, failing)
+            try:
+                write_checkpoint(folder, RUN, 30 + count, 2, fill)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+            else:
+                break
+        assert len(updates(folder)) >= 2
+        assert not list(folder.glob("*.unfinished"))
+        count += 1
+    assert count >= (4 if name == "sync_file" else 2), "every sync failed once"
+
+
+def test_what_the_disk_gives_back_is_read(folder, monkeypatch):
+    """A disk that swallows a byte after all was synchronised: said at once, and the old checkpoints stay."""
+    really = checkpoints.sha256
+    monkeypatch.setattr(checkpoints, "sha256", lambda file: really(file) if "unfinished" in str(file) else "0")
+    with pytest.raises(OSError, match="read back from the disk"):
+        write_checkpoint(folder, RUN, 30, 2, fill)
+    monkeypatch.undo()
+    assert updates(folder)[:2] == [10, 20]
+
+
+def test_a_folder_that_is_not_there_has_none(tmp_path):
+    assert find_checkpoints(tmp_path / "nowhere", RUN).newest is None

@@ -13,6 +13,8 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     from rlhf.seeds import for_each_seed
 
+    if config.run.replay is not None:
+        return replay_incident(config, Screen())
     for_each_seed(train, config, Screen())
 
 
@@ -40,6 +42,18 @@ def train(config: Config, screen) -> None:
         trainer.train()
         trainer.save_model(config.run.output)
         finish_run(config, trainer, log, screen)
+
+
+def replay_incident(config: Config, screen) -> None:
+    from rlhf.assembly import load_parts
+    from rlhf.grpo_trainer import GRPO
+    from rlhf.incidents import Incident, replay
+    from rlhf.preflight import start_device
+
+    incident = Incident.read(config.run.replay)
+    config = incident.config(config.run.output)
+    parts = load_parts(config, start_device(screen), screen)
+    screen.facts(replay(GRPO(config, **parts.for_trainer), incident))
 
 
 if __name__ == "__main__":

@@ -20,9 +20,12 @@ from rlhf.console import Screen, clock
 from rlhf.controllers import KLController
 from rlhf.errors import RunError
 from rlhf.evaluation import Evaluation
+from rlhf.guard import MOST_IN_A_ROW, Dropped
+from rlhf.incidents import save_incident
 from rlhf.loop import OnPolicyLoop
 from rlhf.metrics import Batch, Scored
 from rlhf.prompts import Prompt
+from rlhf.rollout import Rollout
 from rlhf.runlogs import RunLog
 from rlhf.stopping import Stopped, StopRequest
 from rlhf.tokens import TOKENS_FOLDER, token_rows, write_tokens
@@ -41,6 +44,9 @@ class Callback:
 
     def on_update_end(self, update: int, metrics: dict[str, float]) -> None:
         """After an update's optimizer steps, with what was logged of it."""
+
+    def on_drop(self, update: int, rollout: Rollout, batch: Batch | None, found: Dropped) -> None:
+        """In place of on_update_end, where the rest of an update was dropped: what was `found`, and on what."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """After an evaluation; the start model's comes first, with update 0."""
@@ -95,6 +101,9 @@ class TensorBoardLog(Callback):
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, update)
 
+    def on_drop(self, update, rollout, batch, found):
+        self.writer.add_text("dropped", str(found), update)
+
     def on_evaluation(self, evaluation):
         self.on_update_end(evaluation.update, evaluation.metrics())
 
@@ -123,6 +132,9 @@ class ProgressLine(Callback):
             f"{metrics['throughput/tokens_per_s']:,.0f} tokens/s | {clock(left)} left",
             last=update == updates,
         )
+
+    def on_drop(self, update, rollout, batch, found):
+        self.screen.say(f"warning: the rest of update {update} is dropped: {found}")
 
     def on_evaluation(self, evaluation):
         said = evaluation.metrics()
@@ -160,6 +172,21 @@ class TokenRecord(Callback):
             gamma = self.config.ppo.gamma
             rows = token_rows(update, numbers, batch, scored.raw, self.tokenizer, gamma)
             write_tokens(self.folder, update, rows, record.record_format)
+
+
+class Incidents(Callback):
+    """Before a run gives up, all that is needed to do the update again goes into a folder."""
+
+    def __init__(self, trainer: OnPolicyLoop, config: Config, screen: Screen):
+        self.trainer, self.config, self.screen = trainer, config, screen
+
+    def on_drop(self, update, rollout, batch, found):
+        if self.trainer.drops.in_a_row == MOST_IN_A_ROW:
+            folder = Path(self.config.run.output) / "incidents" / f"update-{update:06d}"
+            save_incident(self.trainer, folder, update, rollout, batch, found)
+            self.screen.say(f"the update, to look at: {folder}")
+            replay = f"python train_{self.config.algorithm}.py --replay {shlex.quote(str(folder))}"
+            self.screen.say(f"to do it again, step by step: {replay}")
 
 
 class BestCheckpoint(Callback):
@@ -266,6 +293,7 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
         tokenizer, prompts = trainer.processing_class, trainer.train_prompts
         trainer.add_callback(TokenRecord(output / TOKENS_FOLDER, config, tokenizer, prompts))
     trainer.add_callback(ProgressLine(trainer, screen, controller))
+    trainer.add_callback(Incidents(trainer, config, screen))
     trainer.add_callback(BestCheckpoint(trainer, config, controller, log))
     trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update))
     trainer.add_callback(Checkpoints(trainer, config, log, screen, stop))

@@ -6,7 +6,6 @@ same budget is then a difference between two algorithms.
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -28,11 +27,12 @@ from rlhf.controllers import ScoreNormalizer
 from rlhf.engines import check_engine, sample_replies
 from rlhf.errors import RunError, UserError
 from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
+from rlhf.guard import MOST_IN_A_ROW, Dropped, Drops, check_finite, check_step
 from rlhf.metrics import Batch, Scored, memory_in_use, reset_peak_memory, rollout_metrics
 from rlhf.models import autocast, autocast_dtype
 from rlhf.packing import Passage, packable
 from rlhf.prompts import Prompt, encode_prompts, examples_of
-from rlhf.rewards import RewardFunction, Rewards
+from rlhf.rewards import BadScore, RewardFunction, Rewards
 from rlhf.rollout import Forward, Replies, Rollout, generator, measure, tokens_at_once, uniforms
 from rlhf.system import keep_freed_memory
 from rlhf.vllm_engine import VLLMEngine
@@ -42,7 +42,7 @@ EVALUATED_AT_ONCE = 32  # prompts
 MOST_WEIGHT = 2.0  # of a token whose sampler was another program
 EVENTS = (
     *("on_train_begin", "on_batch", "on_update_end", "on_evaluation", "on_epoch_end", "on_update_done"),
-    "on_train_end",
+    *("on_drop", "on_train_end"),
 )
 
 
@@ -81,6 +81,7 @@ class OnPolicyLoop(ABC):
         check_engine(config.speed.rollout_engine, policy, PartialState().device)
         self.packed = config.speed.packed and packable(base_of(policy))
         self.reference = Reference.before_training(policy, self.dtype)
+        self.drops = Drops()
         self.trained = False
         self.listeners: list = []
         self.this_epoch: list[dict[str, float]] = []
@@ -160,11 +161,17 @@ class OnPolicyLoop(ABC):
         begun = time.perf_counter()
         rollout = self.rollout(self.prompts_of(update), update, "rollout")
         rolled = time.perf_counter()
-        scored = self.score(rollout)
-        judged = time.perf_counter()
-        batch = self.corrected(self.advantages(rollout, scored.used))
-        self.tell("on_batch", update, batch, scored)
-        stats = self.update(batch, update)
+        batch = None
+        try:
+            check_finite(logprobs=rollout.logprobs, ref_logprobs=rollout.ref_logprobs, values=rollout.values)
+            scored = self.score(rollout)
+            judged = time.perf_counter()
+            batch = self.corrected(self.advantages(rollout, scored.used))
+            self.tell("on_batch", update, batch, scored)
+            stats = self.update(batch, update)
+        except Dropped as found:
+            return self.drop(update, rollout, batch, found)
+        self.drops.note(dropped=False)
         times = {
             "time/rollout_s": rolled - begun,
             "time/score_s": judged - rolled,
@@ -172,6 +179,22 @@ class OnPolicyLoop(ABC):
         }
         said = rollout_metrics(batch, scored, self.config.group_size)
         return self.finish_step(update, {**said, **stats, **times})
+
+    def drop(self, update: int, rollout: Rollout, batch: Batch | None, found: Dropped) -> dict[str, float]:
+        """The rest of an update is left out, and callbacks hear of it; optimizer steps that were taken stay. Raises
+        RunError after some in a row."""
+        self.optimizer.zero_grad()
+        self.lr_scheduler.step()
+        self.drops.note(dropped=True)
+        self.tell("on_drop", update, rollout, batch, found)
+        if self.drops.in_a_row >= MOST_IN_A_ROW:
+            raise RunError(
+                f"{self.drops.in_a_row} updates in a row had to be dropped: update {update}, {found}. "
+                "Try a smaller --learning-rate, or --no-bf16"
+            )
+        self._count(update)
+        self._close(update)
+        return {"updates/dropped": float(self.drops.count)}
 
     def prompts_of(self, update: int) -> list[tuple[int, Prompt]]:
         """This update's episodes: their numbers in the run and their prompts; a group's stand together.
@@ -205,17 +228,13 @@ class OnPolicyLoop(ABC):
                     slots=self.config.speed.rollout_slots,
                 )
         begun = self.begin(replies) if purpose == "rollout" else None
+        return Rollout(replies, prompts, replies.texts(self.processing_class), *self.measure(replies, begun), begun)
+
+    def measure(self, replies: Replies, begun: Forward | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs, reference log-probs and values of sampled replies, each (B, T), as the loss will compute them."""
+        most, packed = self.config.batch.micro_batch_size, self.packed
         with autocast(self.accelerator.device, self.dtype):
-            measured = measure(
-                self.actor,
-                self.reference,
-                replies,
-                self.sampling.temperature,
-                self.config.batch.micro_batch_size,
-                self.packed,
-                begun,
-            )
-        return Rollout(replies, prompts, replies.texts(self.processing_class), *measured, begun)
+            return measure(self.actor, self.reference, replies, self.sampling.temperature, most, packed, begun)
 
     def begin(self, replies: Replies) -> Forward | None:
         """The first optimizer step's forward pass, where it is one pass over the whole rollout: it measures, too, and
@@ -239,10 +258,14 @@ class OnPolicyLoop(ABC):
 
     def score(self, rollout: Rollout) -> Scored:
         """Scores as the reward functions gave them, and as the algorithm takes them: less the missing-EOS penalty,
-        normalised if asked."""
+        normalised if asked. Raises Dropped where one is not finite."""
         replies, reward = rollout.replies, self.config.reward
-        given = self.rewards.score(rollout.prompts, rollout.texts, replies.rows(), replies.ended.tolist())
+        try:
+            given = self.rewards.score(rollout.prompts, rollout.texts, replies.rows(), replies.ended.tolist())
+        except BadScore as error:
+            raise Dropped(str(error)) from None
         raw = torch.tensor(given.total, dtype=torch.float32, device=replies.ended.device)
+        check_finite(scores=raw)  # a large float64 is infinite here
         used = raw - reward.missing_eos_penalty * (~replies.ended).float()
         if self.normalizer is not None:
             used = torch.tensor(self.normalizer(used.tolist()), dtype=torch.float32, device=raw.device)
@@ -263,13 +286,7 @@ class OnPolicyLoop(ABC):
                 steps.append(self.optimizer_step(batch, rows))
         self.lr_scheduler.step()
         means = torch.stack([torch.stack(list(s.values())) for s in steps]).mean(0).tolist()
-        stats = dict(zip(steps[0], means, strict=True))
-        if not math.isfinite(stats["loss"]) or not math.isfinite(stats["policy/grad_norm"]):
-            raise RunError(
-                f"the loss or its gradient is not finite: update {update}, loss {stats['loss']}. Nothing is saved; "
-                "try a smaller --learning-rate or --no-bf16"
-            )
-        return stats
+        return dict(zip(steps[0], means, strict=True))
 
     @property
     def minibatch_size(self) -> int:
@@ -283,7 +300,17 @@ class OnPolicyLoop(ABC):
         return (order[at : at + self.minibatch_size] for at in range(0, size, self.minibatch_size))
 
     def optimizer_step(self, batch: Batch, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Gradients of one minibatch, micro-batch by micro-batch, clipped; then one step."""
+        """Gradients of one minibatch, clipped; then one step. Raises Dropped, with the weights as they were, where the
+        gradients are not fit for one."""
+        stats = self.minibatch_gradients(batch, rows)
+        check_step(stats, rows)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.optimizer_steps += 1
+        return stats
+
+    def minibatch_gradients(self, batch: Batch, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Those of one minibatch, micro-batch by micro-batch, clipped; its statistics."""
         replies, most = batch.rollout.replies, self.config.batch.micro_batch_size
         tokens = torch.tensor(float(sum(replies.reply_lengths[r] for r in rows)), device=batch.kl.device)
         stats: dict[str, Tensor] = {}
@@ -293,9 +320,6 @@ class OnPolicyLoop(ABC):
         stats["policy/grad_norm"] = torch.as_tensor(
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
         ).to(tokens.device)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.optimizer_steps += 1
         return stats
 
     def gradients(
@@ -352,25 +376,33 @@ class OnPolicyLoop(ABC):
         metrics["throughput/tokens_per_s"] = tokens / spent
         metrics["throughput/episodes_per_s"] = self.config.episodes_per_update / spent
         metrics["optimizer_steps"] = float(self.optimizer_steps)
+        metrics["updates/dropped"] = float(self.drops.count)
         self.note_memory()
         metrics["memory/peak_gib"] = self.peak_memory / 2**30
+        self._count(update)
+        self.log(dict(metrics))
+        self.tell("on_update_end", update, metrics)
+        self.this_epoch.append(metrics)
+        self._close(update)
+        return metrics
+
+    def _count(self, update: int) -> None:
         self.state.global_step = update
         self.state.episode = update * self.config.episodes_per_update
         self.state.epoch = update * self.config.batch.batch_size / len(self.train_prompts)
-        self.log(dict(metrics))
+
+    def _close(self, update: int) -> None:
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-        self.tell("on_update_end", update, metrics)
-        self._finish_epoch(update, metrics)
+        self._finish_epoch(update)
         if update % self.config.run.eval_every == 0 or update == self.updates:
             self.evaluate()
-        return metrics
 
-    def _finish_epoch(self, update: int, metrics: dict[str, float]) -> None:
+    def _finish_epoch(self, update: int) -> None:
         """At the end of a pass over the training prompts, the callbacks hear the means of its updates' metrics."""
-        self.this_epoch.append(metrics)
         before, passes = ((u * self.config.batch.batch_size) // len(self.train_prompts) for u in (update - 1, update))
-        if passes > before:
-            self.tell("on_epoch_end", passes, {name: fmean(m[name] for m in self.this_epoch) for name in metrics})
+        if passes > before and self.this_epoch:
+            names = self.this_epoch[-1]
+            self.tell("on_epoch_end", passes, {name: fmean(m[name] for m in self.this_epoch) for name in names})
             self.this_epoch = []
 
     def set_kl_coef(self, beta: float) -> None:

@@ -29,6 +29,10 @@ from rlhf.prompts import Prompt, encode_prompt, encode_reply
 RewardFunction = Callable[..., Sequence[float]]
 
 
+class BadScore(RunError):
+    """A score that is not a finite number. Training drops the update; an evaluation ends the run."""
+
+
 class LearnedReward:
     """A reward model's calibrated score of each reply."""
 
@@ -171,9 +175,22 @@ class Rewards:
     ) -> Scores:
         """The scores of replies, given as texts and as ids with EOS.
 
-        Raises RunError, with the function's name and the reply, where a function raises, gives a wrong count or a
-        score that is not a finite number: the optimizer must never see it. (TRL's GRPO sums NaN away.)
+        Raises RunError, with the function's name and the reply, where a function raises or gives a wrong count, and
+        BadScore for a score that is not a finite number: the optimizer must never see it. (TRL's GRPO sums NaN away.)
         """
+        given = self.ask(prompts, texts, ids, ended)
+        rows = zip(*given.values(), strict=True)
+        return Scores([sum(w * s for w, s in zip(self.weights, row, strict=True)) for row in rows], given)
+
+    def ask(
+        self,
+        prompts: Sequence[Prompt],
+        texts: Sequence[str],
+        ids: Sequence[Sequence[int]],
+        ended: Sequence[bool],
+        finite: bool = True,
+    ) -> dict[str, list[float]]:
+        """What each function gives, before its weight. Raises as `score`; with `finite` False, not for numbers."""
         batch = {
             "prompts": [p.example.messages[-1]["content"] for p in prompts],
             "completions": list(texts),
@@ -181,16 +198,14 @@ class Rewards:
             "messages": [list(p.example.messages) for p in prompts],
             "ended": list(ended),
         }
-        given = {name: _ask(f, name, batch) for f, name in zip(self.functions, self.names, strict=True)}
-        rows = zip(*given.values(), strict=True)
-        return Scores([sum(w * s for w, s in zip(self.weights, row, strict=True)) for row in rows], given)
+        return {name: _ask(f, name, batch, finite) for f, name in zip(self.functions, self.names, strict=True)}
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name}_{i + 1}" for i, name in enumerate(names)]
 
 
-def _ask(function: RewardFunction, name: str, batch: dict[str, list]) -> list[float]:
+def _ask(function: RewardFunction, name: str, batch: dict[str, list], finite: bool) -> list[float]:
     texts = batch["completions"]
     try:
         scores = function(**_accepted(function, batch))
@@ -213,8 +228,8 @@ def _ask(function: RewardFunction, name: str, batch: dict[str, list]) -> list[fl
             f"{texts[0]!r:.80}. One number each"
         )
     for score, text in zip(scores, texts, strict=True):
-        if not isinstance(score, Real) or not math.isfinite(score):
-            raise RunError(
+        if not isinstance(score, Real) or (finite and not math.isfinite(score)):
+            raise BadScore(
                 f"score {score!r} is not a finite number: reward function {name}, reply {text!r:.80}. Mend it"
             )
     return [float(score) for score in scores]

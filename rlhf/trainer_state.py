@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf.evaluation import Evaluation, FixedText
+from rlhf.guard import Drops
 from rlhf.loop import OnPolicyLoop
 from rlhf.prompts import Example, Prompt
 from rlhf.weights import load_policy_weights
@@ -41,6 +42,7 @@ def save_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
         "epoch": trainer.state.epoch,
         "log_history": trainer.state.log_history,
         "counters": {name: getattr(trainer, name) for name in trainer.COUNTERS},
+        "drops": asdict(trainer.drops),
         "this_epoch": trainer.this_epoch,
         "normalizer": trainer.normalizer.state_dict() if trainer.normalizer is not None else None,
         "evaluations": [asdict(evaluation) for evaluation in trainer.evaluations],
@@ -69,7 +71,7 @@ def load_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
     trainer.state.epoch, trainer.state.log_history = state["epoch"], state["log_history"]
     for name, value in state["counters"].items():
         setattr(trainer, name, value)
-    trainer.this_epoch = state["this_epoch"]
+    trainer.drops, trainer.this_epoch = Drops(**state["drops"]), state["this_epoch"]
     if trainer.normalizer is not None:
         trainer.normalizer.load_state_dict(state["normalizer"])
     trainer.evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]

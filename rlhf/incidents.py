@@ -1,0 +1,135 @@
+"""An update that had to be dropped, as files; and done again from them, step by step, to find the fault."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from config import Config, make_config
+from rlhf.errors import UserError
+from rlhf.files import write_json
+from rlhf.guard import Dropped
+from rlhf.knobs import as_plain
+from rlhf.metrics import Batch
+from rlhf.prompts import Example, Prompt
+from rlhf.rollout import Replies, Rollout
+from rlhf.runlogs import environment, known_settings
+
+INCIDENT_FILE, BATCH_FILE, TENSORS_FILE, WEIGHTS = "incident.json", "batch.jsonl", "tensors.safetensors", "weights"
+
+
+def save_incident(
+    trainer: Any, folder: Path, update: int, rollout: Rollout, batch: Batch | None, found: Dropped
+) -> None:
+    """The batch as text and ids, what was measured of it, settings, versions, and the trainable weights as they were
+    when it was `found`: after the optimizer steps of this update that came before."""
+    trainer.save_model(folder / WEIGHTS)
+    replies = rollout.replies
+    rows = [
+        {"prompt": p.example.messages, "prompt_ids": list(p.ids), "reply": text, "reply_ids": ids}
+        for p, text, ids in zip(rollout.prompts, rollout.texts, replies.rows(), strict=True)
+    ]
+    (folder / BATCH_FILE).write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
+    held = {"logprobs": rollout.logprobs, "ref_logprobs": rollout.ref_logprobs, "values": rollout.values}
+    if batch is not None:
+        held |= {name: getattr(batch, name) for name in ("kl", "advantages", "weights", "returns", "rewards")}
+    if replies.nucleus is not None:
+        held["nucleus"] = replies.nucleus
+    save_file({n: t.detach().cpu().contiguous() for n, t in held.items() if t is not None}, folder / TENSORS_FILE)
+    write_json(
+        folder / INCIDENT_FILE,
+        {"update": update, "found": str(found), "rows": found.rows, "kl_coef": trainer.kl_coef,
+         "algorithm": trainer.config.algorithm, "settings": as_plain(trainer.config), **environment()},
+    )  # fmt: skip
+
+
+@dataclass
+class Incident:
+    """What `save_incident` left."""
+
+    folder: Path
+    said: dict[str, Any]
+    rows: list[dict[str, Any]]
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def read(cls, name: str) -> Incident:
+        """Raises UserError where there is none that is whole."""
+        folder = Path(name)
+        try:
+            said = json.loads((folder / INCIDENT_FILE).read_text(encoding="utf-8"))
+            rows = [json.loads(line) for line in (folder / BATCH_FILE).read_text(encoding="utf-8").splitlines()]
+            return cls(folder, said, rows, load_file(folder / TENSORS_FILE))
+        except (OSError, ValueError) as error:
+            raise UserError(f"no whole incident: --replay {name} ({error}). Give RUN/incidents/update-...") from None
+
+    def config(self, output: str) -> Config:
+        """The run's settings, with another place for output."""
+        knobs = {**known_settings(self.said), "output": output, "resume": False, "replay": str(self.folder)}
+        return make_config(self.said["settings"]["recipe"], self.said["algorithm"], **knobs)
+
+    def rollout(self, trainer: Any) -> Rollout:
+        """The batch as it was sampled and measured."""
+        device = trainer.accelerator.device
+        prompts = [Prompt(tuple(row["prompt_ids"]), Example(tuple(row["prompt"]))) for row in self.rows]
+        pad, eos = trainer.processing_class.pad_token_id, trainer.processing_class.eos_token_id
+        width = self.tensors["logprobs"].shape[1]
+        ids = [row["reply_ids"] + [eos] * (width - len(row["reply_ids"])) for row in self.rows]
+        tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        vocabulary = trainer.actor.policy.get_input_embeddings().num_embeddings
+        replies = Replies.of(
+            prompts, torch.tensor(ids, device=device), eos=eos, pad=pad, vocabulary=vocabulary,
+            nucleus=tensors.get("nucleus"),
+        )  # fmt: skip
+        return Rollout(
+            replies, prompts, [row["reply"] for row in self.rows],
+            tensors["logprobs"], tensors["ref_logprobs"], tensors.get("values"),
+        )  # fmt: skip
+
+
+def replay(trainer: Any, incident: Incident) -> list[tuple[str, str]]:
+    """The update once more, from the weights that were saved: what each step gives, in words. The weights stay."""
+    trainer.load_model(incident.folder / WEIGHTS)
+    trainer.kl_coef = incident.said["kl_coef"]
+    rollout, said = incident.rollout(trainer), [("found", incident.said["found"])]
+    for name, tensor in trainer.actor.named_parameters():
+        if not tensor.isfinite().all():
+            said.append((f"weight {name}", state_of(tensor)))
+    for name in ("logprobs", "ref_logprobs", "values"):
+        recorded = getattr(rollout, name)
+        if recorded is not None:
+            said.append((f"{name}, as recorded", state_of(recorded)))
+    measured = trainer.measure(rollout.replies)
+    for name, tensor in zip(("logprobs", "ref_logprobs", "values"), measured, strict=True):
+        if tensor is not None:
+            said.append((f"{name}, done again", state_of(tensor)))
+    replies = rollout.replies
+    scores = trainer.rewards.ask(rollout.prompts, rollout.texts, replies.rows(), replies.ended.tolist(), finite=False)
+    said += [(f"scores of {name}", state_of(torch.tensor(given))) for name, given in scores.items()]
+    total = torch.tensor([sum(row) for row in zip(*scores.values(), strict=True)], device=rollout.mask.device)
+    batch = trainer.advantages(rollout, total)
+    rows = incident.said["rows"] or list(range(len(incident.rows)))
+    stats = trainer.minibatch_gradients(batch, rows)
+    said += [(name, f"{float(value):.6g}") for name, value in stats.items()]
+    for name, tensor in trainer.actor.named_parameters():
+        if tensor.grad is not None and not tensor.grad.isfinite().all():
+            said.append((f"gradient of {name}", state_of(tensor.grad)))
+    trainer.optimizer.zero_grad()
+    return said
+
+
+def state_of(tensor: Tensor) -> str:
+    """How many of its numbers are not finite, or between what they lie."""
+    values = tensor.detach().float()
+    bad = int((~values.isfinite()).sum())
+    if bad:
+        return f"{bad:,} of {values.numel():,} not finite"
+    return f"all finite, {float(values.min()):.6g} to {float(values.max()):.6g}"

@@ -1,0 +1,221 @@
+"""What is not finite, or far out of range, never reaches the weights; and the update can be done again."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+import train_grpo
+import train_ppo
+from rlhf import guard, loop
+from rlhf.callbacks import Callback
+from rlhf.errors import RunError, UserError, run_command
+from rlhf.incidents import Incident, replay
+from rlhf.runlogs import read_run
+
+ALGORITHMS = ("ppo", "grpo")
+
+
+def weights(trainer) -> torch.Tensor:
+    return torch.cat([w.detach().flatten().clone() for w in trainer.model.parameters() if w.requires_grad])
+
+
+class Heard(Callback):
+    def __init__(self):
+        self.ends, self.drops = [], []
+
+    def on_update_end(self, update, metrics):
+        self.ends.append(update)
+
+    def on_drop(self, update, rollout, batch, found):
+        self.drops.append((update, str(found)))
+
+
+def spoil_scores(trainer, value):
+    """A reward function that gives one bad number in every batch."""
+
+    def spoilt(completions, **_):
+        return [value, *[1.0] * (len(completions) - 1)]
+
+    trainer.rewards.functions, trainer.rewards.names = [spoilt], ["spoilt"]
+    trainer.rewards.weights = [1.0]
+
+
+def spoil_logits(trainer, value):
+    """The first token's logit: of the training forward alone, so that sampling goes on."""
+    really = trainer.actor.heads
+
+    def heads(hidden, *more):
+        spoilt = hidden.clone()
+        spoilt[0, 0] = value
+        return really(spoilt, *more)
+
+    trainer.actor.heads = heads
+
+
+def spoil_gradients(trainer, value):
+    """One number of one weight's gradient."""
+    weight = next(w for w in trainer.model.parameters() if w.requires_grad)
+    weight.register_hook(lambda grad: torch.where(torch.arange(grad.numel()).view_as(grad) == 0, value, grad))
+
+
+def spoil_loss(trainer, value):
+    really = trainer.losses
+
+    def losses(*given):
+        loss, stats = really(*given)
+        return loss + value, {**stats, "loss": stats["loss"] + value}
+
+    trainer.losses = losses
+
+
+WAYS = {"scores": spoil_scores, "logits": spoil_logits, "gradients": spoil_gradients, "loss": spoil_loss}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nothing_bad_reaches_the_weights(build, algorithm, way, value):
+    trainer, heard = build(algorithm=algorithm), Heard()
+    trainer.add_callback(heard)
+    before = weights(trainer)
+    WAYS[way](trainer, value)
+    metrics = trainer.one_update(1)
+    assert torch.equal(weights(trainer), before)
+    assert metrics["updates/dropped"] == 1 and trainer.optimizer_steps == 0
+    assert heard.ends == [] and [u for u, _ in heard.drops] == [1]
+    assert all(w.grad is None or not w.grad.any() for w in trainer.model.parameters())
+
+
+def test_the_run_goes_on_after_a_drop(build):
+    trainer = build("--num-iterations", 4)
+    really, calls = trainer.losses, []
+
+    def once(*given):
+        calls.append(1)
+        loss, stats = really(*given)
+        return (loss * math.nan, {**stats, "loss": stats["loss"] * math.nan}) if len(calls) == 3 else (loss, stats)
+
+    trainer.losses = once
+    heard = Heard()
+    trainer.add_callback(heard)
+    metrics = trainer.train()
+    assert heard.ends == [1, 3, 4] and [u for u, _ in heard.drops] == [2]
+    assert metrics["updates/dropped"] == 1 and trainer.drops.in_a_row == 0
+    assert trainer.optimizer_steps == 6, "2 in each update, none in the second"
+
+
+def test_earlier_steps_of_the_update_stay(build):
+    trainer = build("--ppo-epochs", 2)
+    before, really, calls = weights(trainer), trainer.losses, []
+
+    def second(*given):
+        calls.append(1)
+        loss, stats = really(*given)
+        return (loss * math.nan, {**stats, "loss": stats["loss"] * math.nan}) if len(calls) == 2 else (loss, stats)
+
+    trainer.losses = second
+    trainer.one_update(1)
+    assert trainer.optimizer_steps == 1
+    assert not torch.equal(weights(trainer), before) and weights(trainer).isfinite().all()
+
+
+def test_a_ratio_far_out_of_range_drops_the_update(build, monkeypatch):
+    trainer = build("--ppo-epochs", 4, "--learning-rate", 10.0, "--max-grad-norm", 1e9)
+    heard = Heard()
+    trainer.add_callback(heard)
+    trainer.one_update(1)
+    assert "policy/ratio is" in heard.drops[0][1] and trainer.optimizer_steps < 4
+    monkeypatch.setattr(guard, "MOST_RATIO", math.inf)
+    other = build("--ppo-epochs", 4, "--learning-rate", 10.0, "--max-grad-norm", 1e9)
+    assert "updates/dropped" in other.one_update(1) and other.optimizer_steps == 4
+
+
+def test_a_controller_does_not_hear_of_a_dropped_update(build):
+    from rlhf.callbacks import KLControl, kl_controller
+
+    trainer = build("--num-iterations", 4)
+    control = KLControl(kl_controller(trainer.config, 4), trainer.set_kl_coef, 4)
+    trainer.add_callback(control)
+    spoil_scores(trainer, math.nan)
+    beta = trainer.kl_coef
+    trainer.one_update(1)
+    assert control.controller.done == 0 and trainer.kl_coef == beta
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
+    configured, tmp_path, monkeypatch, capsys, algorithm
+):
+    script = {"ppo": train_ppo, "grpo": train_grpo}[algorithm]
+    plain, from_update = loop.OnPolicyLoop.gradients, 1
+
+    def spoilt(self, batch, passage, tokens, hidden=None):
+        stats = plain(self, batch, passage, tokens, hidden)
+        if self.state.global_step >= from_update:
+            next(w for w in self.model.parameters() if w.grad is not None).grad.fill_(math.nan)
+        return stats
+
+    config = configured(algorithm=algorithm)
+    groups = ["--batch-size", "2", "--K", "2"] if algorithm == "grpo" else []
+    argv = ["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--prompts",
+            config.data.prompts, "--allow-weak-reward-model", "--num-iterations", "9", "--reply-length", "8",
+            "--prompt-length", "100", "--eval-prompts", "6", *groups]  # fmt: skip
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(loop.OnPolicyLoop, "gradients", spoilt)
+        run_command(lambda: script.main([*argv, "--output", str(output)]))
+    said = capsys.readouterr()
+    assert ended.value.code == 1 and "3 updates in a row had to be dropped: update 4" in said.err
+    folder = output / "incidents" / "update-000004"
+    assert f"python train_{algorithm}.py --replay {folder}" in said.out
+    assert read_run(output)["status"] == "failed"
+    incident = json.loads((folder / "incident.json").read_text())
+    assert incident["versions"]["trl"] == "1.12.0"
+    assert incident["settings"]["model"]["actor_model"] == config.model.actor_model
+    rows = [json.loads(line) for line in (folder / "batch.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 and all(row["reply_ids"] and row["prompt_ids"] for row in rows)
+
+    script.main(["--replay", str(folder)])
+    said = capsys.readouterr().out
+    assert "policy/grad_norm" in said and "gradient of" not in said, "here the fault was in the code, not in the files"
+    from_update = 0
+    monkeypatch.setattr(loop.OnPolicyLoop, "gradients", spoilt)
+    script.main(["--replay", str(folder)])
+    assert "gradient of" in capsys.readouterr().out
+
+
+def test_a_replay_gives_the_numbers_that_were_recorded(build, tmp_path):
+    """Weights, batch and beta are all that an update's first step depends on."""
+    from rlhf.guard import Dropped
+    from rlhf.incidents import save_incident
+
+    trainer = build("--num-iterations", 3)
+    trainer.one_update(1)
+    rollout = trainer.rollout(trainer.prompts_of(2), 2, "rollout")
+    batch = trainer.advantages(rollout, trainer.score(rollout).used)
+    save_incident(trainer, tmp_path / "incident", 2, rollout, batch, Dropped("a test", [0, 1, 2, 3]))
+    stats = trainer.minibatch_gradients(batch, [0, 1, 2, 3])
+    trainer.optimizer.zero_grad()
+    incident = Incident.read(str(tmp_path / "incident"))
+    again = dict(replay(build("--num-iterations", 3), incident))
+    for name in ("loss", "policy/grad_norm", "policy/ratio", "policy/entropy"):
+        assert again[name] == f"{float(stats[name]):.6g}", name
+    assert again["found"] == "a test"
+    assert again["logprobs, as recorded"] == again["logprobs, done again"]
+    assert incident.config("elsewhere").batch == trainer.config.batch
+
+
+def test_what_is_no_incident_is_a_line(tmp_path):
+    with pytest.raises(UserError, match="no whole incident: --replay"):
+        train_ppo.main(["--replay", str(tmp_path)])
+
+
+def test_an_evaluation_with_a_bad_score_ends_the_run(build):
+    trainer = build()
+    spoil_scores(trainer, math.nan)
+    with pytest.raises(RunError, match="not a finite number: reward function spoilt"):
+        trainer.evaluate()

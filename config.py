@@ -247,7 +247,11 @@ class RunSettings:
     overwrite: bool = knob(False, "delete the run that is in the output folder")
     save_every: int = knob(50, "updates between checkpoints; the last update is always saved", low=1)
     keep: int = knob(2, "checkpoints kept, the newest ones", low=1, aliases=("save_total_limit",))
-    resume: bool = knob(False, "go on from the newest sound checkpoint in the output folder, with that run's settings")
+    resume: bool = knob(False, "go on from the output folder's newest sound checkpoint, with that run's settings")
+    rollback_on_kl: bool = knob(
+        False,
+        "after 3 updates in a row beyond 4 times the KL target: back to the last checkpoint's weights from before",
+    )
     replay: str | None = knob(None, "an incident's folder: do its update again, look for the fault, and stop")
     resume_anyway: bool = knob(False, "with --resume: go on although settings, data or versions are not the run's")
     dry_run: bool = knob(False, "print the plan and stop")

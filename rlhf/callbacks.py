@@ -17,7 +17,7 @@ from config import Config
 from rlhf.best import Candidate, choose
 from rlhf.checkpoints import CHECKPOINTS, find_checkpoints, write_checkpoint
 from rlhf.console import Screen, clock
-from rlhf.controllers import KLController
+from rlhf.controllers import RUNAWAY, KLController
 from rlhf.errors import RunError
 from rlhf.evaluation import Evaluation
 from rlhf.guard import MOST_IN_A_ROW, Dropped
@@ -29,7 +29,7 @@ from rlhf.rollout import Rollout
 from rlhf.runlogs import RunLog
 from rlhf.stopping import Stopped, StopRequest
 from rlhf.tokens import TOKENS_FOLDER, token_rows, write_tokens
-from rlhf.trainer_state import save_trainer
+from rlhf.trainer_state import load_weights, save_trainer
 from rlhf.weights import BEST_FOLDER, replace_folder
 
 
@@ -233,6 +233,49 @@ class BestCheckpoint(Callback):
         self.candidates, self.memory = [Candidate(**c) for c in state["candidates"]], state["memory"]
 
 
+class KLGuard(Callback):
+    """A KL beyond 4 times its target doubles beta at once; with --rollback-on-kl, after some such updates in a row the
+    weights go back to the last checkpoint from before. The run goes on from there, its updates counted on."""
+
+    def __init__(self, trainer: OnPolicyLoop, config: Config, controller: KLController, log: RunLog, screen: Screen):
+        self.trainer, self.config, self.controller, self.log, self.screen = trainer, config, controller, log, screen
+        self.in_a_row = 0
+
+    def on_update_end(self, update, metrics):
+        target = self.controller.target_of(update)
+        kl = metrics["kl_divergence" if target.per == "sequence" else "kl_divergence/token"]
+        if kl <= RUNAWAY * target.nats:
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        self.trainer.set_kl_coef(self.controller.raise_beta(2.0))
+        self.screen.say(
+            f"warning: KL {kl:.3g}/{target.per} is {kl / target.nats:.1f} times its target: beta doubled, to "
+            f"{self.controller.beta:.3g}"
+        )
+        if self.config.run.rollback_on_kl and self.in_a_row >= MOST_IN_A_ROW:
+            self.roll_back(update)
+
+    def roll_back(self, update: int) -> None:
+        """To the newest sound checkpoint from before the KL ran away."""
+        begun, self.in_a_row = update - self.in_a_row, 0
+        found = find_checkpoints(Path(self.config.run.output) / CHECKPOINTS, self.log.data["id"])
+        before = [number for number in found.sound if number <= begun]
+        if not before:
+            self.screen.say("warning: no sound checkpoint from before it ran away: --rollback-on-kl can do nothing")
+            return
+        load_weights(self.trainer, found.sound[max(before)])
+        self.screen.say(
+            f"back to the weights after update {max(before)}: the KL had run away since update {begun + 1}"
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        return {"in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.in_a_row = state["in_a_row"]
+
+
 class Checkpoints(Callback):
     """Saves the whole trainer every so often, at the end, and where the run was asked to stop, which it then does."""
 
@@ -296,4 +339,6 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
     trainer.add_callback(Incidents(trainer, config, screen))
     trainer.add_callback(BestCheckpoint(trainer, config, controller, log))
     trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update))
+    if config.kl.steered:
+        trainer.add_callback(KLGuard(trainer, config, controller, log, screen))
     trainer.add_callback(Checkpoints(trainer, config, log, screen, stop))

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from rlhf.errors import RunError
+from rlhf.rollout import Replies
+
+T = TypeVar("T")
 
 MOST_RATIO = (
     10.0  # a minibatch's mean ratio to the rollout policy; TRL's first PPO (ratio_threshold) drew the line here
@@ -53,3 +60,39 @@ def check_step(stats: dict[str, Tensor], rows: Sequence[int]) -> None:
             raise Dropped(f"{name} is {values[name]}", rows)
     if not 1 / MOST_RATIO < values["policy/ratio"] < MOST_RATIO:
         raise Dropped(f"policy/ratio is {values['policy/ratio']:.3g}, mean of a minibatch", rows)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Limits:
+    """How large a micro-batch may be. It changes memory, and not the result."""
+
+    rows: int  # 0: no matter
+    tokens: int
+
+    def fitted(self, phase: str, replies: Replies, rows: Sequence[int], run: Callable[[Limits], T]) -> T:
+        """`run` within these limits; each time it is out of memory again with half of them, for good.
+
+        Raises RunError where a micro-batch is one reply already.
+        """
+        while True:
+            try:
+                return run(self)
+            except torch.OutOfMemoryError as error:
+                fault = str(error).splitlines()[0]
+            largest = max(len(part) for part in replies.parts(rows, self.rows, self.tokens))
+            if largest == 1:
+                raise RunError(
+                    f"out of memory with one reply at a time: {phase} ({fault}). What helps most: --use-lora, "
+                    "--gradient-checkpointing, half of --reply-length; each with its peak: add --dry-run"
+                )
+            self.rows = -(-largest // 2)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            warnings.warn(
+                f"out of memory in {phase}: micro-batches of at most {self.rows} replies from here on; the optimizer "
+                "steps stay what they were",
+                stacklevel=2,
+            )

@@ -27,7 +27,7 @@ from rlhf.controllers import ScoreNormalizer
 from rlhf.engines import check_engine, sample_replies
 from rlhf.errors import RunError, UserError
 from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
-from rlhf.guard import MOST_IN_A_ROW, Dropped, Drops, check_finite, check_step
+from rlhf.guard import MOST_IN_A_ROW, Dropped, Drops, Limits, check_finite, check_step
 from rlhf.metrics import Batch, Scored, memory_in_use, reset_peak_memory, rollout_metrics
 from rlhf.models import autocast, autocast_dtype
 from rlhf.packing import Passage, packable
@@ -81,6 +81,7 @@ class OnPolicyLoop(ABC):
         check_engine(config.speed.rollout_engine, policy, PartialState().device)
         self.packed = config.speed.packed and packable(base_of(policy))
         self.reference = Reference.before_training(policy, self.dtype)
+        self.limits = Limits(config.batch.micro_batch_size, tokens_at_once(PartialState().device))
         self.drops = Drops()
         self.trained = False
         self.listeners: list = []
@@ -232,15 +233,21 @@ class OnPolicyLoop(ABC):
 
     def measure(self, replies: Replies, begun: Forward | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probs, reference log-probs and values of sampled replies, each (B, T), as the loss will compute them."""
-        most, packed = self.config.batch.micro_batch_size, self.packed
-        with autocast(self.accelerator.device, self.dtype):
-            return measure(self.actor, self.reference, replies, self.sampling.temperature, most, packed, begun)
+
+        def in_parts(limits: Limits) -> tuple[Tensor, Tensor, Tensor | None]:
+            with autocast(self.accelerator.device, self.dtype):
+                return measure(
+                    self.actor, self.reference, replies, self.sampling.temperature, limits.rows, self.packed, begun,
+                    limits.tokens,
+                )  # fmt: skip
+
+        return self.limits.fitted("measuring", replies, range(len(replies.mask)), in_parts)
 
     def begin(self, replies: Replies) -> Forward | None:
         """The first optimizer step's forward pass, where it is one pass over the whole rollout: it measures, too, and
         is kept. Under an autocast of its own, whose rounded weights know the way back to the weights."""
         batch, model = self.config.batch, self.config.model
-        parts = replies.parts(range(len(replies.mask)), batch.micro_batch_size, tokens_at_once(replies.mask.device))
+        parts = replies.parts(range(len(replies.mask)), self.limits.rows, self.limits.tokens)
         if batch.minibatches > 1 or len(parts) > 1 or model.gradient_checkpointing:
             return None
         passage = replies.passage(parts[0], self.packed)
@@ -311,12 +318,18 @@ class OnPolicyLoop(ABC):
 
     def minibatch_gradients(self, batch: Batch, rows: Sequence[int]) -> dict[str, Tensor]:
         """Those of one minibatch, micro-batch by micro-batch, clipped; its statistics."""
-        replies, most = batch.rollout.replies, self.config.batch.micro_batch_size
+        replies = batch.rollout.replies
         tokens = torch.tensor(float(sum(replies.reply_lengths[r] for r in rows)), device=batch.kl.device)
-        stats: dict[str, Tensor] = {}
-        for part in replies.parts(rows, most, tokens_at_once(tokens.device)):
-            passage, hidden = batch.rollout.take_begun(part) or (replies.passage(part, self.packed), None)
-            add(stats, self.gradients(batch, passage, tokens, hidden))
+
+        def all_parts(limits: Limits) -> dict[str, Tensor]:
+            stats: dict[str, Tensor] = {}
+            self.optimizer.zero_grad()  # of a pass that ran out of memory
+            for part in replies.parts(rows, limits.rows, limits.tokens):
+                passage, hidden = batch.rollout.take_begun(part) or (replies.passage(part, self.packed), None)
+                add(stats, self.gradients(batch, passage, tokens, hidden))
+            return stats
+
+        stats = self.limits.fitted("the backward pass", replies, rows, all_parts)
         stats["policy/grad_norm"] = torch.as_tensor(
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
         ).to(tokens.device)

@@ -57,15 +57,7 @@ def save_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
 
 def load_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
     """Bring a new trainer, with its callbacks attached, to where `save_trainer` left the old one."""
-    state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    tensors = load_file(folder / TENSORS_FILE)
-    load_policy_weights(trainer.actor, folder)
-    by_number: dict[int, dict[str, Tensor]] = {}
-    for name, value in tensors.items():
-        kind, number, *rest = name.split("/")
-        if kind == "optimizer":
-            by_number.setdefault(int(number), {})["/".join(rest)] = value
-    trainer.optimizer.load_state_dict({"state": by_number, "param_groups": state["param_groups"]})
+    state, tensors = load_weights(trainer, folder)
     trainer.lr_scheduler.load_state_dict(state["scheduler"])
     trainer.state.global_step, trainer.state.episode = state["update"], state["episode"]
     trainer.state.epoch, trainer.state.log_history = state["epoch"], state["log_history"]
@@ -79,6 +71,20 @@ def load_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
     for one in _stateful(trainer):
         one.load_state_dict(state["listeners"][type(one).__name__])
     _restore_random(tensors, state["random"])
+
+
+def load_weights(trainer: OnPolicyLoop, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The weights and the optimizer's moments alone; returns what else is there."""
+    state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    tensors = load_file(folder / TENSORS_FILE)
+    load_policy_weights(trainer.actor, folder)
+    by_number: dict[int, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        kind, number, *rest = name.split("/")
+        if kind == "optimizer":
+            by_number.setdefault(int(number), {})["/".join(rest)] = value
+    trainer.optimizer.load_state_dict({"state": by_number, "param_groups": state["param_groups"]})
+    return state, tensors
 
 
 def _stateful(trainer: OnPolicyLoop) -> list:

@@ -338,11 +338,13 @@ def test_fused_head_changes_how_and_not_what(build, monkeypatch):
 
 APART = {"micro_batch_size", "gradient_checkpointing", "output", "dry_run", "rollout_engine", "rollout_slots",
          "packed", "fused_head"}  # each has its own test above  # fmt: skip
+RESUMED = {"save_every", "keep", "resume", "resume_anyway"}  # tests/test_resume.py
+GUARDED = {"replay", "rollback_on_kl"}  # tests/test_guard.py
 RECORDED = {"record_tokens", "record_format", "record_every", "record_prompts"}  # tests/test_tokens.py
 
 
 def test_every_knob_has_a_row():
-    assert set(knobs_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *SEEN, *APART, *RECORDED}
+    assert set(knobs_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *SEEN, *APART, *RECORDED, *RESUMED, *GUARDED}
 
 
 # --- python -m reward_model.train ------------------------------------------------------------------------------------

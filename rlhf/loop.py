@@ -211,7 +211,8 @@ class OnPolicyLoop(ABC):
         """The first optimizer step's forward pass, where it is one pass over the whole rollout: it measures, too, and
         is kept. Under an autocast of its own, whose rounded weights know the way back to the weights."""
         batch, model = self.config.batch, self.config.model
-        parts = replies.parts(range(len(replies.mask)), batch.micro_batch_size, tokens_at_once(replies.mask.device))
+        most = batch.micro_batch_size, tokens_at_once(replies.mask.device)
+        parts = replies.parts(range(len(replies.mask)), *most, self.packed)
         if batch.minibatches > 1 or len(parts) > 1 or model.gradient_checkpointing:
             return None
         passage = replies.passage(parts[0], self.packed)
@@ -277,7 +278,7 @@ class OnPolicyLoop(ABC):
         replies, most = batch.rollout.replies, self.config.batch.micro_batch_size
         tokens = torch.tensor(float(sum(replies.reply_lengths[r] for r in rows)), device=batch.kl.device)
         stats: dict[str, Tensor] = {}
-        for part in replies.parts(rows, most, tokens_at_once(tokens.device)):
+        for part in replies.parts(rows, most, tokens_at_once(tokens.device), self.packed):
             passage, hidden = batch.rollout.take_begun(part) or (replies.passage(part, self.packed), None)
             add(stats, self.gradients(batch, passage, tokens, hidden))
         stats["policy/grad_norm"] = torch.as_tensor(

@@ -72,7 +72,11 @@ class Limits:
     rows: int  # 0: no matter
     tokens: int
 
-    def fitted(self, phase: str, replies: Replies, rows: Sequence[int], run: Callable[[Limits], T]) -> T:
+    def parts(self, replies: Replies, rows: Sequence[int], packed: bool) -> list[list[int]]:
+        """`rows` in micro-batches."""
+        return replies.parts(rows, self.rows, self.tokens, packed)
+
+    def fitted(self, phase: str, replies: Replies, rows: Sequence[int], packed: bool, run: Callable[[Limits], T]) -> T:
         """`run` within these limits; each time it is out of memory again with half of them, for good.
 
         Raises RunError where a micro-batch is one reply already.
@@ -82,7 +86,7 @@ class Limits:
                 return run(self)
             except torch.OutOfMemoryError as error:
                 fault = str(error).splitlines()[0]
-            largest = max(len(part) for part in replies.parts(rows, self.rows, self.tokens))
+            largest = max(map(len, self.parts(replies, rows, packed)))
             if largest == 1:
                 raise RunError(
                     f"out of memory with one reply at a time: {phase} ({fault}). What helps most: --use-lora, "

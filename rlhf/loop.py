@@ -235,24 +235,29 @@ class OnPolicyLoop(ABC):
         """Log-probs, reference log-probs and values of sampled replies, each (B, T), as the loss will compute them."""
 
         def in_parts(limits: Limits) -> tuple[Tensor, Tensor, Tensor | None]:
+            whole = len(limits.parts(replies, rows, self.packed)) == 1
+            most, kept = (limits.rows, self.packed), (begun if whole else None)
             with autocast(self.accelerator.device, self.dtype):
                 return measure(
-                    self.actor, self.reference, replies, self.sampling.temperature, limits.rows, self.packed, begun,
-                    limits.tokens,
-                )  # fmt: skip
+                    self.actor, self.reference, replies, self.sampling.temperature, *most, kept, limits.tokens
+                )
 
-        return self.limits.fitted("measuring", replies, range(len(replies.mask)), in_parts)
+        rows = range(len(replies.mask))
+        return self.limits.fitted("measuring", replies, rows, self.packed, in_parts)
 
     def begin(self, replies: Replies) -> Forward | None:
         """The first optimizer step's forward pass, where it is one pass over the whole rollout: it measures, too, and
         is kept. Under an autocast of its own, whose rounded weights know the way back to the weights."""
         batch, model = self.config.batch, self.config.model
-        parts = replies.parts(range(len(replies.mask)), self.limits.rows, self.limits.tokens)
+        parts = self.limits.parts(replies, range(len(replies.mask)), self.packed)
         if batch.minibatches > 1 or len(parts) > 1 or model.gradient_checkpointing:
             return None
         passage = replies.passage(parts[0], self.packed)
-        with autocast(self.accelerator.device, self.dtype):
-            return passage, self.actor.hidden(passage)
+        try:
+            with autocast(self.accelerator.device, self.dtype):
+                return passage, self.actor.hidden(passage)
+        except torch.OutOfMemoryError:
+            return None  # measuring alone takes less
 
     def corrected(self, batch: Batch) -> Batch:
         """The batch with its advantages weighted for the gap between the sampler's probabilities and ours, where the
@@ -324,12 +329,12 @@ class OnPolicyLoop(ABC):
         def all_parts(limits: Limits) -> dict[str, Tensor]:
             stats: dict[str, Tensor] = {}
             self.optimizer.zero_grad()  # of a pass that ran out of memory
-            for part in replies.parts(rows, limits.rows, limits.tokens):
+            for part in limits.parts(replies, rows, self.packed):
                 passage, hidden = batch.rollout.take_begun(part) or (replies.passage(part, self.packed), None)
                 add(stats, self.gradients(batch, passage, tokens, hidden))
             return stats
 
-        stats = self.limits.fitted("the backward pass", replies, rows, all_parts)
+        stats = self.limits.fitted("the backward pass", replies, rows, self.packed, all_parts)
         stats["policy/grad_norm"] = torch.as_tensor(
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
         ).to(tokens.device)

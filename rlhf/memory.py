@@ -196,8 +196,9 @@ class _Plan:
         rows = sorted(prompts, key=lambda p: len(p.ids), reverse=True)[::minibatches]
         ids = torch.zeros(len(rows), self.config.sampling.reply_length, dtype=torch.long)
         replies = Replies.of(rows, ids, eos=-1, pad=0, vocabulary=self.network.vocabulary)
-        parts = replies.parts(range(len(rows)), self.config.batch.micro_batch_size, tokens_at_once(self.device))
         packed = self.config.speed.packed and packable(base_of(self.policy))
+        most = self.config.batch.micro_batch_size, tokens_at_once(self.device)
+        parts = replies.parts(range(len(rows)), *most, packed)
         return [replies.passage(part, packed) for part in parts]
 
     def nucleus(self, replies: int) -> int:

@@ -76,20 +76,23 @@ class Replies(Episodes):
             return None
         return unpack_bits(self.nucleus.flatten(0, 1).index_select(0, passage.cells), self.vocabulary)
 
-    def parts(self, rows: Sequence[int], most_rows: int, most_tokens: int) -> list[list[int]]:
-        """`rows` in parts of like length for one forward pass each: at most so many rows (0: no matter) and tokens.
-        Replies to one prompt stay together where they can; a row longer than `most_tokens` is a part of its own."""
+    def parts(self, rows: Sequence[int], most_rows: int, most_tokens: int, packed: bool) -> list[list[int]]:
+        """`rows` in parts of like length for one forward pass each: at most so many rows (0: no matter) and tokens,
+        of which a prompt that several replies share is `packed` but once. Replies to one prompt stay together where
+        they can; a row longer than `most_tokens` is a part of its own."""
         size = {r: self.prompt_lengths[r] + self.reply_lengths[r] for r in rows}
         longest: dict[int, int] = {}
         for r in rows:
             longest[self.groups[r]] = max(longest.get(self.groups[r], 0), size[r])
         parts, tokens = [[]], 0
         for r in sorted(rows, key=lambda r: (longest[self.groups[r]], self.groups[r], r)):
-            if parts[-1] and (len(parts[-1]) == most_rows or tokens + size[r] > most_tokens):
+            shared = packed and bool(parts[-1]) and self.groups[parts[-1][-1]] == self.groups[r]
+            more = self.reply_lengths[r] if shared else size[r]
+            if parts[-1] and (len(parts[-1]) == most_rows or tokens + more > most_tokens):
                 parts.append([])
-                tokens = 0
+                tokens, more = 0, size[r]
             parts[-1].append(r)
-            tokens += size[r]
+            tokens += more
         return parts
 
     def rows(self) -> list[list[int]]:
@@ -234,7 +237,7 @@ def measure(
     """
     whole, packed = replies.mask, packed and packable(base_of(actor.policy))
     parts, order = [], []
-    for part in replies.parts(range(len(whole)), rows, tokens or tokens_at_once(whole.device)):
+    for part in replies.parts(range(len(whole)), rows, tokens or tokens_at_once(whole.device), packed):
         passage = begun[0] if begun is not None else replies.passage(part, packed)
         hidden = begun[1].detach() if begun is not None else actor.hidden(passage)
         allowed = replies.allowed(passage)

@@ -15,6 +15,7 @@ from rlhf.callbacks import Callback
 from rlhf.errors import RunError, UserError, run_command
 from rlhf.incidents import Incident, replay
 from rlhf.runlogs import read_run
+from tests.conftest import attach
 
 ALGORITHMS = ("ppo", "grpo")
 
@@ -219,3 +220,109 @@ def test_an_evaluation_with_a_bad_score_ends_the_run(build):
     spoil_scores(trainer, math.nan)
     with pytest.raises(RunError, match="not a finite number: reward function spoilt"):
         trainer.evaluate()
+
+
+# --- KL that runs away -------------------------------------------------------------------------------------------------
+
+
+def kl_is(trainer, values):
+    """What the controllers hear of the KL, update by update."""
+    really = trainer.tell
+
+    def tell(event, *details):
+        if event == "on_update_end":
+            update, metrics = details
+            metrics["kl_divergence"] = values[update - 1]
+        really(event, *details)
+
+    trainer.tell = tell
+
+
+def test_a_kl_that_runs_away_doubles_beta(build, tmp_path):
+    trainer = build("--num-iterations", 3, "--kl-schedule", "adaptive", "--kl-target", "6/sequence", "--kl-coef", 0.1)
+    attach(trainer)
+    kl_is(trainer, [6.0, 25.0, 6.0])
+    trainer.train()
+    assert trainer.kl_coef == pytest.approx(0.2, rel=0.01), (
+        "4 episodes of a horizon of 10,000 move it by next to nothing"
+    )
+
+
+def test_rollback_takes_the_weights_to_the_last_checkpoint_from_before(build, tmp_path):
+    flags = ["--num-iterations", 8, "--kl-schedule", "adaptive", "--kl-target", "6/sequence", "--save-every", 2,
+             "--eval-every", 100, "--learning-rate", "1e-2"]  # fmt: skip
+    ends = {}
+    for more in ((), ("--rollback-on-kl",)):
+        trainer, seen = build(*flags, "--output", tmp_path / str(len(more)), *more), {}
+        attach(trainer)
+        kl_is(trainer, [6.0, 6.0, 6.0, 30.0, 30.0, 30.0, 6.0, 6.0])
+        watch(trainer, seen)
+        trainer.train()
+        ends[more] = seen
+    plain, back = ends[()], ends[("--rollback-on-kl",)]
+    assert all(torch.equal(plain[n], back[n]) for n in range(1, 6))
+    assert torch.equal(back[6], back[2]) and not torch.equal(plain[6], plain[2]), "it had run away since update 4"
+    assert not torch.equal(back[7], back[6]), "and training goes on"
+
+
+def watch(trainer, seen):
+    class Watch(Callback):
+        def on_update_done(self, update):
+            seen[update] = weights(trainer)
+
+    trainer.add_callback(Watch())
+
+
+# --- out of memory -----------------------------------------------------------------------------------------------------
+
+
+def short_of_memory(trainer, most):
+    """A device that holds the graph of at most so many replies."""
+    really, sizes = trainer.gradients, []
+
+    def gradients(batch, passage, tokens, hidden=None):
+        sizes.append(len(passage.rows))
+        if len(passage.rows) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return really(batch, passage, tokens, hidden)
+
+    trainer.gradients = gradients
+    return sizes
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_out_of_memory_halves_the_micro_batch_and_changes_no_step(build, algorithm):
+    plain, short = build(algorithm=algorithm), build(algorithm=algorithm)
+    plain.one_update(1)
+    sizes = short_of_memory(short, 1)
+    with pytest.warns(UserWarning, match="out of memory in the backward pass: micro-batches of at most 2 replies"):
+        short.one_update(1)
+    assert sizes == [4, 2, 1, 1, 1, 1, 1, 1, 1, 1], "halved twice, and then for good"
+    assert short.optimizer_steps == plain.optimizer_steps == 2
+    assert float((weights(plain) - weights(short)).abs().max()) < 2e-5
+
+
+def test_out_of_memory_with_one_reply_names_what_helps(build):
+    trainer = build()
+    short_of_memory(trainer, 0)
+    with pytest.warns(UserWarning), pytest.raises(RunError) as raised:
+        trainer.one_update(1)
+    said = str(raised.value)
+    assert "out of memory with one reply at a time: the backward pass" in said
+    assert all(flag in said for flag in ("--use-lora", "--gradient-checkpointing", "--reply-length"))
+
+
+def test_measuring_is_halved_too(build, monkeypatch):
+    trainer = build()
+    really, calls = loop.measure, []
+
+    def measure(actor, reference, replies, temperature, rows, *more):
+        calls.append(rows)
+        if rows != 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return really(actor, reference, replies, temperature, rows, *more)
+
+    monkeypatch.setattr(loop, "measure", measure)
+    with pytest.warns(UserWarning, match="in measuring"):
+        trainer.one_update(1)
+    assert calls == [0, 2, 1]

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPTNeoXConfig, Llam
 
 from rlhf.actor_critic import Actor, backbone_of, token_logprobs
 from rlhf.packing import Packed, Padded, packable
-from rlhf.rollout import episodes_of
+from rlhf.prompts import Prompt
+from rlhf.rollout import Replies, episodes_of
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -156,3 +157,13 @@ def test_the_fused_head_keeps_the_gradient_of_a_nearly_certain_token():
 def test_an_actor_reads_both_forms(model):
     padded, packed = (Actor(model)(form(episodes(), range(4)), 0.7)[0] for form in (Padded, Packed))
     assert_close(packed, padded, rtol=0, atol=1e-9 if padded.dtype == torch.float64 else 1e-5)
+
+
+@pytest.mark.parametrize(("packed", "expected"), [(True, [[0, 1, 2, 3]]), (False, [[0, 1], [2, 3]])])
+def test_a_shared_prompt_counts_once_in_a_micro_batch(packed, expected):
+    """40 prompt and 4 x 10 reply tokens; at most 100 in a pass."""
+    prompts, ids = [Prompt(tuple([5] * 40), None)] * 4, torch.full((4, 10), 7)
+    replies = Replies.of(prompts, ids, eos=2, pad=0, vocabulary=64)
+    assert replies.parts(range(4), 0, 100, packed) == expected
+    assert replies.parts(range(4), 0, 79, True) == [[0, 1, 2], [3]]
+    assert replies.parts(range(4), 1, 100, packed) == [[0], [1], [2], [3]]

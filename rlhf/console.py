@@ -15,6 +15,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rlhf.errors import Notice
+
 LINE_EVERY_S = 5  # where the output is a file or a pipe, a line at most this often
 
 
@@ -26,6 +28,8 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.simplefilter("ignore")
+    warnings.simplefilter("always", Notice)
+    warnings.showwarning = _show_warning
     for name in ("transformers", "trl", "accelerate", "huggingface_hub", "datasets", "peft", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
     import datasets  # slow to import: not at the top, where `--help` would wait for it
@@ -34,6 +38,10 @@ def quiet_libraries() -> None:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     datasets.disable_progress_bars()
+
+
+def _show_warning(message, category, *_, **__) -> None:
+    print(f"warning: {message}", file=sys.stderr)
 
 
 # C0 and C1 controls (escape sequences begin with one), and what turns the direction of text around or hides it

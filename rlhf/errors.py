@@ -34,6 +34,10 @@ class RunError(UserError):
     exit_status = 1
 
 
+class Notice(UserWarning):
+    """A warning of ours: shown where libraries' are not."""
+
+
 def raise_if(faults: list[str]) -> None:
     """Raise one UserError that holds all `faults`, if there are any."""
     if faults:

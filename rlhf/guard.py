@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rlhf.errors import RunError
+from rlhf.errors import Notice, RunError
 from rlhf.rollout import Replies
 
 T = TypeVar("T")
@@ -98,5 +98,6 @@ class Limits:
             warnings.warn(
                 f"out of memory in {phase}: micro-batches of at most {self.rows} replies from here on; the optimizer "
                 "steps stay what they were",
+                Notice,
                 stacklevel=2,
             )

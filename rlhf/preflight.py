@@ -13,6 +13,7 @@ from reward_model.scorer import METRICS_FILE, RewardModel, pair_accuracy
 from rlhf.console import Screen
 from rlhf.errors import UserError
 from rlhf.prompts import Example, PromptSets, question_hash
+from rlhf.system import cap_card_memory
 
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
 LOWEST_ACCURACY = 0.6
@@ -28,6 +29,7 @@ def start_device(screen: Screen) -> torch.device:
         raise UserError(
             f"{state.num_processes} processes: the launcher. One process, one card: several are not built yet"
         )
+    cap_card_memory()
     return state.device
 
 

@@ -12,7 +12,7 @@ import train_grpo
 import train_ppo
 from rlhf import guard, loop
 from rlhf.callbacks import Callback
-from rlhf.errors import RunError, UserError, run_command
+from rlhf.errors import Notice, RunError, UserError, run_command
 from rlhf.incidents import Incident, replay
 from rlhf.runlogs import read_run
 from tests.conftest import attach
@@ -222,7 +222,7 @@ def test_an_evaluation_with_a_bad_score_ends_the_run(build):
         trainer.evaluate()
 
 
-# --- KL that runs away -------------------------------------------------------------------------------------------------
+# --- KL that runs away -----------------------------------------------------------------------------------------------
 
 
 def kl_is(trainer, values):
@@ -273,7 +273,7 @@ def watch(trainer, seen):
     trainer.add_callback(Watch())
 
 
-# --- out of memory -----------------------------------------------------------------------------------------------------
+# --- out of memory ---------------------------------------------------------------------------------------------------
 
 
 def short_of_memory(trainer, most):
@@ -295,7 +295,7 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_no_step(build, algorit
     plain, short = build(algorithm=algorithm), build(algorithm=algorithm)
     plain.one_update(1)
     sizes = short_of_memory(short, 1)
-    with pytest.warns(UserWarning, match="out of memory in the backward pass: micro-batches of at most 2 replies"):
+    with pytest.warns(Notice, match="out of memory in the backward pass: micro-batches of at most 2 replies"):
         short.one_update(1)
     assert sizes == [4, 2, 1, 1, 1, 1, 1, 1, 1, 1], "halved twice, and then for good"
     assert short.optimizer_steps == plain.optimizer_steps == 2
@@ -305,7 +305,7 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_no_step(build, algorit
 def test_out_of_memory_with_one_reply_names_what_helps(build):
     trainer = build()
     short_of_memory(trainer, 0)
-    with pytest.warns(UserWarning), pytest.raises(RunError) as raised:
+    with pytest.warns(Notice), pytest.raises(RunError) as raised:
         trainer.one_update(1)
     said = str(raised.value)
     assert "out of memory with one reply at a time: the backward pass" in said
@@ -323,6 +323,6 @@ def test_measuring_is_halved_too(build, monkeypatch):
         return really(actor, reference, replies, temperature, rows, *more)
 
     monkeypatch.setattr(loop, "measure", measure)
-    with pytest.warns(UserWarning, match="in measuring"):
+    with pytest.warns(Notice, match="in measuring"):
         trainer.one_update(1)
     assert calls == [0, 2, 1]

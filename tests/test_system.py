@@ -49,7 +49,7 @@ def test_elsewhere_nothing_is_done(monkeypatch):
     assert system.keep_freed_memory() is False
 
 
-# --- Windows' other ways, tested here -----------------------------------------------------------------------------------
+# --- Windows' other ways, tested here --------------------------------------------------------------------------------
 
 ONLY_IN_SYSTEM = ("fcntl", "msvcrt", "SIGTERM", "SIGBREAK", "os.fork", "fsync", "sys.platform")
 

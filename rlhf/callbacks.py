@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,18 @@ class TensorBoardLog(Callback):
     """Every logged number under its own name, over updates."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder, self.done = folder, 0
 
     def on_train_begin(self, trainer):
-        # what an interrupted session logged behind its last checkpoint is logged again: readers drop the first
-        behind = trainer.state.global_step + 1 if trainer.state.global_step else None
-        # curves of a running run are looked at
-        self.writer = SummaryWriter(str(self.folder), flush_secs=10, purge_step=behind)
+        self.done = trainer.state.global_step
+
+    @cached_property
+    def writer(self) -> SummaryWriter:
+        """What an interrupted session logged behind its last checkpoint is logged again: readers drop the first."""
+        behind = self.done + 1 if self.done else None
+        return SummaryWriter(
+            str(self.folder), flush_secs=10, purge_step=behind
+        )  # a running run's curves are looked at
 
     def on_update_done(self, update):
         self.writer.flush()  # before the checkpoint of this update: what it stands on is not logged again

@@ -94,7 +94,7 @@ class TensorBoardLog(Callback):
 
     @cached_property
     def writer(self) -> SummaryWriter:
-        """What an interrupted session logged behind its last checkpoint is logged again: readers drop the first."""
+        """What an interrupted session logged behind its last checkpoint comes again: readers drop the first."""
         behind = self.done + 1 if self.done else None
         return SummaryWriter(
             str(self.folder), flush_secs=10, purge_step=behind

@@ -80,8 +80,10 @@ def whole_run(script, argv: list[str]) -> tuple[list[tuple[bytes, float]], int]:
     return seen, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def kill(script, argv: list[str], draw: random.Random, plain: list[tuple[bytes, float]], in_save: bool) -> list[bytes]:
-    """A run killed at random; returns its marks."""
+def kill(
+    script, argv: list[str], draw: random.Random, plain: list[tuple[bytes, float]], in_save: bool
+) -> list[bytes] | None:
+    """A run killed at random: its marks; None where it had come to its end by then."""
     begun = [at for mark, at in plain if mark == BEGAN]
     lasted = [end - at for at, end in zip(begun, (at for mark, at in plain if mark == ENDED), strict=True)]
     process, heard = start(script, argv)
@@ -90,16 +92,15 @@ def kill(script, argv: list[str], draw: random.Random, plain: list[tuple[bytes, 
         seen = follow(heard, saves=which + 1)
         seen += follow(heard, until=time.monotonic() + draw.random() * lasted[which])
     else:
-        seen = follow(heard, saves=0)
-        while not seen:
-            seen = follow(heard, until=time.monotonic() + 1)
+        while os.read(heard, 1) not in (FIRST, b""):
+            pass
         first = next(at for mark, at in plain if mark == FIRST)
-        seen += follow(heard, until=time.monotonic() + draw.random() * (plain[-1][1] - first))
+        seen = follow(heard, until=time.monotonic() + draw.random() * (plain[-1][1] - first))
     os.kill(process, signal.SIGKILL)
-    os.waitpid(process, 0)
+    killed = os.WIFSIGNALED(os.waitpid(process, 0)[1])
     seen += follow(heard)
     os.close(heard)
-    return [mark for mark, _ in seen]
+    return [mark for mark, _ in seen] if killed else None
 
 
 def differing(one: Path, other: Path) -> list[str]:
@@ -150,6 +151,9 @@ def main(kills: int, seed: int, folder: Path, script_name: str, flags: list[str]
     while told["killed"] < kills:
         output = folder / f"killed_{told['killed']}"
         marks = kill(script, [*flags, "--output", str(output)], draw, plain, told["killed"] % 2 == 0)
+        if marks is None:
+            shutil.rmtree(output)
+            continue
         told["killed"] += 1
         inside = marks.count(BEGAN) > marks.count(ENDED)
         told["in_a_save"] += inside

@@ -44,8 +44,8 @@ def place_of(folder: Path, update: int) -> Path:
 def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Callable[[Path], None]) -> Path:
     """Let `write` fill a folder, make a checkpoint of `run` from it, and of older ones keep `keep` - 1.
 
-    Raises OSError where the disk does not take it, or gives back something else; older checkpoints are then as they
-    were, and what was written is removed where that can be.
+    Raises OSError where the disk does not take it, or gives back something else; whatever is raised, older checkpoints
+    are as they were, and what was written is removed where that can be.
     """
     place = place_of(folder, update)
     beside = place.with_name(place.name + UNFINISHED)
@@ -58,7 +58,7 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
             place.rename(_free_name(place.with_name(place.name + ".torn")))
         beside.rename(place)
         system.sync_folder(folder)
-    except OSError:
+    except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
     fault = fault_of(place, run)
@@ -75,7 +75,7 @@ def _seal(folder: Path, run: str, update: int) -> None:
         system.sync_file(file)
     named = {f.relative_to(folder).as_posix(): {"size": f.stat().st_size, "sha256": sha256(f)} for f in files}
     manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"run": run, "update": update, "files": named}, indent=2) + "\n", encoding="utf-8")
+    manifest.write_text(json.dumps({"run": run, "update": update, "files": named}, indent=2), encoding="utf-8")
     system.sync_file(manifest)
     system.sync_folder(folder)
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from config import Config, make_config
+from config import Config, known_settings, make_config
 from rlhf.errors import UserError
 from rlhf.files import write_json
 from rlhf.guard import Dropped
@@ -19,7 +19,7 @@ from rlhf.knobs import as_plain
 from rlhf.metrics import Batch
 from rlhf.prompts import Example, Prompt
 from rlhf.rollout import Replies, Rollout
-from rlhf.runlogs import environment, known_settings
+from rlhf.runlogs import environment
 
 INCIDENT_FILE, BATCH_FILE, TENSORS_FILE, WEIGHTS = "incident.json", "batch.jsonl", "tensors.safetensors", "weights"
 

@@ -28,7 +28,10 @@ def save_policy(actor: Actor, tokenizer: PreTrainedTokenizerBase, folder: Path) 
     """
     more = {} if isinstance(actor.policy, PeftModel) else {"max_shard_size": ONE_FILE}
     actor.policy.save_pretrained(folder, **more)
-    tokenizer.save_pretrained(folder)
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # of the tokenizers' Rust part, which knows no OSError
+        raise (OSError(str(error)) if "os error" in str(error) else error) from None
     if isinstance(actor, ActorCritic):
         head = {name: tensor.contiguous().cpu() for name, tensor in actor.value_head.state_dict().items()}
         save_file(head, folder / VALUE_HEAD_FILE)

@@ -24,6 +24,7 @@ from rlhf.evaluation import Evaluation
 from rlhf.guard import MOST_IN_A_ROW, Dropped
 from rlhf.incidents import save_incident
 from rlhf.loop import OnPolicyLoop
+from rlhf.memory import what_helps
 from rlhf.metrics import Batch, Scored
 from rlhf.prompts import Prompt
 from rlhf.rollout import Rollout
@@ -336,6 +337,7 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
     The line shows the beta that the update was made with, so control comes after it."""
     controller = kl_controller(config, trainer.updates)
     output = Path(config.run.output)
+    trainer.limits.advise = lambda: what_helps(trainer)
     trainer.add_callback(TensorBoardLog(output / "logs"))
     trainer.add_callback(Samples(output / "samples", trainer.evaluation_prompts))
     if config.record.record_tokens:

@@ -71,6 +71,8 @@ class Limits:
 
     rows: int  # 0: no matter
     tokens: int
+    # in words, what helps where one reply is too much
+    advise: Callable[[], str] = lambda: "Try --use-lora, --gradient-checkpointing, or half of --reply-length"
 
     def parts(self, replies: Replies, rows: Sequence[int], packed: bool) -> list[list[int]]:
         """`rows` in micro-batches."""
@@ -88,10 +90,7 @@ class Limits:
                 fault = str(error).splitlines()[0]
             largest = max(map(len, self.parts(replies, rows, packed)))
             if largest == 1:
-                raise RunError(
-                    f"out of memory with one reply at a time: {phase} ({fault}). What helps most: --use-lora, "
-                    "--gradient-checkpointing, half of --reply-length; each with its peak: add --dry-run"
-                )
+                raise RunError(f"out of memory with one reply at a time: {phase} ({fault}). {self.advise()}")
             self.rows = -(-largest // 2)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

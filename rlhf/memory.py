@@ -8,7 +8,8 @@ holds above what it held after its imports.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -24,10 +25,11 @@ from rlhf.engines import SPAN, default_engine, slots_for
 from rlhf.evaluation import ROWS_AT_ONCE as READ_AT_ONCE
 from rlhf.evaluation import fixed_text
 from rlhf.footprint import FLOAT, Network, linear_floats, weights_of
-from rlhf.loop import EVALUATED_AT_ONCE
+from rlhf.loop import EVALUATED_AT_ONCE, OnPolicyLoop
 from rlhf.models import autocast_dtype
 from rlhf.packing import Passage, packable
 from rlhf.prompts import Prompt
+from rlhf.rewards import LearnedReward
 from rlhf.rollout import Replies, generator, tokens_at_once
 from rlhf.vllm_engine import MEMORY_SHARE
 
@@ -135,6 +137,39 @@ def forecast(
         text = plan.reading(tokenizer, evaluation)
         phases.append(Phase("evaluation's text", {**text, "nucleus": kept}))
     return Forecast(plan.held(reward_model), phases, largest)
+
+
+def what_helps(trainer: OnPolicyLoop) -> str:
+    """For a run that is out of memory: the three settings that would take most off its predicted peak, and how much."""
+    config, policy, device = trainer.config, trainer.actor.policy, trainer.accelerator.device
+    learned = [f.model.model for f in trainer.rewards.functions if isinstance(f, LearnedReward)]
+
+    def predicted(**changed: Any) -> Forecast:
+        changed_groups = {
+            group.name: replace(settings, **{n: v for n, v in changed.items() if hasattr(settings, n)})
+            for group in fields(config)
+            if is_dataclass(settings := getattr(config, group.name))
+        }
+        return forecast(
+            replace(config, **changed_groups), trainer.updates, device, policy=policy,
+            reward_model=learned[0] if learned else None, tokenizer=trainer.processing_class,
+            train=trainer.train_prompts, evaluation=[],
+        )  # fmt: skip
+
+    now, length = predicted(), max(1, config.sampling.reply_length // 2)
+    saved = {f"--reply-length {length}": now.peak - predicted(reply_length=length).peak}
+    if not config.model.gradient_checkpointing:
+        saved["--gradient-checkpointing"] = now.peak - predicted(gradient_checkpointing=True).peak
+    if config.batch.batch_size > 1:
+        size = config.batch.batch_size // 2
+        saved[f"--batch-size {size}"] = now.peak - predicted(batch_size=size, minibatches=1).peak
+    if not config.model.use_lora:  # no gradients, no moments and no reference of its own
+        saved["--use-lora"] = int(1.5 * now.held["optimizer"]) + now.held["reference"]
+    else:
+        whole = weights_of(policy, trained=False)
+        saved["--load-in-4bit"] = 0 if config.model.load_in_4bit else whole * 3 // 4
+    best = sorted(saved.items(), key=lambda one: -one[1])[:3]
+    return "What would help most: " + ", ".join(f"{flag} (about {gib(max(size, 0))} GiB less)" for flag, size in best)
 
 
 def fullest_batch(config: Config, prompts: Sequence[Prompt], updates: int) -> list[Prompt]:

@@ -294,8 +294,8 @@ def test_a_second_run_into_the_same_folder_is_refused(words, tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_every_file_of_a_save_that_does_not_fit(words, whole, tmp_path, monkeypatch, capsys):
-    """Each in turn is a link to a device that is always full; safetensors, which puts its file in the link's place, may
-    write no more than 100 bytes. So the error is the system's own, in every writer."""
+    """Each in turn is a link to a device that is always full; safetensors, which puts its file in the link's place,
+    may write no more than 100 bytes. So the error is the system's own, in every writer."""
     import resource
 
     import safetensors.torch

@@ -40,3 +40,12 @@ def test_elsewhere_nothing_is_done(monkeypatch):
 
     monkeypatch.setattr(system.sys, "platform", "win32")
     assert system.keep_freed_memory() is False
+
+
+def test_a_trainer_on_a_processor_keeps_it(build, monkeypatch):
+    from rlhf import loop
+
+    called = []
+    monkeypatch.setattr(loop, "keep_freed_memory", lambda: called.append(1))
+    build()
+    assert called

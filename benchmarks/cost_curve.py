@@ -96,6 +96,7 @@ def measure(work: Work, points: dict[str, list[int]], screen) -> dict[str, Any]:
         "settings": work.settings,
         "limit": LIMIT,
         "largest_ratio": {over: max((p["ratio"] for p in c[1:]), default=None) for over, c in curves.items()},
+        "within": all(p["ratio"] <= LIMIT for c in curves.values() for p in c[1:]),
         "curves": curves,
     }
 
@@ -141,6 +142,8 @@ def show(found: dict[str, Any], screen) -> None:
         ]
         columns = [UNITS[over], "s per update", "ms per reply token", f"of the one before (at most {LIMIT:.2f})"]
         screen.table(title(found, over), columns, rows, lines=False)
+    found_out = "no doubling costs" if found["within"] else "a doubling costs"
+    screen.say(f"{found_out} more than {LIMIT - 1:.0%} more per reply token")
     screen.facts([("machine", machine_line(found["machine"])), ("torch", found["versions"]["torch"])])
     if found["machine"]["busy_before_percent"] > BUSY:
         screen.say(busy_line(found["machine"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,20 @@ def busy_line(facts: dict[str, Any]) -> str:
 
 def gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
+
+
+def tensor_peak(device: str, run: Callable[[], Any]) -> tuple[Any, int]:
+    """What `run` returns, and the most bytes that torch's tensors took in it above what they took before."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        answer = run()
+        return answer, torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as watched:
+        answer = run()
+    events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return answer, most

@@ -31,8 +31,6 @@ METHODS = {
     "score": ("scoring",),
     "optimizer_step": ("backward pass", "optimizer step"),
 }
-# what a method finds when it begins, and what is no tensor
-FOUND, NO_TENSORS = {"scoring": "first step's pass"}, "gaps in the heap"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -92,7 +90,10 @@ def compare(work: Work) -> dict[str, Any]:
 
 def tensors_of(phase) -> int:
     """What of a phase are tensors of its own."""
-    return sum(size for name, size in phase.parts.items() if name not in (NO_TENSORS, FOUND.get(phase.name)))
+    from rlhf.memory import BEGUN, GAPS_LEFT
+
+    aside = {GAPS_LEFT, *([BEGUN] if phase.name == "scoring" else [])}  # no tensors; found there when it begins
+    return sum(size for name, size in phase.parts.items() if name not in aside)
 
 
 def here(work: Work) -> tuple[Any, dict[str, int]]:
@@ -126,11 +127,13 @@ def foretell(trainer):
 
 def tensors_in(trainer, methods: Iterable[str], run: Callable[[], Any]) -> dict[str, int]:
     """Bytes: the most that tensors took in each of some methods while `run` ran, above what they took before it."""
-    most = dict.fromkeys(methods, 0)
+    from benchmarks.machine import tensor_peak
+
+    most, device = dict.fromkeys(methods, 0), trainer.accelerator.device.type
 
     def watched(name: str, plain: Callable) -> Callable:
         def method(*arguments, **named):
-            answer, size = tensor_peak(lambda: plain(*arguments, **named))
+            answer, size = tensor_peak(device, lambda: plain(*arguments, **named))
             most[name] = max(most[name], size)
             return answer
 
@@ -141,26 +144,6 @@ def tensors_in(trainer, methods: Iterable[str], run: Callable[[], Any]) -> dict[
             stack.enter_context(patch.object(trainer, name, watched(name, getattr(trainer, name))))
         run()
     return most
-
-
-def tensor_peak(run: Callable[[], Any]) -> tuple[Any, int]:
-    """What `run` returns, and the most bytes that tensors took in it above what they took before."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        answer = run()
-        return answer, torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        answer = run()
-    events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return answer, most
 
 
 # --- for people ------------------------------------------------------------------------------------------------------

@@ -202,25 +202,6 @@ def layers_watched(trainer: OnPolicyLoop) -> Iterator[list[int]]:
         hook.remove()
 
 
-def peak_bytes(device: str, do: Callable[[], Any]) -> int:
-    """The most that torch held at once while `do` ran, above what it held before."""
-    import torch
-
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        do()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        do()
-    held, most = 0, 0
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
-
-
 # --- rollout ---------------------------------------------------------------------------------------------------------
 
 
@@ -346,6 +327,8 @@ def fused_head(bench: Bench, name: str) -> dict[str, Any]:
     """Head and loss alone, from hidden states to their gradient (and the head's where it is trained)."""
     import torch
 
+    from benchmarks.machine import tensor_peak
+
     trainer, count = bench.trainer, bench.positions
     device, head = trainer.accelerator.device, trainer.actor.policy.get_output_embeddings().weight
     torch.manual_seed(SEED)
@@ -365,7 +348,7 @@ def fused_head(bench: Bench, name: str) -> dict[str, Any]:
     trained = head.requires_grad
     head.requires_grad_(name != "fused_head_frozen")
     found = in_pairs(bench, trainer, name, twins)
-    memory = {twin: peak_bytes(bench.work.device, do) for twin, do in twins.items()}
+    memory = {twin: tensor_peak(bench.work.device, do)[1] for twin, do in twins.items()}
     head.requires_grad_(trained)
     return {**found, "peak_bytes": memory, "memory_ratio": memory["plain"] / memory["ours"]}
 

@@ -54,6 +54,7 @@ class RewardModel:
     ):
         self.model = model.eval().requires_grad_(False).to(device)
         self.tokenizer, self.device, self.dtype, self.record = tokenizer, device, dtype, record
+        self.model.config.use_cache = False  # nothing is decoded
         store_frozen_weights(self.model, dtype)
         let_go_of_files(self.model)
         self.calibration = Calibration(**(record or {}).get("calibration", {}).get("scale", {}))

@@ -60,7 +60,7 @@ def upcast(values: Tensor) -> Tensor:
 
 
 def logits_at_once(device: torch.device) -> int:
-    """Logits that may exist together in the forward's precision: 64 MiB on a CPU, 256 MiB on a card, in bfloat16."""
+    """Logits that may exist together in the forward's precision: in bfloat16 64 MiB on a CPU, 256 MiB on a card."""
     return 2**27 if device.type == "cuda" else 2**25
 
 

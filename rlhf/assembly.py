@@ -17,6 +17,7 @@ from reward_model.scorer import RewardModel
 from rlhf.callbacks import kl_controller
 from rlhf.console import Screen
 from rlhf.demo.parts import prepare_demo
+from rlhf.engines import check_engine
 from rlhf.errors import UserError
 from rlhf.evaluation import text_of_file
 from rlhf.knobs import as_plain
@@ -28,6 +29,7 @@ from rlhf.resume import check_same_run
 from rlhf.rewards import LearnedReward, Rewards, find_rule
 from rlhf.rollout import tokens_at_once
 from rlhf.runlogs import RunLog, check_output, claim_output, require_run, require_unused
+from rlhf.vllm_engine import require_vllm
 
 FEW_PROMPTS = 20
 
@@ -81,6 +83,8 @@ class Parts:
 def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
     """Data before models, small models before large: a fault is said before anything slow is done for nothing."""
     d = config.data
+    if config.speed.rollout_engine == "vllm":
+        require_vllm()
     start = find_model(config.model.actor_model, "--actor-model")
     sources = find_rewards(config)
     tokenizer = load_tokenizer(start)
@@ -92,7 +96,9 @@ def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
             f"only {len(prompts.evaluation)} evaluation prompts: all of them are used, and figures are uncertain"
         )
     rewards, reward_model = load_rewards(config, sources, tokenizer, prompts, device, screen)
-    return Parts(tokenizer, prompts, reward_model, rewards, load_start_policy(config, start, tokenizer, device))
+    policy = load_start_policy(config, start, tokenizer, device)
+    check_engine(config.speed.rollout_engine, policy, device)
+    return Parts(tokenizer, prompts, reward_model, rewards, policy)
 
 
 @dataclass

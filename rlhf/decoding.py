@@ -35,17 +35,19 @@ class SlotCache:
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
         if layer not in self.layers:
+            # keys, which their rotation leaves in float32, are rounded once, and not whenever they are looked at
             self.layers[layer] = tuple(
-                x.new_zeros(self.slots, x.shape[1], self.columns, x.shape[3]) for x in (keys, values)
+                x.new_zeros(self.slots, x.shape[1], self.columns, x.shape[3], dtype=forward_dtype(x))
+                for x in (keys, values)
             )
         stored = self.layers[layer]
         if self.filling is not None:
             slots, columns, places = self.filling
             for store, new in zip(stored, (keys, values), strict=True):
-                store[slots, :, columns] = new[0].transpose(0, 1).index_select(0, places)
+                store[slots, :, columns] = new[0].transpose(0, 1).index_select(0, places).to(store.dtype)
             return keys, values
         for store, new in zip(stored, (keys, values), strict=True):
-            store[self.every, :, self.at] = new[:, :, 0]
+            store[self.every, :, self.at] = new[:, :, 0].to(store.dtype)
         return stored[0][:, :, : self.span], stored[1][:, :, : self.span]
 
     def get_seq_length(self, *_) -> int:
@@ -76,7 +78,7 @@ class DecodeLayout(Layout):
         """The query heads that share a key head take the place of its queries: keys are read once, not copied."""
         slots, heads, _, size = query.shape
         grouped = query.view(slots, key.shape[1], heads // key.shape[1], size)
-        return kernel(grouped, key, value, self.mask(window), False).reshape(slots, 1, heads, value.shape[3])
+        return kernel.as_given(grouped, key, value, self.mask(window), False).reshape(slots, 1, heads, value.shape[3])
 
 
 @dataclass(frozen=True)

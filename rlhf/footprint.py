@@ -60,6 +60,7 @@ class Network:
     whole: bool  # all weights are trained
     adapters: dict[str, tuple[int, int]]  # rank and output of a layer's adapters, by the linear layer they belong to
     element: int  # bytes of a number in the forward pass: 4, or 2 under autocast
+    attention_element: int  # the same in attention: on a processor always 4
     inner_element: int  # the same in the feed-forward part: 4-bit layers give what they were given, float32
     checkpointing: bool
 
@@ -95,6 +96,7 @@ class Network:
                 if isinstance(m, LoraLayer)
             },
             element=element,
+            attention_element=FLOAT if embeddings.weight.device.type == "cpu" else element,
             inner_element=FLOAT if quantized else element,
             checkpointing=checkpointing,
         )
@@ -122,7 +124,8 @@ class Network:
         read = self.hidden * (len(reading) if self.rounded else len({name in GATE_UP for name in reading}))
         if DOWN in trained:
             read += self.inner
-        if OUT in trained and (gathered(passage) or (self.rounded and not self.whole)):  # else attention's own
+        own = self.rounded and (not self.whole or self.attention_element != self.element)
+        if OUT in trained and (gathered(passage) or own):  # else attention's
             read += self.queries
         # the feed-forward part: gate before and after its activation, up
         inner = 3 * self.inner * self.inner_element
@@ -133,10 +136,10 @@ class Network:
         """Queries, keys, values, output and normalizer of each rectangle."""
         total = 0
         for rows, queries, keys, masked in rectangles(passage):
-            total += rows * queries * (2 * self.queries * self.element + self.heads * FLOAT)
+            total += rows * queries * (2 * self.queries * self.attention_element + self.heads * FLOAT)
             # with a mask each query head gets its own copy of its key head, and the mask becomes numbers
-            total += rows * keys * 2 * (self.queries if masked else self.keys) * self.element
-            total += rows * queries * keys * self.element if masked else 0
+            total += rows * keys * 2 * (self.queries if masked else self.keys) * self.attention_element
+            total += rows * queries * keys * self.attention_element if masked else 0
         return total
 
     def dropped(self, tokens: int) -> int:
@@ -161,8 +164,8 @@ class Network:
         return tokens * (3 * self.inner * self.inner_element + 2 * self.hidden * FLOAT)
 
     def cache(self, tokens: int) -> int:
-        """Keys, which their rotation leaves in float32, and values."""
-        return self.layers * tokens * self.keys * (FLOAT + self.element)
+        """Keys and values."""
+        return self.layers * tokens * self.keys * 2 * self.element
 
 
 def rectangles(passage: Passage) -> list[tuple[int, int, int, bool]]:

@@ -90,6 +90,7 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
         self.beta = 0.0  # TRL would run the reference once more: the rollout has its log-probs
         rows = [{"prompt": ""} for _ in rollout.texts]  # TRL writes the extra fields into them
         given = self._generate_and_score_completions(rows)
+        self._handing = None
         advantages = torch.where(rollout.mask, given["advantages"].unsqueeze(1), 0.0)
         return Batch(rollout, kl, advantages, advantages)
 
@@ -129,6 +130,7 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
             },
         )
         self._metrics["train"].clear()  # TRL keeps its own figures until its own log
+        self._given = None
         loss = loss - entropy_coef * objectives.masked_mean(entropy, mask, tokens)
         _, stats = policy_metrics(
             logprobs.detach(), entropy.detach(), batch, rows, self.config.batch.clip_range, tokens

@@ -65,7 +65,8 @@ class OnPolicyLoop(ABC):
         rewards: Rewards | Sequence[RewardFunction | nn.Module],
         callbacks: Sequence = (),
     ):
-        keep_freed_memory()
+        if PartialState().device.type == "cpu":
+            keep_freed_memory()
         self.config = config
         self.train_prompts, self.evaluation_prompts = list(train), list(evaluation)
         self.rewards = rewards if isinstance(rewards, Rewards) else Rewards(rewards, None, tokenizer)

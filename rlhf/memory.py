@@ -350,4 +350,4 @@ def scoring(judge: Network, prompts: Sequence[Prompt], reply_length: int) -> dic
     """The reward model's pass; its tokens are taken to be as many as the policy's."""
     rows = sorted(len(p.ids) + reply_length for p in prompts)[-SCORED_AT_ONCE:]
     tokens = len(rows) * rows[-1]
-    return {"reward model's pass": judge.passing(tokens) + judge.cache(tokens)}
+    return {"reward model's pass": judge.passing(tokens)}

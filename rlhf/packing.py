@@ -71,9 +71,15 @@ class Kernel:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """query (R, heads, Q, D), key and value (R, KV heads, K, D), mask (R or 1, 1, Q, K) bool -> query's shape."""
-        if query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] > 1:
+        if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
             # half the time of torch's bfloat16 kernel for processors, forward and backward (NOTES.md)
-            return self(query.float(), key.float(), value.float(), mask, causal).to(query.dtype)
+            with torch.autocast("cpu", enabled=False):
+                found = self.as_given(query.float(), key.float(), value.float(), mask, causal)
+            return found.to(torch.get_autocast_dtype("cpu"))
+        return self.as_given(query, key, value, mask, causal)
+
+    def as_given(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """The same in whatever precision autocast, or the tensors, have."""
         groups = query.shape[1] // key.shape[1]
         if self.softcap is None and mask is None:
             return scaled_dot_product_attention(

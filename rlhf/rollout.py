@@ -80,7 +80,8 @@ class Replies(Episodes):
         """`rows` in parts of like length for one forward pass each: at most so many rows (0: no matter) and tokens,
         of which a prompt that several replies share is `packed` but once. Replies to one prompt stay together where
         they can; a row longer than `most_tokens` is a part of its own."""
-        size = {r: self.prompt_lengths[r] + self.reply_lengths[r] for r in rows}
+        width = self.prompt_ids.shape[1] + self.reply_ids.shape[1]  # of every row, where nothing is packed
+        size = {r: self.prompt_lengths[r] + self.reply_lengths[r] if packed else width for r in rows}
         longest: dict[int, int] = {}
         for r in rows:
             longest[self.groups[r]] = max(longest.get(self.groups[r], 0), size[r])

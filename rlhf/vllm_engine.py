@@ -25,6 +25,11 @@ def is_installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
+def require_vllm() -> None:
+    if not is_installed():
+        raise UserError("vLLM is not installed: --rollout-engine vllm. pip install vllm, or leave the flag out")
+
+
 class VLLMEngine:
     """Samples with vLLM in this process, beside the trainer."""
 
@@ -37,8 +42,7 @@ class VLLMEngine:
         prompt_length: int,
     ):
         """Raises UserError where vLLM is not installed."""
-        if not is_installed():
-            raise UserError("vLLM is not installed: --rollout-engine vllm. pip install vllm, or leave the flag out")
+        require_vllm()
         from trl.generation.vllm_generation import VLLMGeneration
 
         self.vocabulary = policy.get_input_embeddings().num_embeddings

@@ -10,8 +10,9 @@ import torch
 from benchmarks.comparison import compare
 from benchmarks.cost_curve import doublings
 from benchmarks.epoch import reply_tokens, side_of_epoch
+from benchmarks.machine import tensor_peak
 from benchmarks.side import Side
-from benchmarks.techniques import TECHNIQUES, peak_bytes, spread
+from benchmarks.techniques import TECHNIQUES, spread
 from benchmarks.work import EOS, FIRST_LETTER, Work, letter, make_tokenizer, prompt_ids, prompt_lengths, varied
 from rlhf.errors import RunError
 from tests.test_scripts import ROOT, run
@@ -135,6 +136,8 @@ def test_the_cost_curve_and_its_picture(tmp_path):
         assert points[0]["ratio"] is None and points[1]["ratio"] == pytest.approx(other / one)
     assert found["largest_ratio"] == {"batch": batch[1]["ratio"], "length": length[1]["ratio"]}
     assert found["limit"] == 1.2 and "ms per reply token" in done.stdout
+    assert found["within"] == (max(found["largest_ratio"].values()) <= 1.2)
+    assert ("no doubling costs more than 20%" in done.stdout) == found["within"]
     assert picture.read_bytes().startswith(b"\x89PNG\r\n") and picture.stat().st_size > 10_000
 
 
@@ -155,7 +158,7 @@ def test_peak_memory_by_hand():
         del held
         torch.zeros(500) + torch.zeros(500)  # 3 x 2,000 bytes at once
 
-    assert peak_bytes("cpu", do) == pytest.approx(6000, abs=200)
+    assert tensor_peak("cpu", do)[1] == pytest.approx(6000, abs=200)
     assert spread([3.0, 1.5, 2.0]) == {"median": 2.0, "lowest": 1.5, "highest": 3.0, "pairs": [3.0, 1.5, 2.0]}
 
 

@@ -129,6 +129,23 @@ def test_weights_in_blocks_multiply_as_the_layers_do(model, dtype):
     assert_close(blocked, plain, **near)
 
 
+@pytest.mark.parametrize("flags", [(), ("--bf16",), ("--use-lora", "--bf16"), ("--use-lora", "--load-in-4bit")])
+def test_decoding_on_a_processor_is_by_blocks(build, monkeypatch, flags):
+    """While a rollout samples, and in none of the passes around it."""
+    trainer, seen = build("--num-iterations", 1, *flags), []
+    layers = [m for m in trainer.actor.policy.modules() if type(m) is torch.nn.Linear]
+    decode = engines.Slots._decode
+
+    def watched(desk, span):
+        seen.append(sum("forward" in vars(layer) for layer in layers))
+        decode(desk, span)
+
+    monkeypatch.setattr(engines.Slots, "_decode", watched)
+    trainer.one_update(1)
+    assert seen and set(seen) == {len(layers)}
+    assert not any("forward" in vars(layer) for layer in layers)
+
+
 def test_layers_are_themselves_again_after_a_fault(model):
     model = model.float()
     with pytest.raises(RuntimeError), blocked_weights(model, 16, CPU):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,7 +23,7 @@ from rlhf.packing import Padded
 from rlhf.rollout import episodes_of
 from rlhf.weights import load_policy_weights
 from tests.conftest import whole_gradient
-from tests.shapes import smollm2_tokenizer
+from tests.shapes import make_start_model, smollm2_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -92,6 +92,18 @@ def test_no_weights_file_stays_mapped_once_weights_are_rounded(reward_folder, dt
     mapped = str(Path(reward_folder, "model.safetensors").resolve()) in Path("/proc/self/maps").read_text()
     assert mapped == (dtype is None), "in float32 the file's pages are the weights"
     assert model.dtype == dtype
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of mapped files on this system")
+@pytest.mark.parametrize(("dtype", "load_in_4bit"), [(torch.bfloat16, False), (None, True)])
+def test_no_base_file_stays_mapped_under_adapters(tmp_path, dtype, load_in_4bit):
+    make_start_model(tmp_path / "start")
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    more = {"lora": lora, "dtype": dtype, "load_in_4bit": load_in_4bit}
+    policy = load_policy(str(tmp_path / "start"), device=CPU, vocabulary=10, **more)
+    assert str(tmp_path / "start") not in Path("/proc/self/maps").read_text()
+    base = policy.get_base_model()
+    assert base.get_input_embeddings().weight is base.get_output_embeddings().weight, "tied as before"
 
 
 def test_the_reference_copy_is_smaller_under_bfloat16(start_model):
@@ -193,8 +205,6 @@ def test_four_bit_weights_with_lora(build):
 
 
 def test_lora_targets_that_match_nothing_are_refused(start_model):
-    from peft import LoraConfig
-
     with pytest.raises(UserError, match=r"no module named qproj.*Did you mean q_proj"):
         load_policy(str(start_model), lora=LoraConfig(target_modules=["qproj"]), device=CPU, vocabulary=10)
 

@@ -49,6 +49,15 @@ def test_elsewhere_nothing_is_done(monkeypatch):
     assert system.keep_freed_memory() is False
 
 
+def test_a_trainer_on_a_processor_keeps_it(build, monkeypatch):
+    from rlhf import loop
+
+    called = []
+    monkeypatch.setattr(loop, "keep_freed_memory", lambda: called.append(1))
+    build()
+    assert called
+
+
 # --- Windows' other ways, tested here --------------------------------------------------------------------------------
 
 ONLY_IN_SYSTEM = ("fcntl", "msvcrt", "SIGTERM", "SIGBREAK", "os.fork", "fsync", "sys.platform")

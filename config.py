@@ -244,6 +244,11 @@ class RunSettings:
     output: str = knob("./ppo_training_output", "folder of the run", aliases=("output_dir",))
     overwrite: bool = knob(False, "delete the run that is in the output folder")
     dry_run: bool = knob(False, "print the plan and stop")
+    check: bool = knob(
+        False,
+        "load everything, try one update out, print what each check found and stop; exit status 2 where one fails. "
+        "Nothing is written into the output folder",
+    )
 
 
 @dataclass(frozen=True)

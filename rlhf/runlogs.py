@@ -19,7 +19,7 @@ from rlhf.files import check_folder, write_json
 
 RUN_FILE = "run.json"
 MAY_DIFFER = (  # settings of runs that are seeds of the same
-    *("seed", "seeds", "output", "overwrite", "dry_run"),
+    *("seed", "seeds", "output", "overwrite", "dry_run", "check"),
     *("record_tokens", "record_format", "record_every", "record_prompts"),
 )
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")

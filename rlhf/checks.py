@@ -1,26 +1,22 @@
 """`--check`: a run tried out before it begins. Every check is a function that returns one `Check`.
 
-Those that cost nothing (`start_checks`) are run at every start, too: silent, or the end of it.
+Those that cost nothing (`preflight.start_checks`) are run at every start, too: silent, or the end of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from config import Config
-from reward_model.scorer import RewardModel
 from rlhf.actor_critic import base_of, scaled_logits
 from rlhf.assembly import Parts
 from rlhf.checkpoints import load_policy_weights
@@ -30,14 +26,11 @@ from rlhf.loop import OnPolicyLoop
 from rlhf.memory import forecast, gib, installed
 from rlhf.metrics import memory_in_use
 from rlhf.models import autocast, autocast_dtype
+from rlhf.preflight import Check, start_checks
 from rlhf.prompts import Prompt, encode_text
 from rlhf.rewards import LearnedReward, ModuleReward, Rewards
 from rlhf.rollout import Rollout, tokens_at_once
 
-KEEP = 2  # checkpoints kept beside the one that is being written
-COPIES = 3  # of the trained weights in a checkpoint: themselves, and AdamW's two moments
-WITHOUT_MOMENTS = 2  # best/ and the final weights
-FLOAT = 4  # bytes
 # How far from 1 a ratio, from 0 a log-ratio may be on average, and how far a score may move: what rounding does where
 # rows of other lengths stand beside (bfloat16 has 8 bits). Found: 1e-6 in float32, 4e-3 in bfloat16.
 ROUNDING = {None: 1e-4, torch.bfloat16: 2e-2}
@@ -49,26 +42,12 @@ MOST_IDS = 64  # of a prompt, shown
 REPRODUCIBLE_CUBLAS = (":4096:8", ":16:8")  # of CUBLAS_WORKSPACE_CONFIG: torch's notes on reproducibility
 
 
-@dataclass(frozen=True)
-class Check:
-    """What a check found, and what to do where it fails."""
-
-    name: str
-    found: str
-    ok: bool
-    way_out: str = ""
-
-    @property
-    def fault(self) -> str:
-        return f"{self.found}: {self.name}. {self.way_out}"
-
-
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
 def check_start(config: Config, parts: Parts) -> None:
     """What every start checks: silent where all holds. Raises UserError with all that fails."""
-    raise_if([check.fault for check in start_checks(config, parts) if not check.ok])
+    raise_if([check.fault for check in _start_checks(config, parts) if not check.ok])
 
 
 def check_run(make: type[OnPolicyLoop], config: Config, parts: Parts, screen: Screen) -> None:
@@ -85,7 +64,7 @@ def check_run(make: type[OnPolicyLoop], config: Config, parts: Parts, screen: Sc
     failed = [check.name for check in found if not check.ok]
     if failed:
         raise UserError(
-            f"{len(failed)} of {len(found)} checks failed ({', '.join(failed)}): --check. The lines above say what helps"
+            f"{len(failed)} of {len(found)} checks failed ({', '.join(failed)}): --check. The way out stands above"
         )
 
 
@@ -97,7 +76,7 @@ def show_checks(found: list[Check], screen: Screen) -> None:
 
 def all_checks(make: type[OnPolicyLoop], config: Config, parts: Parts, folder: Path) -> Iterator[Check]:
     """One after another; `folder` is for what must be written. The weights are afterwards what they were before."""
-    yield from start_checks(config, parts)
+    yield from _start_checks(config, parts)
     device = base_of(parts.policy).device
     yield prompt_is_rendered(parts.tokenizer, parts.prompts.train[0])
     yield determinism(device)
@@ -106,13 +85,8 @@ def all_checks(make: type[OnPolicyLoop], config: Config, parts: Parts, folder: P
     yield from update_checks(make(own, **parts.for_trainer), parts, folder / "saved")
 
 
-def start_checks(config: Config, parts: Parts) -> list[Check]:
-    """Those that need no forward pass."""
-    return [
-        pad_is_not_eos(parts.tokenizer),
-        vocabularies_fit(parts.tokenizer, parts.policy, parts.reward_model),
-        disk_has_room(config, parts.policy),
-    ]
+def _start_checks(config: Config, parts: Parts) -> list[Check]:
+    return start_checks(config, parts.tokenizer, parts.policy, parts.reward_model)
 
 
 def update_checks(trainer: OnPolicyLoop, parts: Parts, folder: Path) -> Iterator[Check]:
@@ -128,62 +102,6 @@ def update_checks(trainer: OnPolicyLoop, parts: Parts, folder: Path) -> Iterator
 
 
 # --- without a forward pass ------------------------------------------------------------------------------------------
-
-
-def pad_is_not_eos(tokenizer: PreTrainedTokenizerBase) -> Check:
-    """Else whoever takes padding for nothing takes the end of a reply for nothing, too, and replies never end."""
-    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    return Check(
-        "pad and EOS",
-        f"pad {tokenizer.pad_token!r} ({pad}), EOS {tokenizer.eos_token!r} ({eos})",
-        pad is not None and eos is not None and pad != eos,
-        "Set pad_token in the start model's tokenizer_config.json to another token than eos_token",
-    )
-
-
-def vocabularies_fit(
-    tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel | PeftModel, reward_model: RewardModel | None
-) -> Check:
-    """Every id that a tokenizer writes has an embedding in its model; and whether both models have one vocabulary."""
-    sides = {"--actor-model": (tokenizer, base_of(policy))}
-    if reward_model is not None:
-        sides["--rm-model"] = (reward_model.tokenizer, reward_model.model)
-    sizes = {flag: (max(t.get_vocab().values()) + 1, rows_of(model)) for flag, (t, model) in sides.items()}
-    short = {flag: sizes[flag] for flag in sizes if sizes[flag][0] > sizes[flag][1]}
-    if short:
-        found = ", ".join(
-            f"tokenizer of {ids} ids, model of {rows} embeddings ({f})" for f, (ids, rows) in short.items()
-        )
-    elif reward_model is None:
-        found = f"the policy's {sizes['--actor-model'][0]} tokens; no reward model"
-    elif reward_model.tokenizer.get_vocab() == tokenizer.get_vocab():
-        found = f"policy and reward model have the same {sizes['--actor-model'][0]} tokens"
-    else:
-        found = (
-            f"the policy's {sizes['--actor-model'][0]} tokens are not the reward model's {sizes['--rm-model'][0]}: "
-            "text is re-encoded"
-        )
-    return Check("vocabularies", found, not short, f"Give model and tokenizer as one folder: {', '.join(short)}")
-
-
-def rows_of(model: PreTrainedModel) -> int:
-    """Embeddings that a model has."""
-    return model.get_input_embeddings().num_embeddings
-
-
-def disk_has_room(config: Config, policy: PreTrainedModel | PeftModel) -> Check:
-    """For the checkpoints to come, best/ and the final weights."""
-    weights = FLOAT * sum(w.numel() for w in policy.parameters() if w.requires_grad)
-    needed = weights * (COPIES * (KEEP + 1) + WITHOUT_MOMENTS)
-    output = Path(config.run.output).absolute()
-    there = next(place for place in (output, *output.parents) if place.exists())
-    free = shutil.disk_usage(there).free
-    return Check(
-        "free disk",
-        f"{gib(free)} GiB free in {there}, {gib(needed)} GiB needed by {KEEP + 1} checkpoints, best/ and the end's",
-        free >= needed,
-        "Free some, name another folder with --output, or train adapters with --use-lora",
-    )
 
 
 def prompt_is_rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Check:

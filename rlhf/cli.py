@@ -18,7 +18,6 @@ import yaml
 from rlhf.errors import UserError, did_you_mean, raise_if
 from rlhf.knobs import Knob, convert, knobs_of, name_table, range_text
 
-
 _PLAIN_MAPPING = "tag:yaml.org,2002:map"
 
 

@@ -18,7 +18,6 @@ from reward_model.scorer import METRICS_FILE, RewardModel, pair_accuracy
 from rlhf.actor_critic import base_of
 from rlhf.console import Screen
 from rlhf.errors import UserError
-from rlhf.memory import gib
 from rlhf.prompts import Example, PromptSets, question_hash
 
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
@@ -187,8 +186,8 @@ def disk_has_room(config: Config, policy: PreTrainedModel | PeftModel) -> Check:
     free = shutil.disk_usage(there).free
     return Check(
         "free disk",
-        f"{gib(free)} GiB free in {there}, {gib(needed)} GiB needed by {KEEP + 1} checkpoints, best/ and the final "
-        "weights",
+        f"{free / 2**30:.2f} GiB free in {there}, {needed / 2**30:.2f} GiB needed by {KEEP + 1} checkpoints, best/ and "
+        "the final weights",
         free >= needed,
         "Free some, name another folder with --output, or train adapters with --use-lora",
     )

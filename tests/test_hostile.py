@@ -543,6 +543,30 @@ def test_a_pickled_adapter_is_refused(pickled, runs, start_model, tmp_path, soun
     load_adapter(base, str(runs["grpo", 1]))
 
 
+RECORDS = {
+    "torn": '{"accuracy": 0.9, ',
+    "deep": "[" * 100_000,
+    "text": '{"accuracy": "high", "length_baseline": 0.5, "calibration": {}}',
+    "NaN": '{"accuracy": NaN, "length_baseline": 0.5, "calibration": {}}',
+    "no spread": '{"accuracy": 0.9, "length_baseline": 0.5, "calibration": {"scale": {"mean": 0, "std": 0}}}',
+    "a spread below 0": '{"accuracy": 0.9, "length_baseline": 0.5, "calibration": {"scale": {"std": -1}}}',
+    "a list": '{"accuracy": 0.9, "length_baseline": 0.5, "calibration": []}',
+    "another name": '{"accuracy": 0.9, "length_baseline": 0.5, "calibration": {"scale": {"__class__": 1}}}',
+}
+
+
+@pytest.mark.parametrize("what", RECORDS)
+def test_a_reward_models_record_that_is_none(reward_folder, tmp_path, what):
+    """It would turn scores around, or to NaN, or end in a traceback."""
+    shutil.copytree(reward_folder, folder := tmp_path / "judge")
+    (folder / "metrics.json").write_text(RECORDS[what])
+    with pytest.raises(UserError, match=r"metrics\.json.* remove that file"):
+        RewardModel.load(str(folder), CPU, None)
+    for other in ("[]", '{"loss": 1.0}', "null"):
+        (folder / "metrics.json").write_text(other)
+        assert RewardModel.load(str(folder), CPU, None).record is None, "another tool's"
+
+
 def test_a_chat_template_cannot_reach_the_machine(tmp_path):
     """Templates come with models: transformers runs them in Jinja's sandbox."""
     folder = make_start_model(tmp_path / "model")

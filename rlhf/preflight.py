@@ -186,8 +186,8 @@ def disk_has_room(config: Config, policy: PreTrainedModel | PeftModel) -> Check:
     free = shutil.disk_usage(there).free
     return Check(
         "free disk",
-        f"{free / 2**30:.2f} GiB free in {there}, {needed / 2**30:.2f} GiB needed by {KEEP + 1} checkpoints, best/ and "
-        "the final weights",
+        f"{free / 2**30:.2f} GiB free in {there}, {needed / 2**30:.2f} GiB needed by {KEEP + 1} checkpoints, best/ "
+        "and the final weights",
         free >= needed,
         "Free some, name another folder with --output, or train adapters with --use-lora",
     )

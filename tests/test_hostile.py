@@ -179,10 +179,9 @@ def test_marks_of_a_template_that_are_not_called_special_cannot_be_written_eithe
     ids = encode_prompt(tokenizer, user("a <|User|> b"))
     assert ids.count(mark) == 1 and "a <|User|> b" in tokenizer.decode(ids)
     assert encode_text(tokenizer, "a <kept> b").count(kept) == 1, "no mark of the template: an ordinary token"
-    for text in ("", "plain words, 1 2 3", "caf\u00e9 \U0001f600  two  spaces\n\nlines "):
-        assert encode_text(tokenizer, f"{text}<|User|>")[: len(encode_text(tokenizer, text))] == encode_text(
-            tokenizer, text
-        ), "whoever writes a mark changes nothing else"
+    without = smollm2_tokenizer()
+    for text in ("<|User|>", "plain words, 1 2 3 <|User|> 4", "caf\u00e9 \U0001f600<|User|>  two  spaces\n\nlines "):
+        assert encode_text(tokenizer, text) == encode_text(without, text), "as if there were no such token"
 
 
 def test_the_reward_model_reads_one_end(judge, tokenizer):
@@ -466,7 +465,7 @@ ENDLESS = {
     "a mapping in itself": "a: &x {b: *x}\n",
     "a list in itself": "keywords: &x [a, *x]\n",
     "a billion laughs": "keywords: &a [ha, ha]\n" + "".join(f"k{i}: &b{i} [*a, *a]\n" for i in range(3)),
-    "deep lists": "seeds: " + "[" * 5_000 + "]" * 5_000 + "\n",
+    "deep lists": "seeds: " + "[" * 1_500 + "]" * 1_500 + "\n",
 }
 
 
@@ -520,8 +519,10 @@ def test_pickled_weights_are_refused_wherever_a_model_is_named(
     with pytest.raises(UserError, match=r"cannot be loaded: .*safetensors"):
         load_parts(configured("--actor-model", actor), CPU, Screen())
     reward = ["--pairs", pairs_file, "--base-model", actor, "--actor-model", "none", "--rm-output", tmp_path / "rm"]
-    with pytest.raises(UserError, match=r"safetensors"):
-        train_reward_model(parse_reward_cli([str(word) for word in reward]), Screen(), CPU)
+    judged_by = ["--base-model", start_model, "--actor-model", actor]
+    for more in ([], judged_by):
+        with pytest.raises(UserError, match=r"cannot be loaded: .*safetensors"):
+            train_reward_model(parse_reward_cli([str(word) for word in (*reward, *more)]), Screen(), CPU)
     judge = pickled(reward_folder, "pytorch_model.bin", weights)
     with pytest.raises(UserError, match=r"cannot be loaded: .*safetensors"):
         load_parts(configured("--rm-model", judge), CPU, Screen())

@@ -32,7 +32,7 @@ from rlhf.rewards import LearnedReward, ModuleReward, Rewards
 from rlhf.rollout import Rollout, tokens_at_once
 
 # How far from 1 a ratio, from 0 a log-ratio may be on average, and how far a score may move: what rounding does where
-# rows of other lengths stand beside (bfloat16 has 8 bits). Found: 1e-6 in float32, 4e-3 in bfloat16.
+# rows of other lengths stand beside (bfloat16 has 8 bits).
 ROUNDING = {None: 1e-4, torch.bfloat16: 2e-2}
 SCORE_ROUNDING = {None: 1e-3, torch.bfloat16: 1e-1}  # standard deviations of the start model's scores
 RELOADED = 1e-4  # logits and score units: the same weights in the same forward differ by nothing

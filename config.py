@@ -255,6 +255,11 @@ class RunSettings:
     replay: str | None = knob(None, "an incident's folder: do its update again, look for the fault, and stop")
     resume_anyway: bool = knob(False, "with --resume: go on although settings, data or versions are not the run's")
     dry_run: bool = knob(False, "print the plan and stop")
+    check: bool = knob(
+        False,
+        "load everything, try one update out, print what each check found and stop; exit status 2 where one fails. "
+        "Nothing is written into the output folder",
+    )
 
 
 @dataclass(frozen=True)

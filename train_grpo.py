@@ -21,6 +21,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, screen) -> None:
     from rlhf.assembly import check_run_folder, load_parts, prepare_demo_parts, show_plan, start_run
     from rlhf.callbacks import attach_callbacks
+    from rlhf.checks import check_run, check_start
     from rlhf.grpo_trainer import GRPO
     from rlhf.outcome import finish_run
     from rlhf.preflight import start_device
@@ -35,6 +36,9 @@ def train(config: Config, screen) -> None:
     show_plan(config, parts, updates, device, screen)
     if config.run.dry_run:
         return
+    if config.run.check:
+        return check_run(GRPO, config, parts, screen)
+    check_start(config, parts)
     with screen, start_run(config, parts, updates, screen) as log, StopRequest(screen.say) as stop:
         trainer = GRPO(config, **parts.for_trainer)
         attach_callbacks(trainer, config, log, screen, stop)

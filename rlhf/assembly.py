@@ -22,6 +22,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation import text_of_file
 from rlhf.knobs import as_plain
 from rlhf.memory import forecast
+from rlhf.metrics import memory_in_use, reset_peak_memory
 from rlhf.models import autocast_dtype, find_model, load_policy, load_tokenizer
 from rlhf.preflight import check_leaks, check_reward_model
 from rlhf.prompts import Prompt, PromptSets, load_prompts
@@ -67,6 +68,7 @@ class Parts:
     reward_model: RewardModel | None
     rewards: Rewards
     policy: torch.nn.Module
+    memory_before: int  # bytes in use before any of this was loaded
 
     @property
     def for_trainer(self) -> dict:
@@ -83,6 +85,8 @@ class Parts:
 def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
     """Data before models, small models before large: a fault is said before anything slow is done for nothing."""
     d = config.data
+    reset_peak_memory(device)
+    before = memory_in_use(device)
     if config.speed.rollout_engine == "vllm":
         require_vllm()
     start = find_model(config.model.actor_model, "--actor-model")
@@ -98,7 +102,7 @@ def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
     rewards, reward_model = load_rewards(config, sources, tokenizer, prompts, device, screen)
     policy = load_start_policy(config, start, tokenizer, device)
     check_engine(config.speed.rollout_engine, policy, device)
-    return Parts(tokenizer, prompts, reward_model, rewards, policy)
+    return Parts(tokenizer, prompts, reward_model, rewards, policy, before)
 
 
 @dataclass

@@ -19,12 +19,14 @@ from rlhf.errors import UserError, did_you_mean, raise_if
 from rlhf.knobs import Knob, convert, knobs_of, name_table, range_text
 
 Layer = dict[str, tuple[Any, str]]  # name -> (value, where it was set)
+_PLAIN_MAPPING = "tag:yaml.org,2002:map"
 
 
 def read_yaml(path: str, names: dict[str, str]) -> dict[str, tuple[Any, str]]:
     """The knobs that a YAML file sets: name -> (value, 'file:line'). Nesting is free: only the leaves' names count."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
+        _check_aliases(text, path)
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise UserError(f"cannot read the configuration file: {path} ({error.strerror}). Check --config") from None
@@ -35,6 +37,8 @@ def read_yaml(path: str, names: dict[str, str]) -> dict[str, tuple[Any, str]]:
         raise UserError(
             f"not YAML ({error.problem}): {path}:{mark.line + 1}:{mark.column + 1}. Correct that line"
         ) from None
+    except RecursionError:
+        raise UserError(f"not a file of settings (nested too deep): {path}. Write lines such as `gamma: 1`") from None
     except yaml.YAMLError as error:  # a control character: no place to name
         raise UserError(f"not YAML ({str(error).splitlines()[0]}): {path}. Save it as plain text") from None
     if tree is None:
@@ -48,7 +52,22 @@ def read_yaml(path: str, names: dict[str, str]) -> dict[str, tuple[Any, str]]:
     return found
 
 
+def _check_aliases(text: str, path: str) -> None:
+    """Lists and mappings are written out: aliases of them can hold themselves, or grow without end. A value's alias
+    is just that value."""
+    anchored = set()
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, (yaml.SequenceStartEvent, yaml.MappingStartEvent)):
+            anchored.add(event.anchor)
+        elif isinstance(event, yaml.AliasEvent) and event.anchor in anchored:
+            where = f"{path}:{event.start_mark.line + 1}"
+            raise UserError(f"an alias of a list or a mapping (*{event.anchor}): {where}. Write it out")
+
+
 def _collect_yaml(tree: yaml.MappingNode, path: str, names: dict[str, str], found: dict, faults: list[str]) -> None:
+    if tree.tag != _PLAIN_MAPPING:
+        faults.append(f"a mapping is not plain data ({tree.tag}): {path}:{tree.start_mark.line + 1}. Remove its tag")
+        return
     for key_node, value_node in tree.value:
         key = str(key_node.value).replace("-", "_")
         where = f"{path}:{key_node.start_mark.line + 1}"

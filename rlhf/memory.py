@@ -140,7 +140,7 @@ def forecast(
 
 
 def what_helps(trainer: OnPolicyLoop) -> str:
-    """For a run that is out of memory: the three settings that would take most off its predicted peak, with figures."""
+    """For a run that is out of memory: the three settings that would take most off the predicted peak."""
     config, policy, device = trainer.config, trainer.actor.policy, trainer.accelerator.device
     learned = [f.model.model for f in trainer.rewards.functions if isinstance(f, LearnedReward)]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -144,7 +145,9 @@ def load_policy(
 
 
 def load_adapter(base: PreTrainedModel, folder: str) -> PeftModel:
-    """A trained adapter over its base."""
+    """A trained adapter over its base. Raises UserError where its weights would have to be unpickled."""
+    if not Path(folder, SAFETENSORS_WEIGHTS_NAME).is_file():  # peft would take adapter_model.bin without a word
+        raise UserError(f"no {SAFETENSORS_WEIGHTS_NAME}: {folder}. Save the adapter with safetensors")
     try:
         with readable(folder):
             return PeftModel.from_pretrained(base, folder)

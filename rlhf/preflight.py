@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from config import Config
 from reward_model.scorer import METRICS_FILE, RewardModel, pair_accuracy
+from rlhf.actor_critic import base_of
 from rlhf.console import Screen
 from rlhf.errors import UserError
 from rlhf.prompts import Example, PromptSets, question_hash
@@ -17,6 +23,9 @@ from rlhf.system import cap_card_memory
 
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
 LOWEST_ACCURACY = 0.6
+COPIES = 3  # of the trained weights in a checkpoint: themselves, and AdamW's two moments
+WITHOUT_MOMENTS = 2  # best/ and the final weights
+FLOAT = 4  # bytes
 
 
 def start_device(screen: Screen) -> torch.device:
@@ -95,3 +104,92 @@ def check_leaks(model: RewardModel, prompts: PromptSets, screen: Screen) -> None
                 f"warning: the reward model was trained on {known} of the {len(part)} {name} prompts' questions. "
                 "Give both commands the same data and --split"
             )
+
+
+# --- checks that cost nothing ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a check found, and what to do where it fails."""
+
+    name: str
+    found: str
+    ok: bool
+    way_out: str = ""
+
+    @property
+    def fault(self) -> str:
+        return f"{self.found}: {self.name}. {self.way_out}"
+
+
+def start_checks(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: PreTrainedModel | PeftModel,
+    reward_model: RewardModel | None,
+) -> list[Check]:
+    """What every start checks, as it needs no forward pass."""
+    return [
+        pad_is_not_eos(tokenizer),
+        vocabularies_fit(tokenizer, policy, reward_model),
+        disk_has_room(config, policy),
+    ]
+
+
+def pad_is_not_eos(tokenizer: PreTrainedTokenizerBase) -> Check:
+    """Else whoever takes padding for nothing takes the end of a reply for nothing, too, and replies never end."""
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    return Check(
+        "pad and EOS",
+        f"pad {tokenizer.pad_token!r} ({pad}), EOS {tokenizer.eos_token!r} ({eos})",
+        pad is not None and eos is not None and pad != eos,
+        "Set pad_token in the start model's tokenizer_config.json to another token than eos_token",
+    )
+
+
+def vocabularies_fit(
+    tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel | PeftModel, reward_model: RewardModel | None
+) -> Check:
+    """Every id that a tokenizer writes has an embedding in its model; and whether both models have one vocabulary."""
+    sides = {"--actor-model": (tokenizer, base_of(policy))}
+    if reward_model is not None:
+        sides["--rm-model"] = (reward_model.tokenizer, reward_model.model)
+    sizes = {flag: (max(t.get_vocab().values()) + 1, rows_of(model)) for flag, (t, model) in sides.items()}
+    short = {flag: sizes[flag] for flag in sizes if sizes[flag][0] > sizes[flag][1]}
+    if short:
+        found = ", ".join(
+            f"tokenizer of {ids} ids, model of {rows} embeddings ({f})" for f, (ids, rows) in short.items()
+        )
+    elif reward_model is None:
+        found = f"the policy's {sizes['--actor-model'][0]} tokens; no reward model"
+    elif reward_model.tokenizer.get_vocab() == tokenizer.get_vocab():
+        found = f"policy and reward model have the same {sizes['--actor-model'][0]} tokens"
+    else:
+        found = (
+            f"the policy's {sizes['--actor-model'][0]} tokens are not the reward model's {sizes['--rm-model'][0]}: "
+            "text is re-encoded"
+        )
+    return Check("vocabularies", found, not short, f"Give model and tokenizer as one folder: {', '.join(short)}")
+
+
+def rows_of(model: PreTrainedModel) -> int:
+    """Embeddings that a model has."""
+    return model.get_input_embeddings().num_embeddings
+
+
+def disk_has_room(config: Config, policy: PreTrainedModel | PeftModel) -> Check:
+    """For the checkpoints to come, best/ and the final weights."""
+    weights = FLOAT * sum(w.numel() for w in policy.parameters() if w.requires_grad)
+    copies = config.run.keep + 1  # and the one that is being written
+    needed = weights * (COPIES * copies + WITHOUT_MOMENTS)
+    output = Path(config.run.output).absolute()
+    there = next(place for place in (output, *output.parents) if place.exists())
+    free = shutil.disk_usage(there).free
+    return Check(
+        "free disk",
+        f"{free / 2**30:.2f} GiB free in {there}, {needed / 2**30:.2f} GiB needed by {copies} checkpoints, best/ "
+        "and the final weights",
+        free >= needed,
+        "Free some, name another folder with --output, or train adapters with --use-lora",
+    )

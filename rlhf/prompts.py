@@ -89,9 +89,9 @@ def _read_jsonl(path: str) -> list[tuple[str, Any]]:
             continue
         try:
             rows.append((f"{path}:{number}", json.loads(line)))
-        except json.JSONDecodeError as error:
-            excerpt = line.strip()[:40]
-            faults.append(f"not JSON ({error.msg}): {path}:{number}, {excerpt!r}. One JSON object per line")
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, too, or nesting as deep
+            excerpt, reason = line.strip()[:40], error.msg if isinstance(error, json.JSONDecodeError) else error
+            faults.append(f"not JSON ({reason}): {path}:{number}, {excerpt!r}. One JSON object per line")
     raise_if(faults)
     return rows
 
@@ -116,9 +116,9 @@ def _example(row: Any, where: str, pairs: bool) -> Example:
         messages=tuple(messages),
         chosen=_reply(row, "chosen", where) if has_pair else None,
         rejected=_reply(row, "rejected", where) if has_pair else None,
-        rejected_ended=bool(row.get("rejected_ended", True)),
-        topic=row.get("topic"),
-        flaw=row.get("flaw"),
+        rejected_ended=_typed(row, "rejected_ended", bool, True, where),
+        topic=_typed(row, "topic", str, None, where),
+        flaw=_typed(row, "flaw", str, None, where),
     )
 
 
@@ -129,8 +129,8 @@ def _messages(row: dict, where: str) -> list[dict[str, str]]:
     key = next((k for k in ("question", "prompt") if k in row), None)
     if key is None:
         raise UserError(f"no prompt: {where}, columns {sorted(row)}. A row has {READABLE}")
-    system = row.get("system") or ""
-    messages = [{"role": "system", "content": _text(system, "system", where)}] if system else []
+    system = row.get("system")
+    messages = [] if system in (None, "") else [{"role": "system", "content": _text(system, "system", where)}]
     return [*messages, {"role": "user", "content": _text(row[key], key, where)}]
 
 
@@ -157,14 +157,29 @@ def _reply(row: dict, key: str, where: str) -> str:
 
 def _text(value: Any, key: str, where: str) -> str:
     if not isinstance(value, str):
-        raise UserError(
-            f"{key} is {json.dumps(value, default=str)[:40]}, not text: {where}. Correct or remove that row"
-        )
+        raise UserError(f"{key} is {_shown(value)}, not text: {where}. Correct or remove that row")
     if not value.strip():
         raise UserError(f"{key} is empty: {where}. Correct or remove that row")
     if _SURROGATE.search(value):
         raise UserError(f"{key} holds a lone surrogate: {where}. Correct or remove that row")
     return value
+
+
+def _typed(row: dict, key: str, kind: type, default: Any, where: str) -> Any:
+    """What a row may say beside its texts: of `kind`, or the default where it says nothing."""
+    value = row.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, kind):
+        expected = {bool: "true or false", str: "text"}[kind]
+        raise UserError(f"{key} is {_shown(value)}, not {expected}: {where}. Correct or remove that row")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """A value in a fault: one that holds others, however deep, by its kind."""
+    kinds = {list: "a list", dict: "an object"}
+    return kinds.get(type(value)) or json.dumps(value, default=str)[:40]
 
 
 # --- splitting -------------------------------------------------------------------------------------------------------
@@ -223,7 +238,28 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[st
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Ids of text that came from data or a model: no special token is added, and none can be written into it."""
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    return ids if _turn_marks(tokenizer).isdisjoint(ids) else _encode_by_pieces(tokenizer, text)
+
+
+def _turn_marks(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Tokens of the chat template that the tokenizer does not call special, as DeepSeek's `<｜User｜>`: those are not
+    split, and a text could write them."""
+    if not tokenizer.is_fast or tokenizer.chat_template is None:
+        return set()
+    template, added = str(tokenizer.chat_template), tokenizer.added_tokens_decoder.items()
+    return {i for i, token in added if not token.special and token.content.strip() and token.content in template}
+
+
+def _encode_by_pieces(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of a text by the tokenizer's steps, but for the one that looks for added tokens."""
+    backend = tokenizer.backend_tokenizer
+    if backend.normalizer is not None:
+        text = backend.normalizer.normalize_str(text)
+    words = [text]
+    if backend.pre_tokenizer is not None:
+        words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+    return [token.id for word in words for token in backend.model.tokenize(word)]
 
 
 def encode_reply(tokenizer: PreTrainedTokenizerBase, text: str, ended: bool = True) -> list[int]:
@@ -310,7 +346,8 @@ def examples_of(prompts: Sequence[str | Sequence[dict[str, str]]]) -> list[Examp
     """Prompts given in Python, each a text or a chat of {"role", "content"}. Raises UserError with every fault."""
     examples, faults = [], []
     for i, prompt in enumerate(prompts):
-        row = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
+        is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+        row = {"messages": list(prompt)} if is_chat else {"prompt": prompt}
         try:
             examples.append(_example(row, f"prompt {i + 1}", pairs=False))
         except UserError as error:

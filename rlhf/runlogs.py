@@ -24,7 +24,8 @@ from rlhf.files import check_folder, write_json
 RUN_FILE = "run.json"
 LOCK_FILE = "run.lock"
 HARMLESS = (  # settings that change nothing of what is learned
-    *("seeds", "output", "overwrite", "dry_run", "save_every", "keep", "resume", "resume_anyway", "replay"),
+    *("seeds", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume", "resume_anyway"),
+    "replay",
     *("record_tokens", "record_format", "record_every", "record_prompts"),
 )
 MAY_DIFFER = ("seed", *HARMLESS)  # between runs that are seeds of the same

@@ -56,7 +56,7 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
         gc.collect()  # a run's models must not weigh on the next one's peak memory
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    if not config.run.dry_run:
+    if not config.run.dry_run and not config.run.check:
         show_seeds(config, {seed: read_run(Path(one.run.output)) for seed, one in configs.items()}, screen)
 
 

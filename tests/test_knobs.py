@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -336,7 +337,20 @@ def test_fused_head_changes_how_and_not_what(build, monkeypatch):
     assert float((weights[0] - weights[1]).abs().max()) < 1e-5
 
 
-APART = {"micro_batch_size", "gradient_checkpointing", "output", "dry_run", "rollout_engine", "rollout_slots",
+def test_check_tries_the_run_out_and_makes_none(configured, capsys):
+    import train_ppo
+
+    config = configured()
+    words = ["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--prompts",
+             config.data.prompts, "--output", config.run.output, "--reply-length", "8", "--eval-prompts", "6",
+             "--allow-weak-reward-model", "--num-iterations", "1"]  # fmt: skip
+    train_ppo.main([*words, "--check"])
+    assert "optimizer steps  ok" in capsys.readouterr().out and not Path(config.run.output).exists()
+    train_ppo.main(words)
+    assert "optimizer steps  ok" not in capsys.readouterr().out and Path(config.run.output).exists()
+
+
+APART = {"micro_batch_size", "gradient_checkpointing", "output", "dry_run", "check", "rollout_engine", "rollout_slots",
          "packed", "fused_head"}  # each has its own test above  # fmt: skip
 RESUMED = {"save_every", "keep", "resume", "resume_anyway"}  # tests/test_resume.py
 GUARDED = {"replay", "rollback_on_kl"}  # tests/test_guard.py

@@ -14,10 +14,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rlhf.errors import UserError
+from rlhf.errors import RunError, UserError
 from rlhf.files import check_folder, write_json
 
 RUN_FILE = "run.json"
+INPUTS_FILE = "failed_inputs.json"
 MAY_DIFFER = (  # settings of runs that are seeds of the same
     *("seed", "seeds", "output", "overwrite", "dry_run"),
     *("record_tokens", "record_format", "record_every", "record_prompts"),
@@ -31,10 +32,8 @@ def check_output(folder: Path, *, overwrite: bool, is_default: bool) -> None:
     A finished run in the default folder will be moved aside; `overwrite` will remove a run, and only one that this
     project wrote. Everything else that lies there is in the way.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"a file, not a folder: --output {folder}. Name another with --output")
+    check_folder(str(folder))
     if not folder.exists() or not any(folder.iterdir()):
-        check_folder(str(folder))
         return
     status = read_status(folder)
     if status is None:
@@ -47,7 +46,6 @@ def check_output(folder: Path, *, overwrite: bool, is_default: bool) -> None:
             f"{kind} run is there: --output {folder}. "
             "Add --overwrite to delete it, or name another folder with --output"
         )
-    check_folder(str(folder))
 
 
 def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> str | None:
@@ -155,7 +153,11 @@ class RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Finished only if the block ran to its end."""
+        """Finished only if the block ran to its end. What a part that failed was given is kept, and named."""
+        if isinstance(error, RunError) and error.inputs is not None:
+            file = self.path.with_name(INPUTS_FILE)
+            write_json(file, error.inputs)
+            error.faults[-1] += f"; what it was given is in {file}"
         if kind is None:
             self.add(status="finished", ended=now())
         else:

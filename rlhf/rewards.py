@@ -220,7 +220,7 @@ def _ask(function: RewardFunction, name: str, batch: dict[str, list], limit_s: f
         replies = f"{len(texts)} replies, of which the first is {texts[0]!r:.60}"
         raise fault(f"no answer in {limit_s:g} s", replies, "Mend it, or raise --reward-timeout") from None
     except Exception as error:  # a user's function: whatever it raises is told with the reply that did it
-        what = f"{_own_line(error)}{type(error).__name__}: {error}"
+        what = f"{_own_line(error)}{type(error).__name__}: {' '.join(str(error).split())}"
         raise fault(what, _offender(function, batch, limit_s)) from error
     scores = scores.tolist() if hasattr(scores, "tolist") else scores
     if isinstance(scores, Sequence):

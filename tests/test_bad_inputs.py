@@ -339,6 +339,7 @@ CONFIGURATION = [
         r"1 weights for 2 rewards: --reward-weights\. Give one for each of, in this order: reward model, length_pen"),
 ]  # fmt: skip
 
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
 AT_LINE_2 = r".*rows\.jsonl:2, '.+'"  # with an excerpt
 DATA = [
     Row(25, "file missing", lambda world: ["--prompts", world.write("prompts.jsonl", "{}").with_name("promts.jsonl")],
@@ -367,7 +368,7 @@ DATA = [
     Row(34, "empty prompt", data({"prompt": "  "}), rf"prompt is empty: {AT_LINE_2}\. Correct or remove that row"),
     Row(35, "prompts longer than the context",
         lambda world: [*prompts(40, words=" and so on" * 200)(world), "--prompt-length", 5000],
-        r"40 of 40 prompts are longer than the start model's context of 512 tokens, the longest prompt of \d{3,}: "
+        r"(\d+) of \1 prompts are longer than the start model's context of 512 tokens, the longest prompt of \d{3,}: "
         r"--prompts .*\. Try --prompt-length 506 \(longer ones are left out\)"),
     Row(36, "prompt and reply longer than the context", "--reply-length 490",
         r"\d+ of \d+ prompts, with --reply-length 490 are longer than the start model's context of 512 tokens, the "
@@ -386,6 +387,9 @@ DATA = [
         rf"unknown chat role 'robot': {AT_LINE_2}\. Roles are system, user, assistant, tool"),
     Row(41, "chats without a chat template", base_model(),
         r"no chat template, and \d+ prompts are chats of several messages: --prompts .*, start model .*base\. Give"),
+    Row(41, "a chat template that refuses a chat",
+        tokenizer("--actor-model", lambda given: given, chat_template=NO_SYSTEM),
+        r"the chat template refuses it \(no system messages\): a prompt of system, user, '.*'\. Give chats as"),
     Row(41, "plain prompts without a chat template",
         lambda world: [*base_model("--dry-run")(world), *prompts(60)(world)],
         r"no chat template: .*base reads prompts as plain text", status=0),

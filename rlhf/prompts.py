@@ -101,8 +101,8 @@ def _read_jsonl(path: str) -> list[tuple[str, Any]]:
             rows.append((where, json.loads(line)))
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, too, or nesting as deep
             reason = error.msg if isinstance(error, json.JSONDecodeError) else error
-            cut = " Was the file cut off there?" if number == len(lines) else ""
-            faults.append(f"not JSON ({reason}): {where}. One JSON object per line.{cut}")
+            cut = ". Was the file cut off there?" if number == len(lines) else ""
+            faults.append(f"not JSON ({reason}): {where}. One JSON object per line{cut}")
     raise_if(faults)
     return rows
 

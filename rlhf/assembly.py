@@ -85,7 +85,7 @@ def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
     if d.eval_text is not None:
         text_of_file(tokenizer, d.eval_text)
     prompts = load_prompts(d.prompts, tokenizer, d.split, d.prompt_length, d.max_prompts, d.eval_prompts, screen.say)
-    if len(prompts.train) < config.batch.batch_size:  # any number of times the same ones would be no batch
+    if len(prompts.train) < config.batch.batch_size:  # the same ones, repeated, would fill it
         raise UserError(
             f"{len(prompts.train)} prompts to train on, fewer than a batch of {config.batch.batch_size}: --prompts "
             f"{d.prompts}. Give more (--prompts, --split, --max-prompts), or a smaller --batch-size"
@@ -104,8 +104,8 @@ def find_start_model(config: Config, flag: str) -> StartModel:
     m = config.model
     folder = find_model(m.actor_model, flag)
     tokenizer = load_tokenizer(folder)
-    outline = check_policy(folder, len(tokenizer), m.lora_targets if m.use_lora else ())
-    return StartModel(m.actor_model, folder, tokenizer, context_of(outline))
+    found = check_policy(folder, len(tokenizer), m.lora_targets if m.use_lora else ())
+    return StartModel(m.actor_model, folder, tokenizer, context_of(found))
 
 
 @dataclass

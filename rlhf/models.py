@@ -149,10 +149,10 @@ def check_vocabulary(tokens: int, embeddings: int, name: str) -> None:
 
 def check_weights(model: nn.Module, name: str) -> None:
     """Raises UserError where a weight is NaN or infinite: everything computed from it would be."""
-    torn = [n for n, w in model.named_parameters() if w.is_floating_point() and not w.detach().sum().isfinite()]
-    if torn:
-        more = f" and {len(torn) - 1} more" if len(torn) > 1 else ""
-        raise UserError(f"NaN or infinity in {torn[0]}{more}: weights of {name}. Take an earlier checkpoint of it")
+    broken = [n for n, w in model.named_parameters() if w.is_floating_point() and not w.detach().sum().isfinite()]
+    if broken:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        raise UserError(f"NaN or infinity in {broken[0]}{more}: weights of {name}. Take an earlier checkpoint of it")
 
 
 def context_of(config: PretrainedConfig) -> int | None:

@@ -71,7 +71,7 @@ BAD_ROWS = {
         r"unknown chat role 'robot': .*rows.jsonl:2",
     ),
     "no user": ({"messages": [{"role": "system", "content": "x"}]}, r"without a user's message: .*rows.jsonl:2"),
-    "a lone surrogate": ('{"prompt": "\\ud800"}', r"lone surrogate: .*rows.jsonl:2"),
+    "a lone surrogate": ('{"prompt": "\\ud800"}', r"lone surrogate .*: .*rows.jsonl:2"),
 }
 
 

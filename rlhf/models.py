@@ -56,7 +56,7 @@ def base_of_adapter(folder: Path) -> str | None:
     try:
         return json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     except ValueError as error:
-        raise UserError(f"not JSON: {file} ({error}). Save the adapter again, or name another folder") from None
+        raise UserError(f"torn: {file} ({error}). Save the adapter again, or name another folder") from None
 
 
 @contextlib.contextmanager

@@ -167,6 +167,9 @@ class RewardSettings:
     reward_weights: tuple[float, ...] | None = knob(
         None, "weights of the reward model (where there is one) and of each --reward-func, in order; unset: all 1"
     )
+    reward_timeout: float = knob(
+        600.0, "seconds that a rule may take for a batch of replies, or the run stops", above=0
+    )
     keywords: tuple[str, ...] = knob(("helpful",), "words of which one earns keyword_bonus, in any case")
     missing_eos_penalty: float = knob(
         0.0, "subtracted from the score of a reply that does not end, score units", low=0
@@ -333,6 +336,11 @@ class Config(Command):
             nearest = min((d for d in range(1, episodes + 1) if episodes % d == 0), key=lambda d: (abs(d - parts), d))
             of = "batch_size" if self.group_size == 1 else "batch_size x K ="
             faults.append(f"minibatches {parts} does not divide {of} {episodes}: --minibatches. Try {nearest}")
+        if self.run.episodes is not None and self.run.episodes < episodes:
+            faults.append(
+                f"episodes {self.run.episodes} do not fill one update of {episodes}: --episodes. "
+                f"Try {episodes}, or a smaller --batch-size"
+            )
         if self.speed.rollout_engine == "vllm" and self.sampling.filters:
             faults.append(
                 "vLLM does not say which tokens a filter let through, so no KL within them can be taken: "

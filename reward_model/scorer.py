@@ -13,11 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.actor_critic import let_go_of_files, store_frozen_weights
 from rlhf.errors import UserError
-from rlhf.models import autocast, find_model, load_tokenizer, readable
+from rlhf.models import (
+    autocast,
+    check_vocabulary,
+    check_weights,
+    find_model,
+    load_config,
+    load_tokenizer,
+    readable,
+)
 from rlhf.prompts import Example, encode_prompt, encode_reply
 
 METRICS_FILE = "metrics.json"
@@ -64,17 +72,24 @@ class RewardModel:
     def load(cls, name: str, device: torch.device, dtype: torch.dtype | None, flag: str = "--rm-model") -> RewardModel:
         """Raises UserError for a folder that is not there, or a model that cannot give one score per reply."""
         folder = find_model(name, flag)
-        with readable(name):
-            config = AutoConfig.from_pretrained(folder)
+        config = load_config(folder)
         _check_config(config, name, flag)
+        tokenizer = load_tokenizer(folder)
+        check_vocabulary(len(tokenizer), config.get_text_config().vocab_size, name)
         with readable(name):
             model, info = AutoModelForSequenceClassification.from_pretrained(
-                folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+                folder,
+                config=config,
+                dtype=torch.float32,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
         fresh = [k for k in info["missing_keys"] if "score" in k or "classifier" in k]
         if fresh:
             raise UserError(f"no trained score head ({', '.join(fresh)} is missing): {name}. {_HOW_TO_TRAIN}")
-        return cls(model, load_tokenizer(folder), device, dtype, read_record(Path(folder)))
+        check_weights(model, name)
+        return cls(model, tokenizer, device, dtype, read_record(Path(folder)))
 
     def encode(self, messages: Sequence[dict[str, str]], reply: str, ended: bool = True) -> list[int]:
         """What the model reads for one reply: the ids that it was trained on."""

@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback, set_seed
+from transformers import AutoModelForSequenceClassification, TrainerCallback, set_seed
 from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig, RewardTrainer
 
@@ -25,7 +25,16 @@ from rlhf.engines import sample_replies
 from rlhf.errors import UserError
 from rlhf.files import write_json
 from rlhf.knobs import Split, as_plain
-from rlhf.models import autocast, autocast_dtype, find_model, load_tokenizer, readable
+from rlhf.models import (
+    autocast,
+    autocast_dtype,
+    check_vocabulary,
+    check_weights,
+    find_model,
+    load_policy,
+    load_tokenizer,
+    readable,
+)
 from rlhf.prompts import Example, encode_prompts, load_examples, question_hash, split_examples
 from rlhf.rollout import uniforms
 from rlhf.runlogs import check_output, claim_output, environment
@@ -79,10 +88,12 @@ def new_reward_model(config: RewardModelConfig, device: torch.device) -> RewardM
     base = find_model(config.training.base_model, "--base-model")
     tokenizer = load_tokenizer(base)
     set_seed(config.training.rm_seed)  # the new head is drawn from torch's own stream
-    with readable(config.training.base_model):
+    with readable(base):
         model = AutoModelForSequenceClassification.from_pretrained(
-            base, num_labels=1, dtype=torch.float32, use_safetensors=True
+            base, num_labels=1, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
         )
+    check_vocabulary(len(tokenizer), model.get_input_embeddings().num_embeddings, base)
+    check_weights(model, base)
     model.config.pad_token_id = tokenizer.pad_token_id
     return RewardModel(model, tokenizer, device, autocast_dtype(config.training.rm_bf16, device))
 
@@ -185,9 +196,7 @@ def calibration_replies(
             "no prompt to calibrate on: --calibration-prompt-length. Raise it, or use --actor-model none to "
             "calibrate on chosen replies"
         )
-    with readable(name):
-        policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
-    policy.eval().to(device)
+    policy = load_policy(folder, device=device, vocabulary=len(tokenizer)).eval()
     tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
     written: list[Reply] = []
     for start in range(0, min(most, len(prompts)), ROWS_AT_ONCE):

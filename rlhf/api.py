@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from torch import nn
 
 from config import Config
-from rlhf.assembly import FEW_PROMPTS, find_rewards, load_rewards, load_start_policy
+from rlhf.assembly import FEW_PROMPTS, find_rewards, find_start_model, load_rewards, load_start_policy
 from rlhf.callbacks import KLControl, kl_controller
 from rlhf.console import Screen
 from rlhf.errors import UserError
 from rlhf.grpo_trainer import GRPO
 from rlhf.knobs import Split
 from rlhf.loop import OnPolicyLoop
-from rlhf.models import find_model, load_tokenizer
 from rlhf.ppo_trainer import PPO
-from rlhf.preflight import start_device
+from rlhf.preflight import check_overlap, check_prompts, start_device
 from rlhf.prompts import examples_of, render_sets, split_examples
 from rlhf.rewards import RewardFunction, Rewards
 
@@ -42,8 +41,8 @@ def make_trainer(
     """
     screen = Screen()
     device = start_device(screen)
-    start = find_model(config.model.actor_model, "actor_model")
-    tokenizer = load_tokenizer(start)
+    start = find_start_model(config, "actor_model")
+    tokenizer = start.tokenizer
     train = examples_of(prompts)
     if not train:
         raise UserError("an empty list: prompts. Give texts, or chats")
@@ -56,13 +55,16 @@ def make_trainer(
     sets = render_sets(tokenizer, train, evaluation, config.data.prompt_length)
     if not sets.train or not sets.evaluation:
         raise UserError(f"no prompt of at most {config.data.prompt_length} tokens: prompts. Raise prompt_length")
+    check_prompts(sets, start, config.sampling.reply_length, "prompts", screen)
+    check_overlap(sets, screen)
     if rewards is None:
         chosen, _ = load_rewards(config, find_rewards(config), tokenizer, sets, device, screen)
     else:
-        chosen = Rewards([rewards] if callable(rewards) else rewards, reward_weights, tokenizer)
+        functions = [rewards] if callable(rewards) else rewards
+        chosen = Rewards(functions, reward_weights, tokenizer, config.reward.reward_timeout)
     trainer = TRAINERS[config.algorithm](
         config,
-        load_start_policy(config, start, tokenizer, device),
+        load_start_policy(config, start.folder, tokenizer, device),
         tokenizer,
         sets.train,
         sets.evaluation[: config.data.eval_prompts],

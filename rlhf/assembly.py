@@ -23,8 +23,8 @@ from rlhf.evaluation import text_of_file
 from rlhf.knobs import as_plain
 from rlhf.memory import forecast
 from rlhf.metrics import memory_in_use, reset_peak_memory
-from rlhf.models import autocast_dtype, find_model, load_policy, load_tokenizer
-from rlhf.preflight import check_leaks, check_reward_model
+from rlhf.models import autocast_dtype, check_policy, context_of, find_model, load_policy, load_tokenizer
+from rlhf.preflight import StartModel, check_leaks, check_prompts, check_reward_model, check_tokenizers
 from rlhf.prompts import Prompt, PromptSets, load_prompts
 from rlhf.resume import check_same_run
 from rlhf.rewards import LearnedReward, Rewards, find_rule
@@ -89,20 +89,36 @@ def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
     before = memory_in_use(device)
     if config.speed.rollout_engine == "vllm":
         require_vllm()
-    start = find_model(config.model.actor_model, "--actor-model")
+    autocast_dtype(config.model.bf16, device)  # whether the device has what is asked for
     sources = find_rewards(config)
-    tokenizer = load_tokenizer(start)
+    start = find_start_model(config, "--actor-model")
+    tokenizer = start.tokenizer
     if d.eval_text is not None:
         text_of_file(tokenizer, d.eval_text)
     prompts = load_prompts(d.prompts, tokenizer, d.split, d.prompt_length, d.max_prompts, d.eval_prompts, screen.say)
+    if len(prompts.train) < config.batch.batch_size:  # the same ones, repeated, would fill it
+        raise UserError(
+            f"{len(prompts.train)} prompts to train on, fewer than a batch of {config.batch.batch_size}: --prompts "
+            f"{d.prompts}. Give more (--prompts, --split, --max-prompts), or a smaller --batch-size"
+        )
+    check_prompts(prompts, start, config.sampling.reply_length, f"--prompts {d.prompts}", screen)
     if len(prompts.evaluation) < FEW_PROMPTS:
         screen.say(
             f"only {len(prompts.evaluation)} evaluation prompts: all of them are used, and figures are uncertain"
         )
     rewards, reward_model = load_rewards(config, sources, tokenizer, prompts, device, screen)
-    policy = load_start_policy(config, start, tokenizer, device)
+    policy = load_start_policy(config, start.folder, tokenizer, device)
     check_engine(config.speed.rollout_engine, policy, device)
     return Parts(tokenizer, prompts, reward_model, rewards, policy, before)
+
+
+def find_start_model(config: Config, flag: str) -> StartModel:
+    """The start model, found and checked: all that can be known of it before its weights are read."""
+    m = config.model
+    folder = find_model(m.actor_model, flag)
+    tokenizer = load_tokenizer(folder)
+    found = check_policy(folder, len(tokenizer), m.lora_targets if m.use_lora else ())
+    return StartModel(m.actor_model, folder, tokenizer, context_of(found))
 
 
 @dataclass
@@ -137,6 +153,7 @@ def load_rewards(
         pairs = [p.example for p in prompts.evaluation]
         check_reward_model(model, m.rm_model, pairs, m.allow_weak_reward_model, screen)
         check_leaks(model, prompts, screen)
+        check_tokenizers(model, m.rm_model, tokenizer, screen)
     return rewards, model
 
 
@@ -148,7 +165,8 @@ def make_rewards(
     if sources.folder is not None:
         model = RewardModel.load(sources.folder, device, autocast_dtype(config.model.bf16, device))
     learned = [LearnedReward(model)] if model is not None else []
-    return Rewards([*learned, *sources.rules], config.reward.reward_weights, tokenizer), model
+    reward = config.reward
+    return Rewards([*learned, *sources.rules], reward.reward_weights, tokenizer, reward.reward_timeout), model
 
 
 def load_start_policy(config: Config, start: str, tokenizer: PreTrainedTokenizerBase, device: torch.device):

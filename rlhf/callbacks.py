@@ -34,6 +34,8 @@ from rlhf.tokens import TOKENS_FOLDER, token_rows, write_tokens
 from rlhf.trainer_state import load_weights, save_trainer
 from rlhf.weights import BEST_FOLDER, replace_folder
 
+SOME_UPDATES = 10  # after which equal scores are no chance
+
 
 class Callback:
     """What a trainer tells, and when. Everything is optional: any object with one of these methods will do."""
@@ -151,6 +153,24 @@ class ProgressLine(Callback):
             f"perplexity {said['eval/perplexity']:.2f} on {self.trainer.text.source}, "
             f"reply {said['eval/reply_length']:.0f} tokens, {said['eval/eos_rate']:.0%} end"
         )
+
+
+class SameScores(Callback):
+    """Warns, after some updates and at the end, where every reply scored the same, so that none is to be preferred."""
+
+    def __init__(self, trainer: OnPolicyLoop, screen: Screen):
+        self.trainer, self.screen = trainer, screen
+        self.seen: set[float] = set()
+
+    def on_batch(self, update, batch, scored):
+        self.seen |= {float(scored.raw.min()), float(scored.raw.max())}
+
+    def on_update_end(self, update, metrics):
+        if len(self.seen) == 1 and update in (SOME_UPDATES, self.trainer.updates):
+            self.screen.say(
+                f"warning: every reply of {update} updates scored {min(self.seen):g}: {self.trainer.rewards}. "
+                "There is nothing to learn from it; look at the reward functions"
+            )
 
 
 class Samples(Callback):
@@ -345,6 +365,7 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
         trainer.add_callback(TokenRecord(output / TOKENS_FOLDER, config, tokenizer, prompts))
     trainer.add_callback(ProgressLine(trainer, screen, controller))
     trainer.add_callback(Incidents(trainer, config, screen))
+    trainer.add_callback(SameScores(trainer, screen))
     trainer.add_callback(BestCheckpoint(trainer, config, controller, log))
     trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update))
     if config.kl.steered:

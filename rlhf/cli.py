@@ -74,7 +74,7 @@ def _collect_yaml(tree: yaml.MappingNode, path: str, names: dict[str, str], foun
         if isinstance(value_node, yaml.MappingNode):
             _collect_yaml(value_node, path, names, found, faults)
         elif key not in names:
-            faults.append(f"unknown key {key}: {where}. {did_you_mean(key, names)}")
+            faults.append(f"unknown key {key}: {where}. {_way_out(key, names)}")
         elif names[key] in found:
             faults.append(f"{key} is set twice: {where} and {found[names[key]][1]}. Keep one")
         else:
@@ -82,6 +82,14 @@ def _collect_yaml(tree: yaml.MappingNode, path: str, names: dict[str, str], foun
                 found[names[key]] = (_yaml_value(value_node), where)
             except yaml.constructor.ConstructorError as error:
                 faults.append(f"{key} is not plain data ({error.problem}): {where}. Write plain text or numbers")
+
+
+def _way_out(name: str, known: Iterable[str]) -> str:
+    """For a name that is not known: the nearest one; for float16, which other trainers have, what there is."""
+    words = {word.lstrip("-") for word in known}
+    if name.replace("-", "_").strip("_").removeprefix("no_") == "fp16" and "bf16" in words:
+        return "Precision is bfloat16 (--bf16) or float32 (--no-bf16); float16 is not offered, its gradients underflow"
+    return did_you_mean(name, known)
 
 
 def _yaml_value(node: yaml.Node) -> Any:
@@ -184,7 +192,7 @@ def read_flags(
         [
             f"{flag} belongs to {theirs[flag]}: command line. Leave it out here (a shared --config file may set it)"
             if flag in theirs
-            else f"unknown flag {flag}: command line. {did_you_mean(flag, known)}"
+            else f"unknown flag {flag}: command line. {_way_out(flag, known)}"
             for flag in strange
         ]
     )
@@ -275,7 +283,7 @@ def _find_recipe(config_class: type, recipes: dict, layers: list[Layer]) -> str:
 def _merge(layers: list[Layer], names: dict[str, str], exclusive: tuple[str, ...]) -> Layer:
     """Later layers win. One of the `exclusive` knobs in a later layer removes the others of earlier ones."""
     unknown = {n: where for layer in layers for n, (_, where) in layer.items() if n not in names}
-    raise_if([f"unknown setting {n}: {where}. {did_you_mean(n, names)}" for n, where in unknown.items()])
+    raise_if([f"unknown setting {n}: {where}. {_way_out(n, names)}" for n, where in unknown.items()])
     merged: Layer = {}
     for layer in layers:
         known = {names[n]: found for n, found in layer.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 MOST_SHOWN = 10
 
@@ -19,7 +20,10 @@ class UserError(Exception):
 
     def __init__(self, faults: str | Iterable[str]):
         self.faults = [faults] if isinstance(faults, str) else list(faults)
-        super().__init__("\n".join(self.faults))
+        super().__init__(*self.faults)
+
+    def __str__(self) -> str:
+        return "\n".join(self.faults)
 
     def report(self) -> str:
         lines = [f"error: {fault}" for fault in self.faults[:MOST_SHOWN]]
@@ -29,9 +33,14 @@ class UserError(Exception):
 
 
 class RunError(UserError):
-    """A run that had begun and cannot go on (exit status 1)."""
+    """A run that had begun and cannot go on (exit status 1). `inputs`: what the part that failed was given, as JSON
+    can hold it; a run's log keeps it in a file."""
 
     exit_status = 1
+
+    def __init__(self, faults: str | Iterable[str], inputs: Any = None):
+        super().__init__(faults)
+        self.inputs = inputs
 
 
 class Notice(UserWarning):

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rlhf.errors import UserError
+
+LONGEST_PATH = 259 if sys.platform == "win32" else 4_095  # characters; bytes
+LONGEST_NAME = 255
+LONGEST_BELOW = 100  # of what is written under an output folder: TensorBoard's names hold the machine's
 
 
 def put_in_place(file: Path, write: Callable[[Path], Any]) -> None:
@@ -42,6 +47,12 @@ def json_ready(data: Any) -> Any:
 def check_folder(output: str, flag: str = "--output") -> Path:
     """A folder to write to, which need not be there yet. Raises UserError where it could not be made or written to."""
     folder = Path(output)
+    longest = len(os.fsencode(folder.absolute())) + LONGEST_BELOW
+    if longest > LONGEST_PATH or any(len(os.fsencode(part)) > LONGEST_NAME for part in folder.parts):
+        raise UserError(
+            f"too long a path ({longest} with what is written under it, {LONGEST_PATH} are possible here, and "
+            f"{LONGEST_NAME} for a name): {flag} {output}. Name a shorter one with {flag}"
+        )
     nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not nearest.is_dir():
         raise UserError(f"cannot be a folder: {flag} {output} ({nearest} is a file). Name another with {flag}")

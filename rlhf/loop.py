@@ -69,8 +69,9 @@ class OnPolicyLoop(ABC):
             keep_freed_memory()
         self.config = config
         self.train_prompts, self.evaluation_prompts = list(train), list(evaluation)
-        self.rewards = rewards if isinstance(rewards, Rewards) else Rewards(rewards, None, tokenizer)
         reward = config.reward
+        given = isinstance(rewards, Rewards)
+        self.rewards = rewards if given else Rewards(rewards, None, tokenizer, reward.reward_timeout)
         self.normalizer = ScoreNormalizer(reward.score_ema) if reward.normalize_scores else None
         self.updates = config.updates(len(self.train_prompts))
         self.kl_coef = config.kl.kl_coef

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -12,9 +13,11 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -24,6 +27,7 @@ from rlhf.actor_critic import base_of, let_go_of_files, store_frozen_weights
 from rlhf.errors import UserError, did_you_mean
 from rlhf.hub import is_path, missing_path, require_hub
 
+ADAPTER_CONFIG = "adapter_config.json"
 PAD_TOKENS = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|PAD_TOKEN|>")
 
 
@@ -32,6 +36,11 @@ def find_model(name: str, flag: str) -> str:
     a name that the hub answers to. Raises UserError, at once, if it is neither."""
     folder = Path(name).expanduser().resolve()
     if folder.is_dir():
+        if (folder / ADAPTER_CONFIG).is_file():  # over which transformers would load a base without a word
+            raise UserError(
+                f"an adapter, not a whole model: {flag} {name}. Merge it into its base ({base_of_adapter(folder)}): "
+                f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER)"
+            )
         if not (folder / "config.json").is_file():
             raise UserError(
                 f"no model in this folder (no config.json): {name}. {flag} takes a Hugging Face model folder"
@@ -42,12 +51,26 @@ def find_model(name: str, flag: str) -> str:
     return require_hub(name, "model", f"{flag} FOLDER")
 
 
+def base_of_adapter(folder: Path) -> str | None:
+    """What an adapter was trained on, as its folder names it. Raises UserError where that file is torn."""
+    file = folder / ADAPTER_CONFIG
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except ValueError as error:
+        raise UserError(f"torn: {file} ({error}). Save the adapter again, or name another folder") from None
+
+
 @contextlib.contextmanager
 def readable(name: str, way_out: str = "Give a whole model folder with safetensors") -> Iterator[None]:
     """What transformers cannot load from `name` (no safetensors, torn files, unknown types) as one UserError."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"needs code that comes with it, and such code is never run here: {name}. "
+                "Give a model whose architecture transformers knows"
+            ) from None
         reason = str(error).strip().splitlines()[0][:200]
         raise UserError(f"cannot be loaded: {name} ({reason}). {way_out}") from None
 
@@ -58,7 +81,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     SmolLM2's chat tokenizer ships pad = EOS: whoever masks by `ids != pad` would then never learn to stop.
     """
     with readable(name, "Give a model folder that holds its tokenizer, too"):
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise UserError(f"no EOS token: tokenizer of {name}. Set eos_token in its tokenizer_config.json")
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
@@ -76,7 +99,7 @@ def _free_token(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
             return token
     raise UserError(
         f"no pad token other than EOS, and no spare special token: tokenizer of {name}. "
-        "Add one to its tokenizer_config.json as pad_token"
+        "Name a token that no text needs as pad_token in its tokenizer_config.json"
     )
 
 
@@ -97,6 +120,47 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abst
     return torch.autocast(device.type, dtype=dtype) if dtype is not None else contextlib.nullcontext()
 
 
+def load_config(name: str) -> PretrainedConfig:
+    """A model's config.json. Raises UserError where it needs code of its own."""
+    with readable(name):
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+
+
+def check_policy(name: str, vocabulary: int, targets: Collection[str] = ()) -> PretrainedConfig:
+    """The config of a start model whose layers fit: found from its outline, before any weight is read.
+
+    Raises UserError where a tokenizer of `vocabulary` tokens has more than there are embeddings, or no module has the
+    name of an adapter's target.
+    """
+    config = load_config(name)
+    with readable(name), torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    check_vocabulary(vocabulary, outline.get_input_embeddings().num_embeddings, name)
+    _check_targets(outline, targets, name)
+    return config
+
+
+def check_vocabulary(tokens: int, embeddings: int, name: str) -> None:
+    """Raises UserError where a tokenizer has ids that its model has no embedding for."""
+    if tokens > embeddings:
+        raise UserError(
+            f"tokenizer of {tokens} tokens, model of {embeddings} embeddings: {name}. Give them as one folder"
+        )
+
+
+def check_weights(model: nn.Module, name: str) -> None:
+    """Raises UserError where a weight is NaN or infinite: everything computed from it would be."""
+    broken = [n for n, w in model.named_parameters() if w.is_floating_point() and not w.detach().sum().isfinite()]
+    if broken:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        raise UserError(f"NaN or infinity in {broken[0]}{more}: weights of {name}. Take an earlier checkpoint of it")
+
+
+def context_of(config: PretrainedConfig) -> int | None:
+    """Positions, in tokens, that a model was made for; None where its kind has no such number."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def load_policy(
     name: str,
     *,
@@ -110,8 +174,9 @@ def load_policy(
     """The start model as a causal LM in float32, its frozen weights in NF4 if `load_in_4bit`, with adapters if `lora`.
 
     `dtype` is the forward's precision (None: float32), in which 4-bit weights are multiplied. `vocabulary` is the
-    tokenizer's size: a model that has fewer embeddings is refused.
+    tokenizer's size. Raises UserError as `check_policy`, and for weights that are no numbers.
     """
+    check_policy(name, vocabulary, lora.target_modules if lora is not None else ())
     quantization = (
         BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype or torch.float32)
         if load_in_4bit
@@ -120,18 +185,18 @@ def load_policy(
     placement = {"device_map": {"": device}} if load_in_4bit else {}
     with readable(name):
         model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, quantization_config=quantization, use_safetensors=True, **placement
+            name,
+            dtype=torch.float32,
+            quantization_config=quantization,
+            use_safetensors=True,
+            trust_remote_code=False,
+            **placement,
         )
-    rows = model.get_input_embeddings().num_embeddings
-    if vocabulary > rows:
-        raise UserError(
-            f"tokenizer of {vocabulary} tokens, model of {rows} embeddings: {name}. Give them as one folder"
-        )
+    check_weights(model, name)
     if load_in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=gradient_checkpointing)
         _keep_one_forward(model)
     if lora is not None:
-        _check_targets(model, lora.target_modules, name)
         model = get_peft_model(model, lora)
         store_frozen_weights(model, dtype)
         let_go_of_files(model)
@@ -164,7 +229,7 @@ def _keep_one_forward(model: PreTrainedModel) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def _check_targets(model: PreTrainedModel, targets: Sequence[str], name: str) -> None:
+def _check_targets(model: PreTrainedModel, targets: Collection[str], name: str) -> None:
     leaves = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
     missing = [t for t in targets if t not in leaves]
     if missing:

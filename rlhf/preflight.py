@@ -17,7 +17,7 @@ from config import Config
 from reward_model.scorer import METRICS_FILE, RewardModel, pair_accuracy
 from rlhf.actor_critic import base_of
 from rlhf.console import Screen
-from rlhf.errors import UserError
+from rlhf.errors import UserError, raise_if
 from rlhf.prompts import Example, PromptSets, question_hash
 from rlhf.system import cap_card_memory
 
@@ -64,6 +64,47 @@ def unused_card() -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class StartModel:
+    """A start model before its weights are read."""
+
+    name: str  # as the user wrote it
+    folder: str  # or a hub name
+    tokenizer: PreTrainedTokenizerBase
+    context: int | None  # positions that it was made for, tokens; None: no such number
+
+
+def check_prompts(prompts: PromptSets, start: StartModel, reply_length: int, source: str, screen: Screen) -> None:
+    """Refuse prompts that the start model cannot read: too long for its context, or chats where it has no template."""
+    every = [*prompts.train, *prompts.evaluation]
+    chats = sum(len(p.example.messages) > 1 for p in every)
+    faults = context_faults([len(p.ids) for p in every], start.context, reply_length, source)
+    if start.tokenizer.chat_template is None:
+        if chats:
+            faults.append(
+                f"no chat template, and {chats} prompts are chats of several messages: {source}, start model "
+                f"{start.name}. Give a model tuned on chats, or prompts of one text each"
+            )
+        else:
+            screen.say(f"no chat template: {start.name} reads prompts as plain text, and the reply follows at once")
+    raise_if(faults)
+
+
+def context_faults(lengths: Sequence[int], context: int | None, reply_length: int, source: str) -> list[str]:
+    """What is wrong where prompts of so many tokens, alone or with their replies, exceed a model's context."""
+    longest = max(lengths)
+    if context is None or longest + reply_length <= context:
+        return []
+    alone = longest > context
+    room, more = (context, "") if alone else (context - reply_length, f", with --reply-length {reply_length}")
+    ways = [f"--reply-length {context - longest}"] if longest < context else []
+    ways += [f"--prompt-length {context - reply_length} (longer ones are left out)"] if reply_length < context else []
+    return [
+        f"{sum(n > room for n in lengths)} of {len(lengths)} prompts{more} are longer than the start model's context "
+        f"of {context} tokens, the longest prompt of {longest}: {source}. Try {' or '.join(ways) or 'shorter replies'}"
+    ]
+
+
 def check_reward_model(
     model: RewardModel, name: str, pairs: Sequence[Example], allow_weak: bool, screen: Screen
 ) -> None:
@@ -104,6 +145,26 @@ def check_leaks(model: RewardModel, prompts: PromptSets, screen: Screen) -> None
                 f"warning: the reward model was trained on {known} of the {len(part)} {name} prompts' questions. "
                 "Give both commands the same data and --split"
             )
+
+
+def check_overlap(prompts: PromptSets, screen: Screen) -> None:
+    """Warn where prompts are given for evaluation that are trained on, too."""
+    trained = {question_hash(p.example) for p in prompts.train}
+    known = sum(question_hash(p.example) in trained for p in prompts.evaluation)
+    if known:
+        screen.say(
+            f"warning: {known} of the {len(prompts.evaluation)} evaluation prompts are trained on, too: "
+            "evaluation_prompts. Give others: figures of these flatter"
+        )
+
+
+def check_tokenizers(model: RewardModel, name: str, tokenizer: PreTrainedTokenizerBase, screen: Screen) -> None:
+    """Say where replies are encoded a second time."""
+    if model.tokenizer.get_vocab() != tokenizer.get_vocab():
+        screen.say(
+            f"warning: the reward model's tokenizer is not the start model's: --rm-model {name}. "
+            "Replies reach it as text, encoded again by its own"
+        )
 
 
 # --- checks that cost nothing ----------------------------------------------------------------------------------------

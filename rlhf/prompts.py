@@ -7,22 +7,26 @@ template's own text and the messages' text are tokenized apart.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.errors import UserError, raise_if
 from rlhf.hub import is_path, missing_path, require_hub
 from rlhf.knobs import Split
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
 FORGIVEN_SHARE = 0.05  # of a hub dataset's rows
+REPEATED_SHARE = 0.05  # of the rows, above which it is told
+COLUMNS = ("system", "question", "prompt", "messages", "chosen", "rejected", "rejected_ended", "topic", "flaw")
 ROLES = ("system", "user", "assistant", "tool")
 READABLE = '"question" (or "prompt"), or "messages"; pairs have "chosen" and "rejected" beside it'
 
@@ -52,15 +56,17 @@ def load_examples(source: str, pairs: bool = False, say: Callable[[str], None] =
     """All rows of a local JSONL file or of a hub dataset's train split, in order.
 
     `pairs` asks for a chosen and a rejected reply in every row. Raises UserError with every bad row's place. Of a hub
-    dataset, which its user cannot correct, up to 5% of bad rows are left out and told through `say`.
+    dataset, which its user cannot correct, up to 5% of bad rows are left out and told through `say`; so is a share of
+    repeated rows above 5%.
     """
     file = Path(source).expanduser()
     is_local = is_path(source) or file.exists()
     rows = _read_jsonl(str(file)) if is_local else _read_hub(source)
+    columns = {name for _, row in rows if isinstance(row, dict) for name in row} & set(COLUMNS)
     examples, faults = [], []
     for where, row in rows:
         try:
-            examples.append(_example(row, where, pairs))
+            examples.append(_example(row, where, pairs, columns))
         except UserError as error:
             faults += error.faults
     if faults and not is_local and len(faults) <= FORGIVEN_SHARE * len(rows):
@@ -69,6 +75,9 @@ def load_examples(source: str, pairs: bool = False, say: Callable[[str], None] =
         raise_if(faults)
     if not examples:
         raise UserError(f"no rows: {source}. Each line is a JSON object with {READABLE}")
+    repeated = len(examples) - len({json.dumps((e.messages, e.chosen, e.rejected)) for e in examples})
+    if repeated > REPEATED_SHARE * len(examples):
+        say(f"warning: {repeated} of {len(examples):,} rows repeat another: {source}. Remove them, if that is a slip")
     return examples
 
 
@@ -83,15 +92,17 @@ def read_text(file: Path) -> str:
 def _read_jsonl(path: str) -> list[tuple[str, Any]]:
     if not Path(path).is_file():
         raise missing_path(path, "data file", "Give a JSONL file or a hub dataset's name")
-    rows, faults = [], []
-    for number, line in enumerate(read_text(Path(path)).split("\n"), start=1):
+    rows, faults, lines = [], [], read_text(Path(path)).split("\n")
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
+        where = f"{path}:{number}, {line.strip()[:40]!r}"
         try:
-            rows.append((f"{path}:{number}", json.loads(line)))
+            rows.append((where, json.loads(line)))
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, too, or nesting as deep
-            excerpt, reason = line.strip()[:40], error.msg if isinstance(error, json.JSONDecodeError) else error
-            faults.append(f"not JSON ({reason}): {path}:{number}, {excerpt!r}. One JSON object per line")
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+            cut = ". Was the file cut off there?" if number == len(lines) else ""
+            faults.append(f"not JSON ({reason}): {where}. One JSON object per line{cut}")
     raise_if(faults)
     return rows
 
@@ -103,16 +114,18 @@ def _read_hub(name: str) -> list[tuple[str, Any]]:
     return [(f"{name} row {i}", row) for i, row in enumerate(load_dataset(source, split="train"))]
 
 
-def _example(row: Any, where: str, pairs: bool) -> Example:
+def _example(row: Any, where: str, pairs: bool, columns: Set[str] = frozenset()) -> Example:
+    """`columns`: those that rows of this data have."""
     if not isinstance(row, dict):
         raise UserError(f"not a JSON object: {where}. Each row is an object with {READABLE}")
+    _check_spelling(row, where, columns)
     messages = _messages(row, where)
     has_pair = "chosen" in row or "rejected" in row
     if pairs and not has_pair:
         raise UserError(
             f'no "chosen" and "rejected": {where}, columns {sorted(row)}. A reward model learns from pairs'
         )
-    return Example(
+    example = Example(
         messages=tuple(messages),
         chosen=_reply(row, "chosen", where) if has_pair else None,
         rejected=_reply(row, "rejected", where) if has_pair else None,
@@ -120,6 +133,17 @@ def _example(row: Any, where: str, pairs: bool) -> Example:
         topic=_typed(row, "topic", str, None, where),
         flaw=_typed(row, "flaw", str, None, where),
     )
+    if has_pair and example.chosen == example.rejected and example.rejected_ended:
+        raise UserError(f"chosen equals rejected: {where}. Correct or remove that row")
+    return example
+
+
+def _check_spelling(row: dict, where: str, columns: Set[str]) -> None:
+    """A column of the other rows that this one lacks, and one spelt much like it: a slip, no column to pass over."""
+    for name in row.keys() - set(COLUMNS):
+        near = difflib.get_close_matches(name, sorted(columns - row.keys()), n=1, cutoff=0.8)
+        if near:
+            raise UserError(f"unknown column {name!r}: {where}. Did you mean {near[0]!r}, as in other rows?")
 
 
 def _messages(row: dict, where: str) -> list[dict[str, str]]:
@@ -149,7 +173,9 @@ def _chat(chat: Any, where: str) -> list[dict[str, str]]:
 
 
 def _reply(row: dict, key: str, where: str) -> str:
-    value = row.get(key)
+    if key not in row:
+        raise UserError(f"no {key!r}: {where}, columns {sorted(row)}. A pair has both replies")
+    value = row[key]
     if isinstance(value, list) and value and isinstance(value[-1], dict):
         value = value[-1].get("content")
     return _text(value, key, where)
@@ -160,8 +186,10 @@ def _text(value: Any, key: str, where: str) -> str:
         raise UserError(f"{key} is {_shown(value)}, not text: {where}. Correct or remove that row")
     if not value.strip():
         raise UserError(f"{key} is empty: {where}. Correct or remove that row")
-    if _SURROGATE.search(value):
-        raise UserError(f"{key} holds a lone surrogate: {where}. Correct or remove that row")
+    found = _NOT_TEXT.search(value)
+    if found:
+        what = "a NUL character" if found[0] == "\0" else "a lone surrogate"
+        raise UserError(f"{key} holds {what} (character {found.start() + 1}): {where}. Correct or remove that row")
     return value
 
 
@@ -226,7 +254,14 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[st
         bos = start[:1] if start and start[0] == tokenizer.bos_token_id else []
         return bos + encode_text(tokenizer, "\n\n".join(contents))
     slots = [{**m, "content": _SLOT.format(i)} for i, m in enumerate(messages)]
-    text = tokenizer.apply_chat_template(slots, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(slots, tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateError as error:  # some refuse a system message, or two of one role in a row
+        roles = ", ".join(m["role"] for m in messages)
+        raise UserError(
+            f"the chat template refuses it ({error}): a prompt of {roles}, {contents[-1]!r:.40}. Give chats "
+            "as the start model's template wants them"
+        ) from None
     ids: list[int] = []
     for i, piece in enumerate(re.split("\ue000([0-9]+)\ue001", text)):
         if i % 2:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf import system
-from rlhf.errors import UserError
+from rlhf.errors import RunError, UserError
 from rlhf.files import check_folder, write_json
 
 RUN_FILE = "run.json"
-LOCK_FILE = "run.lock"
+LOCK_FILE, INPUTS_FILE = "run.lock", "failed_inputs.json"
 HARMLESS = (  # settings that change nothing of what is learned
     *("seeds", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume", "resume_anyway"),
     "replay",
@@ -39,10 +39,8 @@ def check_output(folder: Path, *, overwrite: bool, is_default: bool) -> None:
     project wrote. Everything else that lies there is in the way.
     """
     require_unused(folder)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"a file, not a folder: --output {folder}. Name another with --output")
+    check_folder(str(folder))
     if not folder.exists() or not any(folder.iterdir()):
-        check_folder(str(folder))
         return
     status = read_status(folder)
     if status is None:
@@ -57,7 +55,6 @@ def check_output(folder: Path, *, overwrite: bool, is_default: bool) -> None:
             f"{kind} run is there: --output {folder}. "
             f"Add {more}--overwrite to delete it, or name another folder with --output"
         )
-    check_folder(str(folder))
 
 
 def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> str | None:
@@ -192,7 +189,11 @@ class RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Finished only if the block ran to its end."""
+        """Finished only if the block ran to its end. What a part that failed was given is kept, and named."""
+        if isinstance(error, RunError) and error.inputs is not None:
+            file = self.path.with_name(INPUTS_FILE)
+            write_json(file, error.inputs)
+            error.faults[-1] += f"; what it was given is in {file}"
         if kind is None:
             self.add(status="finished", ended=now())
         else:

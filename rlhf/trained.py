@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import Any
 from config import Config, MeasureSettings, config_of_run, make_config
 from rlhf.errors import UserError, raise_if
 from rlhf.hub import is_path, missing_path
-from rlhf.models import find_model
+from rlhf.models import ADAPTER_CONFIG, base_of_adapter, find_model
 from rlhf.runlogs import RUN_FILE, differences, flat_settings, last_run, read_run
 from rlhf.weights import ADAPTER_FILE, BEST_FOLDER, WEIGHTS_FILE
 
-ADAPTER_CONFIG = "adapter_config.json"
 # of a run's settings, those that decide what its replies and scores are
 MEASURED_WITH = (
     *("actor_model", "rm_model", "reward_func", "reward_weights", "keywords"),
@@ -99,10 +97,7 @@ def _weights(folder: Path, baseline: str | None, flag: str) -> tuple[str, str | 
     """Where to load a folder's weights from, and the base under them where they are an adapter's."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return find_model(str(folder), flag), None
-    try:
-        base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except ValueError as error:
-        raise UserError(f"torn: {folder / ADAPTER_CONFIG} ({error}). Name another with {flag}") from None
+    base = base_of_adapter(folder)
     try:
         return str(folder), find_model(base or "nothing", flag)
     except UserError:

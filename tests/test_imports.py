@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [
-    {"rlhf.errors", "rlhf.files", "rlhf.system", "rlhf.runlogs", "rlhf.checkpoints", "rlhf.stopping",
+    {"rlhf.errors", "rlhf.libraries", "rlhf.files", "rlhf.system", "rlhf.runlogs", "rlhf.checkpoints", "rlhf.stopping",
      "rlhf.knobs", "rlhf.cli", "recipes"},
     {"config", "rlhf.demo.families", "rlhf.demo.tasks"},
     {"rlhf.objectives", "rlhf.controllers", "rlhf.best", "rlhf.hub", "rlhf.prompts", "rlhf.models",

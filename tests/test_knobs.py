@@ -21,10 +21,11 @@ from config import (
 from reward_model.scorer import METRICS_FILE
 from reward_model.training import train_reward_model
 from rlhf import actor_critic, engines
-from rlhf.assembly import check_run_folder, load_parts
+from rlhf.assembly import check_run_folder, find_rewards, load_parts, make_rewards
 from rlhf.console import Screen
-from rlhf.errors import UserError
+from rlhf.errors import RunError, UserError
 from rlhf.knobs import knobs_of
+from rlhf.prompts import Example, Prompt
 from rlhf.runlogs import RunLog
 from rlhf.seeds import for_each_seed
 from tests.conftest import attach
@@ -187,6 +188,20 @@ def seen_allow_weak_reward_model(configured, tmp_path):
     return outcome(), outcome("--no-allow-weak-reward-model")
 
 
+def seen_reward_timeout(configured, tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ndef f(completions):\n    time.sleep(0.5)\n    return [1.0]\n")
+
+    def outcome(*flags):
+        config = configured("--rm-model", "none", "--reward-func", f"{tmp_path / 'slow.py'}:f", *flags)
+        rewards, _ = make_rewards(config, find_rewards(config), None, CPU)
+        try:
+            return rewards.score([Prompt((1,), Example(({"role": "user", "content": "a"},)))], ["b"], [[1]], [True])
+        except RunError as error:
+            return str(error)
+
+    return outcome("--reward-timeout", 0.01), outcome()
+
+
 def seen_prompts(configured, tmp_path):
     (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": f"another {i}"}) for i in range(50)))
 
@@ -244,6 +259,7 @@ SEEN = {
         seen_rm_model,
         seen_allow_weak_reward_model,
         seen_prompts,
+        seen_reward_timeout,
         seen_epochs,
         seen_overwrite,
         seen_seeds,

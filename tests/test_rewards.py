@@ -83,7 +83,7 @@ def test_a_function_that_fails_only_on_a_whole_batch_blames_no_single_reply(scor
 
     with pytest.raises(
         RunError,
-        match=r"judge is down \(test_rewards.py:[0-9]+\): reward function together, on all 2 replies together",
+        match=r"^test_rewards.py:[0-9]+ `raise .*` raised .* judge is down: reward function together, on all 2",
     ):
         score(together)
 

@@ -56,7 +56,7 @@ def test_a_folder_of_something_else_is_never_deleted(tmp_path):
 
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(UserError, match="a file, not a folder"):
+    with pytest.raises(UserError, match="cannot be a folder"):
         check_output(tmp_path / "run", overwrite=True, is_default=True)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -68,7 +69,7 @@ class Incident:
             said = json.loads((folder / INCIDENT_FILE).read_text(encoding="utf-8"))
             rows = [json.loads(line) for line in (folder / BATCH_FILE).read_text(encoding="utf-8").splitlines()]
             return cls(folder, said, rows, load_file(folder / TENSORS_FILE))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"no whole incident: --replay {name} ({error}). Give RUN/incidents/update-...") from None
 
     def config(self, output: str) -> Config:

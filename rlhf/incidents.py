@@ -44,7 +44,7 @@ def save_incident(
         held |= {name: getattr(batch, name) for name in ("kl", "advantages", "weights", "returns", "rewards")}
     if replies.nucleus is not None:
         held["nucleus"] = replies.nucleus
-    save_file({n: t.detach().cpu().contiguous() for n, t in held.items() if t is not None}, folder / TENSORS_FILE)
+    save_file({n: t.detach().cpu().clone() for n, t in held.items() if t is not None}, folder / TENSORS_FILE)
     write_json(
         folder / INCIDENT_FILE,
         {"update": update, "found": str(found), "rows": found.rows, "kl_coef": trainer.kl_coef,

@@ -300,7 +300,7 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_no_step(build, algorit
         short.one_update(1)
     assert sizes == [4, 2, 1, 1, 1, 1, 1, 1, 1, 1], "halved twice, and then for good"
     assert short.optimizer_steps == plain.optimizer_steps == 2
-    assert float((weights(plain) - weights(short)).abs().max()) < 2e-5
+    assert float((weights(plain) - weights(short)).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("flags", [(), ("--use-lora",)])

@@ -187,7 +187,7 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     device, replies, most = trainer.accelerator.device, rollout.replies, trainer.config.batch.micro_batch_size
     apart = []
     for rows in trainer.minibatches(1, 0):
-        for part in replies.parts(rows, most, tokens_at_once(device)):
+        for part in replies.parts(rows, most, tokens_at_once(device), trainer.packed):
             passage = replies.passage(part, trainer.packed)
             with autocast(device, trainer.dtype):
                 logprobs, _, _ = trainer.actor(passage, trainer.sampling.temperature, replies.allowed(passage))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rlhf.errors import UserError
+from rlhf.system import WINDOWS
 
-LONGEST_PATH = 259 if sys.platform == "win32" else 4_095  # characters; bytes
+LONGEST_PATH = 259 if WINDOWS else 4_095  # characters; bytes
 LONGEST_NAME = 255
 LONGEST_BELOW = 100  # of what is written under an output folder: TensorBoard's names hold the machine's
 

@@ -17,11 +17,19 @@ sys.path.insert(
 )  # a script's own folder is on the path, not the project
 
 from benchmarks.side import Side
-from benchmarks.work import Work, add_flags, at_least, choose_device, make_models, work_of
+from benchmarks.work import (
+    Work,
+    add_flags,
+    add_update_flags,
+    at_least,
+    choose_device,
+    make_models,
+    parse_update,
+    work_of,
+)
 from rlhf.errors import run_command
 from rlhf.files import write_json
 
-PROMPTS = {"ppo": 8, "grpo": 2}
 SETTLE_S = 0.25  # some OpenMP libraries spin for 0.2 s before their threads sleep: the other side would feel it
 
 
@@ -44,16 +52,9 @@ def main(argv: list[str] | None = None) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="One update of ours against one of stock TRL, in turn.")
     add_flags(parser)
-    parser.add_argument("--batch-size", type=at_least(1), help="prompts per update (ppo 8, grpo 2)")
-    parser.add_argument("--reply-length", type=at_least(2), default=64, help="tokens (64)")
-    parser.add_argument("--ppo-epochs", type=at_least(1), default=4, help="passes over a rollout (4)")
+    add_update_flags(parser, ppo_epochs=4)
     parser.add_argument("--pairs", type=at_least(1), default=5, help="pairs of updates that count (5)")
-    parser.add_argument("--lora", action="store_true", help="ours with adapters; TRL trains all weights")
-    parser.add_argument("--load-in-4bit", action="store_true", help="ours with adapters over 4-bit weights")
-    arguments = parser.parse_args(argv)
-    arguments.batch_size = arguments.batch_size or PROMPTS[arguments.algorithm]
-    arguments.lora = arguments.lora or arguments.load_in_4bit
-    return arguments
+    return parse_update(parser, argv)
 
 
 def measure(work: Work, screen) -> tuple[dict[str, dict], list[dict[str, dict]]]:

@@ -19,11 +19,10 @@ sys.path.insert(
 )  # a script's own folder is on the path, not the project
 
 from benchmarks.side import Side
-from benchmarks.work import Work, add_flags, at_least, choose_device, make_models, work_of
+from benchmarks.work import Work, add_flags, add_update_flags, choose_device, make_models, parse_update, work_of
 from rlhf.errors import run_command
 from rlhf.files import write_json
 
-PROMPTS = {"ppo": 8, "grpo": 2}
 UPDATES = 2
 # a trainer's methods, and the phases of the forecast that fall into each
 METHODS = {
@@ -52,15 +51,8 @@ def main(argv: list[str] | None = None) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Peak memory as foretold, and as measured over two updates.")
     add_flags(parser)
-    parser.add_argument("--batch-size", type=at_least(1), help="prompts per update (ppo 8, grpo 2)")
-    parser.add_argument("--reply-length", type=at_least(2), default=64, help="tokens (64)")
-    parser.add_argument("--ppo-epochs", type=at_least(1), default=2, help="passes over a rollout (2)")
-    parser.add_argument("--lora", action="store_true", help="train adapters")
-    parser.add_argument("--load-in-4bit", action="store_true", help="train adapters over 4-bit weights")
-    arguments = parser.parse_args(argv)
-    arguments.batch_size = arguments.batch_size or PROMPTS[arguments.algorithm]
-    arguments.lora = arguments.lora or arguments.load_in_4bit
-    return arguments
+    add_update_flags(parser, ppo_epochs=2)
+    return parse_update(parser, argv)
 
 
 def compare(work: Work) -> dict[str, Any]:

@@ -91,6 +91,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="file for the figures")
 
 
+PROMPTS = {"ppo": 8, "grpo": 2}
+
+
+def add_update_flags(parser: argparse.ArgumentParser, ppo_epochs: int) -> None:
+    """Flags of the benchmarks that look at single updates, for `parse_update`."""
+    parser.add_argument("--batch-size", type=at_least(1), help="prompts per update (ppo 8, grpo 2)")
+    parser.add_argument("--reply-length", type=at_least(2), default=64, help="tokens (64)")
+    parser.add_argument(
+        "--ppo-epochs", type=at_least(1), default=ppo_epochs, help=f"passes over a rollout ({ppo_epochs})"
+    )
+    parser.add_argument("--lora", action="store_true", help="ours with adapters (TRL trains all weights)")
+    parser.add_argument("--load-in-4bit", action="store_true", help="ours with adapters over 4-bit weights")
+
+
+def parse_update(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The flags, with what follows from them: the algorithm's batch, and adapters over 4-bit weights."""
+    arguments = parser.parse_args(argv)
+    arguments.batch_size = arguments.batch_size or PROMPTS[arguments.algorithm]
+    arguments.lora = arguments.lora or arguments.load_in_4bit
+    return arguments
+
+
 def at_least(low: int):
     """For argparse: a whole number from `low` on."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from rlhf.engines import check_engine
 from rlhf.errors import UserError
 from rlhf.evaluation import text_of_file
 from rlhf.knobs import as_plain
-from rlhf.memory import forecast
+from rlhf.memory import Forecast, available, forecast, gib, what_helps
 from rlhf.metrics import memory_in_use, reset_peak_memory
 from rlhf.models import autocast_dtype, check_policy, context_of, find_model, load_policy, load_tokenizer
 from rlhf.preflight import StartModel, check_leaks, check_prompts, check_reward_model, check_tokenizers
@@ -188,6 +189,7 @@ def load_start_policy(config: Config, start: str, tokenizer: PreTrainedTokenizer
 def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, screen: Screen) -> None:
     """What is about to happen, in numbers."""
     m, sets = config.model, parts.prompts
+    foretell = forecaster(parts, updates, device)
     trained = sum(w.numel() for w in parts.policy.parameters() if w.requires_grad)
     total = sum(w.numel() for w in parts.policy.parameters())
     how = f"LoRA r {m.lora_r}: {trained:,} trained" if m.use_lora else "all trained"
@@ -203,13 +205,21 @@ def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, 
         ("batch", batch_line(config, updates, device)),
         ("KL", kl_line(config, updates)),
         ("device", f"{device}, {'bfloat16 autocast' if dtype is not None else 'float32'}"),
-        *memory_rows(config, parts, updates, device),
+        *foretell(config).rows(device),
         ("output", config.run.output),
     ]
     if m.rm_model is not None:
         known = f" (held-out accuracy {accuracy:.3f})" if accuracy is not None else ""
         rows.insert(3, ("reward model", m.rm_model + known))
     screen.facts(rows)
+    needed, there = foretell(config).peak, available(device)
+    if (
+        needed > there
+    ):  # a forecast is no certainty; and where the driver spills, on Windows, nothing else would say it
+        screen.say(
+            f"warning: about {gib(needed)} GiB at the peak, {gib(there)} GiB free: memory of {device}. "
+            f"{what_helps(config, parts.policy, foretell)}"
+        )
     screen.say(f"first prompt, as the model reads it: {first_prompt(parts.tokenizer, sets)}")
 
 
@@ -256,18 +266,18 @@ def batch_line(config: Config, updates: int, device: torch.device) -> str:
     )
 
 
-def memory_rows(config: Config, parts: Parts, updates: int, device: torch.device) -> list[tuple[str, str]]:
-    """The peak that is expected, with its parts, and that of each phase."""
-    return forecast(
-        config,
-        updates,
-        device,
+def forecaster(parts: Parts, updates: int, device: torch.device) -> Callable[[Config], Forecast]:
+    """What a run would hold under one configuration or another."""
+    return partial(
+        forecast,
+        updates=updates,
+        device=device,
         policy=parts.policy,
         reward_model=parts.reward_model.model if parts.reward_model is not None else None,
         tokenizer=parts.tokenizer,
         train=parts.prompts.train,
         evaluation=parts.prompts.evaluation,
-    ).rows(device)
+    )
 
 
 def kl_line(config: Config, updates: int) -> str:

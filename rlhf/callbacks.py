@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase
 
@@ -24,7 +23,7 @@ from rlhf.evaluation import Evaluation
 from rlhf.guard import MOST_IN_A_ROW, Dropped
 from rlhf.incidents import save_incident
 from rlhf.loop import OnPolicyLoop
-from rlhf.memory import what_helps
+from rlhf.memory import forecaster, what_helps
 from rlhf.metrics import Batch, Scored
 from rlhf.prompts import Prompt
 from rlhf.rollout import Rollout
@@ -310,7 +309,11 @@ class Checkpoints(Callback):
         self.trainer, self.config, self.log, self.screen, self.stop = trainer, config, log, screen, stop
         self.folder = Path(config.run.output) / CHECKPOINTS
 
+    def on_batch(self, update, batch, scored):
+        self.log.check_place()  # before an update's work is done for nothing
+
     def on_update_done(self, update):
+        self.log.check_place()
         last, by = update == self.trainer.updates, self.stop.by
         if last or by is not None or update % self.config.run.save_every == 0:
             self.save(update)
@@ -322,7 +325,7 @@ class Checkpoints(Callback):
         run, keep = self.log.data["id"], self.config.run.keep
         try:
             write_checkpoint(self.folder, run, update, keep, lambda folder: save_trainer(self.trainer, folder))
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             sound = find_checkpoints(self.folder, run).newest
             kept = f"{sound.name} is untouched" if sound is not None else "there is none yet"
             raise RunError(
@@ -357,7 +360,7 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
     The line shows the beta that the update was made with, so control comes after it."""
     controller = kl_controller(config, trainer.updates)
     output = Path(config.run.output)
-    trainer.limits.advise = lambda: what_helps(trainer)
+    trainer.limits.advise = lambda: what_helps(config, trainer.actor.policy, forecaster(trainer))
     trainer.add_callback(TensorBoardLog(output / "logs"))
     trainer.add_callback(Samples(output / "samples", trainer.evaluation_prompts))
     if config.record.record_tokens:

@@ -22,7 +22,7 @@ from rlhf.assembly import Parts
 from rlhf.console import Screen
 from rlhf.errors import UserError, raise_if
 from rlhf.loop import OnPolicyLoop
-from rlhf.memory import forecast, gib, installed
+from rlhf.memory import available, forecaster, gib
 from rlhf.metrics import memory_in_use
 from rlhf.models import autocast, autocast_dtype
 from rlhf.preflight import Check, start_checks
@@ -235,23 +235,13 @@ def steps_are_as_planned(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
 
 def memory_is_as_foretold(trainer: OnPolicyLoop, parts: Parts) -> Check:
     """What the update took, against the plan's forecast of updates: of full replies, so that it is seldom reached."""
-    device, judge = trainer.accelerator.device, parts.reward_model
+    device = trainer.accelerator.device
     measured = memory_in_use(device) - parts.memory_before
-    foretold = forecast(
-        trainer.config,
-        trainer.updates,
-        device,
-        policy=trainer.actor.policy,
-        reward_model=judge.model if judge is not None else None,
-        tokenizer=parts.tokenizer,
-        train=trainer.train_prompts,
-        evaluation=[],
-    )
-    there = installed(device)
+    foretold, there = forecaster(trainer)(trainer.config), available(device)
     return Check(
         "memory",
         f"about {gib(foretold.peak)} GiB foretold for full replies, {gib(measured)} GiB taken by one update, "
-        f"{gib(there)} GiB installed",
+        f"{gib(there)} GiB free for it",
         measured <= foretold.peak * MORE + SLACK and foretold.peak <= there,
         "Make room: --micro-batch-size 1, --gradient-checkpointing, --use-lora or a smaller --reply-length",
     )

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ def quiet_libraries() -> None:
     warnings.simplefilter("ignore")
     warnings.simplefilter("always", Notice)
     warnings.showwarning = _show_warning
+    threading.excepthook = _of_a_thread
     for name in ("transformers", "trl", "accelerate", "huggingface_hub", "datasets", "peft", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
     import datasets  # slow to import: not at the top, where `--help` would wait for it
@@ -42,6 +44,12 @@ def quiet_libraries() -> None:
 
 def _show_warning(message, category, *_, **__) -> None:
     print(f"warning: {message}", file=sys.stderr)
+
+
+def _of_a_thread(error: threading.ExceptHookArgs) -> None:
+    """TensorBoard's writer raises a disk's errors in its own thread, and again in ours, where they are told."""
+    if not issubclass(error.exc_type, OSError):
+        threading.__excepthook__(error)
 
 
 # C0 and C1 controls (escape sequences begin with one), and what turns the direction of text around or hides it

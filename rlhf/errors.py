@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -69,7 +70,7 @@ def run_command(main: Callable[[], None]) -> None:
     except OSError as error:
         if error.errno is None:  # a library's own, with no file of ours behind it
             raise
-        where = error.filename or "a file of this command"
+        where = os.fsdecode(error.filename or "a file of this command")  # TensorBoard's names are bytes
         print(f"error: {error.strerror}: {where}. Mend that and go on (a training run with --resume)", file=sys.stderr)
         sys.exit(RunError.exit_status)
     except KeyboardInterrupt:

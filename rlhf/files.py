@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,20 @@ def json_ready(data: Any) -> Any:
     if isinstance(data, (list, tuple)):
         return [json_ready(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """The parts of safetensors and tokenizers that are written in Rust know no OSError: what they raise at a full disk
+    becomes one."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if "os error" not in str(error):
+            raise
+        raise OSError(errno.EIO, str(error), "a file of weights or of the tokenizer") from None
 
 
 def check_folder(output: str, flag: str = "--output") -> Path:

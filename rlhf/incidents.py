@@ -14,7 +14,7 @@ from torch import Tensor
 
 from config import Config, known_settings, make_config
 from rlhf.errors import UserError
-from rlhf.files import write_json
+from rlhf.files import disk_errors, write_json
 from rlhf.guard import Dropped
 from rlhf.knobs import as_plain
 from rlhf.metrics import Batch
@@ -44,7 +44,8 @@ def save_incident(
         held |= {name: getattr(batch, name) for name in ("kl", "advantages", "weights", "returns", "rewards")}
     if replies.nucleus is not None:
         held["nucleus"] = replies.nucleus
-    save_file({n: t.detach().cpu().clone() for n, t in held.items() if t is not None}, folder / TENSORS_FILE)
+    with disk_errors():
+        save_file({n: t.detach().cpu().clone() for n, t in held.items() if t is not None}, folder / TENSORS_FILE)
     write_json(
         folder / INCIDENT_FILE,
         {"update": update, "found": str(found), "rows": found.rows, "kl_coef": trainer.kl_coef,

@@ -7,8 +7,9 @@ holds above what it held after its imports.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,13 @@ def installed(device: torch.device) -> int:
     return psutil.virtual_memory().total
 
 
+def available(device: torch.device) -> int:
+    """Bytes that this process may come to hold: what nobody has, and what it has itself."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return psutil.virtual_memory().available + psutil.Process().memory_info().rss
+
+
 def gib(size: float) -> str:
     return f"{size / 2**30:.2f}"
 
@@ -139,10 +147,18 @@ def forecast(
     return Forecast(plan.held(reward_model), phases, largest)
 
 
-def what_helps(trainer: OnPolicyLoop) -> str:
-    """For a run that is out of memory: the three settings that would take most off the predicted peak."""
-    config, policy, device = trainer.config, trainer.actor.policy, trainer.accelerator.device
+def forecaster(trainer: OnPolicyLoop) -> Callable[[Config], Forecast]:
+    """What a trainer's updates would hold under one configuration or another."""
     learned = [f.model.model for f in trainer.rewards.functions if isinstance(f, LearnedReward)]
+    return partial(
+        forecast, updates=trainer.updates, device=trainer.accelerator.device, policy=trainer.actor.policy,
+        reward_model=learned[0] if learned else None, tokenizer=trainer.processing_class,
+        train=trainer.train_prompts, evaluation=[],
+    )  # fmt: skip
+
+
+def what_helps(config: Config, policy: PreTrainedModel | PeftModel, foretell: Callable[[Config], Forecast]) -> str:
+    """Where memory does not suffice: the three settings that would take most off the predicted peak."""
 
     def predicted(**changed: Any) -> Forecast:
         changed_groups = {
@@ -150,11 +166,7 @@ def what_helps(trainer: OnPolicyLoop) -> str:
             for group in fields(config)
             if is_dataclass(settings := getattr(config, group.name))
         }
-        return forecast(
-            replace(config, **changed_groups), trainer.updates, device, policy=policy,
-            reward_model=learned[0] if learned else None, tokenizer=trainer.processing_class,
-            train=trainer.train_prompts, evaluation=[],
-        )  # fmt: skip
+        return foretell(replace(config, **changed_groups))
 
     now, length = predicted(), max(1, config.sampling.reply_length // 2)
     saved = {f"--reply-length {length}": now.peak - predicted(reply_length=length).peak}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 import json
 import os
@@ -178,8 +179,14 @@ class RunLog:
             write_json(self.path, self.data)
 
     def add(self, **facts: Any) -> None:
+        """Raises FileNotFoundError where the folder is gone: it would be made anew where a disk was mounted."""
+        self.check_place()
         self.data.update(facts)
         write_json(self.path, self.data)
+
+    def check_place(self) -> None:
+        if not self.path.exists():
+            raise FileNotFoundError(errno.ENOENT, "The run's folder is no longer there", str(self.path.parent))
 
     def seconds(self) -> float:
         """Of training, in this session and those before it."""
@@ -190,6 +197,8 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Finished only if the block ran to its end. What a part that failed was given is kept, and named."""
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(self.path.parent)  # a full disk names no file; what a run writes, it writes there
         if isinstance(error, RunError) and error.inputs is not None:
             file = self.path.with_name(INPUTS_FILE)
             write_json(file, error.inputs)

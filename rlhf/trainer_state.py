@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf.evaluation import Evaluation, FixedText
+from rlhf.files import disk_errors
 from rlhf.guard import Drops
 from rlhf.loop import OnPolicyLoop
 from rlhf.prompts import Example, Prompt
@@ -35,7 +36,8 @@ def save_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
         for number, state in optimizer["state"].items()
         for name, value in state.items()
     }
-    save_file({**tensors, **_random_tensors()}, folder / TENSORS_FILE)
+    with disk_errors():
+        save_file({**tensors, **_random_tensors()}, folder / TENSORS_FILE)
     state = {
         "update": trainer.state.global_step,
         "episode": trainer.state.episode,

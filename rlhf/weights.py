@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.actor_critic import Actor, ActorCritic
 from rlhf.errors import UserError
+from rlhf.files import disk_errors
+from rlhf.system import sync_file
 
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -27,14 +29,12 @@ def save_policy(actor: Actor, tokenizer: PreTrainedTokenizerBase, folder: Path) 
     Loads with `AutoModelForCausalLM` or `PeftModel`, which do not look at the value head.
     """
     more = {} if isinstance(actor.policy, PeftModel) else {"max_shard_size": ONE_FILE}
-    actor.policy.save_pretrained(folder, **more)
-    try:
+    with disk_errors():
+        actor.policy.save_pretrained(folder, **more)
         tokenizer.save_pretrained(folder)
-    except Exception as error:  # of the tokenizers' Rust part, which knows no OSError
-        raise (OSError(str(error)) if "os error" in str(error) else error) from None
-    if isinstance(actor, ActorCritic):
-        head = {name: tensor.contiguous().cpu() for name, tensor in actor.value_head.state_dict().items()}
-        save_file(head, folder / VALUE_HEAD_FILE)
+        if isinstance(actor, ActorCritic):
+            head = {name: tensor.contiguous().cpu() for name, tensor in actor.value_head.state_dict().items()}
+            save_file(head, folder / VALUE_HEAD_FILE)
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
@@ -45,6 +45,8 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     beside = folder.with_name(folder.name + ".new")
     shutil.rmtree(beside, ignore_errors=True)
     write(beside)
+    for file in beside.iterdir():  # names may reach the disk before what they name
+        sync_file(file)
     if not folder.exists():
         beside.rename(folder)
         return

@@ -340,9 +340,9 @@ def test_memory_beyond_the_forecast_or_the_machine(tried, monkeypatch):
     steps_are_as_planned(trainer, rollout)
     assert memory_is_as_foretold(trainer, parts).ok
     with monkeypatch.context() as patch:
-        patch.setattr(checks, "installed", lambda _: 2**20)
+        patch.setattr(checks, "available", lambda _: 2**20)
         check = memory_is_as_foretold(trainer, parts)
-        assert not check.ok and "0.00 GiB installed" in check.found
+        assert not check.ok and "0.00 GiB free for it" in check.found
     taken = checks.memory_in_use
     monkeypatch.setattr(checks, "memory_in_use", lambda device: taken(device) + 2**30)
     check = memory_is_as_foretold(trainer, parts)

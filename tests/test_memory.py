@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from benchmarks import ours
 from benchmarks.memory import METHODS, foretell, tensors_in, tensors_of
 from benchmarks.work import Work, make_models
 from config import make_config
+from rlhf import assembly
 from rlhf.actor_critic import backbone_of, base_of
 from rlhf.assembly import batch_line, load_parts, show_plan
 from rlhf.console import Screen
@@ -197,3 +199,16 @@ def test_the_plan_tells_the_peak_its_parts_and_phases(configured, capsys, flags)
     for phase in ("rollout", "measuring", "backward pass", "optimizer step", "evaluation's text"):
         assert phase in said
     assert ("scoring" in said) == (not flags)
+    assert "warning" not in said.partition("algorithm")[2]
+
+
+def test_the_plan_warns_where_less_memory_is_free(configured, capsys, monkeypatch):
+    config = configured()
+    parts = load_parts(config, CPU, Screen())
+    monkeypatch.setattr(assembly, "available", lambda _: 2**20)
+    show_plan(config, parts, 2, CPU, Screen())
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(
+        r"warning: about 0\.\d\d GiB at the peak, 0\.00 GiB free: memory of cpu\. What would help most: --", said
+    )
+    assert said.count("GiB less)") == 3

@@ -355,6 +355,50 @@ def test_a_full_disk_elsewhere_is_a_line(words, tmp_path, monkeypatch, capsys):
     assert ended.value.code == 1 and err.startswith("error: No space left on device") and "--resume" in err
 
 
+def test_a_folder_that_vanishes_is_a_line_and_is_not_made_anew(words, tmp_path, monkeypatch, capfd):
+    """As where a disk is unmounted: what is then written to the same path would be lost below the next mount."""
+    from rlhf.loop import OnPolicyLoop
+
+    output, really = tmp_path / "run", OnPolicyLoop.one_update
+
+    def one_update(self, number):
+        if number == 5:
+            output.rename(tmp_path / "elsewhere")
+        return really(self, number)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(OnPolicyLoop, "one_update", one_update)
+        run_command(lambda: train_ppo.main([*words("ppo"), "--output", str(output)]))
+    err = capfd.readouterr().err
+    assert ended.value.code == 1 and "Traceback" not in err
+    assert err.startswith("error: ") and str(output) in err and "--resume" in err
+    assert not output.exists()
+    (tmp_path / "elsewhere").rename(output)
+    train_ppo.main(["--resume", "--output", str(output)])
+    assert read_run(output)["status"] == "finished"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_disk_too_full_for_curves_is_a_line(words, tmp_path, monkeypatch, capfd):
+    """TensorBoard writes in a thread of its own, whose error Python would print as a traceback."""
+    output, really = tmp_path / "run", callbacks.TensorBoardLog.on_train_begin
+
+    def full(self, trainer):
+        really(self, trainer)
+        self.on_update_end(0, {"x": 1.0})
+        self.writer.flush()
+        file = next((output / "logs").iterdir())
+        file.unlink()
+        file.symlink_to("/dev/full")
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(callbacks.TensorBoardLog, "on_train_begin", full)
+        run_command(lambda: train_ppo.main([*words("ppo"), "--output", str(output)]))
+    err = capfd.readouterr().err
+    assert ended.value.code == 1 and "Traceback" not in err, err
+    assert err.startswith(f"error: No space left on device: {output}. ")
+
+
 # --- kills -----------------------------------------------------------------------------------------------------------
 
 

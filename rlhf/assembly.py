@@ -86,11 +86,11 @@ class Parts:
 def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
     """Data before models, small models before large: a fault is said before anything slow is done for nothing."""
     d = config.data
+    autocast_dtype(config.model.bf16, device)  # whether the device has what is asked for
     reset_peak_memory(device)
     before = memory_in_use(device)
     if config.speed.rollout_engine == "vllm":
         require_vllm()
-    autocast_dtype(config.model.bf16, device)  # whether the device has what is asked for
     sources = find_rewards(config)
     start = find_start_model(config, "--actor-model")
     tokenizer = start.tokenizer

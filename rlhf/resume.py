@@ -37,7 +37,7 @@ def settle_resume(config: Config, screen: Screen) -> Config | None:
     if found.newest is None:
         raise UserError(
             [
-                f"no sound checkpoint: {config.run.output}, {line}. Add --overwrite to begin anew"
+                f"no sound checkpoint: --output {config.run.output}, {line}. Add --overwrite to begin anew"
                 for line in found.skipped
             ]
         )

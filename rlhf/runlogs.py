@@ -39,8 +39,8 @@ def check_output(folder: Path, *, overwrite: bool, is_default: bool) -> None:
     A finished run in the default folder will be moved aside; `overwrite` will remove a run, and only one that this
     project wrote. Everything else that lies there is in the way.
     """
-    require_unused(folder)
     check_folder(str(folder))
+    require_unused(folder)
     if not folder.exists() or not any(folder.iterdir()):
         return
     status = read_status(folder)

@@ -2,8 +2,8 @@
 
 python -m tests.kills KILLS SEED FOLDER train_ppo|train_grpo FLAG...   prints a JSON object. Not for Windows (fork).
 
-A run is killed at an instant drawn uniformly, every second time from the whole run, else from a save: between the
-moment at which a save begins and that at which it has ended, as an unharmed run took for it.
+A run is killed at an instant drawn uniformly, in turn from a save, the whole run, a save, and a renewal of best/: from
+the moment at which that begins to the one at which it has ended, as an unharmed run took for it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,38 @@ import sys
 import time
 from pathlib import Path
 
-FIRST, BEGAN, ENDED = b"f", b"(", b")"
+# marks: the first update; where a part of a run begins, and where it has ended
+FIRST, SAVE, BEST = b"f", (b"(", b")"), (b"[", b"]")
+    b"f",
+    (b"(", b")"),
+    (b"[", b"]"),
+)  # marks: the first update; where a part begins, where it has ended
+AIMS = (SAVE, None, SAVE, BEST)
 
 
 def child(script, argv: list[str], marks: int) -> None:
-    """One training run, which marks the beginning of its first update, and the beginnings and ends of its saves."""
+    """One training run, which marks the beginning of its first update, and where parts of it begin and end."""
     from rlhf import callbacks
     from rlhf.loop import OnPolicyLoop
 
-    save, update, quiet = callbacks.Checkpoints.save, OnPolicyLoop.one_update, os.open(os.devnull, os.O_WRONLY)
+    update, quiet = OnPolicyLoop.one_update, os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
 
-    def marked_save(self, number):
-        os.write(marks, BEGAN)
-        save(self, number)
-        os.write(marks, ENDED)
+    def marked(part, began, ended):
+        def run(*given):
+            os.write(marks, began)
+            part(*given)
+            os.write(marks, ended)
+
+        return run
 
     def marked_update(self, number):
         os.write(marks, FIRST if number == 1 else b"")
         return update(self, number)
 
-    callbacks.Checkpoints.save, OnPolicyLoop.one_update = marked_save, marked_update
+    callbacks.Checkpoints.save = marked(callbacks.Checkpoints.save, *SAVE)
+    callbacks.replace_folder = marked(callbacks.replace_folder, *BEST)
+    OnPolicyLoop.one_update = marked_update
     script.main(argv)
 
 
@@ -58,10 +69,10 @@ def start(script, argv: list[str]) -> tuple[int, int]:
     return process, heard
 
 
-def follow(heard: int, until: float | None = None, saves: int | None = None) -> list[tuple[bytes, float]]:
-    """The marks with their times, until there are no more, until an instant, or until so many saves have begun."""
+def follow(heard: int, until: float | None = None, begun: tuple[bytes, int] = (b"", 1)) -> list[tuple[bytes, float]]:
+    """The marks with their times, until there are no more, until an instant, or until one has come so often."""
     seen: list[tuple[bytes, float]] = []
-    while saves is None or sum(mark == BEGAN for mark, _ in seen) < saves:
+    while sum(mark == begun[0] for mark, _ in seen) < begun[1]:
         left = None if until is None else max(0.0, until - time.monotonic())
         if not select.select([heard], [], [], left)[0]:
             break
@@ -81,15 +92,15 @@ def whole_run(script, argv: list[str]) -> tuple[list[tuple[bytes, float]], int]:
 
 
 def kill(
-    script, argv: list[str], draw: random.Random, plain: list[tuple[bytes, float]], in_save: bool
+    script, argv: list[str], draw: random.Random, plain: list[tuple[bytes, float]], aim: tuple[bytes, bytes] | None
 ) -> list[bytes] | None:
-    """A run killed at random: its marks; None where it had come to its end by then."""
-    begun = [at for mark, at in plain if mark == BEGAN]
-    lasted = [end - at for at, end in zip(begun, (at for mark, at in plain if mark == ENDED), strict=True)]
+    """A run killed at random, in one part or anywhere: its marks; None where it had come to its end by then."""
     process, heard = start(script, argv)
-    if in_save:
+    if aim is not None:
+        begun, ended = ([at for mark, at in plain if mark == which] for which in aim)
+        lasted = [end - at for at, end in zip(begun, ended, strict=True)]
         which = draw.randrange(len(begun))
-        seen = follow(heard, saves=which + 1)
+        seen = follow(heard, begun=(aim[0], which + 1))
         seen += follow(heard, until=time.monotonic() + draw.random() * lasted[which])
     else:
         while os.read(heard, 1) not in (FIRST, b""):
@@ -101,6 +112,33 @@ def kill(
     seen += follow(heard)
     os.close(heard)
     return [mark for mark, _ in seen] if killed else None
+
+
+def best_is_whole(plain: Path, killed: Path, start: Path) -> bool:
+    """A killed run's best/, where there is one, loads, and holds the policy of one of the run's evaluations."""
+    from peft import load_peft_weights
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer
+
+    from rlhf.checkpoints import CHECKPOINTS
+    from rlhf.weights import ADAPTER_FILE, BEST_FOLDER, WEIGHTS_FILE
+
+    best = killed / BEST_FOLDER
+    if not best.exists():
+        return True
+    AutoTokenizer.from_pretrained(best)
+    adapter = (best / ADAPTER_FILE).exists()
+
+    def policy(folder: Path) -> dict:
+        return load_peft_weights(str(folder), device="cpu") if adapter else load_file(folder / WEIGHTS_FILE)
+
+    import torch
+
+    found = policy(best)
+    if adapter and not any(found[name].any() for name in found if "lora_B" in name):
+        return True  # the start model's: B begins with zeros
+    known = [*([] if adapter else [start]), *(plain / CHECKPOINTS).iterdir()]
+    return any(all(torch.equal(found[n], one[n]) for n in found) for one in map(policy, known))
 
 
 def differing(one: Path, other: Path) -> list[str]:
@@ -147,19 +185,23 @@ def main(kills: int, seed: int, folder: Path, script_name: str, flags: list[str]
     importlib.import_module("rlhf.assembly")
     plain, status = whole_run(script, [*flags, "--output", str(folder / "plain")])
     assert status == 0, "the unharmed run failed"
-    told = {"killed": 0, "in_a_save": 0, "resumed": 0, "begun_anew": 0, "faults": []}
-    while told["killed"] < kills:
+    told = {"killed": 0, "in_a_save": 0, "in_best": 0, "resumed": 0, "begun_anew": 0, "faults": []}
+    first_model = Path(flags[flags.index("--actor-model") + 1])
+    while told["killed"] < kills or told["in_a_save"] < kills * 10 // 25:
         output = folder / f"killed_{told['killed']}"
-        marks = kill(script, [*flags, "--output", str(output)], draw, plain, told["killed"] % 2 == 0)
+        aim = AIMS[told["killed"] % len(AIMS)] if told["killed"] < kills else SAVE
+        marks = kill(script, [*flags, "--output", str(output)], draw, plain, aim)
         if marks is None:
             shutil.rmtree(output)
             continue
         told["killed"] += 1
-        inside = marks.count(BEGAN) > marks.count(ENDED)
-        told["in_a_save"] += inside
+        for name, (began, ended) in (("in_a_save", SAVE), ("in_best", BEST)):
+            told[name] += marks.count(began) > marks.count(ended)
+        if not best_is_whole(folder / "plain", output, first_model):
+            told["faults"].append(f"kill {told['killed']}: best/ is no evaluation's model after {marks}")
         run = read_run(output)
         sound = find_checkpoints(output / CHECKPOINTS, run["id"]).newest
-        if ENDED in marks and sound is None:
+        if SAVE[1] in marks and sound is None:
             told["faults"].append(f"kill {told['killed']}: no sound checkpoint after {marks}")
         told["begun_anew" if sound is None else "resumed"] += 1
         _, status = whole_run(script, ["--resume", "--output", str(output)])

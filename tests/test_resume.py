@@ -406,7 +406,7 @@ def test_a_disk_too_full_for_curves_is_a_line(words, tmp_path, monkeypatch, capf
 @pytest.mark.parametrize("algorithm", SCRIPTS)
 def test_killed_at_any_instant_a_run_is_not_lost(words, tmp_path, algorithm):
     count = int(os.environ.get("KILLS", "25"))
-    flags = [word for word in words(algorithm, "--save-every", 1)]
+    flags = [word for word in words(algorithm, "--save-every", 1, "--keep", 9)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.kills", str(count), "1", str(tmp_path), f"train_{algorithm}", *flags],
         cwd=ROOT, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
@@ -415,5 +415,5 @@ def test_killed_at_any_instant_a_run_is_not_lost(words, tmp_path, algorithm):
     told = json.loads(done.stdout.splitlines()[-1])
     print(told)
     assert told["faults"] == []
-    assert told["killed"] == count and told["in_a_save"] >= count * 10 // 25
-    assert told["resumed"] + told["begun_anew"] == count and told["resumed"] > count / 2
+    assert told["killed"] >= count and told["in_a_save"] >= count * 10 // 25
+    assert told["resumed"] + told["begun_anew"] == told["killed"] and told["resumed"] > told["killed"] / 2

@@ -21,10 +21,6 @@ from pathlib import Path
 
 # marks: the first update; where a part of a run begins, and where it has ended
 FIRST, SAVE, BEST = b"f", (b"(", b")"), (b"[", b"]")
-    b"f",
-    (b"(", b")"),
-    (b"[", b"]"),
-)  # marks: the first update; where a part begins, where it has ended
 AIMS = (SAVE, None, SAVE, BEST)
 
 

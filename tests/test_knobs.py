@@ -43,8 +43,8 @@ def run(build):
         trainer = build(
             "--num-iterations", 3, "--learning-rate", "1e-2", "--kl-horizon", 40, *flags, algorithm=algorithm
         )
-        log = attach(trainer)
-        trainer.train()
+        with attach(trainer) as log:
+            trainer.train()
         logged = [{k: v for k, v in entry.items() if not k.startswith(MEASURED_APART)}
                   for entry in trainer.state.log_history]  # fmt: skip
         weights = sum(float(w.detach().double().abs().sum()) for w in trainer.model.parameters())
@@ -146,8 +146,8 @@ def test_another_checkpoint_is_the_best(build, monkeypatch, name):
         monkeypatch.setattr("rlhf.evaluation.perplexity", lambda *_: next(perplexities))
         scripted = [lambda completions, **_: [next(scores) if len(completions) == 6 else 0.0] * len(completions)]
         trainer = build("--num-iterations", 1, "--kl-schedule", "fixed", *flags, rewards=scripted)
-        log = attach(trainer)
-        trainer.train()
+        with attach(trainer) as log:
+            trainer.train()
         return log.data["best"]["update"]
 
     flags, both = BY_BEST[name]

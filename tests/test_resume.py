@@ -253,13 +253,13 @@ def test_asked_to_stop_a_run_saves_and_says_how_to_go_on(words, tmp_path, which)
 def test_a_second_one_stops_at_once(words, tmp_path, monkeypatch):
     from rlhf.stopping import StopRequest
 
-    said = []
+    said, before = [], signal.getsignal(signal.SIGINT)
     with StopRequest(said.append) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.by == signal.SIGINT and len(said) == 1
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_asked_to_stop_in_the_last_update_a_run_is_finished(words, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from config import Config
 from rlhf.best import Candidate, choose
-from rlhf.checkpoints import CHECKPOINTS, find_checkpoints, write_checkpoint
+from rlhf.checkpoints import find_checkpoints, write_checkpoint
 from rlhf.console import Screen, clock
 from rlhf.controllers import RUNAWAY, KLController
 from rlhf.errors import RunError
@@ -285,7 +285,7 @@ class KLGuard(Callback):
     def roll_back(self, update: int) -> None:
         """To the newest sound checkpoint from before the KL ran away."""
         begun, self.in_a_row = update - self.in_a_row, 0
-        found = find_checkpoints(Path(self.config.run.output) / CHECKPOINTS, self.log.data["id"])
+        found = find_checkpoints(Path(self.config.run.output), self.log.data["id"])
         before = [number for number in found.sound if number <= begun]
         if not before:
             self.screen.say("warning: no sound checkpoint from before it ran away: --rollback-on-kl can do nothing")
@@ -307,7 +307,7 @@ class Checkpoints(Callback):
 
     def __init__(self, trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: StopRequest):
         self.trainer, self.config, self.log, self.screen, self.stop = trainer, config, log, screen, stop
-        self.folder = Path(config.run.output) / CHECKPOINTS
+        self.folder = Path(config.run.output)
 
     def on_batch(self, update, batch, scored):
         self.log.check_place()  # before an update's work is done for nothing

@@ -18,11 +18,10 @@ from pathlib import Path
 
 from rlhf import system
 
-CHECKPOINTS = "checkpoints"  # folder in a run's folder
 MANIFEST = "manifest.json"
 GOING = "manifest.going"  # what a manifest is called once its checkpoint is being removed
 UNFINISHED = ".unfinished"
-NAME = re.compile(r"update-(\d{6,})")
+NAME = re.compile(r"checkpoint-([1-9]\d*)")
 
 
 @dataclass
@@ -38,7 +37,13 @@ class Found:
 
 
 def place_of(folder: Path, update: int) -> Path:
-    return folder / f"update-{update:06d}"
+    return folder / f"checkpoint-{update}"
+
+
+def update_of(name: str) -> int | None:
+    """From a folder's name; None where it is not a checkpoint's."""
+    named = NAME.fullmatch(name)
+    return int(named[1]) if named else None
 
 
 def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Callable[[Path], None]) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from config import Config
-from rlhf.checkpoints import CHECKPOINTS, Found, find_checkpoints
+from rlhf.checkpoints import Found, find_checkpoints
 from rlhf.console import Screen
 from rlhf.errors import UserError
 from rlhf.knobs import as_plain
@@ -48,7 +48,7 @@ def settle_resume(config: Config, screen: Screen) -> Config | None:
 
 
 def checkpoints_of(config: Config, run: dict[str, Any]) -> Found:
-    return find_checkpoints(Path(config.run.output) / CHECKPOINTS, run["id"])
+    return find_checkpoints(Path(config.run.output), run["id"])
 
 
 def changes(run: dict[str, Any], settings: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from config import Config, MeasureSettings, config_of_run, make_config
+from rlhf.checkpoints import update_of
 from rlhf.errors import UserError, raise_if
 from rlhf.hub import is_path, missing_path
 from rlhf.models import ADAPTER_CONFIG, base_of_adapter, find_model
@@ -29,7 +30,7 @@ class Trained:
     source: str  # a folder, or a hub name
     base: str | None = None  # what an adapter was trained on
     run: dict[str, Any] | None = None  # run.json of the run that it is of
-    which: str = ""  # "final", "best", or "" where it is not of a run
+    which: str = ""  # "final", "best", a checkpoint's name, or "" where it is not of a run
     update: int | None = None  # after which update these weights were kept
 
     @property
@@ -66,10 +67,12 @@ def find_trained(name: str, which: str, baseline: str | None, flag: str = "--mod
     run = _run_of(folder, flag)
     if run is not None:
         return _of_run(name, folder, run, which, baseline, flag)
-    whole = folder.resolve().parent
-    outer = _run_of(whole, flag) if folder.resolve().name == BEST_FOLDER else None
-    if outer is not None:
+    whole, inner = folder.resolve().parent, folder.resolve().name
+    if inner == BEST_FOLDER and (outer := _run_of(whole, flag)) is not None:
         return _of_run(name, whole, outer, "best", baseline, flag)
+    update = update_of(inner)
+    if update is not None and (outer := _run_of(whole, flag)) is not None:
+        return Trained(name, *_weights(folder, baseline, flag), outer, inner, update)
     return Trained(name, *_weights(folder, baseline, flag))
 
 

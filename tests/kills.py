@@ -110,19 +110,27 @@ def kill(
     return [mark for mark, _ in seen] if killed else None
 
 
+def shown(logs: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every scalar's points, as TensorBoard itself shows a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(logs), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(p.step, p.value) for p in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
 def best_is_whole(plain: Path, killed: Path, start: Path) -> bool:
     """A killed run's best/, where there is one, loads, and holds the policy of one of the run's evaluations."""
     from peft import load_peft_weights
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
     from transformers import AutoTokenizer
 
-    from rlhf.checkpoints import CHECKPOINTS
     from rlhf.weights import ADAPTER_FILE, BEST_FOLDER, WEIGHTS_FILE
 
     best = killed / BEST_FOLDER
     if not best.exists():
         return True
-    AutoTokenizer.from_pretrained(best)
     adapter = (best / ADAPTER_FILE).exists()
 
     def policy(folder: Path) -> dict:
@@ -130,10 +138,14 @@ def best_is_whole(plain: Path, killed: Path, start: Path) -> bool:
 
     import torch
 
-    found = policy(best)
+    try:
+        AutoTokenizer.from_pretrained(best)
+        found = policy(best)
+    except (OSError, ValueError, SafetensorError):
+        return False
     if adapter and not any(found[name].any() for name in found if "lora_B" in name):
         return True  # the start model's: B begins with zeros
-    known = [*([] if adapter else [start]), *(plain / CHECKPOINTS).iterdir()]
+    known = [*([] if adapter else [start]), *plain.glob("checkpoint-*")]
     return any(all(torch.equal(found[n], one[n]) for n in found) for one in map(policy, known))
 
 
@@ -142,12 +154,11 @@ def differing(one: Path, other: Path) -> list[str]:
     import torch
     from safetensors.torch import load_file
 
-    from rlhf.checkpoints import CHECKPOINTS, find_checkpoints
-    from rlhf.curves import read_scalars
+    from rlhf.checkpoints import find_checkpoints
     from rlhf.runlogs import read_run
 
     faults = []
-    ends = [find_checkpoints(run / CHECKPOINTS, read_run(run)["id"]).newest for run in (one, other)]
+    ends = [find_checkpoints(run, read_run(run)["id"]).newest for run in (one, other)]
     pairs = [(one, other), (one / "best", other / "best"), (ends[0], ends[1])]
     for here, there in pairs:
         files = sorted(file.name for file in here.glob("*.safetensors"))
@@ -158,23 +169,16 @@ def differing(one: Path, other: Path) -> list[str]:
             tensors, others = load_file(here / file), load_file(there / file)
             same = tensors.keys() == others.keys() and all(torch.equal(tensors[n], others[n]) for n in tensors)
             faults += [] if same else [f"{there.name}/{file} differs"]
-    curves, others = (read_scalars(run / "logs")[0] for run in (one, other))
+    curves, others = (shown(run / "logs") for run in (one, other))
     for tag in curves.keys() | others.keys():
         if tag.startswith(("time/", "throughput/", "memory/")):
             continue
-        same = (
-            tag in curves
-            and tag in others
-            and all(
-                list(getattr(curves[tag], name)) == list(getattr(others[tag], name)) for name in ("updates", "values")
-            )
-        )
-        faults += [] if same else [f"{tag} differs, or has points twice"]
+        faults += [] if curves.get(tag) == others.get(tag) else [f"{tag} differs, or has points twice"]
     return faults
 
 
 def main(kills: int, seed: int, folder: Path, script_name: str, flags: list[str]) -> dict:
-    from rlhf.checkpoints import CHECKPOINTS, find_checkpoints
+    from rlhf.checkpoints import find_checkpoints
     from rlhf.runlogs import read_run
 
     script, draw = importlib.import_module(script_name), random.Random(seed)
@@ -196,7 +200,7 @@ def main(kills: int, seed: int, folder: Path, script_name: str, flags: list[str]
         if not best_is_whole(folder / "plain", output, first_model):
             told["faults"].append(f"kill {told['killed']}: best/ is no evaluation's model after {marks}")
         run = read_run(output)
-        sound = find_checkpoints(output / CHECKPOINTS, run["id"]).newest
+        sound = find_checkpoints(output, run["id"]).newest
         if SAVE[1] in marks and sound is None:
             told["faults"].append(f"kill {told['killed']}: no sound checkpoint after {marks}")
         told["begun_anew" if sound is None else "resumed"] += 1

@@ -29,7 +29,6 @@ from config import parse_cli
 from reward_model.scorer import METRICS_FILE
 from rlhf import callbacks, files, hub
 from rlhf.api import make_trainer
-from rlhf.checkpoints import CHECKPOINTS
 from rlhf.errors import run_command
 from rlhf.loop import OnPolicyLoop
 from rlhf.prompts import load_examples, question_hash
@@ -323,7 +322,7 @@ def broken_off(change: Callable[[World, Path], object] = lambda world, run: None
 def tear(*updates: int) -> Callable[[World, Path], object]:
     def change(world: World, run: Path) -> None:
         for update in updates:
-            file = run / CHECKPOINTS / f"update-{update:06d}" / "training.safetensors"
+            file = run / f"checkpoint-{update}" / "training.safetensors"
             file.write_bytes(file.read_bytes()[:-1])
 
     return change
@@ -562,8 +561,8 @@ DISK_AND_ENVIRONMENT = [
         r"0\.00 GiB free in .*, 0\.00 GiB needed by 3 checkpoints, best/ and the final weights: free disk\. Free some",
         loads=True),
     Row(70, "full during a save", full_during_a_save,
-        r"the checkpoint of update 2 could not be saved \(.*No space left.*\): .*run/checkpoints; of sound ones, "
-        r"update-000001 is untouched\. Make room there\. Go on with: python train_ppo\.py --resume --out", status=1),
+        r"the checkpoint of update 2 could not be saved \(.*No space left.*\): .*run; of sound ones, "
+        r"checkpoint-1 is untouched\. Make room there\. Go on with: python train_ppo\.py --resume --out", status=1),
     Row(71, "output in use by a live run", live_run,
         rf"in use by a live run \(process {os.getpid()}, since 20.*\): --output .*run\. Stop that one, or name"),
     Row(72, "output holds a finished run", output_holds("mine", finished=True),
@@ -573,11 +572,11 @@ DISK_AND_ENVIRONMENT = [
     Row(72, "output holds something else", output_holds("mine"),
         r"holds files of something else \(no run\.json\): --output .*mine\. Name another with --output"),
     Row(73, "newest checkpoint torn", broken_off(tear(3)),
-        r"warning: skipped a checkpoint that is not sound: update-000003: training\.safetensors has [\d,]+ bytes, not "
-        r"[\d,]+; update-000002 is used", status=0),
+        r"warning: skipped a checkpoint that is not sound: checkpoint-3: training\.safetensors has [\d,]+ bytes, not "
+        r"[\d,]+; checkpoint-2 is used", status=0),
     Row(74, "no sound checkpoint", broken_off(tear(1, 2, 3)),
-        r"no sound checkpoint: --output .*run, update-000001: training\.safetensors has .*\. Add --over.*"
-        r"\n.*update-000002.*\n.*update-000003"),
+        r"no sound checkpoint: --output .*run, checkpoint-1: training\.safetensors has .*\. Add --over.*"
+        r"\n.*checkpoint-2.*\n.*checkpoint-3"),
     Row(75, "settings changed on resume", broken_off(lambda *_: None, "--learning-rate", 0.5, "--gamma", 0.5),
         r"not the run that was begun: --resume, gamma was 1\.0, is 0\.5\. Take that back, or add --resume-anyway\n"
         r"error: not the run that was begun: --resume, learning_rate was .*, is 0\.5\. Take that back, or add"),

@@ -36,14 +36,14 @@ def test_the_newest_ones_are_kept(folder):
     assert updates(folder) == [10, 20]
     write_checkpoint(folder, RUN, 30, 2, fill)
     assert updates(folder) == [20, 30]
-    assert sorted(p.name for p in folder.iterdir()) == ["update-000020", "update-000030"]
-    assert find_checkpoints(folder, RUN).newest.name == "update-000030"
+    assert sorted(p.name for p in folder.iterdir()) == ["checkpoint-20", "checkpoint-30"]
+    assert find_checkpoints(folder, RUN).newest.name == "checkpoint-30"
 
 
 def test_updates_are_ordered_as_numbers(tmp_path):
     for update in (999_999, 1_000_000):
         write_checkpoint(tmp_path, RUN, update, 2, fill)
-    assert find_checkpoints(tmp_path, RUN).newest.name == "update-1000000"
+    assert find_checkpoints(tmp_path, RUN).newest.name == "checkpoint-1000000"
 
 
 def cut(file: Path) -> None:
@@ -65,14 +65,14 @@ def empty(file: Path) -> None:
     "harm", [cut, flip, Path.unlink, lambda f: f.write_bytes(b"")], ids=["cut", "flip", "no", "0"]
 )
 def test_a_harmed_file_is_named_and_its_checkpoint_skipped(folder, name, harm):
-    harm(folder / "update-000020" / name)
+    harm(folder / "checkpoint-20" / name)
     found = find_checkpoints(folder, RUN)
-    assert found.newest == folder / "update-000010"
-    assert len(found.skipped) == 1 and found.skipped[0].startswith("update-000020: ") and name in found.skipped[0]
+    assert found.newest == folder / "checkpoint-10"
+    assert len(found.skipped) == 1 and found.skipped[0].startswith("checkpoint-20: ") and name in found.skipped[0]
 
 
 def test_a_manifest_that_names_files_outside_is_none(folder):
-    manifest = folder / "update-000020" / MANIFEST
+    manifest = folder / "checkpoint-20" / MANIFEST
     said = json.loads(manifest.read_text())
     said["files"]["../../precious"] = {"size": 1, "sha256": "0"}
     manifest.write_text(json.dumps(said))
@@ -83,15 +83,15 @@ def test_others_files_stay(folder):
     """Folders of a like name, another run's checkpoints, and strange files in one of ours."""
     write_checkpoint(folder, "another run", 5, 9, fill)
     (folder / "update-final").mkdir()
-    (folder / "update-000001").mkdir()
-    (folder / "update-000001" / "mine.txt").write_text("keep me")
-    (folder / "update-000010" / "notes.txt").write_text("keep me, too")
+    (folder / "checkpoint-1").mkdir()
+    (folder / "checkpoint-1" / "mine.txt").write_text("keep me")
+    (folder / "checkpoint-10" / "notes.txt").write_text("keep me, too")
     for update in (30, 40, 50):
         write_checkpoint(folder, RUN, update, 2, fill)
     assert updates(folder) == [40, 50] and updates(folder, "another run") == [5]
     assert (folder / "update-final").is_dir()
-    assert (folder / "update-000001" / "mine.txt").read_text() == "keep me"
-    assert [p.name for p in (folder / "update-000010").iterdir()] == ["notes.txt"]
+    assert (folder / "checkpoint-1" / "mine.txt").read_text() == "keep me"
+    assert [p.name for p in (folder / "checkpoint-10").iterdir()] == ["notes.txt"]
 
 
 def test_a_removal_that_was_interrupted_is_brought_to_its_end(folder, monkeypatch):
@@ -101,17 +101,17 @@ def test_a_removal_that_was_interrupted_is_brought_to_its_end(folder, monkeypatc
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(checkpoints, "_remove", killed)
         write_checkpoint(folder, RUN, 30, 2, fill)
-    assert (folder / "update-000010" / GOING).exists()
+    assert (folder / "checkpoint-10" / GOING).exists()
     assert updates(folder) == [20, 30] and find_checkpoints(folder, RUN).skipped == []
     write_checkpoint(folder, RUN, 40, 2, fill)
-    assert not (folder / "update-000010").exists()
+    assert not (folder / "checkpoint-10").exists()
 
 
 def test_a_torn_checkpoint_makes_way_for_the_same_update(folder):
-    cut(folder / "update-000020" / "training.json")
+    cut(folder / "checkpoint-20" / "training.json")
     write_checkpoint(folder, RUN, 20, 2, fill)
     assert updates(folder) == [10, 20]
-    assert (folder / "update-000020.torn").is_dir(), "kept, for whoever wants to know"
+    assert (folder / "checkpoint-20.torn").is_dir(), "kept, for whoever wants to know"
 
 
 @pytest.mark.parametrize("name", ["sync_file", "sync_folder"])

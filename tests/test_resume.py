@@ -15,7 +15,7 @@ import pytest
 import train_grpo
 import train_ppo
 from rlhf import callbacks, system
-from rlhf.checkpoints import CHECKPOINTS, MANIFEST, find_checkpoints
+from rlhf.checkpoints import MANIFEST, find_checkpoints
 from rlhf.errors import UserError, run_command
 from rlhf.runlogs import LOCK_FILE, read_run
 from tests.kills import differing
@@ -100,9 +100,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(words, whole, tmp_path, monkeypa
 
 def test_the_comparison_sees_a_difference(whole, tmp_path):
     other = Path(shutil.copytree(whole / "ppo", tmp_path / "other"))
-    shutil.copy(
-        whole / "ppo" / CHECKPOINTS / "update-000004" / "value_head.safetensors", other / "value_head.safetensors"
-    )
+    shutil.copy(whole / "ppo" / "checkpoint-4" / "value_head.safetensors", other / "value_head.safetensors")
     log = next((other / "logs").iterdir())
     log.write_bytes(log.read_bytes()[:-400])
     found = differing(whole / "ppo", other)
@@ -111,23 +109,23 @@ def test_the_comparison_sees_a_difference(whole, tmp_path):
 
 def test_torn_checkpoints_are_named_and_an_older_one_serves(words, whole, tmp_path, monkeypatch, capsys):
     output = broken_off(words, tmp_path / "run", monkeypatch)
-    torn = output / CHECKPOINTS / "update-000004" / "training.safetensors"
+    torn = output / "checkpoint-4" / "training.safetensors"
     torn.write_bytes(torn.read_bytes()[:-1])
     train_ppo.main(["--resume", "--output", str(output)])
     said = " ".join(capsys.readouterr().out.split())
-    assert "skipped a checkpoint that is not sound: update-000004: training.safetensors has" in said
-    assert "update-000002 is used" in said
+    assert "skipped a checkpoint that is not sound: checkpoint-4: training.safetensors has" in said
+    assert "checkpoint-2 is used" in said
     assert differing(whole / "ppo", output) == []
 
 
 def test_no_sound_checkpoint_says_why_of_each(words, tmp_path, monkeypatch):
     output = broken_off(words, tmp_path / "run", monkeypatch)
-    for place in (output / CHECKPOINTS).iterdir():
+    for place in output.glob("checkpoint-*"):
         (place / MANIFEST).unlink()
     with pytest.raises(UserError) as raised:
         train_ppo.main(["--resume", "--output", str(output)])
     assert [fault.split(",")[1].split(":")[0].strip() for fault in raised.value.faults] == [
-        "update-000002", "update-000004",
+        "checkpoint-2", "checkpoint-4",
     ]  # fmt: skip
     assert all("no sound checkpoint" in fault and "--overwrite" in fault for fault in raised.value.faults)
 
@@ -174,7 +172,7 @@ def test_harmless_settings_may_change(words, whole, tmp_path, monkeypatch):
     output = broken_off(words, tmp_path / "run", monkeypatch, update=3)
     train_ppo.main(["--resume", "--output", str(output), "--save-every", "1", "--keep", "5", "--record-tokens"])
     assert differing(whole / "ppo", output) == []
-    assert len(find_checkpoints(output / CHECKPOINTS, read_run(output)["id"]).sound) == 5
+    assert len(find_checkpoints(output, read_run(output)["id"]).sound) == 5
 
 
 def test_other_data_and_versions_are_refused(words, tmp_path, monkeypatch, pairs_file):
@@ -227,7 +225,7 @@ def started(words, output: Path, *more: object) -> subprocess.Popen:
         [sys.executable, "train_ppo.py", *flags, "--output", str(output)],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    while not (output / CHECKPOINTS / "update-000002").exists():
+    while not (output / "checkpoint-2").exists():
         assert process.poll() is None, process.communicate()[1]
     return process
 
@@ -245,8 +243,8 @@ def test_asked_to_stop_a_run_saves_and_says_how_to_go_on(words, tmp_path, which)
     assert "Traceback" not in err
     run = read_run(output)
     assert run["status"] == "stopped"
-    newest = find_checkpoints(output / CHECKPOINTS, run["id"]).newest
-    assert f"stopped after update {int(newest.name[7:])} of" in err
+    newest = find_checkpoints(output, run["id"]).newest
+    assert f"stopped after update {newest.name.removeprefix('checkpoint-')} of" in err
 
 
 @pytest.mark.skipif(system.WINDOWS, reason="Windows sends no such signals to a single process")
@@ -301,7 +299,7 @@ def test_every_file_of_a_save_that_does_not_fit(words, whole, tmp_path, monkeypa
     import safetensors.torch
 
     write_tensors = safetensors.torch.serialize_file
-    files = sorted(f.name for f in (whole / "ppo" / CHECKPOINTS / "update-000006").iterdir())
+    files = sorted(f.name for f in (whole / "ppo" / "checkpoint-6").iterdir())
     assert {"model.safetensors", "training.safetensors", "training.json", MANIFEST} <= set(files)
     really, failed = callbacks.write_checkpoint, []
 
@@ -317,7 +315,7 @@ def test_every_file_of_a_save_that_does_not_fit(words, whole, tmp_path, monkeypa
             return really(folder, run, update, keep, fill)
 
         def one_short(data, filename, *more, name=name, **named):
-            short = Path(filename).name == name and "update-000006" in str(filename)
+            short = Path(filename).name == name and "checkpoint-6" in str(filename)
             limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]) if short else limits)
             try:
@@ -331,9 +329,9 @@ def test_every_file_of_a_save_that_does_not_fit(words, whole, tmp_path, monkeypa
             run_command(lambda output=output: train_ppo.main([*words("ppo"), "--output", str(output)]))
         err = capsys.readouterr().err
         assert ended.value.code == 1 and "Traceback" not in err, name
-        assert "of update 6 could not be saved" in err and "update-000004 is untouched" in err, name
+        assert "of update 6 could not be saved" in err and "checkpoint-4 is untouched" in err, name
         assert any(said in err for said in ("No space left", "os error 28", "os error 27")), (name, err)
-        assert sorted(find_checkpoints(output / CHECKPOINTS, read_run(output)["id"]).sound) == [2, 4]
+        assert sorted(find_checkpoints(output, read_run(output)["id"]).sound) == [2, 4]
         failed.append(name)
     assert failed == files
     train_ppo.main(["--resume", "--output", str(tmp_path / files[0])])

@@ -128,6 +128,12 @@ class SpeedSettings:
 class PPOSettings:
     """PPO (Schulman et al. 2017): critic and advantages."""
 
+    critic: str = knob(
+        "shared",
+        "the value head reads the policy's hidden states (shared), or those of a second backbone, trained beside it: "
+        "twice the weights and moments, and twice the backward pass (separate)",
+        choices=("shared", "separate"),
+    )
     value_coef: float = knob(0.1, "weight of the value loss (0.5 x mean squared error)", low=0, aliases=("vf_coef",))
     value_clip_range: float = knob(
         0.2, "the value moves at most this far per rollout, score units", above=0, aliases=("cliprange_value",)
@@ -304,6 +310,11 @@ class Config(Command):
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     run: RunSettings = field(default_factory=RunSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
+
+    @property
+    def separate_critic(self) -> bool:
+        """Whether there is a critic with a backbone of its own."""
+        return self.algorithm == "ppo" and self.ppo.critic == "separate"
 
     @property
     def group_size(self) -> int:

@@ -208,6 +208,9 @@ def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, 
         *foretell(config).rows(device),
         ("output", config.run.output),
     ]
+    if config.algorithm == "ppo":
+        own = "a backbone of its own" if config.separate_critic else "a head on the policy's backbone"
+        rows.insert(3, ("critic", own))
     if m.rm_model is not None:
         known = f" (held-out accuracy {accuracy:.3f})" if accuracy is not None else ""
         rows.insert(3, ("reward model", m.rm_model + known))

@@ -208,7 +208,10 @@ def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
     passage = rollout.replies.passage([0], trainer.packed)
     with autocast(trainer.accelerator.device, trainer.dtype):
         hidden = trainer.actor.hidden(passage)
-        found = [scaled_logits(trainer.actor.policy, hidden, 1.0), trainer.actor.values(hidden, passage.mask)]
+        found = [
+            scaled_logits(trainer.actor.policy, trainer.actor.states(hidden), 1.0),
+            trainer.actor.values(hidden, passage.mask),
+        ]
     return [tensor.cpu() for tensor in found if tensor is not None]
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from config import Config
 from reward_model.scorer import ROWS_AT_ONCE as SCORED_AT_ONCE
-from rlhf.actor_critic import base_of, floats_at_once, logits_at_once
+from rlhf.actor_critic import backbone_of, base_of, floats_at_once, logits_at_once
 from rlhf.decoding import blockable
 from rlhf.engines import SPAN, default_engine, slots_for
 from rlhf.evaluation import ROWS_AT_ONCE as READ_AT_ONCE
@@ -180,6 +180,8 @@ def what_helps(config: Config, policy: PreTrainedModel | PeftModel, foretell: Ca
     else:
         whole = weights_of(policy, trained=False)
         saved["--load-in-4bit"] = 0 if config.model.load_in_4bit else whole * 3 // 4
+    if config.separate_critic:
+        saved["--critic shared"] = now.peak - predicted(critic="shared").peak
     best = sorted(saved.items(), key=lambda one: -one[1])[:3]
     return "What would help most: " + ", ".join(f"{flag} (about {gib(max(size, 0))} GiB less)" for flag, size in best)
 
@@ -209,7 +211,16 @@ class _Plan:
     def trained(self) -> int:
         """Trained weights, the value head's among them; as much for their gradients, and for each of two moments."""
         head = (self.network.hidden + 1) * FLOAT if self.config.algorithm == "ppo" else 0
-        return weights_of(self.policy, trained=True) + head
+        return weights_of(self.policy, trained=True) + self.critic(trained=True) + head
+
+    def critic(self, trained: bool | None = None) -> int:
+        """Weights of a critic's own backbone."""
+        return weights_of(backbone_of(self.policy), trained) if self.config.separate_critic else 0
+
+    @property
+    def passes(self) -> int:
+        """Backbones whose tensors are kept together for the backward pass."""
+        return 1 + self.config.separate_critic
 
     @property
     def rounding(self) -> int:
@@ -228,6 +239,7 @@ class _Plan:
         return {
             "policy": whole - adapted,
             "adapters": adapted,
+            "critic": self.critic(),
             "value head": (self.network.hidden + 1) * FLOAT if self.config.algorithm == "ppo" else 0,
             "reference": 0 if lora else whole - self.rounding,
             "reward model": weights_of(reward_model) if reward_model is not None else 0,
@@ -280,7 +292,8 @@ class _Plan:
         """The first optimizer step's forward pass, where it is the one that measures the rollout."""
         if self.config.batch.minibatches > 1 or len(passages) > 1 or self.network.checkpointing:
             return {}
-        return {BEGUN: self.network.kept(passages[0]) + self.rounding, GAPS_LEFT: self.gaps(passages[0])}
+        kept = self.network.kept(passages[0]) + self.rounding
+        return {BEGUN: self.passes * kept, GAPS_LEFT: self.gaps(passages[0])}
 
     def gaps(self, passage: Passage) -> int:
         return int(GAPS[self.device.type] * self.network.dropped(passage.ids.numel()))
@@ -310,9 +323,9 @@ class _Plan:
         tensors are kept, at the first layer, or at the embeddings, when all gradients are there; what needs most."""
         network, tokens = self.network, passage.ids.numel()
         logits, left = self.chunk(passage)
-        copies = 0 if network.checkpointing else self.rounding
+        copies = 0 if network.checkpointing else self.rounding * self.passes
         at_head = {
-            "activations": network.kept(passage),
+            "activations": network.kept(passage) * self.passes,
             "logits": logits + self.allowed(len(passage.tokens)),
             "gradients": left if first else self.trained,
             "rounded weights": copies + self.head,
@@ -326,7 +339,12 @@ class _Plan:
             GAPS_LEFT: at_head[GAPS_LEFT],
         }
         at_embeddings = {"gradients": self.trained + self.head_gradient}
-        return max(at_head, at_first_layer, at_embeddings, key=lambda parts: sum(parts.values()))
+        at_policy = {  # the critic's backbone is behind it: autograd goes back in the order of the passes, reversed
+            "activations": network.kept(passage) * (self.passes - 1),
+            "gradients": self.critic(trained=True) if first else self.trained,
+            "rounded weights": copies // self.passes,
+        }
+        return max(at_head, at_policy, at_first_layer, at_embeddings, key=lambda parts: sum(parts.values()))
 
     @property
     def head_gradient(self) -> int:

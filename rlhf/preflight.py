@@ -242,6 +242,7 @@ def rows_of(model: PreTrainedModel) -> int:
 def disk_has_room(config: Config, policy: PreTrainedModel | PeftModel) -> Check:
     """For the checkpoints to come, best/ and the final weights."""
     weights = FLOAT * sum(w.numel() for w in policy.parameters() if w.requires_grad)
+    weights *= 1 + config.separate_critic
     copies = config.run.keep + 1  # and the one that is being written
     needed = weights * (COPIES * copies + WITHOUT_MOMENTS)
     output = Path(config.run.output).absolute()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.actor_critic import Actor, ActorCritic
@@ -20,13 +21,14 @@ WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 BEST_FOLDER = "best"
 VALUE_HEAD_FILE = "value_head.safetensors"
+CRITIC_FILE = "critic.safetensors"  # what is trained of a critic's own backbone
 ONE_FILE = "1000GB"  # weights in one file can be put in place at one stroke
 
 
 def save_policy(actor: Actor, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the policy (under LoRA its adapter), the tokenizer and the value head, if there is one, into `folder`.
 
-    Loads with `AutoModelForCausalLM` or `PeftModel`, which do not look at the value head.
+    Loads with `AutoModelForCausalLM` or `PeftModel`, which do not look at the value head or a critic's own backbone.
     """
     more = {} if isinstance(actor.policy, PeftModel) else {"max_shard_size": ONE_FILE}
     with disk_errors():
@@ -35,6 +37,14 @@ def save_policy(actor: Actor, tokenizer: PreTrainedTokenizerBase, folder: Path) 
         if isinstance(actor, ActorCritic):
             head = {name: tensor.contiguous().cpu() for name, tensor in actor.value_head.state_dict().items()}
             save_file(head, folder / VALUE_HEAD_FILE)
+            if actor.critic is not None:
+                critic = {name: w.detach().contiguous().cpu() for name, w in trained_of(actor.critic).items()}
+                save_file(critic, folder / CRITIC_FILE)
+
+
+def trained_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights that are trained, by their names."""
+    return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
@@ -76,10 +86,22 @@ def load_policy_weights(actor: Actor, folder: Path) -> None:
         head = folder / VALUE_HEAD_FILE
         if isinstance(actor, ActorCritic) and head.is_file():
             actor.value_head.load_state_dict(load_file(head))
+            if actor.critic is not None:
+                _load_critic(actor.critic, folder / CRITIC_FILE)
     except RuntimeError as error:
         raise UserError(
             f"another model's weights: {folder} ({str(error).splitlines()[0]:.120}). Give this model's"
         ) from None
+
+
+def _load_critic(critic: nn.Module, file: Path) -> None:
+    """Raises UserError where there is no such critic, RuntimeError where it is another model's."""
+    if not file.is_file():
+        raise UserError(f"no {file.name}: {file.parent}. Its critic shared the policy's backbone: --critic shared")
+    saved, trained = load_file(file), trained_of(critic)
+    if saved.keys() != trained.keys():
+        raise RuntimeError(f"the critic's weights are {len(saved)}, not {len(trained)}")
+    critic.load_state_dict(saved, strict=False)
 
 
 def _check_adapter(policy: PeftModel, folder: Path) -> None:

@@ -211,12 +211,13 @@ def test_vocabularies(loaded):
     assert "(--actor-model)" in vocabularies_fit(*sides, None).found
 
 
-@pytest.mark.parametrize("flags", [[], ["--use-lora"]])
+@pytest.mark.parametrize("flags", [[], ["--use-lora"], ["--critic", "separate"]])
 def test_free_disk_by_hand(loaded, monkeypatch, flags):
     """Three checkpoints (two kept, one being written) of weights and two moments, best/ and the final weights: eleven
     times the trained weights in float32."""
     config, parts = loaded(*flags)
     trained = sum(w.numel() for w in parts.policy.parameters() if w.requires_grad)
+    trained *= 2 if "separate" in flags else 1
     asked = []
     for free, ok in ((trained * 4 * 11, True), (trained * 4 * 11 - 1, False)):
         monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: asked.append(place) or Usage(0, 0, free))

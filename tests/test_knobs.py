@@ -74,6 +74,7 @@ BY_RUN = {
     "ppo_epochs": (["--ppo-epochs", "3"], []),
     "minibatches": (["--minibatches", "2"], []),
     "clip_range": (["--clip-range", "0.01"], []),
+    "critic": (["--critic", "separate"], []),
     "value_coef": (["--value-coef", "0.7"], []),
     "value_clip_range": (["--value-clip-range", "0.001"], []),
     "entropy_coef": (["--entropy-coef", "0.1"], []),

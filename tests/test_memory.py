@@ -97,6 +97,8 @@ VARIANTS = {
         "checkpointing": {"gradient_checkpointing": True},
         "bfloat16": {"bf16": True},
         "4-bit": {"use_lora": True, "load_in_4bit": True},
+        "a critic of its own": {"critic": "separate"},
+        "a critic of its own, 4-bit": {"critic": "separate", "use_lora": True, "load_in_4bit": True, "bf16": True},
     },
     "grpo": {
         "filters, no fused head": {"top_p": 0.9, "fused_head": False},

@@ -77,6 +77,14 @@ def broken_off(words, output: Path, monkeypatch, algorithm="ppo", update=6, erro
     return output
 
 
+def test_a_resumed_run_has_its_critic(words, tmp_path, monkeypatch):
+    critic = ["--critic", "separate", "--use-lora"]
+    train_ppo.main([*words("ppo", *critic), "--output", str(tmp_path / "whole")])
+    output = broken_off(words, tmp_path / "run", monkeypatch, more=critic)
+    train_ppo.main(["--resume", "--output", str(output)])
+    assert (output / "critic.safetensors").exists() and differing(tmp_path / "whole", output) == []
+
+
 @pytest.mark.parametrize("algorithm", SCRIPTS)
 @pytest.mark.parametrize("update", [3, 4, 6])
 def test_a_resumed_run_is_the_uninterrupted_one(words, whole, tmp_path, monkeypatch, capsys, algorithm, update):

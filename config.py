@@ -18,6 +18,8 @@ from rlhf.errors import UserError, did_you_mean
 from rlhf.knobs import KLTarget, Split, as_in, knob
 from rlhf.runlogs import RUN_FILE, flat_settings, read_run, seed_folder
 
+IN_A_ROW = 3  # updates that are dropped, or whose KL has run away, after which it is no chance
+
 
 @dataclass(frozen=True)
 class ModelSettings:
@@ -379,6 +381,16 @@ class Config(Command):
             )
         if len({target.per for target in kl.targets}) > 1:
             faults.append("KL targets per sequence and per token in one run: --kl-target. Name all in one unit")
+        run = self.run
+        if run.rollback_on_kl and not kl.steered:
+            faults.append(
+                "no KL is held here, so none runs away: --rollback-on-kl. Leave it out, or let beta be steered"
+            )
+        if run.rollback_on_kl and (run.keep - 1) * run.save_every < IN_A_ROW:
+            faults.append(
+                f"checkpoints from before a KL ran away are gone when {IN_A_ROW} updates have shown it: "
+                f"--rollback-on-kl, --keep {run.keep}, --save-every {run.save_every}. Raise one of these two"
+            )
         marks = kl.kl_boundaries
         if marks is not None and (len(marks) != count - 1 or list(marks) != sorted(set(marks))):
             faults.append(

@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> None:
     from rlhf.seeds import for_each_seed
 
     if config.run.replay is not None:
-        return replay_incident(config, Screen())
+        return replay_update(config, Screen())
     for_each_seed(train, config, Screen())
 
 
@@ -50,16 +50,11 @@ def train(config: Config, screen) -> None:
         finish_run(config, trainer, log, screen)
 
 
-def replay_incident(config: Config, screen) -> None:
-    from rlhf.assembly import load_parts
-    from rlhf.incidents import Incident, replay
+def replay_update(config: Config, screen) -> None:
     from rlhf.ppo_trainer import PPO
-    from rlhf.preflight import start_device
+    from rlhf.replay import replay_incident
 
-    incident = Incident.read(config.run.replay)
-    config = incident.config(config.run.output)
-    parts = load_parts(config, start_device(screen), screen)
-    screen.facts(replay(PPO(config, **parts.for_trainer), incident))
+    replay_incident(PPO, config, screen)
 
 
 if __name__ == "__main__":

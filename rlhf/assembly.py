@@ -303,6 +303,20 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(json.dumps([p.ids for p in prompts]).encode()).hexdigest()
 
 
+def files_print(name: str | None, pattern: str) -> str | None:
+    """SHA-256 of a file, or of those in a folder: of their names, sizes and last MiB, which no two trainings leave
+    alike. None where `name` is neither (a name on the hub, a built-in rule)."""
+    if name is None or not Path(name).exists():
+        return None
+    print_ = hashlib.sha256()
+    for file in sorted(Path(name).glob(pattern)) if Path(name).is_dir() else [Path(name)]:
+        with file.open("rb") as stream:
+            size = file.stat().st_size
+            stream.seek(max(0, size - 2**20))
+            print_.update(f"{file.name} {size}\n".encode() + stream.read())
+    return print_.hexdigest()
+
+
 def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> RunLog:
     """Claim the output folder and open run.json, which says "failed" unless the run comes to its end. With --resume,
     go on with the one that is there; raises UserError where its data were others."""
@@ -312,18 +326,23 @@ def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> Run
         "too_long": parts.prompts.too_long,
         "train_sha256": fingerprint(parts.prompts.train),
         "evaluation_sha256": fingerprint(parts.prompts.evaluation),
+        "start_model": files_print(config.model.actor_model, "*.safetensors"),
+        "reward_model": files_print(config.model.rm_model, "*.safetensors"),
+        "rules": {rule: files_print(rule.rpartition(":")[0], "") for rule in config.reward.reward_func},
     }
     if config.run.resume:
         folder = Path(config.run.output)
         before = require_run(folder, "--resume, --output")["data"]
-        changed = [f"{name} was {before[name]}, is {data[name]}" for name in data if before[name] != data[name]]
+        known = before.keys() & data.keys()
+        changed = [f"{n} was {before[n]}, is {data[n]}" for n in data if n in known and before[n] != data[n]]
         check_same_run(config, changed, screen)
         return RunLog(folder, resume=True)
-    moved = claim_output(Path(config.run.output), **_placing(config))
+    held, moved = claim_output(Path(config.run.output), **_placing(config))
     if moved:
         screen.say(moved)
     return RunLog(
         Path(config.run.output),
+        held,
         algorithm=config.algorithm,
         settings=as_plain(config),
         seed=config.run.seed,

@@ -13,14 +13,14 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase
 
-from config import Config
+from config import IN_A_ROW, Config
 from rlhf.best import Candidate, choose
 from rlhf.checkpoints import find_checkpoints, write_checkpoint
 from rlhf.console import Screen, clock
 from rlhf.controllers import RUNAWAY, KLController
 from rlhf.errors import RunError
 from rlhf.evaluation import Evaluation
-from rlhf.guard import MOST_IN_A_ROW, Dropped
+from rlhf.guard import Dropped
 from rlhf.incidents import save_incident
 from rlhf.loop import OnPolicyLoop
 from rlhf.memory import forecaster, what_helps
@@ -31,7 +31,7 @@ from rlhf.runlogs import RunLog
 from rlhf.stopping import Stopped, StopRequest
 from rlhf.tokens import TOKENS_FOLDER, token_rows, write_tokens
 from rlhf.trainer_state import load_weights, save_trainer
-from rlhf.weights import BEST_FOLDER, replace_folder
+from rlhf.weights import BEST_FOLDER, link_folder, replace_folder
 
 SOME_UPDATES = 10  # after which equal scores are no chance
 
@@ -78,6 +78,9 @@ class KLControl(Callback):
     def on_update_end(self, update, metrics):
         self.steer(self.controller.update(metrics["kl_divergence"], metrics["kl_divergence/token"], self.episodes))
 
+    def on_drop(self, update, rollout, batch, found):
+        self.controller.skip()  # beta stays, and targets come into force in their updates
+
     def state_dict(self) -> dict[str, float]:
         return self.controller.state_dict()
 
@@ -89,10 +92,10 @@ class TensorBoardLog(Callback):
     """Every logged number under its own name, over updates."""
 
     def __init__(self, folder: Path):
-        self.folder, self.done = folder, 0
+        self.folder, self.done, self.drops = folder, 0, None
 
     def on_train_begin(self, trainer):
-        self.done = trainer.state.global_step
+        self.done, self.drops = trainer.state.global_step, trainer.drops
 
     @cached_property
     def writer(self) -> SummaryWriter:
@@ -111,6 +114,7 @@ class TensorBoardLog(Callback):
 
     def on_drop(self, update, rollout, batch, found):
         self.writer.add_text("dropped", str(found), update)
+        self.writer.add_scalar("updates/dropped", self.drops.count, update)
 
     def on_evaluation(self, evaluation):
         self.on_update_end(evaluation.update, evaluation.metrics())
@@ -171,6 +175,12 @@ class SameScores(Callback):
                 "There is nothing to learn from it; look at the reward functions"
             )
 
+    def state_dict(self) -> dict[str, list[float]]:
+        return {"seen": sorted(self.seen)[:2]}  # two are as good as many
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        self.seen = set(state["seen"])
+
 
 class Samples(Callback):
     """Every evaluation's replies, as files."""
@@ -207,7 +217,7 @@ class Incidents(Callback):
         self.trainer, self.config, self.screen = trainer, config, screen
 
     def on_drop(self, update, rollout, batch, found):
-        if self.trainer.drops.in_a_row == MOST_IN_A_ROW:
+        if self.trainer.drops.in_a_row == IN_A_ROW:
             folder = Path(self.config.run.output) / "incidents" / f"update-{update:06d}"
             save_incident(self.trainer, folder, update, rollout, batch, found)
             self.screen.say(f"the update, to look at: {folder}")
@@ -279,21 +289,20 @@ class KLGuard(Callback):
             f"warning: KL {kl:.3g}/{target.per} is {kl / target.nats:.1f} times its target: beta doubled, to "
             f"{self.controller.beta:.3g}"
         )
-        if self.config.run.rollback_on_kl and self.in_a_row >= MOST_IN_A_ROW:
+        if self.config.run.rollback_on_kl and self.in_a_row >= IN_A_ROW:
             self.roll_back(update)
 
     def roll_back(self, update: int) -> None:
         """To the newest sound checkpoint from before the KL ran away."""
         begun, self.in_a_row = update - self.in_a_row, 0
         found = find_checkpoints(Path(self.config.run.output), self.log.data["id"])
-        before = [number for number in found.sound if number <= begun]
+        # an update's KL is measured on the weights that it begins with: those after update `begun` had run away
+        before = [number for number in found.sound if number < begun]
         if not before:
             self.screen.say("warning: no sound checkpoint from before it ran away: --rollback-on-kl can do nothing")
             return
         load_weights(self.trainer, found.sound[max(before)])
-        self.screen.say(
-            f"back to the weights after update {max(before)}: the KL had run away since update {begun + 1}"
-        )
+        self.screen.say(f"back to the weights after update {max(before)}: those after update {begun} had run away")
 
     def state_dict(self) -> dict[str, int]:
         return {"in_a_row": self.in_a_row}
@@ -324,7 +333,7 @@ class Checkpoints(Callback):
         """Raises RunError where the disk does not take it."""
         run, keep = self.log.data["id"], self.config.run.keep
         try:
-            write_checkpoint(self.folder, run, update, keep, lambda folder: save_trainer(self.trainer, folder))
+            write_checkpoint(self.folder, run, update, keep, self.fill)
         except OSError as error:
             sound = find_checkpoints(self.folder, run).newest
             kept = f"{sound.name} is untouched" if sound is not None else "there is none yet"
@@ -332,6 +341,11 @@ class Checkpoints(Callback):
                 f"the checkpoint of update {update} could not be saved ({error}): {self.folder}; of sound ones, "
                 f"{kept}. Make room there. {self.way_on()}"
             ) from None
+
+    def fill(self, folder: Path) -> None:
+        save_trainer(self.trainer, folder)
+        if (self.folder / BEST_FOLDER).is_dir():
+            link_folder(self.folder / BEST_FOLDER, folder / BEST_FOLDER)
 
     def way_on(self) -> str:
         return f"Go on with: {resume_command(self.config)}"
@@ -344,8 +358,9 @@ class Checkpoints(Callback):
 
 
 def resume_command(config: Config) -> str:
-    """What goes on with a run: its settings are in its run.json."""
-    return f"python train_{config.algorithm}.py --resume --output {shlex.quote(config.run.output)}"
+    """What goes on with a run, or with several seeds: their settings are in run.json."""
+    seeds = "" if config.run.seeds is None else f"--seeds {' '.join(map(str, config.run.seeds))} "
+    return f"python train_{config.algorithm}.py --resume {seeds}--output {shlex.quote(config.run.output)}"
 
 
 def kl_controller(config: Config, updates: int) -> KLController:

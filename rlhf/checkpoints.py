@@ -12,11 +12,13 @@ import hashlib
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhf import system
+from rlhf.errors import Notice
 
 MANIFEST = "manifest.json"
 GOING = "manifest.going"  # what a manifest is called once its checkpoint is being removed
@@ -30,6 +32,7 @@ class Found:
 
     sound: dict[int, Path] = field(default_factory=dict)  # by update, rising
     skipped: list[str] = field(default_factory=list)  # a line each: which one, and what is wrong with it
+    going: list[Path] = field(default_factory=list)  # whose removal was interrupted
 
     @property
     def newest(self) -> Path | None:
@@ -50,7 +53,8 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
     """Let `write` fill a folder, make a checkpoint of `run` from it, and of older ones keep `keep` - 1.
 
     Raises OSError where the disk does not take it, or gives back something else; whatever is raised, older checkpoints
-    are as they were, and what was written is removed where that can be.
+    are as they were, and what was written is removed where that can be. An old one that cannot be removed is told as a
+    Notice.
     """
     place = place_of(folder, update)
     beside = place.with_name(place.name + UNFINISHED)
@@ -60,16 +64,19 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
         write(beside)
         _seal(beside, run, update)
         if place.exists():  # a torn one: that is why its update was done again
-            place.rename(_free_name(place.with_name(place.name + ".torn")))
-        beside.rename(place)
+            system.replace(place, _free_name(place.with_name(place.name + ".torn")))
+        system.replace(beside, place)
         system.sync_folder(folder)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    fault = fault_of(place, run)
-    if fault is not None:
-        raise OSError(f"read back from the disk, {fault}")
-    rotate(folder, run, keep)
+    found = find_checkpoints(folder, run)
+    if update not in found.sound:
+        raise OSError(f"read back from the disk, {'; '.join(found.skipped) or 'it is not there'}")
+    try:
+        rotate(found, run, update, keep)
+    except OSError as error:  # on Windows, where somebody reads it
+        warnings.warn(f"an old checkpoint could not be removed: {error}", Notice, stacklevel=2)
     return place
 
 
@@ -141,7 +148,9 @@ def find_checkpoints(folder: Path, run: str) -> Found:
         fault = fault_of(place, run)
         if fault is None:
             found.sound[int(named[1])] = place
-        elif not (place / GOING).exists():
+        elif (place / GOING).exists():
+            found.going.append(place)
+        else:
             found.skipped.append(f"{place.name}: {fault}")
     return found
 
@@ -149,20 +158,17 @@ def find_checkpoints(folder: Path, run: str) -> Found:
 # --- removing --------------------------------------------------------------------------------------------------------
 
 
-def rotate(folder: Path, run: str, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints of `run`, and what an earlier removal was interrupted at."""
-    whole = {}
-    for place in folder.iterdir():
-        named = NAME.fullmatch(place.name)
-        if named is not None:
-            said = read_manifest(place / MANIFEST)
-            if said is not None and said["run"] == run:
-                whole[int(named[1])] = place
-            elif (read_manifest(place / GOING) or {}).get("run") == run:
-                _remove(place)
-    for update in sorted(whole)[:-keep]:
-        (whole[update] / MANIFEST).rename(whole[update] / GOING)
-        _remove(whole[update])
+def rotate(found: Found, run: str, newest: int, keep: int) -> None:
+    """Of the sound checkpoints of `run` up to the `newest`, just written, remove all but the last `keep`; and bring to
+    an end what an earlier removal was interrupted at. One that is not sound stays: it counts for nothing, and says on
+    --resume what is wrong with it."""
+    for place in found.going:
+        if (read_manifest(place / GOING) or {}).get("run") == run:
+            _remove(place)
+    for update in sorted(n for n in found.sound if n <= newest)[:-keep]:
+        place = found.sound[update]
+        system.replace(place / MANIFEST, place / GOING)
+        _remove(place)
 
 
 def _remove(place: Path) -> None:

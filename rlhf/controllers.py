@@ -69,6 +69,10 @@ class KLController:
         self.done += 1
         return self.beta
 
+    def skip(self) -> None:
+        """An update that was dropped: nothing is known of its KL."""
+        self.done += 1
+
     def raise_beta(self, factor: float) -> float:
         """At once, whatever the horizon; returns beta."""
         self.beta *= factor

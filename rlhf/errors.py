@@ -73,6 +73,12 @@ def run_command(main: Callable[[], None]) -> None:
         where = os.fsdecode(error.filename or "a file of this command")  # TensorBoard's names are bytes
         print(f"error: {error.strerror}: {where}. Mend that and go on (a training run with --resume)", file=sys.stderr)
         sys.exit(RunError.exit_status)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, by its name: nothing here waits for torch
+            raise
+        said = "Try --use-lora, --load-in-4bit, a smaller model, or close what else uses the card"
+        print(f"error: out of memory: {str(error).splitlines()[0]}. {said}", file=sys.stderr)
+        sys.exit(RunError.exit_status)
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
+        print("stopped; a training run goes on from its last checkpoint with --resume", file=sys.stderr)
         sys.exit(130)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import UserError
-from rlhf.system import WINDOWS
+from rlhf.system import WINDOWS, replace, sync_file, sync_folder
 
 LONGEST_PATH = 259 if WINDOWS else 4_095  # characters; bytes
 LONGEST_NAME = 255
@@ -24,7 +24,9 @@ def put_in_place(file: Path, write: Callable[[Path], Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(file.name + ".new")
     write(beside)
-    os.replace(beside, file)
+    sync_file(beside)  # else a power cut may leave the new name on an empty file
+    replace(beside, file)
+    sync_folder(file.parent)
 
 
 def write_text(file: Path, text: str) -> None:

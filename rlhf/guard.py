@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,7 +19,6 @@ T = TypeVar("T")
 MOST_RATIO = (
     10.0  # a minibatch's mean ratio to the rollout policy; TRL's first PPO (ratio_threshold) drew the line here
 )
-MOST_IN_A_ROW = 3  # dropped updates, after which a run stops
 
 
 class Dropped(Exception):
@@ -73,6 +73,14 @@ class Limits:
     tokens: int
     # in words, what helps where one reply is too much
     advise: Callable[[], str] = lambda: "Try --use-lora, --gradient-checkpointing, or half of --reply-length"
+
+    @contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """For what cannot be done in smaller parts. Raises RunError where it is out of memory."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise RunError(f"out of memory: {phase} ({str(error).splitlines()[0]}). {self.advise()}") from None
 
     def parts(self, replies: Replies, rows: Sequence[int], packed: bool) -> list[list[int]]:
         """`rows` in micro-batches."""

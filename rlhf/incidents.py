@@ -1,4 +1,4 @@
-"""An update that had to be dropped, as files; and done again from them, step by step, to find the fault."""
+"""An update that had to be dropped, as files."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def save_incident(
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
     )
     held = {"logprobs": rollout.logprobs, "ref_logprobs": rollout.ref_logprobs, "values": rollout.values}
+    held["scores"] = rollout.scores
     if batch is not None:
         held |= {name: getattr(batch, name) for name in ("kl", "advantages", "weights", "returns", "rewards")}
     if replies.nucleus is not None:
@@ -68,7 +69,7 @@ class Incident:
         folder = Path(name)
         try:
             said = json.loads((folder / INCIDENT_FILE).read_text(encoding="utf-8"))
-            rows = [json.loads(line) for line in (folder / BATCH_FILE).read_text(encoding="utf-8").splitlines()]
+            rows = [json.loads(line) for line in (folder / BATCH_FILE).read_text(encoding="utf-8").split("\n")[:-1]]
             return cls(folder, said, rows, load_file(folder / TENSORS_FILE))
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"no whole incident: --replay {name} ({error}). Give RUN/incidents/update-...") from None
@@ -95,43 +96,3 @@ class Incident:
             replies, prompts, [row["reply"] for row in self.rows],
             tensors["logprobs"], tensors["ref_logprobs"], tensors.get("values"),
         )  # fmt: skip
-
-
-def replay(trainer: Any, incident: Incident) -> list[tuple[str, str]]:
-    """The update once more, from the weights that were saved: what each step gives, in words. The weights stay."""
-    trainer.load_model(incident.folder / WEIGHTS)
-    trainer.kl_coef = incident.said["kl_coef"]
-    rollout, said = incident.rollout(trainer), [("found", incident.said["found"])]
-    for name, tensor in trainer.actor.named_parameters():
-        if not tensor.isfinite().all():
-            said.append((f"weight {name}", state_of(tensor)))
-    for name in ("logprobs", "ref_logprobs", "values"):
-        recorded = getattr(rollout, name)
-        if recorded is not None:
-            said.append((f"{name}, as recorded", state_of(recorded)))
-    measured = trainer.measure(rollout.replies)
-    for name, tensor in zip(("logprobs", "ref_logprobs", "values"), measured, strict=True):
-        if tensor is not None:
-            said.append((f"{name}, done again", state_of(tensor)))
-    replies = rollout.replies
-    scores = trainer.rewards.ask(rollout.prompts, rollout.texts, replies.rows(), replies.ended.tolist(), finite=False)
-    said += [(f"scores of {name}", state_of(torch.tensor(given))) for name, given in scores.items()]
-    total = torch.tensor([sum(row) for row in zip(*scores.values(), strict=True)], device=rollout.mask.device)
-    batch = trainer.advantages(rollout, total)
-    rows = incident.said["rows"] or list(range(len(incident.rows)))
-    stats = trainer.minibatch_gradients(batch, rows)
-    said += [(name, f"{float(value):.6g}") for name, value in stats.items()]
-    for name, tensor in trainer.actor.named_parameters():
-        if tensor.grad is not None and not tensor.grad.isfinite().all():
-            said.append((f"gradient of {name}", state_of(tensor.grad)))
-    trainer.optimizer.zero_grad()
-    return said
-
-
-def state_of(tensor: Tensor) -> str:
-    """How many of its numbers are not finite, or between what they lie."""
-    values = tensor.detach().float()
-    bad = int((~values.isfinite()).sum())
-    if bad:
-        return f"{bad:,} of {values.numel():,} not finite"
-    return f"all finite, {float(values.min()):.6g} to {float(values.max()):.6g}"

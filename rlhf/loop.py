@@ -6,6 +6,7 @@ same budget is then a difference between two algorithms.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -20,14 +21,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from config import Config
+from config import IN_A_ROW, Config
 from rlhf import objectives
 from rlhf.actor_critic import Actor, Reference, base_of, logits_at_once
 from rlhf.controllers import ScoreNormalizer
 from rlhf.engines import check_engine, sample_replies
 from rlhf.errors import RunError, UserError
 from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
-from rlhf.guard import MOST_IN_A_ROW, Dropped, Drops, Limits, check_finite, check_step
+from rlhf.guard import Dropped, Drops, Limits, check_finite, check_step
 from rlhf.metrics import Batch, Scored, memory_in_use, reset_peak_memory, rollout_metrics
 from rlhf.models import autocast, autocast_dtype
 from rlhf.packing import Passage, packable
@@ -190,10 +191,10 @@ class OnPolicyLoop(ABC):
         self.lr_scheduler.step()
         self.drops.note(dropped=True)
         self.tell("on_drop", update, rollout, batch, found)
-        if self.drops.in_a_row >= MOST_IN_A_ROW:
+        if self.drops.in_a_row >= IN_A_ROW:
             raise RunError(
                 f"{self.drops.in_a_row} updates in a row had to be dropped: update {update}, {found}. "
-                "Try a smaller --learning-rate, or --no-bf16"
+                "Try --resume --resume-anyway with a smaller --learning-rate, or with --no-bf16"
             )
         self._count(update)
         self._close(update)
@@ -216,7 +217,7 @@ class OnPolicyLoop(ABC):
         uniform = uniforms(self.config.run.seed, update, purpose, [e for e, _ in episodes], self.sampling.reply_length)
         self.model.eval()  # in train mode, gradient checkpointing would drop the cache
         tokens = {"eos": self.processing_class.eos_token_id, "pad": self.processing_class.pad_token_id}
-        with autocast(self.accelerator.device, self.dtype):
+        with self.limits.within("the rollout"), autocast(self.accelerator.device, self.dtype):
             if self.vllm is not None and purpose == "rollout":  # evaluations sample the same replies every time
                 replies = self.vllm.sample(prompts, **tokens, device=self.accelerator.device)
             else:
@@ -231,19 +232,25 @@ class OnPolicyLoop(ABC):
                     slots=self.config.speed.rollout_slots,
                 )
         begun = self.begin(replies) if purpose == "rollout" else None
-        return Rollout(replies, prompts, replies.texts(self.processing_class), *self.measure(replies, begun), begun)
+        measured = None
+        with contextlib.suppress(*([] if begun is None else [torch.OutOfMemoryError])):
+            measured = self.measure(replies, begun)
+        if measured is None:  # what has begun takes the room: let go of it, and measure alone
+            begun = None
+            measured = self.measure(replies)
+        return Rollout(replies, prompts, replies.texts(self.processing_class), *measured, begun)
 
     def measure(self, replies: Replies, begun: Forward | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, reference log-probs and values of sampled replies, each (B, T), as the loss will compute them."""
+        """Log-probs, reference log-probs and values of sampled replies, each (B, T), as the loss will compute them;
+        from the hidden states of a pass that has `begun`, or in as many passes as memory asks for."""
 
         def in_parts(limits: Limits) -> tuple[Tensor, Tensor, Tensor | None]:
-            whole = len(limits.parts(replies, rows, self.packed)) == 1
-            most, kept = (limits.rows, self.packed), (begun if whole else None)
+            most = limits.rows, self.packed, begun, limits.tokens
             with autocast(self.accelerator.device, self.dtype):
-                return measure(
-                    self.actor, self.reference, replies, self.sampling.temperature, *most, kept, limits.tokens
-                )
+                return measure(self.actor, self.reference, replies, self.sampling.temperature, *most)
 
+        if begun is not None:
+            return in_parts(self.limits)
         rows = range(len(replies.mask))
         return self.limits.fitted("measuring", replies, rows, self.packed, in_parts)
 
@@ -275,10 +282,12 @@ class OnPolicyLoop(ABC):
         normalised if asked. Raises Dropped where one is not finite."""
         replies, reward = rollout.replies, self.config.reward
         try:
-            given = self.rewards.score(rollout.prompts, rollout.texts, replies.rows(), replies.ended.tolist())
+            with self.limits.within("scoring"):
+                given = self.rewards.score(rollout.prompts, rollout.texts, replies.rows(), replies.ended.tolist())
         except BadScore as error:
             raise Dropped(str(error)) from None
         raw = torch.tensor(given.total, dtype=torch.float32, device=replies.ended.device)
+        rollout.scores = raw
         check_finite(scores=raw)  # a large float64 is infinite here
         used = raw - reward.missing_eos_penalty * (~replies.ended).float()
         if self.normalizer is not None:
@@ -318,7 +327,8 @@ class OnPolicyLoop(ABC):
         gradients are not fit for one."""
         stats = self.minibatch_gradients(batch, rows)
         check_step(stats, rows)
-        self.optimizer.step()
+        with self.limits.within("the optimizer step"):
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self.optimizer_steps += 1
         return stats
@@ -451,9 +461,9 @@ class OnPolicyLoop(ABC):
         """Replies to some prompts, scored; perplexity on the run's fixed text."""
         self.fix_text()
         pad = self.processing_class.pad_token_id
-        return evaluate(
-            self.replies_to(prompts), self.state.global_step, self.actor, self.rewards, self.text, pad, self.dtype
-        )
+        replies = self.replies_to(prompts)
+        with self.limits.within("an evaluation"):
+            return evaluate(replies, self.state.global_step, self.actor, self.rewards, self.text, pad, self.dtype)
 
     def replies_to(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """The evaluation's replies, some prompts at a time."""

@@ -248,6 +248,8 @@ def disk_has_room(config: Config, policy: PreTrainedModel | PeftModel) -> Check:
     output = Path(config.run.output).absolute()
     there = next(place for place in (output, *output.parents) if place.exists())
     free = shutil.disk_usage(there).free
+    if config.run.resume:  # what the run has there already is not needed again
+        free += sum(file.stat().st_size for file in output.glob("checkpoint-*/*.safetensors"))
     return Check(
         "free disk",
         f"{free / 2**30:.2f} GiB free in {there}, {needed / 2**30:.2f} GiB needed by {copies} checkpoints, best/ "

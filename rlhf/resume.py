@@ -12,8 +12,9 @@ from rlhf.console import Screen
 from rlhf.errors import UserError
 from rlhf.knobs import as_plain
 from rlhf.loop import OnPolicyLoop
-from rlhf.runlogs import HARMLESS, differences, environment, flat_settings, require_run
+from rlhf.runlogs import HARMLESS, differences, environment, flat_settings, move_aside, require_run
 from rlhf.trainer_state import load_trainer
+from rlhf.weights import BEST_FOLDER, link_folder, replace_folder
 
 
 def settle_resume(config: Config, screen: Screen) -> Config | None:
@@ -30,9 +31,14 @@ def settle_resume(config: Config, screen: Screen) -> Config | None:
     if run["status"] == "finished":
         screen.say(f"finished already: {config.run.output}. Nothing to go on with")
         return None
+    if "id" not in run:
+        raise UserError(f"a run without checkpoints: --resume, --output {config.run.output}. Begin another")
     found = checkpoints_of(config, run)
     if found.newest is None and not found.skipped:
+        check_same_run(config, changes(run, as_plain(config), environment()), screen)
         screen.say(f"nothing was saved before it stopped: {config.run.output}. Starting over")
+        if not (config.run.dry_run or config.run.check):
+            screen.say(move_aside(Path(config.run.output)))
         return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=False, overwrite=True))
     if found.newest is None:
         raise UserError(
@@ -79,9 +85,16 @@ def check_same_run(config: Config, changed: list[str], screen: Screen) -> None:
         screen.say(f"warning: going on although {line}: not the run that was begun")
 
 
+def restore_best(output: Path, checkpoint: Path) -> None:
+    """best/ as it was then: what was kept there later is of updates that will be done again, perhaps otherwise."""
+    if (checkpoint / BEST_FOLDER).is_dir():
+        replace_folder(output / BEST_FOLDER, lambda beside: link_folder(checkpoint / BEST_FOLDER, beside))
+
+
 def resume_run(trainer: OnPolicyLoop, config: Config, run: dict[str, Any], screen: Screen) -> None:
     """With --resume, bring the trainer, its callbacks attached, to the newest sound checkpoint."""
     if config.run.resume:
         newest = checkpoints_of(config, run).newest
         load_trainer(trainer, newest)
+        restore_best(Path(config.run.output), newest)
         screen.say(f"going on after update {trainer.state.global_step} of {trainer.updates}, from {newest}")

@@ -232,7 +232,7 @@ def _ask(
 
     try:
         scores = _within(limit_s, partial(_call, function, batch))
-    except RunError:
+    except (RunError, torch.OutOfMemoryError):
         raise
     except _NoAnswer:
         replies = f"{len(texts)} replies, of which the first is {texts[0]!r:.60}"

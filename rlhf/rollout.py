@@ -121,6 +121,7 @@ class Rollout:
     values: Tensor | None  # (B, T) score units; None where there is no critic
     # the forward pass that measured it, with its graph, where it is the first optimizer step's as well
     begun: Forward | None = None
+    scores: Tensor | None = None  # (B,) as the reward functions gave them, once they have
 
     @property
     def mask(self) -> Tensor:

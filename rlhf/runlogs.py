@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rlhf import system
 from rlhf.errors import RunError, UserError
@@ -41,7 +41,11 @@ def check_output(folder: Path, *, overwrite: bool, is_default: bool) -> None:
     """
     check_folder(str(folder))
     require_unused(folder)
-    if not folder.exists() or not any(folder.iterdir()):
+    _check_content(folder, overwrite, is_default)
+
+
+def _check_content(folder: Path, overwrite: bool, is_default: bool) -> None:
+    if not _content(folder):
         return
     status = read_status(folder)
     if status is None:
@@ -58,31 +62,53 @@ def check_output(folder: Path, *, overwrite: bool, is_default: bool) -> None:
         )
 
 
-def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> str | None:
-    """Make `folder` free for a new run; returns in a line what was done to an older one, or None.
+def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[IO[bytes], str | None]:
+    """Lock `folder` and make it free for a new run; returns the lock, and in a line what was done to an older run, or
+    None. From here on no other process takes the folder.
 
     Raises UserError as `check_output`. A finished run in the default folder is moved to `..._1`, `..._2`.
     """
     check_output(folder, overwrite=overwrite, is_default=is_default)
+    folder.mkdir(parents=True, exist_ok=True)
+    held = hold(folder)
+    _check_content(folder, overwrite, is_default)  # again: until now, another one might have begun there
     done = None
-    if folder.exists() and any(folder.iterdir()):
+    if _content(folder):
         try:
-            done = _clear(folder, overwrite)
+            done = _remove_run(folder) if overwrite else f"{_move_aside(folder)} (the finished run)"
         except OSError as error:  # on Windows, a folder that another program looks into
             raise UserError(
                 f"cannot be moved or removed: --output {folder} ({error.strerror}). Close what uses it"
             ) from None
-    folder.mkdir(parents=True, exist_ok=True)
-    return done
+    return held, done
 
 
-def _clear(folder: Path, overwrite: bool) -> str:
-    if overwrite:
-        shutil.rmtree(folder)
-        return f"removed the run that was in {folder}"
+def move_aside(folder: Path) -> str:
+    """Make `folder` free without removing anything; returns in a line where its content is. Raises UserError where a
+    live process has a run there."""
+    with hold(folder):
+        return _move_aside(folder)
+
+
+def _content(folder: Path) -> list[Path]:
+    """What lies in a folder, run.json last; the lock is nothing."""
+    there = folder.iterdir() if folder.exists() else ()
+    return sorted((path for path in there if path.name != LOCK_FILE), key=lambda path: path.name == RUN_FILE)
+
+
+def _remove_run(folder: Path) -> str:
+    for path in _content(folder):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    return f"removed the run that was in {folder}"
+
+
+def _move_aside(folder: Path) -> str:
+    """Piece by piece: the lock stays where it is held."""
     aside = next(p for n in range(1, 10_000) if not (p := folder.with_name(f"{folder.name}_{n}")).exists())
-    folder.rename(aside)
-    return f"moved the finished run in {folder} to {aside}"
+    aside.mkdir()
+    for path in _content(folder):
+        system.replace(path, aside / path.name)
+    return f"moved what was in {folder} to {aside}"
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
@@ -150,23 +176,28 @@ def now() -> str:
 def require_unused(folder: Path) -> None:
     """Raise UserError where a live process has a run in `folder`."""
     if (folder / LOCK_FILE).exists():
-        held = system.lock(folder / LOCK_FILE)
-        if held is None:
-            run = read_run(folder) or {}
-            raise UserError(
-                f"in use by a live run (process {run.get('pid', 'unknown')}, since {run.get('started', 'unknown')}): "
-                f"--output {folder}. Stop that one, or name another folder with --output"
-            )
-        held.close()
+        hold(folder).close()
+
+
+def hold(folder: Path) -> IO[bytes]:
+    """Lock a run's folder until what is returned is closed. Raises UserError where a live process has it."""
+    held = system.lock(folder / LOCK_FILE)
+    if held is None:
+        run = read_run(folder) or {}
+        raise UserError(
+            f"in use by a live run (process {run.get('pid', 'unknown')}, since {run.get('started', 'unknown')}): "
+            f"--output {folder}. Stop that one, or name another folder with --output"
+        )
+    return held
 
 
 class RunLog:
     """A run's run.json, rewritten whole at every change; while it is open, the run's folder is locked."""
 
-    def __init__(self, folder: Path, *, resume: bool = False, **facts: Any):
-        """With `resume`, the run that is there goes on: what it was told stays, and `sessions` gets another entry."""
-        require_unused(folder)
-        self._lock = system.lock(folder / LOCK_FILE)
+    def __init__(self, folder: Path, held: IO[bytes] | None = None, *, resume: bool = False, **facts: Any):
+        """`held` is the folder's lock, where it was claimed. With `resume`, the run that is there goes on: what it was
+        told stays, and `sessions` gets another entry."""
+        self._lock = held or hold(folder)
         self.begun, self.before = time.monotonic(), 0.0
         self.path = folder / RUN_FILE
         began = {"started": now(), "pid": os.getpid(), **environment()}

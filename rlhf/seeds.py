@@ -12,12 +12,14 @@ import torch
 
 from config import Config
 from rlhf.assembly import check_run_folder
+from rlhf.callbacks import resume_command
 from rlhf.console import Screen, clock
 from rlhf.errors import UserError
 from rlhf.files import write_json
 from rlhf.knobs import as_plain
 from rlhf.resume import settle_resume
 from rlhf.runlogs import MAY_DIFFER, RUN_FILE, differences, read_run, seed_folder
+from rlhf.stopping import Stopped
 
 # figure in run.json -> how it is shown
 SHOWN = {
@@ -52,7 +54,11 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
             screen.say(f"seed {seed}: finished before, in {one.run.output} (delete the folder to run it again)")
             continue
         screen.say(f"seed {seed}: into {one.run.output}")
-        train(settle_resume(one, screen) if one.run.resume else one, screen)
+        try:
+            train(settle_resume(one, screen) if one.run.resume else one, screen)
+        except Stopped as stopped:
+            stopped.faults.append(f"for this and the other seeds: {resume_command(config)}")
+            raise
         gc.collect()  # a run's models must not weigh on the next one's peak memory
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

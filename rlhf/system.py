@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import sys
+import time
+import warnings
 from pathlib import Path
 from typing import IO
+
+from rlhf.errors import Notice
 
 WINDOWS = sys.platform == "win32"
 
@@ -31,8 +36,8 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(M_TRIM_THRESHOLD, NEVER)) and kept
 
 
-def cap_card_memory(share: float = 0.95) -> bool:
-    """On Windows, forbid torch more than a share of the card's memory; returns whether it did.
+def cap_card_memory() -> bool:
+    """On Windows, forbid torch more of the card's memory than is free now; returns whether it did.
 
     The driver there moves what does not fit into the machine's own memory, and a run becomes many times slower
     without a word. With a cap torch says "out of memory", which a run can answer. Elsewhere the driver says it itself.
@@ -41,7 +46,8 @@ def cap_card_memory(share: float = 0.95) -> bool:
 
     if not WINDOWS or not torch.cuda.is_available():
         return False
-    torch.cuda.set_per_process_memory_fraction(share)
+    free, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(free / total)
     return True
 
 
@@ -65,13 +71,34 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+PATIENCE = 5.0  # seconds
+
+
+def replace(source: Path, target: Path) -> None:
+    """Put a file or folder in another's place, at one stroke; a folder only where there is none.
+
+    On Windows that is refused while somebody has one of the two open: a virus scanner, a reader. It is tried again for
+    some seconds.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return os.replace(source, target)
+        except PermissionError:
+            if not WINDOWS or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
+
+
+HELD = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)  # what the systems say where another one has the lock
 LOCKED_AT = 2**20  # byte of a lock's file that is locked on Windows: behind the text, which others may read
 
 
 def lock(file: Path) -> IO[bytes] | None:
     """Lock a file for as long as what is returned is open, or the process lives; None where another one has it.
 
-    The system lets go of it whatever the process dies of, so a lock is never stale.
+    The system lets go of it whatever the process dies of, so a lock is never stale. Where the disk knows no locks
+    (some network mounts), what is returned locks nothing, and a Notice says so.
     """
     stream = file.open("ab+")
     try:
@@ -84,9 +111,12 @@ def lock(file: Path) -> IO[bytes] | None:
             import fcntl
 
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        stream.close()
-        return None
+    except OSError as error:
+        if error.errno in HELD:
+            stream.close()
+            return None
+        said = f"no locks here: {file}. Two runs into one folder would not see each other"
+        warnings.warn(said, Notice, stacklevel=2)
     return stream
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf.evaluation import Evaluation, FixedText
 from rlhf.files import disk_errors
@@ -51,7 +52,7 @@ def save_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
         "text": _plain_text(trainer.text),
         "param_groups": optimizer["param_groups"],
         "scheduler": trainer.lr_scheduler.state_dict(),
-        "listeners": {type(one).__name__: one.state_dict() for one in _stateful(trainer)},
+        "listeners": {name: one.state_dict() for name, one in _stateful(trainer).items()},
         "random": {"python": random.getstate(), "numpy": _numpy_state()},
     }
     (folder / STATE_FILE).write_text(json.dumps(state, default=_plain), encoding="utf-8")
@@ -60,23 +61,29 @@ def save_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
 def load_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
     """Bring a new trainer, with its callbacks attached, to where `save_trainer` left the old one."""
     state, tensors = load_weights(trainer, folder)
-    trainer.lr_scheduler.load_state_dict(state["scheduler"])
+    own = schedule_of(trainer).base_lrs  # the same, unless going on with another one was asked for
+    trainer.lr_scheduler.load_state_dict({**state["scheduler"], "base_lrs": own})
+    set_learning_rates(trainer)
     trainer.state.global_step, trainer.state.episode = state["update"], state["episode"]
     trainer.state.epoch, trainer.state.log_history = state["epoch"], state["log_history"]
     for name, value in state["counters"].items():
         setattr(trainer, name, value)
     trainer.drops, trainer.this_epoch = Drops(**state["drops"]), state["this_epoch"]
-    if trainer.normalizer is not None:
+    if trainer.normalizer is not None and state["normalizer"] is not None:  # with --resume-anyway it may be new
         trainer.normalizer.load_state_dict(state["normalizer"])
     trainer.evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
     trainer.text = _text_of(state["text"])
-    for one in _stateful(trainer):
-        one.load_state_dict(state["listeners"][type(one).__name__])
+    for name, one in _stateful(trainer).items():
+        if name in state["listeners"]:
+            one.load_state_dict(state["listeners"][name])
     _restore_random(tensors, state["random"])
 
 
 def load_weights(trainer: OnPolicyLoop, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The weights and the optimizer's moments alone; returns what else is there."""
+    """The weights and the optimizer's moments alone; returns what else is there.
+
+    Copied: a checkpoint whose file is still mapped could not be removed on Windows.
+    """
     state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     tensors = load_file(folder / TENSORS_FILE)
     load_policy_weights(trainer.actor, folder)
@@ -84,14 +91,36 @@ def load_weights(trainer: OnPolicyLoop, folder: Path) -> tuple[dict[str, Any], d
     for name, value in tensors.items():
         kind, number, *rest = name.split("/")
         if kind == "optimizer":
-            by_number.setdefault(int(number), {})["/".join(rest)] = value
+            by_number.setdefault(int(number), {})["/".join(rest)] = value.clone()
     trainer.optimizer.load_state_dict({"state": by_number, "param_groups": state["param_groups"]})
+    set_learning_rates(trainer)
     return state, tensors
 
 
-def _stateful(trainer: OnPolicyLoop) -> list:
-    """Callbacks that remember something: KL control, the best checkpoint, a user's own."""
-    return [one for one in trainer.listeners if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
+def schedule_of(trainer: OnPolicyLoop) -> LambdaLR:
+    """torch's own, under what accelerate makes of it."""
+    return getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+
+
+def set_learning_rates(trainer: OnPolicyLoop) -> None:
+    """Those of the schedule, where it stands: the optimizer's file has those of another update or run."""
+    schedule = schedule_of(trainer)
+    bases = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    rates = [base * share(schedule.last_epoch) for base, share in bases]
+    schedule._last_lr = rates
+    for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _stateful(trainer: OnPolicyLoop) -> dict[str, Any]:
+    """Callbacks that remember something: KL control, the best checkpoint, a user's own. By class, and by their order
+    where several are of one."""
+    found: dict[str, Any] = {}
+    for one in trainer.listeners:
+        if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
+            name = type(one).__name__
+            found[f"{name} {sum(k.split()[0] == name for k in found) + 1}"] = one
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.actor_critic import Actor, ActorCritic
 from rlhf.errors import UserError
 from rlhf.files import disk_errors
-from rlhf.system import sync_file
+from rlhf.system import replace, sync_file
 
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -58,11 +58,24 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     for file in beside.iterdir():  # names may reach the disk before what they name
         sync_file(file)
     if not folder.exists():
-        beside.rename(folder)
+        replace(beside, folder)
         return
     for file in sorted(beside.iterdir()):
-        os.replace(file, folder / file.name)
-    beside.rmdir()
+        replace(file, folder / file.name)
+    shutil.rmtree(beside)  # a file that has both names, as links have, is in both places still
+
+
+def link_folder(source: Path, target: Path) -> None:
+    """A copy of a saved model that takes no room: weights are the same files under a second name, where the disk has
+    such. Nobody writes into them: `replace_folder` puts others in their place."""
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        try:
+            if file.suffix != ".safetensors":
+                raise OSError
+            os.link(file, target / file.name)
+        except OSError:
+            shutil.copy2(file, target / file.name)
 
 
 def load_policy_weights(actor: Actor, folder: Path) -> None:

@@ -3,7 +3,8 @@
 python -m tests.kills KILLS SEED FOLDER train_ppo|train_grpo FLAG...   prints a JSON object. Not for Windows (fork).
 
 A run is killed at an instant drawn uniformly, in turn from a save, the whole run, a save, and a renewal of best/: from
-the moment at which that begins to the one at which it has ended, as an unharmed run took for it.
+the moment at which that begins to the one at which it has ended, as an unharmed run took for it. It keeps one
+checkpoint, so every save but the first removes one.
 """
 
 from __future__ import annotations
@@ -183,14 +184,14 @@ def main(kills: int, seed: int, folder: Path, script_name: str, flags: list[str]
 
     script, draw = importlib.import_module(script_name), random.Random(seed)
     importlib.import_module("rlhf.assembly")
-    plain, status = whole_run(script, [*flags, "--output", str(folder / "plain")])
+    plain, status = whole_run(script, [*flags, "--keep", "99", "--output", str(folder / "plain")])
     assert status == 0, "the unharmed run failed"
     told = {"killed": 0, "in_a_save": 0, "in_best": 0, "resumed": 0, "begun_anew": 0, "faults": []}
     first_model = Path(flags[flags.index("--actor-model") + 1])
     while told["killed"] < kills or told["in_a_save"] < kills * 10 // 25:
         output = folder / f"killed_{told['killed']}"
         aim = AIMS[told["killed"] % len(AIMS)] if told["killed"] < kills else SAVE
-        marks = kill(script, [*flags, "--output", str(output)], draw, plain, aim)
+        marks = kill(script, [*flags, "--keep", "1", "--output", str(output)], draw, plain, aim)
         if marks is None:
             shutil.rmtree(output)
             continue

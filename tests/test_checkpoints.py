@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from rlhf import checkpoints, system
 from rlhf.checkpoints import GOING, MANIFEST, find_checkpoints, write_checkpoint
+from rlhf.errors import Notice
 
 RUN = "a run"
 FILES = {"model.safetensors": b"w" * 1000, "training.json": b"{}", "inner/more.json": b"[1, 2]"}
@@ -105,6 +108,63 @@ def test_a_removal_that_was_interrupted_is_brought_to_its_end(folder, monkeypatc
     assert updates(folder) == [20, 30] and find_checkpoints(folder, RUN).skipped == []
     write_checkpoint(folder, RUN, 40, 2, fill)
     assert not (folder / "checkpoint-10").exists()
+
+
+def test_what_is_torn_is_not_counted_and_what_was_written_stays(folder):
+    """A run that went on from 10 because 20 and 30 are torn: their numbers are higher, and worth nothing."""
+    write_checkpoint(folder, RUN, 30, 3, fill)
+    cut(folder / "checkpoint-20" / "training.json")
+    cut(folder / "checkpoint-30" / "training.json")
+    write_checkpoint(folder, RUN, 12, 2, fill)
+    assert updates(folder) == [10, 12]
+    write_checkpoint(folder, RUN, 14, 1, fill)
+    assert updates(folder) == [14]
+
+
+def test_an_old_one_that_cannot_be_removed_is_a_warning(folder, monkeypatch):
+    """As on Windows, where somebody reads it."""
+
+    def refused(place):
+        raise PermissionError(errno.EACCES, "used by another process")
+
+    monkeypatch.setattr(checkpoints, "_remove", refused)
+    with pytest.warns(Notice, match="an old checkpoint could not be removed"):
+        assert write_checkpoint(folder, RUN, 30, 2, fill).name == "checkpoint-30"
+    assert updates(folder) == [20, 30]
+
+
+CALLS = (
+    (os, "replace"),
+    (Path, "mkdir"),
+    (Path, "unlink"),
+    (Path, "rmdir"),
+    (Path, "write_text"),
+)
+
+
+@pytest.mark.filterwarnings("ignore::rlhf.errors.Notice")
+def test_a_disk_that_fails_at_any_call_costs_nothing(folder, monkeypatch):
+    """Every rename, removal and write of a save and of its rotation made to fail in turn."""
+    before, tried, number = 2, 0, 30
+    for owner, name in CALLS:
+        for at in range(100):
+            calls, really = [], getattr(owner, name)
+
+            def failing(*given, calls=calls, at=at, really=really, **named):
+                calls.append(given)
+                if len(calls) == at + 1:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                return really(*given, **named)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, failing)
+                with contextlib.suppress(OSError):
+                    write_checkpoint(folder, RUN, number, 2, fill)
+            if len(calls) <= at:
+                break
+            tried, number = tried + 1, number + 1
+            assert len(updates(folder)) >= before, (name, at)
+    assert tried >= 8
 
 
 def test_a_torn_checkpoint_makes_way_for_the_same_update(folder):

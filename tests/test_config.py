@@ -115,6 +115,22 @@ REWARD_FAULTS = {
 }
 
 
+ROLLBACK_FAULTS = {
+    "nothing to hold": (["--kl-schedule", "fixed"], "no KL is held here, so none runs away: --rollback-on-kl"),
+    "too few checkpoints": (["--save-every", "2"], "--rollback-on-kl, --keep 2, --save-every 2. Raise one of these"),
+    "one checkpoint": (["--keep", "1"], "--rollback-on-kl, --keep 1, --save-every 50. Raise one of these two"),
+}
+
+
+@pytest.mark.parametrize("what", ROLLBACK_FAULTS)
+def test_a_rollback_that_could_do_nothing_is_refused(what):
+    words, message = ROLLBACK_FAULTS[what]
+    with pytest.raises(UserError) as fault:
+        parse_cli(["--rollback-on-kl", *words])
+    assert message in str(fault.value)
+    parse_cli(["--rollback-on-kl", "--save-every", "3"])
+
+
 @pytest.mark.parametrize("what", REWARD_FAULTS)
 def test_faults_across_knobs(what):
     words, message = REWARD_FAULTS[what]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ import train_ppo
 from rlhf import guard, loop
 from rlhf.callbacks import Callback
 from rlhf.errors import Notice, RunError, UserError, run_command
-from rlhf.incidents import Incident, replay
+from rlhf.incidents import Incident, save_incident
+from rlhf.replay import replay
 from rlhf.runlogs import read_run
 from tests.conftest import attach
 
@@ -155,7 +158,7 @@ def test_a_controller_does_not_hear_of_a_dropped_update(build):
     spoil_scores(trainer, math.nan)
     beta = trainer.kl_coef
     trainer.one_update(1)
-    assert control.controller.done == 0 and trainer.kl_coef == beta
+    assert control.controller.done == 1 and trainer.kl_coef == control.controller.beta == beta
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -191,7 +194,12 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
     rows = [json.loads(line) for line in (folder / "batch.jsonl").read_text().splitlines()]
     assert len(rows) == 4 and all(row["reply_ids"] and row["prompt_ids"] for row in rows)
 
+    other = {"ppo": train_grpo, "grpo": train_ppo}[algorithm]
+    with pytest.raises(UserError, match=f"an incident of train_{algorithm}.py: --replay"):
+        other.main(["--replay", str(folder)])
+    before = sorted(Path().iterdir())
     script.main(["--replay", str(folder)])
+    assert sorted(Path().iterdir()) == before, "a replay leaves nothing"
     said = capsys.readouterr().out
     assert "policy/grad_norm" in said and "gradient of" not in said, "here the fault was in the code, not in the files"
     from_update = 0
@@ -200,25 +208,36 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
     assert "gradient of" in capsys.readouterr().out
 
 
-def test_a_replay_gives_the_numbers_that_were_recorded(build, tmp_path):
+@pytest.mark.parametrize("flags", [
+    (), ("--use-lora",), ("--missing-eos-penalty", 2.5, "--normalize-scores"),
+    ("--reward-func", "length_penalty", "--reward-weights", 1, 0.01),
+])  # fmt: skip
+def test_a_replay_gives_the_numbers_that_were_recorded(build, tmp_path, flags):
     """Weights, batch and beta are all that an update's first step depends on."""
-    from rlhf.guard import Dropped
-    from rlhf.incidents import save_incident
-
-    trainer = build("--num-iterations", 3)
+    trainer = build("--num-iterations", 3, *flags)
     trainer.one_update(1)
     rollout = trainer.rollout(trainer.prompts_of(2), 2, "rollout")
     batch = trainer.advantages(rollout, trainer.score(rollout).used)
-    save_incident(trainer, tmp_path / "incident", 2, rollout, batch, Dropped("a test", [0, 1, 2, 3]))
+    save_incident(trainer, tmp_path / "incident", 2, rollout, batch, guard.Dropped("a test", [0, 1, 2, 3]))
     stats = trainer.minibatch_gradients(batch, [0, 1, 2, 3])
     trainer.optimizer.zero_grad()
     incident = Incident.read(str(tmp_path / "incident"))
-    again = dict(replay(build("--num-iterations", 3), incident))
+    again = dict(replay(build("--num-iterations", 3, *flags), incident))
     for name in ("loss", "policy/grad_norm", "policy/ratio", "policy/entropy"):
         assert again[name] == f"{float(stats[name]):.6g}", name
     assert again["found"] == "a test"
     assert again["logprobs, as recorded"] == again["logprobs, done again"]
+    assert torch.equal(incident.tensors["scores"], rollout.scores)
     assert incident.config("elsewhere").batch == trainer.config.batch
+
+
+def test_a_reply_may_hold_any_character(build, tmp_path):
+    """Some of which Python takes for the end of a line."""
+    trainer = build()
+    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    rollout.texts[0] = "a\u2028b\u0085c\x0bd"
+    save_incident(trainer, tmp_path / "incident", 1, rollout, None, guard.Dropped("a test"))
+    assert Incident.read(str(tmp_path / "incident")).rows[0]["reply"] == rollout.texts[0]
 
 
 def test_what_is_no_incident_is_a_line(tmp_path):
@@ -260,9 +279,10 @@ def test_a_kl_that_runs_away_doubles_beta(build, tmp_path):
 
 
 def test_rollback_takes_the_weights_to_the_last_checkpoint_from_before(build, tmp_path):
-    flags = ["--num-iterations", 8, "--kl-schedule", "adaptive", "--kl-target", "6/sequence", "--save-every", 2,
-             "--eval-every", 100, "--learning-rate", "1e-2"]  # fmt: skip
-    ends = {}
+    """Update 4's KL is of the weights after update 3, so these had run away: those after 2 are the last good ones."""
+    flags = ["--num-iterations", 8, "--kl-schedule", "adaptive", "--kl-target", "6/sequence", "--save-every", 1,
+             "--keep", 6, "--eval-every", 100, "--learning-rate", "1e-2"]  # fmt: skip
+    ends, rates = {}, {}
     for more in ((), ("--rollback-on-kl",)):
         trainer, seen = build(*flags, "--output", tmp_path / str(len(more)), *more), {}
         attach(trainer)
@@ -270,9 +290,13 @@ def test_rollback_takes_the_weights_to_the_last_checkpoint_from_before(build, tm
         watch(trainer, seen)
         trainer.train()
         ends[more] = seen
+        rates[more] = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+        assert trainer.optimizer.param_groups[0]["lr"] == trainer.lr_scheduler.get_last_lr()[0]
+    assert rates[()] == rates[("--rollback-on-kl",)], "the schedule goes on"
     plain, back = ends[()], ends[("--rollback-on-kl",)]
     assert all(torch.equal(plain[n], back[n]) for n in range(1, 6))
-    assert torch.equal(back[6], back[2]) and not torch.equal(plain[6], plain[2]), "it had run away since update 4"
+    assert torch.equal(back[6], back[2]) and not torch.equal(plain[6], plain[2])
+    assert not torch.equal(back[3], back[2])
     assert not torch.equal(back[7], back[6]), "and training goes on"
 
 
@@ -341,4 +365,61 @@ def test_measuring_is_halved_too(build, monkeypatch):
     monkeypatch.setattr(loop, "measure", measure)
     with pytest.warns(Notice, match="in measuring"):
         trainer.one_update(1)
-    assert calls == [0, 2, 1]
+    assert calls == [0, 0, 2, 1], "first from the pass that has begun, then alone, then in parts"
+
+
+def test_a_pass_that_has_begun_makes_room_for_measuring(build, monkeypatch):
+    """A device that holds the graph of the first step's pass, or what measuring takes, and not both."""
+    trainer, really, begun, tried = build(), loop.measure, [], []
+
+    def begin(replies):
+        forward = plain(replies)
+        begun.append(weakref.ref(forward[1]))
+        return forward
+
+    def measure(*given):
+        tried.append(begun[0]() is not None)
+        if tried[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return really(*given)
+
+    plain = trainer.begin
+    monkeypatch.setattr(trainer, "begin", begin)
+    monkeypatch.setattr(loop, "measure", measure)
+    trainer.one_update(1)
+    assert tried == [True, False] and trainer.optimizer_steps == 2
+
+
+PHASES = {
+    "the rollout": (loop, "sample_replies"),
+    "an evaluation": (loop, "evaluate"),
+}
+
+
+@pytest.mark.parametrize("phase", [*PHASES, "scoring", "the optimizer step"])
+def test_out_of_memory_elsewhere_names_the_phase_and_what_helps(build, monkeypatch, phase):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    trainer = build()
+    attach(trainer)
+    if phase in PHASES:
+        monkeypatch.setattr(*PHASES[phase], full)
+    elif phase == "scoring":
+        trainer.rewards.functions[0] = full
+    else:
+        trainer.optimizer.step = full
+    with pytest.raises(RunError, match=rf"out of memory: {phase} \(CUDA .*\)\. What would help most: --"):
+        trainer.evaluate() if phase == "an evaluation" else trainer.one_update(1)
+
+
+def test_out_of_memory_before_the_run_is_a_line(monkeypatch, capsys):
+    def main():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(main)
+    assert ended.value.code == 1
+    assert re.match(r"error: out of memory: CUDA .*\. Try --use-lora", capsys.readouterr().err)
+    with pytest.raises(RuntimeError, match="something else"):
+        run_command(lambda: exec("raise RuntimeError('something else')"))

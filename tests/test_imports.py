@@ -22,7 +22,7 @@ LEVELS = [
      "rlhf.evaluation", "rlhf.weights", "rlhf.guard", "rlhf.report", "rlhf.metrics",
      "rlhf.curve_pictures", "rlhf.trained", "rlhf.tokens"},
     {"rlhf.loop", "rlhf.ppo_trainer", "rlhf.grpo_trainer", "rlhf.callbacks", "rlhf.outcome", "rlhf.seeds",
-     "rlhf.api", "rlhf.resume", "rlhf.trainer_state", "rlhf.incidents", "rlhf.preflight", "rlhf.checks",
+     "rlhf.api", "rlhf.resume", "rlhf.trainer_state", "rlhf.incidents", "rlhf.replay", "rlhf.preflight", "rlhf.checks",
      "rlhf.assembly", "rlhf.memory", "reward_model.training",
      "rlhf.demo.start_model", "rlhf.demo.pairs", "rlhf.demo.parts",
      "rlhf.measuring", "rlhf.audit", "rlhf.verdict", "rlhf.budgets", "rlhf.report_pictures",

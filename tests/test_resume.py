@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import train_grpo
 import train_ppo
@@ -18,7 +19,7 @@ from rlhf import callbacks, system
 from rlhf.checkpoints import MANIFEST, find_checkpoints
 from rlhf.errors import UserError, run_command
 from rlhf.runlogs import LOCK_FILE, read_run
-from tests.kills import differing
+from tests.kills import differing, shown
 from tests.test_scripts import ROOT
 
 SCRIPTS = {"ppo": train_ppo, "grpo": train_grpo}
@@ -140,8 +141,14 @@ def test_no_sound_checkpoint_says_why_of_each(words, tmp_path, monkeypatch):
 
 def test_a_run_that_had_saved_nothing_is_begun_anew(words, whole, tmp_path, monkeypatch, capsys):
     output = broken_off(words, tmp_path / "run", monkeypatch, update=2)
+    (output / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="learning_rate was 0.001, is 0.5"):
+        train_ppo.main(["--resume", "--learning-rate", "0.5", "--output", str(output)])
+    train_ppo.main(["--resume", "--dry-run", "--output", str(output)])
+    assert (output / "notes.txt").exists(), "a plan moves nothing"
     train_ppo.main(["--resume", "--output", str(output)])
     assert "nothing was saved before it stopped" in capsys.readouterr().out
+    assert (tmp_path / "run_1" / "notes.txt").read_text() == "mine", "what lay there is moved, not removed"
     assert differing(whole / "ppo", output) == []
 
 
@@ -174,6 +181,47 @@ def test_changed_settings_are_listed_and_refused(words, tmp_path, monkeypatch, c
     assert all("--resume-anyway" in fault for fault in raised.value.faults)
     train_ppo.main(["--resume", "--output", str(output), "--learning-rate", "0.5", "--resume-anyway"])
     assert "going on although learning_rate was 0.001, is 0.5" in " ".join(capsys.readouterr().out.split())
+
+
+def test_whoever_goes_on_anyway_gets_what_they_ask_for(words, tmp_path, monkeypatch):
+    """The learning rate is the new one, and parts that the run did not have begin now."""
+    plain = ["--kl-schedule", "fixed", "--no-normalize-scores", "--lr-schedule", "constant"]
+    output = broken_off(words, tmp_path / "run", monkeypatch, update=3, more=plain)
+    train_ppo.main(["--resume", "--output", str(output), "--resume-anyway", "--learning-rate", "1e-7",
+                    "--kl-schedule", "adaptive", "--normalize-scores"])  # fmt: skip
+    rates = shown(output / "logs")["learning_rate"]
+    assert [rate for _, rate in rates] == pytest.approx([1e-3] * 2 + [1e-7] * 4)
+
+
+def test_best_is_what_the_checkpoint_knew(words, tmp_path, monkeypatch):
+    """Kept after the checkpoint that the run goes on from: of a time that is done again, perhaps otherwise."""
+    output = broken_off(words, tmp_path / "run", monkeypatch, update=4, more=["--eval-every", 1, "--save-every", 2])
+    kept = output / "checkpoint-2" / "best" / "model.safetensors"
+    assert read_run(output)["best"]["update"] is not None and kept.stat().st_ino != 0
+    then = kept.read_bytes()
+    (output / "best" / "model.safetensors").unlink()
+    (output / "best" / "model.safetensors").write_bytes(b"of another time")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        interrupt(patch, 3, Killed())
+        train_ppo.main(["--resume", "--output", str(output)])
+    assert (output / "best" / "model.safetensors").read_bytes() == then
+    assert (output / "best" / "model.safetensors").samefile(kept), "the same file twice: it takes no room"
+
+
+def test_other_models_and_rules_are_refused(words, tmp_path, monkeypatch, reward_folder):
+    reward = Path(shutil.copytree(reward_folder, tmp_path / "reward"))
+    rule = tmp_path / "rule.py"
+    rule.write_text("def words(completions, **_):\n    return [float(len(c.split())) for c in completions]\n")
+    more = ["--rm-model", reward, "--reward-func", f"{rule}:words"]
+    output = broken_off(words, tmp_path / "run", monkeypatch, update=3, more=more)
+    rule.write_text(rule.read_text().replace("len", "2 * len"))
+    with pytest.raises(UserError, match=r"rules was .*, is .*--resume-anyway"):
+        train_ppo.main(["--resume", "--output", str(output)])
+    rule.write_text(rule.read_text().replace("2 * len", "len"))
+    weights = load_file(reward / "model.safetensors")
+    save_file({**weights, "score.weight": weights["score.weight"] * 2}, reward / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"reward_model was \w+, is \w+"):
+        train_ppo.main(["--resume", "--output", str(output)])
 
 
 def test_harmless_settings_may_change(words, whole, tmp_path, monkeypatch):
@@ -307,7 +355,7 @@ def test_every_file_of_a_save_that_does_not_fit(words, whole, tmp_path, monkeypa
     import safetensors.torch
 
     write_tensors = safetensors.torch.serialize_file
-    files = sorted(f.name for f in (whole / "ppo" / "checkpoint-6").iterdir())
+    files = sorted(f.name for f in (whole / "ppo" / "checkpoint-6").iterdir() if f.is_file())
     assert {"model.safetensors", "training.safetensors", "training.json", MANIFEST} <= set(files)
     really, failed = callbacks.write_checkpoint, []
 
@@ -412,7 +460,7 @@ def test_a_disk_too_full_for_curves_is_a_line(words, tmp_path, monkeypatch, capf
 @pytest.mark.parametrize("algorithm", SCRIPTS)
 def test_killed_at_any_instant_a_run_is_not_lost(words, tmp_path, algorithm):
     count = int(os.environ.get("KILLS", "25"))
-    flags = [word for word in words(algorithm, "--save-every", 1, "--keep", 9)]
+    flags = [word for word in words(algorithm, "--save-every", 1)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.kills", str(count), "1", str(tmp_path), f"train_{algorithm}", *flags],
         cwd=ROOT, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},

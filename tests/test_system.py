@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from rlhf import system
+from rlhf.errors import Notice
 from tests.test_scripts import ROOT
 
 # page faults of filling 64 MiB for the second time
@@ -96,7 +98,7 @@ def test_on_windows_a_byte_behind_the_text_is_locked(windows, monkeypatch, tmp_p
         place = os.lseek(handle, 0, os.SEEK_CUR)
         assert place == system.LOCKED_AT
         if place in locked:
-            raise PermissionError
+            raise PermissionError(errno.EACCES, "Permission denied")
         locked.add(place)
 
     monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK="try"))
@@ -112,12 +114,58 @@ def test_on_windows_a_console_sends_ctrl_break(windows, monkeypatch):
 
 
 def test_on_windows_the_card_is_capped_and_elsewhere_not(monkeypatch):
+    """To what is free: what other programs hold would be pushed into the machine's memory."""
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (9 * 2**30, 12 * 2**30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", asked.append)
     assert system.cap_card_memory() is False and asked == []
     monkeypatch.setattr(system, "WINDOWS", True)
-    assert system.cap_card_memory(0.9) is True and asked == [0.9]
+    assert system.cap_card_memory() is True and asked == [0.75]
+
+
+def test_on_windows_a_file_that_is_open_elsewhere_is_tried_again(windows, monkeypatch, tmp_path):
+    really, calls = os.replace, []
+
+    def replace(source, target):
+        calls.append(source)
+        if len(calls) < 4:
+            raise PermissionError(errno.EACCES, "used by another process")
+        really(source, target)
+
+    monkeypatch.setattr(system.os, "replace", replace)
+    (tmp_path / "a").write_text("new")
+    system.replace(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_text() == "new" and len(calls) == 4
+    monkeypatch.setattr(system, "PATIENCE", 0.0)
+    calls[:] = []
+    with pytest.raises(PermissionError):
+        system.replace(tmp_path / "b", tmp_path / "c")
+
+
+def test_elsewhere_a_refusal_is_one(monkeypatch, tmp_path):
+    calls = []
+
+    def replace(source, target):
+        calls.append(source)
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(system.os, "replace", replace)
+    with pytest.raises(PermissionError):
+        system.replace(tmp_path / "a", tmp_path / "b")
+    assert len(calls) == 1
+
+
+@pytest.mark.skipif(system.WINDOWS, reason="Windows has no flock")
+def test_where_a_disk_knows_no_locks_a_run_goes_on_and_says_so(monkeypatch, tmp_path):
+    import fcntl
+
+    def flock(*_):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.warns(Notice, match="no locks here"):
+        system.lock(tmp_path / "run.lock").close()
 
 
 def test_a_lock_dies_with_its_process(tmp_path):

@@ -17,15 +17,17 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.pytorch_utils import Conv1D
 
-from rlhf.actor_critic import base_of, let_go_of_files, store_frozen_weights
+from rlhf.actor_critic import let_go_of_files, store_frozen_weights
 from rlhf.errors import UserError, did_you_mean
 from rlhf.hub import is_path, missing_path, require_hub
+from rlhf.prompts import end_of_turn
 
 ADAPTER_CONFIG = "adapter_config.json"
 PAD_TOKENS = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|PAD_TOKEN|>")
@@ -76,24 +78,38 @@ def readable(name: str, way_out: str = "Give a whole model folder with safetenso
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, padding on the left, with a pad token that is not EOS.
+    """The tokenizer of a model, padding on the left, with the EOS that its replies end with, and a pad token that is
+    not EOS.
 
-    SmolLM2's chat tokenizer ships pad = EOS: whoever masks by `ids != pad` would then never learn to stop.
+    SmolLM2's chat tokenizer ships pad = EOS: whoever masks by `ids != pad` would then never learn to stop. A reply of
+    a Gemma that was tuned on chats ends with `<end_of_turn>`, whereas its tokenizer's EOS ends a document.
     """
     with readable(name, "Give a model folder that holds its tokenizer, too"):
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise UserError(f"no EOS token: tokenizer of {name}. Set eos_token in its tokenizer_config.json")
+    end = end_of_turn(tokenizer)
+    if end is not None and end != tokenizer.eos_token_id and end in _stops(name):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.pad_token = _free_token(tokenizer, name)
     return tokenizer
+
+
+def _stops(name: str) -> list[int]:
+    """The tokens at which the model's own generation stops; none where it does not say."""
+    try:
+        stops = GenerationConfig.from_pretrained(name).eos_token_id
+    except OSError:  # models need not have that file
+        return []
+    return stops if isinstance(stops, list) else [stops]
 
 
 def _free_token(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
     """A special token of this vocabulary that neither ends nor begins a text and stands in no chat template."""
     vocabulary, template = tokenizer.get_vocab(), tokenizer.chat_template or ""
     special = [t for t in tokenizer.all_special_tokens if t in vocabulary]
-    added = [str(t) for t in tokenizer.added_tokens_decoder.values()]
+    added = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]  # others are text: runs of spaces
     for token in (*(t for t in PAD_TOKENS if t in vocabulary), *special, *added):
         if token not in (tokenizer.eos_token, tokenizer.bos_token) and token not in template:
             return token
@@ -176,7 +192,8 @@ def load_policy(
     `dtype` is the forward's precision (None: float32), in which 4-bit weights are multiplied. `vocabulary` is the
     tokenizer's size. Raises UserError as `check_policy`, and for weights that are no numbers.
     """
-    check_policy(name, vocabulary, lora.target_modules if lora is not None else ())
+    config = check_policy(name, vocabulary, lora.target_modules if lora is not None else ())
+    config.attention_dropout = 0.0  # layers read it as they are made; it would act in train mode
     quantization = (
         BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype or torch.float32)
         if load_in_4bit
@@ -186,6 +203,7 @@ def load_policy(
     with readable(name):
         model = AutoModelForCausalLM.from_pretrained(
             name,
+            config=config,
             dtype=torch.float32,
             quantization_config=quantization,
             use_safetensors=True,
@@ -202,7 +220,6 @@ def load_policy(
         let_go_of_files(model)
     if not load_in_4bit:  # those weights are there already
         model = model.to(device)  # before the reference is copied from it
-    base_of(model).config.attention_dropout = 0.0  # it would act in train mode, which checkpointing needs
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()

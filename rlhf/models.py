@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -26,10 +26,12 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf.actor_critic import let_go_of_files, store_frozen_weights
 from rlhf.errors import UserError, did_you_mean
+from rlhf.fidelity import try_out
 from rlhf.hub import is_path, missing_path, require_hub
 from rlhf.prompts import end_of_turn
 
 ADAPTER_CONFIG = "adapter_config.json"
+ALL_LINEAR = "all-linear"  # peft's name for every linear layer but the head
 PAD_TOKENS = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|PAD_TOKEN|>")
 
 
@@ -223,6 +225,8 @@ def load_policy(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
+    with autocast(device, dtype):
+        try_out(model.eval(), name)
     return model
 
 
@@ -246,11 +250,18 @@ def _keep_one_forward(model: PreTrainedModel) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+def lora_modules(targets: Sequence[str]) -> list[str] | str:
+    """The modules that get an adapter, as peft takes them: by their names, or all linear layers but the head."""
+    return ALL_LINEAR if ALL_LINEAR in targets else list(targets)
+
+
 def _check_targets(model: PreTrainedModel, targets: Collection[str], name: str) -> None:
+    if ALL_LINEAR in targets:
+        return
     leaves = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
     missing = [t for t in targets if t not in leaves]
     if missing:
         raise UserError(
             f"no module named {', '.join(missing)}: --lora-targets, {name}. {did_you_mean(missing[0], leaves)} "
-            f"There are {', '.join(sorted(leaves))}"
+            f"There are {', '.join(sorted(leaves))}; or {ALL_LINEAR}"
         )

@@ -277,8 +277,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[st
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The first mark that the chat template writes behind a reply; None where it writes none, or cannot be run, which is
-    said where a prompt is to be rendered."""
+    """The first mark that the chat template writes behind a reply; None where it writes none, or fails (which is said
+    where a prompt is rendered)."""
     if tokenizer.chat_template is None:
         return None
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SLOT.format(0)}]

@@ -12,15 +12,19 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from torch.testing import assert_close
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPTNeoXConfig,
+    GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     Qwen3Config,
@@ -383,4 +387,45 @@ def test_adapters_for_other_modules_than_it_has_are_refused(name, words):
         train_ppo.main([*words(name, "LoRA"), "--lora-targets", wrong, "--output", "nowhere"])
     there = str(raised.value).split("There are ")[1]
     assert f"no module named {wrong}: --lora-targets" in str(raised.value)
-    assert set(FAMILIES[name].targets) <= set(there.replace(",", "").split())
+    assert {*FAMILIES[name].targets, "all-linear"} <= set(there.replace(",", " ").replace(";", " ").split())
+
+
+def test_adapters_for_all_linear_layers(name, words, start, tmp_path):
+    """Where nobody wants to know their names: every layer but the head, saved and resumed as others."""
+    output, killed = tmp_path / "run", tmp_path / "killed"
+    flags = [*words(name, "LoRA"), "--lora-targets", "all-linear"]
+    run = Run(FAMILIES[name], "LoRA", "ppo", start(name), output, killed, **train(flags, "ppo", output, killed))
+    adapted = {n.split(".")[-1] for n, m in run.trainer.actor.policy.named_modules() if isinstance(m, LoraLayer)}
+    linear = {n.split(".")[-1] for n, m in run.plain_start().named_modules() if isinstance(m, torch.nn.Linear)}
+    assert adapted == linear - {"lm_head"} > set(FAMILIES[name].targets)
+    test_log_probs_are_those_of_plain_transformers(run)
+    test_resumed_it_is_the_same_run(run)
+    test_its_memory_can_be_foretold(run)
+
+
+# --- other families --------------------------------------------------------------------------------------------------
+
+MIXED = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": WINDOW}
+UNPACKED = {
+    "attention with sinks": (GptOssConfig, EXPERTS),
+    "a convolution along the row": (Lfm2Config, MIXED),
+}
+
+
+@pytest.mark.parametrize("what", UNPACKED)
+def test_what_cannot_be_packed_falls_back_by_itself(what, words, tmp_path):
+    kind, settings = UNPACKED[what]
+    folder = make_family(tmp_path / "start", shapes.smollm2_tokenizer(), kind, **{**GROUPED, **settings})
+    output, killed = tmp_path / "run", tmp_path / "killed"
+    seen = train([*words("llama"), "--actor-model", str(folder)], "ppo", output, killed)
+    run = Run(FAMILIES["llama"], "full", "ppo", folder, output, killed, **seen)
+    assert not run.trainer.packed
+    test_it_begins_where_the_start_model_is(run)
+    test_log_probs_are_those_of_plain_transformers(run, engine="plain")
+
+
+def test_logits_that_are_more_than_the_heads_are_refused(words, tmp_path):
+    folder = make_family(tmp_path / "start", shapes.smollm2_tokenizer(), CohereConfig, num_key_value_heads=2)
+    with pytest.raises(UserError, match="its logits are not its head's output alone.*CohereForCausalLM"):
+        train_ppo.main([*words("llama"), "--actor-model", str(folder), "--output", str(tmp_path / "run")])

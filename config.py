@@ -40,7 +40,9 @@ class ModelSettings:
     lora_r: int = knob(16, "rank of the adapters", low=1, aliases=("rank",))
     lora_alpha: float = knob(32.0, "scaling of the adapters: their output is multiplied by alpha / r", above=0)
     lora_targets: tuple[str, ...] = knob(
-        ("q_proj", "k_proj", "v_proj", "o_proj"), "modules that get an adapter", aliases=("target_modules",)
+        ("q_proj", "k_proj", "v_proj", "o_proj"),
+        "modules that get an adapter; all-linear: every linear layer but the head",
+        aliases=("target_modules",),
     )
     load_in_4bit: bool = knob(False, "keep the frozen weights in 4 bits (NF4); needs --use-lora")
     bf16: bool | None = knob(None, "bfloat16 autocast; unset: on a CUDA card that really has it, else float32")

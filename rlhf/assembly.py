@@ -24,7 +24,15 @@ from rlhf.evaluation import text_of_file
 from rlhf.knobs import as_plain
 from rlhf.memory import Forecast, available, forecast, gib, what_helps
 from rlhf.metrics import memory_in_use, reset_peak_memory
-from rlhf.models import autocast_dtype, check_policy, context_of, find_model, load_policy, load_tokenizer
+from rlhf.models import (
+    autocast_dtype,
+    check_policy,
+    context_of,
+    find_model,
+    load_policy,
+    load_tokenizer,
+    lora_modules,
+)
 from rlhf.preflight import StartModel, check_leaks, check_prompts, check_reward_model, check_tokenizers
 from rlhf.prompts import Prompt, PromptSets, load_prompts
 from rlhf.resume import check_same_run
@@ -173,7 +181,8 @@ def make_rewards(
 def load_start_policy(config: Config, start: str, tokenizer: PreTrainedTokenizerBase, device: torch.device):
     """The start model as the settings want it trained: whole, or with adapters, perhaps over 4-bit weights."""
     m = config.model
-    lora = LoraConfig(r=m.lora_r, lora_alpha=m.lora_alpha, target_modules=list(m.lora_targets), task_type="CAUSAL_LM")
+    modules = lora_modules(m.lora_targets)
+    lora = LoraConfig(r=m.lora_r, lora_alpha=m.lora_alpha, target_modules=modules, task_type="CAUSAL_LM")
     torch.manual_seed(config.run.seed)  # adapters are drawn from torch's own stream
     return load_policy(
         start,

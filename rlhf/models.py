@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,17 +17,21 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.pytorch_utils import Conv1D
 
-from rlhf.actor_critic import base_of, let_go_of_files, store_frozen_weights
+from rlhf.actor_critic import let_go_of_files, store_frozen_weights
 from rlhf.errors import UserError, did_you_mean
+from rlhf.fidelity import try_out
 from rlhf.hub import is_path, missing_path, require_hub
+from rlhf.prompts import end_of_turn
 
 ADAPTER_CONFIG = "adapter_config.json"
+ALL_LINEAR = "all-linear"  # peft's name for every linear layer but the head
 PAD_TOKENS = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|PAD_TOKEN|>")
 
 
@@ -76,24 +80,38 @@ def readable(name: str, way_out: str = "Give a whole model folder with safetenso
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, padding on the left, with a pad token that is not EOS.
+    """The tokenizer of a model, padding on the left, with the EOS that its replies end with, and a pad token that is
+    not EOS.
 
-    SmolLM2's chat tokenizer ships pad = EOS: whoever masks by `ids != pad` would then never learn to stop.
+    SmolLM2's chat tokenizer ships pad = EOS: whoever masks by `ids != pad` would then never learn to stop. A reply of
+    a Gemma that was tuned on chats ends with `<end_of_turn>`, whereas its tokenizer's EOS ends a document.
     """
     with readable(name, "Give a model folder that holds its tokenizer, too"):
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise UserError(f"no EOS token: tokenizer of {name}. Set eos_token in its tokenizer_config.json")
+    end = end_of_turn(tokenizer)
+    if end is not None and end != tokenizer.eos_token_id and end in _stops(name):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.pad_token = _free_token(tokenizer, name)
     return tokenizer
+
+
+def _stops(name: str) -> list[int]:
+    """The tokens at which the model's own generation stops; none where it does not say."""
+    try:
+        stops = GenerationConfig.from_pretrained(name).eos_token_id
+    except OSError:  # models need not have that file
+        return []
+    return stops if isinstance(stops, list) else [stops]
 
 
 def _free_token(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
     """A special token of this vocabulary that neither ends nor begins a text and stands in no chat template."""
     vocabulary, template = tokenizer.get_vocab(), tokenizer.chat_template or ""
     special = [t for t in tokenizer.all_special_tokens if t in vocabulary]
-    added = [str(t) for t in tokenizer.added_tokens_decoder.values()]
+    added = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]  # others are text: runs of spaces
     for token in (*(t for t in PAD_TOKENS if t in vocabulary), *special, *added):
         if token not in (tokenizer.eos_token, tokenizer.bos_token) and token not in template:
             return token
@@ -176,7 +194,8 @@ def load_policy(
     `dtype` is the forward's precision (None: float32), in which 4-bit weights are multiplied. `vocabulary` is the
     tokenizer's size. Raises UserError as `check_policy`, and for weights that are no numbers.
     """
-    check_policy(name, vocabulary, lora.target_modules if lora is not None else ())
+    config = check_policy(name, vocabulary, lora.target_modules if lora is not None else ())
+    config.attention_dropout = 0.0  # layers read it as they are made; it would act in train mode
     quantization = (
         BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype or torch.float32)
         if load_in_4bit
@@ -186,6 +205,7 @@ def load_policy(
     with readable(name):
         model = AutoModelForCausalLM.from_pretrained(
             name,
+            config=config,
             dtype=torch.float32,
             quantization_config=quantization,
             use_safetensors=True,
@@ -202,10 +222,11 @@ def load_policy(
         let_go_of_files(model)
     if not load_in_4bit:  # those weights are there already
         model = model.to(device)  # before the reference is copied from it
-    base_of(model).config.attention_dropout = 0.0  # it would act in train mode, which checkpointing needs
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
+    with autocast(device, dtype):
+        try_out(model.eval(), name)
     return model
 
 
@@ -229,11 +250,18 @@ def _keep_one_forward(model: PreTrainedModel) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+def lora_modules(targets: Sequence[str]) -> list[str] | str:
+    """The modules that get an adapter, as peft takes them: by their names, or all linear layers but the head."""
+    return ALL_LINEAR if ALL_LINEAR in targets else list(targets)
+
+
 def _check_targets(model: PreTrainedModel, targets: Collection[str], name: str) -> None:
+    if ALL_LINEAR in targets:
+        return
     leaves = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
     missing = [t for t in targets if t not in leaves]
     if missing:
         raise UserError(
             f"no module named {', '.join(missing)}: --lora-targets, {name}. {did_you_mean(missing[0], leaves)} "
-            f"There are {', '.join(sorted(leaves))}"
+            f"There are {', '.join(sorted(leaves))}; or {ALL_LINEAR}"
         )

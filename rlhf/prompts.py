@@ -246,7 +246,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[st
     """Ids of a prompt, up to where the reply begins.
 
     With the tokenizer's chat template if it has one; else (a base model) the contents, a blank line between them,
-    and the reply follows at once.
+    and the reply follows at once. Template and contents are tokenized as one text, as the model was tuned on it,
+    unless a content would write special tokens so: then apart.
     """
     contents = [m["content"] for m in messages]
     if tokenizer.chat_template is None:
@@ -255,7 +256,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[st
         return bos + encode_text(tokenizer, "\n\n".join(contents))
     slots = [{**m, "content": _SLOT.format(i)} for i, m in enumerate(messages)]
     try:
-        text = tokenizer.apply_chat_template(slots, tokenize=False, add_generation_prompt=True)
+        text, whole = (
+            tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=True)
+            for chat in (slots, messages)
+        )
     except jinja2.TemplateError as error:  # some refuse a system message, or two of one role in a row
         roles = ", ".join(m["role"] for m in messages)
         raise UserError(
@@ -268,7 +272,28 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[st
             ids += encode_text(tokenizer, contents[int(piece)])
         elif piece:
             ids += tokenizer(piece, add_special_tokens=False).input_ids
-    return ids
+    together, marks = tokenizer(whole, add_special_tokens=False).input_ids, _marks(tokenizer)
+    return together if [i for i in together if i in marks] == [i for i in ids if i in marks] else ids
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The first mark that the chat template writes behind a reply; None where it writes none, or fails (which is said
+    where a prompt is rendered)."""
+    if tokenizer.chat_template is None:
+        return None
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SLOT.format(0)}]
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    except jinja2.TemplateError:
+        return None
+    ids, marks = tokenizer(text.split(_SLOT.format(0))[-1], add_special_tokens=False).input_ids, _marks(tokenizer)
+    return next((i for i in ids if i in marks), None)
+
+
+def _marks(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Tokens that no content may write."""
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return special | set(tokenizer.all_special_ids) | _turn_marks(tokenizer)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -7,10 +7,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.actor_critic import Actor, ActorCritic
 from rlhf.errors import UserError
@@ -92,10 +93,7 @@ def load_policy_weights(actor: Actor, folder: Path) -> None:
             _check_adapter(actor.policy, folder)
             set_peft_model_state_dict(actor.policy, load_peft_weights(str(folder), device="cpu"))
         else:
-            missing, unknown = actor.policy.load_state_dict(load_file(file), strict=False)
-            tied = set(actor.policy.all_tied_weights_keys)
-            if set(missing) - tied or unknown:
-                raise RuntimeError(f"{len(set(missing) - tied)} weights missing, {len(unknown)} unknown")
+            actor.policy.load_state_dict(_read_weights(actor.policy, folder))
         head = folder / VALUE_HEAD_FILE
         if isinstance(actor, ActorCritic) and head.is_file():
             actor.value_head.load_state_dict(load_file(head))
@@ -115,6 +113,18 @@ def _load_critic(critic: nn.Module, file: Path) -> None:
     if saved.keys() != trained.keys():
         raise RuntimeError(f"the critic's weights are {len(saved)}, not {len(trained)}")
     critic.load_state_dict(saved, strict=False)
+
+
+def _read_weights(policy: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """A saved policy's weights by the names that they have in the model: on the disk some have their older ones, as
+    the head of GPT-NeoX, and transformers alone knows which. Raises RuntimeError where they are not this model's."""
+    saved, found = type(policy).from_pretrained(
+        folder, config=policy.config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+    )
+    missing, unknown = found["missing_keys"], found["unexpected_keys"]
+    if missing or unknown:
+        raise RuntimeError(f"{len(missing)} weights missing, {len(unknown)} unknown")
+    return saved.state_dict()
 
 
 def _check_adapter(policy: PeftModel, folder: Path) -> None:

@@ -75,7 +75,7 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[IO
     done = None
     if _content(folder):
         try:
-            done = _remove_run(folder) if overwrite else f"{_move_aside(folder)} (the finished run)"
+            done = _remove_run(folder) if overwrite else f"moved the finished run in {folder} to {_move_aside(folder)}"
         except OSError as error:  # on Windows, a folder that another program looks into
             raise UserError(
                 f"cannot be moved or removed: --output {folder} ({error.strerror}). Close what uses it"
@@ -87,7 +87,7 @@ def move_aside(folder: Path) -> str:
     """Make `folder` free without removing anything; returns in a line where its content is. Raises UserError where a
     live process has a run there."""
     with hold(folder):
-        return _move_aside(folder)
+        return f"moved what was in {folder} to {_move_aside(folder)}"
 
 
 def _content(folder: Path) -> list[Path]:
@@ -102,13 +102,13 @@ def _remove_run(folder: Path) -> str:
     return f"removed the run that was in {folder}"
 
 
-def _move_aside(folder: Path) -> str:
-    """Piece by piece: the lock stays where it is held."""
+def _move_aside(folder: Path) -> Path:
+    """Piece by piece, as the lock stays where it is held; returns the place."""
     aside = next(p for n in range(1, 10_000) if not (p := folder.with_name(f"{folder.name}_{n}")).exists())
     aside.mkdir()
     for path in _content(folder):
         system.replace(path, aside / path.name)
-    return f"moved what was in {folder} to {aside}"
+    return aside
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ def test_a_finished_run_in_the_default_folder_is_moved_aside(tmp_path):
     for n in (1, 2):
         finished(folder) if not folder.exists() else None
         held, line = claim_output(folder, overwrite=False, is_default=True)
-        assert line == f"moved what was in {folder} to {folder}_{n} (the finished run)"
+        assert line == f"moved the finished run in {folder} to {folder}_{n}"
         with RunLog(folder, held, seed=n):
             pass
     assert json.loads((tmp_path / "ppo_training_output_2" / "run.json").read_text())["seed"] == 1

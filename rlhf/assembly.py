@@ -326,4 +326,5 @@ def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> Run
         seed=config.run.seed,
         data=data,
         plan=budget(config, updates),
+        prompts={"rows": parts.prompts.rows, "split": str(parts.prompts.split)},
     )

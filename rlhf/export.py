@@ -23,7 +23,15 @@ from rlhf.errors import RunError, UserError
 from rlhf.files import disk_errors, write_text
 from rlhf.hub import is_on_hub, push_failed, push_files, require_push
 from rlhf.model_card import CARD_FILE, Saved, model_card
-from rlhf.models import ADAPTER_CONFIG, base_of_adapter, find_model, load_adapter, load_policy, load_tokenizer
+from rlhf.models import (
+    ADAPTER_CONFIG,
+    base_of_adapter,
+    find_model,
+    load_adapter,
+    load_config,
+    load_policy,
+    load_tokenizer,
+)
 from rlhf.outcome import show_where
 from rlhf.runlogs import RUN_FILE, note, require_run
 from rlhf.weights import ADAPTER_FILE, BEST_FOLDER, MERGED_FOLDER, ONE_FILE, WEIGHTS_FILE, replace_folder
@@ -98,12 +106,12 @@ def merge_adapter(adapter: Path, folder: Path) -> None:
             f"the adapter's base is gone ({base_name}): --merge-lora, {adapter}. Put it back, then: --resume "
             "--merge-lora"
         ) from None
-    base = load_policy(found, device=torch.device("cpu"), vocabulary=len(tokenizer))
-    if getattr(base, "is_quantized", False):
+    if getattr(load_config(found), "quantization_config", None) is not None:
         raise RunError(
             f"the base itself is stored quantized: --merge-lora, {base_name}. Leave it out: the adapter is in "
             f"{adapter}"
         )
+    base = load_policy(found, device=torch.device("cpu"), vocabulary=len(tokenizer))
     model = load_adapter(base, str(adapter))
     untie_adapted_head(model)
     whole = model.merge_and_unload()

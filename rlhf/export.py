@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def merge_adapter(adapter: Path, folder: Path) -> None:
         raise UserError(f"no adapter to merge (no {ADAPTER_CONFIG}): --merge-lora, {adapter}. Leave it out")
     tokenizer, base_name = load_tokenizer(str(adapter)), base_of_adapter(adapter)
     try:
-        found = find_model(base_name, "--actor-model")
+        found = find_model(str(base_name), "--actor-model")
     except UserError:
         raise UserError(
             f"the adapter's base is gone ({base_name}): --merge-lora, {adapter}. Put it back, then: --resume "
@@ -141,6 +142,10 @@ def push(config: Config, run: dict[str, Any], saved: Saved, screen: Screen) -> N
     """Upload one of a run's models. Raises RunError with the command that does it again."""
     name, folder = config.export.push_to_hub, Path(config.run.output)
     files: dict[str, Path | bytes] = dict(files_of_model(saved.folder))
+    if saved.is_adapter:  # whose base may have been loaded from a cache on this disk: the hub knows it by name
+        named = json.loads((saved.folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        named["base_model_name_or_path"] = run["settings"]["model"]["actor_model"]
+        files[ADAPTER_CONFIG] = json.dumps(named, indent=2).encode()
     files[RUN_FILE] = folder / RUN_FILE
     files[CARD_FILE] = model_card(run, saved, name).encode()
     message = f"{run['algorithm'].upper()}, {saved.what}"

@@ -361,14 +361,20 @@ def test_what_is_uploaded(finished, stand_in, capsys, monkeypatch, case):
     for name in ("failed_inputs.json", "diary.txt", "run.json.new"):
         (run / name).write_text("private")
     assert (run / "tokens").is_dir() and (run / "checkpoint-2").is_dir() and (run / "logs").is_dir()
-    monkeypatch.setattr("rlhf.export.is_on_hub", lambda name: True)  # an adapter's base, which others can load
+    facts = told(run)
+    facts["settings"]["model"]["actor_model"] = "some/base"
+    (run / "run.json").write_text(json.dumps(facts))
     api = stand_in(there=there, info=RepositoryNotFoundError("no", response=RESPONSE))
     SCRIPTS[algorithm](["--resume", "--push-to-hub", "ada/mine", "--output", str(run), *flags])
     ((name, operations, message),) = api.commits
     files = added(operations)
     assert set(files) == {*weights, *TOKENIZER, "README.md", "run.json"}
-    for file in {*weights, *TOKENIZER}:
+    for file in {*weights, *TOKENIZER} - {"adapter_config.json"}:
         assert files[file] == (run / folder / file).read_bytes()
+    if "adapter_config.json" in files:
+        config = json.loads(files["adapter_config.json"])
+        assert config["base_model_name_or_path"] == "some/base", "by its name, not by its place in a cache here"
+        assert config["r"] == 16
     assert files["run.json"] == (run / "run.json").read_bytes()
     assert "name = 'ada/mine'" in files["README.md"].decode(), "the card's code loads it from the hub"
     gone = {o.path_in_repo for o in operations if isinstance(o, CommitOperationDelete)}

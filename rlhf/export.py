@@ -41,12 +41,16 @@ PUSH = "--push-to-hub"
 WEIGHTS = (WEIGHTS_FILE, "config.json", "generation_config.json", ADAPTER_FILE, ADAPTER_CONFIG)
 
 
-def check_export(config: Config) -> None:
-    """Before anything is loaded: whether what is asked for at the end can be done then. Raises UserError."""
+def check_export(config: Config, run: dict[str, Any] | None = None) -> None:
+    """Before anything is loaded: whether what is asked for at the end can be done then. Raises UserError.
+
+    A finished `run` (its run.json) remembers what it had from the hub, wherever the command is typed now.
+    """
     model, name = config.model, config.export.push_to_hub
     if name is None:
         return
-    if model.use_lora and not config.export.merge_lora and not is_on_hub(model.actor_model):
+    known = is_on_hub(model.actor_model) if run is None else model.actor_model in run.get("on_hub", ())
+    if model.use_lora and not config.export.merge_lora and not known:
         raise UserError(
             f"an adapter whose base is a folder of this disk is of use to nobody else: {PUSH} {name}, --actor-model "
             f"{model.actor_model}. Add --merge-lora"

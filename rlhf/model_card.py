@@ -11,7 +11,6 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from config import Config
-from rlhf.hub import is_on_hub
 from rlhf.knobs import knobs_of
 from rlhf.models import ADAPTER_CONFIG, load_tokenizer
 from rlhf.pages import render
@@ -66,12 +65,12 @@ def model_card(run: dict[str, Any], saved: Saved, name: str) -> str:
 
 
 def front_matter(run: dict[str, Any], saved: Saved) -> ModelCardData:
-    """What the hub reads of a card. Bases and data are named only where the hub has them."""
+    """What the hub reads of a card. Base and data are named only where the run had them from the hub."""
     settings = flat_settings(run["settings"])
-    base, data = settings["actor_model"], settings["prompts"]
+    base, data, on_hub = settings["actor_model"], settings["prompts"], run.get("on_hub", ())
     return ModelCardData(
-        base_model=base if is_on_hub(base) else None,
-        datasets=[data] if is_on_hub(data) else None,
+        base_model=base if base in on_hub else None,
+        datasets=[data] if data in on_hub else None,
         library_name="peft" if saved.is_adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["trl", run["algorithm"], "rlhf", *(["lora"] if settings["use_lora"] else [])],

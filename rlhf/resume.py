@@ -32,7 +32,7 @@ def settle_resume(config: Config, screen: Screen) -> Config | None:
     if run["status"] == "finished":
         screen.say(f"finished already: {config.run.output}. There is nothing to train")
         if not (config.run.dry_run or config.run.check):
-            check_export(config)
+            check_export(config, run)
             export_run(config, screen)
         return None
     found = checkpoints_of(config, run)

@@ -261,6 +261,9 @@ def test_a_card_names_base_and_data_that_the_hub_has(finished):
     facts["settings"]["model"]["actor_model"], facts["settings"]["data"]["prompts"] = "some/base", "some/data"
     saved = saved_models(run, facts)["final"]
     card = ModelCard(model_card(facts, saved, "me/mine"))
+    assert (card.data.base_model, card.data.datasets) == (None, None), "folders that are not here today"
+    facts["on_hub"] = ["some/base", "some/data"]
+    card = ModelCard(model_card(facts, saved, "me/mine"))
     assert (card.data.base_model, card.data.datasets) == ("some/base", ["some/data"])
     assert card.data.library_name == "transformers" and "name = 'me/mine'" in card.text
     assert "adapter" not in card.text and "lora_r" not in dict(settings_that_decide(facts))
@@ -362,7 +365,7 @@ def test_what_is_uploaded(finished, stand_in, capsys, monkeypatch, case):
         (run / name).write_text("private")
     assert (run / "tokens").is_dir() and (run / "checkpoint-2").is_dir() and (run / "logs").is_dir()
     facts = told(run)
-    facts["settings"]["model"]["actor_model"] = "some/base"
+    facts["settings"]["model"]["actor_model"], facts["on_hub"] = "some/base", ["some/base"]
     (run / "run.json").write_text(json.dumps(facts))
     api = stand_in(there=there, info=RepositoryNotFoundError("no", response=RESPONSE))
     SCRIPTS[algorithm](["--resume", "--push-to-hub", "ada/mine", "--output", str(run), *flags])
@@ -500,3 +503,19 @@ def test_settings_of_an_export_are_harmless(finished):
     config = parse_cli(["--resume", "--merge-lora", "--output", str(run)], "grpo")
     assert config.model.use_lora and config.export.merge_lora, "the first from the run, the second from the flags"
     assert not config_of_run(told(run)).export.merge_lora
+
+
+def test_a_run_remembers_what_it_had_from_the_hub(train, start_model, tmp_path, monkeypatch):
+    """A folder's name that is written as a hub's is a folder's, wherever the run is looked at later."""
+    shutil.copytree(start_model, tmp_path / "some" / "base")
+    monkeypatch.chdir(tmp_path)
+    run = train(tmp_path / "run", "--actor-model", "some/base", "--use-lora")
+    assert told(run)["on_hub"] == []
+    monkeypatch.chdir("/")
+    with pytest.raises(UserError, match="an adapter whose base is a folder of this disk"):
+        train_ppo.main(["--resume", "--push-to-hub", "ada/mine", "--output", str(run)])
+    train_ppo.main(["--resume", "--output", str(run)])
+    assert ModelCard.load(run / "README.md").data.base_model is None
+    monkeypatch.setattr("rlhf.assembly.is_on_hub", lambda name: True)
+    run = train(tmp_path / "other")
+    assert ModelCard.load(run / "README.md").data.base_model == str(start_model)

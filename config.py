@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from recipes import RECIPES
 from rlhf.cli import build, resolve
 from rlhf.errors import UserError, did_you_mean
-from rlhf.knobs import KLTarget, Split, as_in, knob
+from rlhf.knobs import HubName, KLTarget, Split, as_in, knob
 from rlhf.runlogs import RUN_FILE, flat_settings, read_run, seed_folder
 
 IN_A_ROW = 3  # updates that are dropped, or whose KL has run away, after which it is no chance
@@ -285,6 +285,27 @@ class RecordSettings:
     record_prompts: int = knob(2, "prompts recorded of such an update, each with all its replies", low=1)
 
 
+@dataclass(frozen=True)
+class ExportSettings:
+    """What a run hands out at its end. With --resume, one that has ended already does this alone."""
+
+    merge_lora: bool = knob(
+        False, "merge the adapter into its base, in float32, and save that whole model in RUN/merged; needs --use-lora"
+    )
+    export_from: str = knob("final", "of a run's weights, those that are merged and pushed", choices=("final", "best"))
+    push_to_hub: HubName | None = knob(
+        None,
+        "upload weights (with --merge-lora the merged model's), tokenizer, model card and run.json to the Hugging "
+        "Face hub, as owner/name",
+        aliases=("hub_model_id",),
+    )
+    hub_private: bool = knob(
+        True,
+        "a repository that --push-to-hub makes is private; one that is there stays as it is",
+        aliases=("hub_private_repo",),
+    )
+
+
 class Command:
     """What a command can be told: groups of knobs."""
 
@@ -314,6 +335,7 @@ class Config(Command):
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     run: RunSettings = field(default_factory=RunSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
+    export: ExportSettings = field(default_factory=ExportSettings)
 
     @property
     def separate_critic(self) -> bool:
@@ -342,7 +364,7 @@ class Config(Command):
         return updates * self.batch.ppo_epochs * self.batch.minibatches
 
     def faults(self) -> list[str]:
-        return [*self._batch_faults(), *self._kl_faults(), *self._reward_faults()]
+        return [*self._batch_faults(), *self._kl_faults(), *self._reward_faults(), *self._export_faults()]
 
     def _batch_faults(self) -> list[str]:
         faults = []
@@ -416,6 +438,20 @@ class Config(Command):
             faults.append(
                 f"{len(weights)} weights for {learned + len(rules)} rewards: --reward-weights. "
                 f"Give one for each of, in this order: {', '.join([*(['reward model'] if learned else []), *rules])}"
+            )
+        return faults
+
+    def _export_faults(self) -> list[str]:
+        faults, name = [], self.export.push_to_hub
+        if self.export.merge_lora and not self.model.use_lora:
+            faults.append(
+                "no adapter to merge: --merge-lora. Add --use-lora, or leave it out: without adapters the run saves a "
+                "whole model"
+            )
+        if name is not None and self.run.seeds is not None:
+            faults.append(
+                f"several runs and one repository: --seeds, --push-to-hub {name}. Push the one you choose afterwards: "
+                f"--resume --push-to-hub {name} --output RUN"
             )
         return faults
 
@@ -503,6 +539,7 @@ class EvaluationSettings:
     )
     output: str = knob("./evaluation_output", "folder of the page and the JSON file", aliases=("output_dir",))
     tokens: str | None = knob(None, "a run whose recorded tokens become a page, in place of an evaluation")
+    chat: bool = knob(False, "talk to the model, a line a turn, in place of an evaluation")
 
 
 @dataclass(frozen=True)
@@ -513,9 +550,13 @@ class EvaluationConfig(Command):
     measure: MeasureSettings = field(default_factory=MeasureSettings)
 
     def faults(self) -> list[str]:
-        if self.evaluation.tokens is not None and self.evaluation.model_path:
-            return ["two things at once: --tokens and --model-path. One command for each"]
-        return []
+        faults, named = [], self.evaluation.model_path
+        if self.evaluation.tokens is not None and (named or self.evaluation.chat):
+            other = "--model-path" if named else "--chat"
+            faults.append(f"two things at once: --tokens and {other}. One command for each")
+        if self.evaluation.chat and len(named) > 1:
+            faults.append(f"{len(named)} models to talk to: --chat, --model-path. Name one")
+        return faults
 
 
 @dataclass(frozen=True)
@@ -572,14 +613,12 @@ def parse_cli(argv: list[str] | None = None, algorithm: str = "ppo") -> Config:
     said = sys.argv[1:] if argv is None else argv
     foreign = {other: f"train_{other}.py" for other in ALGORITHMS if other != algorithm}
 
-    def resolved(beneath: dict) -> Config:
-        named = (f"train_{algorithm}.py", ALGORITHMS[algorithm])
-        return resolve(
-            Config, recipes, said, *named, defaults=defaults, foreign=foreign, beneath=beneath, algorithm=algorithm
-        )
+    def resolved(beneath: dict, fit: bool = True) -> Config:
+        named, own = (f"train_{algorithm}.py", ALGORITHMS[algorithm]), {"fit": fit, "algorithm": algorithm}
+        return resolve(Config, recipes, said, *named, defaults=defaults, foreign=foreign, beneath=beneath, **own)
 
-    config = resolved({})
-    return resolved(settings_to_resume(config)) if config.run.resume else config
+    config = resolved({}, fit=False)  # of a run that goes on only some settings stand here, and the rest in its folder
+    return resolved(settings_to_resume(config) if config.run.resume else {})
 
 
 def settings_to_resume(config: Config) -> dict[str, tuple[Any, str]]:

@@ -1,4 +1,7 @@
-"""`python evaluate_generations.py --model-path RUN`: replies, scored and ranked, beside the start model's."""
+"""`python evaluate_generations.py --model-path RUN`: replies, scored and ranked, beside the start model's.
+
+`--tokens RUN`: what was recorded of a run's tokens, as a page. `--chat`: a conversation.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
     if config.evaluation.tokens is not None:
         show_tokens(config, Screen())
+    elif config.evaluation.chat:
+        talk(config, Screen())
     else:
         evaluate(config, Screen())
 
@@ -41,6 +46,12 @@ def show_tokens(config: EvaluationConfig, screen) -> None:
     from rlhf.token_page import write_token_page
 
     write_token_page(config.evaluation.tokens, config.evaluation.output, screen)
+
+
+def talk(config: EvaluationConfig, screen) -> None:
+    from rlhf.chat import chat
+
+    chat(config, screen)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ def train(config: Config, screen) -> None:
     from rlhf.assembly import check_run_folder, load_parts, prepare_demo_parts, show_plan, start_run
     from rlhf.callbacks import attach_callbacks
     from rlhf.checks import check_run, check_start
+    from rlhf.export import check_export, export_run
     from rlhf.outcome import finish_run
     from rlhf.ppo_trainer import PPO
     from rlhf.preflight import start_device
@@ -31,6 +32,7 @@ def train(config: Config, screen) -> None:
     from rlhf.stopping import StopRequest
 
     check_run_folder(config)
+    check_export(config)
     device = start_device(screen)
     prepare_demo_parts(config, screen, device)
     parts = load_parts(config, device, screen)
@@ -48,6 +50,7 @@ def train(config: Config, screen) -> None:
         trainer.train()
         trainer.save_model(config.run.output)
         finish_run(config, trainer, log, screen)
+    export_run(config, screen)
 
 
 def replay_update(config: Config, screen) -> None:

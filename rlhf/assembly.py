@@ -21,6 +21,7 @@ from rlhf.demo.parts import prepare_demo
 from rlhf.engines import check_engine
 from rlhf.errors import UserError
 from rlhf.evaluation import text_of_file
+from rlhf.hub import is_on_hub
 from rlhf.knobs import as_plain
 from rlhf.memory import Forecast, available, forecast, gib, what_helps
 from rlhf.metrics import memory_in_use, reset_peak_memory
@@ -357,4 +358,6 @@ def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> Run
         seed=config.run.seed,
         data=data,
         plan=budget(config, updates),
+        prompts={"rows": parts.prompts.rows, "split": str(parts.prompts.split)},
+        on_hub=[name for name in (config.model.actor_model, config.data.prompts) if is_on_hub(name)],
     )

@@ -212,13 +212,14 @@ def resolve(
     defaults: dict | None = None,
     foreign: dict[str, str] | None = None,
     beneath: Layer | None = None,
+    fit: bool = True,
     **top: Any,
 ) -> Any:
     """The configuration that defaults, recipe, `beneath`, YAML file and flags make together. All faults in one
     UserError.
 
     `foreign` groups (group -> the command that reads them) have no flags here; recipes and YAML files may set them,
-    as one file serves both algorithms. `top` are fields beside the groups.
+    as one file serves both algorithms. `fit` as in build. `top` are fields beside the groups.
     """
     knobs, foreign = knobs_of(config_class), foreign or {}
     parser = make_parser(config_class, prog, description, recipes, defaults, foreign)
@@ -231,7 +232,7 @@ def resolve(
     flags = read_flags(parser, argv, elsewhere)
     yaml_path = flags.pop("config", (None, ""))[0] if recipes is not None else None
     from_yaml = read_yaml(yaml_path, {**name_table(knobs), "recipe": "recipe"}) if yaml_path else {}
-    return build(config_class, recipes, [beneath or {}, from_yaml, flags], defaults, **top)
+    return build(config_class, recipes, [beneath or {}, from_yaml, flags], defaults, fit, **top)
 
 
 def _default_recipe(config_class: type) -> str:
@@ -239,10 +240,15 @@ def _default_recipe(config_class: type) -> str:
 
 
 def build(
-    config_class: type, recipes: dict | None, layers: list[Layer], defaults: dict | None = None, **top: Any
+    config_class: type,
+    recipes: dict | None,
+    layers: list[Layer],
+    defaults: dict | None = None,
+    fit: bool = True,
+    **top: Any,
 ) -> Any:
     """A configuration from layers, "recipe" among their names, over the recipe's settings, over `defaults`, over the
-    fields' own. Checks every name and value, then how they fit (`config.faults()`)."""
+    fields' own. Checks every name and value, then how they `fit` (`config.faults()`)."""
     knobs = knobs_of(config_class)
     below: list[Layer] = [{name: (value, "default") for name, value in (defaults or {}).items()}]
     if recipes is not None:
@@ -266,7 +272,7 @@ def build(
     hints = typing.get_type_hints(config_class)
     groups = {group: hints[group](**leaves) for group, leaves in converted.items()}
     config = config_class(**top, **groups)
-    raise_if(config.faults())
+    raise_if(config.faults() if fit else [])
     return config
 
 

@@ -85,6 +85,10 @@ class Screen:
         """One line."""
         self.console.print(Text(visible(text)))
 
+    def write(self, text: str) -> None:
+        """A piece of a line, as it comes."""
+        self.console.print(Text(visible(text)), end="", soft_wrap=True)
+
     def facts(self, rows: Sequence[tuple[str, str]]) -> None:
         """Aligned pairs of a name and what it is."""
         width = max(len(name) for name, _ in rows)

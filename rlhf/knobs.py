@@ -88,6 +88,21 @@ class Split:
     expects = "three whole percentages that add up to 100, such as 45/45/10"
 
 
+class HubName(str):
+    """A repository's name on the hub, with its owner."""
+
+    @classmethod
+    def parse(cls, text: str) -> HubName:
+        from huggingface_hub.utils import validate_repo_id  # only where a name is given: --help does not wait for it
+
+        validate_repo_id(str(text))
+        if str(text).count("/") != 1:
+            raise ValueError(text)
+        return cls(text)
+
+    expects = "owner/name, of letters, digits, and - _ . between them, such as ada/my-model"
+
+
 @dataclass(frozen=True)
 class Knob:
     """One leaf of a configuration class: where it lives and what it may be."""

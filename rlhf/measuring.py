@@ -73,7 +73,8 @@ class Bench:
         self.reference = None
         if self.start is not None:
             in_4bit = all(in_4_bit(model) for model in models)
-            self.reference = Reference(None, self._load(self.start, self.tokenizer, in_4bit))
+            start = load_trained(self.start, self.tokenizer, in_4bit, self.dtype, device)
+            self.reference = Reference(None, start)
         self.text = self._text(self.tokenizer)
 
     def _find_rewards(self) -> RewardSources:
@@ -139,17 +140,6 @@ class Bench:
     def _same_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         return tokenizer is self.tokenizer or tokenizer.get_vocab() == self.tokenizer.get_vocab()
 
-    def _load(self, model: Trained, tokenizer: PreTrainedTokenizerBase, load_in_4bit: bool) -> PreTrainedModel:
-        """For measuring; an adapter that was trained over 4-bit weights, over those."""
-        policy = load_policy(
-            model.base or model.source,
-            load_in_4bit=load_in_4bit,
-            dtype=self.dtype,
-            device=self.device,
-            vocabulary=len(tokenizer) if model.base is None else 0,
-        )
-        return (load_adapter(policy, model.source) if model.base is not None else policy).eval()
-
     def _sample(self, policy, tokenizer, prompts: Sequence[Prompt], uniform: torch.Tensor) -> Replies:
         with autocast(self.device, self.dtype):
             return sample_replies(
@@ -190,7 +180,7 @@ class Bench:
     def measure(self, model: Trained, screen: Screen) -> Generations:
         """A model's replies. Without a start model, or with a vocabulary other than its, there is no KL."""
         tokenizer = self.tokenizers[model.source]
-        policy = self._load(model, tokenizer, in_4_bit(model))
+        policy = load_trained(model, tokenizer, in_4_bit(model), self.dtype, self.device)
         reference = self.reference if self._same_vocabulary(tokenizer) else None
         return self._measured(model.label, policy, tokenizer, reference, screen)
 
@@ -245,6 +235,24 @@ class Bench:
     def _perplexity(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float | None:
         text = self.text if self._same_vocabulary(tokenizer) else self._text(tokenizer)
         return None if text is None else perplexity(policy, text, tokenizer.pad_token_id, self.device, self.dtype)
+
+
+def load_trained(
+    model: Trained,
+    tokenizer: PreTrainedTokenizerBase,
+    load_in_4bit: bool,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> PreTrainedModel:
+    """To sample from and to measure; an adapter over its base, whose weights are in 4 bits if `load_in_4bit`."""
+    policy = load_policy(
+        model.base or model.source,
+        load_in_4bit=load_in_4bit,
+        dtype=dtype,
+        device=device,
+        vocabulary=len(tokenizer) if model.base is None else 0,
+    )
+    return (load_adapter(policy, model.source) if model.base is not None else policy).eval()
 
 
 def find_start(config: Config) -> Trained:

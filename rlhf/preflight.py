@@ -240,11 +240,12 @@ def rows_of(model: PreTrainedModel) -> int:
 
 
 def disk_has_room(config: Config, policy: PreTrainedModel | PeftModel) -> Check:
-    """For the checkpoints to come, best/ and the final weights."""
+    """For the checkpoints to come, best/ and the final weights, and a whole model where adapters are merged."""
     weights = FLOAT * sum(w.numel() for w in policy.parameters() if w.requires_grad)
     weights *= 1 + config.separate_critic
     copies = config.run.keep + 1  # and the one that is being written
-    needed = weights * (COPIES * copies + WITHOUT_MOMENTS)
+    merged = FLOAT * base_of(policy).num_parameters() if config.export.merge_lora else 0
+    needed = weights * (COPIES * copies + WITHOUT_MOMENTS) + merged
     output = Path(config.run.output).absolute()
     there = next(place for place in (output, *output.parents) if place.exists())
     free = shutil.disk_usage(there).free
@@ -252,8 +253,8 @@ def disk_has_room(config: Config, policy: PreTrainedModel | PeftModel) -> Check:
         free += sum(file.stat().st_size for file in output.glob("checkpoint-*/*.safetensors"))
     return Check(
         "free disk",
-        f"{free / 2**30:.2f} GiB free in {there}, {needed / 2**30:.2f} GiB needed by {copies} checkpoints, best/ "
-        "and the final weights",
+        f"{free / 2**30:.2f} GiB free in {there}, {needed / 2**30:.2f} GiB needed by {copies} checkpoints, best/"
+        + (", the final weights and the merged model" if merged else " and the final weights"),
         free >= needed,
         "Free some, name another folder with --output, or train adapters with --use-lora",
     )

@@ -10,6 +10,7 @@ from config import Config
 from rlhf.checkpoints import Found, find_checkpoints
 from rlhf.console import Screen
 from rlhf.errors import UserError
+from rlhf.export import check_export, export_run
 from rlhf.knobs import as_plain
 from rlhf.loop import OnPolicyLoop
 from rlhf.runlogs import HARMLESS, differences, environment, flat_settings, move_aside, require_run
@@ -18,7 +19,8 @@ from rlhf.weights import BEST_FOLDER, link_folder, replace_folder
 
 
 def settle_resume(config: Config, screen: Screen) -> Config | None:
-    """What --resume comes to, before anything is loaded: the configuration to train with; None for a finished run.
+    """What --resume comes to, before anything is loaded: the configuration to train with; None for a finished run,
+    which only hands out what it is asked for.
 
     A run that saved nothing before it stopped is begun anew. Raises UserError where there is no run to go on with,
     where it is another one, or where none of its checkpoints is sound.
@@ -29,7 +31,10 @@ def settle_resume(config: Config, screen: Screen) -> Config | None:
             f"a run of train_{run['algorithm']}.py: --resume, --output {config.run.output}. Go on with that command"
         )
     if run["status"] == "finished":
-        screen.say(f"finished already: {config.run.output}. Nothing to go on with")
+        screen.say(f"finished already: {config.run.output}. There is nothing to train")
+        if not (config.run.dry_run or config.run.check):
+            check_export(config, run)
+            export_run(config, screen)
         return None
     if "id" not in run:
         raise UserError(f"a run without checkpoints: --resume, --output {config.run.output}. Begin another")

@@ -28,6 +28,7 @@ HARMLESS = (  # settings that change nothing of what is learned
     *("seeds", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume", "resume_anyway"),
     "replay",
     *("record_tokens", "record_format", "record_every", "record_prompts"),
+    *("merge_lora", "export_from", "push_to_hub", "hub_private"),
 )
 MAY_DIFFER = ("seed", *HARMLESS)  # between runs that are seeds of the same
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
@@ -189,6 +190,13 @@ def hold(folder: Path) -> IO[bytes]:
             f"--output {folder}. Stop that one, or name another folder with --output"
         )
     return held
+
+
+def note(folder: Path, **facts: Any) -> dict[str, Any]:
+    """Adds to the run.json of a run that has ended; returns all of it."""
+    run = {**require_run(folder, "--output"), **facts}
+    write_json(folder / RUN_FILE, run)
+    return run
 
 
 class RunLog:

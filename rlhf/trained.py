@@ -13,7 +13,7 @@ from rlhf.errors import UserError, raise_if
 from rlhf.hub import is_path, missing_path
 from rlhf.models import ADAPTER_CONFIG, base_of_adapter, find_model
 from rlhf.runlogs import RUN_FILE, differences, flat_settings, last_run, read_run
-from rlhf.weights import ADAPTER_FILE, BEST_FOLDER, WEIGHTS_FILE
+from rlhf.weights import ADAPTER_FILE, BEST_FOLDER, MERGED_FOLDER, WEIGHTS_FILE
 
 # of a run's settings, those that decide what its replies and scores are
 MEASURED_WITH = (
@@ -30,7 +30,7 @@ class Trained:
     source: str  # a folder, or a hub name
     base: str | None = None  # what an adapter was trained on
     run: dict[str, Any] | None = None  # run.json of the run that it is of
-    which: str = ""  # "final", "best", a checkpoint's name, or "" where it is not of a run
+    which: str = ""  # "final", "best", either of them merged, a checkpoint's name, or "" where it is not of a run
     update: int | None = None  # after which update these weights were kept
 
     @property
@@ -70,6 +70,9 @@ def find_trained(name: str, which: str, baseline: str | None, flag: str = "--mod
     whole, inner = folder.resolve().parent, folder.resolve().name
     if inner == BEST_FOLDER and (outer := _run_of(whole, flag)) is not None:
         return _of_run(name, whole, outer, "best", baseline, flag)
+    if inner == MERGED_FOLDER and "merged" in (outer := _run_of(whole, flag) or {}):
+        merged = outer["merged"]
+        return Trained(name, *_weights(folder, baseline, flag), outer, f"{merged['which']}, merged", merged["update"])
     update = update_of(inner)
     if update is not None and (outer := _run_of(whole, flag)) is not None:
         return Trained(name, *_weights(folder, baseline, flag), outer, inner, update)
@@ -149,8 +152,8 @@ def episodes_of(model: Trained) -> int:
 
 
 def in_4_bit(model: Trained) -> bool:
-    """Whether its run kept the frozen weights in 4 bits."""
-    return model.run is not None and config_of_run(model.run).model.load_in_4bit
+    """Whether its run kept the frozen weights in 4 bits, under this adapter. What was merged is in full precision."""
+    return model.run is not None and model.base is not None and config_of_run(model.run).model.load_in_4bit
 
 
 def _way_out(name: str) -> str:

@@ -44,7 +44,7 @@ def booleans() -> list[str]:
 @pytest.mark.parametrize("name", booleans())
 def test_every_boolean_can_be_said_in_every_way(name):
     group, flag = knobs_of(Config)[name].group, "--" + name.replace("_", "-")
-    need = ["--use-lora"] if name == "load_in_4bit" else []
+    need = ["--use-lora"] if name in ("load_in_4bit", "merge_lora") else []
     for words, value in (
         ([flag], True), ([flag, "false"], False), ([flag, "true"], True), (["--no-" + flag[2:]], False),
         ([f"--no_{name}"], False),

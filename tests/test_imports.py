@@ -23,7 +23,7 @@ LEVELS = [
      "rlhf.curve_pictures", "rlhf.trained", "rlhf.tokens"},
     {"rlhf.loop", "rlhf.ppo_trainer", "rlhf.grpo_trainer", "rlhf.callbacks", "rlhf.outcome", "rlhf.seeds",
      "rlhf.api", "rlhf.resume", "rlhf.trainer_state", "rlhf.incidents", "rlhf.replay", "rlhf.preflight", "rlhf.checks",
-     "rlhf.assembly", "rlhf.memory", "reward_model.training",
+     "rlhf.assembly", "rlhf.memory", "reward_model.training", "rlhf.export", "rlhf.model_card", "rlhf.chat",
      "rlhf.demo.start_model", "rlhf.demo.pairs", "rlhf.demo.parts",
      "rlhf.measuring", "rlhf.audit", "rlhf.verdict", "rlhf.budgets", "rlhf.report_pictures",
      "rlhf.evaluation_report", "rlhf.comparison_report", "rlhf.comparison_tables", "rlhf.token_page"},

@@ -372,10 +372,12 @@ APART = {"micro_batch_size", "gradient_checkpointing", "output", "dry_run", "che
 RESUMED = {"save_every", "keep", "resume", "resume_anyway"}  # tests/test_resume.py
 GUARDED = {"replay", "rollback_on_kl"}  # tests/test_guard.py
 RECORDED = {"record_tokens", "record_format", "record_every", "record_prompts"}  # tests/test_tokens.py
+EXPORTED = {"merge_lora", "export_from", "push_to_hub", "hub_private"}  # tests/test_export.py
 
 
 def test_every_knob_has_a_row():
-    assert set(knobs_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *SEEN, *APART, *RECORDED, *RESUMED, *GUARDED}
+    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED}
+    assert set(knobs_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *SEEN, *APART, *elsewhere}
 
 
 # --- python -m reward_model.train ------------------------------------------------------------------------------------
@@ -521,6 +523,7 @@ def test_like_names_the_settings_of_a_model_that_is_not_of_a_run(evaluated, star
 
 def test_every_knob_of_the_looking_commands_is_tested():
     measured = {*MEASURE_KNOBS, "like"}
-    assert set(knobs_of(EvaluationConfig)) == {*measured, "model_path", "output", "tokens"}  # tests/test_looking.py
+    apart = {"model_path", "output", "tokens", "chat"}  # tests/test_looking.py, tests/test_chat.py
+    assert set(knobs_of(EvaluationConfig)) == {*measured, *apart}
     assert set(knobs_of(ComparisonConfig)) == {*measured, "runs", "output"}  # tests/test_looking.py
     assert set(knobs_of(PlotConfig)) == {"runs", "x", "smooth", "output"}  # tests/test_curve_pictures.py

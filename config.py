@@ -7,6 +7,7 @@ defaults, recipe (`recipes.py`), YAML file (`--config`), flags.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -54,6 +55,12 @@ class DataSettings:
     )
     split: Split | None = knob(
         None, "percent of questions for reward model / RL / evaluation; unset: 45/45/10, or 0/90/10 without pairs"
+    )
+    steps_per_topic: int | None = knob(
+        None,
+        "updates on the prompts of one topic (their column `topic`) before the next topic's, round and round; unset: "
+        "topics are not looked at",
+        low=1,
     )
     max_prompts: int = knob(10_000, "training prompts used at most", low=1)
     prompt_length: int = knob(256, "tokens; longer prompts are left out and counted", low=1)
@@ -223,6 +230,9 @@ class OptimizerSettings:
     max_grad_norm: float = knob(1.0, "gradients are scaled down to this norm", above=0)
 
 
+EPOCHS, ROUNDS = 3.0, 1.0  # a run's length where none is named: passes over the prompts, rounds of all topics
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """Length of the run, and what it leaves behind."""
@@ -231,7 +241,12 @@ class RunSettings:
     seeds: tuple[int, ...] | None = knob(
         None, "one run after another with these seeds, into OUTPUT_seed42 and so on; finished ones are skipped", low=0
     )
-    epochs: float = knob(3.0, "passes over the training prompts", above=0, aliases=("num_train_epochs",))
+    epochs: float | None = knob(
+        None,
+        "passes over the training prompts, with --steps-per-topic rounds of all topics; unset: 3 passes, or one round",
+        above=0,
+        aliases=("num_train_epochs", "num_epochs"),
+    )
     num_iterations: int | None = knob(None, "updates, in place of --epochs", low=1)
     episodes: int | None = knob(
         None, "generated replies, in place of --num-iterations: an equal budget for both algorithms", low=1
@@ -289,6 +304,8 @@ class Config(Command):
 
     # named in a later layer, one of these puts the others of earlier layers out of force
     exclusive: ClassVar = ("epochs", "num_iterations", "episodes")
+    # so does this one, which does not say a length itself: under topics a run's length is another
+    clearing: ClassVar = ("steps_per_topic",)
 
     recipe: str = "smollm2-orca"
     algorithm: str = "ppo"
@@ -314,14 +331,17 @@ class Config(Command):
     def episodes_per_update(self) -> int:
         return self.batch.batch_size * self.group_size
 
-    def updates(self, prompts: int) -> int:
-        """Updates in a run over `prompts` training prompts: by episodes, else num_iterations, else epochs (of which a
-        later layer of settings puts an earlier one's out of force); what does not fill an update is rounded up."""
+    def updates(self, prompts: int, topics: int = 1) -> int:
+        """Updates in a run over `prompts` training prompts of so many topics: by episodes, else num_iterations, else
+        epochs (of which a later layer of settings puts an earlier one's out of force); what does not fill an update is
+        rounded up. Under topics an epoch is a round of all of them."""
         if self.run.episodes is not None:
             return -(-self.run.episodes // self.episodes_per_update)
         if self.run.num_iterations is not None:
             return self.run.num_iterations
-        return max(1, -(-int(self.run.epochs * prompts) // self.batch.batch_size))
+        if self.data.steps_per_topic is not None:
+            return max(1, math.ceil((self.run.epochs or ROUNDS) * self.data.steps_per_topic * topics))
+        return max(1, -(-int((self.run.epochs or EPOCHS) * prompts) // self.batch.batch_size))
 
     def optimizer_steps(self, updates: int) -> int:
         return updates * self.batch.ppo_epochs * self.batch.minibatches

@@ -17,6 +17,7 @@ from config import Config
 from reward_model.scorer import RewardModel
 from rlhf.callbacks import kl_controller
 from rlhf.console import Screen
+from rlhf.dealing import Dealing, one_line
 from rlhf.demo.parts import prepare_demo
 from rlhf.engines import check_engine
 from rlhf.errors import UserError
@@ -25,7 +26,7 @@ from rlhf.knobs import as_plain
 from rlhf.memory import Forecast, available, forecast, gib, what_helps
 from rlhf.metrics import memory_in_use, reset_peak_memory
 from rlhf.models import autocast_dtype, check_policy, context_of, find_model, load_policy, load_tokenizer
-from rlhf.preflight import StartModel, check_leaks, check_prompts, check_reward_model, check_tokenizers
+from rlhf.preflight import StartModel, check_leaks, check_prompts, check_reward_model, check_tokenizers, check_topics
 from rlhf.prompts import Prompt, PromptSets, load_prompts
 from rlhf.resume import check_same_run
 from rlhf.rewards import LearnedReward, Rewards, find_rule
@@ -34,6 +35,7 @@ from rlhf.runlogs import RunLog, check_output, claim_output, require_run, requir
 from rlhf.vllm_engine import require_vllm
 
 FEW_PROMPTS = 20
+MOST_TOPICS = 12  # named in the plan
 
 
 def _placing(config: Config) -> dict:
@@ -96,13 +98,17 @@ def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
     tokenizer = start.tokenizer
     if d.eval_text is not None:
         text_of_file(tokenizer, d.eval_text)
-    prompts = load_prompts(d.prompts, tokenizer, d.split, d.prompt_length, d.max_prompts, d.eval_prompts, screen.say)
+    prompts = load_prompts(
+        d.prompts, tokenizer, d.split, d.prompt_length, d.max_prompts, d.eval_prompts, screen.say,
+        topics=d.steps_per_topic is not None,
+    )  # fmt: skip
     if len(prompts.train) < config.batch.batch_size:  # the same ones, repeated, would fill it
         raise UserError(
             f"{len(prompts.train)} prompts to train on, fewer than a batch of {config.batch.batch_size}: --prompts "
             f"{d.prompts}. Give more (--prompts, --split, --max-prompts), or a smaller --batch-size"
         )
     check_prompts(prompts, start, config.sampling.reply_length, f"--prompts {d.prompts}", screen)
+    check_topics(config, prompts.train, screen)
     if len(prompts.evaluation) < FEW_PROMPTS:
         screen.say(
             f"only {len(prompts.evaluation)} evaluation prompts: all of them are used, and figures are uncertain"
@@ -201,6 +207,7 @@ def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, 
         ("start model", f"{m.actor_model} ({total:,} parameters, {how})"),
         ("reward", str(parts.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
         ("prompts", prompts_line(sets)),
+        *topics_rows(config, sets.train),
         ("budget", budget_line(config, updates)),
         ("batch", batch_line(config, updates, device)),
         ("KL", kl_line(config, updates)),
@@ -230,6 +237,17 @@ def prompts_line(sets: PromptSets) -> str:
         + ", ".join(f"{name} {count:,}" for name, count in sets.parts.items())
         + ")"
     )
+
+
+def topics_rows(config: Config, train: Sequence[Prompt]) -> list[tuple[str, str]]:
+    """For the plan: the topics in the order in which they are trained; nothing where they are not looked at."""
+    dealing = Dealing(config, train)
+    if not dealing.topics:
+        return []
+    stacks = [f"{one_line(topic)} ({len(dealing.stacks[topic]):,} prompts)" for topic in dealing.topics]
+    more = [f"and {len(stacks) - MOST_TOPICS} more"] if len(stacks) > MOST_TOPICS else []
+    shown = ", ".join([*stacks[:MOST_TOPICS], *more])
+    return [("topics", f"{len(stacks)}, {dealing.steps:,} updates on each in turn, round and round: {shown}")]
 
 
 def budget(config: Config, updates: int) -> dict[str, int]:
@@ -300,6 +318,11 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(json.dumps([p.ids for p in prompts]).encode()).hexdigest()
 
 
+def topics_fingerprint(prompts: Sequence[Prompt]) -> str:
+    """The same of their topics."""
+    return hashlib.sha256(json.dumps([p.example.topic for p in prompts]).encode()).hexdigest()
+
+
 def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> RunLog:
     """Claim the output folder and open run.json, which says "failed" unless the run comes to its end. With --resume,
     go on with the one that is there; raises UserError where its data were others."""
@@ -310,10 +333,14 @@ def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> Run
         "train_sha256": fingerprint(parts.prompts.train),
         "evaluation_sha256": fingerprint(parts.prompts.evaluation),
     }
+    if config.data.steps_per_topic is not None:
+        data["topics_sha256"] = topics_fingerprint(parts.prompts.train)
     if config.run.resume:
         folder = Path(config.run.output)
         before = require_run(folder, "--resume, --output")["data"]
-        changed = [f"{name} was {before[name]}, is {data[name]}" for name in data if before[name] != data[name]]
+        changed = [
+            f"{name} was {before.get(name)}, is {data[name]}" for name in data if before.get(name) != data[name]
+        ]
         check_same_run(config, changed, screen)
         return RunLog(folder, resume=True)
     moved = claim_output(Path(config.run.output), **_placing(config))

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from rlhf.errors import UserError, did_you_mean, raise_if
-from rlhf.knobs import Knob, convert, knobs_of, name_table, range_text
+from rlhf.knobs import Knob, convert, is_unset, knobs_of, name_table, range_text
 
 Layer = dict[str, tuple[Any, str]]  # name -> (value, where it was set)
 _PLAIN_MAPPING = "tag:yaml.org,2002:map"
@@ -254,6 +254,7 @@ def build(
         [*below, *layers],
         name_table(knobs),
         getattr(config_class, "exclusive", ()),
+        getattr(config_class, "clearing", ()),
     )
     faults, converted = [], {}
     for name, k in knobs.items():
@@ -280,14 +281,16 @@ def _find_recipe(config_class: type, recipes: dict, layers: list[Layer]) -> str:
     return recipe
 
 
-def _merge(layers: list[Layer], names: dict[str, str], exclusive: tuple[str, ...]) -> Layer:
-    """Later layers win. One of the `exclusive` knobs in a later layer removes the others of earlier ones."""
+def _merge(layers: list[Layer], names: dict[str, str], exclusive: tuple[str, ...], clearing: tuple[str, ...]) -> Layer:
+    """Later layers win. One of the `exclusive` knobs in a later layer removes the others of earlier ones; so does one
+    of the `clearing` knobs, where it is set."""
     unknown = {n: where for layer in layers for n, (_, where) in layer.items() if n not in names}
     raise_if([f"unknown setting {n}: {where}. {_way_out(n, names)}" for n, where in unknown.items()])
     merged: Layer = {}
     for layer in layers:
         known = {names[n]: found for n, found in layer.items()}
-        if not known.keys().isdisjoint(exclusive):
+        set_here = {n for n in clearing if n in known and not is_unset(known[n][0])}
+        if set_here or not known.keys().isdisjoint(exclusive):
             merged = {n: found for n, found in merged.items() if n not in exclusive}
         merged |= known
     return merged

@@ -143,10 +143,15 @@ def name_table(knobs: dict[str, Knob]) -> dict[str, str]:
 # --- text to value ---------------------------------------------------------------------------------------------------
 
 
+def is_unset(value: Any) -> bool:
+    """Whether a value, as it was written, says that there is none."""
+    alone = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+    return alone is None or str(alone).lower() in UNSET_WORDS
+
+
 def convert(knob: Knob, value: Any, where: str) -> Any:
     """`value` (text from a flag, or what YAML made of it) as the knob's type; a UserError names `where`."""
-    alone = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
-    if knob.optional and (alone is None or str(alone).lower() in UNSET_WORDS):
+    if knob.optional and is_unset(value):
         return None
     if knob.is_list:
         parts = value if isinstance(value, (list, tuple)) else [value]

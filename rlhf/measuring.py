@@ -101,8 +101,9 @@ class Bench:
         measure on: from the others, where they are enough."""
         data, count = self.config.data, self.settings.num_prompts
         sets = load_prompts(
-            data.prompts, self.tokenizer, data.split, data.prompt_length, data.max_prompts, EVERY_PROMPT, screen.say
-        )
+            data.prompts, self.tokenizer, data.split, data.prompt_length, data.max_prompts, EVERY_PROMPT, screen.say,
+            topics=data.steps_per_topic is not None and self.settings.prompts is None,
+        )  # fmt: skip
         looked_at = 0
         for model in self.models:
             if model.run is not None:

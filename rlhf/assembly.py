@@ -123,7 +123,7 @@ def find_start_model(config: Config, flag: str) -> StartModel:
     """The start model, found and checked: all that can be known of it before its weights are read."""
     m = config.model
     folder = find_model(m.actor_model, flag)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, config.data.plain_prompts)
     found = check_policy(folder, len(tokenizer), m.lora_targets if m.use_lora else ())
     return StartModel(m.actor_model, folder, tokenizer, context_of(found))
 
@@ -179,7 +179,10 @@ def make_rewards(
 def load_start_policy(config: Config, start: str, tokenizer: PreTrainedTokenizerBase, device: torch.device):
     """The start model as the settings want it trained: whole, or with adapters, perhaps over 4-bit weights."""
     m = config.model
-    lora = LoraConfig(r=m.lora_r, lora_alpha=m.lora_alpha, target_modules=list(m.lora_targets), task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=m.lora_r, lora_alpha=m.lora_alpha, lora_dropout=m.lora_dropout, target_modules=list(m.lora_targets),
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
     torch.manual_seed(config.run.seed)  # adapters are drawn from torch's own stream
     return load_policy(
         start,
@@ -198,7 +201,9 @@ def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, 
     foretell = forecaster(parts, updates, device)
     trained = sum(w.numel() for w in parts.policy.parameters() if w.requires_grad)
     total = sum(w.numel() for w in parts.policy.parameters())
-    how = f"LoRA r {m.lora_r}: {trained:,} trained" if m.use_lora else "all trained"
+    dropout = f", dropout {m.lora_dropout:g}" if m.lora_dropout else ""
+    shape = f"LoRA r {m.lora_r}, alpha {m.lora_alpha:g}{dropout} on {', '.join(m.lora_targets)}"
+    how = f"{shape}: {trained:,} trained" if m.use_lora else "all trained"
     dtype = autocast_dtype(m.bf16, device)
     accuracy = (parts.reward_model.record or {}).get("accuracy") if parts.reward_model is not None else None
     rows = [

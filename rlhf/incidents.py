@@ -119,7 +119,9 @@ def replay(trainer: Any, incident: Incident) -> list[tuple[str, str]]:
     total = torch.tensor([sum(row) for row in zip(*scores.values(), strict=True)], device=rollout.mask.device)
     batch = trainer.advantages(rollout, total)
     rows = incident.said["rows"] or list(range(len(incident.rows)))
-    stats = trainer.minibatch_gradients(batch, rows)
+    trainer.model.train()
+    with trainer.dropout_stream(incident.said["update"]):
+        stats = trainer.minibatch_gradients(batch, rows)
     said += [(name, f"{float(value):.6g}") for name, value in stats.items()]
     for name, tensor in trainer.actor.named_parameters():
         if tensor.grad is not None and not tensor.grad.isfinite().all():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -65,6 +66,15 @@ class KLTarget:
         return f"{self.nats:g}/{self.per}"
 
     expects = "a number of nats above 0 with its unit, such as 6/sequence or 0.05/token"
+
+
+def bare_targets(value: Any) -> Any:
+    """KL targets as reference systems write them, as bare numbers: one is nats per sequence (seed_001, seed_004),
+    several are nats per token (the phases of seed_000 and seed_002)."""
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    words = [word.strip() for part in parts for word in str(part).split(",")]
+    unit = "sequence" if len(words) == 1 else "token"
+    return [f"{word}/{unit}" if re.fullmatch(r"[-+.\deE]+", word) else word for word in words]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ same budget is then a difference between two algorithms.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from config import Config
 from rlhf import objectives
-from rlhf.actor_critic import Actor, Reference, base_of, logits_at_once
+from rlhf.actor_critic import Actor, Reference, base_of, logits_at_once, set_adapter_dropout
 from rlhf.controllers import ScoreNormalizer
 from rlhf.dealing import Dealing, tag_names
 from rlhf.engines import check_engine, sample_replies
@@ -93,6 +94,7 @@ class OnPolicyLoop(ABC):
         self.listeners: list = []
         self.this_epoch: list[dict[str, float]] = []
         self.build_trl(policy, tokenizer)
+        set_adapter_dropout(policy, config.model.lora_dropout)
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
             parts = (self.actor.policy, self.accelerator, tokenizer, self.sampling, config.data.prompt_length)
@@ -238,7 +240,9 @@ class OnPolicyLoop(ABC):
         return Rollout(replies, prompts, replies.texts(self.processing_class), *self.measure(replies, begun), begun)
 
     def measure(self, replies: Replies, begun: Forward | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, reference log-probs and values of sampled replies, each (B, T), as the loss will compute them."""
+        """Log-probs, reference log-probs and values of sampled replies, each (B, T), as the loss will compute them,
+        with nothing dropped at random."""
+        self.model.eval()
 
         def in_parts(limits: Limits) -> tuple[Tensor, Tensor, Tensor | None]:
             whole = len(limits.parts(replies, rows, self.packed)) == 1
@@ -252,11 +256,12 @@ class OnPolicyLoop(ABC):
         return self.limits.fitted("measuring", replies, rows, self.packed, in_parts)
 
     def begin(self, replies: Replies) -> Forward | None:
-        """The first optimizer step's forward pass, where it is one pass over the whole rollout: it measures, too, and
-        is kept. Under an autocast of its own, whose rounded weights know the way back to the weights."""
+        """The first optimizer step's forward pass, where it is one pass over the whole rollout and drops nothing at
+        random: it measures, too, and is kept. Under an autocast of its own, whose rounded weights know the way back to
+        the weights."""
         batch, model = self.config.batch, self.config.model
         parts = self.limits.parts(replies, range(len(replies.mask)), self.packed)
-        if batch.minibatches > 1 or len(parts) > 1 or model.gradient_checkpointing:
+        if batch.minibatches > 1 or len(parts) > 1 or model.gradient_checkpointing or self.drops_inputs:
             return None
         passage = replies.passage(parts[0], self.packed)
         try:
@@ -264,6 +269,11 @@ class OnPolicyLoop(ABC):
                 return passage, self.actor.hidden(passage)
         except torch.OutOfMemoryError:
             return None  # measuring alone takes less
+
+    @property
+    def drops_inputs(self) -> bool:
+        """Whether optimizer steps drop some of the adapters' inputs."""
+        return self.config.model.use_lora and self.config.model.lora_dropout > 0
 
     def corrected(self, batch: Batch) -> Batch:
         """The batch with its advantages weighted for the gap between the sampler's probabilities and ours, where the
@@ -297,14 +307,27 @@ class OnPolicyLoop(ABC):
 
     def update(self, batch: Batch, update: int) -> dict[str, float]:
         """E passes of shuffled minibatches, an optimizer step each; returns their mean statistics."""
-        self.model.train()  # gradient checkpointing asks for it; dropout is off
+        self.model.train()  # gradient checkpointing asks for it, and the adapters' dropout; a model's own is off
         self.learning_rate, steps = self.lr_scheduler.get_last_lr()[0], []
-        for epoch in range(self.config.batch.ppo_epochs):
-            for rows in self.minibatches(update, epoch):
-                steps.append(self.optimizer_step(batch, rows))
+        with self.dropout_stream(update):
+            for epoch in range(self.config.batch.ppo_epochs):
+                for rows in self.minibatches(update, epoch):
+                    steps.append(self.optimizer_step(batch, rows))
         self.lr_scheduler.step()
         means = torch.stack([torch.stack(list(s.values())) for s in steps]).mean(0).tolist()
         return dict(zip(steps[0], means, strict=True))
+
+    @contextlib.contextmanager
+    def dropout_stream(self, update: int) -> Iterator[None]:
+        """Dropout draws from torch's global streams: while the context lasts these are of (seed, update), and
+        afterwards what they were, as reward functions may draw from them."""
+        if not self.drops_inputs:
+            yield
+            return
+        cards = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
+        with torch.random.fork_rng(cards):
+            torch.manual_seed(int(generator(self.config.run.seed, update, "dropout").integers(2**63)))
+            yield
 
     @property
     def minibatch_size(self) -> int:

@@ -65,7 +65,8 @@ class Bench:
         sources = self._find_rewards()
         judge_folder = find_judge(self.config, models, settings)
         self.start = find_start(self.config) if has_start(models, settings) else None
-        self.tokenizers = {m.source: load_tokenizer(m.source) for m in (*filter(None, [self.start]), *models)}
+        plain, every = self.config.data.plain_prompts, (*filter(None, [self.start]), *models)
+        self.tokenizers = {m.source: load_tokenizer(m.source, plain) for m in every}
         self.tokenizer = self.tokenizers[(self.start or models[0]).source]
         self.followed, self.examples = self._draw_prompts(screen)
         self.rewards, _ = make_rewards(self.config, sources, self.tokenizer, device)

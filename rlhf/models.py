@@ -75,13 +75,16 @@ def readable(name: str, way_out: str = "Give a whole model folder with safetenso
         raise UserError(f"cannot be loaded: {name} ({reason}). {way_out}") from None
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, padding on the left, with a pad token that is not EOS.
+def load_tokenizer(name: str, plain: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, padding on the left, with a pad token that is not EOS; `plain`, without its chat
+    template, which base models may have, too.
 
     SmolLM2's chat tokenizer ships pad = EOS: whoever masks by `ids != pad` would then never learn to stop.
     """
     with readable(name, "Give a model folder that holds its tokenizer, too"):
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
+    if plain:
+        tokenizer.chat_template = None
     if tokenizer.eos_token_id is None:
         raise UserError(f"no EOS token: tokenizer of {name}. Set eos_token in its tokenizer_config.json")
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:

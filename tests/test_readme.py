@@ -142,6 +142,7 @@ def _flags(make_parser, command) -> list[str]:
 
 def test_the_glossary_names_what_is_logged(build):
     logged = {"rewards/each/NAME"}  # where there are several reward functions
+    logged |= {f"topic/NAME/{kind}" for kind in ("score", "kl", "eval_score")}  # with --steps-per-topic
     for algorithm in ("ppo", "grpo"):
         trainer = build(algorithm=algorithm)
         trainer.train()

@@ -72,8 +72,8 @@ class DataSettings:
     )
     plain_prompts: bool = knob(
         False,
-        "read prompts as plain text although the start model has a chat template: the reply follows at once, as a base "
-        "model wants it",
+        "read prompts as plain text although the start model has a chat template: the reply follows at once, as base "
+        "models are used",
     )
     max_prompts: int = knob(10_000, "training prompts used at most", low=1)
     prompt_length: int = knob(256, "tokens; longer prompts are left out and counted", low=1)
@@ -190,7 +190,8 @@ class RewardSettings:
 
     reward_func: tuple[str, ...] = knob(
         (),
-        "rules beside the reward model: length_penalty, word_penalty, keyword_bonus, or FILE.py:NAME in TRL's signature",
+        "rules beside the reward model: length_penalty, word_penalty, keyword_bonus, or FILE.py:NAME in TRL's "
+        "signature",
     )
     reward_weights: tuple[float, ...] | None = knob(
         None, "weights of the reward model (where there is one) and of each --reward-func, in order; unset: all 1"

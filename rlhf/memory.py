@@ -273,14 +273,10 @@ class _Plan:
 
     def begun(self, passages: Sequence[Passage]) -> dict[str, int]:
         """The first optimizer step's forward pass, where it is the one that measures the rollout."""
-        if (
-            self.config.batch.minibatches > 1
-            or len(passages) > 1
-            or self.network.checkpointing
-            or self.network.dropout
-        ):
+        network = self.network
+        if self.config.batch.minibatches > 1 or len(passages) > 1 or network.checkpointing or network.dropout:
             return {}
-        return {BEGUN: self.network.kept(passages[0]) + self.rounding, GAPS_LEFT: self.gaps(passages[0])}
+        return {BEGUN: network.kept(passages[0]) + self.rounding, GAPS_LEFT: self.gaps(passages[0])}
 
     def gaps(self, passage: Passage) -> int:
         return int(GAPS[self.device.type] * self.network.dropped(passage.ids.numel()))

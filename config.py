@@ -7,15 +7,17 @@ defaults, recipe (`recipes.py`), YAML file (`--config`), flags.
 
 from __future__ import annotations
 
+import math
 import sys
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from recipes import RECIPES
 from rlhf.cli import build, resolve
 from rlhf.errors import UserError, did_you_mean
-from rlhf.knobs import HubName, KLTarget, Split, as_in, knob
+from rlhf.knobs import HubName, KLTarget, Split, as_in, bare_targets, knob
 from rlhf.runlogs import RUN_FILE, flat_settings, read_run, seed_folder
 
 IN_A_ROW = 3  # updates that are dropped, or whose KL has run away, after which it is no chance
@@ -36,9 +38,16 @@ class ModelSettings:
     allow_weak_reward_model: bool = knob(
         False, "go on with a reward model whose held-out accuracy is under 0.6 or under its length baseline"
     )
-    use_lora: bool = knob(False, "train low-rank adapters instead of all weights")
-    lora_r: int = knob(16, "rank of the adapters", low=1, aliases=("rank",))
-    lora_alpha: float = knob(32.0, "scaling of the adapters: their output is multiplied by alpha / r", above=0)
+    use_lora: bool = knob(
+        False, "train low-rank adapters instead of all weights; in a YAML file, a block `lora:` turns them on"
+    )
+    lora_r: int = knob(16, "rank of the adapters", low=1, aliases=("rank", "r"))
+    lora_alpha: float = knob(
+        32.0, "scaling of the adapters: their output is multiplied by alpha / r", above=0, aliases=("alpha",)
+    )
+    lora_dropout: float = knob(
+        0.0, "share of the adapters' inputs dropped at random in optimizer steps, never in measuring", low=0, below=1
+    )
     lora_targets: tuple[str, ...] = knob(
         ("q_proj", "k_proj", "v_proj", "o_proj"),
         "modules that get an adapter; all-linear: every linear layer but the head",
@@ -58,6 +67,17 @@ class DataSettings:
     )
     split: Split | None = knob(
         None, "percent of questions for reward model / RL / evaluation; unset: 45/45/10, or 0/90/10 without pairs"
+    )
+    steps_per_topic: int | None = knob(
+        None,
+        "updates on the prompts of one topic (their column `topic`) before the next topic's, round and round; unset: "
+        "topics are not looked at",
+        low=1,
+    )
+    plain_prompts: bool = knob(
+        False,
+        "read prompts as plain text although the start model has a chat template: the reply follows at once, as base "
+        "models are used",
     )
     max_prompts: int = knob(10_000, "training prompts used at most", low=1)
     prompt_length: int = knob(256, "tokens; longer prompts are left out and counted", low=1)
@@ -106,6 +126,13 @@ class BatchSettings:
         "episodes per forward pass; 0: as many as 16,384 tokens hold on a card, 1,024 on a CPU. Changes memory, not "
         "the result",
         low=0,
+        aliases=("mini_batch_size",),
+    )
+    gradient_accumulation_steps: int | None = knob(
+        None,
+        "micro-batches whose gradients add up to an optimizer step, in place of --minibatches: each step is on "
+        "--micro-batch-size times as many episodes, or, where that is 0, in so many parts; unset: --minibatches",
+        low=1,
     )
     clip_range: float = knob(
         0.2, "the ratio is clipped to 1 +- this", above=0, below=1, aliases=("cliprange", "clip_epsilon")
@@ -172,7 +199,9 @@ class RewardSettings:
     """What a reply is worth: the reward model's score, rules, or both."""
 
     reward_func: tuple[str, ...] = knob(
-        (), "rules beside the reward model: length_penalty, keyword_bonus, or FILE.py:NAME in TRL's signature"
+        (),
+        "rules beside the reward model: length_penalty, word_penalty, keyword_bonus, or FILE.py:NAME in TRL's "
+        "signature",
     )
     reward_weights: tuple[float, ...] | None = knob(
         None, "weights of the reward model (where there is one) and of each --reward-func, in order; unset: all 1"
@@ -185,7 +214,9 @@ class RewardSettings:
         0.0, "subtracted from the score of a reply that does not end, score units", low=0
     )
     normalize_scores: bool = knob(False, "divide the scores by running estimates of their mean and spread")
-    score_ema: float = knob(0.99, "weight of the old estimates in the running ones", low=0, below=1)
+    score_ema: float = knob(
+        0.99, "weight of the old estimates in the running ones", low=0, below=1, aliases=("normalizer_alpha",)
+    )
 
 
 ADAPTIVE_TARGET = "6/sequence"  # Ziegler et al. 2019, and reference systems seed_001 and seed_004
@@ -233,6 +264,9 @@ class OptimizerSettings:
     max_grad_norm: float = knob(1.0, "gradients are scaled down to this norm", above=0)
 
 
+EPOCHS, ROUNDS = 3.0, 1.0  # a run's length where none is named: passes over the prompts, rounds of all topics
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """Length of the run, and what it leaves behind."""
@@ -241,7 +275,12 @@ class RunSettings:
     seeds: tuple[int, ...] | None = knob(
         None, "one run after another with these seeds, into OUTPUT_seed42 and so on; finished ones are skipped", low=0
     )
-    epochs: float = knob(3.0, "passes over the training prompts", above=0, aliases=("num_train_epochs",))
+    epochs: float | None = knob(
+        None,
+        "passes over the training prompts, with --steps-per-topic rounds of all topics; unset: 3 passes, or one round",
+        above=0,
+        aliases=("num_train_epochs", "num_epochs"),
+    )
     num_iterations: int | None = knob(None, "updates, in place of --epochs", low=1)
     episodes: int | None = knob(
         None, "generated replies, in place of --num-iterations: an equal budget for both algorithms", low=1
@@ -309,17 +348,43 @@ class ExportSettings:
 class Command:
     """What a command can be told: groups of knobs."""
 
+    # groups of knobs of which one, named in a later layer, puts the others of earlier layers out of force
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    # the same, and no layer may set two of a group
+    rivals: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    # knob -> the knobs of earlier layers that it puts out of force where it is set
+    clearing: ClassVar[dict[str, tuple[str, ...]]] = {}
+    # a reference's name -> how its value is to be read; -> what else it sets, where its layer does not
+    read_as: ClassVar[dict[str, Callable[[Any], Any]]] = {}
+    implied: ClassVar[dict[str, dict[str, Any]]] = {}
+    # a block of a YAML file -> what it sets by being there, where the file does not
+    blocks: ClassVar[dict[str, dict[str, Any]]] = {}
+
     def faults(self) -> list[str]:
         """What is wrong with the settings taken together, a line each."""
         return []
+
+    def settled(self) -> Command:
+        """The settings in the words that everything else reads, where some were said in others."""
+        return self
+
+
+LENGTHS = ("epochs", "num_iterations", "episodes")
 
 
 @dataclass(frozen=True)
 class Config(Command):
     """Everything `train_ppo.py` and `train_grpo.py` can be told."""
 
-    # named in a later layer, one of these puts the others of earlier layers out of force
-    exclusive: ClassVar = ("epochs", "num_iterations", "episodes")
+    exclusive: ClassVar = (LENGTHS,)
+    rivals: ClassVar = (("minibatches", "gradient_accumulation_steps"),)
+    clearing: ClassVar = {"steps_per_topic": LENGTHS}  # under topics a run's length is another
+    read_as: ClassVar = {"target": bare_targets, "target_kl": bare_targets}
+    implied: ClassVar = {
+        "mini_batch_size": {"gradient_accumulation_steps": 1},  # the default of TRL's first PPO, whose name it is
+        "normalizer_alpha": {"normalize_scores": True},
+    }
+    blocks: ClassVar = {"lora": {"use_lora": True}}  # whoever writes down an adapter's shape wants one
 
     recipe: str = "smollm2-orca"
     algorithm: str = "ppo"
@@ -351,14 +416,17 @@ class Config(Command):
     def episodes_per_update(self) -> int:
         return self.batch.batch_size * self.group_size
 
-    def updates(self, prompts: int) -> int:
-        """Updates in a run over `prompts` training prompts: by episodes, else num_iterations, else epochs (of which a
-        later layer of settings puts an earlier one's out of force); what does not fill an update is rounded up."""
+    def updates(self, prompts: int, topics: int = 1) -> int:
+        """Updates in a run over `prompts` training prompts of so many topics: by episodes, else num_iterations, else
+        epochs (of which a later layer of settings puts an earlier one's out of force); what does not fill an update is
+        rounded up. Under topics an epoch is a round of all of them."""
         if self.run.episodes is not None:
             return -(-self.run.episodes // self.episodes_per_update)
         if self.run.num_iterations is not None:
             return self.run.num_iterations
-        return max(1, -(-int(self.run.epochs * prompts) // self.batch.batch_size))
+        if self.data.steps_per_topic is not None:
+            return max(1, math.ceil((self.run.epochs or ROUNDS) * self.data.steps_per_topic * topics))
+        return max(1, -(-int((self.run.epochs or EPOCHS) * prompts) // self.batch.batch_size))
 
     def optimizer_steps(self, updates: int) -> int:
         return updates * self.batch.ppo_epochs * self.batch.minibatches
@@ -366,9 +434,25 @@ class Config(Command):
     def faults(self) -> list[str]:
         return [*self._batch_faults(), *self._kl_faults(), *self._reward_faults(), *self._export_faults()]
 
+    def settled(self) -> Config:
+        """Accumulation steps as minibatches and micro-batches."""
+        batch, episodes = self.batch, self.episodes_per_update
+        steps, at_once = batch.gradient_accumulation_steps, batch.micro_batch_size
+        if steps is None:
+            return self
+        said = {"minibatches": episodes // (steps * at_once)} if at_once else {"micro_batch_size": episodes // steps}
+        return replace(self, batch=replace(batch, gradient_accumulation_steps=None, **said))
+
     def _batch_faults(self) -> list[str]:
         faults = []
         episodes, parts = self.episodes_per_update, self.batch.minibatches
+        steps, at_once = self.batch.gradient_accumulation_steps, self.batch.micro_batch_size
+        if steps is not None and episodes % (steps * (at_once or 1)):
+            of = f"{at_once} episodes (--micro-batch-size) x {steps}" if at_once else f"{steps}"
+            faults.append(
+                f"{of} micro-batches of an optimizer step do not divide an update's {episodes} episodes: "
+                "--gradient-accumulation-steps. Give a divisor, or say it with --minibatches and --micro-batch-size"
+            )
         if episodes % parts:
             nearest = min((d for d in range(1, episodes + 1) if episodes % d == 0), key=lambda d: (abs(d - parts), d))
             of = "batch_size" if self.group_size == 1 else "batch_size x K ="
@@ -462,6 +546,7 @@ class RewardDataSettings:
 
     pairs: str = knob("Intel/orca_dpo_pairs", "a JSONL file or a hub dataset", aliases=("prompts", "dataset"))
     split: Split | None = knob(None, "percent of questions for reward model / RL / evaluation; unset: 45/45/10")
+    plain_prompts: bool = knob(False, "read prompts as plain text, although the base model has a chat template")
     pair_length: int = knob(1024, "tokens; pairs with a longer side are left out and counted", low=2)
 
 

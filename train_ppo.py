@@ -24,6 +24,7 @@ def train(config: Config, screen) -> None:
     from rlhf.assembly import check_run_folder, load_parts, prepare_demo_parts, show_plan, start_run
     from rlhf.callbacks import attach_callbacks
     from rlhf.checks import check_run, check_start
+    from rlhf.dealing import planned_updates
     from rlhf.export import check_export, export_run
     from rlhf.outcome import finish_run
     from rlhf.ppo_trainer import PPO
@@ -36,7 +37,7 @@ def train(config: Config, screen) -> None:
     device = start_device(screen)
     prepare_demo_parts(config, screen, device)
     parts = load_parts(config, device, screen)
-    updates = config.updates(len(parts.prompts.train))
+    updates = planned_updates(config, parts.prompts.train)
     show_plan(config, parts, updates, device, screen)
     if config.run.dry_run:
         return

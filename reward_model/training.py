@@ -86,7 +86,7 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
 def new_reward_model(config: RewardModelConfig, device: torch.device) -> RewardModel:
     """The base model with a fresh score head, its pad token never EOS."""
     base = find_model(config.training.base_model, "--base-model")
-    tokenizer = load_tokenizer(base)
+    tokenizer = load_tokenizer(base, config.data.plain_prompts)
     set_seed(config.training.rm_seed)  # the new head is drawn from torch's own stream
     with readable(base):
         model = AutoModelForSequenceClassification.from_pretrained(
@@ -189,7 +189,7 @@ def calibration_replies(
     if name is None:
         return [(e.messages, e.chosen, True) for e in examples[:most]], "chosen replies"
     folder = find_model(name, "--actor-model")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, config.data.plain_prompts)
     prompts, _ = encode_prompts(tokenizer, examples, config.calibration.calibration_prompt_length)
     if not prompts:
         raise UserError(

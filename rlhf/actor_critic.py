@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -174,6 +175,18 @@ class _FusedLogprobs(torch.autograd.Function):
         by_hidden = (by_logits @ head).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
         by_weight = (by_logits.t() @ states).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
         return by_hidden, by_weight, None, None, None, None
+
+
+# --- adapters' dropout -----------------------------------------------------------------------------------------------
+
+
+def set_adapter_dropout(policy: nn.Module, share: float) -> None:
+    """In all adapters; it acts in train mode. TRL's __init__ sets every dropout of the policy to 0."""
+    for module in policy.modules():
+        if isinstance(module, LoraLayer):
+            for dropout in module.lora_dropout.values():
+                if isinstance(dropout, nn.Dropout):  # without any, peft has an identity there
+                    dropout.p = share
 
 
 # --- actor and critic ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from config import Config
 from reward_model.scorer import RewardModel
 from rlhf.callbacks import kl_controller
 from rlhf.console import Screen
+from rlhf.dealing import Dealing, one_line
 from rlhf.demo.parts import prepare_demo
 from rlhf.engines import check_engine
 from rlhf.errors import UserError
@@ -34,7 +35,7 @@ from rlhf.models import (
     load_tokenizer,
     lora_modules,
 )
-from rlhf.preflight import StartModel, check_leaks, check_prompts, check_reward_model, check_tokenizers
+from rlhf.preflight import StartModel, check_leaks, check_prompts, check_reward_model, check_tokenizers, check_topics
 from rlhf.prompts import Prompt, PromptSets, load_prompts
 from rlhf.resume import check_same_run
 from rlhf.rewards import LearnedReward, Rewards, find_rule
@@ -43,6 +44,7 @@ from rlhf.runlogs import RunLog, check_output, claim_output, require_run, requir
 from rlhf.vllm_engine import require_vllm
 
 FEW_PROMPTS = 20
+MOST_TOPICS = 12  # named in the plan
 
 
 def _placing(config: Config) -> dict:
@@ -105,13 +107,17 @@ def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
     tokenizer = start.tokenizer
     if d.eval_text is not None:
         text_of_file(tokenizer, d.eval_text)
-    prompts = load_prompts(d.prompts, tokenizer, d.split, d.prompt_length, d.max_prompts, d.eval_prompts, screen.say)
+    prompts = load_prompts(
+        d.prompts, tokenizer, d.split, d.prompt_length, d.max_prompts, d.eval_prompts, screen.say,
+        topics=d.steps_per_topic is not None,
+    )  # fmt: skip
     if len(prompts.train) < config.batch.batch_size:  # the same ones, repeated, would fill it
         raise UserError(
             f"{len(prompts.train)} prompts to train on, fewer than a batch of {config.batch.batch_size}: --prompts "
             f"{d.prompts}. Give more (--prompts, --split, --max-prompts), or a smaller --batch-size"
         )
     check_prompts(prompts, start, config.sampling.reply_length, f"--prompts {d.prompts}", screen)
+    check_topics(config, prompts.train, screen)
     if len(prompts.evaluation) < FEW_PROMPTS:
         screen.say(
             f"only {len(prompts.evaluation)} evaluation prompts: all of them are used, and figures are uncertain"
@@ -126,7 +132,7 @@ def find_start_model(config: Config, flag: str) -> StartModel:
     """The start model, found and checked: all that can be known of it before its weights are read."""
     m = config.model
     folder = find_model(m.actor_model, flag)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, config.data.plain_prompts)
     found = check_policy(folder, len(tokenizer), m.lora_targets if m.use_lora else ())
     return StartModel(m.actor_model, folder, tokenizer, context_of(found))
 
@@ -182,8 +188,10 @@ def make_rewards(
 def load_start_policy(config: Config, start: str, tokenizer: PreTrainedTokenizerBase, device: torch.device):
     """The start model as the settings want it trained: whole, or with adapters, perhaps over 4-bit weights."""
     m = config.model
-    modules = lora_modules(m.lora_targets)
-    lora = LoraConfig(r=m.lora_r, lora_alpha=m.lora_alpha, target_modules=modules, task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=m.lora_r, lora_alpha=m.lora_alpha, lora_dropout=m.lora_dropout, target_modules=lora_modules(m.lora_targets),
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
     torch.manual_seed(config.run.seed)  # adapters are drawn from torch's own stream
     return load_policy(
         start,
@@ -202,7 +210,9 @@ def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, 
     foretell = forecaster(parts, updates, device)
     trained = sum(w.numel() for w in parts.policy.parameters() if w.requires_grad)
     total = sum(w.numel() for w in parts.policy.parameters())
-    how = f"LoRA r {m.lora_r}: {trained:,} trained" if m.use_lora else "all trained"
+    dropout = f", dropout {m.lora_dropout:g}" if m.lora_dropout else ""
+    shape = f"LoRA r {m.lora_r}, alpha {m.lora_alpha:g}{dropout} on {', '.join(m.lora_targets)}"
+    how = f"{shape}: {trained:,} trained" if m.use_lora else "all trained"
     dtype = autocast_dtype(m.bf16, device)
     accuracy = (parts.reward_model.record or {}).get("accuracy") if parts.reward_model is not None else None
     rows = [
@@ -211,6 +221,7 @@ def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, 
         ("start model", f"{m.actor_model} ({total:,} parameters, {how})"),
         ("reward", str(parts.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
         ("prompts", prompts_line(sets)),
+        *topics_rows(config, sets.train),
         ("budget", budget_line(config, updates)),
         ("batch", batch_line(config, updates, device)),
         ("KL", kl_line(config, updates)),
@@ -243,6 +254,17 @@ def prompts_line(sets: PromptSets) -> str:
         + ", ".join(f"{name} {count:,}" for name, count in sets.parts.items())
         + ")"
     )
+
+
+def topics_rows(config: Config, train: Sequence[Prompt]) -> list[tuple[str, str]]:
+    """For the plan: the topics in the order in which they are trained; nothing where they are not looked at."""
+    dealing = Dealing(config, train)
+    if not dealing.topics:
+        return []
+    stacks = [f"{one_line(topic)} ({len(dealing.stacks[topic]):,} prompts)" for topic in dealing.topics]
+    more = [f"and {len(stacks) - MOST_TOPICS} more"] if len(stacks) > MOST_TOPICS else []
+    shown = ", ".join([*stacks[:MOST_TOPICS], *more])
+    return [("topics", f"{len(stacks)}, {dealing.steps:,} updates on each in turn, round and round: {shown}")]
 
 
 def budget(config: Config, updates: int) -> dict[str, int]:
@@ -327,6 +349,11 @@ def files_print(name: str | None, pattern: str) -> str | None:
     return print_.hexdigest()
 
 
+def topics_fingerprint(prompts: Sequence[Prompt]) -> str:
+    """The same of their topics."""
+    return hashlib.sha256(json.dumps([p.example.topic for p in prompts]).encode()).hexdigest()
+
+
 def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> RunLog:
     """Claim the output folder and open run.json, which says "failed" unless the run comes to its end. With --resume,
     go on with the one that is there; raises UserError where its data were others."""
@@ -340,6 +367,8 @@ def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> Run
         "reward_model": files_print(config.model.rm_model, "*.safetensors"),
         "rules": {rule: files_print(rule.rpartition(":")[0], "") for rule in config.reward.reward_func},
     }
+    if config.data.steps_per_topic is not None:
+        data["topics_sha256"] = topics_fingerprint(parts.prompts.train)
     if config.run.resume:
         folder = Path(config.run.output)
         before = require_run(folder, "--resume, --output")["data"]

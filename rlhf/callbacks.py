@@ -18,6 +18,7 @@ from rlhf.best import Candidate, choose
 from rlhf.checkpoints import find_checkpoints, write_checkpoint
 from rlhf.console import Screen, clock
 from rlhf.controllers import RUNAWAY, KLController
+from rlhf.dealing import one_line
 from rlhf.errors import RunError
 from rlhf.evaluation import Evaluation
 from rlhf.guard import Dropped
@@ -138,8 +139,10 @@ class ProgressLine(Callback):
         left = (time.monotonic() - self.started) / (update - self.first) * (updates - update)
         kl = metrics["kl_divergence" if target.per == "sequence" else "kl_divergence/token"]
         aim = "no target" if self.controller.horizon is None else f"target {target}"
+        topic = self.trainer.dealing.topic_of(update)
+        of = "" if topic is None else f"topic {one_line(topic)} | "
         self.screen.progress(
-            f"update {update}/{updates} | score {metrics['rewards/mean']:+.2f} | KL {kl:.3g} ({aim}) | "
+            f"update {update}/{updates} | {of}score {metrics['rewards/mean']:+.2f} | KL {kl:.3g} ({aim}) | "
             f"beta {metrics['kl_coef']:.3g} | reply {metrics['reply/length']:.0f} tokens | "
             f"{metrics['throughput/tokens_per_s']:,.0f} tokens/s | {clock(left)} left",
             last=update == updates,

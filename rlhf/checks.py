@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedTokenizerBase
 
 from config import Config
-from rlhf.actor_critic import base_of, scaled_logits
+from rlhf.actor_critic import base_of, scaled_logits, set_adapter_dropout
 from rlhf.assembly import Parts
 from rlhf.console import Screen
 from rlhf.errors import UserError, raise_if
@@ -181,9 +181,30 @@ def first_kl_is_zero(rollout: Rollout, dtype: torch.dtype | None) -> Check:
 
 @torch.no_grad()
 def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
-    """P_new / P_rollout under the forward of the first pass's minibatches, in train mode, before any step: dropout, or
-    a row that sees another's tokens, would show."""
+    """P_new / P_rollout under the forward of the first pass's minibatches, in train mode, before any step: dropout of
+    the model's own, or a row that sees another's tokens, would show. The adapters' dropout is asked for: without it
+    the ratio must be 1, and what it makes of it is told."""
     trainer.model.train()
+    set_adapter_dropout(trainer.actor.policy, 0.0)
+    plain = _apart_from_one(trainer, rollout)
+    said = ""
+    if trainer.drops_inputs:
+        share = trainer.config.model.lora_dropout
+        set_adapter_dropout(trainer.actor.policy, share)
+        with trainer.dropout_stream(1):
+            dropped = float(_apart_from_one(trainer, rollout).mean())
+        said = f" without dropout; {dropped:.2g} on average with --lora-dropout {share:g}"
+    return Check(
+        "first ratio",
+        f"{float(plain.mean()):.2g} from 1 on average, {float(plain.max()):.2g} at most, on {len(plain):,} "
+        f"tokens{said}",
+        float(plain.mean()) <= ROUNDING[trainer.dtype],
+        "The training forward is not the one that measured the rollout: try --no-packed, and report it",
+    )
+
+
+def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
+    """How far from 1 the ratio is, of each reply token, (N,)."""
     device, replies, most = trainer.accelerator.device, rollout.replies, trainer.config.batch.micro_batch_size
     apart = []
     for rows in trainer.minibatches(1, 0):
@@ -192,13 +213,7 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
             with autocast(device, trainer.dtype):
                 logprobs, _, _ = trainer.actor(passage, trainer.sampling.temperature, replies.allowed(passage))
             apart.append((torch.exp(logprobs - rollout.logprobs[passage.index]) - 1)[passage.mask].abs())
-    every = torch.cat(apart)
-    return Check(
-        "first ratio",
-        f"{float(every.mean()):.2g} from 1 on average, {float(every.max()):.2g} at most, on {len(every):,} tokens",
-        float(every.mean()) <= ROUNDING[trainer.dtype],
-        "The training forward is not the one that measured the rollout: try --no-packed, and report it",
-    )
+    return torch.cat(apart)
 
 
 @torch.no_grad()

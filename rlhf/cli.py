@@ -9,21 +9,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import typing
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from rlhf.errors import UserError, did_you_mean, raise_if
-from rlhf.knobs import Knob, convert, knobs_of, name_table, range_text
+from rlhf.knobs import Knob, convert, is_unset, knobs_of, name_table, range_text
 
 Layer = dict[str, tuple[Any, str]]  # name -> (value, where it was set)
 _PLAIN_MAPPING = "tag:yaml.org,2002:map"
 
 
-def read_yaml(path: str, names: dict[str, str]) -> dict[str, tuple[Any, str]]:
-    """The knobs that a YAML file sets: name -> (value, 'file:line'). Nesting is free: only the leaves' names count."""
+def read_yaml(path: str, names: dict[str, str], blocks: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, str]]:
+    """The knobs that a YAML file sets: name -> (value, 'file:line'). Nesting is free: only the leaves' names count.
+
+    `blocks` say something by being there: name -> what such a block sets where the file does not.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         _check_aliases(text, path)
@@ -49,6 +52,9 @@ def read_yaml(path: str, names: dict[str, str]) -> dict[str, tuple[Any, str]]:
     faults: list[str] = []
     _collect_yaml(tree, path, names, found, faults)
     raise_if(faults)
+    for key_node in _block_names(tree):
+        for name, value in blocks.get(str(key_node.value), {}).items():
+            found.setdefault(name, (value, f"{path}:{key_node.start_mark.line + 1}"))
     return found
 
 
@@ -82,6 +88,14 @@ def _collect_yaml(tree: yaml.MappingNode, path: str, names: dict[str, str], foun
                 found[names[key]] = (_yaml_value(value_node), where)
             except yaml.constructor.ConstructorError as error:
                 faults.append(f"{key} is not plain data ({error.problem}): {where}. Write plain text or numbers")
+
+
+def _block_names(tree: yaml.MappingNode) -> Iterator[yaml.Node]:
+    """The keys of all mappings in a mapping, however deep."""
+    for key_node, value_node in tree.value:
+        if isinstance(value_node, yaml.MappingNode):
+            yield key_node
+            yield from _block_names(value_node)
 
 
 def _way_out(name: str, known: Iterable[str]) -> str:
@@ -146,12 +160,22 @@ def make_parser(
         if k.group not in groups:
             title = typing.get_type_hints(config_class)[k.group].__doc__.strip().rstrip(".")
             groups[k.group] = parser.add_argument_group(title)
-        _add_flag(groups[k.group], k)
+        _add_flag(groups[k.group], k, _special(config_class))
     return parser
 
 
-def _add_flag(group, k: Knob) -> None:
-    names = (k.name, *k.aliases)
+def _special(config_class: type) -> set[str]:
+    """The references' names that say something else than the knobs' own."""
+    return config_class.read_as.keys() | config_class.implied.keys()
+
+
+def _add_flag(group, k: Knob, special: Collection[str]) -> None:
+    """`special` names have flags of their own: they keep their names until layers are merged."""
+    names = (k.name, *(alias for alias in k.aliases if alias not in special))
+    for alias in (alias for alias in k.aliases if alias in special):
+        meant = f"as {k.flag}, said as another trainer says it: see Settings in README.md"
+        nargs = "+" if k.is_list else None
+        group.add_argument(*_spellings([alias]), dest=alias, metavar=alias.upper(), help=meant, nargs=nargs)
     spellings = _spellings(names)
     bounds = f", {range_text(k)}" if any(v is not None for v in k.bounds.values()) else ""
     help = f"{k.help} (default: {_show(k.default)}{bounds})".replace("%", "%%")
@@ -231,7 +255,8 @@ def resolve(
     }
     flags = read_flags(parser, argv, elsewhere)
     yaml_path = flags.pop("config", (None, ""))[0] if recipes is not None else None
-    from_yaml = read_yaml(yaml_path, {**name_table(knobs), "recipe": "recipe"}) if yaml_path else {}
+    names = {**name_table(knobs), **{name: name for name in ("recipe", *_special(config_class))}}
+    from_yaml = read_yaml(yaml_path, names, config_class.blocks) if yaml_path else {}
     return build(config_class, recipes, [beneath or {}, from_yaml, flags], defaults, fit, **top)
 
 
@@ -256,11 +281,7 @@ def build(
         below.append({name: (value, f"recipe {recipe}") for name, value in recipes[recipe].items()})
         layers = [{name: found for name, found in layer.items() if name != "recipe"} for layer in layers]
         top["recipe"] = recipe
-    layered = _merge(
-        [*below, *layers],
-        name_table(knobs),
-        getattr(config_class, "exclusive", ()),
-    )
+    layered = _merge([*below, *layers], name_table(knobs), config_class)
     faults, converted = [], {}
     for name, k in knobs.items():
         value, where = layered.get(name, (k.default, "default"))
@@ -273,7 +294,7 @@ def build(
     groups = {group: hints[group](**leaves) for group, leaves in converted.items()}
     config = config_class(**top, **groups)
     raise_if(config.faults() if fit else [])
-    return config
+    return config.settled()
 
 
 def _find_recipe(config_class: type, recipes: dict, layers: list[Layer]) -> str:
@@ -286,14 +307,37 @@ def _find_recipe(config_class: type, recipes: dict, layers: list[Layer]) -> str:
     return recipe
 
 
-def _merge(layers: list[Layer], names: dict[str, str], exclusive: tuple[str, ...]) -> Layer:
-    """Later layers win. One of the `exclusive` knobs in a later layer removes the others of earlier ones."""
+def _merge(layers: list[Layer], names: dict[str, str], config_class: type) -> Layer:
+    """Later layers win. One of an `exclusive` group in a later layer removes the others of earlier ones; so does a
+    `clearing` knob, where it is set."""
     unknown = {n: where for layer in layers for n, (_, where) in layer.items() if n not in names}
     raise_if([f"unknown setting {n}: {where}. {_way_out(n, names)}" for n, where in unknown.items()])
     merged: Layer = {}
     for layer in layers:
-        known = {names[n]: found for n, found in layer.items()}
-        if not known.keys().isdisjoint(exclusive):
-            merged = {n: found for n, found in merged.items() if n not in exclusive}
-        merged |= known
+        known = _by_knob(layer, names, config_class)
+        exclusive = (*config_class.exclusive, *config_class.rivals)
+        groups = [group for group in exclusive if not known.keys().isdisjoint(group)]
+        groups += [g for n, g in config_class.clearing.items() if n in known and not is_unset(known[n][0])]
+        cleared = {name for group in groups for name in group}
+        merged = {name: found for name, found in merged.items() if name not in cleared} | known
     return merged
+
+
+def _by_knob(layer: Layer, names: dict[str, str], config_class: type) -> Layer:
+    """One layer's settings by the knobs' own names. A reference's name is read as the reference means it, and brings
+    what else it says where the layer does not say that itself."""
+    known: Layer = {}
+    for name, (value, where) in layer.items():
+        if names[name] in known:
+            raise UserError(f"{name} is set twice: {where} and {known[names[name]][1]}. Keep one")
+        known[names[name]] = (config_class.read_as.get(name, lambda said: said)(value), where)
+    for name, (_, where) in layer.items():
+        for other, value in config_class.implied.get(name, {}).items():
+            known.setdefault(other, (value, where))
+    for group in config_class.rivals:
+        said = [known[name] for name in group if name in known and not is_unset(known[name][0])]
+        if len(said) > 1:
+            raise UserError(
+                f"{' and '.join(group)} say one thing twice: {' and '.join(where for _, where in said)}. Keep one"
+            )
+    return known

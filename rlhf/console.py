@@ -110,7 +110,7 @@ class Screen:
             if self._live is None:
                 self._live = Live(console=self.console, auto_refresh=False, redirect_stderr=False)
                 self._live.start()
-            self._live.update(Text(text), refresh=True)
+            self._live.update(Text(visible(text)), refresh=True)
             if last:
                 self.end_progress()
         elif last or time.monotonic() - self._last_line >= LINE_EVERY_S:

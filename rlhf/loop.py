@@ -23,8 +23,9 @@ from transformers.trainer_callback import ProgressCallback
 
 from config import IN_A_ROW, Config
 from rlhf import objectives
-from rlhf.actor_critic import Actor, Reference, base_of, logits_at_once
+from rlhf.actor_critic import Actor, Reference, base_of, logits_at_once, set_adapter_dropout
 from rlhf.controllers import ScoreNormalizer
+from rlhf.dealing import Dealing, tag_names
 from rlhf.engines import check_engine, sample_replies
 from rlhf.errors import RunError, UserError
 from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
@@ -32,7 +33,7 @@ from rlhf.guard import Dropped, Drops, Limits, check_finite, check_step
 from rlhf.metrics import Batch, Scored, memory_in_use, reset_peak_memory, rollout_metrics
 from rlhf.models import autocast, autocast_dtype
 from rlhf.packing import Passage, packable
-from rlhf.prompts import Prompt, encode_prompts, examples_of
+from rlhf.prompts import GivenPrompt, Prompt, encode_prompts, examples_of
 from rlhf.rewards import BadScore, RewardFunction, Rewards
 from rlhf.rollout import Forward, Replies, Rollout, generator, measure, tokens_at_once, uniforms
 from rlhf.system import keep_freed_memory
@@ -74,7 +75,10 @@ class OnPolicyLoop(ABC):
         given = isinstance(rewards, Rewards)
         self.rewards = rewards if given else Rewards(rewards, None, tokenizer, reward.reward_timeout)
         self.normalizer = ScoreNormalizer(reward.score_ema) if reward.normalize_scores else None
-        self.updates = config.updates(len(self.train_prompts))
+        self.dealing = Dealing(config, self.train_prompts)
+        everything = (*self.train_prompts, *self.evaluation_prompts)
+        self.topic_tags = tag_names(p.example.topic for p in everything) if self.dealing.topics else {}
+        self.updates = self.dealing.updates
         self.kl_coef = config.kl.kl_coef
         self.optimizer_steps, self.reply_tokens, self.peak_memory = 0, 0, 0
         self.evaluations: list[Evaluation] = []
@@ -90,6 +94,7 @@ class OnPolicyLoop(ABC):
         self.listeners: list = []
         self.this_epoch: list[dict[str, float]] = []
         self.build_trl(policy, tokenizer)
+        set_adapter_dropout(policy, config.model.lora_dropout)
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
             parts = (self.actor.policy, self.accelerator, tokenizer, self.sampling, config.data.prompt_length)
@@ -182,7 +187,13 @@ class OnPolicyLoop(ABC):
             "time/update_s": time.perf_counter() - judged,
         }
         said = rollout_metrics(batch, scored, self.config.group_size)
-        return self.finish_step(update, {**said, **stats, **times})
+        return self.finish_step(update, {**said, **self.of_topic(update, said), **stats, **times})
+
+    def of_topic(self, update: int, said: dict[str, float]) -> dict[str, float]:
+        """An update's score and KL once more, under its topic's name; nothing where topics are not looked at."""
+        topic = self.dealing.topic_of(update)
+        kinds = {"score": "rewards/mean", "kl": "kl_divergence"} if topic is not None else {}
+        return {f"topic/{self.topic_tags[topic]}/{kind}": said[name] for kind, name in kinds.items()}
 
     def drop(self, update: int, rollout: Rollout, batch: Batch | None, found: Dropped) -> dict[str, float]:
         """The rest of an update is left out, and callbacks hear of it; optimizer steps that were taken stay. Raises
@@ -201,15 +212,9 @@ class OnPolicyLoop(ABC):
         return {"updates/dropped": float(self.drops.count)}
 
     def prompts_of(self, update: int) -> list[tuple[int, Prompt]]:
-        """This update's episodes: their numbers in the run and their prompts; a group's stand together.
-
-        The prompts are dealt pass by pass, each pass in an order of its own; a batch may span two passes, so that
-        every batch is full and every optimizer step planned is taken.
-        """
-        size, count, group = self.config.episodes_per_update, len(self.train_prompts), self.config.group_size
-        dealt = [(e, *divmod(e // group, count)) for e in range((update - 1) * size, update * size)]
-        orders = {p: generator(self.config.run.seed, p, "order").permutation(count) for p in {p for _, p, _ in dealt}}
-        return [(e, self.train_prompts[orders[p][i]]) for e, p, i in dealt]
+        """This update's episodes: their numbers in the run and their prompts; a group's stand together."""
+        prompts = [prompt for prompt in self.dealing.prompts_of(update) for _ in range(self.config.group_size)]
+        return list(enumerate(prompts, (update - 1) * len(prompts)))
 
     def rollout(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Rollout:
         """Sample a reply to every prompt; log-probs, values and reference log-probs under the training forward."""
@@ -241,8 +246,10 @@ class OnPolicyLoop(ABC):
         return Rollout(replies, prompts, replies.texts(self.processing_class), *measured, begun)
 
     def measure(self, replies: Replies, begun: Forward | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, reference log-probs and values of sampled replies, each (B, T), as the loss will compute them;
-        from the hidden states of a pass that has `begun`, or in as many passes as memory asks for."""
+        """Log-probs, reference log-probs and values of sampled replies, each (B, T), as the loss will compute them,
+        with nothing dropped at random; from the hidden states of a pass that has `begun`, or in as many passes as
+        memory asks for."""
+        self.model.eval()
 
         def in_parts(limits: Limits) -> tuple[Tensor, Tensor, Tensor | None]:
             most = limits.rows, self.packed, begun, limits.tokens
@@ -255,11 +262,12 @@ class OnPolicyLoop(ABC):
         return self.limits.fitted("measuring", replies, rows, self.packed, in_parts)
 
     def begin(self, replies: Replies) -> Forward | None:
-        """The first optimizer step's forward pass, where it is one pass over the whole rollout: it measures, too, and
-        is kept. Under an autocast of its own, whose rounded weights know the way back to the weights."""
+        """The first optimizer step's forward pass, where it is one pass over the whole rollout and drops nothing at
+        random: it measures, too, and is kept. Under an autocast of its own, whose rounded weights know the way back to
+        the weights."""
         batch, model = self.config.batch, self.config.model
         parts = self.limits.parts(replies, range(len(replies.mask)), self.packed)
-        if batch.minibatches > 1 or len(parts) > 1 or model.gradient_checkpointing:
+        if batch.minibatches > 1 or len(parts) > 1 or model.gradient_checkpointing or self.drops_inputs:
             return None
         passage = replies.passage(parts[0], self.packed)
         try:
@@ -267,6 +275,11 @@ class OnPolicyLoop(ABC):
                 return passage, self.actor.hidden(passage)
         except torch.OutOfMemoryError:
             return None  # measuring alone takes less
+
+    @property
+    def drops_inputs(self) -> bool:
+        """Whether optimizer steps drop some of the adapters' inputs."""
+        return self.config.model.use_lora and self.config.model.lora_dropout > 0
 
     def corrected(self, batch: Batch) -> Batch:
         """The batch with its advantages weighted for the gap between the sampler's probabilities and ours, where the
@@ -302,14 +315,27 @@ class OnPolicyLoop(ABC):
 
     def update(self, batch: Batch, update: int) -> dict[str, float]:
         """E passes of shuffled minibatches, an optimizer step each; returns their mean statistics."""
-        self.model.train()  # gradient checkpointing asks for it; dropout is off
+        self.model.train()  # gradient checkpointing asks for it, and the adapters' dropout; a model's own is off
         self.learning_rate, steps = self.lr_scheduler.get_last_lr()[0], []
-        for epoch in range(self.config.batch.ppo_epochs):
-            for rows in self.minibatches(update, epoch):
-                steps.append(self.optimizer_step(batch, rows))
+        with self.dropout_stream(update):
+            for epoch in range(self.config.batch.ppo_epochs):
+                for rows in self.minibatches(update, epoch):
+                    steps.append(self.optimizer_step(batch, rows))
         self.lr_scheduler.step()
         means = torch.stack([torch.stack(list(s.values())) for s in steps]).mean(0).tolist()
         return dict(zip(steps[0], means, strict=True))
+
+    @contextlib.contextmanager
+    def dropout_stream(self, update: int) -> Iterator[None]:
+        """Dropout draws from torch's global streams: while the context lasts these are of (seed, update), and
+        afterwards what they were, as reward functions may draw from them."""
+        if not self.drops_inputs:
+            yield
+            return
+        cards = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
+        with torch.random.fork_rng(cards):
+            torch.manual_seed(int(generator(self.config.run.seed, update, "dropout").integers(2**63)))
+            yield
 
     @property
     def minibatch_size(self) -> int:
@@ -419,7 +445,7 @@ class OnPolicyLoop(ABC):
     def _count(self, update: int) -> None:
         self.state.global_step = update
         self.state.episode = update * self.config.episodes_per_update
-        self.state.epoch = update * self.config.batch.batch_size / len(self.train_prompts)
+        self.state.epoch = self.dealing.epochs(update)
 
     def _close(self, update: int) -> None:
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
@@ -428,11 +454,13 @@ class OnPolicyLoop(ABC):
             self.evaluate()
 
     def _finish_epoch(self, update: int) -> None:
-        """At the end of a pass over the training prompts, the callbacks hear the means of its updates' metrics."""
-        before, passes = ((u * self.config.batch.batch_size) // len(self.train_prompts) for u in (update - 1, update))
+        """At the end of a pass over the training prompts, the callbacks hear the means of its updates' metrics; of
+        what only some logged, a topic's own, the means over those."""
+        before, passes = (int(self.dealing.epochs(u)) for u in (update - 1, update))
         if passes > before and self.this_epoch:
-            names = self.this_epoch[-1]
-            self.tell("on_epoch_end", passes, {name: fmean(m[name] for m in self.this_epoch) for name in names})
+            names = dict.fromkeys(name for metrics in self.this_epoch for name in metrics)
+            means = {name: fmean(m[name] for m in self.this_epoch if name in m) for name in names}
+            self.tell("on_epoch_end", passes, means)
             self.this_epoch = []
 
     def set_kl_coef(self, beta: float) -> None:
@@ -442,9 +470,10 @@ class OnPolicyLoop(ABC):
     def note_memory(self) -> None:
         self.peak_memory = max(self.peak_memory, memory_in_use(self.accelerator.device))
 
-    def evaluate(self, prompts: Sequence[str | Sequence[dict[str, str]]] | None = None) -> dict[str, float]:
-        """Metrics on the evaluation prompts, logged and kept in `evaluations`; or on others, texts or chats, which are
-        neither. With the same random numbers every time. Raises UserError for prompts that cannot be read."""
+    def evaluate(self, prompts: Sequence[GivenPrompt] | None = None) -> dict[str, float]:
+        """Metrics on the evaluation prompts, logged and kept in `evaluations`; or on others, as `examples_of` reads
+        them, which are neither. With the same random numbers every time. Raises UserError for prompts that cannot be
+        read."""
         if prompts is not None:
             kept, _ = encode_prompts(self.processing_class, examples_of(prompts), self.config.data.prompt_length)
             if not kept:
@@ -461,9 +490,10 @@ class OnPolicyLoop(ABC):
         """Replies to some prompts, scored; perplexity on the run's fixed text."""
         self.fix_text()
         pad = self.processing_class.pad_token_id
-        replies = self.replies_to(prompts)
+        replies, topics = self.replies_to(prompts), [self.topic_tags.get(p.example.topic) for p in prompts]
         with self.limits.within("an evaluation"):
-            return evaluate(replies, self.state.global_step, self.actor, self.rewards, self.text, pad, self.dtype)
+            parts = self.actor, self.rewards, self.text, pad, self.dtype, topics
+            return evaluate(replies, self.state.global_step, *parts)
 
     def replies_to(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """The evaluation's replies, some prompts at a time."""

@@ -65,7 +65,8 @@ class Bench:
         sources = self._find_rewards()
         judge_folder = find_judge(self.config, models, settings)
         self.start = find_start(self.config) if has_start(models, settings) else None
-        self.tokenizers = {m.source: load_tokenizer(m.source) for m in (*filter(None, [self.start]), *models)}
+        plain, every = self.config.data.plain_prompts, (*filter(None, [self.start]), *models)
+        self.tokenizers = {m.source: load_tokenizer(m.source, plain) for m in every}
         self.tokenizer = self.tokenizers[(self.start or models[0]).source]
         self.followed, self.examples = self._draw_prompts(screen)
         self.rewards, _ = make_rewards(self.config, sources, self.tokenizer, device)
@@ -102,8 +103,9 @@ class Bench:
         measure on: from the others, where they are enough."""
         data, count = self.config.data, self.settings.num_prompts
         sets = load_prompts(
-            data.prompts, self.tokenizer, data.split, data.prompt_length, data.max_prompts, EVERY_PROMPT, screen.say
-        )
+            data.prompts, self.tokenizer, data.split, data.prompt_length, data.max_prompts, EVERY_PROMPT, screen.say,
+            topics=data.steps_per_topic is not None and self.settings.prompts is None,
+        )  # fmt: skip
         looked_at = 0
         for model in self.models:
             if model.run is not None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from peft import PeftModel
@@ -21,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from config import Config
 from reward_model.scorer import ROWS_AT_ONCE as SCORED_AT_ONCE
 from rlhf.actor_critic import backbone_of, base_of, floats_at_once, logits_at_once
+from rlhf.dealing import Dealing
 from rlhf.decoding import blockable
 from rlhf.engines import SPAN, default_engine, slots_for
 from rlhf.evaluation import ROWS_AT_ONCE as READ_AT_ONCE
@@ -31,7 +31,7 @@ from rlhf.models import autocast_dtype
 from rlhf.packing import Passage, packable
 from rlhf.prompts import Prompt
 from rlhf.rewards import LearnedReward
-from rlhf.rollout import Replies, generator, tokens_at_once
+from rlhf.rollout import Replies, tokens_at_once
 from rlhf.vllm_engine import MEMORY_SHARE
 
 # Bytes that are no tensor of ours: libraries' code and tables touched in use (found with a tiny model); on a card
@@ -188,12 +188,7 @@ def what_helps(config: Config, policy: PreTrainedModel | PeftModel, foretell: Ca
 
 def fullest_batch(config: Config, prompts: Sequence[Prompt], updates: int) -> list[Prompt]:
     """The prompts of the update that has the most prompt tokens, one an episode, as the loop will deal them."""
-    size, lengths = config.batch.batch_size, np.array([len(p.ids) for p in prompts])
-    passes = range(-(-updates * size // len(prompts)))
-    orders = [generator(config.run.seed, p, "order").permutation(len(prompts)) for p in passes]
-    dealt = np.concatenate(orders)[: updates * size].reshape(updates, size)
-    fullest = dealt[lengths[dealt].sum(1).argmax()]
-    return [prompts[i] for i in fullest for _ in range(config.group_size)]
+    return [prompt for prompt in Dealing(config, prompts).fullest(updates) for _ in range(config.group_size)]
 
 
 @dataclass(frozen=True)
@@ -290,9 +285,10 @@ class _Plan:
 
     def begun(self, passages: Sequence[Passage]) -> dict[str, int]:
         """The first optimizer step's forward pass, where it is the one that measures the rollout."""
-        if self.config.batch.minibatches > 1 or len(passages) > 1 or self.network.checkpointing:
+        network = self.network
+        if self.config.batch.minibatches > 1 or len(passages) > 1 or network.checkpointing or network.dropout:
             return {}
-        kept = self.network.kept(passages[0]) + self.rounding
+        kept = network.kept(passages[0]) + self.rounding
         return {BEGUN: self.passes * kept, GAPS_LEFT: self.gaps(passages[0])}
 
     def gaps(self, passage: Passage) -> int:

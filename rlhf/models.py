@@ -79,15 +79,17 @@ def readable(name: str, way_out: str = "Give a whole model folder with safetenso
         raise UserError(f"cannot be loaded: {name} ({reason}). {way_out}") from None
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, plain: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, padding on the left, with the EOS that its replies end with, and a pad token that is
-    not EOS.
+    not EOS; `plain`, without its chat template, which base models may have, too.
 
     SmolLM2's chat tokenizer ships pad = EOS: whoever masks by `ids != pad` would then never learn to stop. A reply of
     a Gemma that was tuned on chats ends with `<end_of_turn>`, whereas its tokenizer's EOS ends a document.
     """
     with readable(name, "Give a model folder that holds its tokenizer, too"):
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
+    if plain:
+        tokenizer.chat_template = None
     if tokenizer.eos_token_id is None:
         raise UserError(f"no EOS token: tokenizer of {name}. Set eos_token in its tokenizer_config.json")
     end = end_of_turn(tokenizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from config import ALGORITHMS, Config, make_config
+from config import ALGORITHMS, LENGTHS, Config, make_config
 from rlhf.callbacks import kl_controller
 from rlhf.console import Screen
 from rlhf.demo.parts import gold_of
@@ -76,6 +76,6 @@ def other_algorithm(config: Config, episodes: int) -> str:
     a recipe and a seed do not say."""
     other = next(name for name in ALGORITHMS if name != config.algorithm)
     plain = make_config(config.recipe, config.algorithm)
-    if differences(as_plain(config), as_plain(plain), (*MAY_DIFFER, *Config.exclusive)):
+    if differences(as_plain(config), as_plain(plain), (*MAY_DIFFER, *LENGTHS)):
         return f"python train_{other}.py with the settings that both have, and --episodes {episodes}"
     return f"python train_{other}.py --recipe {config.recipe} --seed {config.run.seed} --episodes {episodes}"

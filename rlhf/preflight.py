@@ -17,8 +17,9 @@ from config import Config
 from reward_model.scorer import METRICS_FILE, RewardModel, pair_accuracy
 from rlhf.actor_critic import base_of
 from rlhf.console import Screen
+from rlhf.dealing import Dealing, one_line
 from rlhf.errors import UserError, raise_if
-from rlhf.prompts import Example, PromptSets, question_hash
+from rlhf.prompts import Example, Prompt, PromptSets, question_hash
 from rlhf.system import cap_card_memory
 
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
@@ -88,6 +89,18 @@ def check_prompts(prompts: PromptSets, start: StartModel, reply_length: int, sou
         else:
             screen.say(f"no chat template: {start.name} reads prompts as plain text, and the reply follows at once")
     raise_if(faults)
+
+
+def check_topics(config: Config, train: Sequence[Prompt], screen: Screen) -> None:
+    """Warn where a topic has fewer prompts than a batch, so that some come several times in one."""
+    dealing, size = Dealing(config, train), config.batch.batch_size
+    counts = {one_line(topic): len(dealing.stacks[topic]) for topic in dealing.topics}
+    short = [f"{topic} {count}" for topic, count in counts.items() if count < size]
+    if short:
+        screen.say(
+            f"warning: {len(short)} topics have fewer prompts than a batch of {size} ({', '.join(short)}): "
+            "--steps-per-topic. Some will stand several times in a batch; give more, or a smaller --batch-size"
+        )
 
 
 def context_faults(lengths: Sequence[int], context: int | None, reply_length: int, source: str) -> list[str]:

@@ -52,12 +52,14 @@ class Example:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def load_examples(source: str, pairs: bool = False, say: Callable[[str], None] = print) -> list[Example]:
+def load_examples(
+    source: str, pairs: bool = False, say: Callable[[str], None] = print, topics: bool = False
+) -> list[Example]:
     """All rows of a local JSONL file or of a hub dataset's train split, in order.
 
-    `pairs` asks for a chosen and a rejected reply in every row. Raises UserError with every bad row's place. Of a hub
-    dataset, which its user cannot correct, up to 5% of bad rows are left out and told through `say`; so is a share of
-    repeated rows above 5%.
+    `pairs` asks for a chosen and a rejected reply in every row, `topics` for a topic. Raises UserError with every bad
+    row's place. Of a hub dataset, which its user cannot correct, up to 5% of bad rows are left out and told through
+    `say`; so is a share of repeated rows above 5%.
     """
     file = Path(source).expanduser()
     is_local = is_path(source) or file.exists()
@@ -66,7 +68,7 @@ def load_examples(source: str, pairs: bool = False, say: Callable[[str], None] =
     examples, faults = [], []
     for where, row in rows:
         try:
-            examples.append(_example(row, where, pairs, columns))
+            examples.append(_example(row, where, pairs, columns, topics))
         except UserError as error:
             faults += error.faults
     if faults and not is_local and len(faults) <= FORGIVEN_SHARE * len(rows):
@@ -114,7 +116,7 @@ def _read_hub(name: str) -> list[tuple[str, Any]]:
     return [(f"{name} row {i}", row) for i, row in enumerate(load_dataset(source, split="train"))]
 
 
-def _example(row: Any, where: str, pairs: bool, columns: Set[str] = frozenset()) -> Example:
+def _example(row: Any, where: str, pairs: bool, columns: Set[str] = frozenset(), topics: bool = False) -> Example:
     """`columns`: those that rows of this data have."""
     if not isinstance(row, dict):
         raise UserError(f"not a JSON object: {where}. Each row is an object with {READABLE}")
@@ -125,12 +127,17 @@ def _example(row: Any, where: str, pairs: bool, columns: Set[str] = frozenset())
         raise UserError(
             f'no "chosen" and "rejected": {where}, columns {sorted(row)}. A reward model learns from pairs'
         )
+    topic = _typed(row, "topic", str, None, where)
+    if topics and not (topic or "").strip():
+        raise UserError(
+            f"no topic: {where}, columns {sorted(row)}. Give every row one, or leave out --steps-per-topic"
+        )
     example = Example(
         messages=tuple(messages),
         chosen=_reply(row, "chosen", where) if has_pair else None,
         rejected=_reply(row, "rejected", where) if has_pair else None,
         rejected_ended=_typed(row, "rejected_ended", bool, True, where),
-        topic=_typed(row, "topic", str, None, where),
+        topic=topic,
         flaw=_typed(row, "flaw", str, None, where),
     )
     if has_pair and example.chosen == example.rejected and example.rejected_ended:
@@ -232,9 +239,13 @@ def question_hash(example: Example) -> str:
     return hashlib.sha256(example.question.encode()).hexdigest()[:12]
 
 
-def distinct_questions(examples: Iterable[Example]) -> list[Example]:
-    """The first example of every distinct prompt (system text counts), in order."""
-    return list({json.dumps(e.messages): e for e in reversed(list(examples))}.values())[::-1]
+def distinct_questions(examples: Iterable[Example], by_topic: bool = False) -> list[Example]:
+    """The first example of every distinct prompt (system text counts, and if asked the topic), in order."""
+
+    def key(example: Example) -> str:
+        return json.dumps((example.messages, example.topic if by_topic else None))
+
+    return list({key(e): e for e in reversed(list(examples))}.values())[::-1]
 
 
 # --- rendering -------------------------------------------------------------------------------------------------------
@@ -369,13 +380,15 @@ def load_prompts(
     most: int,
     most_evaluation: int,
     say: Callable[[str], None] = print,
+    topics: bool = False,
 ) -> PromptSets:
-    """Read, split and render. Raises UserError where no prompt remains to train or evaluate on."""
-    examples = load_examples(source, say=say)
+    """Read, split and render; with `topics` each row has one. Raises UserError where no prompt remains to train or
+    evaluate on; a topic of which none remains to train on is told."""
+    examples = load_examples(source, say=say, topics=topics)
     has_pairs = any(e.chosen is not None for e in examples)
     split = split or (Split(45, 45, 10) if has_pairs else Split(0, 90, 10))
     parts = split_examples(examples, split)
-    sets = render_sets(tokenizer, parts["rl"], parts["evaluation"], longest)
+    sets = render_sets(tokenizer, parts["rl"], parts["evaluation"], longest, topics)
     for name, kept, part in (("train", sets.train, parts["rl"]), ("evaluate", sets.evaluation, parts["evaluation"])):
         if not kept:
             shortest = min((len(encode_prompt(tokenizer, e.messages)) for e in part), default=0)
@@ -383,9 +396,17 @@ def load_prompts(
                 f"no prompt left to {name} on: {source}, {len(examples)} rows, split {split}, {len(part)} in this "
                 f"part, the shortest of {shortest} tokens. Give more rows, another --split or a larger --prompt-length"
             )
+    train = sets.train[:most]
+    left = {p.example.topic for p in train}
+    gone = [topic for topic in dict.fromkeys(e.topic for e in examples) if topic not in left] if topics else []
+    if gone:
+        say(
+            f"warning: no prompt left to train on of {len(gone)} topics ({', '.join(gone)}): {source}. Give more rows "
+            "of them, another --split, or a larger --max-prompts or --prompt-length"
+        )
     return dataclasses.replace(
         sets,
-        train=sets.train[:most],
+        train=train,
         evaluation=sets.evaluation[:most_evaluation],
         rows=len(examples),
         split=split,
@@ -394,22 +415,30 @@ def load_prompts(
 
 
 def render_sets(
-    tokenizer: PreTrainedTokenizerBase, train: Sequence[Example], evaluation: Sequence[Example], longest: int
+    tokenizer: PreTrainedTokenizerBase,
+    train: Sequence[Example],
+    evaluation: Sequence[Example],
+    longest: int,
+    by_topic: bool = False,
 ) -> PromptSets:
-    """The distinct prompts of two lists, as ids."""
-    kept, too_long = encode_prompts(tokenizer, distinct_questions(train), longest)
-    held_out, too_long_evaluation = encode_prompts(tokenizer, distinct_questions(evaluation), longest)
+    """The distinct prompts of two lists, as ids; `by_topic`, a prompt of two topics is two."""
+    kept, too_long = encode_prompts(tokenizer, distinct_questions(train, by_topic), longest)
+    held_out, too_long_evaluation = encode_prompts(tokenizer, distinct_questions(evaluation, by_topic), longest)
     return PromptSets(kept, held_out, too_long=too_long + too_long_evaluation)
 
 
-def examples_of(prompts: Sequence[str | Sequence[dict[str, str]]]) -> list[Example]:
-    """Prompts given in Python, each a text or a chat of {"role", "content"}. Raises UserError with every fault."""
+GivenPrompt = str | Sequence[dict[str, str]] | dict[str, Any]
+
+
+def examples_of(prompts: Sequence[GivenPrompt], topics: bool = False) -> list[Example]:
+    """Prompts given in Python, each a text, a chat of {"role", "content"}, or a row with a data file's columns, which
+    it must be to have a topic. Raises UserError with every fault."""
     examples, faults = [], []
     for i, prompt in enumerate(prompts):
         is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-        row = {"messages": list(prompt)} if is_chat else {"prompt": prompt}
+        row = prompt if isinstance(prompt, dict) else {"messages": list(prompt)} if is_chat else {"prompt": prompt}
         try:
-            examples.append(_example(row, f"prompt {i + 1}", pairs=False))
+            examples.append(_example(row, f"prompt {i + 1}", pairs=False, topics=topics))
         except UserError as error:
             faults += error.faults
     raise_if(faults)

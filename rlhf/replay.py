@@ -47,7 +47,9 @@ def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
     scores = scores_again(trainer, rollout)
     said += [(f"scores of {name}", state_of(torch.tensor(given))) for name, given in scores.items()]
     batch = batch_of(trainer, incident, rollout, scores)
-    stats = trainer.minibatch_gradients(batch, incident.said["rows"] or list(range(len(incident.rows))))
+    trainer.model.train()
+    with trainer.dropout_stream(incident.said["update"]):
+        stats = trainer.minibatch_gradients(batch, incident.said["rows"] or list(range(len(incident.rows))))
     said += [(name, f"{float(value):.6g}") for name, value in stats.items()]
     gradients = [(name, w.grad) for name, w in trainer.actor.named_parameters() if w.grad is not None]
     said += [(f"gradient of {name}", state_of(grad)) for name, grad in gradients if not grad.isfinite().all()]

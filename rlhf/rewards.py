@@ -87,6 +87,11 @@ def length_penalty(completion_ids: Sequence[Sequence[int]], **_) -> list[float]:
     return [-float(len(ids)) for ids in completion_ids]
 
 
+def word_penalty(completions: Sequence[str], **_) -> list[float]:
+    """Minus the reply's words: its weight is the price of a word."""
+    return [-float(len(text.split())) for text in completions]
+
+
 def keyword_bonus(keywords: Sequence[str]) -> RewardFunction:
     """1 for a reply that holds one of `keywords` (in any case), else 0."""
     wanted = [k.casefold() for k in keywords]
@@ -102,7 +107,11 @@ def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
 
     Raises UserError where there is none.
     """
-    built_in = {"length_penalty": length_penalty, "keyword_bonus": keyword_bonus(keywords)}
+    built_in = {
+        "length_penalty": length_penalty,
+        "word_penalty": word_penalty,
+        "keyword_bonus": keyword_bonus(keywords),
+    }
     if name in built_in:
         return built_in[name]
     path, colon, attribute = name.rpartition(":")

@@ -17,7 +17,7 @@ from rlhf.weights import ADAPTER_FILE, BEST_FOLDER, MERGED_FOLDER, WEIGHTS_FILE
 
 # of a run's settings, those that decide what its replies and scores are
 MEASURED_WITH = (
-    *("actor_model", "rm_model", "reward_func", "reward_weights", "keywords"),
+    *("actor_model", "rm_model", "reward_func", "reward_weights", "keywords", "plain_prompts"),
     *("prompts", "split", "prompt_length", "eval_text", "reply_length", "temperature", "top_k", "top_p"),
 )
 

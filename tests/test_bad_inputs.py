@@ -125,6 +125,13 @@ def prompts(count: int, repeated: int = 0, words: str = "") -> Given:
     return lambda world: ["--prompts", world.write("rows.jsonl", "\n".join(map(json.dumps, rows)))]
 
 
+def topics(rare: int) -> Given:
+    """Sixty prompts of one topic, and then a few of another."""
+    rows = [{"prompt": f"question {i}?", "topic": "rare" if i >= 60 else "common"} for i in range(60 + rare)]
+    return lambda world: ["--prompts", world.write("rows.jsonl", "\n".join(map(json.dumps, rows))),
+                          "--steps-per-topic", 2]  # fmt: skip
+
+
 def tokenizer(flag: str, change: Callable, **attributes: object) -> Given:
     """A model whose tokenizer is changed, and then has `attributes`."""
 
@@ -433,6 +440,17 @@ DATA = [
         r"not UTF-8: .*latin\.jsonl, byte 15\. Save the file as UTF-8"),
     Row(30, "no prompt column", data({"text": "a"}),
         rf"no prompt: {AT_LINE_2}, columns \['text'\]\. A row has \"question\""),
+    Row(30, "no topic in some rows",
+        lambda world: [*data({"prompt": "a", "topic": " "})(world), "--steps-per-topic", 2],
+        r"no topic: .*rows\.jsonl:1, '.+', columns \['chosen', 'prompt', 'rejected'\]\. Give every row one, "
+        r"or leave out --steps-per-topic\n.*no topic: .*rows\.jsonl:2, '.+', columns \['prompt', 'topic'\]"),
+    Row(30, "a topic of fewer prompts than a batch", lambda world: [*topics(2)(world), "--dry-run"],
+        r"warning: 1 topics have fewer prompts than a batch of 4 \(rare [12]\): --steps-per-topic\. Some will stand",
+        status=0),
+    Row(30, "a topic that the split leaves nothing of",
+        lambda world: [*topics(2)(world), "--max-prompts", 30, "--dry-run"],
+        r"warning: no prompt left to train on of 1 topics \(rare\): .*rows\.jsonl\. Give more rows of them, another",
+        status=0),
     Row(31, "prompt misspelt in some rows", data({"promt": "a", "chosen": "b", "rejected": "c"}),
         rf"unknown column 'promt': {AT_LINE_2}\. Did you mean 'prompt', as in other rows\?"),
     Row(31, "chosen misspelt in some rows", pairs({"prompt": "a", "choosen": "b", "rejected": "c"}),

@@ -20,7 +20,7 @@ LEVELS = [
      "rlhf.statistics", "rlhf.curves", "reward_model.scorer"},
     {"rlhf.rollout", "rlhf.decoding", "rlhf.engines", "rlhf.vllm_engine", "rlhf.rewards",
      "rlhf.evaluation", "rlhf.weights", "rlhf.guard", "rlhf.report", "rlhf.metrics",
-     "rlhf.curve_pictures", "rlhf.trained", "rlhf.tokens"},
+     "rlhf.curve_pictures", "rlhf.trained", "rlhf.tokens", "rlhf.dealing"},
     {"rlhf.loop", "rlhf.ppo_trainer", "rlhf.grpo_trainer", "rlhf.callbacks", "rlhf.outcome", "rlhf.seeds",
      "rlhf.api", "rlhf.resume", "rlhf.trainer_state", "rlhf.incidents", "rlhf.replay", "rlhf.preflight", "rlhf.checks",
      "rlhf.assembly", "rlhf.memory", "reward_model.training", "rlhf.export", "rlhf.model_card", "rlhf.chat",

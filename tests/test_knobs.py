@@ -59,6 +59,7 @@ BY_RUN = {
     "lora_r": (["--lora-r", "2"], ["--use-lora"]),
     "lora_alpha": (["--lora-alpha", "2"], ["--use-lora"]),
     "lora_targets": (["--lora-targets", "down_proj"], ["--use-lora"]),
+    "lora_dropout": (["--lora-dropout", "0.3"], ["--use-lora"]),
     "load_in_4bit": (["--load-in-4bit"], ["--use-lora"]),
     "bf16": (["--bf16"], []),
     "split": (["--split", "10/80/10"], []),
@@ -212,6 +213,16 @@ def seen_prompts(configured, tmp_path):
     return first("--prompts", tmp_path / "p.jsonl"), first()
 
 
+def seen_plain_prompts(configured, tmp_path):
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": f"text {i} TL;DR:"}) for i in range(50)))
+
+    def first(*flags):
+        parts = load_parts(configured("--prompts", tmp_path / "p.jsonl", *flags), CPU, Screen())
+        return parts.tokenizer.decode(list(parts.prompts.train[0].ids))
+
+    return first("--plain-prompts"), first()
+
+
 def seen_epochs(configured, tmp_path):
 
     def updates(epochs):
@@ -260,6 +271,7 @@ SEEN = {
         seen_rm_model,
         seen_allow_weak_reward_model,
         seen_prompts,
+        seen_plain_prompts,
         seen_reward_timeout,
         seen_epochs,
         seen_overwrite,
@@ -276,6 +288,19 @@ def test_something_else_differs(configured, tmp_path, name):
 
 def test_micro_batch_size_changes_the_number_of_passes(build):
     assert passes_in_training(build, "--micro-batch-size", "1") == 4 * passes_in_training(build)
+
+
+def test_gradient_accumulation_steps_are_micro_batches_of_an_optimizer_step(build):
+    """Four episodes in pairs: two passes, and two optimizer steps or one."""
+
+    def steps_and_passes(*flags):
+        flags = ("--ppo-epochs", 1, *flags)
+        return build(*flags).one_update(1)["optimizer_steps"], passes_in_training(build, *flags)
+
+    assert steps_and_passes("--micro-batch-size", 2, "--gradient-accumulation-steps", 1) == (2, 2)
+    assert steps_and_passes("--micro-batch-size", 2, "--gradient-accumulation-steps", 2) == (1, 2)
+    assert steps_and_passes("--gradient-accumulation-steps", 4) == (1, 4)
+    assert steps_and_passes() == (1, 1)
 
 
 def test_gradient_checkpointing_recomputes(build):
@@ -367,8 +392,9 @@ def test_check_tries_the_run_out_and_makes_none(configured, capsys):
     assert "optimizer steps  ok" not in capsys.readouterr().out and Path(config.run.output).exists()
 
 
-APART = {"micro_batch_size", "gradient_checkpointing", "output", "dry_run", "check", "rollout_engine", "rollout_slots",
-         "packed", "fused_head"}  # each has its own test above  # fmt: skip
+APART = {"micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "output", "dry_run", "check",
+         "rollout_engine", "rollout_slots", "packed", "fused_head"}  # each has its own test above  # fmt: skip
+DEALT = {"steps_per_topic"}  # tests/test_dealing.py
 RESUMED = {"save_every", "keep", "resume", "resume_anyway"}  # tests/test_resume.py
 GUARDED = {"replay", "rollback_on_kl"}  # tests/test_guard.py
 RECORDED = {"record_tokens", "record_format", "record_every", "record_prompts"}  # tests/test_tokens.py
@@ -376,7 +402,7 @@ EXPORTED = {"merge_lora", "export_from", "push_to_hub", "hub_private"}  # tests/
 
 
 def test_every_knob_has_a_row():
-    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED}
+    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED, *DEALT}
     assert set(knobs_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *SEEN, *APART, *elsewhere}
 
 
@@ -384,6 +410,7 @@ def test_every_knob_has_a_row():
 
 REWARD_KNOBS = {
     "split": ["--split", "60/30/10"],
+    "plain_prompts": ["--plain-prompts"],
     "pair_length": ["--pair-length", "50"],
     "rm_learning_rate": ["--rm-learning-rate", "1e-2"],
     "rm_epochs": ["--rm-epochs", "2"],

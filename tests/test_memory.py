@@ -33,11 +33,12 @@ ATTENTION, ALL = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_proj", "v_proj", 
 LENGTHS = {"alike": [6, 6, 6, 6], "unlike": [6, 4, 5, 6], "one prompt": [6, 6, 6, 6]}
 
 
-def policy(folder, layers: int, kind, targets, load_in_4bit: bool, dtype):
+def policy(folder, layers: int, kind, targets, load_in_4bit: bool, dtype, dropout: float = 0.0):
     torch.manual_seed(0)
     if not (folder / str(layers)).exists():
         AutoModelForCausalLM.from_config(kind(num_hidden_layers=layers, **SHAPE)).save_pretrained(folder / str(layers))
-    lora = LoraConfig(r=5, target_modules=list(targets), task_type="CAUSAL_LM") if targets else None
+    shape = {"r": 5, "lora_dropout": dropout, "task_type": "CAUSAL_LM"}
+    lora = LoraConfig(target_modules=list(targets), **shape) if targets else None
     more = {"load_in_4bit": load_in_4bit, "dtype": dtype}
     return load_policy(str(folder / str(layers)), lora=lora, device=CPU, vocabulary=64, **more).train()
 
@@ -82,6 +83,16 @@ def test_a_layer_keeps_what_autograd_saves(tmp_path, targets, load_in_4bit, dtyp
     assert network.kept(passage) == pytest.approx(counted[1], rel=0.05)
 
 
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("targets", [ATTENTION, ALL], ids=["attention", "all"])
+def test_a_layer_keeps_what_dropout_saves(tmp_path, targets, dtype, lengths):
+    passage = passage_of(lengths)
+    models = [policy(tmp_path, layers, LlamaConfig, targets, False, dtype, dropout=0.1) for layers in (2, 3)]
+    counted = [saved(model, passage, dtype) for model in models]
+    assert Network.of(base_of(models[0]), dtype).kept_by_layer(passage) == counted[1] - counted[0]
+
+
 def test_norms_of_single_heads_are_layers_norms_too(tmp_path):
     network = Network.of(policy(tmp_path, 2, Qwen3Config, (), False, None), None)
     assert sorted(network.norms) == [(1, 128), (1, 128), (2, 2 * 48), (4, 4 * 48)]
@@ -104,6 +115,7 @@ VARIANTS = {
         "filters, no fused head": {"top_p": 0.9, "fused_head": False},
         "adapters": {"use_lora": True, "bf16": True},
         "micro-batches": {"micro_batch_size": 1},
+        "dropout": {"use_lora": True, "lora_dropout": 0.1},
         "minibatches, padded": {"minibatches": 2, "packed": False, "rollout_engine": "plain"},
     },
 }

@@ -20,6 +20,7 @@ from rlhf.memory import fullest_batch
 from rlhf.prompts import Example, Prompt
 from rlhf.runlogs import read_run
 from rlhf.tokens import read_tokens, recorded_updates
+from tests.conftest import attach
 from tests.kills import differing
 from tests.test_resume import Killed, interrupt
 
@@ -185,6 +186,20 @@ def test_a_run_by_topics_is_logged_drawn_and_recorded_by_topic(words, tmp_path, 
         assert evaluated.values[1] == pytest.approx(sum(scores) / len(scores), abs=1e-5)
     recorded = {f.stem: {row["topic"] for row in read_tokens(f)} for f in recorded_updates(tmp_path / "run", "-")}
     assert recorded["update-000003"] == {"tea & cake"} and recorded["update-000004"] == {"rain"}
+
+
+def test_without_steps_the_column_is_carried_along_and_otherwise_unused(build, topic_file, tmp_path):
+    flags = ("--prompts", topic_file, "--num-iterations", 1, "--record-tokens", "--reply-length", 4)
+    trainer = build(*flags)
+    attach(trainer)
+    trainer.train()
+    assert trainer.dealing.topics == [] and trainer.dealing.topic_of(1) is None
+    assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("topic")]
+    (file,) = (tmp_path / "run" / "tokens").iterdir()
+    topics = {p.example.topic for p in trainer.train_prompts}
+    assert {row["topic"] for row in read_tokens(file)} <= topics and len(topics) == 3
+    sample = json.loads((tmp_path / "run" / "samples" / "update-000000.jsonl").read_text().splitlines()[0])
+    assert sample["topic"] == trainer.evaluation_prompts[0].example.topic
 
 
 def test_a_question_of_two_topics_is_a_prompt_of_each(configured, topic_file):

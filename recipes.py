@@ -69,6 +69,7 @@ RECIPES = {
             "best_rule": "perplexity",
         },
         "ppo": {
+            "critic": "separate",  # "4-bit + value head" beside the actor
             "entropy_coef": 0.01,
             "value_coef": 1.0,  # the source's 0.5 x plain MSE; ours has the half inside
             "gamma": 0.99,
@@ -151,7 +152,7 @@ RECIPES = {
             "eval_every": 50,
             "save_every": 50,
         },
-        "ppo": {"gamma": 0.99, "lam": 0.95},
+        "ppo": {"critic": "separate", "gamma": 0.99, "lam": 0.95},
         "grpo": {"K": 8, "kl_horizon": 640},
         "reward_model": {
             "base_model": "Qwen/Qwen3-0.6B-Base",

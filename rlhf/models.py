@@ -197,7 +197,7 @@ def load_policy(
     tokenizer's size. Raises UserError as `check_policy`, and for weights that are no numbers.
     """
     config = check_policy(name, vocabulary, lora.target_modules if lora is not None else ())
-    config.attention_dropout = 0.0  # layers read it as they are made; it would act in train mode
+    _drop_nothing(config)
     quantization = (
         BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype or torch.float32)
         if load_in_4bit
@@ -242,6 +242,15 @@ def load_adapter(base: PreTrainedModel, folder: str) -> PeftModel:
     except RuntimeError as error:  # shapes that do not fit
         reason = str(error).strip().splitlines()[-1].strip()[:160]
         raise UserError(f"does not fit its base: {folder} ({reason}). Name its base with --baseline") from None
+
+
+def _drop_nothing(config: PretrainedConfig) -> None:
+    """Dropout would act in train mode, and the first ratio would not be 1. TRL turns off what is a module; the rest
+    are functions, whose shares the layers read as they are made."""
+    text = config.get_text_config()
+    for name, value in list(vars(text).items()):
+        if "drop" in name and isinstance(value, float):
+            setattr(text, name, 0.0)
 
 
 def _keep_one_forward(model: PreTrainedModel) -> None:

@@ -27,6 +27,7 @@ from transformers import (
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
     Qwen3Config,
 )
 
@@ -423,6 +424,19 @@ def test_what_cannot_be_packed_falls_back_by_itself(what, words, tmp_path):
     assert not run.trainer.packed
     test_it_begins_where_the_start_model_is(run)
     test_log_probs_are_those_of_plain_transformers(run, engine="plain")
+
+
+def test_positions_and_dropout_of_another_kind(words, tmp_path):
+    """OPT: positions are learned, so that every position has to be right, where rotations tell distances alone; and
+    dropout is a function, which no list of modules shows."""
+    more = {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.2, "attention_dropout": 0.2, "init_std": 0.15}
+    folder = make_family(tmp_path / "start", shapes.smollm2_tokenizer(), OPTConfig, **more)
+    output, killed = tmp_path / "run", tmp_path / "killed"
+    seen = train([*words("llama"), "--actor-model", str(folder)], "ppo", output, killed)
+    run = Run(FAMILIES["llama"], "full", "ppo", folder, output, killed, **seen)
+    test_it_begins_where_the_start_model_is(run)
+    test_log_probs_are_those_of_plain_transformers(run)
+    test_the_fast_engine_writes_the_plain_replies(run)
 
 
 def test_logits_that_are_more_than_the_heads_are_refused(words, tmp_path):

@@ -37,7 +37,7 @@ from rlhf.models import (
 )
 from rlhf.prompts import Example, encode_prompts, load_examples, question_hash, split_examples
 from rlhf.rollout import uniforms
-from rlhf.runlogs import check_output, claim_output, environment
+from rlhf.runlogs import LOCK_FILE, check_output, claim_output, environment
 
 DEFAULT_SPLIT = Split(45, 45, 10)
 SMALLEST_STD = 1e-3  # raw scores that spread less than this are one score: nothing to calibrate
@@ -74,11 +74,13 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
     run_training(model, train, config, screen)
     record = measure_and_calibrate(model, held_out, replies, source)
     show_record(record, screen)
-    moved = claim_output(folder, **placing)
+    held, moved = claim_output(folder, **placing)
     if moved:
         screen.say(moved)
     record |= {"train_questions": sorted({question_hash(p) for p in train}), "settings": as_plain(config)}
     save_reward_model(model, record, folder)
+    held.close()
+    (folder / LOCK_FILE).unlink()  # what is there now is a model, no run that goes on
     screen.say(f"reward model saved in {folder}")
     return folder
 

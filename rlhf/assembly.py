@@ -338,7 +338,7 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
 def files_print(name: str | None, pattern: str) -> str | None:
     """SHA-256 of a file, or of those in a folder: of their names, sizes and last MiB, which no two trainings leave
     alike. None where `name` is neither (a name on the hub, a built-in rule)."""
-    if name is None or not Path(name).exists():
+    if not name or not Path(name).exists():
         return None
     print_ = hashlib.sha256()
     for file in sorted(Path(name).glob(pattern)) if Path(name).is_dir() else [Path(name)]:

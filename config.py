@@ -7,14 +7,20 @@ defaults, recipe (`recipes.py`), YAML file (`--config`), flags.
 
 from __future__ import annotations
 
+import math
 import sys
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from recipes import RECIPES
 from rlhf.cli import build, resolve
 from rlhf.errors import UserError, did_you_mean
-from rlhf.knobs import KLTarget, Split, as_in, knob
+from rlhf.knobs import HubName, KLTarget, Split, as_in, bare_targets, knob
+from rlhf.runlogs import RUN_FILE, flat_settings, read_run, seed_folder
+
+IN_A_ROW = 3  # updates that are dropped, or whose KL has run away, after which it is no chance
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,20 @@ class ModelSettings:
     allow_weak_reward_model: bool = knob(
         False, "go on with a reward model whose held-out accuracy is under 0.6 or under its length baseline"
     )
-    use_lora: bool = knob(False, "train low-rank adapters instead of all weights")
-    lora_r: int = knob(16, "rank of the adapters", low=1, aliases=("rank",))
-    lora_alpha: float = knob(32.0, "scaling of the adapters: their output is multiplied by alpha / r", above=0)
+    use_lora: bool = knob(
+        False, "train low-rank adapters instead of all weights; in a YAML file, a block `lora:` turns them on"
+    )
+    lora_r: int = knob(16, "rank of the adapters", low=1, aliases=("rank", "r"))
+    lora_alpha: float = knob(
+        32.0, "scaling of the adapters: their output is multiplied by alpha / r", above=0, aliases=("alpha",)
+    )
+    lora_dropout: float = knob(
+        0.0, "share of the adapters' inputs dropped at random in optimizer steps, never in measuring", low=0, below=1
+    )
     lora_targets: tuple[str, ...] = knob(
-        ("q_proj", "k_proj", "v_proj", "o_proj"), "modules that get an adapter", aliases=("target_modules",)
+        ("q_proj", "k_proj", "v_proj", "o_proj"),
+        "modules that get an adapter; all-linear: every linear layer but the head",
+        aliases=("target_modules",),
     )
     load_in_4bit: bool = knob(False, "keep the frozen weights in 4 bits (NF4); needs --use-lora")
     bf16: bool | None = knob(None, "bfloat16 autocast; unset: on a CUDA card that really has it, else float32")
@@ -52,6 +67,17 @@ class DataSettings:
     )
     split: Split | None = knob(
         None, "percent of questions for reward model / RL / evaluation; unset: 45/45/10, or 0/90/10 without pairs"
+    )
+    steps_per_topic: int | None = knob(
+        None,
+        "updates on the prompts of one topic (their column `topic`) before the next topic's, round and round; unset: "
+        "topics are not looked at",
+        low=1,
+    )
+    plain_prompts: bool = knob(
+        False,
+        "read prompts as plain text although the start model has a chat template: the reply follows at once, as base "
+        "models are used",
     )
     max_prompts: int = knob(10_000, "training prompts used at most", low=1)
     prompt_length: int = knob(256, "tokens; longer prompts are left out and counted", low=1)
@@ -100,6 +126,13 @@ class BatchSettings:
         "episodes per forward pass; 0: as many as 16,384 tokens hold on a card, 1,024 on a CPU. Changes memory, not "
         "the result",
         low=0,
+        aliases=("mini_batch_size",),
+    )
+    gradient_accumulation_steps: int | None = knob(
+        None,
+        "micro-batches whose gradients add up to an optimizer step, in place of --minibatches: each step is on "
+        "--micro-batch-size times as many episodes, or, where that is 0, in so many parts; unset: --minibatches",
+        low=1,
     )
     clip_range: float = knob(
         0.2, "the ratio is clipped to 1 +- this", above=0, below=1, aliases=("cliprange", "clip_epsilon")
@@ -126,6 +159,12 @@ class SpeedSettings:
 class PPOSettings:
     """PPO (Schulman et al. 2017): critic and advantages."""
 
+    critic: str = knob(
+        "shared",
+        "the value head reads the policy's hidden states (shared), or those of a second backbone, trained beside it: "
+        "twice the weights and moments, and twice the backward pass (separate)",
+        choices=("shared", "separate"),
+    )
     value_coef: float = knob(0.1, "weight of the value loss (0.5 x mean squared error)", low=0, aliases=("vf_coef",))
     value_clip_range: float = knob(
         0.2, "the value moves at most this far per rollout, score units", above=0, aliases=("cliprange_value",)
@@ -160,17 +199,24 @@ class RewardSettings:
     """What a reply is worth: the reward model's score, rules, or both."""
 
     reward_func: tuple[str, ...] = knob(
-        (), "rules beside the reward model: length_penalty, keyword_bonus, or FILE.py:NAME in TRL's signature"
+        (),
+        "rules beside the reward model: length_penalty, word_penalty, keyword_bonus, or FILE.py:NAME in TRL's "
+        "signature",
     )
     reward_weights: tuple[float, ...] | None = knob(
         None, "weights of the reward model (where there is one) and of each --reward-func, in order; unset: all 1"
+    )
+    reward_timeout: float = knob(
+        600.0, "seconds that a rule may take for a batch of replies, or the run stops", above=0
     )
     keywords: tuple[str, ...] = knob(("helpful",), "words of which one earns keyword_bonus, in any case")
     missing_eos_penalty: float = knob(
         0.0, "subtracted from the score of a reply that does not end, score units", low=0
     )
     normalize_scores: bool = knob(False, "divide the scores by running estimates of their mean and spread")
-    score_ema: float = knob(0.99, "weight of the old estimates in the running ones", low=0, below=1)
+    score_ema: float = knob(
+        0.99, "weight of the old estimates in the running ones", low=0, below=1, aliases=("normalizer_alpha",)
+    )
 
 
 ADAPTIVE_TARGET = "6/sequence"  # Ziegler et al. 2019, and reference systems seed_001 and seed_004
@@ -218,6 +264,9 @@ class OptimizerSettings:
     max_grad_norm: float = knob(1.0, "gradients are scaled down to this norm", above=0)
 
 
+EPOCHS, ROUNDS = 3.0, 1.0  # a run's length where none is named: passes over the prompts, rounds of all topics
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """Length of the run, and what it leaves behind."""
@@ -226,7 +275,12 @@ class RunSettings:
     seeds: tuple[int, ...] | None = knob(
         None, "one run after another with these seeds, into OUTPUT_seed42 and so on; finished ones are skipped", low=0
     )
-    epochs: float = knob(3.0, "passes over the training prompts", above=0, aliases=("num_train_epochs",))
+    epochs: float | None = knob(
+        None,
+        "passes over the training prompts, with --steps-per-topic rounds of all topics; unset: 3 passes, or one round",
+        above=0,
+        aliases=("num_train_epochs", "num_epochs"),
+    )
     num_iterations: int | None = knob(None, "updates, in place of --epochs", low=1)
     episodes: int | None = knob(
         None, "generated replies, in place of --num-iterations: an equal budget for both algorithms", low=1
@@ -243,7 +297,21 @@ class RunSettings:
     )
     output: str = knob("./ppo_training_output", "folder of the run", aliases=("output_dir",))
     overwrite: bool = knob(False, "delete the run that is in the output folder")
+    save_every: int = knob(50, "updates between checkpoints; the last update is always saved", low=1)
+    keep: int = knob(2, "checkpoints kept, the newest ones", low=1, aliases=("save_total_limit",))
+    resume: bool = knob(False, "go on from the output folder's newest sound checkpoint, with that run's settings")
+    rollback_on_kl: bool = knob(
+        False,
+        "after 3 updates in a row beyond 4 times the KL target: back to the last checkpoint's weights from before",
+    )
+    replay: str | None = knob(None, "an incident's folder: do its update again, look for the fault, and stop")
+    resume_anyway: bool = knob(False, "with --resume: go on although settings, data or versions are not the run's")
     dry_run: bool = knob(False, "print the plan and stop")
+    check: bool = knob(
+        False,
+        "load everything, try one update out, print what each check found and stop; exit status 2 where one fails. "
+        "Nothing is written into the output folder",
+    )
 
 
 @dataclass(frozen=True)
@@ -256,20 +324,67 @@ class RecordSettings:
     record_prompts: int = knob(2, "prompts recorded of such an update, each with all its replies", low=1)
 
 
+@dataclass(frozen=True)
+class ExportSettings:
+    """What a run hands out at its end. With --resume, one that has ended already does this alone."""
+
+    merge_lora: bool = knob(
+        False, "merge the adapter into its base, in float32, and save that whole model in RUN/merged; needs --use-lora"
+    )
+    export_from: str = knob("final", "of a run's weights, those that are merged and pushed", choices=("final", "best"))
+    push_to_hub: HubName | None = knob(
+        None,
+        "upload weights (with --merge-lora the merged model's), tokenizer, model card and run.json to the Hugging "
+        "Face hub, as owner/name",
+        aliases=("hub_model_id",),
+    )
+    hub_private: bool = knob(
+        True,
+        "a repository that --push-to-hub makes is private; one that is there stays as it is",
+        aliases=("hub_private_repo",),
+    )
+
+
 class Command:
     """What a command can be told: groups of knobs."""
+
+    # groups of knobs of which one, named in a later layer, puts the others of earlier layers out of force
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    # the same, and no layer may set two of a group
+    rivals: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    # knob -> the knobs of earlier layers that it puts out of force where it is set
+    clearing: ClassVar[dict[str, tuple[str, ...]]] = {}
+    # a reference's name -> how its value is to be read; -> what else it sets, where its layer does not
+    read_as: ClassVar[dict[str, Callable[[Any], Any]]] = {}
+    implied: ClassVar[dict[str, dict[str, Any]]] = {}
+    # a block of a YAML file -> what it sets by being there, where the file does not
+    blocks: ClassVar[dict[str, dict[str, Any]]] = {}
 
     def faults(self) -> list[str]:
         """What is wrong with the settings taken together, a line each."""
         return []
+
+    def settled(self) -> Command:
+        """The settings in the words that everything else reads, where some were said in others."""
+        return self
+
+
+LENGTHS = ("epochs", "num_iterations", "episodes")
 
 
 @dataclass(frozen=True)
 class Config(Command):
     """Everything `train_ppo.py` and `train_grpo.py` can be told."""
 
-    # named in a later layer, one of these puts the others of earlier layers out of force
-    exclusive: ClassVar = ("epochs", "num_iterations", "episodes")
+    exclusive: ClassVar = (LENGTHS,)
+    rivals: ClassVar = (("minibatches", "gradient_accumulation_steps"),)
+    clearing: ClassVar = {"steps_per_topic": LENGTHS}  # under topics a run's length is another
+    read_as: ClassVar = {"target": bare_targets, "target_kl": bare_targets}
+    implied: ClassVar = {
+        "mini_batch_size": {"gradient_accumulation_steps": 1},  # the default of TRL's first PPO, whose name it is
+        "normalizer_alpha": {"normalize_scores": True},
+    }
+    blocks: ClassVar = {"lora": {"use_lora": True}}  # whoever writes down an adapter's shape wants one
 
     recipe: str = "smollm2-orca"
     algorithm: str = "ppo"
@@ -285,6 +400,12 @@ class Config(Command):
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     run: RunSettings = field(default_factory=RunSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
+    export: ExportSettings = field(default_factory=ExportSettings)
+
+    @property
+    def separate_critic(self) -> bool:
+        """Whether there is a critic with a backbone of its own."""
+        return self.algorithm == "ppo" and self.ppo.critic == "separate"
 
     @property
     def group_size(self) -> int:
@@ -295,28 +416,52 @@ class Config(Command):
     def episodes_per_update(self) -> int:
         return self.batch.batch_size * self.group_size
 
-    def updates(self, prompts: int) -> int:
-        """Updates in a run over `prompts` training prompts: by episodes, else num_iterations, else epochs (of which a
-        later layer of settings puts an earlier one's out of force); what does not fill an update is rounded up."""
+    def updates(self, prompts: int, topics: int = 1) -> int:
+        """Updates in a run over `prompts` training prompts of so many topics: by episodes, else num_iterations, else
+        epochs (of which a later layer of settings puts an earlier one's out of force); what does not fill an update is
+        rounded up. Under topics an epoch is a round of all of them."""
         if self.run.episodes is not None:
             return -(-self.run.episodes // self.episodes_per_update)
         if self.run.num_iterations is not None:
             return self.run.num_iterations
-        return max(1, -(-int(self.run.epochs * prompts) // self.batch.batch_size))
+        if self.data.steps_per_topic is not None:
+            return max(1, math.ceil((self.run.epochs or ROUNDS) * self.data.steps_per_topic * topics))
+        return max(1, -(-int((self.run.epochs or EPOCHS) * prompts) // self.batch.batch_size))
 
     def optimizer_steps(self, updates: int) -> int:
         return updates * self.batch.ppo_epochs * self.batch.minibatches
 
     def faults(self) -> list[str]:
-        return [*self._batch_faults(), *self._kl_faults(), *self._reward_faults()]
+        return [*self._batch_faults(), *self._kl_faults(), *self._reward_faults(), *self._export_faults()]
+
+    def settled(self) -> Config:
+        """Accumulation steps as minibatches and micro-batches."""
+        batch, episodes = self.batch, self.episodes_per_update
+        steps, at_once = batch.gradient_accumulation_steps, batch.micro_batch_size
+        if steps is None:
+            return self
+        said = {"minibatches": episodes // (steps * at_once)} if at_once else {"micro_batch_size": episodes // steps}
+        return replace(self, batch=replace(batch, gradient_accumulation_steps=None, **said))
 
     def _batch_faults(self) -> list[str]:
         faults = []
         episodes, parts = self.episodes_per_update, self.batch.minibatches
+        steps, at_once = self.batch.gradient_accumulation_steps, self.batch.micro_batch_size
+        if steps is not None and episodes % (steps * (at_once or 1)):
+            of = f"{at_once} episodes (--micro-batch-size) x {steps}" if at_once else f"{steps}"
+            faults.append(
+                f"{of} micro-batches of an optimizer step do not divide an update's {episodes} episodes: "
+                "--gradient-accumulation-steps. Give a divisor, or say it with --minibatches and --micro-batch-size"
+            )
         if episodes % parts:
             nearest = min((d for d in range(1, episodes + 1) if episodes % d == 0), key=lambda d: (abs(d - parts), d))
             of = "batch_size" if self.group_size == 1 else "batch_size x K ="
             faults.append(f"minibatches {parts} does not divide {of} {episodes}: --minibatches. Try {nearest}")
+        if self.run.episodes is not None and self.run.episodes < episodes:
+            faults.append(
+                f"episodes {self.run.episodes} do not fill one update of {episodes}: --episodes. "
+                f"Try {episodes}, or a smaller --batch-size"
+            )
         if self.speed.rollout_engine == "vllm" and self.sampling.filters:
             faults.append(
                 "vLLM does not say which tokens a filter let through, so no KL within them can be taken: "
@@ -344,6 +489,16 @@ class Config(Command):
             )
         if len({target.per for target in kl.targets}) > 1:
             faults.append("KL targets per sequence and per token in one run: --kl-target. Name all in one unit")
+        run = self.run
+        if run.rollback_on_kl and not kl.steered:
+            faults.append(
+                "no KL is held here, so none runs away: --rollback-on-kl. Leave it out, or let beta be steered"
+            )
+        if run.rollback_on_kl and (run.keep - 1) * run.save_every < IN_A_ROW:
+            faults.append(
+                f"checkpoints from before a KL ran away are gone when {IN_A_ROW} updates have shown it: "
+                f"--rollback-on-kl, --keep {run.keep}, --save-every {run.save_every}. Raise one of these two"
+            )
         marks = kl.kl_boundaries
         if marks is not None and (len(marks) != count - 1 or list(marks) != sorted(set(marks))):
             faults.append(
@@ -370,6 +525,20 @@ class Config(Command):
             )
         return faults
 
+    def _export_faults(self) -> list[str]:
+        faults, name = [], self.export.push_to_hub
+        if self.export.merge_lora and not self.model.use_lora:
+            faults.append(
+                "no adapter to merge: --merge-lora. Add --use-lora, or leave it out: without adapters the run saves a "
+                "whole model"
+            )
+        if name is not None and self.run.seeds is not None:
+            faults.append(
+                f"several runs and one repository: --seeds, --push-to-hub {name}. Push the one you choose afterwards: "
+                f"--resume --push-to-hub {name} --output RUN"
+            )
+        return faults
+
 
 @dataclass(frozen=True)
 class RewardDataSettings:
@@ -377,6 +546,7 @@ class RewardDataSettings:
 
     pairs: str = knob("Intel/orca_dpo_pairs", "a JSONL file or a hub dataset", aliases=("prompts", "dataset"))
     split: Split | None = knob(None, "percent of questions for reward model / RL / evaluation; unset: 45/45/10")
+    plain_prompts: bool = knob(False, "read prompts as plain text, although the base model has a chat template")
     pair_length: int = knob(1024, "tokens; pairs with a longer side are left out and counted", low=2)
 
 
@@ -454,6 +624,7 @@ class EvaluationSettings:
     )
     output: str = knob("./evaluation_output", "folder of the page and the JSON file", aliases=("output_dir",))
     tokens: str | None = knob(None, "a run whose recorded tokens become a page, in place of an evaluation")
+    chat: bool = knob(False, "talk to the model, a line a turn, in place of an evaluation")
 
 
 @dataclass(frozen=True)
@@ -464,9 +635,13 @@ class EvaluationConfig(Command):
     measure: MeasureSettings = field(default_factory=MeasureSettings)
 
     def faults(self) -> list[str]:
-        if self.evaluation.tokens is not None and self.evaluation.model_path:
-            return ["two things at once: --tokens and --model-path. One command for each"]
-        return []
+        faults, named = [], self.evaluation.model_path
+        if self.evaluation.tokens is not None and (named or self.evaluation.chat):
+            other = "--model-path" if named else "--chat"
+            faults.append(f"two things at once: --tokens and {other}. One command for each")
+        if self.evaluation.chat and len(named) > 1:
+            faults.append(f"{len(named)} models to talk to: --chat, --model-path. Name one")
+        return faults
 
 
 @dataclass(frozen=True)
@@ -520,16 +695,28 @@ def _layers(algorithm: str) -> tuple[dict, dict]:
 def parse_cli(argv: list[str] | None = None, algorithm: str = "ppo") -> Config:
     """The configuration of `train_ppo.py` or `train_grpo.py`. Raises UserError with all faults of the command line."""
     recipes, defaults = _layers(algorithm)
-    return resolve(
-        Config,
-        recipes,
-        sys.argv[1:] if argv is None else argv,
-        f"train_{algorithm}.py",
-        ALGORITHMS[algorithm],
-        defaults=defaults,
-        foreign={other: f"train_{other}.py" for other in ALGORITHMS if other != algorithm},
-        algorithm=algorithm,
-    )
+    said = sys.argv[1:] if argv is None else argv
+    foreign = {other: f"train_{other}.py" for other in ALGORITHMS if other != algorithm}
+
+    def resolved(beneath: dict, fit: bool = True) -> Config:
+        named, own = (f"train_{algorithm}.py", ALGORITHMS[algorithm]), {"fit": fit, "algorithm": algorithm}
+        return resolve(Config, recipes, said, *named, defaults=defaults, foreign=foreign, beneath=beneath, **own)
+
+    config = resolved({}, fit=False)  # of a run that goes on only some settings stand here, and the rest in its folder
+    return resolved(settings_to_resume(config) if config.run.resume else {})
+
+
+def settings_to_resume(config: Config) -> dict[str, tuple[Any, str]]:
+    """What the run that goes on was told, as settings beneath this command line's; nothing where none is there."""
+    run = config.run
+    folders = [run.output] if run.seeds is None else [seed_folder(run.output, seed) for seed in run.seeds]
+    begun = next((r for folder in folders if (r := read_run(Path(folder))) is not None and "settings" in r), None)
+    if begun is None:
+        return {}
+    aside = {"seeds", "output", "overwrite", "dry_run", "resume", "resume_anyway"}
+    aside |= {"seed"} if run.seeds is not None else set()
+    knobs = {n: v for n, v in known_settings(begun).items() if n not in aside}
+    return {name: (value, RUN_FILE) for name, value in {**knobs, "recipe": begun["settings"]["recipe"]}.items()}
 
 
 def make_config(recipe: str = "smollm2-orca", algorithm: str = "ppo", **knobs: Any) -> Config:
@@ -546,10 +733,13 @@ def make_config(recipe: str = "smollm2-orca", algorithm: str = "ppo", **knobs: A
 def config_of_run(run: dict[str, Any], **changed: Any) -> Config:
     """The configuration that a run.json tells of, some knobs `changed`. Settings that there are no more are passed
     over."""
+    return make_config(run["settings"]["recipe"], run["algorithm"], **{**known_settings(run), **changed})
+
+
+def known_settings(run: dict[str, Any]) -> dict[str, Any]:
+    """Knob by knob, what a run.json tells of those that there are."""
     known = {f.name for g in fields(Config) if is_dataclass(g.default_factory) for f in fields(g.default_factory)}
-    groups = [group for group in run["settings"].values() if isinstance(group, dict)]
-    knobs = {name: value for group in groups for name, value in group.items() if name in known}
-    return make_config(run["settings"]["recipe"], run["algorithm"], **{**knobs, **changed})
+    return {name: value for name, value in flat_settings(run["settings"]).items() if name in known}
 
 
 def parse_reward_cli(argv: list[str] | None = None) -> RewardModelConfig:

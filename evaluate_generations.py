@@ -1,18 +1,25 @@
-"""`python evaluate_generations.py --model-path RUN`: replies, scored and ranked, beside the start model's."""
+"""`python evaluate_generations.py --model-path RUN`: replies, scored and ranked, beside the start model's.
+
+`--tokens RUN`: what was recorded of a run's tokens, as a page. `--chat`: a conversation.
+"""
 
 from __future__ import annotations
 
 from config import EvaluationConfig, parse_evaluation_cli
 from rlhf.errors import run_command
+from rlhf.libraries import check_libraries
 
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_evaluation_cli(argv)  # before torch is imported: --help and mistakes are answered at once
+    check_libraries()
     from rlhf.console import Screen, quiet_libraries
 
     quiet_libraries()
     if config.evaluation.tokens is not None:
         show_tokens(config, Screen())
+    elif config.evaluation.chat:
+        talk(config, Screen())
     else:
         evaluate(config, Screen())
 
@@ -39,6 +46,12 @@ def show_tokens(config: EvaluationConfig, screen) -> None:
     from rlhf.token_page import write_token_page
 
     write_token_page(config.evaluation.tokens, config.evaluation.output, screen)
+
+
+def talk(config: EvaluationConfig, screen) -> None:
+    from rlhf.chat import chat
+
+    chat(config, screen)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ def main(argv: list[str] | None = None) -> None:
     save_picture(draw(chart), picture)
     rows = write_table(runs, table)
     show_runs(chart, screen)
-    screen.say(f"wrote {picture} (four panels over {chart.axis.label}) and {table} ({rows:,} rows)")
+    count = "six" if chart.topics else "four"
+    screen.say(f"wrote {picture} ({count} panels over {chart.axis.label}) and {table} ({rows:,} rows)")
 
 
 def output_files(output: str) -> tuple[Path, Path]:

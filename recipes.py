@@ -27,6 +27,7 @@ RECIPES = {
             "lr_schedule": "cosine",
             "epochs": 3,
             "eval_every": 50,
+            "save_every": 50,
             "lora_r": 16,
             "lora_alpha": 32,
         },
@@ -64,9 +65,11 @@ RECIPES = {
             "kl_horizon": 80,  # 20 updates of 4 episodes
             "num_iterations": 800,
             "eval_every": 50,
+            "save_every": 50,
             "best_rule": "perplexity",
         },
         "ppo": {
+            "critic": "separate",  # "4-bit + value head" beside the actor
             "entropy_coef": 0.01,
             "value_coef": 1.0,  # the source's 0.5 x plain MSE; ours has the half inside
             "gamma": 0.99,
@@ -78,6 +81,88 @@ RECIPES = {
             "base_model": "checkpoints/sft_merged_model",
             "actor_model": "checkpoints/sft_merged_model",
             "rm_output": "checkpoints/rm_model_bt",
+        },
+    },
+    # A voice trained topic by topic with adapters of rank 1 (reference system seed_004). It names a start model and
+    # lengths no more than the number of topics or the prompts: lengths, schedule, horizon and intervals are ours.
+    "rank1-voice": {
+        "training": {
+            "actor_model": "checkpoints/sft_merged_model",
+            "rm_model": "checkpoints/reward_model",
+            "prompts": "data/voice_prompts.jsonl",  # rows with a column `topic`
+            "steps_per_topic": 50,  # and one round of all topics
+            "prompt_length": 256,
+            "reply_length": 128,
+            "temperature": 1.0,
+            "use_lora": True,
+            "lora_r": 1,
+            "lora_alpha": 1.0,
+            "lora_targets": ["o_proj", "v_proj", "up_proj", "down_proj"],
+            "batch_size": 4,
+            "minibatches": 1,
+            "ppo_epochs": 4,
+            "clip_range": 0.2,
+            "kl_coef": 0.2,
+            "kl_schedule": "adaptive",
+            "kl_target": "6/sequence",  # its `target_kl: 6.0`; in TRL's first PPO that name was an early stop
+            "kl_horizon": 80,  # 20 updates of 4 episodes: beta can grow to 1.6 times in a topic, to 145 times in ten
+            "learning_rate": 1.41e-5,
+            "lr_schedule": "constant",  # as TRL's first PPO, so that the last topic learns as much as the first
+            "eval_every": 50,
+            "save_every": 50,
+        },
+        "ppo": {"gamma": 1.0, "lam": 0.95},
+        "grpo": {"K": 8, "kl_horizon": 640},  # 20 updates of 4 x 8 episodes
+        "reward_model": {
+            "base_model": "checkpoints/sft_merged_model",
+            "actor_model": "checkpoints/sft_merged_model",
+            "rm_output": "checkpoints/reward_model",
+        },
+    },
+    # Summaries by a base model that reads plain text, a reward model's score plus rules (reference system seed_003).
+    # Prompts are texts that end in "TL;DR:"; its 10 epochs are over a list, whose place 1,000 prompts take here.
+    # Passes, lengths of prompts, temperature, schedule and intervals are ours.
+    "qwen3-tldr": {
+        "training": {
+            "actor_model": "Qwen/Qwen3-0.6B-Base",
+            "rm_model": "./reward_model_output_tldr",
+            "prompts": "trl-lib/tldr-preference",
+            "plain_prompts": True,  # its tokenizer comes with a chat template that the base model never read
+            "max_prompts": 1_000,
+            "prompt_length": 512,
+            "reply_length": 50,
+            "temperature": 1.0,
+            "use_lora": True,
+            "lora_r": 16,
+            "lora_alpha": 32,
+            "lora_dropout": 0.1,
+            "batch_size": 4,
+            "minibatches": 1,
+            "ppo_epochs": 4,
+            "clip_range": 0.2,
+            "reward_func": ["word_penalty", "keyword_bonus"],
+            "keywords": ["helpful"],
+            "reward_weights": [1.0, 0.1, 0.2],  # the score, a word, "helpful": as its CustomRewardModel adds them
+            "kl_coef": 0.1,
+            "kl_schedule": "fixed",
+            "kl_horizon": 80,  # for who sets --kl-schedule adaptive: 20 updates of 4 episodes
+            "learning_rate": 1e-5,
+            "lr_schedule": "constant",
+            "epochs": 10,
+            "eval_every": 50,
+            "save_every": 50,
+        },
+        "ppo": {"critic": "separate", "gamma": 0.99, "lam": 0.95},
+        "grpo": {"K": 8, "kl_horizon": 640},
+        "reward_model": {
+            "base_model": "Qwen/Qwen3-0.6B-Base",
+            "actor_model": "Qwen/Qwen3-0.6B-Base",
+            "pairs": "trl-lib/tldr-preference",
+            "plain_prompts": True,
+            "rm_output": "./reward_model_output_tldr",
+            "reply_length": 50,
+            "calibration_prompt_length": 512,
+            "temperature": 1.0,
         },
     },
     # Everything real, only small: offline, on a CPU, in minutes. The figures that chose it stand in NOTES.md.
@@ -99,6 +184,7 @@ RECIPES = {
             "learning_rate": 3e-4,
             "num_iterations": 150,
             "eval_every": 25,
+            "save_every": 50,
             "eval_prompts": 128,
             "perplexity_gate": 1.3,  # the start's is 1.47, near 1: a fifth of a nat a token is already 1.2 times that
         },

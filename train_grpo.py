@@ -4,39 +4,61 @@ from __future__ import annotations
 
 from config import Config, parse_cli
 from rlhf.errors import run_command
+from rlhf.libraries import check_libraries
 
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_cli(argv, algorithm="grpo")  # before torch is imported: --help and mistakes are answered at once
+    check_libraries()
     from rlhf.console import Screen, quiet_libraries
 
     quiet_libraries()
     from rlhf.seeds import for_each_seed
 
+    if config.run.replay is not None:
+        return replay_update(config, Screen())
     for_each_seed(train, config, Screen())
 
 
 def train(config: Config, screen) -> None:
     from rlhf.assembly import check_run_folder, load_parts, prepare_demo_parts, show_plan, start_run
     from rlhf.callbacks import attach_callbacks
+    from rlhf.checks import check_run, check_start
+    from rlhf.dealing import planned_updates
+    from rlhf.export import check_export, export_run
     from rlhf.grpo_trainer import GRPO
     from rlhf.outcome import finish_run
     from rlhf.preflight import start_device
+    from rlhf.resume import resume_run
+    from rlhf.stopping import StopRequest
 
     check_run_folder(config)
+    check_export(config)
     device = start_device(screen)
     prepare_demo_parts(config, screen, device)
     parts = load_parts(config, device, screen)
-    updates = config.updates(len(parts.prompts.train))
+    updates = planned_updates(config, parts.prompts.train)
     show_plan(config, parts, updates, device, screen)
     if config.run.dry_run:
         return
-    with screen, start_run(config, parts, updates, screen) as log:
+    if config.run.check:
+        return check_run(GRPO, config, parts, screen)
+    check_start(config, parts)
+    with screen, start_run(config, parts, updates, screen) as log, StopRequest(screen.say) as stop:
         trainer = GRPO(config, **parts.for_trainer)
-        attach_callbacks(trainer, config, log, screen)
+        attach_callbacks(trainer, config, log, screen, stop)
+        resume_run(trainer, config, log.data, screen)
         trainer.train()
         trainer.save_model(config.run.output)
         finish_run(config, trainer, log, screen)
+    export_run(config, screen)
+
+
+def replay_update(config: Config, screen) -> None:
+    from rlhf.grpo_trainer import GRPO
+    from rlhf.replay import replay_incident
+
+    replay_incident(GRPO, config, screen)
 
 
 if __name__ == "__main__":

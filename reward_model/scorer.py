@@ -7,16 +7,25 @@ be another one.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.actor_critic import let_go_of_files, store_frozen_weights
 from rlhf.errors import UserError
-from rlhf.models import autocast, find_model, load_tokenizer, readable
+from rlhf.models import (
+    autocast,
+    check_vocabulary,
+    check_weights,
+    find_model,
+    load_config,
+    load_tokenizer,
+    readable,
+)
 from rlhf.prompts import Example, encode_prompt, encode_reply
 
 METRICS_FILE = "metrics.json"
@@ -63,20 +72,24 @@ class RewardModel:
     def load(cls, name: str, device: torch.device, dtype: torch.dtype | None, flag: str = "--rm-model") -> RewardModel:
         """Raises UserError for a folder that is not there, or a model that cannot give one score per reply."""
         folder = find_model(name, flag)
-        with readable(name):
-            config = AutoConfig.from_pretrained(folder)
+        config = load_config(folder)
         _check_config(config, name, flag)
+        tokenizer = load_tokenizer(folder)
+        check_vocabulary(len(tokenizer), config.get_text_config().vocab_size, name)
         with readable(name):
             model, info = AutoModelForSequenceClassification.from_pretrained(
-                folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+                folder,
+                config=config,
+                dtype=torch.float32,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
         fresh = [k for k in info["missing_keys"] if "score" in k or "classifier" in k]
         if fresh:
             raise UserError(f"no trained score head ({', '.join(fresh)} is missing): {name}. {_HOW_TO_TRAIN}")
-        file = Path(folder) / METRICS_FILE
-        record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        ours = {"accuracy", "length_baseline", "calibration"} <= set(record)  # another tool's file says other things
-        return cls(model, load_tokenizer(folder), device, dtype, record if ours else None)
+        check_weights(model, name)
+        return cls(model, tokenizer, device, dtype, read_record(Path(folder)))
 
     def encode(self, messages: Sequence[dict[str, str]], reply: str, ended: bool = True) -> list[int]:
         """What the model reads for one reply: the ids that it was trained on."""
@@ -102,6 +115,28 @@ class RewardModel:
         """Calibrated scores, one per reply: about mean 0, variance 1 on the start model's replies."""
         sequences = [self.encode(m, r, e) for m, r, e in zip(messages, replies, ended, strict=True)]
         return [(raw - self.calibration.mean) / self.calibration.std for raw in self.raw_scores(sequences)]
+
+
+def read_record(folder: Path) -> dict | None:
+    """A reward model's metrics.json; None where there is none, or another tool's, which says other things.
+
+    Raises UserError where it is torn, or no scores could be made with its figures.
+    """
+    file = folder / METRICS_FILE
+    if not file.is_file():
+        return None
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"torn: {file} ({error}). Train the reward model again, or remove that file") from None
+    if not isinstance(record, dict) or not {"accuracy", "length_baseline", "calibration"} <= set(record):
+        return None
+    scale = record["calibration"].get("scale", {}) if isinstance(record["calibration"], dict) else {"mean": None}
+    figures = [record["accuracy"], record["length_baseline"], *scale.values()]
+    sound = all(type(figure) in (int, float) and math.isfinite(figure) for figure in figures)
+    if not sound or not set(scale) <= {"mean", "std"} or scale.get("std", 1) <= 0:
+        raise UserError(f"no record of a reward model's figures: {file}. Train it again, or remove that file")
+    return record
 
 
 _HOW_TO_TRAIN = "Train one with `python -m reward_model.train`"

@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback, set_seed
+from transformers import AutoModelForSequenceClassification, TrainerCallback, set_seed
 from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig, RewardTrainer
 
@@ -25,10 +25,19 @@ from rlhf.engines import sample_replies
 from rlhf.errors import UserError
 from rlhf.files import write_json
 from rlhf.knobs import Split, as_plain
-from rlhf.models import autocast, autocast_dtype, find_model, load_tokenizer
+from rlhf.models import (
+    autocast,
+    autocast_dtype,
+    check_vocabulary,
+    check_weights,
+    find_model,
+    load_policy,
+    load_tokenizer,
+    readable,
+)
 from rlhf.prompts import Example, encode_prompts, load_examples, question_hash, split_examples
 from rlhf.rollout import uniforms
-from rlhf.runlogs import check_output, claim_output, environment
+from rlhf.runlogs import LOCK_FILE, check_output, claim_output, environment
 
 DEFAULT_SPLIT = Split(45, 45, 10)
 SMALLEST_STD = 1e-3  # raw scores that spread less than this are one score: nothing to calibrate
@@ -65,11 +74,13 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
     run_training(model, train, config, screen)
     record = measure_and_calibrate(model, held_out, replies, source)
     show_record(record, screen)
-    moved = claim_output(folder, **placing)
+    held, moved = claim_output(folder, **placing)
     if moved:
         screen.say(moved)
     record |= {"train_questions": sorted({question_hash(p) for p in train}), "settings": as_plain(config)}
     save_reward_model(model, record, folder)
+    held.close()
+    (folder / LOCK_FILE).unlink()  # what is there now is a model, no run that goes on
     screen.say(f"reward model saved in {folder}")
     return folder
 
@@ -77,11 +88,14 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
 def new_reward_model(config: RewardModelConfig, device: torch.device) -> RewardModel:
     """The base model with a fresh score head, its pad token never EOS."""
     base = find_model(config.training.base_model, "--base-model")
-    tokenizer = load_tokenizer(base)
+    tokenizer = load_tokenizer(base, config.data.plain_prompts)
     set_seed(config.training.rm_seed)  # the new head is drawn from torch's own stream
-    model = AutoModelForSequenceClassification.from_pretrained(
-        base, num_labels=1, dtype=torch.float32, use_safetensors=True
-    )
+    with readable(base):
+        model = AutoModelForSequenceClassification.from_pretrained(
+            base, num_labels=1, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        )
+    check_vocabulary(len(tokenizer), model.get_input_embeddings().num_embeddings, base)
+    check_weights(model, base)
     model.config.pad_token_id = tokenizer.pad_token_id
     return RewardModel(model, tokenizer, device, autocast_dtype(config.training.rm_bf16, device))
 
@@ -177,14 +191,14 @@ def calibration_replies(
     if name is None:
         return [(e.messages, e.chosen, True) for e in examples[:most]], "chosen replies"
     folder = find_model(name, "--actor-model")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, config.data.plain_prompts)
     prompts, _ = encode_prompts(tokenizer, examples, config.calibration.calibration_prompt_length)
     if not prompts:
         raise UserError(
             "no prompt to calibrate on: --calibration-prompt-length. Raise it, or use --actor-model none to "
             "calibrate on chosen replies"
         )
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval().to(device)
+    policy = load_policy(folder, device=device, vocabulary=len(tokenizer)).eval()
     tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
     written: list[Reply] = []
     for start in range(0, min(most, len(prompts)), ROWS_AT_ONCE):

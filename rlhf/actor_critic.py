@@ -1,4 +1,4 @@
-"""Actor, critic and reference: one backbone, two heads, and log-probs on reply positions only."""
+"""Actor, critic and reference: one backbone or two, two heads, and log-probs on reply positions only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -176,6 +177,18 @@ class _FusedLogprobs(torch.autograd.Function):
         return by_hidden, by_weight, None, None, None, None
 
 
+# --- adapters' dropout -----------------------------------------------------------------------------------------------
+
+
+def set_adapter_dropout(policy: nn.Module, share: float) -> None:
+    """In all adapters; it acts in train mode. TRL's __init__ sets every dropout of the policy to 0."""
+    for module in policy.modules():
+        if isinstance(module, LoraLayer):
+            for dropout in module.lora_dropout.values():
+                if isinstance(dropout, nn.Dropout):  # without any, peft has an identity there
+                    dropout.p = share
+
+
 # --- actor and critic ------------------------------------------------------------------------------------------------
 
 
@@ -216,8 +229,13 @@ class Actor(nn.Module):
         fused: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """What `forward` gives, from hidden states (M, H): log-probs, entropy, values."""
-        logprobs, entropies = token_logprobs(self.policy, hidden, tokens, temperature, allowed, entropy, fused)
+        states = self.states(hidden)
+        logprobs, entropies = token_logprobs(self.policy, states, tokens, temperature, allowed, entropy, fused)
         return spread(logprobs, mask), spread(entropies, mask), self.values(hidden, mask)
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """Of hidden states, what the language-model head reads, (..., H)."""
+        return hidden
 
     def values(self, hidden: Tensor, mask: Tensor) -> Tensor | None:
         """Values of hidden states (N, H), as (B, T)."""
@@ -225,15 +243,33 @@ class Actor(nn.Module):
 
 
 class ActorCritic(Actor):
-    """One backbone, two heads. It takes the place of TRL's PolicyAndValueWrapper, which runs two backbones."""
+    """One backbone, two heads. It takes the place of TRL's PolicyAndValueWrapper, which runs two backbones.
 
-    def __init__(self, container: AutoModelForCausalLMWithValueHead):
+    With a `critic`, a backbone of its own, the value head reads that one's hidden states. Both backbones' states of a
+    token stand side by side, (M, 2H), so that all that is done with hidden states is done with both.
+    """
+
+    def __init__(self, container: AutoModelForCausalLMWithValueHead, critic: PreTrainedModel | None = None):
         super().__init__(container.pretrained_model)  # TRL looks for the policy under the name `policy`
-        self.value_head = container.v_head
+        self.value_head, self.critic = container.v_head, critic
+
+    def hidden(self, passage: Passage) -> Tensor:
+        states = super().hidden(passage)
+        return states if self.critic is None else torch.cat([states, passage.hidden(self.critic)], -1)
+
+    def states(self, hidden: Tensor) -> Tensor:
+        return hidden if self.critic is None else hidden.chunk(2, -1)[0]
 
     def values(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        own = hidden if self.critic is None else hidden.chunk(2, -1)[1]
         with torch.autocast(hidden.device.type, enabled=False):  # one column: float32 costs nothing here
-            return spread(self.value_head(upcast(hidden)).squeeze(-1), mask)
+            return spread(self.value_head(upcast(own)).squeeze(-1), mask)
+
+
+def critic_backbone(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """A backbone for a critic of its own, before training: the start model's, trained where the policy's is (under
+    LoRA in adapters of its own, over quantized weights of its own)."""
+    return backbone_of(copy.deepcopy(policy))
 
 
 def spread(flat: Tensor, mask: Tensor) -> Tensor:

@@ -7,21 +7,20 @@ from collections.abc import Sequence
 from torch import nn
 
 from config import Config
-from rlhf.assembly import FEW_PROMPTS, find_rewards, load_rewards, load_start_policy
+from rlhf.assembly import FEW_PROMPTS, find_rewards, find_start_model, load_rewards, load_start_policy
 from rlhf.callbacks import KLControl, kl_controller
 from rlhf.console import Screen
 from rlhf.errors import UserError
 from rlhf.grpo_trainer import GRPO
 from rlhf.knobs import Split
 from rlhf.loop import OnPolicyLoop
-from rlhf.models import find_model, load_tokenizer
 from rlhf.ppo_trainer import PPO
-from rlhf.preflight import start_device
-from rlhf.prompts import examples_of, render_sets, split_examples
+from rlhf.preflight import check_overlap, check_prompts, check_topics, start_device
+from rlhf.prompts import GivenPrompt, examples_of, render_sets, split_examples
 from rlhf.rewards import RewardFunction, Rewards
 
 TRAINERS = {"ppo": PPO, "grpo": GRPO}
-Prompts = Sequence[str | Sequence[dict[str, str]]]
+Prompts = Sequence[GivenPrompt]
 
 
 def make_trainer(
@@ -34,7 +33,8 @@ def make_trainer(
 ) -> OnPolicyLoop:
     """A trainer of `config.algorithm`, ready to `train()`, `evaluate()`, `save_model(folder)`, `load_model(folder)`.
 
-    Prompts are texts, or chats of {"role", "content"}. `rewards`, with a weight for each, take the place of the
+    Prompts are texts, chats of {"role", "content"}, or rows as in a data file (`topic` among their columns).
+    `rewards`, with a weight for each, take the place of the
     configuration's reward model and rules. Length and seed are the configuration's; nothing is written before
     `save_model`. `callbacks` are objects with some methods of rlhf.callbacks.Callback, or functions of (epoch,
     metrics). Without `evaluation_prompts` a tenth of the prompts is held out, by the hash of the question; of fewer
@@ -42,9 +42,10 @@ def make_trainer(
     """
     screen = Screen()
     device = start_device(screen)
-    start = find_model(config.model.actor_model, "actor_model")
-    tokenizer = load_tokenizer(start)
-    train = examples_of(prompts)
+    start = find_start_model(config, "actor_model")
+    tokenizer = start.tokenizer
+    topics = config.data.steps_per_topic is not None
+    train = examples_of(prompts, topics)
     if not train:
         raise UserError("an empty list: prompts. Give texts, or chats")
     if evaluation_prompts is None:
@@ -53,16 +54,20 @@ def make_trainer(
         train, evaluation = (parts["rl"], parts["evaluation"]) if split else (train, train)
     else:
         evaluation = examples_of(evaluation_prompts)
-    sets = render_sets(tokenizer, train, evaluation, config.data.prompt_length)
+    sets = render_sets(tokenizer, train, evaluation, config.data.prompt_length, topics)
     if not sets.train or not sets.evaluation:
         raise UserError(f"no prompt of at most {config.data.prompt_length} tokens: prompts. Raise prompt_length")
+    check_prompts(sets, start, config.sampling.reply_length, "prompts", screen)
+    check_overlap(sets, screen)
+    check_topics(config, sets.train, screen)
     if rewards is None:
         chosen, _ = load_rewards(config, find_rewards(config), tokenizer, sets, device, screen)
     else:
-        chosen = Rewards([rewards] if callable(rewards) else rewards, reward_weights, tokenizer)
+        functions = [rewards] if callable(rewards) else rewards
+        chosen = Rewards(functions, reward_weights, tokenizer, config.reward.reward_timeout)
     trainer = TRAINERS[config.algorithm](
         config,
-        load_start_policy(config, start, tokenizer, device),
+        load_start_policy(config, start.folder, tokenizer, device),
         tokenizer,
         sets.train,
         sets.evaluation[: config.data.eval_prompts],

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,21 +17,34 @@ from config import Config
 from reward_model.scorer import RewardModel
 from rlhf.callbacks import kl_controller
 from rlhf.console import Screen
+from rlhf.dealing import Dealing, one_line
 from rlhf.demo.parts import prepare_demo
 from rlhf.engines import check_engine
 from rlhf.errors import UserError
 from rlhf.evaluation import text_of_file
+from rlhf.hub import is_on_hub
 from rlhf.knobs import as_plain
-from rlhf.memory import forecast
-from rlhf.models import autocast_dtype, find_model, load_policy, load_tokenizer
-from rlhf.preflight import check_leaks, check_reward_model
+from rlhf.memory import Forecast, available, forecast, gib, what_helps
+from rlhf.metrics import memory_in_use, reset_peak_memory
+from rlhf.models import (
+    autocast_dtype,
+    check_policy,
+    context_of,
+    find_model,
+    load_policy,
+    load_tokenizer,
+    lora_modules,
+)
+from rlhf.preflight import StartModel, check_leaks, check_prompts, check_reward_model, check_tokenizers, check_topics
 from rlhf.prompts import Prompt, PromptSets, load_prompts
+from rlhf.resume import check_same_run
 from rlhf.rewards import LearnedReward, Rewards, find_rule
 from rlhf.rollout import tokens_at_once
-from rlhf.runlogs import RunLog, check_output, claim_output
+from rlhf.runlogs import RunLog, check_output, claim_output, require_run, require_unused
 from rlhf.vllm_engine import require_vllm
 
 FEW_PROMPTS = 20
+MOST_TOPICS = 12  # named in the plan
 
 
 def _placing(config: Config) -> dict:
@@ -42,6 +56,8 @@ def check_run_folder(config: Config) -> None:
     """Refuse, before anything is loaded, an output folder that holds what a new run may not touch."""
     if config.run.dry_run:
         return
+    if config.run.resume:
+        return require_unused(Path(config.run.output))
     check_output(Path(config.run.output), **_placing(config))
     output = Path(config.run.output).resolve()
     for flag, name in (("--actor-model", config.model.actor_model), ("--rm-model", config.model.rm_model)):
@@ -64,6 +80,7 @@ class Parts:
     reward_model: RewardModel | None
     rewards: Rewards
     policy: torch.nn.Module
+    memory_before: int  # bytes in use before any of this was loaded
 
     @property
     def for_trainer(self) -> dict:
@@ -80,22 +97,44 @@ class Parts:
 def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
     """Data before models, small models before large: a fault is said before anything slow is done for nothing."""
     d = config.data
+    autocast_dtype(config.model.bf16, device)  # whether the device has what is asked for
+    reset_peak_memory(device)
+    before = memory_in_use(device)
     if config.speed.rollout_engine == "vllm":
         require_vllm()
-    start = find_model(config.model.actor_model, "--actor-model")
     sources = find_rewards(config)
-    tokenizer = load_tokenizer(start)
+    start = find_start_model(config, "--actor-model")
+    tokenizer = start.tokenizer
     if d.eval_text is not None:
         text_of_file(tokenizer, d.eval_text)
-    prompts = load_prompts(d.prompts, tokenizer, d.split, d.prompt_length, d.max_prompts, d.eval_prompts, screen.say)
+    prompts = load_prompts(
+        d.prompts, tokenizer, d.split, d.prompt_length, d.max_prompts, d.eval_prompts, screen.say,
+        topics=d.steps_per_topic is not None,
+    )  # fmt: skip
+    if len(prompts.train) < config.batch.batch_size:  # the same ones, repeated, would fill it
+        raise UserError(
+            f"{len(prompts.train)} prompts to train on, fewer than a batch of {config.batch.batch_size}: --prompts "
+            f"{d.prompts}. Give more (--prompts, --split, --max-prompts), or a smaller --batch-size"
+        )
+    check_prompts(prompts, start, config.sampling.reply_length, f"--prompts {d.prompts}", screen)
+    check_topics(config, prompts.train, screen)
     if len(prompts.evaluation) < FEW_PROMPTS:
         screen.say(
             f"only {len(prompts.evaluation)} evaluation prompts: all of them are used, and figures are uncertain"
         )
     rewards, reward_model = load_rewards(config, sources, tokenizer, prompts, device, screen)
-    policy = load_start_policy(config, start, tokenizer, device)
+    policy = load_start_policy(config, start.folder, tokenizer, device)
     check_engine(config.speed.rollout_engine, policy, device)
-    return Parts(tokenizer, prompts, reward_model, rewards, policy)
+    return Parts(tokenizer, prompts, reward_model, rewards, policy, before)
+
+
+def find_start_model(config: Config, flag: str) -> StartModel:
+    """The start model, found and checked: all that can be known of it before its weights are read."""
+    m = config.model
+    folder = find_model(m.actor_model, flag)
+    tokenizer = load_tokenizer(folder, config.data.plain_prompts)
+    found = check_policy(folder, len(tokenizer), m.lora_targets if m.use_lora else ())
+    return StartModel(m.actor_model, folder, tokenizer, context_of(found))
 
 
 @dataclass
@@ -130,6 +169,7 @@ def load_rewards(
         pairs = [p.example for p in prompts.evaluation]
         check_reward_model(model, m.rm_model, pairs, m.allow_weak_reward_model, screen)
         check_leaks(model, prompts, screen)
+        check_tokenizers(model, m.rm_model, tokenizer, screen)
     return rewards, model
 
 
@@ -141,13 +181,17 @@ def make_rewards(
     if sources.folder is not None:
         model = RewardModel.load(sources.folder, device, autocast_dtype(config.model.bf16, device))
     learned = [LearnedReward(model)] if model is not None else []
-    return Rewards([*learned, *sources.rules], config.reward.reward_weights, tokenizer), model
+    reward = config.reward
+    return Rewards([*learned, *sources.rules], reward.reward_weights, tokenizer, reward.reward_timeout), model
 
 
 def load_start_policy(config: Config, start: str, tokenizer: PreTrainedTokenizerBase, device: torch.device):
     """The start model as the settings want it trained: whole, or with adapters, perhaps over 4-bit weights."""
     m = config.model
-    lora = LoraConfig(r=m.lora_r, lora_alpha=m.lora_alpha, target_modules=list(m.lora_targets), task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=m.lora_r, lora_alpha=m.lora_alpha, lora_dropout=m.lora_dropout, target_modules=lora_modules(m.lora_targets),
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
     torch.manual_seed(config.run.seed)  # adapters are drawn from torch's own stream
     return load_policy(
         start,
@@ -163,9 +207,12 @@ def load_start_policy(config: Config, start: str, tokenizer: PreTrainedTokenizer
 def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, screen: Screen) -> None:
     """What is about to happen, in numbers."""
     m, sets = config.model, parts.prompts
+    foretell = forecaster(parts, updates, device)
     trained = sum(w.numel() for w in parts.policy.parameters() if w.requires_grad)
     total = sum(w.numel() for w in parts.policy.parameters())
-    how = f"LoRA r {m.lora_r}: {trained:,} trained" if m.use_lora else "all trained"
+    dropout = f", dropout {m.lora_dropout:g}" if m.lora_dropout else ""
+    shape = f"LoRA r {m.lora_r}, alpha {m.lora_alpha:g}{dropout} on {', '.join(m.lora_targets)}"
+    how = f"{shape}: {trained:,} trained" if m.use_lora else "all trained"
     dtype = autocast_dtype(m.bf16, device)
     accuracy = (parts.reward_model.record or {}).get("accuracy") if parts.reward_model is not None else None
     rows = [
@@ -174,17 +221,29 @@ def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, 
         ("start model", f"{m.actor_model} ({total:,} parameters, {how})"),
         ("reward", str(parts.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
         ("prompts", prompts_line(sets)),
+        *topics_rows(config, sets.train),
         ("budget", budget_line(config, updates)),
         ("batch", batch_line(config, updates, device)),
         ("KL", kl_line(config, updates)),
         ("device", f"{device}, {'bfloat16 autocast' if dtype is not None else 'float32'}"),
-        *memory_rows(config, parts, updates, device),
+        *foretell(config).rows(device),
         ("output", config.run.output),
     ]
+    if config.algorithm == "ppo":
+        own = "a backbone of its own" if config.separate_critic else "a head on the policy's backbone"
+        rows.insert(3, ("critic", own))
     if m.rm_model is not None:
         known = f" (held-out accuracy {accuracy:.3f})" if accuracy is not None else ""
         rows.insert(3, ("reward model", m.rm_model + known))
     screen.facts(rows)
+    needed, there = foretell(config).peak, available(device)
+    if (
+        needed > there
+    ):  # a forecast is no certainty; and where the driver spills, on Windows, nothing else would say it
+        screen.say(
+            f"warning: about {gib(needed)} GiB at the peak, {gib(there)} GiB free: memory of {device}. "
+            f"{what_helps(config, parts.policy, foretell)}"
+        )
     screen.say(f"first prompt, as the model reads it: {first_prompt(parts.tokenizer, sets)}")
 
 
@@ -195,6 +254,17 @@ def prompts_line(sets: PromptSets) -> str:
         + ", ".join(f"{name} {count:,}" for name, count in sets.parts.items())
         + ")"
     )
+
+
+def topics_rows(config: Config, train: Sequence[Prompt]) -> list[tuple[str, str]]:
+    """For the plan: the topics in the order in which they are trained; nothing where they are not looked at."""
+    dealing = Dealing(config, train)
+    if not dealing.topics:
+        return []
+    stacks = [f"{one_line(topic)} ({len(dealing.stacks[topic]):,} prompts)" for topic in dealing.topics]
+    more = [f"and {len(stacks) - MOST_TOPICS} more"] if len(stacks) > MOST_TOPICS else []
+    shown = ", ".join([*stacks[:MOST_TOPICS], *more])
+    return [("topics", f"{len(stacks)}, {dealing.steps:,} updates on each in turn, round and round: {shown}")]
 
 
 def budget(config: Config, updates: int) -> dict[str, int]:
@@ -231,18 +301,18 @@ def batch_line(config: Config, updates: int, device: torch.device) -> str:
     )
 
 
-def memory_rows(config: Config, parts: Parts, updates: int, device: torch.device) -> list[tuple[str, str]]:
-    """The peak that is expected, with its parts, and that of each phase."""
-    return forecast(
-        config,
-        updates,
-        device,
+def forecaster(parts: Parts, updates: int, device: torch.device) -> Callable[[Config], Forecast]:
+    """What a run would hold under one configuration or another."""
+    return partial(
+        forecast,
+        updates=updates,
+        device=device,
         policy=parts.policy,
         reward_model=parts.reward_model.model if parts.reward_model is not None else None,
         tokenizer=parts.tokenizer,
         train=parts.prompts.train,
         evaluation=parts.prompts.evaluation,
-    ).rows(device)
+    )
 
 
 def kl_line(config: Config, updates: int) -> str:
@@ -265,22 +335,58 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(json.dumps([p.ids for p in prompts]).encode()).hexdigest()
 
 
+def files_print(name: str | None, pattern: str) -> str | None:
+    """SHA-256 of a file, or of those in a folder: of their names, sizes and last MiB, which no two trainings leave
+    alike. None where `name` is neither (a name on the hub, a built-in rule)."""
+    if not name or not Path(name).exists():
+        return None
+    print_ = hashlib.sha256()
+    for file in sorted(Path(name).glob(pattern)) if Path(name).is_dir() else [Path(name)]:
+        with file.open("rb") as stream:
+            size = file.stat().st_size
+            stream.seek(max(0, size - 2**20))
+            print_.update(f"{file.name} {size}\n".encode() + stream.read())
+    return print_.hexdigest()
+
+
+def topics_fingerprint(prompts: Sequence[Prompt]) -> str:
+    """The same of their topics."""
+    return hashlib.sha256(json.dumps([p.example.topic for p in prompts]).encode()).hexdigest()
+
+
 def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> RunLog:
-    """Claim the output folder and open run.json, which says "failed" unless the run comes to its end."""
-    moved = claim_output(Path(config.run.output), **_placing(config))
+    """Claim the output folder and open run.json, which says "failed" unless the run comes to its end. With --resume,
+    go on with the one that is there; raises UserError where its data were others."""
+    data = {
+        "train_prompts": len(parts.prompts.train),
+        "evaluation_prompts": len(parts.prompts.evaluation),
+        "too_long": parts.prompts.too_long,
+        "train_sha256": fingerprint(parts.prompts.train),
+        "evaluation_sha256": fingerprint(parts.prompts.evaluation),
+        "start_model": files_print(config.model.actor_model, "*.safetensors"),
+        "reward_model": files_print(config.model.rm_model, "*.safetensors"),
+        "rules": {rule: files_print(rule.rpartition(":")[0], "") for rule in config.reward.reward_func},
+    }
+    if config.data.steps_per_topic is not None:
+        data["topics_sha256"] = topics_fingerprint(parts.prompts.train)
+    if config.run.resume:
+        folder = Path(config.run.output)
+        before = require_run(folder, "--resume, --output")["data"]
+        known = before.keys() & data.keys()
+        changed = [f"{n} was {before[n]}, is {data[n]}" for n in data if n in known and before[n] != data[n]]
+        check_same_run(config, changed, screen)
+        return RunLog(folder, resume=True)
+    held, moved = claim_output(Path(config.run.output), **_placing(config))
     if moved:
         screen.say(moved)
     return RunLog(
         Path(config.run.output),
+        held,
         algorithm=config.algorithm,
         settings=as_plain(config),
         seed=config.run.seed,
-        data={
-            "train_prompts": len(parts.prompts.train),
-            "evaluation_prompts": len(parts.prompts.evaluation),
-            "too_long": parts.prompts.too_long,
-            "train_sha256": fingerprint(parts.prompts.train),
-            "evaluation_sha256": fingerprint(parts.prompts.evaluation),
-        },
+        data=data,
         plan=budget(config, updates),
+        prompts={"rows": parts.prompts.rows, "split": str(parts.prompts.split)},
+        on_hub=[name for name in (config.model.actor_model, config.data.prompts) if is_on_hub(name)],
     )

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase
 
-from config import Config
+from config import IN_A_ROW, Config
 from rlhf.best import Candidate, choose
-from rlhf.checkpoints import BEST_FOLDER, replace_folder
+from rlhf.checkpoints import find_checkpoints, write_checkpoint
 from rlhf.console import Screen, clock
-from rlhf.controllers import KLController
+from rlhf.controllers import RUNAWAY, KLController
+from rlhf.dealing import one_line
+from rlhf.errors import RunError
 from rlhf.evaluation import Evaluation
+from rlhf.guard import Dropped
+from rlhf.incidents import save_incident
 from rlhf.loop import OnPolicyLoop
+from rlhf.memory import forecaster, what_helps
 from rlhf.metrics import Batch, Scored
 from rlhf.prompts import Prompt
+from rlhf.rollout import Rollout
 from rlhf.runlogs import RunLog
+from rlhf.stopping import Stopped, StopRequest
 from rlhf.tokens import TOKENS_FOLDER, token_rows, write_tokens
+from rlhf.trainer_state import load_weights, save_trainer
+from rlhf.weights import BEST_FOLDER, link_folder, replace_folder
+
+SOME_UPDATES = 10  # after which equal scores are no chance
 
 
 class Callback:
@@ -36,11 +49,21 @@ class Callback:
     def on_update_end(self, update: int, metrics: dict[str, float]) -> None:
         """After an update's optimizer steps, with what was logged of it."""
 
+    def on_drop(self, update: int, rollout: Rollout, batch: Batch | None, found: Dropped) -> None:
+        """In place of on_update_end, where the rest of an update was dropped: what was `found`, and on what."""
+
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """After an evaluation; the start model's comes first, with update 0."""
 
     def on_epoch_end(self, epoch: int, metrics: dict[str, float]) -> None:
         """After a pass over the training prompts, with the means of its updates' metrics."""
+
+    def on_update_done(self, update: int) -> None:
+        """After all of an update, its evaluation among it: between two updates, where checkpoints are made.
+
+        A callback that remembers something gives it out as JSON-ready data by `state_dict()`, and takes it back by
+        `load_state_dict(state)`: then checkpoints hold it.
+        """
 
     def on_train_end(self) -> None:
         """After the last evaluation."""
@@ -56,16 +79,43 @@ class KLControl(Callback):
     def on_update_end(self, update, metrics):
         self.steer(self.controller.update(metrics["kl_divergence"], metrics["kl_divergence/token"], self.episodes))
 
+    def on_drop(self, update, rollout, batch, found):
+        self.controller.skip()  # beta stays, and targets come into force in their updates
+
+    def state_dict(self) -> dict[str, float]:
+        return self.controller.state_dict()
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.controller.load_state_dict(state)
+
 
 class TensorBoardLog(Callback):
     """Every logged number under its own name, over updates."""
 
     def __init__(self, folder: Path):
-        self.writer = SummaryWriter(str(folder), flush_secs=10)  # curves of a running run are looked at
+        self.folder, self.done, self.drops = folder, 0, None
+
+    def on_train_begin(self, trainer):
+        self.done, self.drops = trainer.state.global_step, trainer.drops
+
+    @cached_property
+    def writer(self) -> SummaryWriter:
+        """What an interrupted session logged behind its last checkpoint comes again: readers drop the first."""
+        behind = self.done + 1 if self.done else None
+        return SummaryWriter(
+            str(self.folder), flush_secs=10, purge_step=behind
+        )  # a running run's curves are looked at
+
+    def on_update_done(self, update):
+        self.writer.flush()  # before the checkpoint of this update: what it stands on is not logged again
 
     def on_update_end(self, update, metrics):
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, update)
+
+    def on_drop(self, update, rollout, batch, found):
+        self.writer.add_text("dropped", str(found), update)
+        self.writer.add_scalar("updates/dropped", self.drops.count, update)
 
     def on_evaluation(self, evaluation):
         self.on_update_end(evaluation.update, evaluation.metrics())
@@ -79,22 +129,27 @@ class ProgressLine(Callback):
 
     def __init__(self, trainer: OnPolicyLoop, screen: Screen, controller: KLController):
         self.trainer, self.screen, self.controller = trainer, screen, controller
-        self.started = time.monotonic()
+        self.started, self.first = time.monotonic(), 0
 
     def on_train_begin(self, trainer):
-        self.started = time.monotonic()
+        self.started, self.first = time.monotonic(), trainer.state.global_step
 
     def on_update_end(self, update, metrics):
         updates, target = self.trainer.updates, self.controller.target_of(update)
-        left = (time.monotonic() - self.started) / update * (updates - update)
+        left = (time.monotonic() - self.started) / (update - self.first) * (updates - update)
         kl = metrics["kl_divergence" if target.per == "sequence" else "kl_divergence/token"]
         aim = "no target" if self.controller.horizon is None else f"target {target}"
+        topic = self.trainer.dealing.topic_of(update)
+        of = "" if topic is None else f"topic {one_line(topic)} | "
         self.screen.progress(
-            f"update {update}/{updates} | score {metrics['rewards/mean']:+.2f} | KL {kl:.3g} ({aim}) | "
+            f"update {update}/{updates} | {of}score {metrics['rewards/mean']:+.2f} | KL {kl:.3g} ({aim}) | "
             f"beta {metrics['kl_coef']:.3g} | reply {metrics['reply/length']:.0f} tokens | "
             f"{metrics['throughput/tokens_per_s']:,.0f} tokens/s | {clock(left)} left",
             last=update == updates,
         )
+
+    def on_drop(self, update, rollout, batch, found):
+        self.screen.say(f"warning: the rest of update {update} is dropped: {found}")
 
     def on_evaluation(self, evaluation):
         said = evaluation.metrics()
@@ -104,6 +159,30 @@ class ProgressLine(Callback):
             f"perplexity {said['eval/perplexity']:.2f} on {self.trainer.text.source}, "
             f"reply {said['eval/reply_length']:.0f} tokens, {said['eval/eos_rate']:.0%} end"
         )
+
+
+class SameScores(Callback):
+    """Warns, after some updates and at the end, where every reply scored the same, so that none is to be preferred."""
+
+    def __init__(self, trainer: OnPolicyLoop, screen: Screen):
+        self.trainer, self.screen = trainer, screen
+        self.seen: set[float] = set()
+
+    def on_batch(self, update, batch, scored):
+        self.seen |= {float(scored.raw.min()), float(scored.raw.max())}
+
+    def on_update_end(self, update, metrics):
+        if len(self.seen) == 1 and update in (SOME_UPDATES, self.trainer.updates):
+            self.screen.say(
+                f"warning: every reply of {update} updates scored {min(self.seen):g}: {self.trainer.rewards}. "
+                "There is nothing to learn from it; look at the reward functions"
+            )
+
+    def state_dict(self) -> dict[str, list[float]]:
+        return {"seen": sorted(self.seen)[:2]}  # two are as good as many
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        self.seen = set(state["seen"])
 
 
 class Samples(Callback):
@@ -132,6 +211,21 @@ class TokenRecord(Callback):
             gamma = self.config.ppo.gamma
             rows = token_rows(update, numbers, batch, scored.raw, self.tokenizer, gamma)
             write_tokens(self.folder, update, rows, record.record_format)
+
+
+class Incidents(Callback):
+    """Before a run gives up, all that is needed to do the update again goes into a folder."""
+
+    def __init__(self, trainer: OnPolicyLoop, config: Config, screen: Screen):
+        self.trainer, self.config, self.screen = trainer, config, screen
+
+    def on_drop(self, update, rollout, batch, found):
+        if self.trainer.drops.in_a_row == IN_A_ROW:
+            folder = Path(self.config.run.output) / "incidents" / f"update-{update:06d}"
+            save_incident(self.trainer, folder, update, rollout, batch, found)
+            self.screen.say(f"the update, to look at: {folder}")
+            replay = f"python train_{self.config.algorithm}.py --replay {shlex.quote(str(folder))}"
+            self.screen.say(f"to do it again, step by step: {replay}")
 
 
 class BestCheckpoint(Callback):
@@ -171,6 +265,106 @@ class BestCheckpoint(Callback):
             }
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"candidates": [asdict(c) for c in self.candidates], "memory": self.memory}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.candidates, self.memory = [Candidate(**c) for c in state["candidates"]], state["memory"]
+
+
+class KLGuard(Callback):
+    """A KL beyond 4 times its target doubles beta at once; with --rollback-on-kl, after some such updates in a row the
+    weights go back to the last checkpoint from before. The run goes on from there, its updates counted on."""
+
+    def __init__(self, trainer: OnPolicyLoop, config: Config, controller: KLController, log: RunLog, screen: Screen):
+        self.trainer, self.config, self.controller, self.log, self.screen = trainer, config, controller, log, screen
+        self.in_a_row = 0
+
+    def on_update_end(self, update, metrics):
+        target = self.controller.target_of(update)
+        kl = metrics["kl_divergence" if target.per == "sequence" else "kl_divergence/token"]
+        if kl <= RUNAWAY * target.nats:
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        self.trainer.set_kl_coef(self.controller.raise_beta(2.0))
+        self.screen.say(
+            f"warning: KL {kl:.3g}/{target.per} is {kl / target.nats:.1f} times its target: beta doubled, to "
+            f"{self.controller.beta:.3g}"
+        )
+        if self.config.run.rollback_on_kl and self.in_a_row >= IN_A_ROW:
+            self.roll_back(update)
+
+    def roll_back(self, update: int) -> None:
+        """To the newest sound checkpoint from before the KL ran away."""
+        begun, self.in_a_row = update - self.in_a_row, 0
+        found = find_checkpoints(Path(self.config.run.output), self.log.data["id"])
+        # an update's KL is measured on the weights that it begins with: those after update `begun` had run away
+        before = [number for number in found.sound if number < begun]
+        if not before:
+            self.screen.say("warning: no sound checkpoint from before it ran away: --rollback-on-kl can do nothing")
+            return
+        load_weights(self.trainer, found.sound[max(before)])
+        self.screen.say(f"back to the weights after update {max(before)}: those after update {begun} had run away")
+
+    def state_dict(self) -> dict[str, int]:
+        return {"in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.in_a_row = state["in_a_row"]
+
+
+class Checkpoints(Callback):
+    """Saves the whole trainer every so often, at the end, and where the run was asked to stop, which it then does."""
+
+    def __init__(self, trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: StopRequest):
+        self.trainer, self.config, self.log, self.screen, self.stop = trainer, config, log, screen, stop
+        self.folder = Path(config.run.output)
+
+    def on_batch(self, update, batch, scored):
+        self.log.check_place()  # before an update's work is done for nothing
+
+    def on_update_done(self, update):
+        self.log.check_place()
+        last, by = update == self.trainer.updates, self.stop.by
+        if last or by is not None or update % self.config.run.save_every == 0:
+            self.save(update)
+        if by is not None and not last:
+            raise Stopped(by, f"stopped after update {update} of {self.trainer.updates}, saved. {self.way_on()}")
+
+    def save(self, update: int) -> None:
+        """Raises RunError where the disk does not take it."""
+        run, keep = self.log.data["id"], self.config.run.keep
+        try:
+            write_checkpoint(self.folder, run, update, keep, self.fill)
+        except OSError as error:
+            sound = find_checkpoints(self.folder, run).newest
+            kept = f"{sound.name} is untouched" if sound is not None else "there is none yet"
+            raise RunError(
+                f"the checkpoint of update {update} could not be saved ({error}): {self.folder}; of sound ones, "
+                f"{kept}. Make room there. {self.way_on()}"
+            ) from None
+
+    def fill(self, folder: Path) -> None:
+        save_trainer(self.trainer, folder)
+        if (self.folder / BEST_FOLDER).is_dir():
+            link_folder(self.folder / BEST_FOLDER, folder / BEST_FOLDER)
+
+    def way_on(self) -> str:
+        return f"Go on with: {resume_command(self.config)}"
+
+    def state_dict(self) -> dict[str, float]:
+        return {"seconds": self.log.seconds()}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.log.before = state["seconds"]
+
+
+def resume_command(config: Config) -> str:
+    """What goes on with a run, or with several seeds: their settings are in run.json."""
+    seeds = "" if config.run.seeds is None else f"--seeds {' '.join(map(str, config.run.seeds))} "
+    return f"python train_{config.algorithm}.py --resume {seeds}--output {shlex.quote(config.run.output)}"
+
 
 def kl_controller(config: Config, updates: int) -> KLController:
     """The controller that the settings ask for, for a run of `updates` updates."""
@@ -179,16 +373,22 @@ def kl_controller(config: Config, updates: int) -> KLController:
     return KLController(kl.kl_coef, kl.targets, horizon, updates, kl.kl_boundaries)
 
 
-def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -> None:
-    """What every run has: TensorBoard, replies as files, the live line, the best checkpoint, KL control. The line
-    shows the beta that the update was made with, so control comes last."""
+def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: StopRequest) -> None:
+    """What every run has: TensorBoard, replies as files, the live line, the best checkpoint, KL control, checkpoints.
+    The line shows the beta that the update was made with, so control comes after it."""
     controller = kl_controller(config, trainer.updates)
     output = Path(config.run.output)
+    trainer.limits.advise = lambda: what_helps(config, trainer.actor.policy, forecaster(trainer))
     trainer.add_callback(TensorBoardLog(output / "logs"))
     trainer.add_callback(Samples(output / "samples", trainer.evaluation_prompts))
     if config.record.record_tokens:
         tokenizer, prompts = trainer.processing_class, trainer.train_prompts
         trainer.add_callback(TokenRecord(output / TOKENS_FOLDER, config, tokenizer, prompts))
     trainer.add_callback(ProgressLine(trainer, screen, controller))
+    trainer.add_callback(Incidents(trainer, config, screen))
+    trainer.add_callback(SameScores(trainer, screen))
     trainer.add_callback(BestCheckpoint(trainer, config, controller, log))
     trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update))
+    if config.kl.steered:
+        trainer.add_callback(KLGuard(trainer, config, controller, log, screen))
+    trainer.add_callback(Checkpoints(trainer, config, log, screen, stop))

@@ -1,86 +1,182 @@
-"""What a run leaves on the disk as weights: plain Hugging Face files, and the value head beside them."""
+"""Checkpoints that are complete or absent, and the newest sound one, whatever lies beside it.
+
+A checkpoint is a folder whose manifest names the run, the update, and every file with its size and SHA-256. It is
+written under another name, reaches the disk, gets its manifest last, and only then its own name. An older one goes
+when the newer one has been read back and found sound, and of it only what its own manifest names.
+"""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import hashlib
+import json
+import re
 import shutil
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
-from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerBase
+from rlhf import system
+from rlhf.errors import Notice
 
-from rlhf.actor_critic import Actor, ActorCritic
-from rlhf.errors import UserError
-
-WEIGHTS_FILE = "model.safetensors"
-ADAPTER_FILE = "adapter_model.safetensors"
-BEST_FOLDER = "best"
-VALUE_HEAD_FILE = "value_head.safetensors"
-ONE_FILE = "1000GB"  # weights in one file can be put in place at one stroke
+MANIFEST = "manifest.json"
+GOING = "manifest.going"  # what a manifest is called once its checkpoint is being removed
+UNFINISHED = ".unfinished"
+NAME = re.compile(r"checkpoint-([1-9]\d*)")
 
 
-def save_policy(actor: Actor, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the policy (under LoRA its adapter), the tokenizer and the value head, if there is one, into `folder`.
+@dataclass
+class Found:
+    """What a look through a run's checkpoints has found."""
 
-    Loads with `AutoModelForCausalLM` or `PeftModel`, which do not look at the value head.
+    sound: dict[int, Path] = field(default_factory=dict)  # by update, rising
+    skipped: list[str] = field(default_factory=list)  # a line each: which one, and what is wrong with it
+    going: list[Path] = field(default_factory=list)  # whose removal was interrupted
+
+    @property
+    def newest(self) -> Path | None:
+        return self.sound[max(self.sound)] if self.sound else None
+
+
+def place_of(folder: Path, update: int) -> Path:
+    return folder / f"checkpoint-{update}"
+
+
+def update_of(name: str) -> int | None:
+    """From a folder's name; None where it is not a checkpoint's."""
+    named = NAME.fullmatch(name)
+    return int(named[1]) if named else None
+
+
+def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Callable[[Path], None]) -> Path:
+    """Let `write` fill a folder, make a checkpoint of `run` from it, and of older ones keep `keep` - 1.
+
+    Raises OSError where the disk does not take it, or gives back something else; whatever is raised, older checkpoints
+    are as they were, and what was written is removed where that can be. An old one that cannot be removed is told as a
+    Notice.
     """
-    more = {} if isinstance(actor.policy, PeftModel) else {"max_shard_size": ONE_FILE}
-    actor.policy.save_pretrained(folder, **more)
-    tokenizer.save_pretrained(folder)
-    if isinstance(actor, ActorCritic):
-        head = {name: tensor.contiguous().cpu() for name, tensor in actor.value_head.state_dict().items()}
-        save_file(head, folder / VALUE_HEAD_FILE)
-
-
-def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Renew a saved model in place: `write` fills a folder beside it, then file by file takes the old one's place.
-
-    So `folder` holds a loadable model at all times: the weights are one file, and the others do not change in a run.
-    """
-    beside = folder.with_name(folder.name + ".new")
+    place = place_of(folder, update)
+    beside = place.with_name(place.name + UNFINISHED)
     shutil.rmtree(beside, ignore_errors=True)
-    write(beside)
-    if not folder.exists():
-        beside.rename(folder)
-        return
-    for file in sorted(beside.iterdir()):
-        os.replace(file, folder / file.name)
-    beside.rmdir()
-
-
-def load_policy_weights(actor: Actor, folder: Path) -> None:
-    """Put a saved policy (or adapter) back, and its value head where actor and folder both have one.
-
-    Raises UserError where the folder holds no such weights or another model's.
-    """
-    is_adapter = isinstance(actor.policy, PeftModel)
-    file = folder / (ADAPTER_FILE if is_adapter else WEIGHTS_FILE)
-    if not file.is_file():
-        raise UserError(f"no {file.name}: {folder}. Give a folder that save_model wrote, of the same kind of run")
     try:
-        if is_adapter:
-            _check_adapter(actor.policy, folder)
-            set_peft_model_state_dict(actor.policy, load_peft_weights(str(folder), device="cpu"))
+        beside.mkdir(parents=True)
+        write(beside)
+        _seal(beside, run, update)
+        if place.exists():  # a torn one: that is why its update was done again
+            system.replace(place, _free_name(place.with_name(place.name + ".torn")))
+        system.replace(beside, place)
+        system.sync_folder(folder)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    found = find_checkpoints(folder, run)
+    if update not in found.sound:
+        raise OSError(f"read back from the disk, {'; '.join(found.skipped) or 'it is not there'}")
+    try:
+        rotate(found, run, update, keep)
+    except OSError as error:  # on Windows, where somebody reads it
+        warnings.warn(f"an old checkpoint could not be removed: {error}", Notice, stacklevel=2)
+    return place
+
+
+def _seal(folder: Path, run: str, update: int) -> None:
+    """The manifest, after everything that it names has reached the disk."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for file in files:
+        system.sync_file(file)
+    named = {f.relative_to(folder).as_posix(): {"size": f.stat().st_size, "sha256": sha256(f)} for f in files}
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"run": run, "update": update, "files": named}, indent=2), encoding="utf-8")
+    system.sync_file(manifest)
+    system.sync_folder(folder)
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _free_name(path: Path) -> Path:
+    names = (path, *(path.with_name(f"{path.name}_{n}") for n in range(1, 10_000)))
+    return next(name for name in names if not name.exists())
+
+
+# --- looking ---------------------------------------------------------------------------------------------------------
+
+
+def fault_of(place: Path, run: str) -> str | None:
+    """In words, why a folder is not a sound checkpoint of `run`; None where it is one."""
+    manifest = read_manifest(place / MANIFEST)
+    if manifest is None:
+        return f"{MANIFEST} is missing or torn"
+    if manifest["run"] != run:
+        return f"{MANIFEST} is of another run"
+    if place_of(place.parent, manifest["update"]) != place:
+        return f"{MANIFEST} is of update {manifest['update']}"
+    for name, said in manifest["files"].items():
+        file = place / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != said["size"]:
+            return f"{name} has {file.stat().st_size:,} bytes, not {said['size']:,}"
+        if sha256(file) != said["sha256"]:
+            return f"{name} has changed (its SHA-256 is another)"
+    return None
+
+
+def read_manifest(file: Path) -> dict | None:
+    """A manifest with all that belongs into one, or None."""
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+        names = [(name, int(one["size"]), str(one["sha256"])) for name, one in said["files"].items()]
+        inside = all((file.parent / name).resolve().is_relative_to(file.parent.resolve()) for name, _, _ in names)
+        return {**said, "update": int(said["update"]), "run": str(said["run"])} if inside else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # whatever is torn in whatever way
+        return None
+
+
+def find_checkpoints(folder: Path, run: str) -> Found:
+    """All sound checkpoints of `run` in `folder`, and what else looks like one, with its fault."""
+    found = Found()
+    if not folder.is_dir():
+        return found
+    for place in sorted(folder.iterdir(), key=lambda p: (len(p.name), p.name)):
+        named = NAME.fullmatch(place.name)
+        if named is None or not place.is_dir():
+            continue
+        fault = fault_of(place, run)
+        if fault is None:
+            found.sound[int(named[1])] = place
+        elif (place / GOING).exists():
+            found.going.append(place)
         else:
-            missing, unknown = actor.policy.load_state_dict(load_file(file), strict=False)
-            tied = set(actor.policy.all_tied_weights_keys)
-            if set(missing) - tied or unknown:
-                raise RuntimeError(f"{len(set(missing) - tied)} weights missing, {len(unknown)} unknown")
-        head = folder / VALUE_HEAD_FILE
-        if isinstance(actor, ActorCritic) and head.is_file():
-            actor.value_head.load_state_dict(load_file(head))
-    except RuntimeError as error:
-        raise UserError(
-            f"another model's weights: {folder} ({str(error).splitlines()[0]:.120}). Give this model's"
-        ) from None
+            found.skipped.append(f"{place.name}: {fault}")
+    return found
 
 
-def _check_adapter(policy: PeftModel, folder: Path) -> None:
-    """peft loads another adapter's weights without a word where the shapes happen to fit."""
-    mine, theirs = policy.peft_config["default"], PeftConfig.from_pretrained(str(folder))
-    for name in ("r", "lora_alpha", "target_modules"):
-        here, there = (set(v) if isinstance(v := getattr(c, name), (set, list)) else v for c in (mine, theirs))
-        if here != there:
-            raise UserError(f"another adapter's weights ({name} {there}, not {here}): {folder}. Give this model's")
+# --- removing --------------------------------------------------------------------------------------------------------
+
+
+def rotate(found: Found, run: str, newest: int, keep: int) -> None:
+    """Of the sound checkpoints of `run` up to the `newest`, just written, remove all but the last `keep`; and bring to
+    an end what an earlier removal was interrupted at. One that is not sound stays: it counts for nothing, and says on
+    --resume what is wrong with it."""
+    for place in found.going:
+        if (read_manifest(place / GOING) or {}).get("run") == run:
+            _remove(place)
+    for update in sorted(n for n in found.sound if n <= newest)[:-keep]:
+        place = found.sound[update]
+        system.replace(place / MANIFEST, place / GOING)
+        _remove(place)
+
+
+def _remove(place: Path) -> None:
+    """The files that the manifest of a checkpoint names, and the folders where nothing else lies in them."""
+    named = read_manifest(place / GOING)["files"]
+    for name in (*named, GOING):
+        (place / name).unlink(missing_ok=True)
+    folders = {parent for name in named for parent in (place / name).parents if parent.is_relative_to(place)}
+    for inner in sorted(folders | {place}, key=lambda path: len(path.parts), reverse=True):
+        with contextlib.suppress(OSError):  # somebody else's files are in it
+            inner.rmdir()

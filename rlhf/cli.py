@@ -9,20 +9,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import typing
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from rlhf.errors import UserError, did_you_mean, raise_if
-from rlhf.knobs import Knob, convert, knobs_of, name_table, range_text
+from rlhf.knobs import Knob, convert, is_unset, knobs_of, name_table, range_text
+
+Layer = dict[str, tuple[Any, str]]  # name -> (value, where it was set)
+_PLAIN_MAPPING = "tag:yaml.org,2002:map"
 
 
-def read_yaml(path: str, names: dict[str, str]) -> dict[str, tuple[Any, str]]:
-    """The knobs that a YAML file sets: name -> (value, 'file:line'). Nesting is free: only the leaves' names count."""
+def read_yaml(path: str, names: dict[str, str], blocks: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, str]]:
+    """The knobs that a YAML file sets: name -> (value, 'file:line'). Nesting is free: only the leaves' names count.
+
+    `blocks` say something by being there: name -> what such a block sets where the file does not.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
+        _check_aliases(text, path)
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise UserError(f"cannot read the configuration file: {path} ({error.strerror}). Check --config") from None
@@ -33,6 +40,8 @@ def read_yaml(path: str, names: dict[str, str]) -> dict[str, tuple[Any, str]]:
         raise UserError(
             f"not YAML ({error.problem}): {path}:{mark.line + 1}:{mark.column + 1}. Correct that line"
         ) from None
+    except RecursionError:
+        raise UserError(f"not a file of settings (nested too deep): {path}. Write lines such as `gamma: 1`") from None
     except yaml.YAMLError as error:  # a control character: no place to name
         raise UserError(f"not YAML ({str(error).splitlines()[0]}): {path}. Save it as plain text") from None
     if tree is None:
@@ -43,17 +52,35 @@ def read_yaml(path: str, names: dict[str, str]) -> dict[str, tuple[Any, str]]:
     faults: list[str] = []
     _collect_yaml(tree, path, names, found, faults)
     raise_if(faults)
+    for key_node in _block_names(tree):
+        for name, value in blocks.get(str(key_node.value), {}).items():
+            found.setdefault(name, (value, f"{path}:{key_node.start_mark.line + 1}"))
     return found
 
 
+def _check_aliases(text: str, path: str) -> None:
+    """Lists and mappings are written out: aliases of them can hold themselves, or grow without end. A value's alias
+    is just that value."""
+    anchored = set()
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, (yaml.SequenceStartEvent, yaml.MappingStartEvent)):
+            anchored.add(event.anchor)
+        elif isinstance(event, yaml.AliasEvent) and event.anchor in anchored:
+            where = f"{path}:{event.start_mark.line + 1}"
+            raise UserError(f"an alias of a list or a mapping (*{event.anchor}): {where}. Write it out")
+
+
 def _collect_yaml(tree: yaml.MappingNode, path: str, names: dict[str, str], found: dict, faults: list[str]) -> None:
+    if tree.tag != _PLAIN_MAPPING:
+        faults.append(f"a mapping is not plain data ({tree.tag}): {path}:{tree.start_mark.line + 1}. Remove its tag")
+        return
     for key_node, value_node in tree.value:
         key = str(key_node.value).replace("-", "_")
         where = f"{path}:{key_node.start_mark.line + 1}"
         if isinstance(value_node, yaml.MappingNode):
             _collect_yaml(value_node, path, names, found, faults)
         elif key not in names:
-            faults.append(f"unknown key {key}: {where}. {did_you_mean(key, names)}")
+            faults.append(f"unknown key {key}: {where}. {_way_out(key, names)}")
         elif names[key] in found:
             faults.append(f"{key} is set twice: {where} and {found[names[key]][1]}. Keep one")
         else:
@@ -61,6 +88,22 @@ def _collect_yaml(tree: yaml.MappingNode, path: str, names: dict[str, str], foun
                 found[names[key]] = (_yaml_value(value_node), where)
             except yaml.constructor.ConstructorError as error:
                 faults.append(f"{key} is not plain data ({error.problem}): {where}. Write plain text or numbers")
+
+
+def _block_names(tree: yaml.MappingNode) -> Iterator[yaml.Node]:
+    """The keys of all mappings in a mapping, however deep."""
+    for key_node, value_node in tree.value:
+        if isinstance(value_node, yaml.MappingNode):
+            yield key_node
+            yield from _block_names(value_node)
+
+
+def _way_out(name: str, known: Iterable[str]) -> str:
+    """For a name that is not known: the nearest one; for float16, which other trainers have, what there is."""
+    words = {word.lstrip("-") for word in known}
+    if name.replace("-", "_").strip("_").removeprefix("no_") == "fp16" and "bf16" in words:
+        return "Precision is bfloat16 (--bf16) or float32 (--no-bf16); float16 is not offered, its gradients underflow"
+    return did_you_mean(name, known)
 
 
 def _yaml_value(node: yaml.Node) -> Any:
@@ -117,12 +160,22 @@ def make_parser(
         if k.group not in groups:
             title = typing.get_type_hints(config_class)[k.group].__doc__.strip().rstrip(".")
             groups[k.group] = parser.add_argument_group(title)
-        _add_flag(groups[k.group], k)
+        _add_flag(groups[k.group], k, _special(config_class))
     return parser
 
 
-def _add_flag(group, k: Knob) -> None:
-    names = (k.name, *k.aliases)
+def _special(config_class: type) -> set[str]:
+    """The references' names that say something else than the knobs' own."""
+    return config_class.read_as.keys() | config_class.implied.keys()
+
+
+def _add_flag(group, k: Knob, special: Collection[str]) -> None:
+    """`special` names have flags of their own: they keep their names until layers are merged."""
+    names = (k.name, *(alias for alias in k.aliases if alias not in special))
+    for alias in (alias for alias in k.aliases if alias in special):
+        meant = f"as {k.flag}, said as another trainer says it: see Settings in README.md"
+        nargs = "+" if k.is_list else None
+        group.add_argument(*_spellings([alias]), dest=alias, metavar=alias.upper(), help=meant, nargs=nargs)
     spellings = _spellings(names)
     bounds = f", {range_text(k)}" if any(v is not None for v in k.bounds.values()) else ""
     help = f"{k.help} (default: {_show(k.default)}{bounds})".replace("%", "%%")
@@ -163,7 +216,7 @@ def read_flags(
         [
             f"{flag} belongs to {theirs[flag]}: command line. Leave it out here (a shared --config file may set it)"
             if flag in theirs
-            else f"unknown flag {flag}: command line. {did_you_mean(flag, known)}"
+            else f"unknown flag {flag}: command line. {_way_out(flag, known)}"
             for flag in strange
         ]
     )
@@ -182,12 +235,15 @@ def resolve(
     *,
     defaults: dict | None = None,
     foreign: dict[str, str] | None = None,
+    beneath: Layer | None = None,
+    fit: bool = True,
     **top: Any,
 ) -> Any:
-    """The configuration that defaults, recipe, YAML file and flags make together. All faults in one UserError.
+    """The configuration that defaults, recipe, `beneath`, YAML file and flags make together. All faults in one
+    UserError.
 
     `foreign` groups (group -> the command that reads them) have no flags here; recipes and YAML files may set them,
-    as one file serves both algorithms. `top` are fields beside the groups.
+    as one file serves both algorithms. `fit` as in build. `top` are fields beside the groups.
     """
     knobs, foreign = knobs_of(config_class), foreign or {}
     parser = make_parser(config_class, prog, description, recipes, defaults, foreign)
@@ -199,22 +255,25 @@ def resolve(
     }
     flags = read_flags(parser, argv, elsewhere)
     yaml_path = flags.pop("config", (None, ""))[0] if recipes is not None else None
-    from_yaml = read_yaml(yaml_path, {**name_table(knobs), "recipe": "recipe"}) if yaml_path else {}
-    return build(config_class, recipes, [from_yaml, flags], defaults, **top)
+    names = {**name_table(knobs), **{name: name for name in ("recipe", *_special(config_class))}}
+    from_yaml = read_yaml(yaml_path, names, config_class.blocks) if yaml_path else {}
+    return build(config_class, recipes, [beneath or {}, from_yaml, flags], defaults, fit, **top)
 
 
 def _default_recipe(config_class: type) -> str:
     return next(f.default for f in dataclasses.fields(config_class) if f.name == "recipe")
 
 
-Layer = dict[str, tuple[Any, str]]  # name -> (value, where it was set)
-
-
 def build(
-    config_class: type, recipes: dict | None, layers: list[Layer], defaults: dict | None = None, **top: Any
+    config_class: type,
+    recipes: dict | None,
+    layers: list[Layer],
+    defaults: dict | None = None,
+    fit: bool = True,
+    **top: Any,
 ) -> Any:
     """A configuration from layers, "recipe" among their names, over the recipe's settings, over `defaults`, over the
-    fields' own. Checks every name and value, then how they fit (`config.faults()`)."""
+    fields' own. Checks every name and value, then how they `fit` (`config.faults()`)."""
     knobs = knobs_of(config_class)
     below: list[Layer] = [{name: (value, "default") for name, value in (defaults or {}).items()}]
     if recipes is not None:
@@ -222,11 +281,7 @@ def build(
         below.append({name: (value, f"recipe {recipe}") for name, value in recipes[recipe].items()})
         layers = [{name: found for name, found in layer.items() if name != "recipe"} for layer in layers]
         top["recipe"] = recipe
-    layered = _merge(
-        [*below, *layers],
-        name_table(knobs),
-        getattr(config_class, "exclusive", ()),
-    )
+    layered = _merge([*below, *layers], name_table(knobs), config_class)
     faults, converted = [], {}
     for name, k in knobs.items():
         value, where = layered.get(name, (k.default, "default"))
@@ -238,8 +293,8 @@ def build(
     hints = typing.get_type_hints(config_class)
     groups = {group: hints[group](**leaves) for group, leaves in converted.items()}
     config = config_class(**top, **groups)
-    raise_if(config.faults())
-    return config
+    raise_if(config.faults() if fit else [])
+    return config.settled()
 
 
 def _find_recipe(config_class: type, recipes: dict, layers: list[Layer]) -> str:
@@ -252,14 +307,37 @@ def _find_recipe(config_class: type, recipes: dict, layers: list[Layer]) -> str:
     return recipe
 
 
-def _merge(layers: list[Layer], names: dict[str, str], exclusive: tuple[str, ...]) -> Layer:
-    """Later layers win. One of the `exclusive` knobs in a later layer removes the others of earlier ones."""
+def _merge(layers: list[Layer], names: dict[str, str], config_class: type) -> Layer:
+    """Later layers win. One of an `exclusive` group in a later layer removes the others of earlier ones; so does a
+    `clearing` knob, where it is set."""
     unknown = {n: where for layer in layers for n, (_, where) in layer.items() if n not in names}
-    raise_if([f"unknown setting {n}: {where}. {did_you_mean(n, names)}" for n, where in unknown.items()])
+    raise_if([f"unknown setting {n}: {where}. {_way_out(n, names)}" for n, where in unknown.items()])
     merged: Layer = {}
     for layer in layers:
-        known = {names[n]: found for n, found in layer.items()}
-        if not known.keys().isdisjoint(exclusive):
-            merged = {n: found for n, found in merged.items() if n not in exclusive}
-        merged |= known
+        known = _by_knob(layer, names, config_class)
+        exclusive = (*config_class.exclusive, *config_class.rivals)
+        groups = [group for group in exclusive if not known.keys().isdisjoint(group)]
+        groups += [g for n, g in config_class.clearing.items() if n in known and not is_unset(known[n][0])]
+        cleared = {name for group in groups for name in group}
+        merged = {name: found for name, found in merged.items() if name not in cleared} | known
     return merged
+
+
+def _by_knob(layer: Layer, names: dict[str, str], config_class: type) -> Layer:
+    """One layer's settings by the knobs' own names. A reference's name is read as the reference means it, and brings
+    what else it says where the layer does not say that itself."""
+    known: Layer = {}
+    for name, (value, where) in layer.items():
+        if names[name] in known:
+            raise UserError(f"{name} is set twice: {where} and {known[names[name]][1]}. Keep one")
+        known[names[name]] = (config_class.read_as.get(name, lambda said: said)(value), where)
+    for name, (_, where) in layer.items():
+        for other, value in config_class.implied.get(name, {}).items():
+            known.setdefault(other, (value, where))
+    for group in config_class.rivals:
+        said = [known[name] for name in group if name in known and not is_unset(known[name][0])]
+        if len(said) > 1:
+            raise UserError(
+                f"{' and '.join(group)} say one thing twice: {' and '.join(where for _, where in said)}. Keep one"
+            )
+    return known

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+
+from rlhf.errors import Notice
 
 LINE_EVERY_S = 5  # where the output is a file or a pipe, a line at most this often
 
@@ -26,6 +29,9 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.simplefilter("ignore")
+    warnings.simplefilter("always", Notice)
+    warnings.showwarning = _show_warning
+    threading.excepthook = _of_a_thread
     for name in ("transformers", "trl", "accelerate", "huggingface_hub", "datasets", "peft", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
     import datasets  # slow to import: not at the top, where `--help` would wait for it
@@ -34,6 +40,16 @@ def quiet_libraries() -> None:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     datasets.disable_progress_bars()
+
+
+def _show_warning(message, category, *_, **__) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def _of_a_thread(error: threading.ExceptHookArgs) -> None:
+    """TensorBoard's writer raises a disk's errors in its own thread, and again in ours, where they are told."""
+    if not issubclass(error.exc_type, OSError):
+        threading.__excepthook__(error)
 
 
 # C0 and C1 controls (escape sequences begin with one), and what turns the direction of text around or hides it
@@ -69,6 +85,10 @@ class Screen:
         """One line."""
         self.console.print(Text(visible(text)))
 
+    def write(self, text: str) -> None:
+        """A piece of a line, as it comes."""
+        self.console.print(Text(visible(text)), end="", soft_wrap=True)
+
     def facts(self, rows: Sequence[tuple[str, str]]) -> None:
         """Aligned pairs of a name and what it is."""
         width = max(len(name) for name, _ in rows)
@@ -90,7 +110,7 @@ class Screen:
             if self._live is None:
                 self._live = Live(console=self.console, auto_refresh=False, redirect_stderr=False)
                 self._live.start()
-            self._live.update(Text(text), refresh=True)
+            self._live.update(Text(visible(text)), refresh=True)
             if last:
                 self.end_progress()
         elif last or time.monotonic() - self._last_line >= LINE_EVERY_S:

@@ -10,6 +10,7 @@ from rlhf.knobs import KLTarget
 
 LARGEST_ERROR = 0.2  # Ziegler et al. 2019, sec. 2.2: one update reacts to an error of at most 20%
 KL_BAND = (0.5, 1.5)  # times the target: where a steered KL should end
+RUNAWAY = 4.0  # times the target: a KL that steering by 20% at a time will not catch
 LOWEST_BETA = 1e-4  # a beta that fell to nothing, in updates of low KL, would take as many to come back
 
 
@@ -66,6 +67,15 @@ class KLController:
             error = min(max(kl / self.target.nats - 1, -LARGEST_ERROR), LARGEST_ERROR)
             self.beta = max(self.beta * max(1 + error * episodes / self.horizon, 0.5), self.floor)
         self.done += 1
+        return self.beta
+
+    def skip(self) -> None:
+        """An update that was dropped: nothing is known of its KL."""
+        self.done += 1
+
+    def raise_beta(self, factor: float) -> float:
+        """At once, whatever the horizon; returns beta."""
+        self.beta *= factor
         return self.beta
 
     def largest_move(self, episodes: int) -> float:

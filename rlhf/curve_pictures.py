@@ -1,4 +1,5 @@
-"""The four panels: loss, learning rate, mean reward, KL against its target. Of one run, or of groups of runs."""
+"""The four panels: loss, learning rate, mean reward, KL against its target. Of one run, or of groups of runs. Where
+topics were trained in turn, two more: score and KL by topic."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -19,6 +21,7 @@ from rlhf.pictures import COLOURS, MARKERS, new_figure, style
 
 FAR = 10  # a panel whose values reach this many times farther than 96% of them do shows the 96%
 WIDE = 98  # letters that fit beside each other in two columns of the legend
+TOPICS_DRAWN = 8  # lines that can still be told apart
 CUT = 0.02  # share of the values at either end that such a panel may leave out
 
 
@@ -126,20 +129,36 @@ class Chart:
             Panel("KL from the start model", f"nats per {self.per}", kl),
         ]
 
+    @cached_property
+    def topics(self) -> list[str]:
+        """Names among the metrics of the topics that were trained in turn, in that order; none elsewhere."""
+        first: dict[str, int] = {}
+        for run in self.runs:
+            for tag, curve in run.scalars.items():
+                kind, _, rest = tag.partition("/")
+                if kind == "topic" and rest.endswith("/score"):
+                    name = rest.removesuffix("/score")
+                    first[name] = min(int(curve.updates[0]), first.get(name, int(curve.updates[0])))
+        return sorted(first, key=first.get)
+
     @property
     def averaged(self) -> str:
         return f"mean of the last {self.smooth} updates" if self.smooth > 1 else "each update"
 
 
 def draw(chart: Chart) -> Figure:
-    """The four panels, 1,500 pixels wide."""
+    """The panels, 1,500 pixels wide."""
+    rows = 3 if chart.topics else 2
     with style():
-        figure = new_figure(10, 9)
+        figure = new_figure(10, 4.5 * rows)
         figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)
-        grid = figure.subplots(2, 2, sharex=True)
-        for axes, panel in zip(grid.flat, chart.panels, strict=True):
+        grid = figure.subplots(rows, 2, sharex=True)
+        for axes, panel in zip(grid[:2].flat, chart.panels, strict=True):
             _draw_panel(axes, chart, panel)
-        for axes in grid[1]:
+        if chart.topics:
+            _draw_topics(grid[2, 0], chart, "score", "Score by topic", "score units")
+            _draw_topics(grid[2, 1], chart, "kl", "KL by topic", "nats per sequence")
+        for axes in grid[-1]:
             axes.set_xlabel(chart.axis.label)
         grid[0, 1].yaxis.set_major_formatter(FuncFormatter(power_of_ten(grid[0, 1].get_ylim()[1])))
         entries = {}  # what several panels show is explained once
@@ -178,9 +197,7 @@ def power_of_ten(highest: float):
 
 
 def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
-    axes.set(title=panel.title, ylabel=panel.unit)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=chart.x != "time"))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+    _name_axes(axes, chart, panel.title, panel.unit)
     lacking, values, marks = [], [], []
     for number, group in enumerate(chart.groups):
         found = group.with_tag(panel.tag)
@@ -199,6 +216,49 @@ def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
         _tell(axes, [f"no value of {panel.tag}\nis finite"], nothing=True)
     elif panel.smoothed:
         _keep_in_sight(axes, values, marks)
+
+
+def _name_axes(axes: Axes, chart: Chart, title: str, unit: str) -> None:
+    axes.set(title=title, ylabel=unit)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=chart.x != "time"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+
+
+def _draw_topics(axes: Axes, chart: Chart, kind: str, title: str, unit: str) -> None:
+    """A line a topic, broken off where other topics were trained; of a second algorithm dashed. Over seeds, the mean
+    at the updates that all of them have."""
+    drawn, left = chart.topics[:TOPICS_DRAWN], len(chart.topics) - TOPICS_DRAWN
+    of = f" ({chart.groups[1].name} dashed)" if len(chart.groups) > 1 else ""
+    _name_axes(axes, chart, title + of, unit)
+    colours = colormaps["viridis"](np.linspace(0, 0.9, len(drawn)))  # told apart in grey, too
+    for topic, colour in zip(drawn, colours, strict=True):
+        for group, dashes in zip(chart.groups, ("-", "--"), strict=False):
+            found = group.with_tag(f"topic/{topic}/{kind}")
+            updates = _shared_updates(found)
+            if updates:
+                x, y = _means_at(chart, found, updates, chart.smooth)
+                breaks = np.flatnonzero(np.diff(updates) > 1) + 1
+                x, y = np.insert(x, breaks, np.nan), np.insert(y, breaks, np.nan)
+                label = f"topic {topic}" if group is chart.groups[0] else None
+                _line(axes, x, y, color=colour, ls=dashes, lw=1.8, label=label)
+    if left > 0:
+        said = f"{left} more topics are in the table"
+        axes.text(0.98, 0.98, said, transform=axes.transAxes, ha="right", va="top", fontsize=10)
+
+
+def _shared_updates(found: Sequence[tuple[RunCurves, Curve]]) -> list[int]:
+    """The updates at which all of these curves have a point."""
+    return sorted(set.intersection(*(set(curve.updates.tolist()) for _, curve in found))) if found else []
+
+
+def _means_at(
+    chart: Chart, found: Sequence[tuple[RunCurves, Curve]], updates: Sequence[int], span: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where points at these updates stand, and their values, each over `span` updates: the means of the curves."""
+    at = [np.isin(curve.updates, updates) for _, curve in found]
+    places = [chart.axis.of(*pair)[here] for pair, here in zip(found, at, strict=True)]
+    lines = [running_mean(c.updates, c.finite, span)[here] for (_, c), here in zip(found, at, strict=True)]
+    return np.mean(places, axis=0), np.mean(lines, axis=0)
 
 
 def _tell(axes: Axes, lines: Sequence[str], nothing: bool) -> None:
@@ -236,14 +296,10 @@ def _line(axes: Axes, x: np.ndarray, y: np.ndarray, **look: Any) -> None:
 def _draw_evaluations(axes: Axes, chart: Chart, panel: Panel, group: Group) -> list[np.ndarray]:
     """Marks at the evaluations that all runs of a group have made: the mean over them. Returns what was drawn."""
     found = group.with_tag(panel.evaluation)
-    if not found:
-        return []
-    shared = sorted(set.intersection(*(set(curve.updates.tolist()) for _, curve in found)))
+    shared = _shared_updates(found)
     if not shared:
         return []
-    at = [np.isin(curve.updates, shared) for _, curve in found]
-    x = np.mean([chart.axis.of(*pair)[here] for pair, here in zip(found, at, strict=True)], axis=0)
-    y = np.mean([curve.finite[here] for (_, curve), here in zip(found, at, strict=True)], axis=0)
+    x, y = _means_at(chart, found, shared)
     name = f"{group.name}, evaluation" if len(chart.groups) > 1 else "evaluation"
     look = {"mfc": group.colour, "mec": "black", "ms": 6, "ls": "none", "zorder": 3}
     axes.plot(x, y, MARKERS[group.algorithm], label=f"{name} on held-out prompts", **look)

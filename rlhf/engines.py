@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from config import SamplingSettings
 from rlhf.actor_critic import backbone_of, base_of, scaled_logits
 from rlhf.decoding import DecodeLayout, SlotCache, blocked_weights, pack_prompts
-from rlhf.errors import UserError
+from rlhf.errors import Notice, UserError
 from rlhf.packing import packable, run_packed
 from rlhf.prompts import Prompt
 from rlhf.rollout import Replies, draw, nucleus_of, pack_bits, pad_prompts
@@ -245,7 +245,8 @@ class Slots:
                 with torch.cuda.graph(captured):
                     self._decode(self.cache.columns)
             except RuntimeError as error:  # an architecture that waits for the card, or a driver that cannot
-                warnings.warn(f"no CUDA graph ({str(error).splitlines()[0]}): decoding goes on without", stacklevel=2)
+                fault = str(error).splitlines()[0]
+                warnings.warn(f"no CUDA graph ({fault}): decoding goes on without", Notice, stacklevel=2)
                 self.graph = False
                 return
             self.captured = captured  # the capture ran nothing: the step that it stands for is the next replay's

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 MOST_SHOWN = 10
 
@@ -19,7 +21,10 @@ class UserError(Exception):
 
     def __init__(self, faults: str | Iterable[str]):
         self.faults = [faults] if isinstance(faults, str) else list(faults)
-        super().__init__("\n".join(self.faults))
+        super().__init__(*self.faults)
+
+    def __str__(self) -> str:
+        return "\n".join(self.faults)
 
     def report(self) -> str:
         lines = [f"error: {fault}" for fault in self.faults[:MOST_SHOWN]]
@@ -29,9 +34,18 @@ class UserError(Exception):
 
 
 class RunError(UserError):
-    """A run that had begun and cannot go on (exit status 1)."""
+    """A run that had begun and cannot go on (exit status 1). `inputs`: what the part that failed was given, as JSON
+    can hold it; a run's log keeps it in a file."""
 
     exit_status = 1
+
+    def __init__(self, faults: str | Iterable[str], inputs: Any = None):
+        super().__init__(faults)
+        self.inputs = inputs
+
+
+class Notice(UserWarning):
+    """A warning of ours: shown where libraries' are not."""
 
 
 def raise_if(faults: list[str]) -> None:
@@ -53,6 +67,18 @@ def run_command(main: Callable[[], None]) -> None:
     except UserError as error:
         print(error.report(), file=sys.stderr)
         sys.exit(error.exit_status)
+    except OSError as error:
+        if error.errno is None:  # a library's own, with no file of ours behind it
+            raise
+        where = os.fsdecode(error.filename or "a file of this command")  # TensorBoard's names are bytes
+        print(f"error: {error.strerror}: {where}. Mend that and go on (a training run with --resume)", file=sys.stderr)
+        sys.exit(RunError.exit_status)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, by its name: nothing here waits for torch
+            raise
+        said = "Try --use-lora, --load-in-4bit, a smaller model, or close what else uses the card"
+        print(f"error: out of memory: {str(error).splitlines()[0]}. {said}", file=sys.stderr)
+        sys.exit(RunError.exit_status)
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
+        print("stopped; a training run goes on from its last checkpoint with --resume", file=sys.stderr)
         sys.exit(130)

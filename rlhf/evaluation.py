@@ -44,6 +44,7 @@ class Evaluation:
     lengths: list[int]  # tokens, EOS included
     ended: list[bool]
     perplexity: float
+    topics: list[str | None] | None = None  # names among the metrics; None where topics are not looked at
 
     def metrics(self) -> dict[str, float]:
         """As logged: see the glossary in the README."""
@@ -54,7 +55,15 @@ class Evaluation:
             "eval/perplexity": self.perplexity,
             "eval/reply_length": fmean(self.lengths),
             "eval/eos_rate": fmean(self.ended),
+            **{f"topic/{name}/eval_score": fmean(scores) for name, scores in self._by_topic().items()},
         }
+
+    def _by_topic(self) -> dict[str, list[float]]:
+        scores: dict[str, list[float]] = {}
+        for name, score in zip(self.topics or [], self.scores, strict=False):
+            if name is not None:
+                scores.setdefault(name, []).append(score)
+        return scores
 
     def write(self, folder: Path, prompts: Sequence[Prompt]) -> None:
         """Every reply with its score, a JSON object a line."""
@@ -64,6 +73,8 @@ class Evaluation:
                 prompts, self.texts, self.scores, self.kl, self.ended, strict=True
             ):
                 row = {"prompt": prompt.example.messages, "reply": text, "score": score, "kl": kl, "ended": ended}
+                if prompt.example.topic is not None:
+                    row["topic"] = prompt.example.topic
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
@@ -125,8 +136,10 @@ def evaluate(
     text: FixedText,
     pad: int,
     dtype: torch.dtype | None,
+    topics: list[str | None] | None = None,
 ) -> Evaluation:
-    """Score the evaluation prompts' rollout, which comes in `parts`, and take the perplexity on the fixed text."""
+    """Score the evaluation prompts' rollout, which comes in `parts`, and take the perplexity on the fixed text.
+    `topics` has each prompt's name among the metrics, if it has one."""
     prompts = [prompt for part in parts for prompt in part.prompts]
     texts = [text for part in parts for text in part.texts]
     ended = [ended for part in parts for ended in part.replies.ended.tolist()]
@@ -139,4 +152,5 @@ def evaluate(
         lengths=[len(row) for row in rows],
         ended=ended,
         perplexity=perplexity(actor.policy, text, pad, parts[0].mask.device, dtype),
+        topics=topics if topics and any(topics) else None,
     )

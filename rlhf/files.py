@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rlhf.errors import UserError
+from rlhf.system import WINDOWS, replace, sync_file, sync_folder
+
+LONGEST_PATH = 259 if WINDOWS else 4_095  # characters; bytes
+LONGEST_NAME = 255
+LONGEST_BELOW = 100  # of what is written under an output folder: TensorBoard's names hold the machine's
 
 
 def put_in_place(file: Path, write: Callable[[Path], Any]) -> None:
@@ -17,7 +24,9 @@ def put_in_place(file: Path, write: Callable[[Path], Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(file.name + ".new")
     write(beside)
-    os.replace(beside, file)
+    sync_file(beside)  # else a power cut may leave the new name on an empty file
+    replace(beside, file)
+    sync_folder(file.parent)
 
 
 def write_text(file: Path, text: str) -> None:
@@ -39,9 +48,29 @@ def json_ready(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """The parts of safetensors and tokenizers that are written in Rust know no OSError: what they raise at a full disk
+    becomes one."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if "os error" not in str(error):
+            raise
+        raise OSError(errno.EIO, str(error), "a file of weights or of the tokenizer") from None
+
+
 def check_folder(output: str, flag: str = "--output") -> Path:
     """A folder to write to, which need not be there yet. Raises UserError where it could not be made or written to."""
     folder = Path(output)
+    longest = len(os.fsencode(folder.absolute())) + LONGEST_BELOW
+    if longest > LONGEST_PATH or any(len(os.fsencode(part)) > LONGEST_NAME for part in folder.parts):
+        raise UserError(
+            f"too long a path ({longest} with what is written under it, {LONGEST_PATH} are possible here, and "
+            f"{LONGEST_NAME} for a name): {flag} {output}. Name a shorter one with {flag}"
+        )
     nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not nearest.is_dir():
         raise UserError(f"cannot be a folder: {flag} {output} ({nearest} is a file). Name another with {flag}")

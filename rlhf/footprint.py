@@ -63,6 +63,8 @@ class Network:
     attention_element: int  # the same in attention: on a processor always 4
     inner_element: int  # the same in the feed-forward part: 4-bit layers give what they were given, float32
     checkpointing: bool
+    dropout: bool  # of what the adapters read
+    noise: int  # bytes that say of a number whether it was dropped: a float on a processor, a flag on a card
 
     @classmethod
     def of(cls, model: PreTrainedModel, dtype: torch.dtype | None, checkpointing: bool = False) -> Network:
@@ -99,6 +101,13 @@ class Network:
             attention_element=FLOAT if embeddings.weight.device.type == "cpu" else element,
             inner_element=FLOAT if quantized else element,
             checkpointing=checkpointing,
+            dropout=any(
+                isinstance(d, nn.Dropout) and d.p > 0
+                for m in layer.values()
+                if isinstance(m, LoraLayer)
+                for d in m.lora_dropout.values()
+            ),
+            noise=FLOAT if embeddings.weight.device.type == "cpu" else 1,
         )
 
     @property
@@ -121,16 +130,18 @@ class Network:
         norms = sum(size * (2 if self.whole else 1) + number for number, size in self.norms) * FLOAT
         # inputs of trained linear layers: q, k, v read one tensor, gate and up another; rounded each has its own copy
         reading = [name for name in trained if name not in (OUT, DOWN)]
-        read = self.hidden * (len(reading) if self.rounded else len({name in GATE_UP for name in reading}))
+        apart = self.rounded or self.dropout  # each has a copy of its own, rounded or with some of it dropped
+        read = self.hidden * (len(reading) if apart else len({name in GATE_UP for name in reading}))
         if DOWN in trained:
             read += self.inner
         own = self.rounded and (not self.whole or self.attention_element != self.element)
-        if OUT in trained and (gathered(passage) or own):  # else attention's
+        if OUT in trained and (gathered(passage) or own or self.dropout):  # else attention's
             read += self.queries
         # the feed-forward part: gate before and after its activation, up
         inner = 3 * self.inner * self.inner_element
         ranks = sum(rank for rank, _ in self.adapters.values())
-        return tokens * (norms + (read + ranks) * self.element + inner) + self._kept_by_attention(passage)
+        dropped = self.noise * read if self.dropout else 0
+        return tokens * (norms + (read + ranks) * self.element + inner + dropped) + self._kept_by_attention(passage)
 
     def _kept_by_attention(self, passage: Passage) -> int:
         """Queries, keys, values, output and normalizer of each rectangle."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -67,6 +68,15 @@ class KLTarget:
     expects = "a number of nats above 0 with its unit, such as 6/sequence or 0.05/token"
 
 
+def bare_targets(value: Any) -> Any:
+    """KL targets as reference systems write them, as bare numbers: one is nats per sequence (seed_001, seed_004),
+    several are nats per token (the phases of seed_000 and seed_002)."""
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    words = [word.strip() for part in parts for word in str(part).split(",")]
+    unit = "sequence" if len(words) == 1 else "token"
+    return [f"{word}/{unit}" if re.fullmatch(r"[-+.\deE]+", word) else word for word in words]
+
+
 @dataclass(frozen=True)
 class Split:
     """Percent of the questions that go to the reward model, to RL and to evaluation."""
@@ -86,6 +96,21 @@ class Split:
         return f"{self.reward}/{self.rl}/{self.evaluation}"
 
     expects = "three whole percentages that add up to 100, such as 45/45/10"
+
+
+class HubName(str):
+    """A repository's name on the hub, with its owner."""
+
+    @classmethod
+    def parse(cls, text: str) -> HubName:
+        from huggingface_hub.utils import validate_repo_id  # only where a name is given: --help does not wait for it
+
+        validate_repo_id(str(text))
+        if str(text).count("/") != 1:
+            raise ValueError(text)
+        return cls(text)
+
+    expects = "owner/name, of letters, digits, and - _ . between them, such as ada/my-model"
 
 
 @dataclass(frozen=True)
@@ -143,10 +168,15 @@ def name_table(knobs: dict[str, Knob]) -> dict[str, str]:
 # --- text to value ---------------------------------------------------------------------------------------------------
 
 
+def is_unset(value: Any) -> bool:
+    """Whether a value, as it was written, says that there is none."""
+    alone = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+    return alone is None or str(alone).lower() in UNSET_WORDS
+
+
 def convert(knob: Knob, value: Any, where: str) -> Any:
     """`value` (text from a flag, or what YAML made of it) as the knob's type; a UserError names `where`."""
-    alone = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
-    if knob.optional and (alone is None or str(alone).lower() in UNSET_WORDS):
+    if knob.optional and is_unset(value):
         return None
     if knob.is_list:
         parts = value if isinstance(value, (list, tuple)) else [value]

@@ -6,7 +6,7 @@ same budget is then a difference between two algorithms.
 
 from __future__ import annotations
 
-import math
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -21,26 +21,31 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from config import Config
+from config import IN_A_ROW, Config
 from rlhf import objectives
-from rlhf.actor_critic import Actor, Reference, base_of, logits_at_once
-from rlhf.checkpoints import load_policy_weights, save_policy
+from rlhf.actor_critic import Actor, Reference, base_of, logits_at_once, set_adapter_dropout
 from rlhf.controllers import ScoreNormalizer
+from rlhf.dealing import Dealing, tag_names
 from rlhf.engines import check_engine, sample_replies
 from rlhf.errors import RunError, UserError
 from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
+from rlhf.guard import Dropped, Drops, Limits, check_finite, check_step
 from rlhf.metrics import Batch, Scored, memory_in_use, reset_peak_memory, rollout_metrics
 from rlhf.models import autocast, autocast_dtype
 from rlhf.packing import Passage, packable
-from rlhf.prompts import Prompt, encode_prompts, examples_of
-from rlhf.rewards import RewardFunction, Rewards
+from rlhf.prompts import GivenPrompt, Prompt, encode_prompts, examples_of
+from rlhf.rewards import BadScore, RewardFunction, Rewards
 from rlhf.rollout import Forward, Replies, Rollout, generator, measure, tokens_at_once, uniforms
 from rlhf.system import keep_freed_memory
 from rlhf.vllm_engine import VLLMEngine
+from rlhf.weights import load_policy_weights, save_policy
 
 EVALUATED_AT_ONCE = 32  # prompts
 MOST_WEIGHT = 2.0  # of a token whose sampler was another program
-EVENTS = ("on_train_begin", "on_batch", "on_update_end", "on_evaluation", "on_epoch_end", "on_train_end")
+EVENTS = (
+    *("on_train_begin", "on_batch", "on_update_end", "on_evaluation", "on_epoch_end", "on_update_done"),
+    *("on_drop", "on_train_end"),
+)
 
 
 class OnPolicyLoop(ABC):
@@ -48,6 +53,9 @@ class OnPolicyLoop(ABC):
 
     An algorithm gives `build_trl`, `actor`, `advantages` and `losses`.
     """
+
+    # what is counted over a run, for checkpoints
+    COUNTERS = ("kl_coef", "optimizer_steps", "reply_tokens", "peak_memory")
 
     def __init__(
         self,
@@ -63,10 +71,14 @@ class OnPolicyLoop(ABC):
             keep_freed_memory()
         self.config = config
         self.train_prompts, self.evaluation_prompts = list(train), list(evaluation)
-        self.rewards = rewards if isinstance(rewards, Rewards) else Rewards(rewards, None, tokenizer)
         reward = config.reward
+        given = isinstance(rewards, Rewards)
+        self.rewards = rewards if given else Rewards(rewards, None, tokenizer, reward.reward_timeout)
         self.normalizer = ScoreNormalizer(reward.score_ema) if reward.normalize_scores else None
-        self.updates = config.updates(len(self.train_prompts))
+        self.dealing = Dealing(config, self.train_prompts)
+        everything = (*self.train_prompts, *self.evaluation_prompts)
+        self.topic_tags = tag_names(p.example.topic for p in everything) if self.dealing.topics else {}
+        self.updates = self.dealing.updates
         self.kl_coef = config.kl.kl_coef
         self.optimizer_steps, self.reply_tokens, self.peak_memory = 0, 0, 0
         self.evaluations: list[Evaluation] = []
@@ -76,9 +88,13 @@ class OnPolicyLoop(ABC):
         check_engine(config.speed.rollout_engine, policy, PartialState().device)
         self.packed = config.speed.packed and packable(base_of(policy))
         self.reference = Reference.before_training(policy, self.dtype)
+        self.limits = Limits(config.batch.micro_batch_size, tokens_at_once(PartialState().device))
+        self.drops = Drops()
+        self.trained = False
         self.listeners: list = []
         self.this_epoch: list[dict[str, float]] = []
         self.build_trl(policy, tokenizer)
+        set_adapter_dropout(policy, config.model.lora_dropout)
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
             parts = (self.actor.policy, self.accelerator, tokenizer, self.sampling, config.data.prompt_length)
@@ -133,15 +149,18 @@ class OnPolicyLoop(ABC):
 
     def train(self) -> dict[str, float]:
         """All updates; returns the last update's metrics together with the last evaluation's."""
-        if self.evaluations and self.state.global_step:
+        if self.trained:
             raise RunError(f"already trained, {self.state.global_step} updates: train(). Make a new trainer")
+        self.trained = True
         reset_peak_memory(self.accelerator.device)
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         self.tell("on_train_begin", self)
-        self.evaluate()
+        if not self.evaluations:  # a resumed run has the start model's
+            self.evaluate()
         metrics: dict[str, float] = {}
-        for update in range(1, self.updates + 1):
+        for update in range(self.state.global_step + 1, self.updates + 1):
             metrics = self.one_update(update)
+            self.tell("on_update_done", update)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         self.tell("on_train_end")
         return {**metrics, **self.evaluations[-1].metrics()}
@@ -151,29 +170,51 @@ class OnPolicyLoop(ABC):
         begun = time.perf_counter()
         rollout = self.rollout(self.prompts_of(update), update, "rollout")
         rolled = time.perf_counter()
-        scored = self.score(rollout)
-        judged = time.perf_counter()
-        batch = self.corrected(self.advantages(rollout, scored.used))
-        self.tell("on_batch", update, batch, scored)
-        stats = self.update(batch, update)
+        batch = None
+        try:
+            check_finite(logprobs=rollout.logprobs, ref_logprobs=rollout.ref_logprobs, values=rollout.values)
+            scored = self.score(rollout)
+            judged = time.perf_counter()
+            batch = self.corrected(self.advantages(rollout, scored.used))
+            self.tell("on_batch", update, batch, scored)
+            stats = self.update(batch, update)
+        except Dropped as found:
+            return self.drop(update, rollout, batch, found)
+        self.drops.note(dropped=False)
         times = {
             "time/rollout_s": rolled - begun,
             "time/score_s": judged - rolled,
             "time/update_s": time.perf_counter() - judged,
         }
         said = rollout_metrics(batch, scored, self.config.group_size)
-        return self.finish_step(update, {**said, **stats, **times})
+        return self.finish_step(update, {**said, **self.of_topic(update, said), **stats, **times})
+
+    def of_topic(self, update: int, said: dict[str, float]) -> dict[str, float]:
+        """An update's score and KL once more, under its topic's name; nothing where topics are not looked at."""
+        topic = self.dealing.topic_of(update)
+        kinds = {"score": "rewards/mean", "kl": "kl_divergence"} if topic is not None else {}
+        return {f"topic/{self.topic_tags[topic]}/{kind}": said[name] for kind, name in kinds.items()}
+
+    def drop(self, update: int, rollout: Rollout, batch: Batch | None, found: Dropped) -> dict[str, float]:
+        """The rest of an update is left out, and callbacks hear of it; optimizer steps that were taken stay. Raises
+        RunError after some in a row."""
+        self.optimizer.zero_grad()
+        self.lr_scheduler.step()
+        self.drops.note(dropped=True)
+        self.tell("on_drop", update, rollout, batch, found)
+        if self.drops.in_a_row >= IN_A_ROW:
+            raise RunError(
+                f"{self.drops.in_a_row} updates in a row had to be dropped: update {update}, {found}. "
+                "Try --resume --resume-anyway with a smaller --learning-rate, or with --no-bf16"
+            )
+        self._count(update)
+        self._close(update)
+        return {"updates/dropped": float(self.drops.count)}
 
     def prompts_of(self, update: int) -> list[tuple[int, Prompt]]:
-        """This update's episodes: their numbers in the run and their prompts; a group's stand together.
-
-        The prompts are dealt pass by pass, each pass in an order of its own; a batch may span two passes, so that
-        every batch is full and every optimizer step planned is taken.
-        """
-        size, count, group = self.config.episodes_per_update, len(self.train_prompts), self.config.group_size
-        dealt = [(e, *divmod(e // group, count)) for e in range((update - 1) * size, update * size)]
-        orders = {p: generator(self.config.run.seed, p, "order").permutation(count) for p in {p for _, p, _ in dealt}}
-        return [(e, self.train_prompts[orders[p][i]]) for e, p, i in dealt]
+        """This update's episodes: their numbers in the run and their prompts; a group's stand together."""
+        prompts = [prompt for prompt in self.dealing.prompts_of(update) for _ in range(self.config.group_size)]
+        return list(enumerate(prompts, (update - 1) * len(prompts)))
 
     def rollout(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Rollout:
         """Sample a reply to every prompt; log-probs, values and reference log-probs under the training forward."""
@@ -181,7 +222,7 @@ class OnPolicyLoop(ABC):
         uniform = uniforms(self.config.run.seed, update, purpose, [e for e, _ in episodes], self.sampling.reply_length)
         self.model.eval()  # in train mode, gradient checkpointing would drop the cache
         tokens = {"eos": self.processing_class.eos_token_id, "pad": self.processing_class.pad_token_id}
-        with autocast(self.accelerator.device, self.dtype):
+        with self.limits.within("the rollout"), autocast(self.accelerator.device, self.dtype):
             if self.vllm is not None and purpose == "rollout":  # evaluations sample the same replies every time
                 replies = self.vllm.sample(prompts, **tokens, device=self.accelerator.device)
             else:
@@ -196,29 +237,49 @@ class OnPolicyLoop(ABC):
                     slots=self.config.speed.rollout_slots,
                 )
         begun = self.begin(replies) if purpose == "rollout" else None
-        with autocast(self.accelerator.device, self.dtype):
-            measured = measure(
-                self.actor,
-                self.reference,
-                replies,
-                self.sampling.temperature,
-                self.config.batch.micro_batch_size,
-                self.packed,
-                begun,
-            )
+        measured = None
+        with contextlib.suppress(*([] if begun is None else [torch.OutOfMemoryError])):
+            measured = self.measure(replies, begun)
+        if measured is None:  # what has begun takes the room: let go of it, and measure alone
+            begun = None
+            measured = self.measure(replies)
         return Rollout(replies, prompts, replies.texts(self.processing_class), *measured, begun)
 
+    def measure(self, replies: Replies, begun: Forward | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs, reference log-probs and values of sampled replies, each (B, T), as the loss will compute them,
+        with nothing dropped at random; from the hidden states of a pass that has `begun`, or in as many passes as
+        memory asks for."""
+        self.model.eval()
+
+        def in_parts(limits: Limits) -> tuple[Tensor, Tensor, Tensor | None]:
+            most = limits.rows, self.packed, begun, limits.tokens
+            with autocast(self.accelerator.device, self.dtype):
+                return measure(self.actor, self.reference, replies, self.sampling.temperature, *most)
+
+        if begun is not None:
+            return in_parts(self.limits)
+        rows = range(len(replies.mask))
+        return self.limits.fitted("measuring", replies, rows, self.packed, in_parts)
+
     def begin(self, replies: Replies) -> Forward | None:
-        """The first optimizer step's forward pass, where it is one pass over the whole rollout: it measures, too, and
-        is kept. Under an autocast of its own, whose rounded weights know the way back to the weights."""
+        """The first optimizer step's forward pass, where it is one pass over the whole rollout and drops nothing at
+        random: it measures, too, and is kept. Under an autocast of its own, whose rounded weights know the way back to
+        the weights."""
         batch, model = self.config.batch, self.config.model
-        most = batch.micro_batch_size, tokens_at_once(replies.mask.device)
-        parts = replies.parts(range(len(replies.mask)), *most, self.packed)
-        if batch.minibatches > 1 or len(parts) > 1 or model.gradient_checkpointing:
+        parts = self.limits.parts(replies, range(len(replies.mask)), self.packed)
+        if batch.minibatches > 1 or len(parts) > 1 or model.gradient_checkpointing or self.drops_inputs:
             return None
         passage = replies.passage(parts[0], self.packed)
-        with autocast(self.accelerator.device, self.dtype):
-            return passage, self.actor.hidden(passage)
+        try:
+            with autocast(self.accelerator.device, self.dtype):
+                return passage, self.actor.hidden(passage)
+        except torch.OutOfMemoryError:
+            return None  # measuring alone takes less
+
+    @property
+    def drops_inputs(self) -> bool:
+        """Whether optimizer steps drop some of the adapters' inputs."""
+        return self.config.model.use_lora and self.config.model.lora_dropout > 0
 
     def corrected(self, batch: Batch) -> Batch:
         """The batch with its advantages weighted for the gap between the sampler's probabilities and ours, where the
@@ -231,10 +292,16 @@ class OnPolicyLoop(ABC):
 
     def score(self, rollout: Rollout) -> Scored:
         """Scores as the reward functions gave them, and as the algorithm takes them: less the missing-EOS penalty,
-        normalised if asked."""
+        normalised if asked. Raises Dropped where one is not finite."""
         replies, reward = rollout.replies, self.config.reward
-        given = self.rewards.score(rollout.prompts, rollout.texts, replies.rows(), replies.ended.tolist())
+        try:
+            with self.limits.within("scoring"):
+                given = self.rewards.score(rollout.prompts, rollout.texts, replies.rows(), replies.ended.tolist())
+        except BadScore as error:
+            raise Dropped(str(error)) from None
         raw = torch.tensor(given.total, dtype=torch.float32, device=replies.ended.device)
+        rollout.scores = raw
+        check_finite(scores=raw)  # a large float64 is infinite here
         used = raw - reward.missing_eos_penalty * (~replies.ended).float()
         if self.normalizer is not None:
             used = torch.tensor(self.normalizer(used.tolist()), dtype=torch.float32, device=raw.device)
@@ -248,20 +315,27 @@ class OnPolicyLoop(ABC):
 
     def update(self, batch: Batch, update: int) -> dict[str, float]:
         """E passes of shuffled minibatches, an optimizer step each; returns their mean statistics."""
-        self.model.train()  # gradient checkpointing asks for it; dropout is off
+        self.model.train()  # gradient checkpointing asks for it, and the adapters' dropout; a model's own is off
         self.learning_rate, steps = self.lr_scheduler.get_last_lr()[0], []
-        for epoch in range(self.config.batch.ppo_epochs):
-            for rows in self.minibatches(update, epoch):
-                steps.append(self.optimizer_step(batch, rows))
+        with self.dropout_stream(update):
+            for epoch in range(self.config.batch.ppo_epochs):
+                for rows in self.minibatches(update, epoch):
+                    steps.append(self.optimizer_step(batch, rows))
         self.lr_scheduler.step()
         means = torch.stack([torch.stack(list(s.values())) for s in steps]).mean(0).tolist()
-        stats = dict(zip(steps[0], means, strict=True))
-        if not math.isfinite(stats["loss"]) or not math.isfinite(stats["policy/grad_norm"]):
-            raise RunError(
-                f"the loss or its gradient is not finite: update {update}, loss {stats['loss']}. Nothing is saved; "
-                "try a smaller --learning-rate or --no-bf16"
-            )
-        return stats
+        return dict(zip(steps[0], means, strict=True))
+
+    @contextlib.contextmanager
+    def dropout_stream(self, update: int) -> Iterator[None]:
+        """Dropout draws from torch's global streams: while the context lasts these are of (seed, update), and
+        afterwards what they were, as reward functions may draw from them."""
+        if not self.drops_inputs:
+            yield
+            return
+        cards = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
+        with torch.random.fork_rng(cards):
+            torch.manual_seed(int(generator(self.config.run.seed, update, "dropout").integers(2**63)))
+            yield
 
     @property
     def minibatch_size(self) -> int:
@@ -275,19 +349,33 @@ class OnPolicyLoop(ABC):
         return (order[at : at + self.minibatch_size] for at in range(0, size, self.minibatch_size))
 
     def optimizer_step(self, batch: Batch, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Gradients of one minibatch, micro-batch by micro-batch, clipped; then one step."""
-        replies, most = batch.rollout.replies, self.config.batch.micro_batch_size
+        """Gradients of one minibatch, clipped; then one step. Raises Dropped, with the weights as they were, where the
+        gradients are not fit for one."""
+        stats = self.minibatch_gradients(batch, rows)
+        check_step(stats, rows)
+        with self.limits.within("the optimizer step"):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.optimizer_steps += 1
+        return stats
+
+    def minibatch_gradients(self, batch: Batch, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Those of one minibatch, micro-batch by micro-batch, clipped; its statistics."""
+        replies = batch.rollout.replies
         tokens = torch.tensor(float(sum(replies.reply_lengths[r] for r in rows)), device=batch.kl.device)
-        stats: dict[str, Tensor] = {}
-        for part in replies.parts(rows, most, tokens_at_once(tokens.device), self.packed):
-            passage, hidden = batch.rollout.take_begun(part) or (replies.passage(part, self.packed), None)
-            add(stats, self.gradients(batch, passage, tokens, hidden))
+
+        def all_parts(limits: Limits) -> dict[str, Tensor]:
+            stats: dict[str, Tensor] = {}
+            self.optimizer.zero_grad()  # of a pass that ran out of memory
+            for part in limits.parts(replies, rows, self.packed):
+                passage, hidden = batch.rollout.take_begun(part) or (replies.passage(part, self.packed), None)
+                add(stats, self.gradients(batch, passage, tokens, hidden))
+            return stats
+
+        stats = self.limits.fitted("the backward pass", replies, rows, self.packed, all_parts)
         stats["policy/grad_norm"] = torch.as_tensor(
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
         ).to(tokens.device)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.optimizer_steps += 1
         return stats
 
     def gradients(
@@ -344,25 +432,35 @@ class OnPolicyLoop(ABC):
         metrics["throughput/tokens_per_s"] = tokens / spent
         metrics["throughput/episodes_per_s"] = self.config.episodes_per_update / spent
         metrics["optimizer_steps"] = float(self.optimizer_steps)
+        metrics["updates/dropped"] = float(self.drops.count)
         self.note_memory()
         metrics["memory/peak_gib"] = self.peak_memory / 2**30
-        self.state.global_step = update
-        self.state.episode = update * self.config.episodes_per_update
-        self.state.epoch = update * self.config.batch.batch_size / len(self.train_prompts)
+        self._count(update)
         self.log(dict(metrics))
-        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
         self.tell("on_update_end", update, metrics)
-        self._finish_epoch(update, metrics)
-        if update % self.config.run.eval_every == 0 or update == self.updates:
-            self.evaluate()
+        self.this_epoch.append(metrics)
+        self._close(update)
         return metrics
 
-    def _finish_epoch(self, update: int, metrics: dict[str, float]) -> None:
-        """At the end of a pass over the training prompts, the callbacks hear the means of its updates' metrics."""
-        self.this_epoch.append(metrics)
-        before, passes = ((u * self.config.batch.batch_size) // len(self.train_prompts) for u in (update - 1, update))
-        if passes > before:
-            self.tell("on_epoch_end", passes, {name: fmean(m[name] for m in self.this_epoch) for name in metrics})
+    def _count(self, update: int) -> None:
+        self.state.global_step = update
+        self.state.episode = update * self.config.episodes_per_update
+        self.state.epoch = self.dealing.epochs(update)
+
+    def _close(self, update: int) -> None:
+        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+        self._finish_epoch(update)
+        if update % self.config.run.eval_every == 0 or update == self.updates:
+            self.evaluate()
+
+    def _finish_epoch(self, update: int) -> None:
+        """At the end of a pass over the training prompts, the callbacks hear the means of its updates' metrics; of
+        what only some logged, a topic's own, the means over those."""
+        before, passes = (int(self.dealing.epochs(u)) for u in (update - 1, update))
+        if passes > before and self.this_epoch:
+            names = dict.fromkeys(name for metrics in self.this_epoch for name in metrics)
+            means = {name: fmean(m[name] for m in self.this_epoch if name in m) for name in names}
+            self.tell("on_epoch_end", passes, means)
             self.this_epoch = []
 
     def set_kl_coef(self, beta: float) -> None:
@@ -372,9 +470,10 @@ class OnPolicyLoop(ABC):
     def note_memory(self) -> None:
         self.peak_memory = max(self.peak_memory, memory_in_use(self.accelerator.device))
 
-    def evaluate(self, prompts: Sequence[str | Sequence[dict[str, str]]] | None = None) -> dict[str, float]:
-        """Metrics on the evaluation prompts, logged and kept in `evaluations`; or on others, texts or chats, which are
-        neither. With the same random numbers every time. Raises UserError for prompts that cannot be read."""
+    def evaluate(self, prompts: Sequence[GivenPrompt] | None = None) -> dict[str, float]:
+        """Metrics on the evaluation prompts, logged and kept in `evaluations`; or on others, as `examples_of` reads
+        them, which are neither. With the same random numbers every time. Raises UserError for prompts that cannot be
+        read."""
         if prompts is not None:
             kept, _ = encode_prompts(self.processing_class, examples_of(prompts), self.config.data.prompt_length)
             if not kept:
@@ -391,9 +490,10 @@ class OnPolicyLoop(ABC):
         """Replies to some prompts, scored; perplexity on the run's fixed text."""
         self.fix_text()
         pad = self.processing_class.pad_token_id
-        return evaluate(
-            self.replies_to(prompts), self.state.global_step, self.actor, self.rewards, self.text, pad, self.dtype
-        )
+        replies, topics = self.replies_to(prompts), [self.topic_tags.get(p.example.topic) for p in prompts]
+        with self.limits.within("an evaluation"):
+            parts = self.actor, self.rewards, self.text, pad, self.dtype, topics
+            return evaluate(replies, self.state.global_step, *parts)
 
     def replies_to(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """The evaluation's replies, some prompts at a time."""

@@ -15,7 +15,6 @@ from config import Config, MeasureSettings, config_of_run
 from reward_model.scorer import RewardModel
 from rlhf.actor_critic import Actor, Reference
 from rlhf.assembly import RewardSources, find_rewards, fingerprint, make_rewards
-from rlhf.checkpoints import WEIGHTS_FILE
 from rlhf.console import Screen
 from rlhf.demo.parts import gold_of
 from rlhf.engines import sample_replies
@@ -27,6 +26,7 @@ from rlhf.prompts import Example, Prompt, encode_prompt, load_prompts
 from rlhf.rewards import LearnedReward, Rewards
 from rlhf.rollout import Replies, generator, measure, uniforms
 from rlhf.trained import Trained, has_start, in_4_bit, shared_settings
+from rlhf.weights import WEIGHTS_FILE
 
 ROWS_AT_ONCE = 64  # replies sampled together
 EVERY_PROMPT = 10**9
@@ -65,7 +65,8 @@ class Bench:
         sources = self._find_rewards()
         judge_folder = find_judge(self.config, models, settings)
         self.start = find_start(self.config) if has_start(models, settings) else None
-        self.tokenizers = {m.source: load_tokenizer(m.source) for m in (*filter(None, [self.start]), *models)}
+        plain, every = self.config.data.plain_prompts, (*filter(None, [self.start]), *models)
+        self.tokenizers = {m.source: load_tokenizer(m.source, plain) for m in every}
         self.tokenizer = self.tokenizers[(self.start or models[0]).source]
         self.followed, self.examples = self._draw_prompts(screen)
         self.rewards, _ = make_rewards(self.config, sources, self.tokenizer, device)
@@ -73,7 +74,8 @@ class Bench:
         self.reference = None
         if self.start is not None:
             in_4bit = all(in_4_bit(model) for model in models)
-            self.reference = Reference(None, self._load(self.start, self.tokenizer, in_4bit))
+            start = load_trained(self.start, self.tokenizer, in_4bit, self.dtype, device)
+            self.reference = Reference(None, start)
         self.text = self._text(self.tokenizer)
 
     def _find_rewards(self) -> RewardSources:
@@ -101,8 +103,9 @@ class Bench:
         measure on: from the others, where they are enough."""
         data, count = self.config.data, self.settings.num_prompts
         sets = load_prompts(
-            data.prompts, self.tokenizer, data.split, data.prompt_length, data.max_prompts, EVERY_PROMPT, screen.say
-        )
+            data.prompts, self.tokenizer, data.split, data.prompt_length, data.max_prompts, EVERY_PROMPT, screen.say,
+            topics=data.steps_per_topic is not None and self.settings.prompts is None,
+        )  # fmt: skip
         looked_at = 0
         for model in self.models:
             if model.run is not None:
@@ -138,17 +141,6 @@ class Bench:
 
     def _same_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         return tokenizer is self.tokenizer or tokenizer.get_vocab() == self.tokenizer.get_vocab()
-
-    def _load(self, model: Trained, tokenizer: PreTrainedTokenizerBase, load_in_4bit: bool) -> PreTrainedModel:
-        """For measuring; an adapter that was trained over 4-bit weights, over those."""
-        policy = load_policy(
-            model.base or model.source,
-            load_in_4bit=load_in_4bit,
-            dtype=self.dtype,
-            device=self.device,
-            vocabulary=len(tokenizer) if model.base is None else 0,
-        )
-        return (load_adapter(policy, model.source) if model.base is not None else policy).eval()
 
     def _sample(self, policy, tokenizer, prompts: Sequence[Prompt], uniform: torch.Tensor) -> Replies:
         with autocast(self.device, self.dtype):
@@ -190,7 +182,7 @@ class Bench:
     def measure(self, model: Trained, screen: Screen) -> Generations:
         """A model's replies. Without a start model, or with a vocabulary other than its, there is no KL."""
         tokenizer = self.tokenizers[model.source]
-        policy = self._load(model, tokenizer, in_4_bit(model))
+        policy = load_trained(model, tokenizer, in_4_bit(model), self.dtype, self.device)
         reference = self.reference if self._same_vocabulary(tokenizer) else None
         return self._measured(model.label, policy, tokenizer, reference, screen)
 
@@ -245,6 +237,24 @@ class Bench:
     def _perplexity(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float | None:
         text = self.text if self._same_vocabulary(tokenizer) else self._text(tokenizer)
         return None if text is None else perplexity(policy, text, tokenizer.pad_token_id, self.device, self.dtype)
+
+
+def load_trained(
+    model: Trained,
+    tokenizer: PreTrainedTokenizerBase,
+    load_in_4bit: bool,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> PreTrainedModel:
+    """To sample from and to measure; an adapter over its base, whose weights are in 4 bits if `load_in_4bit`."""
+    policy = load_policy(
+        model.base or model.source,
+        load_in_4bit=load_in_4bit,
+        dtype=dtype,
+        device=device,
+        vocabulary=len(tokenizer) if model.base is None else 0,
+    )
+    return (load_adapter(policy, model.source) if model.base is not None else policy).eval()
 
 
 def find_start(config: Config) -> Trained:

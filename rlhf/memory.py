@@ -7,10 +7,11 @@ holds above what it held after its imports.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from peft import PeftModel
@@ -18,17 +19,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from config import Config
 from reward_model.scorer import ROWS_AT_ONCE as SCORED_AT_ONCE
-from rlhf.actor_critic import base_of, floats_at_once, logits_at_once
+from rlhf.actor_critic import backbone_of, base_of, floats_at_once, logits_at_once
+from rlhf.dealing import Dealing
 from rlhf.decoding import blockable
 from rlhf.engines import SPAN, default_engine, slots_for
 from rlhf.evaluation import ROWS_AT_ONCE as READ_AT_ONCE
 from rlhf.evaluation import fixed_text
 from rlhf.footprint import FLOAT, Network, linear_floats, weights_of
-from rlhf.loop import EVALUATED_AT_ONCE
+from rlhf.loop import EVALUATED_AT_ONCE, OnPolicyLoop
 from rlhf.models import autocast_dtype
 from rlhf.packing import Passage, packable
 from rlhf.prompts import Prompt
-from rlhf.rollout import Replies, generator, tokens_at_once
+from rlhf.rewards import LearnedReward
+from rlhf.rollout import Replies, tokens_at_once
 from rlhf.vllm_engine import MEMORY_SHARE
 
 # Bytes that are no tensor of ours: libraries' code and tables touched in use (found with a tiny model); on a card
@@ -94,6 +97,13 @@ def installed(device: torch.device) -> int:
     return psutil.virtual_memory().total
 
 
+def available(device: torch.device) -> int:
+    """Bytes that this process may come to hold: what nobody has, and what it has itself."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return psutil.virtual_memory().available + psutil.Process().memory_info().rss
+
+
 def gib(size: float) -> str:
     return f"{size / 2**30:.2f}"
 
@@ -137,14 +147,48 @@ def forecast(
     return Forecast(plan.held(reward_model), phases, largest)
 
 
+def forecaster(trainer: OnPolicyLoop) -> Callable[[Config], Forecast]:
+    """What a trainer's updates would hold under one configuration or another."""
+    learned = [f.model.model for f in trainer.rewards.functions if isinstance(f, LearnedReward)]
+    return partial(
+        forecast, updates=trainer.updates, device=trainer.accelerator.device, policy=trainer.actor.policy,
+        reward_model=learned[0] if learned else None, tokenizer=trainer.processing_class,
+        train=trainer.train_prompts, evaluation=[],
+    )  # fmt: skip
+
+
+def what_helps(config: Config, policy: PreTrainedModel | PeftModel, foretell: Callable[[Config], Forecast]) -> str:
+    """Where memory does not suffice: the three settings that would take most off the predicted peak."""
+
+    def predicted(**changed: Any) -> Forecast:
+        changed_groups = {
+            group.name: replace(settings, **{n: v for n, v in changed.items() if hasattr(settings, n)})
+            for group in fields(config)
+            if is_dataclass(settings := getattr(config, group.name))
+        }
+        return foretell(replace(config, **changed_groups))
+
+    now, length = predicted(), max(1, config.sampling.reply_length // 2)
+    saved = {f"--reply-length {length}": now.peak - predicted(reply_length=length).peak}
+    if not config.model.gradient_checkpointing:
+        saved["--gradient-checkpointing"] = now.peak - predicted(gradient_checkpointing=True).peak
+    if config.batch.batch_size > 1:
+        size = config.batch.batch_size // 2
+        saved[f"--batch-size {size}"] = now.peak - predicted(batch_size=size, minibatches=1).peak
+    if not config.model.use_lora:  # no gradients, no moments and no reference of its own
+        saved["--use-lora"] = int(1.5 * now.held["optimizer"]) + now.held["reference"]
+    else:
+        whole = weights_of(policy, trained=False)
+        saved["--load-in-4bit"] = 0 if config.model.load_in_4bit else whole * 3 // 4
+    if config.separate_critic:
+        saved["--critic shared"] = now.peak - predicted(critic="shared").peak
+    best = sorted(saved.items(), key=lambda one: -one[1])[:3]
+    return "What would help most: " + ", ".join(f"{flag} (about {gib(max(size, 0))} GiB less)" for flag, size in best)
+
+
 def fullest_batch(config: Config, prompts: Sequence[Prompt], updates: int) -> list[Prompt]:
     """The prompts of the update that has the most prompt tokens, one an episode, as the loop will deal them."""
-    size, lengths = config.batch.batch_size, np.array([len(p.ids) for p in prompts])
-    passes = range(-(-updates * size // len(prompts)))
-    orders = [generator(config.run.seed, p, "order").permutation(len(prompts)) for p in passes]
-    dealt = np.concatenate(orders)[: updates * size].reshape(updates, size)
-    fullest = dealt[lengths[dealt].sum(1).argmax()]
-    return [prompts[i] for i in fullest for _ in range(config.group_size)]
+    return [prompt for prompt in Dealing(config, prompts).fullest(updates) for _ in range(config.group_size)]
 
 
 @dataclass(frozen=True)
@@ -162,7 +206,16 @@ class _Plan:
     def trained(self) -> int:
         """Trained weights, the value head's among them; as much for their gradients, and for each of two moments."""
         head = (self.network.hidden + 1) * FLOAT if self.config.algorithm == "ppo" else 0
-        return weights_of(self.policy, trained=True) + head
+        return weights_of(self.policy, trained=True) + self.critic(trained=True) + head
+
+    def critic(self, trained: bool | None = None) -> int:
+        """Weights of a critic's own backbone."""
+        return weights_of(backbone_of(self.policy), trained) if self.config.separate_critic else 0
+
+    @property
+    def passes(self) -> int:
+        """Backbones whose tensors are kept together for the backward pass."""
+        return 1 + self.config.separate_critic
 
     @property
     def rounding(self) -> int:
@@ -181,6 +234,7 @@ class _Plan:
         return {
             "policy": whole - adapted,
             "adapters": adapted,
+            "critic": self.critic(),
             "value head": (self.network.hidden + 1) * FLOAT if self.config.algorithm == "ppo" else 0,
             "reference": 0 if lora else whole - self.rounding,
             "reward model": weights_of(reward_model) if reward_model is not None else 0,
@@ -231,9 +285,11 @@ class _Plan:
 
     def begun(self, passages: Sequence[Passage]) -> dict[str, int]:
         """The first optimizer step's forward pass, where it is the one that measures the rollout."""
-        if self.config.batch.minibatches > 1 or len(passages) > 1 or self.network.checkpointing:
+        network = self.network
+        if self.config.batch.minibatches > 1 or len(passages) > 1 or network.checkpointing or network.dropout:
             return {}
-        return {BEGUN: self.network.kept(passages[0]) + self.rounding, GAPS_LEFT: self.gaps(passages[0])}
+        kept = network.kept(passages[0]) + self.rounding
+        return {BEGUN: self.passes * kept, GAPS_LEFT: self.gaps(passages[0])}
 
     def gaps(self, passage: Passage) -> int:
         return int(GAPS[self.device.type] * self.network.dropped(passage.ids.numel()))
@@ -263,9 +319,9 @@ class _Plan:
         tensors are kept, at the first layer, or at the embeddings, when all gradients are there; what needs most."""
         network, tokens = self.network, passage.ids.numel()
         logits, left = self.chunk(passage)
-        copies = 0 if network.checkpointing else self.rounding
+        copies = 0 if network.checkpointing else self.rounding * self.passes
         at_head = {
-            "activations": network.kept(passage),
+            "activations": network.kept(passage) * self.passes,
             "logits": logits + self.allowed(len(passage.tokens)),
             "gradients": left if first else self.trained,
             "rounded weights": copies + self.head,
@@ -279,7 +335,12 @@ class _Plan:
             GAPS_LEFT: at_head[GAPS_LEFT],
         }
         at_embeddings = {"gradients": self.trained + self.head_gradient}
-        return max(at_head, at_first_layer, at_embeddings, key=lambda parts: sum(parts.values()))
+        at_policy = {  # the critic's backbone is behind it: autograd goes back in the order of the passes, reversed
+            "activations": network.kept(passage) * (self.passes - 1),
+            "gradients": self.critic(trained=True) if first else self.trained,
+            "rounded weights": copies // self.passes,
+        }
+        return max(at_head, at_policy, at_first_layer, at_embeddings, key=lambda parts: sum(parts.values()))
 
     @property
     def head_gradient(self) -> int:

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.pytorch_utils import Conv1D
 
-from rlhf.actor_critic import base_of, let_go_of_files, store_frozen_weights
+from rlhf.actor_critic import let_go_of_files, store_frozen_weights
 from rlhf.errors import UserError, did_you_mean
+from rlhf.fidelity import try_out
 from rlhf.hub import is_path, missing_path, require_hub
+from rlhf.prompts import end_of_turn
 
+ADAPTER_CONFIG = "adapter_config.json"
+ALL_LINEAR = "all-linear"  # peft's name for every linear layer but the head
 PAD_TOKENS = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|PAD_TOKEN|>")
 
 
@@ -31,6 +40,11 @@ def find_model(name: str, flag: str) -> str:
     a name that the hub answers to. Raises UserError, at once, if it is neither."""
     folder = Path(name).expanduser().resolve()
     if folder.is_dir():
+        if (folder / ADAPTER_CONFIG).is_file():  # over which transformers would load a base without a word
+            raise UserError(
+                f"an adapter, not a whole model: {flag} {name}. Merge it into its base ({base_of_adapter(folder)}): "
+                f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER)"
+            )
         if not (folder / "config.json").is_file():
             raise UserError(
                 f"no model in this folder (no config.json): {name}. {flag} takes a Hugging Face model folder"
@@ -41,41 +55,71 @@ def find_model(name: str, flag: str) -> str:
     return require_hub(name, "model", f"{flag} FOLDER")
 
 
+def base_of_adapter(folder: Path) -> str | None:
+    """What an adapter was trained on, as its folder names it. Raises UserError where that file is torn."""
+    file = folder / ADAPTER_CONFIG
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except ValueError as error:
+        raise UserError(f"torn: {file} ({error}). Save the adapter again, or name another folder") from None
+
+
 @contextlib.contextmanager
 def readable(name: str, way_out: str = "Give a whole model folder with safetensors") -> Iterator[None]:
     """What transformers cannot load from `name` (no safetensors, torn files, unknown types) as one UserError."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"needs code that comes with it, and such code is never run here: {name}. "
+                "Give a model whose architecture transformers knows"
+            ) from None
         reason = str(error).strip().splitlines()[0][:200]
         raise UserError(f"cannot be loaded: {name} ({reason}). {way_out}") from None
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, padding on the left, with a pad token that is not EOS.
+def load_tokenizer(name: str, plain: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, padding on the left, with the EOS that its replies end with, and a pad token that is
+    not EOS; `plain`, without its chat template, which base models may have, too.
 
-    SmolLM2's chat tokenizer ships pad = EOS: whoever masks by `ids != pad` would then never learn to stop.
+    SmolLM2's chat tokenizer ships pad = EOS: whoever masks by `ids != pad` would then never learn to stop. A reply of
+    a Gemma that was tuned on chats ends with `<end_of_turn>`, whereas its tokenizer's EOS ends a document.
     """
     with readable(name, "Give a model folder that holds its tokenizer, too"):
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
+    if plain:
+        tokenizer.chat_template = None
     if tokenizer.eos_token_id is None:
         raise UserError(f"no EOS token: tokenizer of {name}. Set eos_token in its tokenizer_config.json")
+    end = end_of_turn(tokenizer)
+    if end is not None and end != tokenizer.eos_token_id and end in _stops(name):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.pad_token = _free_token(tokenizer, name)
     return tokenizer
+
+
+def _stops(name: str) -> list[int]:
+    """The tokens at which the model's own generation stops; none where it does not say."""
+    try:
+        stops = GenerationConfig.from_pretrained(name).eos_token_id
+    except OSError:  # models need not have that file
+        return []
+    return stops if isinstance(stops, list) else [stops]
 
 
 def _free_token(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
     """A special token of this vocabulary that neither ends nor begins a text and stands in no chat template."""
     vocabulary, template = tokenizer.get_vocab(), tokenizer.chat_template or ""
     special = [t for t in tokenizer.all_special_tokens if t in vocabulary]
-    added = [str(t) for t in tokenizer.added_tokens_decoder.values()]
+    added = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]  # others are text: runs of spaces
     for token in (*(t for t in PAD_TOKENS if t in vocabulary), *special, *added):
         if token not in (tokenizer.eos_token, tokenizer.bos_token) and token not in template:
             return token
     raise UserError(
         f"no pad token other than EOS, and no spare special token: tokenizer of {name}. "
-        "Add one to its tokenizer_config.json as pad_token"
+        "Name a token that no text needs as pad_token in its tokenizer_config.json"
     )
 
 
@@ -96,6 +140,47 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abst
     return torch.autocast(device.type, dtype=dtype) if dtype is not None else contextlib.nullcontext()
 
 
+def load_config(name: str) -> PretrainedConfig:
+    """A model's config.json. Raises UserError where it needs code of its own."""
+    with readable(name):
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+
+
+def check_policy(name: str, vocabulary: int, targets: Collection[str] = ()) -> PretrainedConfig:
+    """The config of a start model whose layers fit: found from its outline, before any weight is read.
+
+    Raises UserError where a tokenizer of `vocabulary` tokens has more than there are embeddings, or no module has the
+    name of an adapter's target.
+    """
+    config = load_config(name)
+    with readable(name), torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    check_vocabulary(vocabulary, outline.get_input_embeddings().num_embeddings, name)
+    _check_targets(outline, targets, name)
+    return config
+
+
+def check_vocabulary(tokens: int, embeddings: int, name: str) -> None:
+    """Raises UserError where a tokenizer has ids that its model has no embedding for."""
+    if tokens > embeddings:
+        raise UserError(
+            f"tokenizer of {tokens} tokens, model of {embeddings} embeddings: {name}. Give them as one folder"
+        )
+
+
+def check_weights(model: nn.Module, name: str) -> None:
+    """Raises UserError where a weight is NaN or infinite: everything computed from it would be."""
+    broken = [n for n, w in model.named_parameters() if w.is_floating_point() and not w.detach().sum().isfinite()]
+    if broken:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        raise UserError(f"NaN or infinity in {broken[0]}{more}: weights of {name}. Take an earlier checkpoint of it")
+
+
+def context_of(config: PretrainedConfig) -> int | None:
+    """Positions, in tokens, that a model was made for; None where its kind has no such number."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def load_policy(
     name: str,
     *,
@@ -109,8 +194,10 @@ def load_policy(
     """The start model as a causal LM in float32, its frozen weights in NF4 if `load_in_4bit`, with adapters if `lora`.
 
     `dtype` is the forward's precision (None: float32), in which 4-bit weights are multiplied. `vocabulary` is the
-    tokenizer's size: a model that has fewer embeddings is refused.
+    tokenizer's size. Raises UserError as `check_policy`, and for weights that are no numbers.
     """
+    config = check_policy(name, vocabulary, lora.target_modules if lora is not None else ())
+    _drop_nothing(config)
     quantization = (
         BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype or torch.float32)
         if load_in_4bit
@@ -119,38 +206,51 @@ def load_policy(
     placement = {"device_map": {"": device}} if load_in_4bit else {}
     with readable(name):
         model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, quantization_config=quantization, use_safetensors=True, **placement
+            name,
+            config=config,
+            dtype=torch.float32,
+            quantization_config=quantization,
+            use_safetensors=True,
+            trust_remote_code=False,
+            **placement,
         )
-    rows = model.get_input_embeddings().num_embeddings
-    if vocabulary > rows:
-        raise UserError(
-            f"tokenizer of {vocabulary} tokens, model of {rows} embeddings: {name}. Give them as one folder"
-        )
+    check_weights(model, name)
     if load_in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=gradient_checkpointing)
         _keep_one_forward(model)
     if lora is not None:
-        _check_targets(model, lora.target_modules, name)
         model = get_peft_model(model, lora)
         store_frozen_weights(model, dtype)
         let_go_of_files(model)
     if not load_in_4bit:  # those weights are there already
         model = model.to(device)  # before the reference is copied from it
-    base_of(model).config.attention_dropout = 0.0  # it would act in train mode, which checkpointing needs
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
+    with autocast(device, dtype):
+        try_out(model.eval(), name)
     return model
 
 
 def load_adapter(base: PreTrainedModel, folder: str) -> PeftModel:
-    """A trained adapter over its base."""
+    """A trained adapter over its base. Raises UserError where its weights would have to be unpickled."""
+    if not Path(folder, SAFETENSORS_WEIGHTS_NAME).is_file():  # peft would take adapter_model.bin without a word
+        raise UserError(f"no {SAFETENSORS_WEIGHTS_NAME}: {folder}. Save the adapter with safetensors")
     try:
         with readable(folder):
             return PeftModel.from_pretrained(base, folder)
     except RuntimeError as error:  # shapes that do not fit
         reason = str(error).strip().splitlines()[-1].strip()[:160]
         raise UserError(f"does not fit its base: {folder} ({reason}). Name its base with --baseline") from None
+
+
+def _drop_nothing(config: PretrainedConfig) -> None:
+    """Dropout would act in train mode, and the first ratio would not be 1. TRL turns off what is a module; the rest
+    are functions, whose shares the layers read as they are made."""
+    text = config.get_text_config()
+    for name, value in list(vars(text).items()):
+        if "drop" in name and isinstance(value, float):
+            setattr(text, name, 0.0)
 
 
 def _keep_one_forward(model: PreTrainedModel) -> None:
@@ -161,11 +261,18 @@ def _keep_one_forward(model: PreTrainedModel) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def _check_targets(model: PreTrainedModel, targets: Sequence[str], name: str) -> None:
+def lora_modules(targets: Sequence[str]) -> list[str] | str:
+    """The modules that get an adapter, as peft takes them: by their names, or all linear layers but the head."""
+    return ALL_LINEAR if ALL_LINEAR in targets else list(targets)
+
+
+def _check_targets(model: PreTrainedModel, targets: Collection[str], name: str) -> None:
+    if ALL_LINEAR in targets:
+        return
     leaves = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
     missing = [t for t in targets if t not in leaves]
     if missing:
         raise UserError(
             f"no module named {', '.join(missing)}: --lora-targets, {name}. {did_you_mean(missing[0], leaves)} "
-            f"There are {', '.join(sorted(leaves))}"
+            f"There are {', '.join(sorted(leaves))}; or {ALL_LINEAR}"
         )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from config import ALGORITHMS, Config, make_config
+from typing import Any
+
+from config import ALGORITHMS, LENGTHS, Config, make_config
 from rlhf.callbacks import kl_controller
-from rlhf.checkpoints import BEST_FOLDER
 from rlhf.console import Screen
 from rlhf.demo.parts import gold_of
 from rlhf.knobs import as_plain
 from rlhf.loop import OnPolicyLoop
 from rlhf.report import compare, kl_of_phases, last_kl, show_figures, show_samples
 from rlhf.runlogs import MAY_DIFFER, RunLog, differences
+from rlhf.weights import BEST_FOLDER, MERGED_FOLDER
 
 
 def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Screen) -> None:
@@ -36,18 +38,21 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
     log.add(figures=figures, spent=spent)
     show_samples(before, after, prompts, gold, config.run.seed, screen)
     show_figures(figures, screen)
-    show_where(config, log, screen)
 
 
-def show_where(config: Config, log: RunLog, screen: Screen) -> None:
-    """What lies where, and the next commands."""
-    output, best = config.run.output, log.data["best"]
+def show_where(config: Config, run: dict[str, Any], screen: Screen) -> None:
+    """What of a finished run (its run.json) lies where, and the next commands."""
+    output, best, merged = config.run.output, run["best"], run.get("merged")
     loader = "peft.AutoPeftModelForCausalLM" if config.model.use_lora else "transformers.AutoModelForCausalLM"
+    whole = f"{output}/{MERGED_FOLDER}"
+    load_whole = f"transformers.AutoModelForCausalLM.from_pretrained({whole!r})"
     screen.say("saved:")
     screen.facts(
         [
             (output, f"model and tokenizer; load with {loader}.from_pretrained({output!r})"),
             (f"{output}/{BEST_FOLDER}", f"the same after update {best['update']}: {best['why']}"),
+            *([(whole, f"the {merged['which']} weights as a whole model; load with {load_whole}")] if merged else []),
+            (f"{output}/README.md", "model card: figures, settings, and code to load it"),
             (f"{output}/samples", "every evaluation's replies with their scores"),
             (f"{output}/run.json", "settings, versions, figures"),
         ]
@@ -59,8 +64,9 @@ def show_where(config: Config, log: RunLog, screen: Screen) -> None:
             ("its replies, audited", f"python evaluate_generations.py --model-path {output}"),
             *([("every token", tokens)] if config.record.record_tokens else []),
             ("the curves", f"python plot_training_progress.py {output} (live: tensorboard --logdir {output}/logs)"),
-            ("the other algorithm, same budget", other_algorithm(config, log.data["spent"]["episodes"])),
+            ("the other algorithm, same budget", other_algorithm(config, run["spent"]["episodes"])),
             ("the verdict on both", f"python compare_runs.py {output} OTHER_RUN ..."),
+            ("talk to it", f"python evaluate_generations.py --chat --model-path {output}"),
         ]
     )
 
@@ -70,6 +76,6 @@ def other_algorithm(config: Config, episodes: int) -> str:
     a recipe and a seed do not say."""
     other = next(name for name in ALGORITHMS if name != config.algorithm)
     plain = make_config(config.recipe, config.algorithm)
-    if differences(as_plain(config), as_plain(plain), (*MAY_DIFFER, *Config.exclusive)):
+    if differences(as_plain(config), as_plain(plain), (*MAY_DIFFER, *LENGTHS)):
         return f"python train_{other}.py with the settings that both have, and --episodes {episodes}"
     return f"python train_{other}.py --recipe {config.recipe} --seed {config.run.seed} --episodes {episodes}"

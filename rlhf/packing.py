@@ -25,8 +25,11 @@ ATTENTION = "packed"  # our name in transformers' table of attention functions
 
 
 def packable(model: PreTrainedModel) -> bool:
-    """Whether this architecture lets its attention be exchanged."""
-    return bool(getattr(model, "_supports_attention_backend", False))
+    """Whether this architecture lets its attention be exchanged, and looks at other tokens in no other way: what runs
+    along the row, as recurrences and convolutions do, would run from one episode into the next."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    exchangeable = getattr(model, "_supports_attention_backend", False) and not getattr(model, "_is_stateful", False)
+    return bool(exchangeable) and kinds <= {"full_attention", "sliding_attention"}
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:

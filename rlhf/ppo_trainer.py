@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf import objectives
-from rlhf.actor_critic import ActorCritic, backbone_of, with_value_head
+from rlhf.actor_critic import ActorCritic, backbone_of, critic_backbone, with_value_head
 from rlhf.loop import OnPolicyLoop
 from rlhf.metrics import Batch, policy_metrics
 from rlhf.rollout import Rollout
@@ -26,7 +26,7 @@ class _SharedBackboneCritic(nn.Module):
 
 
 class PPO(OnPolicyLoop, PPOTrainer):
-    """TRL's PPOTrainer around one backbone, with `train()` in the steps of OnPolicyLoop.
+    """TRL's PPOTrainer around our actor and critic, with `train()` in the steps of OnPolicyLoop.
 
     What TRL 1.12 leaves out is done here and there: the gradient norm is clipped, minibatches step the optimizer,
     losses are means over a minibatch's tokens whatever the micro-batch, the score stands at EOS and not behind it.
@@ -34,6 +34,7 @@ class PPO(OnPolicyLoop, PPOTrainer):
 
     def build_trl(self, policy: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self._container = with_value_head(policy)
+        self._critic = critic_backbone(policy) if self.config.separate_critic else None
         PPOTrainer.__init__(
             self,
             args=self._trl_config(),
@@ -63,7 +64,7 @@ class PPO(OnPolicyLoop, PPOTrainer):
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """TRL's __init__ calls this before accelerate prepares the model: here actor and critic get one body."""
-        self.model = ActorCritic(self._container)
+        self.model = ActorCritic(self._container, self._critic)
         super().create_optimizer_and_scheduler(num_training_steps)
 
     @property

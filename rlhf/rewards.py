@@ -11,9 +11,14 @@ import importlib.util
 import inspect
 import math
 import sys
+import sysconfig
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -27,6 +32,13 @@ from rlhf.errors import RunError, UserError, did_you_mean
 from rlhf.prompts import Prompt, encode_prompt, encode_reply
 
 RewardFunction = Callable[..., Sequence[float]]
+LARGEST = 1e9  # score, either way: squares of larger ones, summed over a batch, leave float32
+# where code is that is not the user's own: the libraries', and this file, which calls it
+LIBRARIES = (__file__, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+
+
+class BadScore(RunError):
+    """A score that is not a finite number. Training drops the update; an evaluation ends the run."""
 
 
 class LearnedReward:
@@ -75,6 +87,11 @@ def length_penalty(completion_ids: Sequence[Sequence[int]], **_) -> list[float]:
     return [-float(len(ids)) for ids in completion_ids]
 
 
+def word_penalty(completions: Sequence[str], **_) -> list[float]:
+    """Minus the reply's words: its weight is the price of a word."""
+    return [-float(len(text.split())) for text in completions]
+
+
 def keyword_bonus(keywords: Sequence[str]) -> RewardFunction:
     """1 for a reply that holds one of `keywords` (in any case), else 0."""
     wanted = [k.casefold() for k in keywords]
@@ -90,7 +107,11 @@ def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
 
     Raises UserError where there is none.
     """
-    built_in = {"length_penalty": length_penalty, "keyword_bonus": keyword_bonus(keywords)}
+    built_in = {
+        "length_penalty": length_penalty,
+        "word_penalty": word_penalty,
+        "keyword_bonus": keyword_bonus(keywords),
+    }
     if name in built_in:
         return built_in[name]
     path, colon, attribute = name.rpartition(":")
@@ -150,8 +171,10 @@ class Rewards:
         functions: Sequence[RewardFunction | nn.Module],
         weights: Sequence[float] | None,
         tokenizer: PreTrainedTokenizerBase,
+        limit_s: float | None = None,
     ):
         """`weights` has one per function; None: all 1. `tokenizer` is the policy's, for modules without their own.
+        A function other than the reward model's may take `limit_s` seconds for a batch; None: as long as it likes.
 
         Raises UserError where there is no function, or not a weight for each.
         """
@@ -161,6 +184,7 @@ class Rewards:
             )
         self.functions = [ModuleReward(f, tokenizer) if isinstance(f, nn.Module) else f for f in functions]
         self.weights = list(weights) if weights is not None else [1.0] * len(self.functions)
+        self.limits_s = [None if isinstance(f, LearnedReward) else limit_s for f in self.functions]
         self.names = _distinct([getattr(f, "__name__", type(f).__name__) for f in self.functions])
 
     def __str__(self) -> str:
@@ -171,9 +195,23 @@ class Rewards:
     ) -> Scores:
         """The scores of replies, given as texts and as ids with EOS.
 
-        Raises RunError, with the function's name and the reply, where a function raises, gives a wrong count or a
-        score that is not a finite number: the optimizer must never see it. (TRL's GRPO sums NaN away.)
+        Raises RunError, with the function's name and the reply, where a function raises, hangs or gives a wrong count,
+        and BadScore for a score that is no number to learn from: the optimizer must never see it. (TRL's GRPO sums NaN
+        away.)
         """
+        given = self.ask(prompts, texts, ids, ended)
+        rows = zip(*given.values(), strict=True)
+        return Scores([sum(w * s for w, s in zip(self.weights, row, strict=True)) for row in rows], given)
+
+    def ask(
+        self,
+        prompts: Sequence[Prompt],
+        texts: Sequence[str],
+        ids: Sequence[Sequence[int]],
+        ended: Sequence[bool],
+        finite: bool = True,
+    ) -> dict[str, list[float]]:
+        """What each function gives, before its weight. Raises as `score`; with `finite` False, not for numbers."""
         batch = {
             "prompts": [p.example.messages[-1]["content"] for p in prompts],
             "completions": list(texts),
@@ -181,43 +219,85 @@ class Rewards:
             "messages": [list(p.example.messages) for p in prompts],
             "ended": list(ended),
         }
-        given = {name: _ask(f, name, batch) for f, name in zip(self.functions, self.names, strict=True)}
-        rows = zip(*given.values(), strict=True)
-        return Scores([sum(w * s for w, s in zip(self.weights, row, strict=True)) for row in rows], given)
+        asked = zip(self.functions, self.names, self.limits_s, strict=True)
+        return {name: _ask(function, name, batch, limit_s, finite) for function, name, limit_s in asked}
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name}_{i + 1}" for i, name in enumerate(names)]
 
 
-def _ask(function: RewardFunction, name: str, batch: dict[str, list]) -> list[float]:
+class _NoAnswer(Exception):
+    """A function took longer than it may."""
+
+
+def _ask(
+    function: RewardFunction, name: str, batch: dict[str, list], limit_s: float | None, finite: bool
+) -> list[float]:
     texts = batch["completions"]
+
+    def fault(what: str, replies: str, way_out: str = "Mend it", kind: type[RunError] = RunError) -> RunError:
+        return kind(f"{what}: reward function {name}, {replies}. {way_out}", inputs=batch)
+
     try:
-        scores = function(**_accepted(function, batch))
-        if inspect.isawaitable(scores):
-            scores = asyncio.run(scores)
-    except RunError:
+        scores = _within(limit_s, partial(_call, function, batch))
+    except (RunError, torch.OutOfMemoryError):
         raise
+    except _NoAnswer:
+        replies = f"{len(texts)} replies, of which the first is {texts[0]!r:.60}"
+        raise fault(f"no answer in {limit_s:g} s", replies, "Mend it, or raise --reward-timeout") from None
     except Exception as error:  # a user's function: whatever it raises is told with the reply that did it
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise RunError(
-            f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno}): reward function {name}, "
-            f"{_offender(function, batch)}. Mend it"
-        ) from error
+        what = f"{_own_line(error)}{type(error).__name__}: {' '.join(str(error).split())}"
+        raise fault(what, _offender(function, batch, limit_s)) from error
     scores = scores.tolist() if hasattr(scores, "tolist") else scores
     if isinstance(scores, Sequence):
         scores = [score.item() if hasattr(score, "item") else score for score in scores]
     if not isinstance(scores, list) or len(scores) != len(texts):
-        raise RunError(
-            f"{len(texts)} replies, but it gave {scores!r:.60}: reward function {name}, first reply "
-            f"{texts[0]!r:.80}. One number each"
-        )
+        what = f"{len(texts)} replies, but it gave {scores!r:.60}"
+        raise fault(what, f"first reply {texts[0]!r:.80}", "One number each")
     for score, text in zip(scores, texts, strict=True):
-        if not isinstance(score, Real) or not math.isfinite(score):
-            raise RunError(
-                f"score {score!r} is not a finite number: reward function {name}, reply {text!r:.80}. Mend it"
-            )
+        if not isinstance(score, Real) or (finite and not math.isfinite(score)):
+            raise fault(f"score {score!r} is not a finite number", f"reply {text!r:.80}", kind=BadScore)
+        if finite and abs(score) > LARGEST:
+            what = f"score {score!r} is beyond {LARGEST:g}, too large to learn from"
+            raise fault(what, f"reply {text!r:.80}", kind=BadScore)
     return [float(score) for score in scores]
+
+
+def _call(function: RewardFunction, batch: dict[str, list]) -> Any:
+    scores = function(**_accepted(function, batch))
+    return asyncio.run(scores) if inspect.isawaitable(scores) else scores
+
+
+def _within(limit_s: float | None, call: Callable[[], Any]) -> Any:
+    """What `call` returns or raises. Raises _NoAnswer where that takes longer than `limit_s`.
+
+    On a thread, since Windows has no alarm signal. A thread cannot be stopped: one that hangs is left behind, and ends
+    with the process.
+    """
+    if limit_s is None:
+        return call()
+    answer: Future = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # raised again below, on the thread that asked
+            answer.set_exception(error)
+
+    worker, deadline = threading.Thread(target=work, daemon=True), time.monotonic() + limit_s
+    worker.start()
+    while worker.is_alive() and (left := deadline - time.monotonic()) > 0:
+        worker.join(min(left, 1.0))  # on Windows, Ctrl-C is not heard before a wait is over
+    if not answer.done():
+        raise _NoAnswer
+    return answer.result()
+
+
+def _own_line(error: Exception) -> str:
+    """The user's own line on which it happened, the deepest there is: a library's says little."""
+    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARIES)]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno} `{own[-1].line}` raised " if own else ""
 
 
 def _accepted(function: RewardFunction, batch: dict[str, list]) -> dict[str, list]:
@@ -228,12 +308,12 @@ def _accepted(function: RewardFunction, batch: dict[str, list]) -> dict[str, lis
     return {name: values for name, values in batch.items() if name in {p.name for p in parameters}}
 
 
-def _offender(function: RewardFunction, batch: dict[str, list]) -> str:
+def _offender(function: RewardFunction, batch: dict[str, list], limit_s: float | None) -> str:
     """In words, the first reply on which a function raises by itself; or that it is none alone."""
     texts = batch["completions"]
     for i, text in enumerate(texts):
         try:
-            function(**_accepted(function, {name: [values[i]] for name, values in batch.items()}))
+            _within(limit_s, partial(_call, function, {name: [values[i]] for name, values in batch.items()}))
         except Exception:  # whatever a user's function raises: this is how the reply is found, and it is told
             return f"reply {text!r:.80}"
     return f"on all {len(texts)} replies together, of which the first is {texts[0]!r:.60}"

@@ -121,6 +121,7 @@ class Rollout:
     values: Tensor | None  # (B, T) score units; None where there is no critic
     # the forward pass that measured it, with its graph, where it is the first optimizer step's as well
     begun: Forward | None = None
+    scores: Tensor | None = None  # (B,) as the reward functions gave them, once they have
 
     @property
     def mask(self) -> Tensor:
@@ -229,15 +230,16 @@ def measure(
     rows: int = 0,
     packed: bool = True,
     begun: Forward | None = None,
+    tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probs, reference log-probs and values of sampled replies, each (B, T), at most `rows` (0: as memory wants)
-    at a time; of a pass over all of them that has `begun`, its hidden states serve.
+    """Log-probs, reference log-probs and values of sampled replies, each (B, T), at most `rows` (0: as many as
+    `tokens` hold) at a time; of a pass over all of them that has `begun`, its hidden states serve.
 
     With the training forward, not the decoder's: so the first ratio of an update is 1.
     """
     whole, packed = replies.mask, packed and packable(base_of(actor.policy))
     parts, order = [], []
-    for part in replies.parts(range(len(whole)), rows, tokens_at_once(whole.device), packed):
+    for part in replies.parts(range(len(whole)), rows, tokens or tokens_at_once(whole.device), packed):
         passage = begun[0] if begun is not None else replies.passage(part, packed)
         hidden = begun[1].detach() if begun is not None else actor.hidden(passage)
         allowed = replies.allowed(passage)

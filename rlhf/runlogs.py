@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from rlhf.errors import UserError
+from rlhf import system
+from rlhf.errors import RunError, UserError
 from rlhf.files import check_folder, write_json
 
 RUN_FILE = "run.json"
-MAY_DIFFER = (  # settings of runs that are seeds of the same
-    *("seed", "seeds", "output", "overwrite", "dry_run"),
+LOCK_FILE, INPUTS_FILE = "run.lock", "failed_inputs.json"
+HARMLESS = (  # settings that change nothing of what is learned
+    *("seeds", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume", "resume_anyway"),
+    "replay",
     *("record_tokens", "record_format", "record_every", "record_prompts"),
+    *("merge_lora", "export_from", "push_to_hub", "hub_private"),
 )
+MAY_DIFFER = ("seed", *HARMLESS)  # between runs that are seeds of the same
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
 
 
@@ -31,10 +40,13 @@ def check_output(folder: Path, *, overwrite: bool, is_default: bool) -> None:
     A finished run in the default folder will be moved aside; `overwrite` will remove a run, and only one that this
     project wrote. Everything else that lies there is in the way.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"a file, not a folder: --output {folder}. Name another with --output")
-    if not folder.exists() or not any(folder.iterdir()):
-        check_folder(str(folder))
+    check_folder(str(folder))
+    require_unused(folder)
+    _check_content(folder, overwrite, is_default)
+
+
+def _check_content(folder: Path, overwrite: bool, is_default: bool) -> None:
+    if not _content(folder):
         return
     status = read_status(folder)
     if status is None:
@@ -42,39 +54,62 @@ def check_output(folder: Path, *, overwrite: bool, is_default: bool) -> None:
             f"holds files of something else (no {RUN_FILE}): --output {folder}. Name another with --output"
         )
     if not overwrite and not (status == "finished" and is_default):
-        kind = "a finished" if status == "finished" else "an unfinished"
+        kind, more = (
+            ("a finished", "") if status == "finished" else ("an unfinished", "--resume to go on with it, or ")
+        )
         raise UserError(
             f"{kind} run is there: --output {folder}. "
-            "Add --overwrite to delete it, or name another folder with --output"
+            f"Add {more}--overwrite to delete it, or name another folder with --output"
         )
-    check_folder(str(folder))
 
 
-def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> str | None:
-    """Make `folder` free for a new run; returns in a line what was done to an older one, or None.
+def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[IO[bytes], str | None]:
+    """Lock `folder` and make it free for a new run; returns the lock, and in a line what was done to an older run, or
+    None. From here on no other process takes the folder.
 
     Raises UserError as `check_output`. A finished run in the default folder is moved to `..._1`, `..._2`.
     """
     check_output(folder, overwrite=overwrite, is_default=is_default)
+    folder.mkdir(parents=True, exist_ok=True)
+    held = hold(folder)
+    _check_content(folder, overwrite, is_default)  # again: until now, another one might have begun there
     done = None
-    if folder.exists() and any(folder.iterdir()):
+    if _content(folder):
         try:
-            done = _clear(folder, overwrite)
+            done = _remove_run(folder) if overwrite else f"moved the finished run in {folder} to {_move_aside(folder)}"
         except OSError as error:  # on Windows, a folder that another program looks into
             raise UserError(
                 f"cannot be moved or removed: --output {folder} ({error.strerror}). Close what uses it"
             ) from None
-    folder.mkdir(parents=True, exist_ok=True)
-    return done
+    return held, done
 
 
-def _clear(folder: Path, overwrite: bool) -> str:
-    if overwrite:
-        shutil.rmtree(folder)
-        return f"removed the run that was in {folder}"
+def move_aside(folder: Path) -> str:
+    """Make `folder` free without removing anything; returns in a line where its content is. Raises UserError where a
+    live process has a run there."""
+    with hold(folder):
+        return f"moved what was in {folder} to {_move_aside(folder)}"
+
+
+def _content(folder: Path) -> list[Path]:
+    """What lies in a folder, run.json last; the lock is nothing."""
+    there = folder.iterdir() if folder.exists() else ()
+    return sorted((path for path in there if path.name != LOCK_FILE), key=lambda path: path.name == RUN_FILE)
+
+
+def _remove_run(folder: Path) -> str:
+    for path in _content(folder):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    return f"removed the run that was in {folder}"
+
+
+def _move_aside(folder: Path) -> Path:
+    """Piece by piece, as the lock stays where it is held; returns the place."""
     aside = next(p for n in range(1, 10_000) if not (p := folder.with_name(f"{folder.name}_{n}")).exists())
-    folder.rename(aside)
-    return f"moved the finished run in {folder} to {aside}"
+    aside.mkdir()
+    for path in _content(folder):
+        system.replace(path, aside / path.name)
+    return aside
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
@@ -87,9 +122,14 @@ def read_run(folder: Path) -> dict[str, Any] | None:
 
 
 def read_status(folder: Path) -> str | None:
-    """ "running", "finished" or "failed"; None where there is no readable run.json."""
+    """ "running", "finished", "stopped" or "failed"; None where there is no readable run.json."""
     run = read_run(folder)
     return None if run is None else run["status"]
+
+
+def seed_folder(output: str, seed: int) -> str:
+    """Where one of several seeds goes."""
+    return f"{Path(output)}_seed{seed}"
 
 
 def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -134,32 +174,81 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-class RunLog:
-    """A run's run.json, rewritten whole at every change."""
+def require_unused(folder: Path) -> None:
+    """Raise UserError where a live process has a run in `folder`."""
+    if (folder / LOCK_FILE).exists():
+        hold(folder).close()
 
-    def __init__(self, folder: Path, **facts: Any):
-        self.begun = time.monotonic()
+
+def hold(folder: Path) -> IO[bytes]:
+    """Lock a run's folder until what is returned is closed. Raises UserError where a live process has it."""
+    held = system.lock(folder / LOCK_FILE)
+    if held is None:
+        run = read_run(folder) or {}
+        raise UserError(
+            f"in use by a live run (process {run.get('pid', 'unknown')}, since {run.get('started', 'unknown')}): "
+            f"--output {folder}. Stop that one, or name another folder with --output"
+        )
+    return held
+
+
+def note(folder: Path, **facts: Any) -> dict[str, Any]:
+    """Adds to the run.json of a run that has ended; returns all of it."""
+    run = {**require_run(folder, "--output"), **facts}
+    write_json(folder / RUN_FILE, run)
+    return run
+
+
+class RunLog:
+    """A run's run.json, rewritten whole at every change; while it is open, the run's folder is locked."""
+
+    def __init__(self, folder: Path, held: IO[bytes] | None = None, *, resume: bool = False, **facts: Any):
+        """`held` is the folder's lock, where it was claimed. With `resume`, the run that is there goes on: what it was
+        told stays, and `sessions` gets another entry."""
+        self._lock = held or hold(folder)
+        self.begun, self.before = time.monotonic(), 0.0
         self.path = folder / RUN_FILE
-        self.data: dict[str, Any] = {"status": "running", "started": now(), **environment(), **facts}
-        write_json(self.path, self.data)
+        began = {"started": now(), "pid": os.getpid(), **environment()}
+        if resume:
+            self.data: dict[str, Any] = require_run(folder, "--resume, --output")
+            self.data = {k: v for k, v in self.data.items() if k not in ("ended", "reason")}
+            self.add(status="running", pid=began["pid"], sessions=[*self.data.get("sessions", []), {**began, **facts}])
+        else:
+            self.data = {"status": "running", "id": uuid.uuid4().hex, **began, **facts}
+            write_json(self.path, self.data)
 
     def add(self, **facts: Any) -> None:
+        """Raises FileNotFoundError where the folder is gone: it would be made anew where a disk was mounted."""
+        self.check_place()
         self.data.update(facts)
         write_json(self.path, self.data)
 
+    def check_place(self) -> None:
+        if not self.path.exists():
+            raise FileNotFoundError(errno.ENOENT, "The run's folder is no longer there", str(self.path.parent))
+
     def seconds(self) -> float:
-        """Since the run began."""
-        return time.monotonic() - self.begun
+        """Of training, in this session and those before it."""
+        return self.before + time.monotonic() - self.begun
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Finished only if the block ran to its end."""
+        """Finished only if the block ran to its end. What a part that failed was given is kept, and named."""
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(self.path.parent)  # a full disk names no file; what a run writes, it writes there
+        if isinstance(error, RunError) and error.inputs is not None:
+            file = self.path.with_name(INPUTS_FILE)
+            write_json(file, error.inputs)
+            error.faults[-1] += f"; what it was given is in {file}"
         if kind is None:
             self.add(status="finished", ended=now())
         else:
-            self.add(status="failed", ended=now(), reason=f"{kind.__name__}: {error}")
+            status = getattr(error, "run_status", "failed")
+            with contextlib.suppress(OSError):  # a full disk, perhaps what ended the run: that is told, not this
+                self.add(status=status, ended=now(), reason=f"{kind.__name__}: {error}")
+        self._lock.close()
 
 
 def environment() -> dict[str, Any]:

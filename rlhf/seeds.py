@@ -12,11 +12,14 @@ import torch
 
 from config import Config
 from rlhf.assembly import check_run_folder
+from rlhf.callbacks import resume_command
 from rlhf.console import Screen, clock
 from rlhf.errors import UserError
 from rlhf.files import write_json
 from rlhf.knobs import as_plain
-from rlhf.runlogs import MAY_DIFFER, RUN_FILE, differences, read_run
+from rlhf.resume import settle_resume
+from rlhf.runlogs import MAY_DIFFER, RUN_FILE, differences, read_run, seed_folder
+from rlhf.stopping import Stopped
 
 # figure in run.json -> how it is shown
 SHOWN = {
@@ -39,7 +42,8 @@ SHOWN = {
 def for_each_seed(train: Callable[[Config, Screen], None], config: Config, screen: Screen) -> None:
     """`train` with the configuration itself, or with each of its `seeds` in turn, each into a folder of its own."""
     if config.run.seeds is None:
-        return train(config, screen)
+        config = settle_resume(config, screen) if config.run.resume else config
+        return None if config is None else train(config, screen)
     configs = {seed: with_seed(config, seed) for seed in config.run.seeds}
     finished = {seed: is_finished(one) for seed, one in configs.items()}
     for seed, one in configs.items():
@@ -50,18 +54,24 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
             screen.say(f"seed {seed}: finished before, in {one.run.output} (delete the folder to run it again)")
             continue
         screen.say(f"seed {seed}: into {one.run.output}")
-        train(one, screen)
+        try:
+            train(settle_resume(one, screen) if one.run.resume else one, screen)
+        except Stopped as stopped:
+            stopped.faults.append(f"for this and the other seeds: {resume_command(config)}")
+            raise
         gc.collect()  # a run's models must not weigh on the next one's peak memory
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    if not config.run.dry_run:
+    if not config.run.dry_run and not config.run.check:
         show_seeds(config, {seed: read_run(Path(one.run.output)) for seed, one in configs.items()}, screen)
 
 
 def with_seed(config: Config, seed: int) -> Config:
     """The configuration of one seed's run."""
-    output = f"{Path(config.run.output)}_seed{seed}"
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, seed=seed, seeds=None, output=output))
+    output = seed_folder(config.run.output, seed)
+    resume = config.run.resume and read_run(Path(output)) is not None  # seeds that were not begun are begun
+    changed = {"seed": seed, "seeds": None, "output": output, "resume": resume}
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, **changed))
 
 
 def is_finished(config: Config) -> bool:

@@ -56,6 +56,7 @@ def token_rows(
             "episode": episode,
             "prompt_index": number,
             "prompt": prompts[episode].example.messages[-1]["content"],
+            "topic": prompts[episode].example.topic,
             "score": float(scores[episode]),
             "step": step,
             "state": tokenizer.decode([*prompts[episode].ids, *replies[episode][:step]]),

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from config import Config, MeasureSettings, config_of_run, make_config
-from rlhf.checkpoints import ADAPTER_FILE, BEST_FOLDER, WEIGHTS_FILE
+from rlhf.checkpoints import update_of
 from rlhf.errors import UserError, raise_if
 from rlhf.hub import is_path, missing_path
-from rlhf.models import find_model
+from rlhf.models import ADAPTER_CONFIG, base_of_adapter, find_model
 from rlhf.runlogs import RUN_FILE, differences, flat_settings, last_run, read_run
+from rlhf.weights import ADAPTER_FILE, BEST_FOLDER, MERGED_FOLDER, WEIGHTS_FILE
 
-ADAPTER_CONFIG = "adapter_config.json"
 # of a run's settings, those that decide what its replies and scores are
 MEASURED_WITH = (
-    *("actor_model", "rm_model", "reward_func", "reward_weights", "keywords"),
+    *("actor_model", "rm_model", "reward_func", "reward_weights", "keywords", "plain_prompts"),
     *("prompts", "split", "prompt_length", "eval_text", "reply_length", "temperature", "top_k", "top_p"),
 )
 
@@ -31,7 +30,7 @@ class Trained:
     source: str  # a folder, or a hub name
     base: str | None = None  # what an adapter was trained on
     run: dict[str, Any] | None = None  # run.json of the run that it is of
-    which: str = ""  # "final", "best", or "" where it is not of a run
+    which: str = ""  # "final", "best", either of them merged, a checkpoint's name, or "" where it is not of a run
     update: int | None = None  # after which update these weights were kept
 
     @property
@@ -68,10 +67,15 @@ def find_trained(name: str, which: str, baseline: str | None, flag: str = "--mod
     run = _run_of(folder, flag)
     if run is not None:
         return _of_run(name, folder, run, which, baseline, flag)
-    whole = folder.resolve().parent
-    outer = _run_of(whole, flag) if folder.resolve().name == BEST_FOLDER else None
-    if outer is not None:
+    whole, inner = folder.resolve().parent, folder.resolve().name
+    if inner == BEST_FOLDER and (outer := _run_of(whole, flag)) is not None:
         return _of_run(name, whole, outer, "best", baseline, flag)
+    if inner == MERGED_FOLDER and "merged" in (outer := _run_of(whole, flag) or {}):
+        merged = outer["merged"]
+        return Trained(name, *_weights(folder, baseline, flag), outer, f"{merged['which']}, merged", merged["update"])
+    update = update_of(inner)
+    if update is not None and (outer := _run_of(whole, flag)) is not None:
+        return Trained(name, *_weights(folder, baseline, flag), outer, inner, update)
     return Trained(name, *_weights(folder, baseline, flag))
 
 
@@ -99,10 +103,7 @@ def _weights(folder: Path, baseline: str | None, flag: str) -> tuple[str, str | 
     """Where to load a folder's weights from, and the base under them where they are an adapter's."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return find_model(str(folder), flag), None
-    try:
-        base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except ValueError as error:
-        raise UserError(f"torn: {folder / ADAPTER_CONFIG} ({error}). Name another with {flag}") from None
+    base = base_of_adapter(folder)
     try:
         return str(folder), find_model(base or "nothing", flag)
     except UserError:
@@ -151,8 +152,8 @@ def episodes_of(model: Trained) -> int:
 
 
 def in_4_bit(model: Trained) -> bool:
-    """Whether its run kept the frozen weights in 4 bits."""
-    return model.run is not None and config_of_run(model.run).model.load_in_4bit
+    """Whether its run kept the frozen weights in 4 bits, under this adapter. What was merged is in full precision."""
+    return model.run is not None and model.base is not None and config_of_run(model.run).model.load_in_4bit
 
 
 def _way_out(name: str) -> str:

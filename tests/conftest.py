@@ -18,6 +18,7 @@ from config import Config, parse_cli
 from rlhf.callbacks import attach_callbacks
 from rlhf.console import Screen, quiet_libraries
 from rlhf.runlogs import RunLog
+from rlhf.stopping import StopRequest
 from tests.shapes import make_reward_model, make_start_model
 
 torch.set_num_threads(1)  # tiny models: threads cost more than they bring, and spin when others need the cores
@@ -29,7 +30,7 @@ def attach(trainer) -> RunLog:
     output = Path(trainer.config.run.output)
     output.mkdir(parents=True, exist_ok=True)
     log = RunLog(output)
-    attach_callbacks(trainer, trainer.config, log, Screen())
+    attach_callbacks(trainer, trainer.config, log, Screen(), StopRequest())
     return log
 
 

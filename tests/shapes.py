@@ -1,4 +1,5 @@
-"""Models and tokenizers with random weights, made on the spot: tiny ones for tests, and SmolLM2-135M's exact shape.
+"""Models and tokenizers with random weights, made on the spot: tiny ones for tests, some families', and SmolLM2-135M's
+exact shape.
 
 python -m tests.shapes smollm2 FOLDER
 """
@@ -6,13 +7,21 @@ python -m tests.shapes smollm2 FOLDER
 from __future__ import annotations
 
 import argparse
+import json
 import pydoc_data.topics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from rlhf.console import quiet_libraries
 
@@ -33,7 +42,17 @@ TEXT = [
 
 def smollm2_tokenizer(vocabulary: int = 400, texts: Iterable[str] = TEXT) -> PreTrainedTokenizerFast:
     """Byte-level BPE with SmolLM2's special tokens and its quirk: pad is EOS, `<|endoftext|>` is free."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], vocabulary, texts),
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        unk_token="<|endoftext|>",
+        chat_template=SMOLLM2_TEMPLATE,
+    )
+
+
+def _byte_level(special: Sequence[str], vocabulary: int = 400, texts: Iterable[str] = TEXT) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,19 +60,12 @@ def smollm2_tokenizer(vocabulary: int = 400, texts: Iterable[str] = TEXT) -> Pre
         texts,
         trainers.BpeTrainer(
             vocab_size=vocabulary,
-            special_tokens=special,
+            special_tokens=list(special),
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         ),
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        unk_token="<|endoftext|>",
-        chat_template=SMOLLM2_TEMPLATE,
-    )
+    return tokenizer
 
 
 def llama_config(size: str, vocabulary: int) -> LlamaConfig:
@@ -102,6 +114,128 @@ def make_reward_model(folder: Path, seed: int = 1, outputs: int = 1, pad: int | 
     config.num_labels, config.pad_token_id = outputs, pad
     torch.manual_seed(seed)
     LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+# --- families --------------------------------------------------------------------------------------------------------
+
+# as in Qwen 3's: no system turn of its own; marks of thought, which are added tokens, but not special ones
+QWEN3_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+# as in Gemma 2's: BOS is the template's, there is no system turn, and a turn ends with a mark that is not EOS
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n"
+    "{{ message['content'] | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+# as in Mistral's: BOS is the template's, turns are marked by ordinary text, a reply ends with EOS
+MISTRAL_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}[INST] {{ message['content'] }} [/INST]"
+    "{% elif message['role'] == 'assistant' %} {{ message['content'] }}{{ eos_token }}"
+    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
+)
+
+
+def qwen3_tokenizer() -> PreTrainedTokenizerFast:
+    """No BOS; a turn's end is EOS, and the pad is another token."""
+    tokenizer = _byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
+    named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named, chat_template=QWEN3_TEMPLATE)
+
+
+def gpt_neox_tokenizer() -> PreTrainedTokenizerFast:
+    """One token is BOS, EOS and unknown, and none is set before a text; no pad is named, no template; runs of spaces
+    are added tokens."""
+    tokenizer = _byte_level(["<|endoftext|>", "<|padding|>"])
+    tokenizer.add_tokens([AddedToken(" " * n, special=False, normalized=True) for n in (4, 8)])
+    named = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
+
+
+def mistral_tokenizer() -> PreTrainedTokenizerFast:
+    """BOS before every text, and a space before every stretch of ordinary text; no pad."""
+    tokenizer = _pieces(["<unk>", "<s>", "</s>"])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([*_FROM_PIECES, decoders.Strip(" ", 1, 0)])
+    _set_bos(tokenizer, "<s>")
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named, chat_template=MISTRAL_TEMPLATE)
+
+
+def gemma_tokenizer(template: str | None = GEMMA_TEMPLATE) -> PreTrainedTokenizerFast:
+    """BOS before every text, a pad of its own; marks of turns are special."""
+    tokenizer = _pieces(["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"])
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(_FROM_PIECES)
+    _set_bos(tokenizer, "<bos>")
+    named = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named, chat_template=template)
+
+
+def gemma_base_tokenizer() -> PreTrainedTokenizerFast:
+    """The same before it was tuned on chats."""
+    return gemma_tokenizer(template=None)
+
+
+_FROM_PIECES = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+
+
+def _pieces(special: Sequence[str]) -> Tokenizer:
+    """BPE over words that begin with their space, as SentencePiece has it: what it does not know is bytes."""
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.Metaspace()
+    learner.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=180, show_progress=False))
+    learned = json.loads(learner.to_str())["model"]
+    vocabulary = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *learned["vocab"]]
+    merges = [tuple(merge) for merge in learned["merges"]]
+    ids = {token: number for number, token in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.BPE(ids, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.add_special_tokens(list(special))
+    return tokenizer
+
+
+def _set_bos(tokenizer: Tokenizer, bos: str) -> None:
+    ids = [(bos, tokenizer.token_to_id(bos))]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=ids)
+
+
+# 64 features at least of every linear layer, so that all can be kept in 4 bits; weights large enough for attention to
+# choose, and windows and caps small enough to matter
+WIDTHS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "max_position_embeddings": 256, "initializer_range": 0.15}  # fmt: skip
+GROUPED = {"num_key_value_heads": 2, "head_dim": 32}
+WINDOW = 6
+CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 6.0}
+
+
+def make_family(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, kind: type[PretrainedConfig], ends: Sequence[str] = (), **more
+) -> Path:
+    """A start model of one family; `ends` are the tokens that its generation_config stops at, if not EOS alone.
+
+    Norms and biases are random, too, so that none can be left out unseen; and the head has rows that no token of the
+    tokenizer has, as padded vocabularies do.
+    """
+    config = kind(vocab_size=len(tokenizer) + 5, **{**WIDTHS, **more})
+    for name in ("bos", "eos", "pad"):
+        setattr(config, f"{name}_token_id", getattr(tokenizer, f"{name}_token_id"))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight.add_(torch.randn_like(weight), alpha=0.2)
+    stops = tokenizer.convert_tokens_to_ids(list(ends))
+    model.generation_config.eos_token_id = stops or tokenizer.eos_token_id
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

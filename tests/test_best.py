@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf.best import Candidate, choose
-from rlhf.checkpoints import replace_folder
+from rlhf.weights import replace_folder
 from tests.conftest import attach
 
 
@@ -117,7 +117,7 @@ def test_the_folder_is_loadable_between_any_two_steps(build, tmp_path, monkeypat
     old = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     trainer.one_update(1)
     new = {name: w.detach().clone() for name, w in trainer.actor.policy.state_dict().items()}
-    import rlhf.checkpoints as checkpoints
+    import rlhf.weights as checkpoints
 
     really, files = checkpoints.os.replace, []
 

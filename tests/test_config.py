@@ -44,7 +44,7 @@ def booleans() -> list[str]:
 @pytest.mark.parametrize("name", booleans())
 def test_every_boolean_can_be_said_in_every_way(name):
     group, flag = knobs_of(Config)[name].group, "--" + name.replace("_", "-")
-    need = ["--use-lora"] if name == "load_in_4bit" else []
+    need = ["--use-lora"] if name in ("load_in_4bit", "merge_lora") else []
     for words, value in (
         ([flag], True), ([flag, "false"], False), ([flag, "true"], True), (["--no-" + flag[2:]], False),
         ([f"--no_{name}"], False),
@@ -113,6 +113,22 @@ REWARD_FAULTS = {
     ),
     "K does not divide": (["--minibatches", "5"], "minibatches 5 does not divide batch_size x K = 32"),
 }
+
+
+ROLLBACK_FAULTS = {
+    "nothing to hold": (["--kl-schedule", "fixed"], "no KL is held here, so none runs away: --rollback-on-kl"),
+    "too few checkpoints": (["--save-every", "2"], "--rollback-on-kl, --keep 2, --save-every 2. Raise one of these"),
+    "one checkpoint": (["--keep", "1"], "--rollback-on-kl, --keep 1, --save-every 50. Raise one of these two"),
+}
+
+
+@pytest.mark.parametrize("what", ROLLBACK_FAULTS)
+def test_a_rollback_that_could_do_nothing_is_refused(what):
+    words, message = ROLLBACK_FAULTS[what]
+    with pytest.raises(UserError) as fault:
+        parse_cli(["--rollback-on-kl", *words])
+    assert message in str(fault.value)
+    parse_cli(["--rollback-on-kl", "--save-every", "3"])
 
 
 @pytest.mark.parametrize("what", REWARD_FAULTS)

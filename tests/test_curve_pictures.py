@@ -18,7 +18,7 @@ from matplotlib.image import imread
 from config import make_config
 from plot_training_progress import main
 from rlhf.curve_pictures import Chart, draw, power_of_ten, shortened
-from rlhf.curves import read_runs
+from rlhf.curves import Curve, read_runs
 from rlhf.pictures import COLOURS
 from tests.test_curves import make_run, write_events
 
@@ -94,6 +94,38 @@ def test_the_horizontal_axis(made, x, label, expected):
     axes = panels(made("run", 3, pace=60.0), x=x)
     assert axes[3].get_xlabel() == label
     assert all(a.lines[0].get_xdata().tolist() == expected for a in axes)
+
+
+def test_topics_have_two_panels_of_their_own(made):
+    """t0 in updates 1 to 5, t1 in 6 to 10, ...; a second algorithm is dashed; what is too much is in the table."""
+    topics = {f"topic/t{i // 2}/{kind}": [math.nan] * 20 for i in range(20) for kind in ("score", "kl")}
+    for i in range(20):
+        for kind in ("score", "kl"):
+            topics[f"topic/t{i // 2}/{kind}"][i] = float(i)
+    several = {tag: np.arange(1.0, 21.0) for tag in TAGS} | topics
+    runs = [made(name, curves=several, algorithm=name) for name in ("ppo", "grpo")]
+    figure = draw(Chart(read_runs(runs), "updates", 1))
+    score, kl = figure.axes[4:]
+    assert [a.get_title() for a in (score, kl)] == ["Score by topic (GRPO dashed)", "KL by topic (GRPO dashed)"]
+    assert [a.get_ylabel() for a in (score, kl)] == ["score units", "nats per sequence"]
+    lines = [line(score, f"topic t{i}") for i in range(8)]
+    assert len(score.lines) == 16 and {found.get_linestyle() for found in lines} == {"-"}
+    assert len({tuple(found.get_color()) for found in lines}) == 8
+    assert [found.get_linestyle() for found in score.lines] == ["-", "--"] * 8
+    assert "2 more topics are in the table" in words(score)
+    y = lines[3].get_ydata()
+    assert y[np.isfinite(y)].tolist() == [6.0, 7.0]
+
+
+def test_a_topics_line_is_broken_where_others_were_trained(made):
+    run = made("run", 6, {**{tag: [1.0] * 6 for tag in TAGS}, "topic/t/score": [3.0, 4.0]})
+    figure = draw(Chart(read_runs([run]), "updates", 1))
+    assert points(figure.axes[4], "topic t") == [(1, 3), (2, 4)]
+    gap = Curve(np.array([1, 2, 5, 6]), np.array([1.0, 2, 3, 4]), np.arange(4.0))
+    found = read_runs([run])[0]
+    found.scalars["topic/t/score"] = gap
+    xs, ys = line(draw(Chart([found], "updates", 1)).axes[4], "topic t").get_data()
+    assert np.isnan(ys).tolist() == [False, False, True, False, False] and np.nansum(xs) == 14
 
 
 def test_evaluations_are_marks_with_their_own_entry(made):

@@ -46,9 +46,12 @@ def round_tripping_reply(tokenizer, rng: random.Random) -> list[int]:
 
 
 class StockRun:
-    """TRL's PPOTrainer with one backbone, whose replies come from a table."""
+    """TRL's PPOTrainer, its critic on the policy's backbone or on one of its own, whose replies come from a table."""
 
-    def __init__(self, monkeypatch, start_model, reward_folder, replies, tmp_path, dtype=torch.float32, **settings):
+    def __init__(
+        self, monkeypatch, start_model, reward_folder, replies, tmp_path, dtype=torch.float32, critic="shared",
+        **settings,
+    ):  # fmt: skip
         self.tokenizer = load_tokenizer(str(start_model))
         self.prompts = make_prompts(self.tokenizer)
         self.replies, self.orders = replies, []  # replies[update][prompt]
@@ -67,7 +70,9 @@ class StockRun:
             model=policy,
             ref_model=copy.deepcopy(policy),
             reward_model=AutoModelForSequenceClassification.from_pretrained(reward_folder, dtype=torch.float32),
-            value_model=_SharedBackboneCritic(policy, container.v_head),
+            value_model=_SharedBackboneCritic(
+                policy if critic == "shared" else copy.deepcopy(policy), container.v_head
+            ),
             train_dataset=Dataset.from_list([{"input_ids": list(p.ids)} for p in self.prompts]),
         )  # fmt: skip
 
@@ -101,20 +106,21 @@ def replayed(monkeypatch):
     return replay
 
 
+@pytest.mark.parametrize("critic", ["shared", "separate"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_three_updates_of_two_epochs_match_trl(
-    monkeypatch, build, start_model, reward_folder, replayed, tmp_path, dtype
+    monkeypatch, build, start_model, reward_folder, replayed, tmp_path, dtype, critic
 ):
     rng = random.Random(5)
     tokenizer = load_tokenizer(str(start_model))
     replies = [[round_tripping_reply(tokenizer, rng) for _ in range(BATCH)] for _ in range(UPDATES)]
     stock = StockRun(
-        monkeypatch, start_model, reward_folder, replies, tmp_path, dtype, num_ppo_epochs=EPOCHS, **SETTINGS
+        monkeypatch, start_model, reward_folder, replies, tmp_path, dtype, critic, num_ppo_epochs=EPOCHS, **SETTINGS
     )
     stock.trainer.train()
 
     policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=dtype)
-    ours = build(*FLAGS, train=stock.prompts, evaluation=stock.prompts, policy=policy)
+    ours = build(*FLAGS, "--critic", critic, train=stock.prompts, evaluation=stock.prompts, policy=policy)
     ours.model.to(dtype)
     replayed(ours, stock)
     logged = [ours.one_update(update) for update in range(1, UPDATES + 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ from config import (
 from reward_model.scorer import METRICS_FILE
 from reward_model.training import train_reward_model
 from rlhf import actor_critic, engines
-from rlhf.assembly import check_run_folder, load_parts
+from rlhf.assembly import check_run_folder, find_rewards, load_parts, make_rewards
 from rlhf.console import Screen
-from rlhf.errors import UserError
+from rlhf.errors import RunError, UserError
 from rlhf.knobs import knobs_of
+from rlhf.prompts import Example, Prompt
 from rlhf.runlogs import RunLog
 from rlhf.seeds import for_each_seed
 from tests.conftest import attach
@@ -41,8 +43,8 @@ def run(build):
         trainer = build(
             "--num-iterations", 3, "--learning-rate", "1e-2", "--kl-horizon", 40, *flags, algorithm=algorithm
         )
-        log = attach(trainer)
-        trainer.train()
+        with attach(trainer) as log:
+            trainer.train()
         logged = [{k: v for k, v in entry.items() if not k.startswith(MEASURED_APART)}
                   for entry in trainer.state.log_history]  # fmt: skip
         weights = sum(float(w.detach().double().abs().sum()) for w in trainer.model.parameters())
@@ -57,6 +59,7 @@ BY_RUN = {
     "lora_r": (["--lora-r", "2"], ["--use-lora"]),
     "lora_alpha": (["--lora-alpha", "2"], ["--use-lora"]),
     "lora_targets": (["--lora-targets", "down_proj"], ["--use-lora"]),
+    "lora_dropout": (["--lora-dropout", "0.3"], ["--use-lora"]),
     "load_in_4bit": (["--load-in-4bit"], ["--use-lora"]),
     "bf16": (["--bf16"], []),
     "split": (["--split", "10/80/10"], []),
@@ -72,6 +75,7 @@ BY_RUN = {
     "ppo_epochs": (["--ppo-epochs", "3"], []),
     "minibatches": (["--minibatches", "2"], []),
     "clip_range": (["--clip-range", "0.01"], []),
+    "critic": (["--critic", "separate"], []),
     "value_coef": (["--value-coef", "0.7"], []),
     "value_clip_range": (["--value-clip-range", "0.001"], []),
     "entropy_coef": (["--entropy-coef", "0.1"], []),
@@ -144,8 +148,8 @@ def test_another_checkpoint_is_the_best(build, monkeypatch, name):
         monkeypatch.setattr("rlhf.evaluation.perplexity", lambda *_: next(perplexities))
         scripted = [lambda completions, **_: [next(scores) if len(completions) == 6 else 0.0] * len(completions)]
         trainer = build("--num-iterations", 1, "--kl-schedule", "fixed", *flags, rewards=scripted)
-        log = attach(trainer)
-        trainer.train()
+        with attach(trainer) as log:
+            trainer.train()
         return log.data["best"]["update"]
 
     flags, both = BY_BEST[name]
@@ -186,6 +190,20 @@ def seen_allow_weak_reward_model(configured, tmp_path):
     return outcome(), outcome("--no-allow-weak-reward-model")
 
 
+def seen_reward_timeout(configured, tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ndef f(completions):\n    time.sleep(0.5)\n    return [1.0]\n")
+
+    def outcome(*flags):
+        config = configured("--rm-model", "none", "--reward-func", f"{tmp_path / 'slow.py'}:f", *flags)
+        rewards, _ = make_rewards(config, find_rewards(config), None, CPU)
+        try:
+            return rewards.score([Prompt((1,), Example(({"role": "user", "content": "a"},)))], ["b"], [[1]], [True])
+        except RunError as error:
+            return str(error)
+
+    return outcome("--reward-timeout", 0.01), outcome()
+
+
 def seen_prompts(configured, tmp_path):
     (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": f"another {i}"}) for i in range(50)))
 
@@ -193,6 +211,16 @@ def seen_prompts(configured, tmp_path):
         return load_parts(configured(*flags), CPU, Screen()).prompts.train[0].example
 
     return first("--prompts", tmp_path / "p.jsonl"), first()
+
+
+def seen_plain_prompts(configured, tmp_path):
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": f"text {i} TL;DR:"}) for i in range(50)))
+
+    def first(*flags):
+        parts = load_parts(configured("--prompts", tmp_path / "p.jsonl", *flags), CPU, Screen())
+        return parts.tokenizer.decode(list(parts.prompts.train[0].ids))
+
+    return first("--plain-prompts"), first()
 
 
 def seen_epochs(configured, tmp_path):
@@ -243,6 +271,8 @@ SEEN = {
         seen_rm_model,
         seen_allow_weak_reward_model,
         seen_prompts,
+        seen_plain_prompts,
+        seen_reward_timeout,
         seen_epochs,
         seen_overwrite,
         seen_seeds,
@@ -258,6 +288,19 @@ def test_something_else_differs(configured, tmp_path, name):
 
 def test_micro_batch_size_changes_the_number_of_passes(build):
     assert passes_in_training(build, "--micro-batch-size", "1") == 4 * passes_in_training(build)
+
+
+def test_gradient_accumulation_steps_are_micro_batches_of_an_optimizer_step(build):
+    """Four episodes in pairs: two passes, and two optimizer steps or one."""
+
+    def steps_and_passes(*flags):
+        flags = ("--ppo-epochs", 1, *flags)
+        return build(*flags).one_update(1)["optimizer_steps"], passes_in_training(build, *flags)
+
+    assert steps_and_passes("--micro-batch-size", 2, "--gradient-accumulation-steps", 1) == (2, 2)
+    assert steps_and_passes("--micro-batch-size", 2, "--gradient-accumulation-steps", 2) == (1, 2)
+    assert steps_and_passes("--gradient-accumulation-steps", 4) == (1, 4)
+    assert steps_and_passes() == (1, 1)
 
 
 def test_gradient_checkpointing_recomputes(build):
@@ -336,19 +379,38 @@ def test_fused_head_changes_how_and_not_what(build, monkeypatch):
     assert float((weights[0] - weights[1]).abs().max()) < 1e-5
 
 
-APART = {"micro_batch_size", "gradient_checkpointing", "output", "dry_run", "rollout_engine", "rollout_slots",
-         "packed", "fused_head"}  # each has its own test above  # fmt: skip
+def test_check_tries_the_run_out_and_makes_none(configured, capsys):
+    import train_ppo
+
+    config = configured()
+    words = ["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--prompts",
+             config.data.prompts, "--output", config.run.output, "--reply-length", "8", "--eval-prompts", "6",
+             "--allow-weak-reward-model", "--num-iterations", "1"]  # fmt: skip
+    train_ppo.main([*words, "--check"])
+    assert "optimizer steps  ok" in capsys.readouterr().out and not Path(config.run.output).exists()
+    train_ppo.main(words)
+    assert "optimizer steps  ok" not in capsys.readouterr().out and Path(config.run.output).exists()
+
+
+APART = {"micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "output", "dry_run", "check",
+         "rollout_engine", "rollout_slots", "packed", "fused_head"}  # each has its own test above  # fmt: skip
+DEALT = {"steps_per_topic"}  # tests/test_dealing.py
+RESUMED = {"save_every", "keep", "resume", "resume_anyway"}  # tests/test_resume.py
+GUARDED = {"replay", "rollback_on_kl"}  # tests/test_guard.py
 RECORDED = {"record_tokens", "record_format", "record_every", "record_prompts"}  # tests/test_tokens.py
+EXPORTED = {"merge_lora", "export_from", "push_to_hub", "hub_private"}  # tests/test_export.py
 
 
 def test_every_knob_has_a_row():
-    assert set(knobs_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *SEEN, *APART, *RECORDED}
+    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED, *DEALT}
+    assert set(knobs_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *SEEN, *APART, *elsewhere}
 
 
 # --- python -m reward_model.train ------------------------------------------------------------------------------------
 
 REWARD_KNOBS = {
     "split": ["--split", "60/30/10"],
+    "plain_prompts": ["--plain-prompts"],
     "pair_length": ["--pair-length", "50"],
     "rm_learning_rate": ["--rm-learning-rate", "1e-2"],
     "rm_epochs": ["--rm-epochs", "2"],
@@ -488,6 +550,7 @@ def test_like_names_the_settings_of_a_model_that_is_not_of_a_run(evaluated, star
 
 def test_every_knob_of_the_looking_commands_is_tested():
     measured = {*MEASURE_KNOBS, "like"}
-    assert set(knobs_of(EvaluationConfig)) == {*measured, "model_path", "output", "tokens"}  # tests/test_looking.py
+    apart = {"model_path", "output", "tokens", "chat"}  # tests/test_looking.py, tests/test_chat.py
+    assert set(knobs_of(EvaluationConfig)) == {*measured, *apart}
     assert set(knobs_of(ComparisonConfig)) == {*measured, "runs", "output"}  # tests/test_looking.py
     assert set(knobs_of(PlotConfig)) == {"runs", "x", "smooth", "output"}  # tests/test_curve_pictures.py

@@ -52,6 +52,11 @@ def test_the_references_command(evaluation, runs):
     assert report["start"]["figures"]["kl"] == 0
 
 
+def test_a_checkpoint_is_evaluated_with_its_runs_settings(evaluation, runs):
+    report, said = evaluation("--model-path", runs["grpo", 1] / "checkpoint-2", "--num-prompts", 2)
+    assert report["models"][0]["which"] == "checkpoint-2" and "(checkpoint-2, after update 2)" in said
+
+
 def test_the_best_checkpoint_is_evaluated_on_demand(evaluation, runs):
     report, said = evaluation("--model-path", runs["ppo", 1], "--which", "best", "--num-prompts", 2)
     update = json.loads((runs["ppo", 1] / "run.json").read_text())["best"]["update"]

@@ -66,7 +66,8 @@ def test_optimizer_steps_are_updates_x_epochs_x_minibatches(make, updates, epoch
 
 
 def test_fewer_prompts_than_a_batch_does_not_hang(make):
-    trainer = make("--num-iterations", "1", "--max-prompts", "3")
+    """The scripts refuse it; from Python it may be meant."""
+    trainer = make("--num-iterations", "1", train=make().train_prompts[:3])
     assert len(trainer.train_prompts) == 3
     assert trainer.one_update(1)["optimizer_steps"] == 2
 
@@ -196,19 +197,6 @@ def test_the_score_rises_on_an_easy_reward(make):
     trainer.train()
     scores = [entry["rewards/mean"] for entry in trainer.state.log_history if "rewards/mean" in entry]
     assert sum(scores[-5:]) / 5 > 3 * sum(scores[:5]) / 5 + 0.1
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(make):
-    trainer = make("--num-iterations", "1")
-    plain = trainer.losses
-
-    def spoilt(*given):
-        loss, stats = plain(*given)
-        return loss * math.nan, {**stats, "loss": stats["loss"] * math.nan}
-
-    trainer.losses = spoilt
-    with pytest.raises(RunError, match="not finite: update 1"):
-        trainer.one_update(1)
 
 
 def test_the_learning_rate_follows_the_cosine(make):

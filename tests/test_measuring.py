@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from config import MeasureSettings, make_config
 from rlhf.console import Screen
-from rlhf.errors import RunError, UserError
+from rlhf.errors import UserError
 from rlhf.measuring import Bench, Generations
 from rlhf.prompts import Prompt
 from rlhf.trained import find_models, find_trained, shared_settings
@@ -262,15 +262,22 @@ def test_a_judge_that_training_saw_is_refused_whatever_scores_now(runs, reward_f
     assert bench_of([runs["ppo", 1]], MeasureSettings(num_prompts=2))[0].score_name == "the reward that was trained on"
 
 
-def test_a_judge_that_says_nan_is_named(settings, start_model, tmp_path):
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (float("nan"), r"NaN or infinity in score\.weight: weights of .*judge"),
+        (1e30, r"score .* is beyond 1e\+09, too large to learn from: reward function judge"),
+    ],
+)
+def test_a_judge_whose_scores_say_nothing_is_named(settings, start_model, tmp_path, weight, message):
     """One line, before anything is made of it."""
     judge = make_reward_model(tmp_path / "judge", seed=7)
     model = AutoModelForSequenceClassification.from_pretrained(judge)
     with torch.no_grad():
-        model.score.weight.fill_(float("nan"))
+        model.score.weight.fill_(weight)
     model.save_pretrained(judge)
-    bench, _ = bench_of([start_model], dataclasses.replace(settings, judge_model=str(judge)))
-    with pytest.raises(RunError, match="score nan is not a finite number: reward function judge"):
+    with pytest.raises(UserError, match=message):
+        bench, _ = bench_of([start_model], dataclasses.replace(settings, judge_model=str(judge)))
         bench.measure_start(Screen())
 
 

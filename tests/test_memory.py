@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from benchmarks import ours
 from benchmarks.memory import METHODS, foretell, tensors_in, tensors_of
 from benchmarks.work import Work, make_models
 from config import make_config
+from rlhf import assembly
 from rlhf.actor_critic import backbone_of, base_of
 from rlhf.assembly import batch_line, load_parts, show_plan
 from rlhf.console import Screen
@@ -31,11 +33,12 @@ ATTENTION, ALL = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_proj", "v_proj", 
 LENGTHS = {"alike": [6, 6, 6, 6], "unlike": [6, 4, 5, 6], "one prompt": [6, 6, 6, 6]}
 
 
-def policy(folder, layers: int, kind, targets, load_in_4bit: bool, dtype):
+def policy(folder, layers: int, kind, targets, load_in_4bit: bool, dtype, dropout: float = 0.0):
     torch.manual_seed(0)
     if not (folder / str(layers)).exists():
         AutoModelForCausalLM.from_config(kind(num_hidden_layers=layers, **SHAPE)).save_pretrained(folder / str(layers))
-    lora = LoraConfig(r=5, target_modules=list(targets), task_type="CAUSAL_LM") if targets else None
+    shape = {"r": 5, "lora_dropout": dropout, "task_type": "CAUSAL_LM"}
+    lora = LoraConfig(target_modules=list(targets), **shape) if targets else None
     more = {"load_in_4bit": load_in_4bit, "dtype": dtype}
     return load_policy(str(folder / str(layers)), lora=lora, device=CPU, vocabulary=64, **more).train()
 
@@ -80,6 +83,16 @@ def test_a_layer_keeps_what_autograd_saves(tmp_path, targets, load_in_4bit, dtyp
     assert network.kept(passage) == pytest.approx(counted[1], rel=0.05)
 
 
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("targets", [ATTENTION, ALL], ids=["attention", "all"])
+def test_a_layer_keeps_what_dropout_saves(tmp_path, targets, dtype, lengths):
+    passage = passage_of(lengths)
+    models = [policy(tmp_path, layers, LlamaConfig, targets, False, dtype, dropout=0.1) for layers in (2, 3)]
+    counted = [saved(model, passage, dtype) for model in models]
+    assert Network.of(base_of(models[0]), dtype).kept_by_layer(passage) == counted[1] - counted[0]
+
+
 def test_norms_of_single_heads_are_layers_norms_too(tmp_path):
     network = Network.of(policy(tmp_path, 2, Qwen3Config, (), False, None), None)
     assert sorted(network.norms) == [(1, 128), (1, 128), (2, 2 * 48), (4, 4 * 48)]
@@ -95,11 +108,14 @@ VARIANTS = {
         "checkpointing": {"gradient_checkpointing": True},
         "bfloat16": {"bf16": True},
         "4-bit": {"use_lora": True, "load_in_4bit": True},
+        "a critic of its own": {"critic": "separate"},
+        "a critic of its own, 4-bit": {"critic": "separate", "use_lora": True, "load_in_4bit": True, "bf16": True},
     },
     "grpo": {
         "filters, no fused head": {"top_p": 0.9, "fused_head": False},
         "adapters": {"use_lora": True, "bf16": True},
         "micro-batches": {"micro_batch_size": 1},
+        "dropout": {"use_lora": True, "lora_dropout": 0.1},
         "minibatches, padded": {"minibatches": 2, "packed": False, "rollout_engine": "plain"},
     },
 }
@@ -197,3 +213,16 @@ def test_the_plan_tells_the_peak_its_parts_and_phases(configured, capsys, flags)
     for phase in ("rollout", "measuring", "backward pass", "optimizer step", "evaluation's text"):
         assert phase in said
     assert ("scoring" in said) == (not flags)
+    assert "warning" not in said.partition("algorithm")[2]
+
+
+def test_the_plan_warns_where_less_memory_is_free(configured, capsys, monkeypatch):
+    config = configured()
+    parts = load_parts(config, CPU, Screen())
+    monkeypatch.setattr(assembly, "available", lambda _: 2**20)
+    show_plan(config, parts, 2, CPU, Screen())
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(
+        r"warning: about 0\.\d\d GiB at the peak, 0\.00 GiB free: memory of cpu\. What would help most: --", said
+    )
+    assert said.count("GiB less)") == 3

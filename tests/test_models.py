@@ -11,17 +11,18 @@ import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from reward_model.scorer import RewardModel
 from rlhf import actor_critic, hub, loop
 from rlhf.actor_critic import ActorCritic, Reference, with_value_head
-from rlhf.checkpoints import load_policy_weights
 from rlhf.errors import UserError
 from rlhf.models import autocast, find_model, load_policy, load_tokenizer
 from rlhf.packing import Padded
 from rlhf.rollout import episodes_of
+from rlhf.weights import load_policy_weights, trained_of
 from tests.conftest import whole_gradient
 from tests.shapes import make_start_model, smollm2_tokenizer
 
@@ -140,6 +141,52 @@ def test_actor_and_critic_share_one_backbone(build):
     passes.clear()
     whole_gradient(trainer, batch)
     assert len(passes) == 1
+
+
+CRITICS = {
+    "whole": [],
+    "adapters": ["--use-lora"],
+    "adapters over 4 bits": ["--use-lora", "--load-in-4bit"],
+    "recomputed": ["--gradient-checkpointing"],
+    "adapters, recomputed": ["--use-lora", "--gradient-checkpointing"],
+}
+
+
+@pytest.mark.parametrize("kind", CRITICS)
+def test_a_critic_of_its_own_learns_the_values_alone(build, tmp_path, kind):
+    """The value loss reaches the critic's backbone and not the policy's; saved and loaded, its values are the same."""
+    flags = ["--critic", "separate", *CRITICS[kind], "--learning-rate", "1e-2"]
+    trainer = build(*flags)
+    actor = trainer.actor
+    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    batch = trainer.advantages(rollout, torch.ones(4))
+    batch.weights.zero_()  # no policy gradient is left
+    trainer.model.train()
+    torch.nn.init.normal_(actor.value_head.summary.weight)  # at zero it lets no gradient through
+    whole_gradient(trainer, batch)
+    reached = {part: max(float(w.grad.abs().max()) for w in module.parameters() if w.grad is not None)
+               for part, module in (("policy", actor.policy), ("critic", actor.critic))}  # fmt: skip
+    assert reached["critic"] > 0 and reached["policy"] == 0
+    trainer.optimizer.zero_grad()
+    trainer.one_update(1)
+    trainer.save_model(tmp_path / "saved")
+    assert set(load_file(tmp_path / "saved" / "critic.safetensors")) == set(trained_of(actor.critic))
+    values = trainer.measure(rollout.replies)[2]
+    assert float((values - rollout.values).abs().max()) > 1e-4
+    other = build(*flags)
+    assert not torch.equal(other.measure(rollout.replies)[2], values)
+    other.load_model(tmp_path / "saved")
+    assert torch.equal(other.measure(rollout.replies)[2], values)
+
+
+def test_a_critic_of_another_kind_is_refused(build, tmp_path):
+    build().save_model(tmp_path / "shared")
+    with pytest.raises(UserError, match=r"no critic\.safetensors: .*shared\. Its critic shared the policy's backbone"):
+        build("--critic", "separate").load_model(tmp_path / "shared")
+    build("--critic", "separate", "--use-lora", "--lora-targets", "q_proj").save_model(tmp_path / "other")
+    (tmp_path / "shared" / "critic.safetensors").write_bytes((tmp_path / "other" / "critic.safetensors").read_bytes())
+    with pytest.raises(UserError, match="another model's weights"):
+        build("--critic", "separate").load_model(tmp_path / "shared")
 
 
 def few_positions_at_once(monkeypatch):

@@ -7,7 +7,15 @@ import copy
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, Gemma2Config, GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from rlhf.actor_critic import Actor, backbone_of, token_logprobs
 from rlhf.packing import Packed, Padded, packable
@@ -23,6 +31,9 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SIZES, **GROUPED),
     "mistral, a window of 5": MistralConfig(**SIZES, **GROUPED, sliding_window=5),
     "gemma 2, soft-capped, every other layer a window of 6": Gemma2Config(**SIZES, **GROUPED, sliding_window=6),
+    "gemma 3, two layers of three a window of 6": Gemma3TextConfig(
+        **SIZES, **GROUPED, sliding_window=6, layer_types=["sliding_attention", "sliding_attention", "full_attention"]
+    ),
     "gpt-neox": GPTNeoXConfig(**SIZES),
 }
 
@@ -36,7 +47,7 @@ def make_model(name, seed):
     """In float64; Gemma 2 in float32, as transformers' eager attention makes NaN of float64's padding rows."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).eval()
-    return model if name.startswith("gemma") else model.double()
+    return model if name.startswith("gemma 2") else model.double()
 
 
 def episodes(groups=(0, 1, 2, 3)):

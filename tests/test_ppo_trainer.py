@@ -8,8 +8,7 @@ from torch.testing import assert_close
 
 def test_batches_stay_full_past_the_end_of_the_prompts(build):
     """14 prompts in batches of 4: the fourth batch spans two passes, and nothing hangs or shrinks."""
-    trainer = build()
-    trainer.train_prompts = trainer.train_prompts[:14]
+    trainer = build("--max-prompts", 14)
     batches = [trainer.prompts_of(update) for update in range(1, 8)]
     assert [len(batch) for batch in batches] == [4] * 7
     flat = [prompt.ids for batch in batches for _, prompt in batch]

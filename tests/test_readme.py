@@ -85,6 +85,7 @@ def test_every_command_of_the_readme_runs(project):
     assert any("--recipe demo" in c for c in runnable()) and any(c.startswith("trl sft") for c in runnable())
     (project / "my_rewards.py").write_text(python_block("# my_rewards.py"))
     (project / "write_pairs.py").write_text(python_block("my_data"))
+    (project / "make_topics.py").write_text(python_block("# make_topics.py"))
     assert run(["write_pairs.py"], project).returncode == 0
     for command in runnable():
         words = shlex.split(command)
@@ -142,6 +143,7 @@ def _flags(make_parser, command) -> list[str]:
 
 def test_the_glossary_names_what_is_logged(build):
     logged = {"rewards/each/NAME"}  # where there are several reward functions
+    logged |= {f"topic/NAME/{kind}" for kind in ("score", "kl", "eval_score")}  # with --steps-per-topic
     for algorithm in ("ppo", "grpo"):
         trainer = build(algorithm=algorithm)
         trainer.train()

@@ -22,13 +22,14 @@ def copy_project(folder: Path) -> Path:
     return Path(shutil.copytree(ROOT, folder / "project", ignore=SKIP))
 
 
-def run(command: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess:
-    """A python command, offline and on one thread, its output as text."""
+def run(command: list[str], cwd: Path, typed: str = "", **environment: str) -> subprocess.CompletedProcess:
+    """A python command, offline and on one thread, its output as text; `typed` is all that it gets to read."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **environment}
     return subprocess.run(
         [sys.executable, *command],
         cwd=cwd,
         env=env,
+        input=typed,
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -125,7 +126,7 @@ def test_a_killed_run_is_not_trodden_on(project, flags):
     assert done.returncode == 2
     assert done.stderr == (
         "error: an unfinished run is there: --output mine. "
-        "Add --overwrite to delete it, or name another folder with --output\n"
+        "Add --resume to go on with it, or --overwrite to delete it, or name another folder with --output\n"
     )
 
 

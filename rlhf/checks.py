@@ -1,0 +1,287 @@
+"""`--check`: a run tried out before it begins. Every check is a function that returns one `Check`.
+
+Those that cost nothing (`preflight.start_checks`) are run at every start, too: silent, or the end of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import PreTrainedTokenizerBase
+
+from config import Config
+from rlhf.actor_critic import base_of, scaled_logits, set_adapter_dropout
+from rlhf.assembly import Parts
+from rlhf.console import Screen
+from rlhf.errors import UserError, raise_if
+from rlhf.loop import OnPolicyLoop
+from rlhf.memory import available, forecaster, gib
+from rlhf.metrics import memory_in_use
+from rlhf.models import autocast, autocast_dtype
+from rlhf.preflight import Check, start_checks
+from rlhf.prompts import Prompt, encode_text
+from rlhf.rewards import LearnedReward, ModuleReward, Rewards
+from rlhf.rollout import Rollout, tokens_at_once
+from rlhf.weights import load_policy_weights
+
+# How far from 1 a ratio, from 0 a log-ratio may be on average, and how far a score may move: what rounding does where
+# rows of other lengths stand beside (bfloat16 has 8 bits).
+ROUNDING = {None: 1e-4, torch.bfloat16: 2e-2}
+SCORE_ROUNDING = {None: 1e-3, torch.bfloat16: 1e-1}  # standard deviations of the start model's scores
+RELOADED = 1e-4  # logits and score units: the same weights in the same forward differ by nothing
+# The forecast is of full replies to the longest prompts, so above what is measured; libraries differ by machine.
+MORE, SLACK = 1.25, 128 * 2**20
+MOST_IDS = 64  # of a prompt, shown
+REPRODUCIBLE_CUBLAS = (":4096:8", ":16:8")  # of CUBLAS_WORKSPACE_CONFIG: torch's notes on reproducibility
+
+
+# --- all of them -----------------------------------------------------------------------------------------------------
+
+
+def check_start(config: Config, parts: Parts) -> None:
+    """What every start checks: silent where all holds. Raises UserError with all that fails."""
+    raise_if([check.fault for check in _start_checks(config, parts) if not check.ok])
+
+
+def check_run(make: type[OnPolicyLoop], config: Config, parts: Parts, screen: Screen) -> None:
+    """All checks, a line each. Raises UserError where one fails. The output folder is not touched."""
+    found: list[Check] = []
+    with tempfile.TemporaryDirectory(prefix="rlhf_check_", ignore_cleanup_errors=True) as folder:
+        try:
+            for check in all_checks(make, config, parts, Path(folder)):
+                found.append(check)
+        except Exception as error:  # whatever a library or a reward raises at a fault is what a check is to find
+            reason = (str(error).strip().splitlines() or [""])[0]
+            found.append(Check("the rest", f"{type(error).__name__}: {reason:.200}", False, "Mend this, then again"))
+    show_checks(found, screen)
+    failed = [check.name for check in found if not check.ok]
+    if failed:
+        raise UserError(
+            f"{len(failed)} of {len(found)} checks failed ({', '.join(failed)}): --check. The way out stands above"
+        )
+
+
+def show_checks(found: list[Check], screen: Screen) -> None:
+    """A line each: the check, whether it holds, what was found, and where it fails the way out."""
+    screen.say("checks:")
+    screen.facts([(c.name, f"ok      {c.found}" if c.ok else f"FAILED  {c.found}. {c.way_out}") for c in found])
+
+
+def all_checks(make: type[OnPolicyLoop], config: Config, parts: Parts, folder: Path) -> Iterator[Check]:
+    """One after another; `folder` is for what must be written. The weights are afterwards what they were before."""
+    yield from _start_checks(config, parts)
+    device = base_of(parts.policy).device
+    yield prompt_is_rendered(parts.tokenizer, parts.prompts.train[0])
+    yield determinism(device)
+    yield padding_changes_no_score(parts.rewards, parts.prompts.train[0], autocast_dtype(config.model.bf16, device))
+    own = dataclasses.replace(config, run=dataclasses.replace(config.run, output=str(folder / "run")))
+    yield from update_checks(make(own, **parts.for_trainer), parts, folder / "saved")
+
+
+def _start_checks(config: Config, parts: Parts) -> list[Check]:
+    return start_checks(config, parts.tokenizer, parts.policy, parts.reward_model)
+
+
+def update_checks(trainer: OnPolicyLoop, parts: Parts, folder: Path) -> Iterator[Check]:
+    """On one rollout, before any step; on one update; on the weights, saved before it and loaded after."""
+    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    yield first_kl_is_zero(rollout, trainer.dtype)
+    yield first_ratio_is_one(trainer, rollout)
+    before = outputs(trainer, rollout)
+    trainer.save_model(folder)
+    yield steps_are_as_planned(trainer, rollout)
+    yield memory_is_as_foretold(trainer, parts)
+    yield weights_come_back(trainer, rollout, before, folder)
+
+
+# --- without a forward pass ------------------------------------------------------------------------------------------
+
+
+def prompt_is_rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Check:
+    """The question stands in what the model reads: a chat template may leave a part of a chat out."""
+    text, ids = tokenizer.decode(list(prompt.ids)), list(prompt.ids)
+    missing = [m["role"] for m in prompt.example.messages if not _holds(tokenizer, text, m["content"])]
+    shown = ", ".join(map(str, ids[:MOST_IDS])) + (", ..." if len(ids) > MOST_IDS else "")
+    return Check(
+        "first prompt",
+        f"{len(ids)} tokens, {text!r} = [{shown}]"
+        + (f", without its {' and '.join(missing)} text" if missing else ""),
+        not missing,
+        "Mend the chat template of --actor-model, or the prompts",
+    )
+
+
+def _holds(tokenizer: PreTrainedTokenizerBase, rendered: str, content: str) -> bool:
+    """Whether a text stands in another, whatever the tokenizer does to spaces, case and characters it lacks."""
+    written = tokenizer.decode(encode_text(tokenizer, content))
+    return any("".join(form.split()).casefold() in "".join(rendered.split()).casefold() for form in (content, written))
+
+
+def determinism(device: torch.device) -> Check:
+    """On or off; on, nothing may undo it: cuDNN's trials choose by the clock, cuBLAS needs a workspace of its own."""
+    on, cudnn = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn
+    undone = [("torch.backends.cudnn.benchmark is on", cudnn.benchmark)]
+    if device.type == "cuda":
+        workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+        undone.append((f"CUBLAS_WORKSPACE_CONFIG is {workspace}", workspace not in REPRODUCIBLE_CUBLAS))
+    against = [what for what, is_so in undone if is_so and on]
+    return Check(
+        "determinism",
+        f"{'on' if on else 'off'} (torch.use_deterministic_algorithms); cudnn.deterministic "
+        f"{'on' if cudnn.deterministic else 'off'}, cudnn.benchmark {'on' if cudnn.benchmark else 'off'}"
+        + "".join(f"; {what}" for what in against),
+        not against,
+        f"Switch cudnn.benchmark off, set CUBLAS_WORKSPACE_CONFIG={REPRODUCIBLE_CUBLAS[0]}, or leave determinism off",
+    )
+
+
+# --- rewards ---------------------------------------------------------------------------------------------------------
+
+
+def padding_changes_no_score(rewards: Rewards, prompt: Prompt, dtype: torch.dtype | None) -> Check:
+    """A reply scored alone and beside a longer one, to whose length it is padded. Rules read text."""
+    short, long = "Yes.", "Yes, and that is all there is to say. " * 8
+    chat, moved = list(prompt.example.messages), {}
+    for name, function in zip(rewards.names, rewards.functions, strict=True):
+        if isinstance(function, (LearnedReward, ModuleReward)):
+            alone = function([short], messages=[chat], ended=[True])[0]
+            beside = function([short, long], messages=[chat, chat], ended=[True, True])[0]
+            moved[name] = abs(alone - beside)
+    return Check(
+        "padding",
+        ", ".join(f"a score of {name} moves by {by:.2g} beside a longer reply" for name, by in moved.items())
+        or "rules alone, nothing is padded",
+        all(by <= SCORE_ROUNDING[dtype] for by in moved.values()),
+        "The model reads its padding: let it heed attention_mask, and set pad_token_id in its config.json",
+    )
+
+
+# --- before the first step -------------------------------------------------------------------------------------------
+
+
+def first_kl_is_zero(rollout: Rollout, dtype: torch.dtype | None) -> Check:
+    """Policy and reference are the start model, both, so their log-probabilities are the same."""
+    apart = (rollout.logprobs - rollout.ref_logprobs)[rollout.mask]
+    kl = float(apart.sum()) / len(rollout.mask)
+    return Check(
+        "first KL",
+        f"{kl:.2g} nats/sequence, log-probabilities {float(apart.abs().mean()):.2g} apart per token, on "
+        f"{len(rollout.mask)} replies",
+        float(apart.abs().mean()) <= ROUNDING[dtype],
+        "The reference is not the start model: give a whole model, or an adapter merged into it, as --actor-model",
+    )
+
+
+@torch.no_grad()
+def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
+    """P_new / P_rollout under the forward of the first pass's minibatches, in train mode, before any step: dropout of
+    the model's own, or a row that sees another's tokens, would show. The adapters' dropout is asked for: without it
+    the ratio must be 1, and what it makes of it is told."""
+    trainer.model.train()
+    set_adapter_dropout(trainer.actor.policy, 0.0)
+    plain = _apart_from_one(trainer, rollout)
+    said = ""
+    if trainer.drops_inputs:
+        share = trainer.config.model.lora_dropout
+        set_adapter_dropout(trainer.actor.policy, share)
+        with trainer.dropout_stream(1):
+            dropped = float(_apart_from_one(trainer, rollout).mean())
+        said = f" without dropout; {dropped:.2g} on average with --lora-dropout {share:g}"
+    return Check(
+        "first ratio",
+        f"{float(plain.mean()):.2g} from 1 on average, {float(plain.max()):.2g} at most, on {len(plain):,} "
+        f"tokens{said}",
+        float(plain.mean()) <= ROUNDING[trainer.dtype],
+        "The training forward is not the one that measured the rollout: try --no-packed, and report it",
+    )
+
+
+def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
+    """How far from 1 the ratio is, of each reply token, (N,)."""
+    device, replies, most = trainer.accelerator.device, rollout.replies, trainer.config.batch.micro_batch_size
+    apart = []
+    for rows in trainer.minibatches(1, 0):
+        for part in replies.parts(rows, most, tokens_at_once(device), trainer.packed):
+            passage = replies.passage(part, trainer.packed)
+            with autocast(device, trainer.dtype):
+                logprobs, _, _ = trainer.actor(passage, trainer.sampling.temperature, replies.allowed(passage))
+            apart.append((torch.exp(logprobs - rollout.logprobs[passage.index]) - 1)[passage.mask].abs())
+    return torch.cat(apart)
+
+
+@torch.no_grad()
+def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
+    """Logits (M, V) of the first reply, and under PPO its values (1, T); kept off the device."""
+    trainer.model.eval()
+    passage = rollout.replies.passage([0], trainer.packed)
+    with autocast(trainer.accelerator.device, trainer.dtype):
+        hidden = trainer.actor.hidden(passage)
+        found = [
+            scaled_logits(trainer.actor.policy, trainer.actor.states(hidden), 1.0),
+            trainer.actor.values(hidden, passage.mask),
+        ]
+    return [tensor.cpu() for tensor in found if tensor is not None]
+
+
+# --- one update ------------------------------------------------------------------------------------------------------
+
+
+def steps_are_as_planned(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
+    """Takes an update on the rollout, and counts what the optimizer does."""
+    taken: list[int] = []
+    hook = register_optimizer_step_post_hook(lambda *_: taken.append(1))
+    try:
+        trainer.update(trainer.corrected(trainer.advantages(rollout, trainer.score(rollout).used)), 1)
+    finally:
+        hook.remove()
+    planned = trainer.config.optimizer_steps(1)
+    return Check(
+        "optimizer steps",
+        f"{planned:,} planned in an update, {len(taken):,} taken, {trainer.optimizer_steps:,} logged; "
+        f"{trainer.config.optimizer_steps(trainer.updates):,} planned in {trainer.updates:,} updates",
+        planned == len(taken) == trainer.optimizer_steps,
+        "The plan is not what is trained: report it with these settings",
+    )
+
+
+def memory_is_as_foretold(trainer: OnPolicyLoop, parts: Parts) -> Check:
+    """What the update took, against the plan's forecast of updates: of full replies, so that it is seldom reached."""
+    device = trainer.accelerator.device
+    measured = memory_in_use(device) - parts.memory_before
+    foretold, there = forecaster(trainer)(trainer.config), available(device)
+    return Check(
+        "memory",
+        f"about {gib(foretold.peak)} GiB foretold for full replies, {gib(measured)} GiB taken by one update, "
+        f"{gib(there)} GiB free for it",
+        measured <= foretold.peak * MORE + SLACK and foretold.peak <= there,
+        "Make room: --micro-batch-size 1, --gradient-checkpointing, --use-lora or a smaller --reply-length",
+    )
+
+
+def weights_come_back(trainer: OnPolicyLoop, rollout: Rollout, before: list[Tensor], folder: Path) -> Check:
+    """Weights saved before the update, loaded after it: logits and values are those of `before`."""
+    name, way_out = "save and reload", "What is saved is not what is trained: report it with these settings"
+    with torch.no_grad():
+        for weight in trainer.model.parameters():
+            if weight.requires_grad:
+                weight.add_(1.0)  # a step may move too little to see; what is not put back shall show
+    try:
+        load_policy_weights(trainer.actor, folder)
+    except UserError as error:
+        return Check(name, "; ".join(error.faults), False, way_out)
+    after = outputs(trainer, rollout)
+    apart = [float((a - b).abs().max()) for a, b in zip(after, before, strict=True)]
+    named = zip(("logits", "values"), apart, strict=False)  # GRPO has no values
+    return Check(
+        name,
+        ", ".join(f"{what} {by:.2g} apart" for what, by in named),
+        all(by <= RELOADED for by in apart),  # not of a NaN
+        way_out,
+    )

@@ -1,0 +1,103 @@
+"""Which prompts an update has: pass by pass over all of them, or topic by topic. From (seed, topic, pass) alone."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from config import Config
+from rlhf.prompts import Prompt
+from rlhf.rollout import generator
+
+_NOT_IN_TAGS = re.compile(r"[^\w.-]+")  # what TensorBoard does not take, and the slash, which would make groups
+LONGEST_NAME = 40  # letters of a topic's name, shown or among the metrics
+
+
+class Dealing:
+    """The training prompts over a run. Nothing of it has to be stored to go on.
+
+    Without `steps_per_topic` the prompts are dealt pass by pass; with it, so many updates from the first topic's, then
+    as many from the next one's, in order of first appearance and round and round; a topic that comes again goes on
+    where it was left. Each pass over a stack has an order of its own, and a batch may span two passes: every batch is
+    full, and every optimizer step that is planned is taken.
+    """
+
+    def __init__(self, config: Config, prompts: Sequence[Prompt]):
+        self.config, self.steps = config, config.data.steps_per_topic
+        self.stacks: dict[str | None, list[Prompt]] = {}  # by topic; one stack of all where topics are not looked at
+        for prompt in prompts:
+            self.stacks.setdefault(prompt.example.topic if self.steps else None, []).append(prompt)
+        self._topics, self._all = list(self.stacks), len(prompts)
+
+    @property
+    def topics(self) -> list[str]:
+        """In the order in which they are trained; none where topics are not looked at."""
+        return self._topics if self.steps else []
+
+    @property
+    def updates(self) -> int:
+        """In the whole run."""
+        return self.config.updates(self._all, len(self._topics))
+
+    def topic_of(self, update: int) -> str | None:
+        """None where topics are not looked at."""
+        return self._topics[self._turn(update)[0]]
+
+    def _turn(self, update: int) -> tuple[int, int]:
+        """The number of an update's stack, and how many updates had prompts of it before."""
+        if self.steps is None:
+            return 0, update - 1
+        block, step = divmod(update - 1, self.steps)
+        rounds, number = divmod(block, len(self._topics))
+        return number, rounds * self.steps + step
+
+    def prompts_of(self, update: int) -> list[Prompt]:
+        """A batch of prompts."""
+        number, before = self._turn(update)
+        stack, size = self.stacks[self._topics[number]], self.config.batch.batch_size
+        dealt = (divmod(place, len(stack)) for place in range(before * size, (before + 1) * size))
+        return [stack[_order(self.config.run.seed, number, p, len(stack))[i]] for p, i in dealt]
+
+    def epochs(self, update: int) -> float:
+        """Passes over the prompts that are done after an update; under topics, rounds of all topics."""
+        if self.steps is None:
+            return update * self.config.batch.batch_size / self._all
+        return update / (self.steps * len(self._topics))
+
+    def fullest(self, updates: int) -> list[Prompt]:
+        """The batch that has the most prompt tokens among those of so many updates."""
+        batches = (self.prompts_of(update) for update in range(1, updates + 1))
+        return max(batches, key=lambda batch: sum(len(prompt.ids) for prompt in batch))
+
+
+@functools.lru_cache(maxsize=8)  # an update asks for one or two, and the next one for the same
+def _order(seed: int, stack: int, number: int, count: int) -> np.ndarray:
+    """The order of one pass over a stack of `count` prompts."""
+    return generator(seed, number, "order", stack).permutation(count)
+
+
+def planned_updates(config: Config, prompts: Sequence[Prompt]) -> int:
+    """Updates of a run over these training prompts."""
+    return Dealing(config, prompts).updates
+
+
+def one_line(topic: str) -> str:
+    """A topic's name as it is shown."""
+    return " ".join(topic.split())[:LONGEST_NAME]
+
+
+def tag_names(topics: Iterable[str | None]) -> dict[str, str]:
+    """Each topic's name among the metrics: what TensorBoard takes, and no two the same."""
+    names: dict[str, str] = {}
+    for topic in topics:
+        if topic is not None and topic not in names:
+            plain = _NOT_IN_TAGS.sub("_", topic)[:LONGEST_NAME].strip("_") or "topic"
+            taken, number = set(names.values()), 2
+            name = plain
+            while name in taken:
+                name, number = f"{plain}_{number}", number + 1
+            names[topic] = name
+    return names

@@ -1,0 +1,179 @@
+"""What a run hands out at its end, or later: a whole model from an adapter, model cards, an upload to the hub."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers.tokenization_utils_base import (
+    ADDED_TOKENS_FILE,
+    CHAT_TEMPLATE_FILE,
+    SPECIAL_TOKENS_MAP_FILE,
+    TOKENIZER_CONFIG_FILE,
+)
+
+from config import Config
+from rlhf.console import Screen
+from rlhf.errors import RunError, UserError
+from rlhf.files import disk_errors, write_text
+from rlhf.hub import is_on_hub, push_failed, push_files, require_push
+from rlhf.model_card import CARD_FILE, Saved, model_card
+from rlhf.models import (
+    ADAPTER_CONFIG,
+    base_of_adapter,
+    find_model,
+    load_adapter,
+    load_config,
+    load_policy,
+    load_tokenizer,
+)
+from rlhf.outcome import show_where
+from rlhf.runlogs import RUN_FILE, note, require_run
+from rlhf.weights import ADAPTER_FILE, BEST_FOLDER, MERGED_FOLDER, ONE_FILE, WEIGHTS_FILE, replace_folder
+
+PUSH = "--push-to-hub"
+WEIGHTS = (WEIGHTS_FILE, "config.json", "generation_config.json", ADAPTER_FILE, ADAPTER_CONFIG)
+
+
+def check_export(config: Config, run: dict[str, Any] | None = None) -> None:
+    """Before anything is loaded: whether what is asked for at the end can be done then. Raises UserError.
+
+    A finished `run` (its run.json) remembers what it had from the hub, wherever the command is typed now.
+    """
+    model, name = config.model, config.export.push_to_hub
+    if name is None:
+        return
+    known = is_on_hub(model.actor_model) if run is None else model.actor_model in run.get("on_hub", ())
+    if model.use_lora and not config.export.merge_lora and not known:
+        raise UserError(
+            f"an adapter whose base is a folder of this disk is of use to nobody else: {PUSH} {name}, --actor-model "
+            f"{model.actor_model}. Add --merge-lora"
+        )
+    require_push(name, PUSH)
+
+
+def export_run(config: Config, screen: Screen) -> None:
+    """What a finished run was asked to hand out; then where everything is, and what to type next."""
+    folder, asked = Path(config.run.output), config.export
+    run = require_run(folder, "--output")
+    if asked.merge_lora:
+        screen.say("merging the adapter into its base, in float32")
+        source = _chosen(saved_models(folder, run), asked.export_from, "--merge-lora")
+        merge_adapter(source.folder, folder / MERGED_FOLDER)
+        run = note(folder, merged={"which": source.which, "update": source.update})
+    saved = saved_models(folder, run)
+    for one in saved.values():
+        write_text(one.folder / CARD_FILE, model_card(run, one, one.folder.as_posix()))
+    show_where(config, run, screen)
+    if asked.push_to_hub is not None:
+        push(config, run, _chosen(saved, MERGED_FOLDER if asked.merge_lora else asked.export_from, PUSH), screen)
+
+
+def saved_models(folder: Path, run: dict[str, Any]) -> dict[str, Saved]:
+    """A finished run's models that are still there, by name: "final", "best", "merged"."""
+    found = {
+        "final": Saved(folder, "final", run["plan"]["updates"]),
+        "best": Saved(folder / BEST_FOLDER, "best", run["best"]["update"]),
+    }
+    if "merged" in run:
+        found[MERGED_FOLDER] = Saved(folder / MERGED_FOLDER, **run["merged"], merged=True)
+    return {name: one for name, one in found.items() if one.is_adapter or (one.folder / WEIGHTS_FILE).is_file()}
+
+
+def _chosen(saved: dict[str, Saved], name: str, flag: str) -> Saved:
+    if name not in saved:
+        raise UserError(f"no {name} weights are left: {flag}. There are {', '.join(saved) or 'none'}: --export-from")
+    return saved[name]
+
+
+# --- merging ---------------------------------------------------------------------------------------------------------
+
+
+def merge_adapter(adapter: Path, folder: Path) -> None:
+    """Write base + adapter into `folder`, as one model that replies as the two do together.
+
+    The base is loaded again: a run holds it rounded, to bfloat16 or to 4 bits. The sum is kept in float32, even of a
+    base that is stored in bfloat16, as most of a small change would be rounded away there. Raises UserError.
+    """
+    if not (adapter / ADAPTER_CONFIG).is_file():
+        raise UserError(f"no adapter to merge (no {ADAPTER_CONFIG}): --merge-lora, {adapter}. Leave it out")
+    tokenizer, base_name = load_tokenizer(str(adapter)), base_of_adapter(adapter)
+    try:
+        found = find_model(str(base_name), "--actor-model")
+    except UserError:
+        raise UserError(
+            f"the adapter's base is gone ({base_name}): --merge-lora, {adapter}. Put it back, then: --resume "
+            "--merge-lora"
+        ) from None
+    if getattr(load_config(found), "quantization_config", None) is not None:
+        raise RunError(
+            f"the base itself is stored quantized: --merge-lora, {base_name}. Leave it out: the adapter is in "
+            f"{adapter}"
+        )
+    base = load_policy(found, device=torch.device("cpu"), vocabulary=len(tokenizer))
+    model = load_adapter(base, str(adapter))
+    untie_adapted_head(model)
+    whole = model.merge_and_unload()
+
+    def write(beside: Path) -> None:
+        with disk_errors():
+            whole.save_pretrained(beside, max_shard_size=ONE_FILE)
+            tokenizer.save_pretrained(beside)
+
+    replace_folder(folder, write)
+
+
+def untie_adapted_head(model: PeftModel) -> None:
+    """A head that is tied to the embeddings and has an adapter gets a weight of its own: merged into the one that both
+    share, the adapter would change the embeddings, too."""
+    base = model.get_base_model()
+    head = base.get_output_embeddings()
+    if isinstance(head, BaseTunerLayer) and head.weight is base.get_input_embeddings().weight:
+        head.get_base_layer().weight = nn.Parameter(head.weight.detach().clone())
+        base.config.tie_word_embeddings = False
+
+
+# --- uploading -------------------------------------------------------------------------------------------------------
+
+
+def push(config: Config, run: dict[str, Any], saved: Saved, screen: Screen) -> None:
+    """Upload one of a run's models. Raises RunError with the command that does it again."""
+    name, folder = config.export.push_to_hub, Path(config.run.output)
+    files: dict[str, Path | bytes] = dict(files_of_model(saved.folder))
+    if saved.is_adapter:  # whose base may have been loaded from a cache on this disk: the hub knows it by name
+        named = json.loads((saved.folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        named["base_model_name_or_path"] = run["settings"]["model"]["actor_model"]
+        files[ADAPTER_CONFIG] = json.dumps(named, indent=2).encode()
+    files[RUN_FILE] = folder / RUN_FILE
+    files[CARD_FILE] = model_card(run, saved, name).encode()
+    message = f"{run['algorithm'].upper()}, {saved.what}"
+    try:
+        url = push_files(name, files, WEIGHTS, config.export.hub_private, message)
+    except Exception as error:  # whatever the hub's HTTP library raises: its classes change between releases
+        raise push_failed(error, name, PUSH, saved.folder, command_to_push(config)) from None
+    screen.say(f"uploaded: {', '.join(sorted(files))}")
+    screen.say(f"to {url}")
+
+
+def files_of_model(folder: Path) -> dict[str, Path]:
+    """By name, the files that make up a saved model, and nothing else that lies beside them: not the value head, which
+    only training reads, no logs, no checkpoints, nobody's notes."""
+    tokenizer = load_tokenizer(str(folder)).vocab_files_names.values()
+    others = (TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_MAP_FILE, ADDED_TOKENS_FILE, CHAT_TEMPLATE_FILE)
+    return {name: folder / name for name in sorted({*WEIGHTS, *tokenizer, *others}) if (folder / name).is_file()}
+
+
+def command_to_push(config: Config) -> str:
+    """The command that uploads what is there, and does nothing else."""
+    asked = config.export
+    words = ["python", f"train_{config.algorithm}.py", "--resume", PUSH, asked.push_to_hub]
+    words += ["--merge-lora"] if asked.merge_lora else []
+    words += ["--export-from", asked.export_from] if asked.export_from != "final" else []
+    words += [] if asked.hub_private else ["--no-hub-private"]
+    return shlex.join([*words, "--output", config.run.output])

@@ -1,0 +1,44 @@
+"""Whether our ways through a model give what its own forward gives, tried out on a few tokens as it is loaded."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf.actor_critic import backbone_of, base_of, forward_dtype, scaled_logits
+from rlhf.errors import Notice, UserError
+from rlhf.packing import pack_rows, packable, run_packed
+
+LENGTHS = (7, 5)  # tokens of the texts that are tried
+# the largest difference that rounding makes, as a share of the largest number
+NEAR = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+
+
+@torch.no_grad()
+def try_out(policy: PreTrainedModel | PeftModel, name: str) -> None:
+    """Raises UserError where logits are more than the head's output, soft-capped: Cohere scales them, for one. A model
+    that sees something else in a packed row than in its texts one by one (the attention sinks of GPT-OSS are not ours)
+    is marked as one that cannot be packed: it runs padded, and decodes plainly."""
+    base, backbone = base_of(policy), backbone_of(policy)
+    embeddings = base.get_input_embeddings()
+    ids = torch.arange(sum(LENGTHS), device=embeddings.weight.device) * 7 % embeddings.num_embeddings
+    texts = [text.unsqueeze(0) for text in ids.split(LENGTHS)]
+    alone = [backbone(input_ids=text, use_cache=False).last_hidden_state for text in texts]
+    if not _near(scaled_logits(policy, alone[0], 1.0), base(input_ids=texts[0], use_cache=False).logits):
+        raise UserError(
+            f"its logits are not its head's output alone, so our log-probs would not be its own: {name}, "
+            f"{type(base).__name__}. Give a model of another architecture"
+        )
+    if packable(base):
+        own, (positions, layout) = base.config._attn_implementation, pack_rows(LENGTHS, ids.device)
+        if not _near(run_packed(backbone, ids.unsqueeze(0), positions, layout), torch.cat(alone, dim=1)[0]):
+            base.config._attn_implementation, base._supports_attention_backend = own, False
+            warnings.warn(f"{type(base).__name__} cannot be packed: slower", Notice, stacklevel=2)
+
+
+def _near(ours: Tensor, theirs: Tensor) -> bool:
+    return float((ours - theirs).abs().max()) <= NEAR[forward_dtype(theirs)] * float(theirs.abs().max())

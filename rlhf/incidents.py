@@ -1,0 +1,98 @@
+"""An update that had to be dropped, as files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from config import Config, known_settings, make_config
+from rlhf.errors import UserError
+from rlhf.files import disk_errors, write_json
+from rlhf.guard import Dropped
+from rlhf.knobs import as_plain
+from rlhf.metrics import Batch
+from rlhf.prompts import Example, Prompt
+from rlhf.rollout import Replies, Rollout
+from rlhf.runlogs import environment
+
+INCIDENT_FILE, BATCH_FILE, TENSORS_FILE, WEIGHTS = "incident.json", "batch.jsonl", "tensors.safetensors", "weights"
+
+
+def save_incident(
+    trainer: Any, folder: Path, update: int, rollout: Rollout, batch: Batch | None, found: Dropped
+) -> None:
+    """The batch as text and ids, what was measured of it, settings, versions, and the trainable weights as they were
+    when it was `found`: after the optimizer steps of this update that came before."""
+    trainer.save_model(folder / WEIGHTS)
+    replies = rollout.replies
+    rows = [
+        {"prompt": p.example.messages, "prompt_ids": list(p.ids), "reply": text, "reply_ids": ids}
+        for p, text, ids in zip(rollout.prompts, rollout.texts, replies.rows(), strict=True)
+    ]
+    (folder / BATCH_FILE).write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
+    held = {"logprobs": rollout.logprobs, "ref_logprobs": rollout.ref_logprobs, "values": rollout.values}
+    held["scores"] = rollout.scores
+    if batch is not None:
+        held |= {name: getattr(batch, name) for name in ("kl", "advantages", "weights", "returns", "rewards")}
+    if replies.nucleus is not None:
+        held["nucleus"] = replies.nucleus
+    with disk_errors():
+        save_file({n: t.detach().cpu().clone() for n, t in held.items() if t is not None}, folder / TENSORS_FILE)
+    write_json(
+        folder / INCIDENT_FILE,
+        {"update": update, "found": str(found), "rows": found.rows, "kl_coef": trainer.kl_coef,
+         "algorithm": trainer.config.algorithm, "settings": as_plain(trainer.config), **environment()},
+    )  # fmt: skip
+
+
+@dataclass
+class Incident:
+    """What `save_incident` left."""
+
+    folder: Path
+    said: dict[str, Any]
+    rows: list[dict[str, Any]]
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def read(cls, name: str) -> Incident:
+        """Raises UserError where there is none that is whole."""
+        folder = Path(name)
+        try:
+            said = json.loads((folder / INCIDENT_FILE).read_text(encoding="utf-8"))
+            rows = [json.loads(line) for line in (folder / BATCH_FILE).read_text(encoding="utf-8").split("\n")[:-1]]
+            return cls(folder, said, rows, load_file(folder / TENSORS_FILE))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UserError(f"no whole incident: --replay {name} ({error}). Give RUN/incidents/update-...") from None
+
+    def config(self, output: str) -> Config:
+        """The run's settings, with another place for output."""
+        knobs = {**known_settings(self.said), "output": output, "resume": False, "replay": str(self.folder)}
+        return make_config(self.said["settings"]["recipe"], self.said["algorithm"], **knobs)
+
+    def rollout(self, trainer: Any) -> Rollout:
+        """The batch as it was sampled and measured."""
+        device = trainer.accelerator.device
+        prompts = [Prompt(tuple(row["prompt_ids"]), Example(tuple(row["prompt"]))) for row in self.rows]
+        pad, eos = trainer.processing_class.pad_token_id, trainer.processing_class.eos_token_id
+        width = self.tensors["logprobs"].shape[1]
+        ids = [row["reply_ids"] + [eos] * (width - len(row["reply_ids"])) for row in self.rows]
+        tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        vocabulary = trainer.actor.policy.get_input_embeddings().num_embeddings
+        replies = Replies.of(
+            prompts, torch.tensor(ids, device=device), eos=eos, pad=pad, vocabulary=vocabulary,
+            nucleus=tensors.get("nucleus"),
+        )  # fmt: skip
+        return Rollout(
+            replies, prompts, [row["reply"] for row in self.rows],
+            tensors["logprobs"], tensors["ref_logprobs"], tensors.get("values"),
+        )  # fmt: skip

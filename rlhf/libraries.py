@@ -1,0 +1,30 @@
+"""Whether the installed libraries are those that this project is written for; said before any of them is imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+from rlhf.errors import raise_if
+
+REQUIREMENTS = Path(__file__).parent.parent / "requirements.txt"
+FOR_TESTS = ("pytest", "ruff", "hypothesis")
+
+
+def check_libraries() -> None:
+    """Raises UserError, with the line for pip, where a library is missing, or where trl is another than the last that
+    has PPO. Other libraries' versions are their users' to choose."""
+    faults = []
+    for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines():
+        name = re.match(r"[\w.-]*", line)[0]
+        if not name or name in FOR_TESTS:
+            continue
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            faults.append(f'{name} is not installed: {REQUIREMENTS.name}. Install it with: pip install "{line}"')
+            continue
+        if name == "trl" and line != f"trl=={version}":
+            faults.append(f'another trl ({version}): {REQUIREMENTS.name}. PPO needs this one: pip install "{line}"')
+    raise_if(faults)

@@ -1,0 +1,128 @@
+"""The card of a saved model: where it comes from, what it came to, and code that loads it. Markdown, as the hub reads
+it, from `templates/card.md`."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from config import Config
+from rlhf.knobs import knobs_of
+from rlhf.models import ADAPTER_CONFIG, load_tokenizer
+from rlhf.pages import render
+from rlhf.runlogs import HARMLESS, flat_settings
+
+CARD_FILE = "README.md"
+ALGORITHM_NAMES = {"ppo": "Proximal Policy Optimization", "grpo": "Group Relative Policy Optimization"}
+ADAPTER_KNOBS = ("lora_r", "lora_alpha", "lora_targets")
+SHOWN_DIGITS = 12  # of a fingerprint's 64
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One of a finished run's saved models."""
+
+    folder: Path
+    which: str  # "final" or "best"
+    update: int  # after which these weights were kept
+    merged: bool = False
+
+    @property
+    def is_adapter(self) -> bool:
+        return (self.folder / ADAPTER_CONFIG).is_file()
+
+    @property
+    def what(self) -> str:
+        """In words: which weights these are."""
+        return f"{self.which} weights, after update {self.update}" + (", adapter merged" if self.merged else "")
+
+
+def model_card(run: dict[str, Any], saved: Saved, name: str) -> str:
+    """The card of one of a run's models (`run`: its run.json), loaded by `name`: a folder, or a name on the hub."""
+    settings = flat_settings(run["settings"])
+    return render(
+        "card.md",
+        front_matter=front_matter(run, saved).to_yaml(),
+        name=name,
+        literal=repr(name),
+        run=run,
+        settings=settings,
+        saved=saved,
+        algorithm=f"{run['algorithm'].upper()} ({ALGORITHM_NAMES[run['algorithm']]})",
+        chat=load_tokenizer(str(saved.folder)).chat_template is not None,
+        rewards=reward_line(settings),
+        columns=columns(run),
+        rows=figure_rows(run),
+        interval=" to ".join(number(end, "+.3f") for end in run["figures"]["score_rise_interval"]),
+        fingerprints={k: v[:SHOWN_DIGITS] for k, v in run["data"].items() if k.endswith("sha256")},
+        told=settings_that_decide(run),
+        command=shlex.join(["python", *run["command"]]).replace("\n", " "),
+    )
+
+
+def front_matter(run: dict[str, Any], saved: Saved) -> ModelCardData:
+    """What the hub reads of a card. Base and data are named only where the run had them from the hub."""
+    settings = flat_settings(run["settings"])
+    base, data, on_hub = settings["actor_model"], settings["prompts"], run.get("on_hub", ())
+    return ModelCardData(
+        base_model=base if base in on_hub else None,
+        datasets=[data] if data in on_hub else None,
+        library_name="peft" if saved.is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["trl", run["algorithm"], "rlhf", *(["lora"] if settings["use_lora"] else [])],
+    )
+
+
+def reward_line(settings: dict[str, Any]) -> str:
+    """What a reply was worth, in words; weights where they are not all 1."""
+    names = [f"reward model {settings['rm_model']}"] if settings["rm_model"] is not None else []
+    names += [f"rule {rule}" for rule in settings["reward_func"]]
+    weights = settings["reward_weights"] or [1.0] * len(names)
+    return " + ".join(n if w == 1 else f"{w:g} x {n}" for n, w in zip(names, weights, strict=True))
+
+
+def columns(run: dict[str, Any]) -> list[str]:
+    """Over the figures: the start model, the best checkpoint, the end."""
+    best, last = run["best"]["update"], run["plan"]["updates"]
+    return ["start model", f"best, after update {best}", f"end, after update {last}"]
+
+
+def figure_rows(run: dict[str, Any]) -> list[list[str]]:
+    """A figure a row: at the start, of the best checkpoint, at the end; a gap where it was not kept."""
+    figures, evaluations = run["figures"], run["best"]["evaluations"]
+    best = next(e for e in evaluations if e["update"] == run["best"]["update"])
+    at = [evaluations[0], best, evaluations[-1]]
+    rows = [
+        ["score, mean", *(number(e["score"], "+.3f") for e in at)],
+        [f"KL to the start model, {run['best']['kl_unit']}", *(number(e["kl"], ".3g") for e in at)],
+        [f"perplexity on {figures['perplexity_text']}", *(number(e["perplexity"], ".2f") for e in at)],
+    ]
+    at_the_ends = {"length": ("reply, tokens", ".1f"), "eos_rate": ("replies that end", ".0%")}
+    at_the_ends |= {"gold": ("gold quality, 0 to 1", ".3f")} if "gold_before" in figures else {}
+    for name, (label, form) in at_the_ends.items():
+        rows.append([label, number(figures[f"{name}_before"], form), "", number(figures[f"{name}_after"], form)])
+    return rows
+
+
+def number(value: float | None, form: str) -> str:
+    """A figure of a run.json, where one that was not finite is null."""
+    return "not finite" if value is None else format(value, form)
+
+
+def settings_that_decide(run: dict[str, Any]) -> list[tuple[str, str]]:
+    """Knob and value of all that decides what is learned: not the other algorithm's, not how fast it is done."""
+    told, knobs = flat_settings(run["settings"]), knobs_of(Config)
+    foreign = {"ppo", "grpo", "speed"} - {run["algorithm"]}
+    aside = {*HARMLESS, *([] if told["use_lora"] else ADAPTER_KNOBS)}
+    mine = [n for n, k in knobs.items() if n in told and n not in aside and k.group not in foreign]
+    return [("recipe", told["recipe"]), *((name, _shown(told[name])) for name in mine)]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,84 @@
+"""`--replay`: an update that had to be dropped, done again from its files, to find where the fault begins."""
+
+from __future__ import annotations
+
+import tempfile
+
+import torch
+from torch import Tensor
+
+from config import Config
+from rlhf.assembly import load_parts
+from rlhf.console import Screen
+from rlhf.errors import UserError
+from rlhf.incidents import WEIGHTS, Incident
+from rlhf.loop import OnPolicyLoop
+from rlhf.metrics import Batch
+from rlhf.preflight import start_device
+from rlhf.rollout import Rollout
+
+
+def replay_incident(make: type[OnPolicyLoop], config: Config, screen: Screen) -> None:
+    """The incident that `config` names, by a trainer of its settings, step by step on the screen. Raises UserError for
+    what is no incident of this algorithm."""
+    incident = Incident.read(config.run.replay)
+    of = incident.said["algorithm"]
+    if of != config.algorithm:
+        raise UserError(f"an incident of train_{of}.py: --replay {config.run.replay}. Give it to that command")
+    with tempfile.TemporaryDirectory(prefix="rlhf_replay_", ignore_cleanup_errors=True) as folder:
+        config = incident.config(folder)
+        parts = load_parts(config, start_device(screen), screen)
+        screen.facts(replay(make(config, **parts.for_trainer), incident))
+
+
+def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
+    """The update once more, from the weights that were saved: what each step gives, in words. No step is taken."""
+    trainer.load_model(incident.folder / WEIGHTS)
+    trainer.kl_coef = incident.said["kl_coef"]
+    rollout, said = incident.rollout(trainer), [("found", incident.said["found"])]
+    said += [(f"weight {n}", state_of(w)) for n, w in trainer.actor.named_parameters() if not w.isfinite().all()]
+    measured = dict(zip(("logprobs", "ref_logprobs", "values"), trainer.measure(rollout.replies), strict=True))
+    for name, again in measured.items():
+        if again is not None:
+            said += [
+                (f"{name}, as recorded", state_of(getattr(rollout, name))),
+                (f"{name}, done again", state_of(again)),
+            ]
+    scores = scores_again(trainer, rollout)
+    said += [(f"scores of {name}", state_of(torch.tensor(given))) for name, given in scores.items()]
+    batch = batch_of(trainer, incident, rollout, scores)
+    trainer.model.train()
+    with trainer.dropout_stream(incident.said["update"]):
+        stats = trainer.minibatch_gradients(batch, incident.said["rows"] or list(range(len(incident.rows))))
+    said += [(name, f"{float(value):.6g}") for name, value in stats.items()]
+    gradients = [(name, w.grad) for name, w in trainer.actor.named_parameters() if w.grad is not None]
+    said += [(f"gradient of {name}", state_of(grad)) for name, grad in gradients if not grad.isfinite().all()]
+    trainer.optimizer.zero_grad()
+    return said
+
+
+def scores_again(trainer: OnPolicyLoop, rollout: Rollout) -> dict[str, list[float]]:
+    """What each reward function says now, whatever it says."""
+    replies = rollout.replies
+    return trainer.rewards.ask(rollout.prompts, rollout.texts, replies.rows(), replies.ended.tolist(), finite=False)
+
+
+def batch_of(trainer: OnPolicyLoop, incident: Incident, rollout: Rollout, scores: dict[str, list[float]]) -> Batch:
+    """The batch as it was; where the fault was found before there was one, made from the scores of now."""
+    held = {name: tensor.to(rollout.mask.device) for name, tensor in incident.tensors.items()}
+    if "advantages" in held:
+        known = ("kl", "advantages", "weights", "returns", "rewards")
+        return Batch(rollout, **{name: held.get(name) for name in known})
+    rows = zip(*scores.values(), strict=True)
+    total = torch.tensor([sum(w * s for w, s in zip(trainer.rewards.weights, row, strict=True)) for row in rows])
+    penalty = trainer.config.reward.missing_eos_penalty * (~rollout.replies.ended).float()
+    return trainer.advantages(rollout, total.to(rollout.mask.device) - penalty)
+
+
+def state_of(tensor: Tensor) -> str:
+    """How many of its numbers are not finite, or between what they lie."""
+    values = tensor.detach().float()
+    bad = int((~values.isfinite()).sum())
+    if bad:
+        return f"{bad:,} of {values.numel():,} not finite"
+    return f"all finite, {float(values.min()):.6g} to {float(values.max()):.6g}"

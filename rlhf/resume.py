@@ -1,0 +1,105 @@
+"""Going on with a run: what is there, whether it is the same run, and from which checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from config import Config
+from rlhf.checkpoints import Found, find_checkpoints
+from rlhf.console import Screen
+from rlhf.errors import UserError
+from rlhf.export import check_export, export_run
+from rlhf.knobs import as_plain
+from rlhf.loop import OnPolicyLoop
+from rlhf.runlogs import HARMLESS, differences, environment, flat_settings, move_aside, require_run
+from rlhf.trainer_state import load_trainer
+from rlhf.weights import BEST_FOLDER, link_folder, replace_folder
+
+
+def settle_resume(config: Config, screen: Screen) -> Config | None:
+    """What --resume comes to, before anything is loaded: the configuration to train with; None for a finished run,
+    which only hands out what it is asked for.
+
+    A run that saved nothing before it stopped is begun anew. Raises UserError where there is no run to go on with,
+    where it is another one, or where none of its checkpoints is sound.
+    """
+    run = require_run(Path(config.run.output), "--resume, --output")
+    if run["algorithm"] != config.algorithm:
+        raise UserError(
+            f"a run of train_{run['algorithm']}.py: --resume, --output {config.run.output}. Go on with that command"
+        )
+    if run["status"] == "finished":
+        screen.say(f"finished already: {config.run.output}. There is nothing to train")
+        if not (config.run.dry_run or config.run.check):
+            check_export(config, run)
+            export_run(config, screen)
+        return None
+    if "id" not in run:
+        raise UserError(f"a run without checkpoints: --resume, --output {config.run.output}. Begin another")
+    found = checkpoints_of(config, run)
+    if found.newest is None and not found.skipped:
+        check_same_run(config, changes(run, as_plain(config), environment()), screen)
+        screen.say(f"nothing was saved before it stopped: {config.run.output}. Starting over")
+        if not (config.run.dry_run or config.run.check):
+            screen.say(move_aside(Path(config.run.output)))
+        return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=False, overwrite=True))
+    if found.newest is None:
+        raise UserError(
+            [
+                f"no sound checkpoint: --output {config.run.output}, {line}. Add --overwrite to begin anew"
+                for line in found.skipped
+            ]
+        )
+    for line in found.skipped:
+        screen.say(f"warning: skipped a checkpoint that is not sound: {line}; {found.newest.name} is used")
+    check_same_run(config, changes(run, as_plain(config), environment()), screen)
+    return config
+
+
+def checkpoints_of(config: Config, run: dict[str, Any]) -> Found:
+    return find_checkpoints(Path(config.run.output), run["id"])
+
+
+def changes(run: dict[str, Any], settings: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """In which settings and versions a run differs from what it is to go on with, each in words."""
+    before, after = flat_settings(run["settings"]), flat_settings(settings)
+    said = [
+        f"{name} was {before[name]}, is {after[name]}" for name in differences(run["settings"], settings, HARMLESS)
+    ]
+    versions = {**run["versions"], "python": run["python"]}, {**now["versions"], "python": now["python"]}
+    said += [
+        f"{name} was {versions[0][name]}, is {versions[1][name]}"
+        for name in versions[0]
+        if versions[0][name] != versions[1].get(name)
+    ]
+    return said
+
+
+def check_same_run(config: Config, changed: list[str], screen: Screen) -> None:
+    """Raises UserError where something has `changed`, unless that was asked for."""
+    if changed and not config.run.resume_anyway:
+        raise UserError(
+            [
+                f"not the run that was begun: --resume, {line}. Take that back, or add --resume-anyway"
+                for line in changed
+            ]
+        )
+    for line in changed:
+        screen.say(f"warning: going on although {line}: not the run that was begun")
+
+
+def restore_best(output: Path, checkpoint: Path) -> None:
+    """best/ as it was then: what was kept there later is of updates that will be done again, perhaps otherwise."""
+    if (checkpoint / BEST_FOLDER).is_dir():
+        replace_folder(output / BEST_FOLDER, lambda beside: link_folder(checkpoint / BEST_FOLDER, beside))
+
+
+def resume_run(trainer: OnPolicyLoop, config: Config, run: dict[str, Any], screen: Screen) -> None:
+    """With --resume, bring the trainer, its callbacks attached, to the newest sound checkpoint."""
+    if config.run.resume:
+        newest = checkpoints_of(config, run).newest
+        load_trainer(trainer, newest)
+        restore_best(Path(config.run.output), newest)
+        screen.say(f"going on after update {trainer.state.global_step} of {trainer.updates}, from {newest}")

@@ -1,0 +1,46 @@
+"""Ctrl-C and SIGTERM: the first one lets the update come to its end, the second stops at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import TracebackType
+
+from rlhf.errors import RunError
+from rlhf.system import stop_signals
+
+
+class Stopped(RunError):
+    """A run that was asked to stop, and has saved what it had. The exit status is a shell's: 128 + the signal."""
+
+    run_status = "stopped"
+
+    def __init__(self, by: signal.Signals, said: str):
+        super().__init__(said)
+        self.exit_status = 128 + by
+
+    def report(self) -> str:
+        return str(self)
+
+
+class StopRequest:
+    """While its `with` lasts, signals are noted in `by`; the run looks there between two updates."""
+
+    def __init__(self, say=print):
+        self.by: signal.Signals | None = None
+        self.say, self.before = say, {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():  # Python hears signals nowhere else
+            self.before = {which: signal.signal(which, self._note) for which in stop_signals()}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        for which, handler in self.before.items():
+            signal.signal(which, handler)
+
+    def _note(self, number: int, _) -> None:
+        if self.by is not None:
+            raise KeyboardInterrupt
+        self.by = signal.Signals(number)
+        self.say(f"{self.by.name}: this update is brought to its end and saved; once more stops at once")

@@ -1,0 +1,166 @@
+"""A trainer between two updates, as files, and back: all that the next update depends on.
+
+Rollouts and minibatches draw from (seed, update, purpose, episode) and so need nothing; the random states of Python,
+numpy and torch are kept for reward functions that draw from them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from rlhf.evaluation import Evaluation, FixedText
+from rlhf.files import disk_errors
+from rlhf.guard import Drops
+from rlhf.loop import OnPolicyLoop
+from rlhf.prompts import Example, Prompt
+from rlhf.weights import load_policy_weights
+
+TENSORS_FILE, STATE_FILE = "training.safetensors", "training.json"
+
+
+def save_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
+    """Into an empty folder: weights as `save_model` writes them, optimizer, scheduler, counters, random states."""
+    trainer.save_model(folder)
+    optimizer = trainer.optimizer.state_dict()
+    tensors = {
+        f"optimizer/{number}/{name}": value.detach().cpu().contiguous()
+        for number, state in optimizer["state"].items()
+        for name, value in state.items()
+    }
+    with disk_errors():
+        save_file({**tensors, **_random_tensors()}, folder / TENSORS_FILE)
+    state = {
+        "update": trainer.state.global_step,
+        "episode": trainer.state.episode,
+        "epoch": trainer.state.epoch,
+        "log_history": trainer.state.log_history,
+        "counters": {name: getattr(trainer, name) for name in trainer.COUNTERS},
+        "drops": asdict(trainer.drops),
+        "this_epoch": trainer.this_epoch,
+        "normalizer": trainer.normalizer.state_dict() if trainer.normalizer is not None else None,
+        "evaluations": [asdict(evaluation) for evaluation in trainer.evaluations],
+        "text": _plain_text(trainer.text),
+        "param_groups": optimizer["param_groups"],
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "listeners": {name: one.state_dict() for name, one in _stateful(trainer).items()},
+        "random": {"python": random.getstate(), "numpy": _numpy_state()},
+    }
+    (folder / STATE_FILE).write_text(json.dumps(state, default=_plain), encoding="utf-8")
+
+
+def load_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
+    """Bring a new trainer, with its callbacks attached, to where `save_trainer` left the old one."""
+    state, tensors = load_weights(trainer, folder)
+    own = schedule_of(trainer).base_lrs  # the same, unless going on with another one was asked for
+    trainer.lr_scheduler.load_state_dict({**state["scheduler"], "base_lrs": own})
+    set_learning_rates(trainer)
+    trainer.state.global_step, trainer.state.episode = state["update"], state["episode"]
+    trainer.state.epoch, trainer.state.log_history = state["epoch"], state["log_history"]
+    for name, value in state["counters"].items():
+        setattr(trainer, name, value)
+    trainer.drops, trainer.this_epoch = Drops(**state["drops"]), state["this_epoch"]
+    if trainer.normalizer is not None and state["normalizer"] is not None:  # with --resume-anyway it may be new
+        trainer.normalizer.load_state_dict(state["normalizer"])
+    trainer.evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
+    trainer.text = _text_of(state["text"])
+    for name, one in _stateful(trainer).items():
+        if name in state["listeners"]:
+            one.load_state_dict(state["listeners"][name])
+    _restore_random(tensors, state["random"])
+
+
+def load_weights(trainer: OnPolicyLoop, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The weights and the optimizer's moments alone; returns what else is there.
+
+    Copied: a checkpoint whose file is still mapped could not be removed on Windows.
+    """
+    state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    tensors = load_file(folder / TENSORS_FILE)
+    load_policy_weights(trainer.actor, folder)
+    by_number: dict[int, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        kind, number, *rest = name.split("/")
+        if kind == "optimizer":
+            by_number.setdefault(int(number), {})["/".join(rest)] = value.clone()
+    trainer.optimizer.load_state_dict({"state": by_number, "param_groups": state["param_groups"]})
+    set_learning_rates(trainer)
+    return state, tensors
+
+
+def schedule_of(trainer: OnPolicyLoop) -> LambdaLR:
+    """torch's own, under what accelerate makes of it."""
+    return getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+
+
+def set_learning_rates(trainer: OnPolicyLoop) -> None:
+    """Those of the schedule, where it stands: the optimizer's file has those of another update or run."""
+    schedule = schedule_of(trainer)
+    bases = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    rates = [base * share(schedule.last_epoch) for base, share in bases]
+    schedule._last_lr = rates
+    for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _stateful(trainer: OnPolicyLoop) -> dict[str, Any]:
+    """Callbacks that remember something: KL control, the best checkpoint, a user's own. By class, and by their order
+    where several are of one."""
+    found: dict[str, Any] = {}
+    for one in trainer.listeners:
+        if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
+            name = type(one).__name__
+            found[f"{name} {sum(k.split()[0] == name for k in found) + 1}"] = one
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """For JSON, numbers of numpy and torch as Python's."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"no JSON for {type(value).__name__}")
+
+
+# --- the text of the perplexity --------------------------------------------------------------------------------------
+
+
+def _plain_text(text: FixedText) -> dict[str, Any]:
+    return {"prompts": [list(p.ids) for p in text.prompts], "replies": text.replies, "source": text.source}
+
+
+def _text_of(said: dict[str, Any]) -> FixedText:
+    nothing = Example(({"role": "user", "content": ""},))  # of these prompts only the ids are read
+    return FixedText([Prompt(tuple(ids), nothing) for ids in said["prompts"]], said["replies"], said["source"])
+
+
+# --- random states ---------------------------------------------------------------------------------------------------
+
+
+def _random_tensors() -> dict[str, Tensor]:
+    cards = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"random/torch": torch.get_rng_state(), **{f"random/cuda/{n}": s for n, s in enumerate(cards)}}
+
+
+def _numpy_state() -> list:
+    name, keys, *rest = np.random.get_state()
+    return [name, keys.tolist(), *rest]
+
+
+def _restore_random(tensors: dict[str, Tensor], said: dict[str, Any]) -> None:
+    version, numbers, gauss = said["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = said["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(tensors["random/torch"])
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if f"random/cuda/{number}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"random/cuda/{number}"], number)

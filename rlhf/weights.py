@@ -1,0 +1,137 @@
+"""What a run leaves on the disk as weights: plain Hugging Face files, and the value head beside them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf.actor_critic import Actor, ActorCritic
+from rlhf.errors import UserError
+from rlhf.files import disk_errors
+from rlhf.system import replace, sync_file
+
+WEIGHTS_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
+BEST_FOLDER = "best"
+MERGED_FOLDER = "merged"
+VALUE_HEAD_FILE = "value_head.safetensors"
+CRITIC_FILE = "critic.safetensors"  # what is trained of a critic's own backbone
+ONE_FILE = "1000GB"  # weights in one file can be put in place at one stroke
+
+
+def save_policy(actor: Actor, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the policy (under LoRA its adapter), the tokenizer and the value head, if there is one, into `folder`.
+
+    Loads with `AutoModelForCausalLM` or `PeftModel`, which do not look at the value head or a critic's own backbone.
+    """
+    more = {} if isinstance(actor.policy, PeftModel) else {"max_shard_size": ONE_FILE}
+    with disk_errors():
+        actor.policy.save_pretrained(folder, **more)
+        tokenizer.save_pretrained(folder)
+        if isinstance(actor, ActorCritic):
+            head = {name: tensor.contiguous().cpu() for name, tensor in actor.value_head.state_dict().items()}
+            save_file(head, folder / VALUE_HEAD_FILE)
+            if actor.critic is not None:
+                critic = {name: w.detach().contiguous().cpu() for name, w in trained_of(actor.critic).items()}
+                save_file(critic, folder / CRITIC_FILE)
+
+
+def trained_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights that are trained, by their names."""
+    return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+
+
+def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Renew a saved model in place: `write` fills a folder beside it, then file by file takes the old one's place.
+
+    So `folder` holds a loadable model at all times: the weights are one file, and the others do not change in a run.
+    """
+    beside = folder.with_name(folder.name + ".new")
+    shutil.rmtree(beside, ignore_errors=True)
+    write(beside)
+    for file in beside.iterdir():  # names may reach the disk before what they name
+        sync_file(file)
+    if not folder.exists():
+        replace(beside, folder)
+        return
+    for file in sorted(beside.iterdir()):
+        replace(file, folder / file.name)
+    shutil.rmtree(beside)  # a file that has both names, as links have, is in both places still
+
+
+def link_folder(source: Path, target: Path) -> None:
+    """A copy of a saved model that takes no room: weights are the same files under a second name, where the disk has
+    such. Nobody writes into them: `replace_folder` puts others in their place."""
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        try:
+            if file.suffix != ".safetensors":
+                raise OSError
+            os.link(file, target / file.name)
+        except OSError:
+            shutil.copy2(file, target / file.name)
+
+
+def load_policy_weights(actor: Actor, folder: Path) -> None:
+    """Put a saved policy (or adapter) back, and its value head where actor and folder both have one.
+
+    Raises UserError where the folder holds no such weights or another model's.
+    """
+    is_adapter = isinstance(actor.policy, PeftModel)
+    file = folder / (ADAPTER_FILE if is_adapter else WEIGHTS_FILE)
+    if not file.is_file():
+        raise UserError(f"no {file.name}: {folder}. Give a folder that save_model wrote, of the same kind of run")
+    try:
+        if is_adapter:
+            _check_adapter(actor.policy, folder)
+            set_peft_model_state_dict(actor.policy, load_peft_weights(str(folder), device="cpu"))
+        else:
+            actor.policy.load_state_dict(_read_weights(actor.policy, folder))
+        head = folder / VALUE_HEAD_FILE
+        if isinstance(actor, ActorCritic) and head.is_file():
+            actor.value_head.load_state_dict(load_file(head))
+            if actor.critic is not None:
+                _load_critic(actor.critic, folder / CRITIC_FILE)
+    except RuntimeError as error:
+        raise UserError(
+            f"another model's weights: {folder} ({str(error).splitlines()[0]:.120}). Give this model's"
+        ) from None
+
+
+def _load_critic(critic: nn.Module, file: Path) -> None:
+    """Raises UserError where there is no such critic, RuntimeError where it is another model's."""
+    if not file.is_file():
+        raise UserError(f"no {file.name}: {file.parent}. Its critic shared the policy's backbone: --critic shared")
+    saved, trained = load_file(file), trained_of(critic)
+    if saved.keys() != trained.keys():
+        raise RuntimeError(f"the critic's weights are {len(saved)}, not {len(trained)}")
+    critic.load_state_dict(saved, strict=False)
+
+
+def _read_weights(policy: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """A saved policy's weights by the names that they have in the model: on the disk some have their older ones, as
+    the head of GPT-NeoX, and transformers alone knows which. Raises RuntimeError where they are not this model's."""
+    saved, found = type(policy).from_pretrained(
+        folder, config=policy.config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+    )
+    missing, unknown = found["missing_keys"], found["unexpected_keys"]
+    if missing or unknown:
+        raise RuntimeError(f"{len(missing)} weights missing, {len(unknown)} unknown")
+    return saved.state_dict()
+
+
+def _check_adapter(policy: PeftModel, folder: Path) -> None:
+    """peft loads another adapter's weights without a word where the shapes happen to fit."""
+    mine, theirs = policy.peft_config["default"], PeftConfig.from_pretrained(str(folder))
+    for name in ("r", "lora_alpha", "target_modules"):
+        here, there = (set(v) if isinstance(v := getattr(c, name), (set, list)) else v for c in (mine, theirs))
+        if here != there:
+            raise UserError(f"another adapter's weights ({name} {there}, not {here}): {folder}. Give this model's")

@@ -1,0 +1,445 @@
+"""Families of models, each with its habits: trained in every way, saved, read by plain Hugging Face, resumed; and what
+could go wrong in silence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch.testing import assert_close
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Qwen3Config,
+)
+
+import train_grpo
+import train_ppo
+from rlhf.engines import default_engine, sample_replies
+from rlhf.errors import UserError
+from rlhf.loop import OnPolicyLoop
+from rlhf.memory import forecaster
+from rlhf.models import load_tokenizer
+from rlhf.prompts import encode_prompt
+from rlhf.rollout import Replies, uniforms
+from tests import shapes
+from tests.kills import differing
+from tests.shapes import CAPS, GROUPED, WINDOW, make_family
+
+CPU = torch.device("cpu")
+SCRIPTS = {"ppo": train_ppo, "grpo": train_grpo}
+METHODS = {"full": [], "LoRA": ["--use-lora"], "4-bit LoRA": ["--use-lora", "--load-in-4bit"]}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row: a family's configuration and tokenizer, and what they are known to bring."""
+
+    habits: str
+    kind: type
+    tokenizer: Any
+    bos: bool  # before every prompt
+    pad: str  # as a run has it
+    eos: str  # what ends a reply
+    settings: dict[str, Any] = field(default_factory=dict)
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    # settings without which the logits would be others: these habits matter at this size
+    matters: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, folder: Path) -> Path:
+        return make_family(folder, self.tokenizer(), self.kind, **self.settings)
+
+
+FAMILIES = {
+    "llama": Family(
+        "SmolLM2: tied embeddings; chat template with a system turn of its own; pad is EOS, <|endoftext|> is spare",
+        LlamaConfig,
+        shapes.smollm2_tokenizer,
+        bos=True,  # <|im_start|>, which begins its turns, is what it calls BOS
+        pad="<|endoftext|>",
+        eos="<|im_end|>",
+        settings={**GROUPED, "tie_word_embeddings": True},
+    ),
+    "qwen3": Family(
+        "norms of queries and keys; heads wider than the model; no BOS; pad of its own; chat template; untied",
+        Qwen3Config,
+        shapes.qwen3_tokenizer,
+        bos=False,
+        pad="<|endoftext|>",
+        eos="<|im_end|>",
+        settings={**GROUPED, "tie_word_embeddings": False},
+    ),
+    "mistral": Family(
+        "a sliding window in every layer; BOS in the chat template; a space before every text; no pad; untied",
+        MistralConfig,
+        shapes.mistral_tokenizer,
+        bos=True,
+        pad="<unk>",
+        eos="</s>",
+        settings={**GROUPED, "sliding_window": WINDOW, "tie_word_embeddings": False},
+        matters={"sliding_window": None},
+    ),
+    "gemma2": Family(
+        "soft caps on scores and logits; a window in every other layer; scaled, tied embeddings; queries scaled by a "
+        "number of their own; BOS in the chat template, which has no system turn; turns end with a mark, not with EOS",
+        Gemma2Config,
+        shapes.gemma_tokenizer,
+        bos=True,
+        pad="<pad>",
+        eos="<end_of_turn>",
+        settings={**GROUPED, **CAPS, "sliding_window": WINDOW, "query_pre_attn_scalar": 24,
+                  "ends": ("<eos>", "<end_of_turn>")},
+        matters={"sliding_window": 4096, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+                 "query_pre_attn_scalar": 256},
+    ),
+    "gemma3": Family(
+        "a window and rotations of their own in some layers; norms of queries and keys; scaled, tied embeddings; "
+        "a base model: BOS before plain text, no chat template",
+        Gemma3TextConfig,
+        shapes.gemma_base_tokenizer,
+        bos=True,
+        pad="<pad>",
+        eos="<eos>",
+        settings={**GROUPED, "sliding_window": WINDOW, "query_pre_attn_scalar": 24,
+                  "layer_types": ["sliding_attention", "full_attention"]},
+        matters={"sliding_window": 4096, "query_pre_attn_scalar": 256},
+    ),
+    "gpt_neox": Family(
+        "attention and feed-forward part side by side; biases; a quarter of each head is rotated; queries, keys and "
+        "values of one layer; its head is embed_out on the disk; no BOS, no pad, no chat template; untied; dropout",
+        GPTNeoXConfig,
+        shapes.gpt_neox_tokenizer,
+        bos=False,
+        pad="<|padding|>",
+        eos="<|endoftext|>",
+        settings={"tie_word_embeddings": False, "attention_dropout": 0.2, "hidden_dropout": 0.2},
+        targets=("query_key_value", "dense"),
+        matters={"use_parallel_residual": False},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A function from a family's name to its start model."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = FAMILIES[name].make(tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def words(start, reward_folder, pairs_file, tmp_path_factory):
+    """A function to the flags of a run of three updates: prompts of one text each, which every family can read."""
+    prompts = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [json.loads(line) for line in pairs_file.read_text(encoding="utf-8").splitlines()]
+    for number, row in enumerate(rows):
+        del row["system"]
+        row["question"] += " Step by step." * (number % 3)
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def flags(name: str, method: str = "full", algorithm: str = "ppo", *more: object) -> list[str]:
+        size = [4] if algorithm == "ppo" else [2, "--K", 2]
+        targets = ["--lora-targets", *FAMILIES[name].targets] if method != "full" else []
+        common = ["--actor-model", start(name), "--rm-model", reward_folder, "--prompts", prompts,
+                  "--allow-weak-reward-model", "--num-iterations", 3, "--save-every", 2, "--batch-size", *size,
+                  "--reply-length", 10, "--prompt-length", 100, "--eval-prompts", 4, "--learning-rate", "1e-2",
+                  "--minibatches", 2, "--ppo-epochs", 1]  # fmt: skip
+        return [str(word) for word in (*common, *METHODS[method], *targets, *more)]
+
+    return flags
+
+
+@dataclass
+class Run:
+    """A finished run of a script, and what was seen of it."""
+
+    family: Family
+    method: str
+    algorithm: str
+    start: Path
+    output: Path
+    killed: Path  # its folder as it was when the last update began
+    trainer: OnPolicyLoop
+    steps: list[dict[str, torch.Tensor]]  # statistics of the optimizer steps
+    first_kl: torch.Tensor  # of the first batch, per token
+
+    def plain(self) -> AutoModelForCausalLM:
+        """What it saved, as anyone would load it."""
+        if self.method == "full":
+            return AutoModelForCausalLM.from_pretrained(self.output, dtype=torch.float32).eval()
+        return PeftModel.from_pretrained(self.plain_start(), self.output).eval()
+
+    def plain_start(self) -> AutoModelForCausalLM:
+        more = {}
+        if self.method == "4-bit LoRA":
+            more["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        model = AutoModelForCausalLM.from_pretrained(self.start, dtype=torch.float32, **more).eval()
+        for module in model.modules():
+            module.support_avx512bf16_for_cpu = False  # where bitsandbytes would round weights anew (NOTES.md)
+        return model
+
+    def replies(self, engine: str) -> Replies:
+        """Of the trained policy, to prompts of unlike length, two of them the same. A token that the first reply would
+        hold as its fourth stands in for EOS, so that replies are of unlike length whatever was learned."""
+        prompts = [self.trainer.train_prompts[n] for n in (0, 1, 2, 2, 3, 4, 5)]
+        noise = uniforms(1, 2, "a test", range(7), 12)
+
+        def sampled(engine: str, eos: int) -> Replies:
+            policy, sampling = self.trainer.actor.policy.eval(), self.trainer.sampling
+            return sample_replies(policy, prompts, noise, sampling, eos=eos, pad=0, device=CPU, engine=engine, slots=4)
+
+        found = sampled(engine, sampled("plain", -1).rows()[0][3])
+        assert len(set(found.reply_lengths)) > 1 and len(set(found.prompt_lengths)) > 2
+        return found
+
+
+def train(words: list[str], algorithm: str, output: Path, killed: Path) -> dict[str, Any]:
+    """Run a script to its end; what was seen on the way, and a copy of its folder as a kill would leave it."""
+    seen: dict[str, Any] = {"steps": []}
+    update, step, advantages = OnPolicyLoop.one_update, OnPolicyLoop.optimizer_step, OnPolicyLoop.corrected
+
+    def one_update(trainer, number):
+        seen["trainer"] = trainer
+        if number == trainer.updates:
+            shutil.copytree(output, killed)
+        return update(trainer, number)
+
+    def optimizer_step(trainer, batch, rows):
+        seen["steps"].append(step(trainer, batch, rows))
+        return seen["steps"][-1]
+
+    def corrected(trainer, batch):
+        seen.setdefault("first_kl", batch.kl)
+        return advantages(trainer, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for replacement in (one_update, optimizer_step, corrected):
+            patch.setattr(OnPolicyLoop, replacement.__name__, replacement)
+        SCRIPTS[algorithm].main([*words, "--output", str(output)])
+    return seen
+
+
+COMBINATIONS = [(name, method, algorithm) for name in FAMILIES for method in METHODS for algorithm in SCRIPTS]
+
+
+@pytest.fixture(scope="module", params=COMBINATIONS, ids=lambda c: ", ".join(c))
+def run(request, words, start, tmp_path_factory) -> Run:
+    name, method, algorithm = request.param
+    folder = tmp_path_factory.mktemp("run")
+    output, killed = folder / "run", folder / "killed"
+    seen = train(words(name, method, algorithm), algorithm, output, killed)
+    return Run(FAMILIES[name], method, algorithm, start(name), output, killed, **seen)
+
+
+# --- every family, in every way --------------------------------------------------------------------------------------
+
+
+def test_it_begins_where_the_start_model_is(run):
+    """The first ratio is 1 and the first KL 0; then it moves."""
+    assert float(run.steps[0]["policy/ratio"]) == pytest.approx(1, abs=1e-6)
+    assert float(run.first_kl.abs().max()) == 0
+    assert all(abs(float(step["policy/ratio"]) - 1) > 1e-4 for step in run.steps[1::2]), "weights move between steps"
+
+
+def test_log_probs_are_those_of_plain_transformers(run, engine="slots"):
+    """Packed, in slots, by our head: the same as each row alone through the saved model as anyone would load it."""
+    model, replies = run.plain(), run.replies(engine)
+    ours, _, _ = run.trainer.measure(replies)
+    temperature = run.trainer.sampling.temperature
+    for row, ids in enumerate(replies.rows()):
+        prompt = replies.prompt_ids[row][replies.prompt_mask[row]].tolist()
+        theirs = log_probs_of(model, prompt, ids, temperature)
+        assert_close(ours[row, : len(ids)], theirs, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def log_probs_of(model, prompt: list[int], reply: list[int], temperature: float) -> torch.Tensor:
+    """Of one reply by itself, by nothing but transformers."""
+    ids = torch.tensor([[*prompt, *reply]])
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(reply).unsqueeze(1)).squeeze(1)
+
+
+@torch.no_grad()
+def test_the_saved_model_has_the_trained_ones_logits(run):
+    ids = torch.tensor([run.trainer.train_prompts[0].ids])
+    models = (run.trainer.actor.policy, run.plain(), run.plain_start())
+    trained, saved, start = (model(input_ids=ids).logits for model in models)
+    assert_close(saved, trained, rtol=0, atol=1e-5)
+    assert float((trained - start).abs().max()) > 1e-2, "training must have changed the logits, or this shows nothing"
+    tokenizer = AutoTokenizer.from_pretrained(run.output)
+    assert (tokenizer.pad_token, tokenizer.eos_token) == (run.family.pad, run.family.eos)
+
+
+def test_resumed_it_is_the_same_run(run):
+    SCRIPTS[run.algorithm].main(["--resume", "--output", str(run.killed)])
+    assert differing(run.output, run.killed) == []
+
+
+def test_the_fast_engine_writes_the_plain_replies(run):
+    assert run.replies("slots").rows() == run.replies("plain").rows()
+
+
+def test_the_critic_learns(run):
+    """Under PPO: a value per token from hidden states of this family's width. GRPO has none."""
+    logprobs, _, values = run.trainer.measure(run.replies("slots"))
+    if run.algorithm == "grpo":
+        assert values is None
+        return
+    assert values.shape == logprobs.shape and float(values.abs().max()) > 1e-3
+    assert all(0 < float(step["value/loss"]) < 100 for step in run.steps)
+
+
+def test_its_memory_can_be_foretold(run):
+    foretold = forecaster(run.trainer)(run.trainer.config)
+    parts = [*foretold.held.values(), *(size for phase in foretold.phases for size in phase.parts.values())]
+    assert all(size >= 0 for size in parts)
+    assert foretold.held["policy"] > 0 and foretold.peak > foretold.held["policy"] + foretold.held["optimizer"]
+
+
+# --- a family's habits -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("algorithm", SCRIPTS)
+def test_without_the_fast_paths_it_is_as_exact(name, algorithm, words, start, tmp_path, monkeypatch):
+    """Were its attention not to be exchanged: padded rows, plain decoding, autograd's head, and the model's own
+    attention, in which dropout would act."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[FAMILIES[name].kind]
+    monkeypatch.setattr(kind, "_supports_attention_backend", False)
+    output, killed = tmp_path / "run", tmp_path / "killed"
+    seen = train(words(name, "full", algorithm, "--no-fused-head"), algorithm, output, killed)
+    run = Run(FAMILIES[name], "full", algorithm, start(name), output, killed, **seen)
+    assert not run.trainer.packed and default_engine(run.trainer.actor.policy, CPU) == "plain"
+    test_it_begins_where_the_start_model_is(run)
+    test_log_probs_are_those_of_plain_transformers(run, engine="plain")
+
+
+@torch.no_grad()
+def test_its_habits_matter(name, start):
+    """Without any one of them the logits would be others: so what is asserted above can fail."""
+    ids, folder = torch.arange(10, 40).unsqueeze(0), start(name)
+    logits = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+    for setting, value in FAMILIES[name].matters.items():
+        without = AutoModelForCausalLM.from_pretrained(folder, **{setting: value})(ids).logits
+        assert float((without - logits).abs().max()) > 1e-2, setting
+
+
+def test_its_tokenizer_is_as_a_run_needs_it(name, start):
+    family, tokenizer = FAMILIES[name], load_tokenizer(str(start(name)))
+    assert (tokenizer.pad_token, tokenizer.eos_token) == (family.pad, family.eos)
+
+
+def test_a_prompt_is_what_the_family_was_tuned_on(name, start):
+    """The ids of its chat template, or of the plain text; BOS where its tokenizer sets one, and once."""
+    tokenizer = load_tokenizer(str(start(name)))
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = encode_prompt(tokenizer, chat)
+    if tokenizer.chat_template is not None:
+        expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    else:
+        expected = tokenizer(chat[0]["content"]).input_ids
+    assert ids == expected
+    begins = ids[0] == tokenizer.bos_token_id and tokenizer.bos_token_id is not None
+    assert begins == FAMILIES[name].bos
+    if tokenizer.bos_token != "<|im_start|>":  # that one begins every turn
+        assert ids.count(tokenizer.bos_token_id) == begins
+
+
+def test_a_prompt_cannot_write_its_special_tokens(name, start):
+    tokenizer = load_tokenizer(str(start(name)))
+    special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    texts = ["hello", "hello " + " ".join(special.values()) + " world"]
+    clean, hostile = (encode_prompt(tokenizer, [{"role": "user", "content": text}]) for text in texts)
+    assert [i for i in hostile if i in special] == [i for i in clean if i in special]
+
+
+def test_adapters_for_other_modules_than_it_has_are_refused(name, words):
+    """With the names of those that there are."""
+    wrong = "query_key_value" if FAMILIES[name].targets[0] != "query_key_value" else "q_proj"
+    with pytest.raises(UserError) as raised:
+        train_ppo.main([*words(name, "LoRA"), "--lora-targets", wrong, "--output", "nowhere"])
+    there = str(raised.value).split("There are ")[1]
+    assert f"no module named {wrong}: --lora-targets" in str(raised.value)
+    assert {*FAMILIES[name].targets, "all-linear"} <= set(there.replace(",", " ").replace(";", " ").split())
+
+
+def test_adapters_for_all_linear_layers(name, words, start, tmp_path):
+    """Where nobody wants to know their names: every layer but the head, saved and resumed as others."""
+    output, killed = tmp_path / "run", tmp_path / "killed"
+    flags = [*words(name, "LoRA"), "--lora-targets", "all-linear"]
+    run = Run(FAMILIES[name], "LoRA", "ppo", start(name), output, killed, **train(flags, "ppo", output, killed))
+    adapted = {n.split(".")[-1] for n, m in run.trainer.actor.policy.named_modules() if isinstance(m, LoraLayer)}
+    linear = {n.split(".")[-1] for n, m in run.plain_start().named_modules() if isinstance(m, torch.nn.Linear)}
+    assert adapted == linear - {"lm_head"} > set(FAMILIES[name].targets)
+    test_log_probs_are_those_of_plain_transformers(run)
+    test_resumed_it_is_the_same_run(run)
+    test_its_memory_can_be_foretold(run)
+
+
+# --- other families --------------------------------------------------------------------------------------------------
+
+MIXED = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": WINDOW}
+UNPACKED = {
+    "attention with sinks": (GptOssConfig, EXPERTS),
+    "a convolution along the row": (Lfm2Config, MIXED),
+}
+
+
+@pytest.mark.parametrize("what", UNPACKED)
+def test_what_cannot_be_packed_falls_back_by_itself(what, words, tmp_path):
+    kind, settings = UNPACKED[what]
+    folder = make_family(tmp_path / "start", shapes.smollm2_tokenizer(), kind, **{**GROUPED, **settings})
+    output, killed = tmp_path / "run", tmp_path / "killed"
+    seen = train([*words("llama"), "--actor-model", str(folder)], "ppo", output, killed)
+    run = Run(FAMILIES["llama"], "full", "ppo", folder, output, killed, **seen)
+    assert not run.trainer.packed
+    test_it_begins_where_the_start_model_is(run)
+    test_log_probs_are_those_of_plain_transformers(run, engine="plain")
+
+
+def test_positions_and_dropout_of_another_kind(words, tmp_path):
+    """OPT: positions are learned, so that every position has to be right, where rotations tell distances alone; and
+    dropout is a function, which no list of modules shows."""
+    more = {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.2, "attention_dropout": 0.2, "init_std": 0.15}
+    folder = make_family(tmp_path / "start", shapes.smollm2_tokenizer(), OPTConfig, **more)
+    output, killed = tmp_path / "run", tmp_path / "killed"
+    seen = train([*words("llama"), "--actor-model", str(folder)], "ppo", output, killed)
+    run = Run(FAMILIES["llama"], "full", "ppo", folder, output, killed, **seen)
+    test_it_begins_where_the_start_model_is(run)
+    test_log_probs_are_those_of_plain_transformers(run)
+    test_the_fast_engine_writes_the_plain_replies(run)
+
+
+def test_logits_that_are_more_than_the_heads_are_refused(words, tmp_path):
+    folder = make_family(tmp_path / "start", shapes.smollm2_tokenizer(), CohereConfig, num_key_value_heads=2)
+    with pytest.raises(UserError, match="its logits are not its head's output alone.*CohereForCausalLM"):
+        train_ppo.main([*words("llama"), "--actor-model", str(folder), "--output", str(tmp_path / "run")])

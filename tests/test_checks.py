@@ -1,0 +1,376 @@
+"""--check: every check where it holds, and with its fault injected; the command's exit status; a silent start."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import train_grpo
+import train_ppo
+from rlhf import checks
+from rlhf.api import TRAINERS
+from rlhf.assembly import load_parts
+from rlhf.checks import (
+    check_run,
+    check_start,
+    determinism,
+    first_kl_is_zero,
+    first_ratio_is_one,
+    memory_is_as_foretold,
+    outputs,
+    padding_changes_no_score,
+    prompt_is_rendered,
+    steps_are_as_planned,
+    weights_come_back,
+)
+from rlhf.console import Screen
+from rlhf.errors import UserError, run_command
+from rlhf.knobs import as_plain
+from rlhf.models import load_tokenizer
+from rlhf.preflight import disk_has_room, pad_is_not_eos, vocabularies_fit
+from rlhf.prompts import Prompt, encode_prompt
+from rlhf.rewards import Rewards
+from rlhf.runlogs import MAY_DIFFER, differences
+from rlhf.weights import VALUE_HEAD_FILE, WEIGHTS_FILE
+
+CPU = torch.device("cpu")
+NAMES = ["pad and EOS", "vocabularies", "free disk", "first prompt", "determinism", "padding", "first KL",
+         "first ratio", "optimizer steps", "memory", "save and reload"]  # fmt: skip
+SCRIPTS = {"ppo": train_ppo, "grpo": train_grpo}
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def loaded(configured):
+    """A function from flags to a configuration and its parts; GRPO's batch is 2 prompts x 2 replies."""
+
+    def make(*flags, algorithm="ppo"):
+        groups = ("--batch-size", 2, "--K", 2) if algorithm == "grpo" else ()
+        config = configured(*groups, *flags, algorithm=algorithm)
+        return config, load_parts(config, CPU, Screen())
+
+    return make
+
+
+@pytest.fixture
+def tried(loaded):
+    """A trainer, its parts, and its first rollout."""
+
+    def make(*flags, algorithm="ppo"):
+        config, parts = loaded(*flags, algorithm=algorithm)
+        trainer = TRAINERS[algorithm](config, **parts.for_trainer)
+        return trainer, parts, trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+
+    return make
+
+
+def lines_of(said: str) -> dict[str, str]:
+    """The table that was printed: check -> its line."""
+    table = said.split("checks:\n")[1].splitlines()
+    return {name: line for line in table for name in [*NAMES, "the rest"] if line.startswith(f"  {name} ")}
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+VARIANTS = {
+    "ppo": ("ppo", []),
+    "ppo, micro-batches": ("ppo", ["--minibatches", 2, "--micro-batch-size", 1, "--no-packed"]),
+    "ppo, adapters, bfloat16": ("ppo", ["--use-lora", "--bf16", "--gradient-checkpointing"]),
+    "grpo": ("grpo", ["--top-p", 0.9, "--normalize-scores"]),
+    "grpo, 4-bit, rules": (
+        "grpo",
+        ["--use-lora", "--load-in-4bit", "--rm-model", "none", "--reward-func", "length_penalty"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", VARIANTS)
+def test_a_sound_run_passes_and_is_left_as_it_was(loaded, capsys, what):
+    algorithm, flags = VARIANTS[what]
+    config, parts = loaded(*flags, algorithm=algorithm)
+    before = {}
+
+    def make(*given, **named):  # over 4-bit weights TRL rounds fresh adapters: here, as in a run
+        trainer = TRAINERS[algorithm](*given, **named)
+        before.update((name, weight.clone()) for name, weight in trainer.actor.policy.state_dict().items())
+        return trainer
+
+    check_run(make, config, parts, Screen())
+    lines = lines_of(capsys.readouterr().out)
+    assert list(lines) == NAMES
+    assert all(line[2 + max(map(len, NAMES)) :].startswith("  ok      ") for line in lines.values()), lines
+    after = parts.policy.state_dict()
+    assert before and [name for name, weight in before.items() if not torch.equal(weight, after[name])] == []
+    assert not Path(config.run.output).exists()
+
+
+def words(config, *more) -> list[str]:
+    """The command line of a configuration of this file."""
+    return ["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--prompts",
+            config.data.prompts, "--output", config.run.output, "--num-iterations", "1", "--reply-length", "8",
+            "--eval-prompts", "6", "--allow-weak-reward-model", *more]  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", SCRIPTS)
+def test_the_scripts_check_and_end(configured, capsys, algorithm):
+    """No exit status but 0; neither a run nor its folder, nor seeds' table."""
+    argv = words(configured(algorithm=algorithm), "--seeds", "1", "2", "--check")
+    run_command(lambda: SCRIPTS[algorithm].main(argv))
+    assert capsys.readouterr().out.count("checks:\n") == 2
+    assert list(Path(configured().run.output).parent.glob("run*")) == []
+
+
+@pytest.mark.parametrize("algorithm", SCRIPTS)
+def test_a_failed_check_is_exit_status_2_and_the_others_are_run(configured, capsys, monkeypatch, algorithm):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 0))
+    argv = words(configured(algorithm=algorithm), "--check")
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: SCRIPTS[algorithm].main(argv))
+    printed = capsys.readouterr()
+    assert ended.value.code == 2
+    assert printed.err == "error: 1 of 11 checks failed (free disk): --check. The way out stands above\n"
+    lines = lines_of(printed.out)
+    assert list(lines) == NAMES
+    assert "  FAILED  0.00 GiB free" in lines["free disk"] and lines["free disk"].endswith("--use-lora")
+    assert not Path(configured().run.output).exists()
+
+
+def test_what_ends_the_checks_is_a_failed_check(configured, tmp_path, capsys):
+    """A reward that raises: the line names it, and the exit status is not that of a run that had begun."""
+    (tmp_path / "bad.py").write_text("def broken(completions, **_):\n    raise ValueError('as told')\n")
+    argv = words(configured(), "--check", "--reward-func", f"{tmp_path / 'bad.py'}:broken")
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: train_ppo.main(argv))
+    assert ended.value.code == 2
+    said = " ".join(lines_of(capsys.readouterr().out)["the rest"].split())
+    assert said.startswith("the rest FAILED RunError: bad.py:2 `raise ValueError('as told')` raised ValueError")
+    assert "reward function broken" in said
+
+
+@pytest.mark.parametrize("algorithm", SCRIPTS)
+def test_every_start_checks_what_costs_nothing(configured, capsys, monkeypatch, algorithm):
+    config = configured(algorithm=algorithm)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 10**3))
+    with pytest.raises(UserError, match=r"GiB free in .* needed by 3 checkpoints, .*: free disk\. Free some"):
+        SCRIPTS[algorithm].main(words(config))
+    assert not Path(config.run.output).exists(), "nothing is left half done"
+    monkeypatch.undo()
+    SCRIPTS[algorithm].main(words(config))
+    assert "checks:\n" not in capsys.readouterr().out
+    assert (Path(config.run.output) / WEIGHTS_FILE).is_file()
+
+
+def test_a_start_names_all_that_fails(loaded, monkeypatch):
+    config, parts = loaded()
+    check_start(config, parts)
+    parts.tokenizer.pad_token = parts.tokenizer.eos_token
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 0))
+    with pytest.raises(UserError) as caught:
+        check_start(config, parts)
+    assert len(caught.value.faults) == 2
+
+
+# --- without a forward pass ------------------------------------------------------------------------------------------
+
+
+def test_pad_that_is_eos(start_model):
+    tokenizer = load_tokenizer(str(start_model))
+    check = pad_is_not_eos(tokenizer)
+    assert check.ok and check.found == "pad '<|endoftext|>' (0), EOS '<|im_end|>' (2)"
+    tokenizer.pad_token = tokenizer.eos_token
+    assert not pad_is_not_eos(tokenizer).ok
+    assert not pad_is_not_eos(SimpleNamespace(pad_token=None, pad_token_id=None, eos_token="e", eos_token_id=2)).ok
+
+
+def test_vocabularies(loaded):
+    _, parts = loaded()
+    sides = parts.tokenizer, parts.policy
+    check = vocabularies_fit(*sides, parts.reward_model)
+    assert check.ok and check.found == "policy and reward model have the same 400 tokens"
+    assert vocabularies_fit(*sides, None).ok
+    judge = parts.reward_model.tokenizer
+    vocabulary = judge.get_vocab()
+    parts.reward_model.tokenizer = SimpleNamespace(get_vocab=lambda: {t: i for t, i in vocabulary.items() if i < 390})
+    check = vocabularies_fit(*sides, parts.reward_model)
+    assert check.ok and check.found.endswith("are not the reward model's 390: text is re-encoded")
+    judge.add_tokens(["one more"])
+    parts.reward_model.tokenizer = judge
+    check = vocabularies_fit(*sides, parts.reward_model)
+    assert not check.ok and "tokenizer of 401 ids, model of 400 embeddings (--rm-model)" in check.found
+    assert "--rm-model" in check.way_out and "--actor-model" not in check.way_out
+    parts.tokenizer.add_tokens(["one more"])
+    assert "(--actor-model)" in vocabularies_fit(*sides, None).found
+
+
+@pytest.mark.parametrize("flags", [[], ["--use-lora"], ["--critic", "separate"]])
+def test_free_disk_by_hand(loaded, monkeypatch, flags):
+    """Three checkpoints (two kept, one being written) of weights and two moments, best/ and the final weights: eleven
+    times the trained weights in float32."""
+    config, parts = loaded(*flags)
+    trained = sum(w.numel() for w in parts.policy.parameters() if w.requires_grad)
+    trained *= 2 if "separate" in flags else 1
+    asked = []
+    for free, ok in ((trained * 4 * 11, True), (trained * 4 * 11 - 1, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: asked.append(place) or Usage(0, 0, free))
+        assert disk_has_room(config, parts.policy).ok is ok
+    assert asked == [Path(config.run.output).parent] * 2, "the nearest folder that is there"
+
+
+def test_a_prompt_of_which_the_template_leaves_something_out(loaded):
+    _, parts = loaded()
+    prompt = parts.prompts.train[0]
+    check = prompt_is_rendered(parts.tokenizer, prompt)
+    assert check.ok
+    assert check.found == f"{len(prompt.ids)} tokens, {parts.tokenizer.decode(prompt.ids)!r} = {list(prompt.ids)}"
+    parts.tokenizer.chat_template = parts.tokenizer.chat_template.replace("message['content']", "message['role']")
+    hollow = Prompt(tuple(encode_prompt(parts.tokenizer, prompt.example.messages)), prompt.example)
+    check = prompt_is_rendered(parts.tokenizer, hollow)
+    assert not check.ok and check.found.endswith("user text")
+
+
+def test_determinism_on_and_off(monkeypatch):
+    assert determinism(CPU).ok and determinism(CPU).found.startswith("off")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert determinism(CPU).ok and determinism(CPU).found.startswith("on")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    assert not determinism(CPU).ok and "cudnn.benchmark is on" in determinism(CPU).found
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    card = torch.device("cuda")
+    for value, ok in ((":4096:8", True), (":0:0", False)):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", value)
+        assert determinism(card).ok is ok
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    assert not determinism(card).ok
+
+
+# --- padding ---------------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """A reward that counts tokens, its padding too unless it heeds the mask."""
+
+    def __init__(self, heeds: bool):
+        super().__init__()
+        self.heeds = heeds
+
+    def forward(self, input_ids, attention_mask):
+        return (attention_mask if self.heeds else torch.ones_like(input_ids)).sum(1).float()
+
+
+def test_a_reward_that_reads_its_padding(loaded, monkeypatch):
+    _, parts = loaded("--reward-func", "length_penalty")
+    prompt = parts.prompts.train[0]
+    check = padding_changes_no_score(parts.rewards, prompt, None)
+    assert check.ok and check.found.startswith("a score of reward_model moves by ")
+    assert "length_penalty" not in check.found
+
+    def mean_of_all(input_ids, **_):
+        return SimpleNamespace(logits=input_ids.float().mean(1, keepdim=True))
+
+    monkeypatch.setattr(parts.reward_model.model, "forward", mean_of_all)
+    assert not padding_changes_no_score(parts.rewards, prompt, None).ok
+    for heeds in (True, False):
+        rewards = Rewards([Counting(heeds)], None, parts.tokenizer)
+        assert padding_changes_no_score(rewards, prompt, None).ok is heeds
+    rules = Rewards([lambda completions, **_: [0.0] * len(completions)], None, parts.tokenizer)
+    assert padding_changes_no_score(rules, prompt, None).found == "rules alone, nothing is padded"
+
+
+# --- before the first step -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", TRAINERS)
+def test_a_reference_that_is_not_the_start_model(tried, algorithm):
+    trainer, _, rollout = tried(algorithm=algorithm)
+    assert first_kl_is_zero(rollout, None).ok
+    with torch.no_grad():
+        next(trainer.reference.copy.parameters()).mul_(1.5)
+    changed = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    check = first_kl_is_zero(changed, None)
+    assert not check.ok and "nats/sequence" in check.found
+    assert not first_kl_is_zero(dataclasses.replace(changed, ref_logprobs=changed.logprobs * torch.nan), None).ok
+
+
+@pytest.mark.parametrize("algorithm", TRAINERS)
+def test_a_training_forward_that_differs(tried, algorithm):
+    """Dropout that acts in train mode alone, and an episode that sees its neighbour."""
+    trainer, _, rollout = tried("--minibatches", 2, algorithm=algorithm)
+    assert first_ratio_is_one(trainer, rollout).ok
+    layer = trainer.actor.policy.model.layers[0]
+    hook = layer.register_forward_hook(lambda _m, _i, out: nn.functional.dropout(out, 0.1, training=layer.training))
+    check = first_ratio_is_one(trainer, rollout)
+    assert not check.ok and "from 1 on average" in check.found
+    hook.remove()
+    assert first_ratio_is_one(trainer, rollout).ok
+    trainer.actor.policy.model.layers[1].register_forward_hook(lambda _m, _i, out: out + out.mean(1, keepdim=True))
+    assert not first_ratio_is_one(trainer, rollout).ok
+
+
+# --- one update ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", TRAINERS)
+def test_steps_that_are_not_taken(tried, algorithm):
+    flags = ("--minibatches", 2, "--ppo-epochs", 3)
+    trainer, _, rollout = tried(*flags, algorithm=algorithm)
+    check = steps_are_as_planned(trainer, rollout)
+    assert check.ok and check.found.startswith("6 planned in an update, 6 taken, 6 logged; 12 planned in 2 updates")
+    trainer, _, rollout = tried(*flags, algorithm=algorithm)
+    plain = trainer.minibatches
+    trainer.minibatches = lambda *a: itertools.islice(plain(*a), 1)  # the last one is dropped
+    check = steps_are_as_planned(trainer, rollout)
+    assert not check.ok and "3 taken, 3 logged" in check.found
+    trainer, _, rollout = tried(*flags, algorithm=algorithm)
+    step = trainer.optimizer_step
+    trainer.optimizer_step = lambda *a: (step(*a), trainer.optimizer.step())[0]  # as TRL's last batch does
+    check = steps_are_as_planned(trainer, rollout)
+    assert not check.ok and "12 taken, 6 logged" in check.found
+
+
+def test_memory_beyond_the_forecast_or_the_machine(tried, monkeypatch):
+    trainer, parts, rollout = tried()
+    steps_are_as_planned(trainer, rollout)
+    assert memory_is_as_foretold(trainer, parts).ok
+    with monkeypatch.context() as patch:
+        patch.setattr(checks, "available", lambda _: 2**20)
+        check = memory_is_as_foretold(trainer, parts)
+        assert not check.ok and "0.00 GiB free for it" in check.found
+    taken = checks.memory_in_use
+    monkeypatch.setattr(checks, "memory_in_use", lambda device: taken(device) + 2**30)
+    check = memory_is_as_foretold(trainer, parts)
+    assert not check.ok and "--micro-batch-size 1" in check.way_out
+
+
+@pytest.mark.parametrize("algorithm", TRAINERS)
+def test_weights_that_do_not_come_back(tried, tmp_path, monkeypatch, algorithm):
+    trainer, _, rollout = tried(algorithm=algorithm)
+    with torch.no_grad():
+        for weight in trainer.model.parameters():
+            weight.add_(0.01)  # the value head starts at zero: then any zero would do
+    before = outputs(trainer, rollout)
+    assert len(before) == (2 if algorithm == "ppo" else 1) and all(float(part.abs().max()) > 0 for part in before)
+    folder = tmp_path / "saved"
+    trainer.save_model(folder)
+    assert weights_come_back(trainer, rollout, before, folder).ok
+    for file in [WEIGHTS_FILE, *([VALUE_HEAD_FILE] if algorithm == "ppo" else [])]:
+        shutil.copytree(folder, broken := tmp_path / f"without {file}")
+        (broken / file).unlink()
+        assert not weights_come_back(trainer, rollout, before, broken).ok
+    assert weights_come_back(trainer, rollout, before, folder).ok
+    assert not weights_come_back(trainer, rollout, [part * torch.nan for part in before], folder).ok
+    monkeypatch.setattr(checks, "load_policy_weights", lambda *_: None)  # nothing is put back
+    assert not weights_come_back(trainer, rollout, before, folder).ok
+
+
+def test_the_settings_of_a_run_may_differ_in_check_from_another_seeds(configured):
+    assert differences(as_plain(configured("--check")), as_plain(configured()), MAY_DIFFER) == []
+    assert json.dumps(as_plain(configured("--check"))["run"]["check"]) == "true"

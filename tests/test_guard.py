@@ -1,0 +1,425 @@
+"""What is not finite, or far out of range, never reaches the weights; and the update can be done again."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+import train_grpo
+import train_ppo
+from rlhf import guard, loop
+from rlhf.callbacks import Callback
+from rlhf.errors import Notice, RunError, UserError, run_command
+from rlhf.incidents import Incident, save_incident
+from rlhf.replay import replay
+from rlhf.runlogs import read_run
+from tests.conftest import attach
+
+ALGORITHMS = ("ppo", "grpo")
+
+
+def weights(trainer) -> torch.Tensor:
+    return torch.cat([w.detach().flatten().clone() for w in trainer.model.parameters() if w.requires_grad])
+
+
+class Heard(Callback):
+    def __init__(self):
+        self.ends, self.drops = [], []
+
+    def on_update_end(self, update, metrics):
+        self.ends.append(update)
+
+    def on_drop(self, update, rollout, batch, found):
+        self.drops.append((update, str(found)))
+
+
+def spoil_scores(trainer, value):
+    """A reward function that gives one bad number in every batch."""
+
+    def spoilt(completions, **_):
+        return [value, *[1.0] * (len(completions) - 1)]
+
+    trainer.rewards.functions, trainer.rewards.names = [spoilt], ["spoilt"]
+    trainer.rewards.weights = [1.0]
+
+
+def spoil_logits(trainer, value):
+    """The first token's logit: of the training forward alone, so that sampling goes on."""
+    really = trainer.actor.heads
+
+    def heads(hidden, *more):
+        spoilt = hidden.clone()
+        spoilt[0, 0] = value
+        return really(spoilt, *more)
+
+    trainer.actor.heads = heads
+
+
+def spoil_gradients(trainer, value):
+    """One number of one weight's gradient."""
+    weight = next(w for w in trainer.model.parameters() if w.requires_grad)
+    weight.register_hook(lambda grad: torch.where(torch.arange(grad.numel()).view_as(grad) == 0, value, grad))
+
+
+def spoil_loss(trainer, value):
+    really = trainer.losses
+
+    def losses(*given):
+        loss, stats = really(*given)
+        return loss + value, {**stats, "loss": stats["loss"] + value}
+
+    trainer.losses = losses
+
+
+WAYS = {"scores": spoil_scores, "logits": spoil_logits, "gradients": spoil_gradients, "loss": spoil_loss}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nothing_bad_reaches_the_weights(build, algorithm, way, value):
+    trainer, heard = build(algorithm=algorithm), Heard()
+    trainer.add_callback(heard)
+    before = weights(trainer)
+    WAYS[way](trainer, value)
+    metrics = trainer.one_update(1)
+    assert torch.equal(weights(trainer), before)
+    assert metrics["updates/dropped"] == 1 and trainer.optimizer_steps == 0
+    assert heard.ends == [] and [u for u, _ in heard.drops] == [1]
+    assert all(w.grad is None or not w.grad.any() for w in trainer.model.parameters())
+
+
+def test_the_run_goes_on_after_a_drop(build):
+    trainer = build("--num-iterations", 4)
+    really, calls = trainer.losses, []
+
+    def once(*given):
+        calls.append(1)
+        loss, stats = really(*given)
+        return (loss * math.nan, {**stats, "loss": stats["loss"] * math.nan}) if len(calls) == 3 else (loss, stats)
+
+    trainer.losses = once
+    heard = Heard()
+    trainer.add_callback(heard)
+    metrics = trainer.train()
+    assert heard.ends == [1, 3, 4] and [u for u, _ in heard.drops] == [2]
+    assert metrics["updates/dropped"] == 1 and trainer.drops.in_a_row == 0
+    assert trainer.optimizer_steps == 6, "2 in each update, none in the second"
+
+
+def test_earlier_steps_of_the_update_stay(build):
+    trainer = build("--ppo-epochs", 2)
+    before, really, calls = weights(trainer), trainer.losses, []
+
+    def second(*given):
+        calls.append(1)
+        loss, stats = really(*given)
+        return (loss * math.nan, {**stats, "loss": stats["loss"] * math.nan}) if len(calls) == 2 else (loss, stats)
+
+    trainer.losses = second
+    trainer.one_update(1)
+    assert trainer.optimizer_steps == 1
+    assert not torch.equal(weights(trainer), before) and weights(trainer).isfinite().all()
+
+
+@pytest.mark.parametrize("shift, seen", [(-3.0, "20.1"), (3.0, "0.0498")])
+def test_a_ratio_far_out_of_range_drops_the_update(build, monkeypatch, shift, seen):
+    """As if the replies had been sampled from another policy, e^3 times less or more likely to say them."""
+
+    def from_another(trainer):
+        really = trainer.measure
+        trainer.measure = lambda *given: (lambda logprobs, *rest: (logprobs + shift, *rest))(*really(*given))
+        return trainer
+
+    trainer, heard = from_another(build("--ppo-epochs", 2)), Heard()
+    trainer.add_callback(heard)
+    before = weights(trainer)
+    trainer.one_update(1)
+    assert f"policy/ratio is {seen}" in heard.drops[0][1] and trainer.optimizer_steps == 0
+    assert torch.equal(weights(trainer), before)
+    monkeypatch.setattr(guard, "MOST_RATIO", math.inf)
+    other = from_another(build("--ppo-epochs", 2))
+    other.one_update(1)
+    assert other.optimizer_steps == 2
+
+
+def test_a_controller_does_not_hear_of_a_dropped_update(build):
+    from rlhf.callbacks import KLControl, kl_controller
+
+    trainer = build("--num-iterations", 4)
+    control = KLControl(kl_controller(trainer.config, 4), trainer.set_kl_coef, 4)
+    trainer.add_callback(control)
+    spoil_scores(trainer, math.nan)
+    beta = trainer.kl_coef
+    trainer.one_update(1)
+    assert control.controller.done == 1 and trainer.kl_coef == control.controller.beta == beta
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
+    configured, tmp_path, monkeypatch, capsys, algorithm
+):
+    script = {"ppo": train_ppo, "grpo": train_grpo}[algorithm]
+    plain, from_update = loop.OnPolicyLoop.gradients, 1
+
+    def spoilt(self, batch, passage, tokens, hidden=None):
+        stats = plain(self, batch, passage, tokens, hidden)
+        if self.state.global_step >= from_update:
+            next(w for w in self.model.parameters() if w.grad is not None).grad.fill_(math.nan)
+        return stats
+
+    config = configured(algorithm=algorithm)
+    groups = ["--batch-size", "2", "--K", "2"] if algorithm == "grpo" else []
+    argv = ["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--prompts",
+            config.data.prompts, "--allow-weak-reward-model", "--num-iterations", "9", "--reply-length", "8",
+            "--prompt-length", "100", "--eval-prompts", "6", *groups]  # fmt: skip
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(loop.OnPolicyLoop, "gradients", spoilt)
+        run_command(lambda: script.main([*argv, "--output", str(output)]))
+    said = capsys.readouterr()
+    assert ended.value.code == 1 and "3 updates in a row had to be dropped: update 4" in said.err
+    folder = output / "incidents" / "update-000004"
+    assert f"python train_{algorithm}.py --replay {folder}" in said.out
+    assert read_run(output)["status"] == "failed"
+    incident = json.loads((folder / "incident.json").read_text())
+    assert incident["versions"]["trl"] == "1.12.0"
+    assert incident["settings"]["model"]["actor_model"] == config.model.actor_model
+    rows = [json.loads(line) for line in (folder / "batch.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 and all(row["reply_ids"] and row["prompt_ids"] for row in rows)
+
+    other = {"ppo": train_grpo, "grpo": train_ppo}[algorithm]
+    with pytest.raises(UserError, match=f"an incident of train_{algorithm}.py: --replay"):
+        other.main(["--replay", str(folder)])
+    before = sorted(Path().iterdir())
+    script.main(["--replay", str(folder)])
+    assert sorted(Path().iterdir()) == before, "a replay leaves nothing"
+    said = capsys.readouterr().out
+    assert "policy/grad_norm" in said and "gradient of" not in said, "here the fault was in the code, not in the files"
+    from_update = 0
+    monkeypatch.setattr(loop.OnPolicyLoop, "gradients", spoilt)
+    script.main(["--replay", str(folder)])
+    assert "gradient of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [
+    (), ("--use-lora",), ("--missing-eos-penalty", 2.5, "--normalize-scores"),
+    ("--reward-func", "length_penalty", "--reward-weights", 1, 0.01),
+])  # fmt: skip
+def test_a_replay_gives_the_numbers_that_were_recorded(build, tmp_path, flags):
+    """Weights, batch and beta are all that an update's first step depends on."""
+    trainer = build("--num-iterations", 3, *flags)
+    trainer.one_update(1)
+    rollout = trainer.rollout(trainer.prompts_of(2), 2, "rollout")
+    batch = trainer.advantages(rollout, trainer.score(rollout).used)
+    save_incident(trainer, tmp_path / "incident", 2, rollout, batch, guard.Dropped("a test", [0, 1, 2, 3]))
+    stats = trainer.minibatch_gradients(batch, [0, 1, 2, 3])
+    trainer.optimizer.zero_grad()
+    incident = Incident.read(str(tmp_path / "incident"))
+    again = dict(replay(build("--num-iterations", 3, *flags), incident))
+    for name in ("loss", "policy/grad_norm", "policy/ratio", "policy/entropy"):
+        assert again[name] == f"{float(stats[name]):.6g}", name
+    assert again["found"] == "a test"
+    assert again["logprobs, as recorded"] == again["logprobs, done again"]
+    assert torch.equal(incident.tensors["scores"], rollout.scores)
+    assert incident.config("elsewhere").batch == trainer.config.batch
+
+
+def test_a_reply_may_hold_any_character(build, tmp_path):
+    """Some of which Python takes for the end of a line."""
+    trainer = build()
+    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    rollout.texts[0] = "a\u2028b\u0085c\x0bd"
+    save_incident(trainer, tmp_path / "incident", 1, rollout, None, guard.Dropped("a test"))
+    assert Incident.read(str(tmp_path / "incident")).rows[0]["reply"] == rollout.texts[0]
+
+
+def test_what_is_no_incident_is_a_line(tmp_path):
+    with pytest.raises(UserError, match="no whole incident: --replay"):
+        train_ppo.main(["--replay", str(tmp_path)])
+
+
+def test_an_evaluation_with_a_bad_score_ends_the_run(build):
+    trainer = build()
+    spoil_scores(trainer, math.nan)
+    with pytest.raises(RunError, match="not a finite number: reward function spoilt"):
+        trainer.evaluate()
+
+
+# --- KL that runs away -----------------------------------------------------------------------------------------------
+
+
+def kl_is(trainer, values):
+    """What the controllers hear of the KL, update by update."""
+    really = trainer.tell
+
+    def tell(event, *details):
+        if event == "on_update_end":
+            update, metrics = details
+            metrics["kl_divergence"] = values[update - 1]
+        really(event, *details)
+
+    trainer.tell = tell
+
+
+def test_a_kl_that_runs_away_doubles_beta(build, tmp_path):
+    trainer = build("--num-iterations", 3, "--kl-schedule", "adaptive", "--kl-target", "6/sequence", "--kl-coef", 0.1)
+    attach(trainer)
+    kl_is(trainer, [6.0, 25.0, 6.0])
+    trainer.train()
+    assert trainer.kl_coef == pytest.approx(0.2, rel=0.01), (
+        "4 episodes of a horizon of 10,000 move it by next to nothing"
+    )
+
+
+def test_rollback_takes_the_weights_to_the_last_checkpoint_from_before(build, tmp_path):
+    """Update 4's KL is of the weights after update 3, so these had run away: those after 2 are the last good ones."""
+    flags = ["--num-iterations", 8, "--kl-schedule", "adaptive", "--kl-target", "6/sequence", "--save-every", 1,
+             "--keep", 6, "--eval-every", 100, "--learning-rate", "1e-2"]  # fmt: skip
+    ends, rates = {}, {}
+    for more in ((), ("--rollback-on-kl",)):
+        trainer, seen = build(*flags, "--output", tmp_path / str(len(more)), *more), {}
+        attach(trainer)
+        kl_is(trainer, [6.0, 6.0, 6.0, 30.0, 30.0, 30.0, 6.0, 6.0])
+        watch(trainer, seen)
+        trainer.train()
+        ends[more] = seen
+        rates[more] = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+        assert trainer.optimizer.param_groups[0]["lr"] == trainer.lr_scheduler.get_last_lr()[0]
+    assert rates[()] == rates[("--rollback-on-kl",)], "the schedule goes on"
+    plain, back = ends[()], ends[("--rollback-on-kl",)]
+    assert all(torch.equal(plain[n], back[n]) for n in range(1, 6))
+    assert torch.equal(back[6], back[2]) and not torch.equal(plain[6], plain[2])
+    assert not torch.equal(back[3], back[2])
+    assert not torch.equal(back[7], back[6]), "and training goes on"
+
+
+def watch(trainer, seen):
+    class Watch(Callback):
+        def on_update_done(self, update):
+            seen[update] = weights(trainer)
+
+    trainer.add_callback(Watch())
+
+
+# --- out of memory ---------------------------------------------------------------------------------------------------
+
+
+def short_of_memory(trainer, most):
+    """A device that holds the graph of at most so many replies."""
+    really, sizes = trainer.gradients, []
+
+    def gradients(batch, passage, tokens, hidden=None):
+        sizes.append(len(passage.rows))
+        if len(passage.rows) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return really(batch, passage, tokens, hidden)
+
+    trainer.gradients = gradients
+    return sizes
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_out_of_memory_halves_the_micro_batch_and_changes_no_step(build, algorithm):
+    plain, short = build(algorithm=algorithm), build(algorithm=algorithm)
+    plain.one_update(1)
+    sizes = short_of_memory(short, 1)
+    with pytest.warns(Notice, match="out of memory in the backward pass: micro-batches of at most 2 replies"):
+        short.one_update(1)
+    assert sizes == [4, 2, 1, 1, 1, 1, 1, 1, 1, 1], "halved twice, and then for good"
+    assert short.optimizer_steps == plain.optimizer_steps == 2
+    assert float((weights(plain) - weights(short)).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("flags", [(), ("--use-lora",)])
+def test_out_of_memory_with_one_reply_names_what_helps(build, flags):
+    trainer = build(*flags)
+    attach(trainer)
+    short_of_memory(trainer, 0)
+    with pytest.warns(Notice), pytest.raises(RunError) as raised:
+        trainer.one_update(1)
+    said = str(raised.value)
+    assert "out of memory with one reply at a time: the backward pass" in said
+    named = re.findall(r"(--[a-z0-9-]+)[ 0-9]* \(about ([0-9.]+) GiB less\)", said)
+    assert len(named) == 3 and ("--use-lora" in dict(named)) == (not flags)
+    sizes = [float(size) for _, size in named]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_measuring_is_halved_too(build, monkeypatch):
+    trainer = build()
+    really, calls = loop.measure, []
+
+    def measure(actor, reference, replies, temperature, rows, *more):
+        calls.append(rows)
+        if rows != 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return really(actor, reference, replies, temperature, rows, *more)
+
+    monkeypatch.setattr(loop, "measure", measure)
+    with pytest.warns(Notice, match="in measuring"):
+        trainer.one_update(1)
+    assert calls == [0, 0, 2, 1], "first from the pass that has begun, then alone, then in parts"
+
+
+def test_a_pass_that_has_begun_makes_room_for_measuring(build, monkeypatch):
+    """A device that holds the graph of the first step's pass, or what measuring takes, and not both."""
+    trainer, really, begun, tried = build(), loop.measure, [], []
+
+    def begin(replies):
+        forward = plain(replies)
+        begun.append(weakref.ref(forward[1]))
+        return forward
+
+    def measure(*given):
+        tried.append(begun[0]() is not None)
+        if tried[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return really(*given)
+
+    plain = trainer.begin
+    monkeypatch.setattr(trainer, "begin", begin)
+    monkeypatch.setattr(loop, "measure", measure)
+    trainer.one_update(1)
+    assert tried == [True, False] and trainer.optimizer_steps == 2
+
+
+PHASES = {
+    "the rollout": (loop, "sample_replies"),
+    "an evaluation": (loop, "evaluate"),
+}
+
+
+@pytest.mark.parametrize("phase", [*PHASES, "scoring", "the optimizer step"])
+def test_out_of_memory_elsewhere_names_the_phase_and_what_helps(build, monkeypatch, phase):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    trainer = build()
+    attach(trainer)
+    if phase in PHASES:
+        monkeypatch.setattr(*PHASES[phase], full)
+    elif phase == "scoring":
+        trainer.rewards.functions[0] = full
+    else:
+        trainer.optimizer.step = full
+    with pytest.raises(RunError, match=rf"out of memory: {phase} \(CUDA .*\)\. What would help most: --"):
+        trainer.evaluate() if phase == "an evaluation" else trainer.one_update(1)
+
+
+def test_out_of_memory_before_the_run_is_a_line(monkeypatch, capsys):
+    def main():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(main)
+    assert ended.value.code == 1
+    assert re.match(r"error: out of memory: CUDA .*\. Try --use-lora", capsys.readouterr().err)
+    with pytest.raises(RuntimeError, match="something else"):
+        run_command(lambda: exec("raise RuntimeError('something else')"))

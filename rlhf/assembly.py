@@ -236,14 +236,7 @@ def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, 
         known = f" (held-out accuracy {accuracy:.3f})" if accuracy is not None else ""
         rows.insert(3, ("reward model", m.rm_model + known))
     screen.facts(rows)
-    needed, there = foretell(config).peak, available(device)
-    if (
-        needed > there
-    ):  # a forecast is no certainty; and where the driver spills, on Windows, nothing else would say it
-        screen.say(
-            f"warning: about {gib(needed)} GiB at the peak, {gib(there)} GiB free: memory of {device}. "
-            f"{what_helps(config, parts.policy, foretell)}"
-        )
+    warn_of_memory(config, parts, foretell, device, screen)
     screen.say(f"first prompt, as the model reads it: {first_prompt(parts.tokenizer, sets)}")
 
 
@@ -254,6 +247,19 @@ def prompts_line(sets: PromptSets) -> str:
         + ", ".join(f"{name} {count:,}" for name, count in sets.parts.items())
         + ")"
     )
+
+
+def warn_of_memory(
+    config: Config, parts: Parts, foretell: Callable[[Config], Forecast], device: torch.device, screen: Screen
+) -> None:
+    """Where less is free than foretold. A warning, as a forecast is no certainty; on Windows, whose driver spills into
+    the machine's memory, nothing else would say it."""
+    needed, there = foretell(config).peak, available(device)
+    if needed > there:
+        screen.say(
+            f"warning: about {gib(needed)} GiB at the peak, {gib(there)} GiB free: memory of {device}. "
+            f"{what_helps(config, parts.policy, foretell)}"
+        )
 
 
 def topics_rows(config: Config, train: Sequence[Prompt]) -> list[tuple[str, str]]:

@@ -102,9 +102,8 @@ class TensorBoardLog(Callback):
     def writer(self) -> SummaryWriter:
         """What an interrupted session logged behind its last checkpoint comes again: readers drop the first."""
         behind = self.done + 1 if self.done else None
-        return SummaryWriter(
-            str(self.folder), flush_secs=10, purge_step=behind
-        )  # a running run's curves are looked at
+        # flushed often: a running run's curves are looked at
+        return SummaryWriter(str(self.folder), flush_secs=10, purge_step=behind)
 
     def on_update_done(self, update):
         self.writer.flush()  # before the checkpoint of this update: what it stands on is not logged again

@@ -263,6 +263,8 @@ def test_several_seeds_go_on_each_from_where_it_was(words, tmp_path, monkeypatch
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(OnPolicyLoop, "one_update", one_update)
         train_ppo.main([*words("ppo", *seeds), "--output", str(broken)])
+    train_ppo.main([*seeds, "--resume", "--dry-run", "--output", str(broken)])
+    assert "finished already" in capsys.readouterr().out, "seed 1; the plan of the others comes after it"
     train_ppo.main([*seeds, "--resume", "--output", str(broken)])
     said = capsys.readouterr().out
     assert "seed 1: finished before" in said and "going on after update 2 of 6" in said

@@ -21,13 +21,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(config: Config, screen) -> None:
-    from rlhf.assembly import check_run_folder, load_parts, prepare_demo_parts, show_plan, start_run
+    from rlhf.assembly import check_run_folder, load_parts, prepare_demo_parts, start_run
     from rlhf.callbacks import attach_callbacks
     from rlhf.checks import check_run, check_start
     from rlhf.dealing import planned_updates
     from rlhf.export import check_export, export_run
     from rlhf.grpo_trainer import GRPO
     from rlhf.outcome import finish_run
+    from rlhf.plan import show_plan
     from rlhf.preflight import start_device
     from rlhf.resume import resume_run
     from rlhf.stopping import StopRequest

@@ -15,14 +15,15 @@ from benchmarks import ours
 from benchmarks.memory import METHODS, foretell, tensors_in, tensors_of
 from benchmarks.work import Work, make_models
 from config import make_config
-from rlhf import assembly
+from rlhf import plan
 from rlhf.actor_critic import backbone_of, base_of
-from rlhf.assembly import batch_line, load_parts, show_plan
+from rlhf.assembly import load_parts
 from rlhf.console import Screen
 from rlhf.footprint import Network
 from rlhf.memory import fullest_batch
 from rlhf.models import autocast, load_policy
 from rlhf.packing import Packed
+from rlhf.plan import batch_line, show_plan
 from rlhf.rollout import episodes_of
 from tests.test_scripts import ROOT, run
 
@@ -219,7 +220,7 @@ def test_the_plan_tells_the_peak_its_parts_and_phases(configured, capsys, flags)
 def test_the_plan_warns_where_less_memory_is_free(configured, capsys, monkeypatch):
     config = configured()
     parts = load_parts(config, CPU, Screen())
-    monkeypatch.setattr(assembly, "available", lambda _: 2**20)
+    monkeypatch.setattr(plan, "available", lambda _: 2**20)
     show_plan(config, parts, 2, CPU, Screen())
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(

@@ -272,6 +272,11 @@ class RunSettings:
     """Length of the run, and what it leaves behind."""
 
     seed: int = knob(42, "all randomness derives from it", low=0)
+    deterministic: bool = knob(
+        False,
+        "use deterministic algorithms: on one GPU the same seed then gives the same weights to the bit, and a run is "
+        "slower. On a CPU runs repeat to the bit without it",
+    )
     seeds: tuple[int, ...] | None = knob(
         None, "one run after another with these seeds, into OUTPUT_seed42 and so on; finished ones are skipped", low=0
     )

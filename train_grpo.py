@@ -35,7 +35,7 @@ def train(config: Config, screen) -> None:
 
     check_run_folder(config)
     check_export(config)
-    device = start_device(screen)
+    device = start_device(screen, config.run.deterministic)
     prepare_demo_parts(config, screen, device)
     parts = load_parts(config, device, screen)
     updates = planned_updates(config, parts.prompts.train)

@@ -41,7 +41,7 @@ def make_trainer(
     than 20 none is, and the training prompts serve. Raises UserError.
     """
     screen = Screen()
-    device = start_device(screen)
+    device = start_device(screen, config.run.deterministic)
     start = find_start_model(config, "actor_model")
     tokenizer = start.tokenizer
     topics = config.data.steps_per_topic is not None

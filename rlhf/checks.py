@@ -20,6 +20,7 @@ from config import Config
 from rlhf.actor_critic import base_of, scaled_logits, set_adapter_dropout
 from rlhf.assembly import Parts
 from rlhf.console import Screen
+from rlhf.determinism import CUBLAS, REPRODUCIBLE_CUBLAS
 from rlhf.errors import UserError, raise_if
 from rlhf.loop import OnPolicyLoop
 from rlhf.memory import available, forecaster, gib
@@ -39,7 +40,6 @@ RELOADED = 1e-4  # logits and score units: the same weights in the same forward 
 # The forecast is of full replies to the longest prompts, so above what is measured; libraries differ by machine.
 MORE, SLACK = 1.25, 128 * 2**20
 MOST_IDS = 64  # of a prompt, shown
-REPRODUCIBLE_CUBLAS = (":4096:8", ":16:8")  # of CUBLAS_WORKSPACE_CONFIG: torch's notes on reproducibility
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
@@ -129,8 +129,8 @@ def determinism(device: torch.device) -> Check:
     on, cudnn = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn
     undone = [("torch.backends.cudnn.benchmark is on", cudnn.benchmark)]
     if device.type == "cuda":
-        workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-        undone.append((f"CUBLAS_WORKSPACE_CONFIG is {workspace}", workspace not in REPRODUCIBLE_CUBLAS))
+        workspace = os.environ.get(CUBLAS)
+        undone.append((f"{CUBLAS} is {workspace}", workspace not in REPRODUCIBLE_CUBLAS))
     against = [what for what, is_so in undone if is_so and on]
     return Check(
         "determinism",
@@ -138,7 +138,7 @@ def determinism(device: torch.device) -> Check:
         f"{'on' if cudnn.deterministic else 'off'}, cudnn.benchmark {'on' if cudnn.benchmark else 'off'}"
         + "".join(f"; {what}" for what in against),
         not against,
-        f"Switch cudnn.benchmark off, set CUBLAS_WORKSPACE_CONFIG={REPRODUCIBLE_CUBLAS[0]}, or leave determinism off",
+        f"Switch cudnn.benchmark off, set {CUBLAS}={REPRODUCIBLE_CUBLAS[0]}, or leave determinism off",
     )
 
 

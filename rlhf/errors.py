@@ -60,6 +60,25 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"Did you mean {near[0]}?" if near else "--help lists them all."
 
 
+NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's words, behind the operator's name
+
+
+def torch_error(error: RuntimeError) -> str | None:
+    """Return the line for an error of torch that the user can fix, else None. Imports no torch."""
+    first = str(error).split("\n", 1)[0]
+    if type(error).__name__ == "OutOfMemoryError":
+        return (
+            f"out of memory: {first}. Try --use-lora, --load-in-4bit, a smaller model, or close what else uses the GPU"
+        )
+    if NOT_DETERMINISTIC in first:
+        operator = first.split(NOT_DETERMINISTIC)[0]
+        return (
+            f"{operator} has no deterministic implementation on this device: --deterministic. "
+            "Leave the flag out, and report the operator's name"
+        )
+    return None
+
+
 def run_command(main: Callable[[], None]) -> None:
     """Run a script's main(): a UserError becomes its lines on stderr and an exit status."""
     try:
@@ -74,10 +93,10 @@ def run_command(main: Callable[[], None]) -> None:
         print(f"error: {error.strerror}: {where}. Mend that and go on (a training run with --resume)", file=sys.stderr)
         sys.exit(RunError.exit_status)
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, by its name: nothing here waits for torch
+        line = torch_error(error)
+        if line is None:
             raise
-        said = "Try --use-lora, --load-in-4bit, a smaller model, or close what else uses the card"
-        print(f"error: out of memory: {str(error).splitlines()[0]}. {said}", file=sys.stderr)
+        print(f"error: {line}", file=sys.stderr)
         sys.exit(RunError.exit_status)
     except KeyboardInterrupt:
         print("stopped; a training run goes on from its last checkpoint with --resume", file=sys.stderr)

@@ -18,6 +18,7 @@ from reward_model.scorer import METRICS_FILE, RewardModel, pair_accuracy
 from rlhf.actor_critic import base_of
 from rlhf.console import Screen
 from rlhf.dealing import Dealing, one_line
+from rlhf.determinism import use_deterministic_algorithms
 from rlhf.errors import UserError, raise_if
 from rlhf.prompts import Example, Prompt, PromptSets, question_hash
 from rlhf.system import cap_card_memory
@@ -29,8 +30,14 @@ WITHOUT_MOMENTS = 2  # best/ and the final weights
 FLOAT = 4  # bytes
 
 
-def start_device(screen: Screen) -> torch.device:
-    """The device that accelerate picks; one line where an NVIDIA card is there that this torch cannot use."""
+def start_device(screen: Screen, deterministic: bool = False) -> torch.device:
+    """Return the device that accelerate picks, with deterministic algorithms on if they are wanted.
+
+    Prints one line if there is an NVIDIA GPU that this torch cannot use. Raises UserError if there are several
+    processes.
+    """
+    if deterministic:
+        use_deterministic_algorithms()
     hint = unused_card()
     if hint:
         screen.say(hint)

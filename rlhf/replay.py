@@ -27,7 +27,7 @@ def replay_incident(make: type[OnPolicyLoop], config: Config, screen: Screen) ->
         raise UserError(f"an incident of train_{of}.py: --replay {config.run.replay}. Give it to that command")
     with tempfile.TemporaryDirectory(prefix="rlhf_replay_", ignore_cleanup_errors=True) as folder:
         config = incident.config(folder)
-        parts = load_parts(config, start_device(screen), screen)
+        parts = load_parts(config, start_device(screen, config.run.deterministic), screen)
         screen.facts(replay(make(config, **parts.for_trainer), incident))
 
 

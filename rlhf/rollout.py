@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.actor_critic import Actor, Reference, base_of
+from rlhf.determinism import cumulative_sum
 from rlhf.packing import Episodes, Packed, Padded, Passage, packable
 from rlhf.prompts import Prompt, decode_reply
 
@@ -159,14 +160,14 @@ def nucleus_of(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         allowed = logits >= logits.topk(top_k).values[:, -1:]
     if top_p < 1:
         ordered, order = logits.masked_fill(~allowed, -torch.inf).softmax(-1).sort(dim=-1, descending=True)
-        before = ordered.cumsum(-1) - ordered
+        before = cumulative_sum(ordered) - ordered
         allowed = allowed & torch.zeros_like(allowed).scatter(-1, order, before < top_p)
     return allowed
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     """Token ids (B,) by inverse transform: the first token whose cumulative probability exceeds `uniform` (B,)."""
-    cumulative = logits.double().softmax(-1).cumsum(-1)
+    cumulative = cumulative_sum(logits.double().softmax(-1))
     tokens = torch.searchsorted(cumulative, uniform.unsqueeze(1) * cumulative[:, -1:], right=True).squeeze(1)
     return tokens.clamp(max=logits.shape[-1] - 1)
 

@@ -174,19 +174,6 @@ def test_an_engine_that_cannot_be_had_is_a_line(model):
     assert sample(model, "auto").rows() == sample(model, "plain").rows()
 
 
-@pytest.mark.gpu
-def test_a_cuda_graph_writes_the_plain_replies(model):
-    make_eos_likely(model)
-    model.cuda()
-    device, given = torch.device("cuda"), prompts()
-    noise, sampling = uniforms(1, 2, "rollout", range(9), 40), SamplingSettings(40, 1.0, 0, 0.9)
-    rows = [
-        sample_replies(model, given, noise, sampling, eos=EOS, pad=0, device=device, engine=engine, slots=3).rows()
-        for engine in ("plain", "slots", "graph")
-    ]
-    assert rows[0] == rows[1] == rows[2]
-
-
 # --- vLLM ------------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ LEVELS = [
      "rlhf.knobs", "rlhf.cli", "recipes"},
     {"config", "rlhf.demo.families", "rlhf.demo.tasks"},
     {"rlhf.objectives", "rlhf.controllers", "rlhf.best", "rlhf.hub", "rlhf.prompts", "rlhf.models",
-     "rlhf.actor_critic", "rlhf.packing", "rlhf.fidelity", "rlhf.footprint", "rlhf.trl_ppo",
+     "rlhf.actor_critic", "rlhf.determinism", "rlhf.packing", "rlhf.fidelity", "rlhf.footprint", "rlhf.trl_ppo",
      "rlhf.console", "rlhf.pictures", "rlhf.pages",
      "rlhf.statistics", "rlhf.curves", "reward_model.scorer"},
     {"rlhf.rollout", "rlhf.decoding", "rlhf.engines", "rlhf.vllm_engine", "rlhf.rewards",

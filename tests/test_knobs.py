@@ -25,6 +25,7 @@ from rlhf.assembly import check_run_folder, find_rewards, load_parts, make_rewar
 from rlhf.console import Screen
 from rlhf.errors import RunError, UserError
 from rlhf.knobs import knobs_of
+from rlhf.preflight import start_device
 from rlhf.prompts import Example, Prompt
 from rlhf.runlogs import RunLog
 from rlhf.seeds import for_each_seed
@@ -264,6 +265,17 @@ def seen_seeds(configured, tmp_path):
     return folders("--seeds", 1, 2), folders()
 
 
+def seen_deterministic(configured, tmp_path):
+    def switched_on(*flags):
+        try:
+            start_device(Screen(), configured(*flags).run.deterministic)
+            return torch.are_deterministic_algorithms_enabled()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return switched_on("--deterministic"), switched_on()
+
+
 SEEN = {
     f.__name__.removeprefix("seen_"): f
     for f in (
@@ -276,6 +288,7 @@ SEEN = {
         seen_epochs,
         seen_overwrite,
         seen_seeds,
+        seen_deterministic,
     )
 }
 

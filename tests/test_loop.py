@@ -20,7 +20,6 @@ from rlhf.metrics import Scored, rollout_metrics
 from rlhf.objectives import kl_k3
 from rlhf.rollout import Rollout, measure
 from tests.conftest import attach, whole_gradient
-from tests.test_scripts import ROOT, run
 
 
 @pytest.fixture(params=["ppo", "grpo"])
@@ -444,21 +443,3 @@ def test_evaluating_other_prompts_leaves_no_trace(make):
     assert said == trainer.evaluate(["What is a cat?", "And a dog?"]), "the same random numbers"
     with pytest.raises(UserError, match="no prompt of at most 100 tokens"):
         trainer.evaluate(["word " * 200])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("flags", [[], ["--use-lora"], ["--use-lora", "--load-in-4bit"]])
-@pytest.mark.parametrize("script", [["train_ppo.py"], ["train_grpo.py", "--K", 2, "--batch-size", 2]])
-def test_a_run_on_a_card(start_model, reward_folder, pairs_file, tmp_path, script, flags):
-    """In a process of its own, as the other tests keep to the CPU."""
-    words = [*script, *flags, "--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file,
-             "--output", tmp_path / "run", "--num-iterations", 2, "--reply-length", 8,
-             "--allow-weak-reward-model"]  # fmt: skip
-    done = run([str(w) for w in words], ROOT, ACCELERATE_USE_CPU="false")
-    assert done.returncode == 0, done.stderr
-    capable = torch.cuda.is_bf16_supported(including_emulation=False)
-    assert f"cuda, {'bfloat16 autocast' if capable else 'float32'}" in done.stdout.replace("cuda:0", "cuda")
-    for looking in (["evaluate_generations.py", "--model-path"], ["compare_runs.py"]):
-        words = [*looking, tmp_path / "run", "--num-prompts", 3, "--output", tmp_path / "out"]
-        done = run([str(w) for w in words], ROOT, ACCELERATE_USE_CPU="false")
-        assert done.returncode == 0, done.stderr

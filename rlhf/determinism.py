@@ -1,0 +1,58 @@
+"""Deterministic algorithms: on one GPU the same seed then gives the same bits.
+
+Torch's notes on reproducibility name what a GPU needs: torch.use_deterministic_algorithms, and a cuBLAS workspace of a
+fixed size. On a CPU the project's runs repeat to the bit without either.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rlhf.errors import UserError
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+REPRODUCIBLE_CUBLAS = (":4096:8", ":16:8")  # the two values with which cuBLAS repeats its sums
+
+
+def use_deterministic_algorithms() -> None:
+    """Switch deterministic algorithms on for the rest of the process. Call it before the first CUDA operation.
+
+    An operator without a deterministic implementation then raises RuntimeError, which `rlhf.errors.run_command`
+    prints as one line with the operator's name. Raises UserError if the environment gives cuBLAS another workspace.
+    """
+    workspace = os.environ.setdefault(CUBLAS, REPRODUCIBLE_CUBLAS[0])  # cuBLAS reads it at its first operation
+    if workspace not in REPRODUCIBLE_CUBLAS:
+        raise UserError(
+            f"cuBLAS is not deterministic with {CUBLAS}={workspace}: --deterministic. "
+            f"Set it to {' or '.join(REPRODUCIBLE_CUBLAS)}, or unset it"
+        )
+    torch.backends.cudnn.benchmark = False  # its trials choose an algorithm by the clock
+    torch.use_deterministic_algorithms(True)
+
+
+def cumulative_sum(values: Tensor) -> Tensor:
+    """Prefix sums along the last dimension, shape and dtype of `values`.
+
+    torch.cumsum of floats has no deterministic implementation on CUDA: there, if deterministic algorithms are on,
+    `parallel_scan` takes its place.
+    """
+    if values.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return parallel_scan(values)
+    return values.cumsum(-1)
+
+
+def parallel_scan(values: Tensor) -> Tensor:
+    """Prefix sums along the last dimension in log2(V) additions of whole tensors, whose order never changes.
+
+    Hillis and Steele 1986, "Data parallel algorithms", Communications of the ACM 29(12), section "Computing all
+    partial sums of an array".
+    """
+    shift = 1
+    while shift < values.shape[-1]:
+        values = values + pad(values[..., :-shift], (shift, 0))
+        shift *= 2
+    return values

@@ -1,0 +1,69 @@
+"""Runs the training scripts on the GPU, one after another in one process, so that libraries are imported once.
+
+python -m tests.gpu_runs FOLDER START_MODEL REWARD_MODEL PAIRS   prints one JSON object per run: name, status, output.
+
+The other tests keep their process to the CPU; `tests/test_gpu.py` starts this one beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import sys
+import traceback
+from pathlib import Path
+
+GROUPS = {"ppo": ["--batch-size", "4"], "grpo": ["--batch-size", "2", "--K", "2"]}
+KINDS = {"full": [], "lora": ["--use-lora"], "4-bit": ["--use-lora", "--load-in-4bit"]}
+LOOKS = {"evaluate": "evaluate_generations", "compare": "compare_runs"}
+
+
+def runs(folder: Path, start: str, reward: str, pairs: str) -> list[tuple[str, str, list[str]]]:
+    """(name, module, flags) of every run. The deterministic ones come last: the switch holds for the process."""
+    flags = ["--actor-model", start, "--rm-model", reward, "--prompts", pairs, "--allow-weak-reward-model",
+             "--reply-length", "8", "--prompt-length", "100", "--eval-prompts", "6"]  # fmt: skip
+    found = []
+    for kind, more in KINDS.items():
+        for algorithm, group in GROUPS.items():
+            name = f"{algorithm} {kind}"
+            output = str(folder / name.replace(" ", "_"))
+            few = [*flags, *group, *more, "--num-iterations", "2", "--output", output]
+            found.append((name, f"train_{algorithm}", few))
+    for name, module in LOOKS.items():
+        model = ["--model-path"] if name == "evaluate" else []
+        look = [*model, str(folder / "ppo_lora"), "--num-prompts", "3", "--output", str(folder / name)]
+        found.append((name, module, look))
+    for algorithm, group in GROUPS.items():
+        for number in (1, 2):
+            output = str(folder / f"{algorithm}_same_{number}")
+            same = [*flags, *group, "--num-iterations", "4", "--learning-rate", "1e-3", "--deterministic"]
+            found.append((f"{algorithm} same {number}", f"train_{algorithm}", [*same, "--output", output]))
+    return found
+
+
+def finish(module: str, flags: list[str]) -> tuple[int, str]:
+    """Exit status and everything printed."""
+    from rlhf.errors import run_command
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
+        try:
+            run_command(lambda: importlib.import_module(module).main(flags))
+            status = 0
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        except Exception:  # the caller's test prints it; the next run still runs
+            status = 1
+            traceback.print_exc()
+    return status, printed.getvalue()
+
+
+def main(folder: str, *inputs: str) -> None:
+    for name, module, flags in runs(Path(folder), *inputs):
+        status, output = finish(module, flags)
+        print(json.dumps({"name": name, "status": status, "output": output}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

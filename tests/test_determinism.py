@@ -1,0 +1,99 @@
+"""`--deterministic`: what it switches on, and that the same operations exist without it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import train_ppo
+from rlhf import determinism, rollout
+from rlhf.determinism import CUBLAS, parallel_scan, use_deterministic_algorithms
+from rlhf.errors import UserError, run_command
+from rlhf.rollout import draw
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch):
+    """Deterministic algorithms as they were before the test, and no cuBLAS workspace named."""
+    monkeypatch.delenv(CUBLAS, raising=False)
+    on, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    yield
+    torch.use_deterministic_algorithms(on)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+def test_the_switch():
+    torch.backends.cudnn.benchmark = True
+    use_deterministic_algorithms()
+    assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert os.environ[CUBLAS] == ":4096:8"
+
+
+def test_another_workspace_is_refused(monkeypatch):
+    monkeypatch.setenv(CUBLAS, ":0:0")
+    with pytest.raises(UserError, match=r"not deterministic with CUBLAS_WORKSPACE_CONFIG=:0:0: --deterministic. Set"):
+        use_deterministic_algorithms()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_training_switches_it_on(configured, capsys):
+    config = configured()
+    flags = ["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--reply-length", "8",
+             "--prompts", config.data.prompts, "--allow-weak-reward-model", "--output", config.run.output,
+             "--num-iterations", "2"]  # fmt: skip
+    train_ppo.main([*flags, "--check"])
+    assert not torch.are_deterministic_algorithms_enabled() and "off (torch.use_det" in capsys.readouterr().out
+    train_ppo.main([*flags, "--deterministic", "--check"])
+    assert torch.are_deterministic_algorithms_enabled() and "on (torch.use_det" in capsys.readouterr().out
+    train_ppo.main([*flags, "--deterministic"])
+    assert "update 2/2" in capsys.readouterr().out, "every operator of an update has a deterministic implementation"
+
+
+def test_an_operator_without_one_is_a_line_with_its_name(capsys):
+    def histogram():
+        raise RuntimeError(
+            "_histc_cuda does not have a deterministic implementation, but you set "
+            "'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this operation"
+        )
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(histogram)
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == (
+        "error: _histc_cuda has no deterministic implementation on this device: --deterministic. "
+        "Leave the flag out, and report the operator's name\n"
+    )
+
+
+# --- the scan that takes the place of torch.cumsum -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 64, 1000])
+def test_a_scan_by_hand_and_by_torch(width):
+    counting = torch.arange(1.0, width + 1).expand(3, width)
+    triangle = torch.tensor([n * (n + 1) / 2 for n in range(1, width + 1)])
+    assert torch.equal(parallel_scan(counting), triangle.expand(3, width))
+    values = torch.rand(4, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert_close(parallel_scan(values), values.cumsum(-1))
+    assert parallel_scan(values.float()).dtype == torch.float32
+
+
+def test_tokens_drawn_by_the_scan_are_the_same(monkeypatch):
+    stream = torch.Generator().manual_seed(0)
+    logits = torch.randn(500, 300, generator=stream)
+    logits[:, ::2] = -torch.inf  # filtered out
+    uniform = torch.rand(500, generator=stream, dtype=torch.float64)
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
+    plain = draw(logits, uniform)
+    monkeypatch.setattr(rollout, "cumulative_sum", parallel_scan)
+    assert torch.equal(draw(logits, uniform), plain) and bool((plain % 2 == 1).all())
+
+
+def test_on_a_cpu_torch_sums():
+    use_deterministic_algorithms()
+    values = torch.rand(3, 7)
+    assert torch.equal(determinism.cumulative_sum(values), values.cumsum(-1))

@@ -1,0 +1,109 @@
+"""Tests that only a GPU can run: kernels against the CPU's numbers, whole runs, determinism, predicted memory.
+
+`python -m pytest -m gpu` selects these and the GPU tests of other files.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from config import SamplingSettings
+from rlhf.actor_critic import Actor
+from rlhf.determinism import parallel_scan
+from rlhf.engines import sample_replies
+from rlhf.rollout import draw, nucleus_of, uniforms
+from tests.gpu_runs import GROUPS, KINDS, LOOKS
+from tests.kills import differing
+from tests.test_engines import EOS, make_eos_likely, model, prompts  # noqa: F401  (a fixture among them)
+from tests.test_scripts import ROOT, run
+
+pytestmark = pytest.mark.gpu
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["plain", "slots", "graph"])
+def test_an_engine_samples_the_tokens_of_the_cpu(model, engine):  # noqa: F811
+    """Float32 on both: a token differs only if a random number falls between two roundings."""
+    make_eos_likely(model)
+    noise, sampling = uniforms(1, 2, "rollout", range(9), 40), SamplingSettings(40, 1.0, 0, 0.9)
+
+    def rows(policy, device, engine):
+        return sample_replies(
+            policy, prompts(), noise, sampling, eos=EOS, pad=0, device=device, engine=engine, slots=3
+        ).rows()
+
+    expected = rows(model, CPU, "plain")
+    assert rows(copy.deepcopy(model).to(GPU), GPU, engine) == expected
+
+
+def test_log_probs_are_those_of_the_cpu(model):  # noqa: F811
+    noise, sampling = uniforms(1, 2, "rollout", range(9), 20), SamplingSettings(20, 1.0)
+    found = {}
+    for device in (CPU, GPU):
+        policy = copy.deepcopy(model).to(device)
+        replies = sample_replies(policy, prompts(), noise, sampling, eos=EOS, pad=0, device=device)
+        rows = range(len(replies.mask))
+        for packed in (True, False):
+            with torch.no_grad():
+                logprobs, _, _ = Actor(policy)(replies.passage(rows, packed), 1.0)
+            found[device.type, packed] = logprobs.cpu()
+    for key, logprobs in found.items():
+        assert_close(logprobs, found["cpu", False], rtol=1e-4, atol=1e-4, msg=lambda said, key=key: f"{key}: {said}")
+
+
+def test_sampling_of_large_vocabularies_agrees_with_the_cpu():
+    logits = torch.randn(64, 49_152, generator=torch.Generator().manual_seed(0)) * 3
+    uniform = torch.rand(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert torch.equal(draw(logits.to(GPU), uniform.to(GPU)).cpu(), draw(logits, uniform))
+    probabilities = logits.double().softmax(-1)
+    assert_close(parallel_scan(probabilities.to(GPU)).cpu(), probabilities.cumsum(-1))
+    allowed, expected = nucleus_of(logits.to(GPU), 50, 0.9).cpu(), nucleus_of(logits, 50, 0.9)
+    assert (allowed != expected).sum() <= 64, "at most one token per row, at the edge of the nucleus"
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpu_runs(start_model, reward_folder, pairs_file, tmp_path_factory):
+    """The folder of all runs, and what each printed and returned, by name."""
+    folder = tmp_path_factory.mktemp("gpu_runs")
+    words = ["-m", "tests.gpu_runs", *map(str, (folder, start_model, reward_folder, pairs_file))]
+    done = run(words, ROOT, ACCELERATE_USE_CPU="false")
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    assert done.returncode == 0, done.stderr
+    return folder, {one["name"]: one for one in told}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("algorithm", GROUPS)
+def test_a_run_on_the_gpu(gpu_runs, algorithm, kind):
+    told = gpu_runs[1][f"{algorithm} {kind}"]
+    assert told["status"] == 0, told["output"]
+    capable = torch.cuda.is_bf16_supported(including_emulation=False)
+    expected = f"cuda, {'bfloat16 autocast' if capable else 'float32'}"
+    assert expected in told["output"].replace("cuda:0", "cuda") and "update 2/2" in told["output"]
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_run_is_looked_at_on_the_gpu(gpu_runs, name):
+    told = gpu_runs[1][name]
+    assert told["status"] == 0, told["output"]
+
+
+@pytest.mark.parametrize("algorithm", GROUPS)
+def test_deterministic_runs_of_one_seed_give_the_same_bits(gpu_runs, algorithm):
+    """An operator that prevents it stops the run, and its name is in what the run printed."""
+    folder, told = gpu_runs
+    for number in (1, 2):
+        one = told[f"{algorithm} same {number}"]
+        assert one["status"] == 0, one["output"]
+    assert differing(folder / f"{algorithm}_same_1", folder / f"{algorithm}_same_2") == []

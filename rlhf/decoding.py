@@ -130,7 +130,7 @@ def blocked_weights(model: nn.Module, rows: int, device: torch.device) -> Iterat
     layers = {layer: forward_dtype(layer.weight) for layer in blockable(model, device)}
     try:
         for layer, dtype in layers.items():
-            if dtype == torch.float32 or (dtype == torch.bfloat16 and _MKLDNN._is_mkldnn_bf16_supported()):
+            if has_blocks(dtype):
                 layer.forward = _blocked(layer, dtype, rows)
         yield
     finally:
@@ -143,6 +143,11 @@ def blockable(model: nn.Module, device: torch.device) -> list[nn.Linear]:
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return []
     return [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]
+
+
+def has_blocks(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies blocked weights of a precision: bfloat16 needs AVX-512."""
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and _MKLDNN._is_mkldnn_bf16_supported())
 
 
 _MKLDNN = torch.ops.mkldnn  # oneDNN's operators as torch's own compiler calls them

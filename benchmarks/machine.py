@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -77,6 +78,34 @@ def machine(device: str) -> dict[str, Any]:
         card = torch.cuda.get_device_properties(0)
         facts |= {"card": card.name, "card_memory_bytes": card.total_memory, "cuda": torch.version.cuda}
     return facts
+
+
+def gpu_machine(device: str) -> dict[str, Any]:
+    """GPU with its driver, CPU, Python, libraries and commit, for a report."""
+    from rlhf.runlogs import environment
+
+    facts, software = machine(device), environment()
+    found = {
+        "gpu": facts["card"],
+        "gpu_memory_gib": facts["card_memory_bytes"] / 2**30 if facts["card"] else None,
+        "driver": driver() if facts["card"] else None,
+        "cuda": facts.get("cuda"),
+    }
+    return {
+        **found,
+        **{name: facts[name] for name in ("processor", "cores", "threads_used")},
+        **{name: software[name] for name in ("python", "platform", "versions", "commit")},
+    }
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver; None if nvidia-smi is missing or fails."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return printed.stdout.split("\n")[0].strip() or None if printed.returncode == 0 else None
 
 
 def busy() -> float:

@@ -7,13 +7,12 @@ from typing import Any
 from accelerate import PartialState
 
 from benchmarks.machine import seconds
-from benchmarks.work import KL_COEF, LEARNING_RATE, SEED, TEMPERATURE, Work, letter, prompt_ids
+from benchmarks.work import KL_COEF, LEARNING_RATE, SEED, TEMPERATURE, Work, prompt_lengths, random_prompts
 from config import Config, make_config
 from rlhf.api import TRAINERS
 from rlhf.assembly import find_rewards, load_start_policy, make_rewards
 from rlhf.loop import OnPolicyLoop
 from rlhf.models import load_tokenizer
-from rlhf.prompts import Example, Prompt
 
 PARTS = ("rollout", "score", "update")
 
@@ -56,10 +55,7 @@ def build(work: Work) -> OnPolicyLoop:
     tokenizer = load_tokenizer(start)
     rewards, _ = make_rewards(config, find_rewards(config), tokenizer, device)
     policy = load_start_policy(config, start, tokenizer, device)
-    prompts = [
-        Prompt(tuple(ids), Example(messages=({"role": "user", "content": "".join(map(letter, ids))},)))
-        for ids in prompt_ids(work, policy.config.vocab_size)
-    ]
+    prompts = random_prompts(prompt_lengths(work), policy.config.vocab_size, SEED)
     return TRAINERS[work.algorithm](
         config, policy=policy, tokenizer=tokenizer, train=prompts, evaluation=prompts[:1], rewards=rewards
     )

@@ -36,8 +36,8 @@ from benchmarks.work import (
     Work,
     at_least,
     choose_device,
-    letter,
     make_models,
+    random_prompts,
     random_rows,
     varied,
     work_of,
@@ -112,14 +112,7 @@ class Bench:
         return self.trainer.actor.config.vocab_size
 
     def prompts(self, lengths: Sequence[int]) -> list[Prompt]:
-        from rlhf.prompts import Example, Prompt
-
-        rows = random_rows(lengths, self.vocabulary, SEED)
-        texts = ["".join(map(letter, ids)) for ids in rows]
-        return [
-            Prompt(tuple(ids), Example(messages=({"role": "user", "content": text},)))
-            for ids, text in zip(rows, texts, strict=True)
-        ]
+        return random_prompts(lengths, self.vocabulary, SEED)
 
     def short_prompts(self, count: int) -> list[Prompt]:
         most = self.work.prompt_length

@@ -177,12 +177,7 @@ def make_models(work: Work) -> None:
     import torch
     from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
-    from tests.shapes import llama_config
-
-    config = llama_config("smollm2", 0)
-    if work.size == "tiny":
-        config.update(TINY)
-    config.pad_token_id, config.num_labels = PAD, 1
+    config = model_config(work)
     tokenizer = make_tokenizer(config.vocab_size)
     for kind, folder in ((LlamaForCausalLM, work.policy), (LlamaForSequenceClassification, work.reward_model)):
         torch.manual_seed(SEED)
@@ -192,6 +187,17 @@ def make_models(work: Work) -> None:
         tokenizer.save_pretrained(folder)
 
 
+def model_config(work: Work):
+    """The LlamaConfig of the work's size, for a policy or a reward model."""
+    from tests.shapes import llama_config
+
+    config = llama_config("smollm2", 0)
+    if work.size == "tiny":
+        config.update(TINY)
+    config.pad_token_id, config.num_labels = PAD, 1
+    return config
+
+
 def rule_out_special(embeddings) -> None:
     """Every reply shall have its full length: in one direction all tokens lie one way, the special ones the other.
 
@@ -199,6 +205,16 @@ def rule_out_special(embeddings) -> None:
     """
     embeddings[:, 0] = 1.0
     embeddings[: EOS + 1, 0] = -1.0
+
+
+def random_prompts(lengths: Sequence[int], vocabulary: int, seed: int) -> list:
+    """Prompts of random ids, with the text that the tokenizer turns into the same ids."""
+    from rlhf.prompts import Example, Prompt
+
+    return [
+        Prompt(tuple(ids), Example(messages=({"role": "user", "content": "".join(map(letter, ids))},)))
+        for ids in random_rows(lengths, vocabulary, seed)
+    ]
 
 
 def prompt_ids(work: Work, vocabulary: int) -> list[list[int]]:

@@ -1,0 +1,282 @@
+"""Sections of `benchmarks/on_gpu.py` that measure the library: self-test, decoding, updates, memory, epochs."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from benchmarks.against_trl import alternate
+from benchmarks.epoch import tell_epoch
+from benchmarks.gpu_section import OUT_OF_TIME, OutOfTime, Section
+from benchmarks.machine import gib, seconds
+from benchmarks.memory import foretell
+from benchmarks.side import ROOT, Side
+from benchmarks.work import (
+    EOS,
+    PAD,
+    SEED,
+    TEMPERATURE,
+    Work,
+    make_models,
+    model_config,
+    random_prompts,
+    rule_out_special,
+)
+from config import SamplingSettings
+from rlhf.console import Screen
+from rlhf.engines import sample_replies
+from rlhf.models import autocast
+from rlhf.rollout import uniforms
+
+ENGINES = ("plain", "slots", "graph")
+SLOTS = (64, 128, 256, 512, 1024)
+REPEATS = 3  # of a decoding, if there is time
+EPOCH = 10_000  # prompts
+UPDATES = 10  # measured for an extrapolated epoch
+# the work of an update by algorithm: TRL's GRPO has no minibatches
+UPDATE = {"ppo": {"batch_size": 8, "minibatches": 2}, "grpo": {"batch_size": 4, "K": 6}}
+LENGTHS = {"smollm2": {"prompt_length": 128, "reply_length": 64}, "tiny": {"prompt_length": 16, "reply_length": 16}}
+WHOLE_EPOCH = {"ppo": {"batch_size": 64, "minibatches": 16}, "grpo": {"batch_size": 16, "minibatches": 4, "K": 6}}
+MEMORY = {"full": {}, "LoRA": {"lora": True}, "4-bit LoRA": {"lora": True, "load_in_4bit": True}}
+
+
+def work_for(section: Section, **more) -> Work:
+    """Work of this section's size and device, with models in the folder that all sections share."""
+    lengths, at = LENGTHS[section.plan.size], {"device": section.device, "dtype": section.dtype}
+    return Work(section.plan.models, size=section.plan.size, **at, **lengths, **more)
+
+
+def make_shared_models(work: Work) -> None:
+    """The work's models, unless an earlier section made them."""
+    made = Path(work.folder, "made")
+    if not made.exists():
+        make_models(work)
+        made.touch()  # last: a section that was stopped before it leaves nothing to trust
+
+
+# --- self-test -------------------------------------------------------------------------------------------------------
+
+
+class Outcomes:
+    """A pytest plugin: counts how the tests end, tells each failure, and stops when the section's time is over."""
+
+    def __init__(self, section: Section):
+        self.section, self.ended, self.selected, self.reasons = section, {}, 0, set()
+
+    def pytest_collection_finish(self, session) -> None:
+        self.selected = len(session.items)
+
+    def pytest_collectreport(self, report) -> None:
+        if report.failed:
+            self.section.error(f"collecting {report.nodeid}", last_line(report.longreprtext))
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.ended[report.nodeid] = report.outcome
+        if report.failed:
+            self.section.error(report.nodeid, last_line(report.longreprtext))
+        if report.skipped:
+            self.reasons.add(report.longrepr[2])
+        self.tell()
+
+    def pytest_runtest_logfinish(self) -> None:
+        if self.section.left <= 0:
+            pytest.exit(OUT_OF_TIME, returncode=0)
+
+    def tell(self) -> None:
+        counts = {name: list(self.ended.values()).count(name) for name in ("passed", "failed", "skipped")}
+        counts["not run"] = self.selected - len(self.ended)
+        note = "; ".join([", ".join(f"{count} {name}" for name, count in counts.items()), *self.reasons])
+        self.section.figure("GPU tests passed", counts["passed"], f"of {self.selected}", note)
+
+
+def last_line(text: str) -> str:
+    """The line of a pytest report that names the error."""
+    errors = [line for line in text.splitlines() if line.startswith("E ")]
+    return (errors or text.splitlines() or [""])[0].removeprefix("E ").strip()
+
+
+def self_test(section: Section) -> None:
+    """The tests marked `gpu`. Predicted memory has a section of its own."""
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    words = ["-o", "addopts=", "-m", "gpu", "-p", "no:cacheprovider", "-q", "--continue-on-collection-errors"]
+    if not section.plan.full:
+        words += ["--deselect", "tests/test_memory.py"]
+    pytest.main([*words, str(ROOT / "tests")], plugins=[Outcomes(section)])
+
+
+# --- decoding --------------------------------------------------------------------------------------------------------
+
+
+def decoding(section: Section) -> None:
+    """Reply tokens per second of each engine. All replies have their full length, one per slot."""
+    work = Work("", size=section.plan.size, **LENGTHS[section.plan.size])
+    device = torch.device(section.device)
+    torch.manual_seed(SEED)
+    with device:
+        policy = LlamaForCausalLM(model_config(work)).eval()
+    rule_out_special(policy.get_input_embeddings().weight.data)
+    for slots in SLOTS:
+        for engine in ENGINES if section.on_gpu else ENGINES[:-1]:  # a CUDA graph needs a GPU
+            name = f"{slots:,} slots, {engine}"
+            section.attempt(name, partial(decode, section, name, policy, work, slots, engine))
+
+
+def decode(section: Section, name: str, policy: LlamaForCausalLM, work: Work, slots: int, engine: str) -> None:
+    device = policy.device
+    prompts = random_prompts([work.prompt_length] * slots, policy.config.vocab_size, SEED)
+    noise = uniforms(SEED, 0, "rollout", range(slots), work.reply_length)
+
+    def sample(length: int) -> tuple[int, float]:
+        sampling = SamplingSettings(length, TEMPERATURE)
+        begun = seconds(device.type)
+        with autocast(device, torch.bfloat16 if section.on_gpu else None):
+            replies = sample_replies(
+                policy, prompts, noise[:, :length], sampling,
+                eos=EOS, pad=PAD, device=device, engine=engine, slots=slots,
+            )  # fmt: skip
+        tokens = sum(replies.lengths.tolist())
+        return tokens, seconds(device.type) - begun
+
+    sample(4)  # kernels are chosen, memory is claimed
+    rates = []
+    while len(rates) < REPEATS and (not rates or section.left > work.reply_length * slots / rates[-1]):
+        tokens, spent = sample(work.reply_length)
+        rates.append(tokens / spent)
+    note = f"median of {len(rates)}, {work.prompt_length} prompt and {work.reply_length} reply tokens, {section.dtype}"
+    section.figure(name, median(rates), "tokens/s", note, all=rates)
+
+
+# --- an update against stock TRL -------------------------------------------------------------------------------------
+
+
+def update(section: Section) -> None:
+    """Updates of ours and of TRL's by turns, PPO and then GRPO. The processes of all sides import at once."""
+    works = {
+        algorithm: work_for(section, algorithm=algorithm, updates=1 + UPDATES, **more)
+        for algorithm, more in UPDATE.items()
+    }
+    with ExitStack() as stack:
+        sides = {}
+        for algorithm, work in works.items():
+            work_file = work.write(section.folder(f"sides/{algorithm}") / "work.json")
+            sides[algorithm] = [stack.enter_context(Side(name, work_file)) for name in ("ours", "stock")]
+        make_shared_models(works["ppo"])  # while they import
+        for number, (algorithm, work) in enumerate(works.items()):
+            until = time.monotonic() + section.left / (len(works) - number)
+            name = f"{algorithm.upper()}, an update"
+            section.attempt(name, partial(alternate_until, section, work, sides[algorithm], until))
+
+
+def alternate_until(section: Section, work: Work, sides: list[Side], until: float) -> None:
+    """One warm-up and `UPDATES` pairs of updates, or as many as there are until an instant; each pair is told."""
+    facts = {side.name: side.go() for side in sides}
+    facts["ours"]["machine"]["busy_before_percent"] = 0.0  # the sections have the machine to themselves
+    told: list[dict[str, dict]] = []
+    for pair in alternate(sides, work.updates, Screen()):
+        told.append(pair)
+        if len(told) > 1:
+            tell_pairs(section, replace(work, updates=len(told)), facts, told)
+        if time.monotonic() + sum(side["seconds"] for side in pair.values()) > until:
+            break
+    for side in sides:
+        side.process.kill()  # its memory is the next algorithm's
+    if len(told) < 2:
+        raise OutOfTime
+
+
+def tell_pairs(section: Section, work: Work, facts: dict[str, dict], told: list[dict[str, dict]]) -> None:
+    found, title = tell_epoch(work, EPOCH, facts, told), work.algorithm.upper()
+    episodes = f"{work.episodes} episodes, {work.ppo_epochs * work.minibatches} optimizer steps, {work.dtype}"
+    names = {"ours": "ours", "stock": "stock TRL"}
+    for side, figures in found["sides"].items():
+        spread = figures["seconds_per_update"]
+        section.figure(
+            f"{title}, an update, {names[side]}", spread["median"], "s",
+            f"median of {len(told) - 1}, {spread['lowest']:.3g} to {spread['highest']:.3g}; {episodes}; "
+            f"peak memory {gib(figures['memory']['peak'])}",
+            all=spread["pairs"],
+        )  # fmt: skip
+        section.figure(
+            f"{title}, an epoch of {EPOCH:,} prompts, {names[side]}", figures["minutes_per_epoch"]["median"], "min",
+            f"extrapolated from {len(told) - 1} updates of {found['updates']['of_the_epoch']:,}",
+        )  # fmt: skip
+    ratio = found["ratio"]
+    section.figure(
+        f"{title}, stock TRL's time over ours", ratio["median"], "",
+        f"{ratio['lowest']:.3g} to {ratio['highest']:.3g} over {len(told) - 1} pairs", all=ratio["pairs"],
+    )  # fmt: skip
+
+
+# --- peak memory -----------------------------------------------------------------------------------------------------
+
+
+def memory(section: Section) -> None:
+    """Predicted and measured peak of two PPO updates, each kind of training in a fresh process."""
+    with ExitStack() as stack:
+        sides, works = {}, {}
+        for kind, more in MEMORY.items():
+            works[kind] = work_for(section, updates=2, **UPDATE["ppo"], **more)
+            work_file = works[kind].write(section.folder(f"sides/{kind.replace(' ', '_')}") / "work.json")
+            sides[kind] = stack.enter_context(Side("ours", work_file))  # all import at once, and wait to be told
+        make_shared_models(works["full"])
+        for kind, side in sides.items():
+            section.attempt(f"PPO, {kind}", partial(peak, section, kind, works[kind], side))
+
+
+def peak(section: Section, kind: str, work: Work, side: Side) -> None:
+    from benchmarks import ours
+
+    side.go()
+    measured = [side.go()["memory"]["above_imports"] for _ in range(work.updates)][-1]
+    predicted = foretell(ours.build(work))
+    section.figure(
+        f"PPO, {kind}, measured over predicted", measured / predicted.peak, "",
+        f"measured {gib(measured)}, predicted {gib(predicted.peak)} (largest in the {predicted.largest.name}); "
+        f"{work.episodes} episodes of {work.prompt_length} + {work.reply_length} tokens, {work.dtype}",
+        measured_bytes=measured, predicted_bytes=predicted.peak,
+    )  # fmt: skip
+
+
+# --- whole epochs ----------------------------------------------------------------------------------------------------
+
+
+def epochs(section: Section) -> None:
+    for number, algorithm in enumerate(WHOLE_EPOCH):
+        until = time.monotonic() + section.left / (len(WHOLE_EPOCH) - number)
+        section.attempt(f"{algorithm.upper()}, an epoch", partial(epoch_of, section, algorithm, until))
+
+
+def epoch_of(section: Section, algorithm: str, until: float) -> None:
+    """All updates of an epoch, one after another; extrapolated and labelled so if the time does not suffice."""
+    settings = WHOLE_EPOCH[algorithm]
+    whole = -(-EPOCH // settings["batch_size"])
+    work = work_for(section, algorithm=algorithm, updates=1 + whole, **settings)
+    make_shared_models(work)
+    name = f"{algorithm.upper()}, an epoch of {EPOCH:,} prompts"
+    with Side("ours", work.write(section.folder(f"sides/epoch_{algorithm}") / "work.json")) as side:
+        side.go()
+        side.go()  # a warm-up
+        spent: list[float] = []
+        while len(spent) < whole and time.monotonic() < until:
+            spent.append(side.go()["seconds"])
+            if len(spent) % 25 == 0 or len(spent) == whole:
+                note = f"measured over all {whole:,} updates"
+                if len(spent) < whole:
+                    note = f"extrapolated from {len(spent):,} updates of {whole:,}"
+                minutes = sum(spent) / len(spent) * whole / 60
+                section.figure(name, minutes, "min", f"{note}; {settings['batch_size']} prompts per update")
+    if len(spent) < 25:
+        raise OutOfTime
+
+
+SECTIONS = {"self-test": self_test, "decoding": decoding, "update": update, "memory": memory, "epochs": epochs}

@@ -1,0 +1,112 @@
+"""The record of `benchmarks/on_gpu.py`: every figure is written to figures.json and figures.md when it is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf.files import write_json, write_text
+
+RUNNING, DONE, OUT_OF_TIME, FAILED = "running", "done", "out of time", "failed"
+
+
+@dataclass
+class SectionRecord:
+    """One section: its share of the time and what it measured. Seconds."""
+
+    share: float
+    state: str = RUNNING
+    seconds: float = 0.0
+    error: str | None = None
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name, in the order of measurement
+
+
+@dataclass
+class Report:
+    """All sections of one run of the script, in `folder`."""
+
+    folder: Path
+    command: list[str]
+    began: str
+    machine: dict[str, Any] = field(default_factory=dict)
+    sections: dict[str, SectionRecord] = field(default_factory=dict)
+
+    def begin(self, section: str, share: float) -> None:
+        self.sections[section] = SectionRecord(share)
+        self.write()
+
+    def add(self, section: str, told: dict[str, Any]) -> None:
+        """Store what a section's process told: facts of the machine, or a figure that replaces its older self."""
+        if "machine" in told:
+            self.machine = told["machine"]
+        else:
+            self.sections[section].figures[told["name"]] = told
+        self.write()
+
+    def end(self, section: str, state: str, seconds: float, error: str | None = None) -> None:
+        record = self.sections[section]
+        record.state, record.seconds, record.error = state, seconds, error
+        self.write()
+
+    def write(self) -> None:
+        write_json(self.folder / "figures.json", self.as_json())
+        write_text(self.folder / "figures.md", self.as_markdown())
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "command": self.command,
+            "began": self.began,
+            "machine": self.machine,
+            "sections": {name: {**vars(record), "figures": list(record.figures.values())}
+                         for name, record in self.sections.items()},
+        }  # fmt: skip
+
+    def as_markdown(self) -> str:
+        lines = [f"# {self.machine.get('gpu') or self.machine.get('processor', 'figures')}", ""]
+        lines += [f"`{' '.join(self.command)}`, begun {self.began}.", "", *machine_lines(self.machine)]
+        for name, record in self.sections.items():
+            lines += ["", f"## {name}", "", f"{record.state}, {record.seconds:.0f} of {record.share:.0f} s"]
+            if record.error:
+                lines += ["", f"error: {one_line(record.error)}"]
+            if record.figures:
+                lines += ["", *table(list(record.figures.values()))]
+        return "\n".join(lines) + "\n"
+
+
+def machine_lines(machine: dict[str, Any]) -> list[str]:
+    """The GPU with its driver, the CPU and the versions of the libraries, one list item each."""
+    if not machine:
+        return []
+    memory = machine.get("gpu_memory_gib")
+    gpu = (
+        f"{machine['gpu']}, {memory:.0f} GiB, driver {machine['driver']}, CUDA {machine['cuda']}" if memory else "none"
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return [
+        f"- GPU: {gpu}",
+        f"- CPU: {machine['processor']}, {machine['cores']} cores, {machine['threads_used']} threads used",
+        f"- Python {machine['python']}, {versions}",
+        f"- {machine['platform']}, commit {machine['commit'] or 'unknown'}",
+    ]
+
+
+def table(figures: Sequence[dict[str, Any]]) -> list[str]:
+    lines = ["| figure | value | |", "|---|---|---|"]
+    for figure in figures:
+        value = "failed" if "error" in figure else f"{number(figure['value'])} {figure['unit']}".strip()
+        lines.append(f"| {figure['name']} | {value} | {one_line(figure.get('error') or figure.get('note', ''))} |")
+    return lines
+
+
+def number(value: Any) -> str:
+    """Three significant digits, and all digits of a large number."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def one_line(text: str) -> str:
+    """The text in one line that cannot end a table's cell."""
+    return " ".join(text.split()).replace("|", "\\|")[:400]

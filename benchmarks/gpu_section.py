@@ -1,0 +1,119 @@
+"""One section of `benchmarks/on_gpu.py`, in a process of its own: it prints a JSON object for each figure.
+
+python -m benchmarks.gpu_section PLAN    with PLAN a Plan as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+OUT_OF_TIME = "not measured: the section's time was over"
+
+
+class OutOfTime(Exception):
+    """A section's time ended before a measurement did."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a section's process is told."""
+
+    section: str
+    seconds: float  # its share of the time
+    device: str | None  # "cuda", "cpu"; None: the GPU if torch can use one
+    size: str  # "tiny" or "smollm2"
+    models: str  # folder in which sections share models of random weights
+    output: str  # folder of the figures
+    demo_parts: str | None = None  # folder to copy the demo's parts from
+    full: bool = False
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class Section:
+    """What a section measures with: its plan, its clock, and the channel that its figures take."""
+
+    def __init__(self, plan: Plan, channel):
+        self.plan, self.channel = plan, channel
+        self.deadline = time.monotonic() + plan.seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds until the section's time is over."""
+        return self.deadline - time.monotonic()
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def device(self) -> str:
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.on_gpu else "float32"
+
+    def folder(self, name: str) -> Path:
+        folder = Path(self.plan.output, name).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def figure(self, name: str, value: Any, unit: str = "", note: str = "", **more: Any) -> None:
+        self._tell({"name": name, "value": value, "unit": unit, "note": note, **more})
+
+    def error(self, name: str, error: str) -> None:
+        self._tell({"name": name, "error": error})
+
+    def attempt(self, name: str, measure: Callable[[], None]) -> None:
+        """Call `measure`, which tells its own figures. An error is recorded under `name`, and the section goes on."""
+        if self.left <= 0:
+            return self.error(name, OUT_OF_TIME)
+        try:
+            measure()
+        except OutOfTime:
+            self.error(name, OUT_OF_TIME)
+        except Exception as error:  # any error of a library or the driver is a finding
+            self.error(name, f"{type(error).__name__}: {error}")
+
+    def machine(self) -> None:
+        from benchmarks.machine import gpu_machine
+
+        self._tell({"machine": gpu_machine(self.device)})
+
+    def _tell(self, told: dict[str, Any]) -> None:
+        from rlhf.files import json_ready
+
+        self.channel.write(json.dumps(json_ready(told)) + "\n")
+        self.channel.flush()
+
+
+def main() -> None:
+    plan = Plan(**json.loads(sys.argv[1]))
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print goes to the log
+    from benchmarks.work import choose_device
+    from rlhf.console import quiet_libraries
+
+    section = Section(plan, channel)
+    choose_device(plan.device)
+    quiet_libraries()
+    from benchmarks import gpu_measures, gpu_trainings
+
+    sections = {**gpu_measures.SECTIONS, **gpu_trainings.SECTIONS}
+    section.machine()
+    sections[plan.section](section)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""Sections of `benchmarks/on_gpu.py` that run the project's commands: the demo, recipes, determinism, the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from benchmarks.gpu_measures import make_shared_models, work_for
+from benchmarks.gpu_section import OUT_OF_TIME, OutOfTime, Section
+from benchmarks.side import ROOT
+from benchmarks.work import letter, random_rows
+from recipes import RECIPES
+from rlhf.curves import read_scalars
+from rlhf.runlogs import read_run
+
+ALGORITHMS = ("ppo", "grpo")
+SEEDS = (42, 123, 777)
+TOGETHER = "both algorithms at once"
+TO_STOP = 12.0  # seconds before a section's end: a run that is told to stop ends its update and saves
+PROMPTS, LONGEST = 200, 64  # of the stand-in's prompts file: rows, and tokens of each
+RUN_TIMES = ("time/rollout_s", "time/score_s", "time/update_s")
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Command:
+    """A command of the project in a process of its own, its output in a file."""
+
+    process: subprocess.Popen
+    log: Path
+
+    @classmethod
+    def start(cls, words: Sequence[object], folder: Path, threads: int | None = None, **environment: str) -> Command:
+        """`words` are Python's arguments: a script's name and its flags. `folder` becomes the working folder."""
+        script, *flags = map(str, words)
+        log = folder / f"{len(list(folder.glob('*.log'))):02d}_{Path(script).stem}.log"
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "120", **environment}
+        if threads is not None:
+            environment["OMP_NUM_THREADS"] = str(threads)
+        program = [script] if script == "-c" else ["-m", "reward_model.train"] if script == "reward_model" else [
+            str(ROOT / script)
+        ]  # fmt: skip
+        with log.open("w", encoding="utf-8") as printed:
+            process = subprocess.Popen(
+                [sys.executable, *program, *flags], cwd=folder, env=environment,
+                stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        return cls(process, log)
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit status; None if the command was told to stop, and ended, because the time was over."""
+        try:
+            return self.process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+        try:
+            self.process.wait(TO_STOP - 4)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        return None
+
+    def printed(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def last_lines(self, count: int = 3) -> str:
+        return " ".join(self.printed().splitlines()[-count:])
+
+
+def run(section: Section, words: Sequence[object], folder: Path, **environment: str) -> Command:
+    """A command that must end within the section's time. Raises OutOfTime, or RuntimeError with its last lines."""
+    command = Command.start(words, folder, **environment)
+    status = command.wait(section.left - TO_STOP)
+    if status is None:
+        raise OutOfTime
+    if status:
+        raise RuntimeError(f"exit status {status}: {command.last_lines()}")
+    return command
+
+
+# --- the demo --------------------------------------------------------------------------------------------------------
+
+
+def demo(section: Section) -> None:
+    """PPO and GRPO on the demo, both at the same time, seed by seed; a run that has no time to end tells how far it
+    came."""
+    folder = section.folder("demo")
+    if section.plan.demo_parts:
+        shutil.copytree(section.plan.demo_parts, folder / "demo_parts", dirs_exist_ok=True)
+    section.attempt("demo parts", partial(demo_parts, section, folder))
+    if not (folder / "demo_parts" / "stamp.json").is_file():
+        return
+    for seed in SEEDS if section.plan.full else SEEDS[:1]:
+        section.attempt(f"seed {seed}", partial(demo_seed, section, folder, seed))
+
+
+def demo_parts(section: Section, folder: Path) -> None:
+    begun = time.monotonic()
+    run(section, ["train_ppo.py", "--recipe", "demo", "--dry-run"], folder)
+    record = json.loads((folder / "demo_parts" / "reward_model" / "metrics.json").read_text(encoding="utf-8"))
+    note = f"pairs and reward model (accuracy {record['accuracy']:.3f}), in {time.monotonic() - begun:.0f} s"
+    section.figure("demo parts", "made" if section.plan.demo_parts is None else "given", "", note)
+
+
+def demo_seed(section: Section, folder: Path, seed: int) -> None:
+    threads = max(1, (psutil.cpu_count(logical=False) or 2) // len(ALGORITHMS))
+    flags = ["--recipe", "demo", "--seed", seed, "--overwrite"]
+    outputs = {algorithm: folder / f"{algorithm}_seed{seed}" for algorithm in ALGORITHMS}
+    commands = {
+        algorithm: Command.start([f"train_{algorithm}.py", *flags, "--output", output], folder, threads)
+        for algorithm, output in outputs.items()
+    }
+    for algorithm, command in commands.items():
+        status, name = command.wait(section.left - TO_STOP), f"{algorithm.upper()}, seed {seed}"
+        if status:
+            section.error(name, f"exit status {status}: {command.last_lines()}")
+        elif status == 0:
+            tell_learning(section, name, read_run(outputs[algorithm]))
+        else:
+            tell_stopped(section, name, outputs[algorithm])
+
+
+def tell_learning(section: Section, name: str, finished: dict[str, Any]) -> None:
+    """What a finished run of the demo learned."""
+    figures, spent = finished["figures"], finished["spent"]
+    low, high = figures["gold_rise_interval"]
+    notes = [
+        f"gold quality {figures['gold_before']:.3f} -> {figures['gold_after']:.3f}",
+        f"95% interval of its rise {low:+.3f} to {high:+.3f}",
+        f"KL {figures['kl_last_10_updates']:.2f} {figures['kl_unit']} (target {figures['kl_target']:g})",
+        f"{spent['updates']} updates, {spent['episodes']:,} episodes in {figures['seconds']:.0f} s, {TOGETHER}",
+    ]
+    rise = figures["score_rise_in_start_sd"]
+    section.figure(f"{name}: rise of the score", rise, "sd of the start's", "; ".join(notes), figures=figures)
+
+
+def tell_stopped(section: Section, name: str, output: Path) -> None:
+    """How far a run came that had no time to end."""
+    scalars, _ = read_scalars(output / "logs", running=True) if (output / "logs").is_dir() else ({}, [])
+    score, rewards = scalars.get("eval/score"), scalars.get("rewards/mean")
+    if score is None or rewards is None:
+        return section.error(name, f"{OUT_OF_TIME}, before the first update ended")
+    planned = (read_run(output) or {}).get("plan", {}).get("updates", "?")
+    notes = [
+        f"stopped by the section's time after update {rewards.updates[-1]} of {planned}",
+        f"evaluated after update {score.updates[-1]}, at the start {score.values[0]:.3f}",
+        f"{rewards.seconds[-1]:.0f} s, {TOGETHER}",
+    ]
+    section.figure(f"{name}: score, not finished", float(score.values[-1]), "", "; ".join(notes))
+
+
+# --- stand-ins for the hub's models ----------------------------------------------------------------------------------
+
+
+def stand_ins(section: Section, folder: Path) -> list[object]:
+    """Flags that put models of random weights and prompts of random tokens in the places of the hub's."""
+    work = work_for(section)
+    make_shared_models(work)
+    vocabulary = json.loads((work.policy / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    prompts = folder / "prompts.jsonl"
+    texts = ["".join(map(letter, ids)) for ids in random_rows([LONGEST] * PROMPTS, vocabulary, 0)]
+    rows = [json.dumps({"prompt": text, "topic": f"topic {number % 4}"}) for number, text in enumerate(texts)]
+    prompts.write_text("\n".join(rows), encoding="utf-8")
+    models = [Path(model).resolve() for model in (work.policy, work.reward_model)]
+    return ["--actor-model", models[0], "--rm-model", models[1], "--prompts", prompts, "--allow-weak-reward-model",
+            "--eval-prompts", 8]  # fmt: skip
+
+
+def recipes(section: Section) -> None:
+    """Ten updates of each recipe by each algorithm, on stand-ins."""
+    folder = section.folder("recipes")
+    given = stand_ins(section, folder)
+    for recipe in sorted(set(RECIPES) - {"demo"}):
+        for algorithm in ALGORITHMS:
+            name = f"{recipe}, {algorithm.upper()}"
+            section.attempt(name, partial(recipe_run, section, name, folder, recipe, algorithm, given))
+
+
+def recipe_run(section, name: str, folder: Path, recipe: str, algorithm: str, given: list[object]) -> None:
+    output = folder / f"{recipe}_{algorithm}"
+    script, length = f"train_{algorithm}.py", ["--num-iterations", 10]
+    run(section, [script, "--recipe", recipe, *given, *length, "--overwrite", "--output", output], folder)
+    scalars, _ = read_scalars(output / "logs")
+    spent = sum(median(scalars[tag].values) for tag in RUN_TIMES)
+    peak = read_run(output)["figures"]["peak_memory_gib"]
+    section.figure(name, spent, "s per update", f"sum of the parts' medians over 10 updates; peak {peak:.2f} GiB")
+
+
+# --- determinism -----------------------------------------------------------------------------------------------------
+
+
+def same_seed(section: Section) -> None:
+    """Two runs of one seed, with and without --deterministic: the same bits, or where they part."""
+    folder = section.folder("same_seed")
+    given = [*stand_ins(section, folder), "--num-iterations", 5, "--reply-length", 32, "--learning-rate", "1e-4"]
+    for switch in ("--deterministic", "--no-deterministic"):
+        for algorithm in ALGORITHMS:
+            name = f"{algorithm.upper()}, {switch}"
+            section.attempt(name, partial(two_runs, section, name, folder, algorithm, [*given, switch]))
+
+
+def two_runs(section: Section, name: str, folder: Path, algorithm: str, flags: list[object]) -> None:
+    from tests.kills import differing, shown
+
+    outputs = [folder / f"{name.replace(', --', '_')}_{number}" for number in (1, 2)]
+    for output in outputs:
+        run(section, [f"train_{algorithm}.py", *flags, "--overwrite", "--output", output], folder)
+    differences = differing(*outputs)
+    first = first_difference(*(shown(output / "logs") for output in outputs))
+    note = f"first in update {first[0]}, {first[1]}; " if first else ""
+    section.figure(name, "differs" if differences else "bit-identical", "", note + "; ".join(differences[:3]))
+
+
+def first_difference(one: dict[str, list], other: dict[str, list]) -> tuple[int, str] | None:
+    """(update, tag) of the first point in which two runs' scalars differ, without those that the clock makes."""
+    parted = [
+        (here[0], tag)
+        for tag in one.keys() & other.keys()
+        if not tag.startswith(("time/", "throughput/", "memory/"))
+        for here, there in zip(one[tag], other[tag], strict=False)
+        if here != there
+    ]
+    return min(parted, default=None)
+
+
+# --- out of memory ---------------------------------------------------------------------------------------------------
+
+CAPPED = (
+    "import sys, torch; torch.cuda.set_per_process_memory_fraction({share}); sys.argv = sys.argv[1:]; "
+    "import train_ppo; from rlhf.errors import run_command; run_command(train_ppo.main)"
+)
+# GiB that the process may take, and what it should come to
+CAPS = {"halved micro-batches": 8.0, "one line": 3.0}
+
+
+def out_of_memory(section: Section) -> None:
+    """A run that may take little of the GPU's memory: it halves its micro-batches, or ends with one line."""
+    if not section.on_gpu:
+        return section.error("out of memory", "needs a CUDA GPU")
+    folder = section.folder("out_of_memory")
+    flags = [*stand_ins(section, folder), "--num-iterations", 2, "--batch-size", 64, "--micro-batch-size", 64,
+             "--reply-length", 256]  # fmt: skip
+    for expected, cap in CAPS.items():
+        section.attempt(expected, partial(capped_run, section, folder, expected, cap, flags))
+
+
+def capped_run(section: Section, folder: Path, expected: str, cap: float, flags: list[object]) -> None:
+    import torch
+
+    share = cap * 2**30 / torch.cuda.get_device_properties(0).total_memory
+    output = ["--overwrite", "--output", folder / expected.replace(" ", "_")]
+    command = Command.start(["-c", CAPPED.format(share=share), "train_ppo.py", *flags, *output], folder)
+    status = command.wait(section.left - TO_STOP)
+    said = [line for line in command.printed().splitlines() if "out of memory" in line]
+    traceback = "; a traceback" if "Traceback" in command.printed() else ""
+    note = f"with {cap:g} GiB: {' '.join(said)[:300] or command.last_lines()}{traceback}"
+    section.figure(expected, f"exit status {status}", "", note)
+
+
+# --- the default recipe with the hub ---------------------------------------------------------------------------------
+
+
+def real(section: Section) -> None:
+    """The default recipe as the README prints it, with the hub's models and data."""
+    folder = section.folder("real")
+    online = {"HF_HUB_OFFLINE": "0"}
+
+    def reward_model() -> None:
+        run(section, ["reward_model", "--rm-overwrite"], folder, **online)
+        record = json.loads((folder / "reward_model_output" / "metrics.json").read_text(encoding="utf-8"))
+        note = f"length rule {record['length_baseline']:.3f}"
+        section.figure("reward model, accuracy on held-out pairs", record["accuracy"], "", note)
+
+    def train(algorithm: str) -> None:
+        run(section, [f"train_{algorithm}.py", "--overwrite"], folder, **online)
+        figures = read_run(folder / f"{algorithm}_training_output")["figures"]
+        section.figure(
+            f"{algorithm.upper()}, rise of the score", figures["score_rise_in_start_sd"], "sd of the start's",
+            f"{figures['seconds'] / 60:.0f} min, KL {figures['kl_last_10_updates']:.2f} {figures['kl_unit']}, "
+            f"peak {figures['peak_memory_gib']:.2f} GiB", figures=figures,
+        )  # fmt: skip
+
+    def compare() -> None:
+        outputs = [f"{algorithm}_training_output" for algorithm in ALGORITHMS]
+        run(section, ["compare_runs.py", *outputs], folder, **online)
+        verdict = json.loads((folder / "comparison_output" / "comparison.json").read_text(encoding="utf-8"))["verdict"]
+        section.figure("verdict", re.sub(r"\s+", " ", " ".join(verdict)))
+
+    section.attempt("reward model", reward_model)
+    for algorithm in ALGORITHMS:
+        section.attempt(algorithm.upper(), partial(train, algorithm))
+    section.attempt("verdict", compare)
+
+
+SECTIONS = {
+    "demo": demo,
+    "recipes": recipes,
+    "same seed": same_seed,
+    "out of memory": out_of_memory,
+    "real": real,
+}

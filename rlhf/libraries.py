@@ -9,7 +9,7 @@ from pathlib import Path
 from rlhf.errors import raise_if
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements.txt"
-FOR_TESTS = ("pytest", "ruff", "hypothesis")
+FOR_TESTS = ("pytest", "pytest-xdist", "filelock", "ruff", "hypothesis")
 
 
 def check_libraries() -> None:

@@ -9,10 +9,14 @@ os.environ["ACCELERATE_USE_CPU"] = "true"  # the same figures with or without a 
 
 import json
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from filelock import FileLock
 
 from config import Config, parse_cli
 from rlhf.callbacks import attach_callbacks
@@ -34,38 +38,70 @@ def attach(trainer) -> RunLog:
     return log
 
 
+MEMORY_PER_WORKER = 3 * 2**30  # bytes; the largest tests start a process or two beside their own
+MOST_WORKERS = 8  # each imports torch and transformers, which takes longer than its share of the tests saves
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's, for `-n auto`
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker per core, as far as the memory goes."""
+    cores, memory = psutil.cpu_count(logical=False) or 1, psutil.virtual_memory().available
+    return max(1, min(cores, MOST_WORKERS, memory // MEMORY_PER_WORKER))
+
+
 def pytest_collection_modifyitems(items):
-    """A test marked `gpu` runs wherever there is a card, and says why where there is none."""
+    """A test marked `gpu` runs if there is a GPU, and prints why it does not."""
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="no CUDA card on this machine"))
+                item.add_marker(pytest.mark.skip(reason="no CUDA GPU on this machine"))
 
 
 @pytest.fixture(scope="session")
-def start_model(tmp_path_factory) -> Path:
-    return make_start_model(tmp_path_factory.mktemp("start"))
+def made_once(tmp_path_factory):
+    """A function that returns a folder which the first worker to ask for it fills, and all workers share."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+
+    def make(name: str, fill: Callable[[Path], object]) -> Path:
+        folder, filled = shared / name, shared / f"{name}.filled"
+        with FileLock(shared / f"{name}.lock"):
+            if not filled.exists():
+                folder.mkdir()
+                fill(folder)
+                filled.touch()
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")
-def reward_folder(tmp_path_factory) -> Path:
-    return make_reward_model(tmp_path_factory.mktemp("reward"))
+def start_model(made_once) -> Path:
+    return made_once("start", make_start_model)
 
 
 @pytest.fixture(scope="session")
-def pairs_file(tmp_path_factory) -> Path:
+def reward_folder(made_once) -> Path:
+    return made_once("reward", make_reward_model)
+
+
+@pytest.fixture(scope="session")
+def pairs_file(made_once) -> Path:
     """120 pairs in orca's columns; the chosen reply is the longer one in half of them."""
+    return made_once("data", write_pairs) / "pairs.jsonl"
+
+
+def write_pairs(folder: Path) -> None:
     rng = random.Random(0)
     words = "cat table river step answer question capital France number sign chat help".split()
-    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
-    with path.open("w", encoding="utf-8") as file:
+    with (folder / "pairs.jsonl").open("w", encoding="utf-8") as file:
         for i in range(120):
             chosen = " ".join(rng.choices(words, k=rng.randint(2, 9)))
             rejected = " ".join(rng.choices(words, k=rng.randint(2, 9)))
             system = "Answer step by step." if i % 3 == 0 else ""
             row = {"system": system, "question": f"What is {rng.choice(words)} number {i}?"}
             file.write(json.dumps({**row, "chosen": chosen, "rejected": rejected}) + "\n")
-    return path
 
 
 @pytest.fixture
@@ -85,23 +121,26 @@ def configured(start_model, reward_folder, pairs_file, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def runs(start_model, reward_folder, pairs_file, tmp_path_factory) -> dict[tuple[str, int], Path]:
+def runs(start_model, reward_folder, pairs_file, made_once) -> dict[tuple[str, int], Path]:
     """Finished runs of the scripts by (algorithm, seed): PPO whole, GRPO with adapters; tokens recorded."""
+    folder = made_once("runs", partial(train_runs, start_model, reward_folder, pairs_file))
+    return {(algorithm, seed): folder / f"{algorithm}_{seed}" for algorithm in ("ppo", "grpo") for seed in (1, 2)}
+
+
+def train_runs(start_model: Path, reward_folder: Path, pairs_file: Path, folder: Path) -> None:
     import train_grpo
     import train_ppo
 
-    folder, found = tmp_path_factory.mktemp("runs"), {}
     more = {"ppo": ["--batch-size", 4], "grpo": ["--batch-size", 2, "--K", 2, "--use-lora"]}
     more["grpo"] += ["--record-format", "parquet"]
     for algorithm, script in (("ppo", train_ppo), ("grpo", train_grpo)):
         for seed in (1, 2):
-            found[algorithm, seed] = folder / f"{algorithm}_{seed}"
             words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file,
-                     "--output", found[algorithm, seed], "--seed", seed, "--num-iterations", 2, "--reply-length", 8,
-                     "--eval-every", 1, "--prompt-length", 100, "--eval-prompts", 6, "--learning-rate", "1e-2",
-                     "--allow-weak-reward-model", "--record-tokens", *more[algorithm]]  # fmt: skip
+                     "--output", folder / f"{algorithm}_{seed}", "--seed", seed, "--num-iterations", 2,
+                     "--reply-length", 8, "--eval-every", 1, "--prompt-length", 100, "--eval-prompts", 6,
+                     "--learning-rate", "1e-2", "--allow-weak-reward-model", "--record-tokens",
+                     *more[algorithm]]  # fmt: skip
             script.main([str(word) for word in words])
-    return found
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ could go wrong in silence."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from dataclasses import dataclass, field
@@ -242,10 +243,15 @@ def train(words: list[str], algorithm: str, output: Path, killed: Path) -> dict[
     return seen
 
 
-COMBINATIONS = [(name, method, algorithm) for name in FAMILIES for method in METHODS for algorithm in SCRIPTS]
+# the first tier tests these; .ci/run tests every combination
+FIRST = {("llama", "4-bit LoRA", "ppo"), ("gemma2", "full", "grpo"), ("gpt_neox", "LoRA", "ppo")}
+COMBINATIONS = [
+    pytest.param(one, marks=[] if one in FIRST else pytest.mark.ci, id=", ".join(one))
+    for one in itertools.product(FAMILIES, METHODS, SCRIPTS)
+]
 
 
-@pytest.fixture(scope="module", params=COMBINATIONS, ids=lambda c: ", ".join(c))
+@pytest.fixture(scope="module", params=COMBINATIONS)
 def run(request, words, start, tmp_path_factory) -> Run:
     name, method, algorithm = request.param
     folder = tmp_path_factory.mktemp("run")
@@ -323,7 +329,9 @@ def test_its_memory_can_be_foretold(run):
 # --- a family's habits -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(
+    params=[pytest.param(n, marks=[] if n in {f for f, _, _ in FIRST} else pytest.mark.ci) for n in FAMILIES]
+)
 def name(request) -> str:
     return request.param
 

@@ -25,7 +25,7 @@ RUNS = {
 EPISODES = {"ppo": 3, "grpo": 6}
 
 
-@pytest.mark.parametrize("algorithm", RUNS)
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.ci)])
 def test_against_trl_tells_all_it_promises_of_equal_work(algorithm, tmp_path):
     file = tmp_path / "figures.json"
     flags = [*SHORT, *RUNS[algorithm], "--reply-length", "6", "--pairs", "1", "--json", str(file)]
@@ -121,6 +121,7 @@ def test_doublings_by_hand():
     assert doublings(16, 8) == [16], "a point at least"
 
 
+@pytest.mark.ci
 def test_the_cost_curve_and_its_picture(tmp_path):
     file, picture = tmp_path / "curve.json", tmp_path / "curve.png"
     flags = [*SHORT, "--algorithm", "grpo", "--K", "2", "--batch-size", "2", "--reply-length", "4", "--repeats", "1"]
@@ -162,6 +163,7 @@ def test_peak_memory_by_hand():
     assert spread([3.0, 1.5, 2.0]) == {"median": 2.0, "lowest": 1.5, "highest": 3.0, "pairs": [3.0, 1.5, 2.0]}
 
 
+@pytest.mark.ci
 def test_each_technique_and_its_plain_twin_do_the_same_work(tmp_path):
     file = tmp_path / "techniques.json"
     sizes = ["--batch-size", "4", "--prompt-length", "16", "--reply-length", "16"]
@@ -202,6 +204,7 @@ def check_layers(techniques: dict) -> None:
 # --- an epoch --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_an_epoch_is_measured_in_part_and_extrapolated_openly(tmp_path):
     file = tmp_path / "epoch.json"
     sizes = ["--prompts", "100", "--rollout-batch", "8", "--updates", "1", "--reply-length", "6", "--stock"]

@@ -1,7 +1,7 @@
 """The demo, as its command is written in the README: it must show real learning, in the time that it promises.
 
-Seed 42 runs with the ordinary tests, PPO from nothing and GRPO after it. Seeds 123 and 777, and the run whose KL
-follows a falling target, are slow proofs: `python -m pytest -m slow`.
+`.ci/run` trains with seed 42, PPO from nothing and GRPO after it. Seeds 123 and 777, and the runs whose KL follows a
+falling target, are proofs: `python -m pytest -n 0 -m proof`. tests/test_small_demo.py has the same steps in seconds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 
 from tests.test_scripts import copy_project, run
 
+pytestmark = pytest.mark.demo
 FIRST_TIME_S, CACHED_S = 8 * 60, 4 * 60  # on 2 cores, with nothing else running
 
 
@@ -117,7 +118,7 @@ def test_there_are_enough_questions_and_none_is_shared_by_two_parts(project, dem
     split_examples(examples, Split(45, 45, 10))  # raises where a question leaks
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 @pytest.mark.parametrize("seed", ["123", "777"])
 def test_other_seeds_learn_too(project, demo, algorithm, seed):
@@ -133,7 +134,7 @@ PHASED = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_the_kl_follows_a_falling_target_into_the_band_of_each_third(project, demo, algorithm):
     """0.05, 0.02, 0.01 nats a token: the last 10 updates of each third within 0.5 to 1.5 x its target."""

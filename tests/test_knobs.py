@@ -134,6 +134,7 @@ def test_a_grpo_run_differs(run, name):
     assert run(*both, *flags, algorithm="grpo") != run(*both, algorithm="grpo")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [name for name in BY_RUN if knobs_of(Config)[name].group != "ppo"])
 def test_grpo_reads_every_shared_knob(run, name):
     """Whatever is not PPO's own changes a GRPO run as well."""

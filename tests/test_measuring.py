@@ -318,6 +318,7 @@ def sampled(bench: Bench, seed: int) -> Generations:
     return bench.measure_start(Screen())
 
 
+@pytest.mark.ci
 def test_a_model_against_itself_is_seldom_called_different(settings, start_model):
     """The same weights under other sampling seeds, 100 times: at most 10 verdicts name a better side."""
     settings = dataclasses.replace(settings, num_prompts=12, completions=2, reply_length=4)

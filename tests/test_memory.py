@@ -176,7 +176,7 @@ REAL = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize("flags", REAL, ids=" ".join)
 def test_the_real_shapes_peak_is_foretold(tmp_path, flags):
     """Resident size above that after the imports, over two updates in a fresh process."""

@@ -66,6 +66,7 @@ def test_your_own_pairs_take_five_lines():
     assert len(python_block("my_data").strip().splitlines()) == 5
 
 
+@pytest.mark.ci
 def test_the_example_in_python_runs(project):
     """As it stands, only smaller: two updates of short replies."""
     (project / "example.py").write_text(
@@ -79,6 +80,7 @@ def test_the_example_in_python_runs(project):
     assert (project / "my_python_run" / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.ci
 def test_every_command_of_the_readme_runs(project):
     """In the README's order. The stand-ins' random weights cannot be trained at the real learning rate in seconds: so
     after each reward model its record is put right: the refusal of weak ones is tested elsewhere."""

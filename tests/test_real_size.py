@@ -8,7 +8,7 @@ import pytest
 
 from tests.test_scripts import copy_project, run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.proof
 
 
 @pytest.fixture(scope="module")

@@ -458,10 +458,16 @@ def test_a_disk_too_full_for_curves_is_a_line(words, tmp_path, monkeypatch, capf
 # --- kills -----------------------------------------------------------------------------------------------------------
 
 
+KILLS = [4, pytest.param(10, marks=pytest.mark.ci), pytest.param(25, marks=pytest.mark.proof)]
+
+
 @pytest.mark.skipif(system.WINDOWS, reason="Windows has no fork")
+@pytest.mark.parametrize("count", KILLS)
 @pytest.mark.parametrize("algorithm", SCRIPTS)
-def test_killed_at_any_instant_a_run_is_not_lost(words, tmp_path, algorithm):
-    count = int(os.environ.get("KILLS", "25"))
+def test_killed_at_any_instant_a_run_is_not_lost(words, tmp_path, algorithm, count):
+    """Set KILLS for more of them in the proof."""
+    if count == 25:
+        count = int(os.environ.get("KILLS", count))
     flags = [word for word in words(algorithm, "--save-every", 1)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.kills", str(count), "1", str(tmp_path), f"train_{algorithm}", *flags],

@@ -125,7 +125,7 @@ def test_seeds_that_differ_by_chance_alone_are_seldom_called_different(monkeypat
     assert called <= 10
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("seeds", "prompts", "scatter", "noise"),
     [(2, 64, 0.1, 0.5), (3, 64, 0, 0.5), (3, 64, 0.05, 0.5), (3, 64, 0.2, 0.5), (3, 128, 0.2, 0.3), (5, 64, 0.2, 0.5)],

@@ -205,6 +205,7 @@ def end_all(process: subprocess.Popen) -> None:
             one.kill()
         except psutil.NoSuchProcess:
             continue
+    psutil.wait_procs(family, timeout=5)
     process.wait()
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from bitsandbytes.nn import Params4bit
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -30,7 +29,8 @@ def weights_of(model: nn.Module, trained: bool | None = None) -> int:
 
 
 def _stored(weight: Tensor) -> int:
-    scales = weight.quant_state.absmax.nbytes if isinstance(weight, Params4bit) else 0  # one to a block
+    state = getattr(weight, "quant_state", None)  # of bitsandbytes' 4-bit weights alone
+    scales = 0 if state is None else state.absmax.nbytes  # one to a block
     return weight.nbytes + scales
 
 

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import is_bitsandbytes_available
 
 from rlhf.actor_critic import let_go_of_files, store_frozen_weights
 from rlhf.errors import UserError, did_you_mean
@@ -181,6 +182,14 @@ def context_of(config: PretrainedConfig) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
+def four_bit(dtype: torch.dtype | None) -> BitsAndBytesConfig:
+    """NF4 weights, multiplied in `dtype` (None: float32). Raises UserError without bitsandbytes."""
+    if not is_bitsandbytes_available():
+        raise UserError("bitsandbytes is not installed: --load-in-4bit. Install it with: pip install bitsandbytes")
+    compute = dtype or torch.float32
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+
+
 def load_policy(
     name: str,
     *,
@@ -198,11 +207,7 @@ def load_policy(
     """
     config = check_policy(name, vocabulary, lora.target_modules if lora is not None else ())
     _drop_nothing(config)
-    quantization = (
-        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype or torch.float32)
-        if load_in_4bit
-        else None
-    )
+    quantization = four_bit(dtype) if load_in_4bit else None
     placement = {"device_map": {"": device}} if load_in_4bit else {}
     with readable(name):
         model = AutoModelForCausalLM.from_pretrained(

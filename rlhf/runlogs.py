@@ -257,9 +257,17 @@ def environment() -> dict[str, Any]:
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "versions": {name: _version(name) for name in PACKAGES},
         "commit": _commit(),
     }
+
+
+def _version(package: str) -> str | None:
+    """The installed version; None if the package is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _commit() -> str | None:

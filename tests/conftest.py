@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from filelock import FileLock
+from tensorboard.summary.writer import event_file_writer
 
 from config import Config, parse_cli
 from rlhf.callbacks import attach_callbacks
@@ -25,6 +26,9 @@ from rlhf.runlogs import RunLog
 from rlhf.stopping import StopRequest
 from tests.shapes import make_reward_model, make_start_model
 
+# TensorBoard numbers the event files of a process and reads them in the order of their names. If a test stops a run
+# and resumes it in the same second, file 10 would come before file 9.
+event_file_writer._global_uid = event_file_writer.AtomicCounter(10**9)
 torch.set_num_threads(1)  # tiny models: threads cost more than they bring, and spin when others need the cores
 quiet_libraries()
 

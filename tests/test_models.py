@@ -19,7 +19,7 @@ from reward_model.scorer import RewardModel
 from rlhf import actor_critic, hub, loop
 from rlhf.actor_critic import ActorCritic, Reference, with_value_head
 from rlhf.errors import UserError
-from rlhf.models import autocast, find_model, load_policy, load_tokenizer
+from rlhf.models import autocast, find_model, four_bit, load_policy, load_tokenizer
 from rlhf.packing import Padded
 from rlhf.rollout import episodes_of
 from rlhf.weights import load_policy_weights, trained_of
@@ -335,3 +335,9 @@ def test_a_cached_model_is_loaded_from_its_folder_when_the_hub_is_away(monkeypat
     assert find_model("a/b", "--actor-model") == "/cache/snapshot"
     monkeypatch.setattr(hub, "HfApi", lambda: Hub(False))
     assert find_model("a/b", "--actor-model") == "a/b"
+
+
+def test_four_bits_without_their_library_are_a_line(monkeypatch):
+    monkeypatch.setattr("rlhf.models.is_bitsandbytes_available", lambda: False)
+    with pytest.raises(UserError, match="bitsandbytes is not installed: --load-in-4bit. Install it with: pip"):
+        four_bit(None)

@@ -31,7 +31,7 @@ def figures(folder) -> dict[str, dict]:
 
 
 def test_a_section_is_measured_and_written(tmp_path):
-    flags = ["--device", "cpu", "--only", "decoding", "--minutes", "0.3", "--output", str(tmp_path / "out")]
+    flags = ["--device", "cpu", "--only", "decoding", "--minutes", "0.2", "--output", str(tmp_path / "out")]
     done = run(["benchmarks/on_gpu.py", *flags], ROOT)
     assert done.returncode == 0, done.stderr
     assert list(figures(tmp_path / "out")) == ["decoding"]

@@ -55,7 +55,7 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.ci)])
 def test_a_run_from_start_to_saved_model(project, flags, algorithm):
     more, batch = ALGORITHMS[algorithm]
     script, flags, name = f"train_{algorithm}.py", [*flags, *more], f"{algorithm}_training_output"
@@ -108,6 +108,7 @@ def test_the_scripts_read_as_a_diff_of_each_other():
     assert sorted(renamed) == sorted(ppo), "the names of the algorithm are all that differs (and the imports' order)"
 
 
+@pytest.mark.ci
 def test_an_equal_budget_for_both(project, flags):
     plans = []
     for algorithm, more in (("ppo", ["--batch-size", "4"]), ("grpo", ["--batch-size", "2", "--K", "2"])):
@@ -141,7 +142,11 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", FAULTS)
+# tests/test_bad_inputs.py has every error in the first tier, without a process for each
+PROCESSES = [pytest.param(what, marks=[] if what == "no hub" else pytest.mark.ci) for what in FAULTS]
+
+
+@pytest.mark.parametrize("what", PROCESSES)
 def test_faults_are_one_line_and_exit_status_2(project, flags, reward_folder, what):
     weak = project / "weak"
     if not weak.exists():
@@ -164,6 +169,7 @@ def test_ten_prompts_that_do_not_parse_are_named_by_line(project, flags):
     assert len(lines) == 11 and lines[-1] == "and 2 more"
 
 
+@pytest.mark.ci
 def test_a_run_survives_a_cp1252_console(project, flags):
     done = run(["train_ppo.py", *flags, "--output", "cp1252"], project, PYTHONIOENCODING="cp1252")
     assert done.returncode == 0, done.stderr

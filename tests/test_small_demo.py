@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -19,16 +20,23 @@ FEW = ["--recipe", "demo", "--num-iterations", "4", "--eval-every", "2", "--eval
 RUNS = ["ppo_training_output", "grpo_training_output"]
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """The folder in which the demo ran, from a fifth of its questions; the working folder while this file runs."""
-    folder = tmp_path_factory.mktemp("small_demo")
+@pytest.fixture
+def small(made_once, monkeypatch) -> Path:
+    """The folder in which the demo ran; the working folder of the test."""
+    folder = made_once("small_demo", train_both)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def train_both(folder: Path) -> None:
+    """PPO from nothing, then GRPO; what each printed goes to a file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(parts, "QUESTIONS", parts.QUESTIONS // 5)
         patch.setattr(parts, "SAMPLES_PER_QUESTION", parts.SAMPLES_PER_QUESTION // 2)
-        train_ppo.main(FEW)
-        yield folder
+        for name, script in (("ppo", train_ppo), ("grpo", train_grpo)):
+            with Path(f"{name}.txt").open("w", encoding="utf-8") as printed, redirect_stdout(printed):
+                script.main(FEW)
 
 
 def finished(name: str) -> dict:
@@ -38,6 +46,8 @@ def finished(name: str) -> dict:
 
 
 def test_ppo_is_trained_from_nothing(small):
+    printed = Path("ppo.txt").read_text(encoding="utf-8")
+    assert "demo: the start model answers 600 questions" in printed
     record = json.loads(Path("demo_parts", "reward_model", "metrics.json").read_text(encoding="utf-8"))
     assert len(record["by_flaw"]) >= 3 and record["accuracy"] > 0.5
     run = finished(RUNS[0])
@@ -45,9 +55,8 @@ def test_ppo_is_trained_from_nothing(small):
     assert 0 <= run["figures"]["gold_before"] <= 1 and len(run["figures"]["gold_rise_interval"]) == 2
 
 
-def test_grpo_takes_the_same_parts_and_as_many_episodes(small, capsys):
-    train_grpo.main(FEW)
-    printed = capsys.readouterr().out
+def test_grpo_takes_the_same_parts_and_as_many_episodes(small):
+    printed = Path("grpo.txt").read_text(encoding="utf-8")
     assert "demo parts: cached" in printed
     for words in ("before -> after", "drawn at random", "gold quality", "no training saw it", "saved:", "next:"):
         assert words in printed

@@ -27,7 +27,7 @@ class Plan:
 
     section: str
     seconds: float  # its share of the time
-    device: str | None  # "cuda", "cpu"; None: the GPU if torch can use one
+    device: str  # "cuda" or "cpu"
     size: str  # "tiny" or "smollm2"
     models: str  # folder in which sections share models of random weights
     output: str  # folder of the figures
@@ -56,9 +56,7 @@ class Section:
 
     @property
     def device(self) -> str:
-        import torch
-
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return self.plan.device
 
     @property
     def dtype(self) -> str:

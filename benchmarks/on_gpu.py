@@ -38,6 +38,7 @@ import psutil
 
 from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report, number, one_line
 from benchmarks.gpu_section import Plan
+from benchmarks.work import choose_device
 from rlhf.errors import UserError, run_command
 from rlhf.files import check_folder
 from rlhf.runlogs import now
@@ -62,6 +63,7 @@ class Ending:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
+    choose_device(arguments.device)
     folder = check_folder(arguments.output)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     report = Report(folder, [Path(sys.argv[0]).name, *(sys.argv[1:] if argv is None else argv)], now())
@@ -74,19 +76,23 @@ def main(argv: list[str] | None = None) -> None:
     print(f"figures: {folder / 'figures.md'}" + (f"; failed: {', '.join(failed)}" if failed else ""))
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--minutes", type=float, help="minutes of all sections together (8; with --full 128)")
     parser.add_argument("--full", action="store_true", help="more sections, and more time for each")
     parser.add_argument("--real", action="store_true", help="the default recipe alone, with the hub")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="unset: the GPU if torch can use one")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cuda, or cpu to try the script out")
     parser.add_argument("--size", choices=("tiny", "smollm2"), help="unset: smollm2 on a GPU, tiny with --device cpu")
     parser.add_argument("--only", nargs="+", metavar="SECTION", help="these sections alone")
     parser.add_argument("--demo-parts", metavar="FOLDER", help="demo_parts of an earlier demo, to save their making")
     parser.add_argument("--output", default="./on_gpu_output", help="folder of the figures (./on_gpu_output)")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    arguments = make_parser().parse_args(argv)
     if arguments.full and arguments.real:
         raise UserError("two plans: --full, --real. Choose one")
     if arguments.minutes is not None and arguments.minutes <= 0:

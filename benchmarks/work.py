@@ -146,7 +146,7 @@ def choose_device(wanted: str | None) -> str:
     if torch.cuda.is_available():
         return "cuda"
     if wanted == "cuda":
-        raise UserError("no card that this torch can use: --device cuda. Leave it out, or say --device cpu")
+        raise UserError("no GPU that this torch can use: --device cuda. Use --device cpu")
     os.environ["ACCELERATE_USE_CPU"] = "true"
     return "cpu"
 

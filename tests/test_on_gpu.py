@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import time
 from subprocess import PIPE, Popen
 
 import psutil
 import pytest
+import torch
 
 from benchmarks import on_gpu
 from benchmarks.gpu_measures import Outcomes, last_line
@@ -116,6 +118,14 @@ def test_shares_of_the_time():
 def test_mistakes_are_one_line(flags, error):
     with pytest.raises(UserError, match=error):
         on_gpu.parse(flags)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_nothing_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.environ", dict(os.environ))  # choose_device writes into it
+    with pytest.raises(UserError, match="no GPU that this torch can use: --device cuda. Use --device cpu"):
+        on_gpu.main(["--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_every_section_of_a_plan_exists():

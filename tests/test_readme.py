@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import on_gpu
 from benchmarks.work import add_flags
 from config import ComparisonConfig, Config, EvaluationConfig, PlotConfig, RewardModelConfig, parse_cli
 from tests.shapes import make_base_model, make_start_model
@@ -21,7 +22,8 @@ from tests.test_scripts import ROOT, copy_project, run
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 WITHOUT_A_CARD = [] if torch.cuda.is_available() else ["--use_cpu"]  # as the README says above the command
-NOT_RUN_HERE = ("pip ", "python -m pytest")  # installing, and this very test
+# installing, this very test, and what tests/test_on_gpu.py runs
+NOT_RUN_HERE = ("pip ", "python -m pytest", "python benchmarks/on_gpu.py")
 OF_THE_DEMO = re.compile(r"--recipe demo|_seed\d|recorded")  # minutes: tests/test_demo.py runs these on real demo runs
 
 
@@ -133,6 +135,7 @@ def test_every_flag_that_the_readme_names_exists():
     benchmarks = argparse.ArgumentParser()
     add_flags(benchmarks)
     known |= {*benchmarks._option_string_actions, "--pairs", "--json"}
+    known |= set(on_gpu.make_parser()._option_string_actions)
     outside = {"--index-url", "--logdir", "--model_name_or_path", "--dataset_name", "--output_dir", "--use_cpu",
                "--chat_template_path", "--help", "--x", "--no-x"}  # fmt: skip
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", README))

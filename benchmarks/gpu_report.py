@@ -83,7 +83,7 @@ def machine_lines(machine: dict[str, Any]) -> list[str]:
     gpu = (
         f"{machine['gpu']}, {memory:.0f} GiB, driver {machine['driver']}, CUDA {machine['cuda']}" if memory else "none"
     )
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    versions = ", ".join(f"{name} {version or 'missing'}" for name, version in machine["versions"].items())
     return [
         f"- GPU: {gpu}",
         f"- CPU: {machine['processor']}, {machine['cores']} cores, {machine['threads_used']} threads used",

@@ -82,7 +82,8 @@ class Section:
         except OutOfTime:
             self.error(name, OUT_OF_TIME)
         except Exception as error:  # any error of a library or the driver is a finding
-            self.error(name, f"{type(error).__name__}: {error}")
+            lines = str(error).strip().splitlines() or [""]
+            self.error(name, f"{type(error).__name__}: {' ... '.join(dict.fromkeys((lines[0], lines[-1])))}")
 
     def machine(self) -> None:
         from benchmarks.machine import gpu_machine

@@ -190,6 +190,7 @@ def test_an_attempt_that_fails_is_told_and_the_section_goes_on(section):
         raise error
 
     section.attempt("one", lambda: fail(ValueError("no such kernel")))
+    section.attempt("log", lambda: fail(RuntimeError("it stopped\n  File x\nKeyError: 1")))
     section.attempt("two", lambda: fail(OutOfTime()))
     section.attempt("three", lambda: section.figure("three", 3.0, "s", "a note"))
     section.deadline = 0.0
@@ -197,6 +198,7 @@ def test_an_attempt_that_fails_is_told_and_the_section_goes_on(section):
     late = "not measured: the section's time was over"
     assert told(section) == [
         {"name": "one", "error": "ValueError: no such kernel"},
+        {"name": "log", "error": "RuntimeError: it stopped ... KeyError: 1"},
         {"name": "two", "error": late},
         {"name": "three", "value": 3.0, "unit": "s", "note": "a note"},
         {"name": "four", "error": late},

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import time
+import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 
-import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from benchmarks.against_trl import alternate
 from benchmarks.epoch import tell_epoch
 from benchmarks.gpu_section import OUT_OF_TIME, OutOfTime, Section
-from benchmarks.machine import gib, seconds
+from benchmarks.machine import busy, gib, seconds
 from benchmarks.memory import foretell
 from benchmarks.side import ROOT, Side
 from benchmarks.work import (
@@ -34,6 +33,7 @@ from benchmarks.work import (
 from config import SamplingSettings
 from rlhf.console import Screen
 from rlhf.engines import sample_replies
+from rlhf.errors import Notice
 from rlhf.models import autocast
 from rlhf.rollout import uniforms
 
@@ -67,7 +67,7 @@ def make_shared_models(work: Work) -> None:
 
 
 class Outcomes:
-    """A pytest plugin: counts how the tests end, tells each failure, and stops when the section's time is over."""
+    """A pytest plugin that counts outcomes, records each failure, and stops when the section's time is over."""
 
     def __init__(self, section: Section):
         self.section, self.ended, self.selected, self.reasons = section, {}, 0, set()
@@ -89,6 +89,8 @@ class Outcomes:
         self.tell()
 
     def pytest_runtest_logfinish(self) -> None:
+        import pytest
+
         if self.section.left <= 0:
             pytest.exit(OUT_OF_TIME, returncode=0)
 
@@ -106,19 +108,22 @@ def last_line(text: str) -> str:
 
 
 def self_test(section: Section) -> None:
-    """The tests marked `gpu`. Predicted memory has a section of its own."""
-    os.environ.pop("ACCELERATE_USE_CPU", None)
-    words = ["-o", "addopts=", "-m", "gpu", "-p", "no:cacheprovider", "-q", "--continue-on-collection-errors"]
-    if not section.plan.full:
-        words += ["--deselect", "tests/test_memory.py"]
-    pytest.main([*words, str(ROOT / "tests")], plugins=[Outcomes(section)])
+    """Run the tests marked `gpu`. The slow ones of predicted memory run only with --full."""
+    import pytest
+
+    files = ["test_gpu.py", *(["test_memory.py"] if section.plan.full else [])]
+    words = ["-o", "addopts=", "-m", "gpu", "-p", "no:cacheprovider", "-q", *(str(ROOT / "tests" / f) for f in files)]
+    pytest.main(words, plugins=[Outcomes(section)])
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------
 
 
 def decoding(section: Section) -> None:
-    """Reply tokens per second of each engine. All replies have their full length, one per slot."""
+    """Reply tokens per second of each engine. All replies have their full length, one per slot.
+
+    The time includes the pass over the prompts and, for the graph, its capture.
+    """
     work = Work("", size=section.plan.size, **LENGTHS[section.plan.size])
     device = torch.device(section.device)
     torch.manual_seed(SEED)
@@ -139,7 +144,8 @@ def decode(section: Section, name: str, policy: LlamaForCausalLM, work: Work, sl
     def sample(length: int) -> tuple[int, float]:
         sampling = SamplingSettings(length, TEMPERATURE)
         begun = seconds(device.type)
-        with autocast(device, torch.bfloat16 if section.on_gpu else None):
+        with warnings.catch_warnings(), autocast(device, torch.bfloat16 if section.on_gpu else None):
+            warnings.simplefilter("error", Notice)  # else a graph that cannot be captured is measured as slots
             replies = sample_replies(
                 policy, prompts, noise[:, :length], sampling,
                 eos=EOS, pad=PAD, device=device, engine=engine, slots=slots,
@@ -152,7 +158,8 @@ def decode(section: Section, name: str, policy: LlamaForCausalLM, work: Work, sl
     while len(rates) < REPEATS and (not rates or section.left > work.reply_length * slots / rates[-1]):
         tokens, spent = sample(work.reply_length)
         rates.append(tokens / spent)
-    note = f"median of {len(rates)}, {work.prompt_length} prompt and {work.reply_length} reply tokens, {section.dtype}"
+    lengths = f"{work.prompt_length} prompt and {work.reply_length} reply tokens"
+    note = f"median of {len(rates)}, with the pass over the prompts, {lengths}, {section.dtype}"
     section.figure(name, median(rates), "tokens/s", note, all=rates)
 
 
@@ -160,7 +167,7 @@ def decode(section: Section, name: str, policy: LlamaForCausalLM, work: Work, sl
 
 
 def update(section: Section) -> None:
-    """Updates of ours and of TRL's by turns, PPO and then GRPO. The processes of all sides import at once."""
+    """Updates of ours and of TRL's in turn, PPO and then GRPO. The processes of all sides import at the same time."""
     works = {
         algorithm: work_for(section, algorithm=algorithm, updates=1 + UPDATES, **more)
         for algorithm, more in UPDATE.items()
@@ -178,18 +185,21 @@ def update(section: Section) -> None:
 
 
 def alternate_until(section: Section, work: Work, sides: list[Side], until: float) -> None:
-    """One warm-up and `UPDATES` pairs of updates, or as many as there are until an instant; each pair is told."""
-    facts = {side.name: side.go() for side in sides}
-    facts["ours"]["machine"]["busy_before_percent"] = 0.0  # the sections have the machine to themselves
+    """Measure a warm-up and `UPDATES` pairs of updates, or as many as there are until an instant."""
     told: list[dict[str, dict]] = []
-    for pair in alternate(sides, work.updates, Screen()):
-        told.append(pair)
-        if len(told) > 1:
-            tell_pairs(section, replace(work, updates=len(told)), facts, told)
-        if time.monotonic() + sum(side["seconds"] for side in pair.values()) > until:
-            break
-    for side in sides:
-        side.process.kill()  # its memory is the next algorithm's
+    try:
+        facts = {side.name: side.go() for side in sides}
+        facts["ours"]["machine"]["busy_before_percent"] = busy()
+        for pair in alternate(sides, work.updates, Screen()):
+            told.append(pair)
+            if len(told) > 1:
+                tell_pairs(section, replace(work, updates=len(told)), facts, told)
+            if time.monotonic() + sum(side["seconds"] for side in pair.values()) > until:
+                break
+    finally:
+        for side in sides:  # the next algorithm needs their memory
+            side.process.kill()
+            side.process.wait()
     if len(told) < 2:
         raise OutOfTime
 
@@ -198,12 +208,13 @@ def tell_pairs(section: Section, work: Work, facts: dict[str, dict], told: list[
     found, title = tell_epoch(work, EPOCH, facts, told), work.algorithm.upper()
     episodes = f"{work.episodes} episodes, {work.ppo_epochs * work.minibatches} optimizer steps, {work.dtype}"
     names = {"ours": "ours", "stock": "stock TRL"}
+    of = "of torch's tensors" if section.on_gpu else "of the process"
     for side, figures in found["sides"].items():
         spread = figures["seconds_per_update"]
         section.figure(
             f"{title}, an update, {names[side]}", spread["median"], "s",
             f"median of {len(told) - 1}, {spread['lowest']:.3g} to {spread['highest']:.3g}; {episodes}; "
-            f"peak memory {gib(figures['memory']['peak'])}",
+            f"peak memory {gib(figures['memory']['peak'])} {of}",
             all=spread["pairs"],
         )  # fmt: skip
         section.figure(
@@ -221,13 +232,13 @@ def tell_pairs(section: Section, work: Work, facts: dict[str, dict], told: list[
 
 
 def memory(section: Section) -> None:
-    """Predicted and measured peak of two PPO updates, each kind of training in a fresh process."""
+    """Predicted and measured peak of two PPO updates, each kind of training in a separate process."""
     with ExitStack() as stack:
         sides, works = {}, {}
         for kind, more in MEMORY.items():
             works[kind] = work_for(section, updates=2, **UPDATE["ppo"], **more)
             work_file = works[kind].write(section.folder(f"sides/{kind.replace(' ', '_')}") / "work.json")
-            sides[kind] = stack.enter_context(Side("ours", work_file))  # all import at once, and wait to be told
+            sides[kind] = stack.enter_context(Side("ours", work_file))  # all import at once
         make_shared_models(works["full"])
         for kind, side in sides.items():
             section.attempt(f"PPO, {kind}", partial(peak, section, kind, works[kind], side))

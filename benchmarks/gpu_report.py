@@ -38,7 +38,7 @@ class Report:
         self.write()
 
     def add(self, section: str, told: dict[str, Any]) -> None:
-        """Store what a section's process told: facts of the machine, or a figure that replaces its older self."""
+        """Store the machine's facts, or a figure in the place of an older one of the same name."""
         if "machine" in told:
             self.machine = told["machine"]
         else:
@@ -51,8 +51,11 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        write_json(self.folder / "figures.json", self.as_json())
-        write_text(self.folder / "figures.md", self.as_markdown())
+        try:
+            write_json(self.folder / "figures.json", self.as_json())
+            write_text(self.folder / "figures.md", self.as_markdown())
+        except PermissionError as error:  # on Windows another program has the file open
+            print(f"  not written, the next figure tries again: {error}", flush=True)
 
     def as_json(self) -> dict[str, Any]:
         return {

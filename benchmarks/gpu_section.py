@@ -1,4 +1,4 @@
-"""One section of `benchmarks/on_gpu.py`, in a process of its own: it prints a JSON object for each figure.
+"""One section of `benchmarks/on_gpu.py` in a separate process, which prints one JSON object per figure.
 
 python -m benchmarks.gpu_section PLAN    with PLAN a Plan as JSON
 """
@@ -23,7 +23,7 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a section's process is told."""
+    """Settings of one section."""
 
     section: str
     seconds: float  # its share of the time
@@ -39,7 +39,7 @@ class Plan:
 
 
 class Section:
-    """What a section measures with: its plan, its clock, and the channel that its figures take."""
+    """A section's plan, its clock, and the channel to which its figures are written."""
 
     def __init__(self, plan: Plan, channel):
         self.plan, self.channel = plan, channel
@@ -74,7 +74,7 @@ class Section:
         self._tell({"name": name, "error": error})
 
     def attempt(self, name: str, measure: Callable[[], None]) -> None:
-        """Call `measure`, which tells its own figures. An error is recorded under `name`, and the section goes on."""
+        """Call `measure`, which records its figures. Record an error under `name`; the next measurement still runs."""
         if self.left <= 0:
             return self.error(name, OUT_OF_TIME)
         try:

@@ -25,8 +25,10 @@ from benchmarks.work import letter, random_rows
 from recipes import RECIPES
 from rlhf.curves import read_scalars
 from rlhf.runlogs import read_run
+from rlhf.system import WINDOWS, stop_signals
 
 ALGORITHMS = ("ppo", "grpo")
+NEW_GROUP = subprocess.CREATE_NEW_PROCESS_GROUP if WINDOWS else 0  # else Ctrl-Break would reach this process, too
 SEEDS = (42, 123, 777)
 TOGETHER = "both algorithms at once"
 TO_STOP = 12.0  # seconds before a section's end: a run that is told to stop ends its update and saves
@@ -39,7 +41,7 @@ RUN_TIMES = ("time/rollout_s", "time/score_s", "time/update_s")
 
 @dataclass
 class Command:
-    """A command of the project in a process of its own, its output in a file."""
+    """A command of the project in a separate process, its output in a file."""
 
     process: subprocess.Popen
     log: Path
@@ -49,7 +51,8 @@ class Command:
         """`words` are Python's arguments: a script's name and its flags. `folder` becomes the working folder."""
         script, *flags = map(str, words)
         log = folder / f"{len(list(folder.glob('*.log'))):02d}_{Path(script).stem}.log"
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "120", **environment}
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths, "COLUMNS": "120", **environment}
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
         program = [script] if script == "-c" else ["-m", "reward_model.train"] if script == "reward_model" else [
@@ -58,22 +61,26 @@ class Command:
         with log.open("w", encoding="utf-8") as printed:
             process = subprocess.Popen(
                 [sys.executable, *program, *flags], cwd=folder, env=environment,
-                stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT, creationflags=NEW_GROUP,
             )  # fmt: skip
         return cls(process, log)
 
     def wait(self, seconds: float) -> int | None:
-        """The exit status; None if the command was told to stop, and ended, because the time was over."""
+        """The exit status; None if the command still runs after so many seconds."""
         try:
             return self.process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
-            self.process.terminate()
-        try:
-            self.process.wait(TO_STOP - 4)
-        except subprocess.TimeoutExpired:
+            return None
+
+    def stop(self) -> None:
+        """Ask the command to stop: a training run ends its update and saves."""
+        self.process.send_signal(stop_signals()[-1])
+
+    def end(self) -> None:
+        """End the command by force, if it still runs."""
+        if self.process.poll() is None:
             self.process.kill()
-            self.process.wait()
-        return None
+        self.process.wait()
 
     def printed(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
@@ -86,6 +93,7 @@ def run(section: Section, words: Sequence[object], folder: Path, **environment: 
     """A command that must end within the section's time. Raises OutOfTime, or RuntimeError with its last lines."""
     command = Command.start(words, folder, **environment)
     status = command.wait(section.left - TO_STOP)
+    command.end()
     if status is None:
         raise OutOfTime
     if status:
@@ -97,8 +105,7 @@ def run(section: Section, words: Sequence[object], folder: Path, **environment: 
 
 
 def demo(section: Section) -> None:
-    """PPO and GRPO on the demo, both at the same time, seed by seed; a run that has no time to end tells how far it
-    came."""
+    """PPO and GRPO on the demo at the same time, seed by seed. A run that has no time to end is recorded as it is."""
     folder = section.folder("demo")
     if section.plan.demo_parts:
         shutil.copytree(section.plan.demo_parts, folder / "demo_parts", dirs_exist_ok=True)
@@ -111,32 +118,44 @@ def demo(section: Section) -> None:
 
 def demo_parts(section: Section, folder: Path) -> None:
     begun = time.monotonic()
-    run(section, ["train_ppo.py", "--recipe", "demo", "--dry-run"], folder)
+    command = run(section, ["train_ppo.py", "--recipe", "demo", "--dry-run"], folder)
     record = json.loads((folder / "demo_parts" / "reward_model" / "metrics.json").read_text(encoding="utf-8"))
     note = f"pairs and reward model (accuracy {record['accuracy']:.3f}), in {time.monotonic() - begun:.0f} s"
-    section.figure("demo parts", "made" if section.plan.demo_parts is None else "given", "", note)
+    section.figure("demo parts", "cached" if "demo parts: cached" in command.printed() else "made", "", note)
 
 
 def demo_seed(section: Section, folder: Path, seed: int) -> None:
     threads = max(1, (psutil.cpu_count(logical=False) or 2) // len(ALGORITHMS))
-    flags = ["--recipe", "demo", "--seed", seed, "--overwrite"]
     outputs = {algorithm: folder / f"{algorithm}_seed{seed}" for algorithm in ALGORITHMS}
-    commands = {
-        algorithm: Command.start([f"train_{algorithm}.py", *flags, "--output", output], folder, threads)
-        for algorithm, output in outputs.items()
-    }
-    for algorithm, command in commands.items():
-        status, name = command.wait(section.left - TO_STOP), f"{algorithm.upper()}, seed {seed}"
-        if status:
-            section.error(name, f"exit status {status}: {command.last_lines()}")
-        elif status == 0:
-            tell_learning(section, name, read_run(outputs[algorithm]))
-        else:
-            tell_stopped(section, name, outputs[algorithm])
+    commands: dict[str, Command] = {}
+    try:
+        for algorithm, output in outputs.items():
+            shutil.rmtree(output, ignore_errors=True)  # of an earlier use of this folder
+            words = [f"train_{algorithm}.py", "--recipe", "demo", "--seed", seed, "--output", output]
+            commands[algorithm] = Command.start(words, folder, threads)
+        ended = {algorithm: command.wait(section.left - TO_STOP) for algorithm, command in commands.items()}
+        for algorithm, status in ended.items():
+            if status is None:
+                commands[algorithm].stop()
+        for algorithm, command in commands.items():
+            command.wait(section.left - TO_STOP / 4)
+            tell_run(section, f"{algorithm.upper()}, seed {seed}", ended[algorithm], command, outputs[algorithm])
+    finally:
+        for command in commands.values():
+            command.end()
+
+
+def tell_run(section: Section, name: str, status: int | None, command: Command, output: Path) -> None:
+    if status is None:
+        tell_stopped(section, name, output)
+    elif status:
+        section.error(name, f"exit status {status}: {command.last_lines()}")
+    else:
+        tell_learning(section, name, read_run(output))
 
 
 def tell_learning(section: Section, name: str, finished: dict[str, Any]) -> None:
-    """What a finished run of the demo learned."""
+    """Record the figures of a finished run of the demo."""
     figures, spent = finished["figures"], finished["spent"]
     low, high = figures["gold_rise_interval"]
     notes = [
@@ -150,7 +169,7 @@ def tell_learning(section: Section, name: str, finished: dict[str, Any]) -> None
 
 
 def tell_stopped(section: Section, name: str, output: Path) -> None:
-    """How far a run came that had no time to end."""
+    """Record how far a run came that had no time to end."""
     scalars, _ = read_scalars(output / "logs", running=True) if (output / "logs").is_dir() else ({}, [])
     score, rewards = scalars.get("eval/score"), scalars.get("rewards/mean")
     if score is None or rewards is None:
@@ -194,7 +213,8 @@ def recipes(section: Section) -> None:
 def recipe_run(section, name: str, folder: Path, recipe: str, algorithm: str, given: list[object]) -> None:
     output = folder / f"{recipe}_{algorithm}"
     script, length = f"train_{algorithm}.py", ["--num-iterations", 10]
-    run(section, [script, "--recipe", recipe, *given, *length, "--overwrite", "--output", output], folder)
+    shutil.rmtree(output, ignore_errors=True)
+    run(section, [script, "--recipe", recipe, *given, *length, "--output", output], folder)
     scalars, _ = read_scalars(output / "logs")
     spent = sum(median(scalars[tag].values) for tag in RUN_TIMES)
     peak = read_run(output)["figures"]["peak_memory_gib"]
@@ -219,7 +239,8 @@ def two_runs(section: Section, name: str, folder: Path, algorithm: str, flags: l
 
     outputs = [folder / f"{name.replace(', --', '_')}_{number}" for number in (1, 2)]
     for output in outputs:
-        run(section, [f"train_{algorithm}.py", *flags, "--overwrite", "--output", output], folder)
+        shutil.rmtree(output, ignore_errors=True)
+        run(section, [f"train_{algorithm}.py", *flags, "--output", output], folder)
     differences = differing(*outputs)
     first = first_difference(*(shown(output / "logs") for output in outputs))
     note = f"first in update {first[0]}, {first[1]}; " if first else ""
@@ -240,10 +261,16 @@ def first_difference(one: dict[str, list], other: dict[str, list]) -> tuple[int,
 
 # --- out of memory ---------------------------------------------------------------------------------------------------
 
-CAPPED = (
-    "import sys, torch; torch.cuda.set_per_process_memory_fraction({share}); sys.argv = sys.argv[1:]; "
-    "import train_ppo; from rlhf.errors import run_command; run_command(train_ppo.main)"
-)
+# the run itself would set another fraction on Windows
+CAPPED = """
+import sys, torch
+torch.cuda.set_per_process_memory_fraction({share})
+torch.cuda.set_per_process_memory_fraction = lambda *_: None
+sys.argv = sys.argv[1:]
+import train_ppo
+from rlhf.errors import run_command
+run_command(train_ppo.main)
+"""
 # GiB that the process may take, and what it should come to
 CAPS = {"halved micro-batches": 8.0, "one line": 3.0}
 
@@ -262,10 +289,12 @@ def out_of_memory(section: Section) -> None:
 def capped_run(section: Section, folder: Path, expected: str, cap: float, flags: list[object]) -> None:
     import torch
 
-    share = cap * 2**30 / torch.cuda.get_device_properties(0).total_memory
-    output = ["--overwrite", "--output", folder / expected.replace(" ", "_")]
-    command = Command.start(["-c", CAPPED.format(share=share), "train_ppo.py", *flags, *output], folder)
+    share = min(1.0, cap * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    output = folder / expected.replace(" ", "_")
+    shutil.rmtree(output, ignore_errors=True)
+    command = Command.start(["-c", CAPPED.format(share=share), "train_ppo.py", *flags, "--output", output], folder)
     status = command.wait(section.left - TO_STOP)
+    command.end()
     said = [line for line in command.printed().splitlines() if "out of memory" in line]
     traceback = "; a traceback" if "Traceback" in command.printed() else ""
     note = f"with {cap:g} GiB: {' '.join(said)[:300] or command.last_lines()}{traceback}"

@@ -7,7 +7,7 @@ python benchmarks/on_gpu.py --real              the default recipe with the mode
 python benchmarks/on_gpu.py --device cpu --minutes 2    the same sections with tiny models, without a GPU
 
 Each figure is written to OUTPUT/figures.json and OUTPUT/figures.md when it is measured, so that a stop loses nothing.
-Each section is a process of its own and has a fixed share of the time. A section that fails is recorded with its
+Each section is a separate process and has a fixed share of the time. A section that fails is recorded with its
 error, and the next one begins. Its output is in OUTPUT/logs.
 
 The script needs the libraries of requirements.txt. It was also tried with torch 2.11.0 and transformers 5.17.0, beside
@@ -19,12 +19,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
@@ -42,6 +45,7 @@ from benchmarks.work import choose_device
 from rlhf.errors import UserError, run_command
 from rlhf.files import check_folder
 from rlhf.runlogs import now
+from rlhf.system import WINDOWS
 
 ROOT = Path(__file__).resolve().parent.parent
 # minutes of each section
@@ -64,11 +68,12 @@ class Ending:
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
     choose_device(arguments.device)
+    sys.stdout.reconfigure(errors="replace")  # an error may hold characters that this console lacks
     folder = check_folder(arguments.output)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     report = Report(folder, [Path(sys.argv[0]).name, *(sys.argv[1:] if argv is None else argv)], now())
     shares = shares_of(arguments)
-    print(f"{sum(shares.values()) / 60:.0f} minutes at most; figures: {folder / 'figures.md'}", flush=True)
+    print(f"about {sum(shares.values()) / 60:.0f} minutes at most; figures: {folder / 'figures.md'}", flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as models:
         for name, seconds in shares.items():
             measure(Plan(name, seconds, models=models, **settings_of(arguments)), report)
@@ -86,7 +91,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cuda, or cpu to try the script out")
     parser.add_argument("--size", choices=("tiny", "smollm2"), help="unset: smollm2 on a GPU, tiny with --device cpu")
     parser.add_argument("--only", nargs="+", metavar="SECTION", help="these sections alone")
-    parser.add_argument("--demo-parts", metavar="FOLDER", help="demo_parts of an earlier demo, to save their making")
+    parser.add_argument("--demo-parts", metavar="FOLDER", help="copy the demo's parts from here")
     parser.add_argument("--output", default="./on_gpu_output", help="folder of the figures (./on_gpu_output)")
     return parser
 
@@ -158,6 +163,7 @@ def run_section(plan: Plan, take: Callable[[dict[str, Any]], None]) -> Ending:
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu_section", plan.as_json()],
             cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=printed, text=True, encoding="utf-8",
+            start_new_session=not WINDOWS,
         )  # fmt: skip
         try:
             in_time = follow(process, deadline, take)
@@ -201,17 +207,16 @@ def print_figure(told: dict[str, Any]) -> None:
 
 
 def end_all(process: subprocess.Popen) -> None:
-    """End a section's process with all that it started."""
-    try:
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    except psutil.NoSuchProcess:
-        family = []
-    for one in family:
-        try:
-            one.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(family, timeout=5)
+    """End a section's process and everything that it started, also if the section itself has ended."""
+    if WINDOWS:
+        family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        for child in family:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.kill()
+    else:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 

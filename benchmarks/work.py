@@ -144,6 +144,7 @@ def choose_device(wanted: str | None) -> str:
     from rlhf.errors import UserError
 
     if torch.cuda.is_available():
+        os.environ.pop("ACCELERATE_USE_CPU", None)
         return "cuda"
     if wanted == "cuda":
         raise UserError("no GPU that this torch can use: --device cuda. Use --device cpu")

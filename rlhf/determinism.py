@@ -10,7 +10,6 @@ import os
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from rlhf.errors import UserError
 
@@ -21,9 +20,16 @@ REPRODUCIBLE_CUBLAS = (":4096:8", ":16:8")  # the two values with which cuBLAS r
 def use_deterministic_algorithms() -> None:
     """Switch deterministic algorithms on for the rest of the process. Call it before the first CUDA operation.
 
-    An operator without a deterministic implementation then raises RuntimeError, which `rlhf.errors.run_command`
-    prints as one line with the operator's name. Raises UserError if the environment gives cuBLAS another workspace.
+    An operator of torch without a deterministic implementation then raises RuntimeError, which
+    `rlhf.errors.run_command` prints as one line with the operator's name. The kernels of bitsandbytes and vLLM are not
+    checked. Raises UserError if the environment gives cuBLAS another workspace, or none although CUDA is in use
+    already.
     """
+    if CUBLAS not in os.environ and torch.cuda.is_initialized():
+        raise UserError(
+            f"CUDA is in use already, so cuBLAS may not be deterministic: --deterministic. Set {CUBLAS}="
+            f"{REPRODUCIBLE_CUBLAS[0]} before Python starts"
+        )
     workspace = os.environ.setdefault(CUBLAS, REPRODUCIBLE_CUBLAS[0])  # cuBLAS reads it at its first operation
     if workspace not in REPRODUCIBLE_CUBLAS:
         raise UserError(
@@ -51,8 +57,9 @@ def parallel_scan(values: Tensor) -> Tensor:
     Hillis and Steele 1986, "Data parallel algorithms", Communications of the ACM 29(12), section "Computing all
     partial sums of an array".
     """
-    shift = 1
+    total, shift = values, 1
     while shift < values.shape[-1]:
-        values = values + pad(values[..., :-shift], (shift, 0))
-        shift *= 2
-    return values
+        summed = total.clone()
+        summed[..., shift:] += total[..., :-shift]
+        total, shift = summed, 2 * shift
+    return total

@@ -70,8 +70,8 @@ def torch_error(error: RuntimeError) -> str | None:
         return (
             f"out of memory: {first}. Try --use-lora, --load-in-4bit, a smaller model, or close what else uses the GPU"
         )
-    if NOT_DETERMINISTIC in first:
-        operator = first.split(NOT_DETERMINISTIC)[0]
+    if NOT_DETERMINISTIC in first or ("Deterministic behavior" in first and "CuBLAS" in first):
+        operator = first.split(NOT_DETERMINISTIC)[0] if NOT_DETERMINISTIC in first else "cuBLAS"
         return (
             f"{operator} has no deterministic implementation on this device: --deterministic. "
             "Leave the flag out, and report the operator's name"

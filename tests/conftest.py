@@ -9,6 +9,7 @@ os.environ["ACCELERATE_USE_CPU"] = "true"  # the same figures with or without a 
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,7 @@ def made_once(tmp_path_factory):
         folder, filled = shared / name, shared / f"{name}.filled"
         with FileLock(shared / f"{name}.lock"):
             if not filled.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a worker whose `fill` failed
                 folder.mkdir()
                 fill(folder)
                 filled.touch()

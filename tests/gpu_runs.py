@@ -1,6 +1,6 @@
 """Runs the training scripts on the GPU, one after another in one process, so that libraries are imported once.
 
-python -m tests.gpu_runs FOLDER START_MODEL REWARD_MODEL PAIRS   prints one JSON object per run: name, status, output.
+python -m tests.gpu_runs FOLDER START_MODEL REWARD_MODEL PAIRS   writes FOLDER/results/NAME.json when a run ends.
 
 The other tests keep their process to the CPU; `tests/test_gpu.py` starts this one beside it.
 """
@@ -11,12 +11,14 @@ import contextlib
 import importlib
 import io
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
 
 GROUPS = {"ppo": ["--batch-size", "4"], "grpo": ["--batch-size", "2", "--K", "2"]}
 KINDS = {"full": [], "lora": ["--use-lora"], "4-bit": ["--use-lora", "--load-in-4bit"]}
+RUNS = [f"{algorithm}_{kind}" for kind in KINDS for algorithm in GROUPS]
 LOOKS = {"evaluate": "evaluate_generations", "compare": "compare_runs"}
 
 
@@ -25,21 +27,19 @@ def runs(folder: Path, start: str, reward: str, pairs: str) -> list[tuple[str, s
     flags = ["--actor-model", start, "--rm-model", reward, "--prompts", pairs, "--allow-weak-reward-model",
              "--reply-length", "8", "--prompt-length", "100", "--eval-prompts", "6"]  # fmt: skip
     found = []
-    for kind, more in KINDS.items():
-        for algorithm, group in GROUPS.items():
-            name = f"{algorithm} {kind}"
-            output = str(folder / name.replace(" ", "_"))
-            few = [*flags, *group, *more, "--num-iterations", "2", "--output", output]
-            found.append((name, f"train_{algorithm}", few))
-    for name, module in LOOKS.items():
-        model = ["--model-path"] if name == "evaluate" else []
-        look = [*model, str(folder / "ppo_lora"), "--num-prompts", "3", "--output", str(folder / name)]
-        found.append((name, module, look))
+    for name in RUNS:
+        algorithm, kind = name.split("_")
+        more = [*GROUPS[algorithm], *KINDS[kind], "--num-iterations", "2", "--output", str(folder / name)]
+        found.append((name, f"train_{algorithm}", [*flags, *more]))
+    for name in RUNS:
+        for look, module in LOOKS.items():
+            model = [*(["--model-path"] if look == "evaluate" else []), str(folder / name)]
+            found.append((f"{look}_{name}", module, [*model, "--num-prompts", "3", "--output", str(folder / look)]))
     for algorithm, group in GROUPS.items():
         for number in (1, 2):
-            output = str(folder / f"{algorithm}_same_{number}")
+            name = f"{algorithm}_same_{number}"
             same = [*flags, *group, "--num-iterations", "4", "--learning-rate", "1e-3", "--deterministic"]
-            found.append((f"{algorithm} same {number}", f"train_{algorithm}", [*same, "--output", output]))
+            found.append((name, f"train_{algorithm}", [*same, "--output", str(folder / name)]))
     return found
 
 
@@ -60,9 +60,14 @@ def finish(module: str, flags: list[str]) -> tuple[int, str]:
 
 
 def main(folder: str, *inputs: str) -> None:
+    from rlhf.determinism import CUBLAS, REPRODUCIBLE_CUBLAS
+    from rlhf.files import write_json
+
+    os.environ[CUBLAS] = REPRODUCIBLE_CUBLAS[0]  # torch reads it once, at the process's first matrix product
     for name, module, flags in runs(Path(folder), *inputs):
         status, output = finish(module, flags)
-        print(json.dumps({"name": name, "status": status, "output": output}), flush=True)
+        write_json(Path(folder, "results", f"{name}.json"), {"status": status, "output": output})
+        print(json.dumps({"name": name, "status": status}), flush=True)
 
 
 if __name__ == "__main__":

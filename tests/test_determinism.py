@@ -18,7 +18,8 @@ from rlhf.rollout import draw
 @pytest.fixture(autouse=True)
 def restored(monkeypatch):
     """Deterministic algorithms as they were before the test, and no cuBLAS workspace named."""
-    monkeypatch.delenv(CUBLAS, raising=False)
+    monkeypatch.setenv(CUBLAS, "")  # so that the test's own value is removed afterwards
+    monkeypatch.delenv(CUBLAS)
     on, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     yield
     torch.use_deterministic_algorithms(on)
@@ -40,6 +41,15 @@ def test_another_workspace_is_refused(monkeypatch):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_cuda_that_is_in_use_already_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(UserError, match=r"CUDA is in use already, .*Set CUBLAS_WORKSPACE_CONFIG=:4096:8 before"):
+        use_deterministic_algorithms()
+    monkeypatch.setenv(CUBLAS, ":16:8")
+    use_deterministic_algorithms()
+    assert torch.are_deterministic_algorithms_enabled()
+
+
 def test_training_switches_it_on(configured, capsys):
     config = configured()
     flags = ["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--reply-length", "8",
@@ -53,18 +63,24 @@ def test_training_switches_it_on(configured, capsys):
     assert "update 2/2" in capsys.readouterr().out, "every operator of an update has a deterministic implementation"
 
 
-def test_an_operator_without_one_is_a_line_with_its_name(capsys):
-    def histogram():
-        raise RuntimeError(
-            "_histc_cuda does not have a deterministic implementation, but you set "
-            "'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this operation"
-        )
+MESSAGES = {  # torch's own
+    "_histc_cuda": "_histc_cuda does not have a deterministic implementation, but you set "
+    "'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this operation",
+    "cuBLAS": "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
+    "`at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic because it uses CuBLAS",
+}
+
+
+@pytest.mark.parametrize("operator", MESSAGES)
+def test_an_operator_without_one_is_a_line_with_its_name(capsys, operator):
+    def run():
+        raise RuntimeError(MESSAGES[operator])
 
     with pytest.raises(SystemExit) as ended:
-        run_command(histogram)
+        run_command(run)
     assert ended.value.code == 1
     assert capsys.readouterr().err == (
-        "error: _histc_cuda has no deterministic implementation on this device: --deterministic. "
+        f"error: {operator} has no deterministic implementation on this device: --deterministic. "
         "Leave the flag out, and report the operator's name\n"
     )
 

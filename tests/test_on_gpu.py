@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 import time
 from subprocess import PIPE, Popen
@@ -18,7 +19,9 @@ from benchmarks.gpu_measures import Outcomes, last_line
 from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report, number
 from benchmarks.gpu_section import OutOfTime, Plan, Section
 from benchmarks.gpu_trainings import first_difference, tell_learning, tell_stopped
+from recipes import RECIPES
 from rlhf.errors import UserError
+from rlhf.system import WINDOWS
 from tests.test_scripts import ROOT, run
 
 
@@ -33,7 +36,7 @@ def figures(folder) -> dict[str, dict]:
 
 
 def test_a_section_is_measured_and_written(tmp_path):
-    flags = ["--device", "cpu", "--only", "decoding", "--minutes", "0.2", "--output", str(tmp_path / "out")]
+    flags = ["--device", "cpu", "--only", "decoding", "--minutes", "0.4", "--output", str(tmp_path / "out")]
     done = run(["benchmarks/on_gpu.py", *flags], ROOT)
     assert done.returncode == 0, done.stderr
     assert list(figures(tmp_path / "out")) == ["decoding"]
@@ -80,6 +83,24 @@ def test_updates_and_memory_are_measured(tmp_path):
     for kind in ("full", "LoRA", "4-bit LoRA"):
         figure = found["memory"]["figures"][f"PPO, {kind}, measured over predicted"]
         assert figure["value"] == pytest.approx(figure["measured_bytes"] / figure["predicted_bytes"])
+
+
+@pytest.mark.ci
+def test_recipes_and_epochs_are_measured(tmp_path):
+    flags = ["--full", "--device", "cpu", "--only", "recipes", "--minutes", "8", "--output", str(tmp_path / "out")]
+    done = run(["benchmarks/on_gpu.py", *flags], ROOT)
+    assert done.returncode == 0, done.stderr
+    measured = figures(tmp_path / "out")["recipes"]["figures"]
+    assert set(measured) == {f"{r}, {a}" for r in set(RECIPES) - {"demo"} for a in ("PPO", "GRPO")}
+    assert all(figure["value"] > 0 and figure["unit"] == "s per update" for figure in measured.values()), measured
+    flags = ["--full", "--device", "cpu", "--only", "epochs", "out of memory", "--minutes", "2"]
+    done = run(["benchmarks/on_gpu.py", *flags, "--output", str(tmp_path / "out")], ROOT)
+    assert done.returncode == 0, done.stderr
+    found = figures(tmp_path / "out")
+    assert found["out of memory"]["figures"]["out of memory"]["error"] == "needs a CUDA GPU"
+    for algorithm in ("PPO", "GRPO"):
+        epoch = found["epochs"]["figures"][f"{algorithm}, an epoch of 10,000 prompts"]
+        assert epoch["value"] > 0 and re.match(r"extrapolated from \d+ updates of \d+; ", epoch["note"])
 
 
 @pytest.mark.ci
@@ -165,15 +186,18 @@ time.sleep(60)
 
 
 def test_a_section_whose_time_is_over_ends_with_all_that_it_started():
-    process, told = Popen([sys.executable, "-c", STUCK], stdout=PIPE, text=True), []
+    process = Popen([sys.executable, "-c", STUCK], stdout=PIPE, text=True, start_new_session=not WINDOWS)
+    told = []
     begun = time.monotonic()
     assert not on_gpu.follow(process, begun + 3, told.append)
     assert 2.9 < time.monotonic() - begun < 10
     on_gpu.end_all(process)
     assert process.poll() is not None
     (child,) = told
-    gone = not psutil.pid_exists(child["value"]) or psutil.Process(child["value"]).status() == psutil.STATUS_ZOMBIE
-    assert gone, "what it told is kept, and its child has ended"
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(child["value"]) and psutil.Process(child["value"]).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the section's child still runs"
+        time.sleep(0.05)
 
 
 @pytest.fixture

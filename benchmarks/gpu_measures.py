@@ -41,6 +41,7 @@ ENGINES = ("plain", "slots", "graph")
 SLOTS = (64, 128, 256, 512, 1024)
 REPEATS = 3  # of a decoding, if there is time
 EPOCH = 10_000  # prompts
+PRECISION = {"no": "float32", "bf16": "bfloat16"}  # of the forward pass, by accelerate's name; TRL's PPO ignores bf16
 UPDATES = 10  # measured for an extrapolated epoch
 # the work of an update by algorithm: TRL's GRPO has no minibatches
 UPDATE = {"ppo": {"batch_size": 8, "minibatches": 2}, "grpo": {"batch_size": 4, "K": 6}}
@@ -206,14 +207,14 @@ def alternate_until(section: Section, work: Work, sides: list[Side], until: floa
 
 def tell_pairs(section: Section, work: Work, facts: dict[str, dict], told: list[dict[str, dict]]) -> None:
     found, title = tell_epoch(work, EPOCH, facts, told), work.algorithm.upper()
-    episodes = f"{work.episodes} episodes, {work.ppo_epochs * work.minibatches} optimizer steps, {work.dtype}"
+    episodes = f"{work.episodes} episodes, {work.ppo_epochs * work.minibatches} optimizer steps"
     names = {"ours": "ours", "stock": "stock TRL"}
     of = "of torch's tensors" if section.on_gpu else "of the process"
     for side, figures in found["sides"].items():
-        spread = figures["seconds_per_update"]
+        spread, forward = figures["seconds_per_update"], PRECISION[found["mixed_precision"][side]]
         section.figure(
             f"{title}, an update, {names[side]}", spread["median"], "s",
-            f"median of {len(told) - 1}, {spread['lowest']:.3g} to {spread['highest']:.3g}; {episodes}; "
+            f"median of {len(told) - 1}, {spread['lowest']:.3g} to {spread['highest']:.3g}; {episodes}; {forward}; "
             f"peak memory {gib(figures['memory']['peak'])} {of}",
             all=spread["pairs"],
         )  # fmt: skip

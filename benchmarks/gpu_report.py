@@ -68,7 +68,7 @@ class Report:
 
     def as_markdown(self) -> str:
         lines = [f"# {self.machine.get('gpu') or self.machine.get('processor', 'figures')}", ""]
-        lines += [f"`{' '.join(self.command)}`, begun {self.began}.", "", *machine_lines(self.machine)]
+        lines += [f"`{' '.join(self.command)}`, started {self.began}.", "", *machine_lines(self.machine)]
         for name, record in self.sections.items():
             lines += ["", f"## {name}", "", f"{record.state}, {record.seconds:.0f} of {record.share:.0f} s"]
             if record.error:

@@ -1,18 +1,20 @@
-"""Measures what a GPU can do with this project, in a given time and in a fixed order.
+"""Measures this project on a GPU, in a given time and in a fixed order.
 
-python benchmarks/on_gpu.py                     8 minutes: self-test, decoding, updates, memory, the demo
-python benchmarks/on_gpu.py --full              about 2 hours: three seeds, all recipes, real epochs, determinism,
-                                                out of memory
-python benchmarks/on_gpu.py --real              the default recipe with the model hub and the data hub
-python benchmarks/on_gpu.py --device cpu --minutes 2    the same sections with tiny models, without a GPU
+python benchmarks/on_gpu.py              8 minutes: GPU tests, decoding, updates, peak memory, the demo
+python benchmarks/on_gpu.py --full       about 2 hours: also three seeds, all recipes, whole epochs, one seed twice,
+                                         out of memory
+python benchmarks/on_gpu.py --real       the default recipe with the hub's models and data
+python benchmarks/on_gpu.py --device cpu --minutes 2    the first command's sections with tiny models, without a GPU
 
 Each figure is written to OUTPUT/figures.json and OUTPUT/figures.md when it is measured, so that a stop loses nothing.
 Each section is a separate process and has a fixed share of the time. A section that fails is recorded with its
 error, and the next one begins. Its output is in OUTPUT/logs.
 
-The script needs the libraries of requirements.txt. It was also tried with torch 2.11.0 and transformers 5.17.0, beside
-trl 1.12.0, datasets 5.2.0, peft 0.21.2 and accelerate 1.15.0. Without bitsandbytes only the 4-bit figures fail. A GPU
-machine without a package index needs at least the wheels of trl, datasets, pyarrow, dill, multiprocess and xxhash.
+The script needs the libraries of requirements.txt. It also runs with torch 2.11.0, transformers 5.17.0,
+huggingface_hub 1.33.0 and no bitsandbytes, beside trl 1.12.0, datasets 5.2.0, peft 0.21.2 and accelerate 1.15.0: only
+the 4-bit figures fail then. A machine without a package index needs the wheels of what it lacks. trl imports datasets,
+which imports pyarrow (55 MB), pandas (12 MB), dill, multiprocess and xxhash; bitsandbytes has 43 MB. Install them with
+`pip install --no-index --no-deps --target FOLDER *.whl`, and put FOLDER on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -33,9 +35,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # Python puts the script's folder there, not the project
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python puts the script's folder there
 
 import psutil
 
@@ -90,7 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--real", action="store_true", help="the default recipe alone, with the hub")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cuda, or cpu to try the script out")
     parser.add_argument("--size", choices=("tiny", "smollm2"), help="unset: smollm2 on a GPU, tiny with --device cpu")
-    parser.add_argument("--only", nargs="+", metavar="SECTION", help="these sections alone")
+    parser.add_argument("--only", nargs="+", metavar="SECTION", help=f"these sections alone: {', '.join(FULL)}")
     parser.add_argument("--demo-parts", metavar="FOLDER", help="copy the demo's parts from here")
     parser.add_argument("--output", default="./on_gpu_output", help="folder of the figures (./on_gpu_output)")
     return parser

@@ -58,7 +58,7 @@ def test_two_minutes_on_a_cpu(tmp_path):
     flags = ["--device", "cpu", "--minutes", "2", "--output", str(tmp_path / "out")]
     done = run(["benchmarks/on_gpu.py", *flags], ROOT)
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - begun < 2 * 60 + len(on_gpu.SHORT) * (on_gpu.TO_END + 2)
+    assert time.monotonic() - begun < 2 * 60 + len(on_gpu.SHORT) * (on_gpu.TO_END + 5), "fixed shares"
     found = figures(tmp_path / "out")
     assert list(found) == list(on_gpu.SHORT), "all sections, in their order"
     assert {record["state"] for record in found.values()} <= {DONE, OUT_OF_TIME}

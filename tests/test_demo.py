@@ -129,8 +129,9 @@ def test_other_seeds_learn_too(project, demo, algorithm, seed):
 
 
 PHASED = [
-    "--kl-schedule", "phased", "--kl-coef", "0.5", "--kl-horizon", "256", "--num-iterations", "600",
-    "--learning-rate", "1e-4", "--lr-schedule", "linear", "--ppo-epochs", "1",
+    "--kl-schedule", "phased", "--kl-target", "0.05/token", "0.02/token", "0.01/token", "--kl-coef", "0.5",
+    "--kl-horizon", "256", "--num-iterations", "600", "--learning-rate", "1e-4", "--lr-schedule", "linear",
+    "--ppo-epochs", "1",
 ]  # fmt: skip
 
 

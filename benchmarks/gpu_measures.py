@@ -42,6 +42,7 @@ SLOTS = (64, 128, 256, 512, 1024)
 REPEATS = 3  # of a decoding, if there is time
 EPOCH = 10_000  # prompts
 PRECISION = {"no": "float32", "bf16": "bfloat16"}  # of the forward pass, by accelerate's name; TRL's PPO ignores bf16
+OFTEN = 5  # updates between two records of a whole epoch
 UPDATES = 10  # measured for an extrapolated epoch
 # the work of an update by algorithm: TRL's GRPO has no minibatches
 UPDATE = {"ppo": {"batch_size": 8, "minibatches": 2}, "grpo": {"batch_size": 4, "K": 6}}
@@ -281,13 +282,13 @@ def epoch_of(section: Section, algorithm: str, until: float) -> None:
         spent: list[float] = []
         while len(spent) < whole and time.monotonic() < until:
             spent.append(side.go()["seconds"])
-            if len(spent) % 25 == 0 or len(spent) == whole:
+            if len(spent) % OFTEN == 0 or len(spent) == whole:
                 note = f"measured over all {whole:,} updates"
                 if len(spent) < whole:
                     note = f"extrapolated from {len(spent):,} updates of {whole:,}"
                 minutes = sum(spent) / len(spent) * whole / 60
                 section.figure(name, minutes, "min", f"{note}; {settings['batch_size']} prompts per update")
-    if len(spent) < 25:
+    if len(spent) < OFTEN:
         raise OutOfTime
 
 

@@ -93,7 +93,7 @@ def test_recipes_and_epochs_are_measured(tmp_path):
     measured = figures(tmp_path / "out")["recipes"]["figures"]
     assert set(measured) == {f"{r}, {a}" for r in set(RECIPES) - {"demo"} for a in ("PPO", "GRPO")}
     assert all(figure["value"] > 0 and figure["unit"] == "s per update" for figure in measured.values()), measured
-    flags = ["--full", "--device", "cpu", "--only", "epochs", "out of memory", "--minutes", "2"]
+    flags = ["--full", "--device", "cpu", "--only", "epochs", "out of memory", "--minutes", "3"]
     done = run(["benchmarks/on_gpu.py", *flags, "--output", str(tmp_path / "out")], ROOT)
     assert done.returncode == 0, done.stderr
     found = figures(tmp_path / "out")

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 from subprocess import PIPE, Popen
 
 import psutil
@@ -35,31 +36,33 @@ def figures(folder) -> dict[str, dict]:
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 
-def test_a_section_is_measured_and_written(tmp_path):
-    flags = ["--device", "cpu", "--only", "decoding", "--minutes", "0.4", "--output", str(tmp_path / "out")]
-    done = run(["benchmarks/on_gpu.py", *flags], ROOT)
+def measured(folder: Path, *flags: str) -> tuple[dict[str, dict], str]:
+    """The sections of one run of the script on the CPU, and what it printed."""
+    done = run(["benchmarks/on_gpu.py", "--device", "cpu", *flags, "--output", str(folder / "out")], ROOT)
     assert done.returncode == 0, done.stderr
-    assert list(figures(tmp_path / "out")) == ["decoding"]
-    measured = figures(tmp_path / "out")["decoding"]["figures"]
-    assert measured["64 slots, plain"]["value"] > 0 and measured["64 slots, slots"]["value"] > 0
-    assert set(measured) == {
-        f"{n:,} slots, {engine}" for n in (64, 128, 256, 512, 1024) for engine in ("plain", "slots")
-    }
+    return figures(folder / "out"), done.stdout
+
+
+def test_a_section_is_measured_and_written(tmp_path):
+    sections, printed = measured(tmp_path, "--only", "decoding", "--minutes", "0.5")
+    assert list(sections) == ["decoding"]
+    found = sections["decoding"]["figures"]
+    assert found["64 slots, plain"]["value"] > 0 and found["64 slots, slots"]["value"] > 0
+    # a busy machine may not come to the last ones in time
+    every = {f"{n:,} slots, {engine}" for n in (64, 128, 256, 512, 1024) for engine in ("plain", "slots")}
+    assert set(found) <= every
     written = (tmp_path / "out" / "figures.md").read_text(encoding="utf-8")
     machine = json.loads((tmp_path / "out" / "figures.json").read_text(encoding="utf-8"))["machine"]
     for words in ("- GPU: none", machine["processor"], f"torch {machine['versions']['torch']}", "| 64 slots, plain |"):
         assert words in written
-    assert "64 slots, plain:" in done.stdout and "decoding: " in done.stdout
+    assert "64 slots, plain:" in printed and "decoding: " in printed
 
 
 @pytest.mark.ci
 def test_two_minutes_on_a_cpu(tmp_path):
     begun = time.monotonic()
-    flags = ["--device", "cpu", "--minutes", "2", "--output", str(tmp_path / "out")]
-    done = run(["benchmarks/on_gpu.py", *flags], ROOT)
-    assert done.returncode == 0, done.stderr
+    found, _ = measured(tmp_path, "--minutes", "2")
     assert time.monotonic() - begun < 2 * 60 + len(on_gpu.SHORT) * (on_gpu.TO_END + 5), "fixed shares"
-    found = figures(tmp_path / "out")
     assert list(found) == list(on_gpu.SHORT), "all sections, in their order"
     assert {record["state"] for record in found.values()} <= {DONE, OUT_OF_TIME}
     assert [record["share"] for record in found.values()] == pytest.approx([15, 30, 30, 15, 30])
@@ -69,10 +72,7 @@ def test_two_minutes_on_a_cpu(tmp_path):
 
 @pytest.mark.ci
 def test_updates_and_memory_are_measured(tmp_path):
-    flags = ["--device", "cpu", "--only", "update", "memory", "--minutes", "5", "--output", str(tmp_path / "out")]
-    done = run(["benchmarks/on_gpu.py", *flags], ROOT)
-    assert done.returncode == 0, done.stderr
-    found = figures(tmp_path / "out")
+    found, _ = measured(tmp_path, "--only", "update", "memory", "--minutes", "5")
     assert {record["state"] for record in found.values()} == {DONE}
     for algorithm in ("PPO", "GRPO"):
         updates = found["update"]["figures"]
@@ -87,16 +87,10 @@ def test_updates_and_memory_are_measured(tmp_path):
 
 @pytest.mark.ci
 def test_recipes_and_epochs_are_measured(tmp_path):
-    flags = ["--full", "--device", "cpu", "--only", "recipes", "--minutes", "8", "--output", str(tmp_path / "out")]
-    done = run(["benchmarks/on_gpu.py", *flags], ROOT)
-    assert done.returncode == 0, done.stderr
-    measured = figures(tmp_path / "out")["recipes"]["figures"]
-    assert set(measured) == {f"{r}, {a}" for r in set(RECIPES) - {"demo"} for a in ("PPO", "GRPO")}
-    assert all(figure["value"] > 0 and figure["unit"] == "s per update" for figure in measured.values()), measured
-    flags = ["--full", "--device", "cpu", "--only", "epochs", "out of memory", "--minutes", "3"]
-    done = run(["benchmarks/on_gpu.py", *flags, "--output", str(tmp_path / "out")], ROOT)
-    assert done.returncode == 0, done.stderr
-    found = figures(tmp_path / "out")
+    found = measured(tmp_path, "--full", "--only", "recipes", "--minutes", "8")[0]["recipes"]["figures"]
+    assert set(found) == {f"{r}, {a}" for r in set(RECIPES) - {"demo"} for a in ("PPO", "GRPO")}
+    assert all(figure["value"] > 0 and figure["unit"] == "s per update" for figure in found.values()), found
+    found, _ = measured(tmp_path, "--full", "--only", "epochs", "out of memory", "--minutes", "3")
     assert found["out of memory"]["figures"]["out of memory"]["error"] == "needs a CUDA GPU"
     for algorithm in ("PPO", "GRPO"):
         epoch = found["epochs"]["figures"][f"{algorithm}, an epoch of 10,000 prompts"]
@@ -105,10 +99,7 @@ def test_recipes_and_epochs_are_measured(tmp_path):
 
 @pytest.mark.ci
 def test_one_seed_twice_gives_the_same_bits(tmp_path):
-    flags = ["--full", "--device", "cpu", "--only", "same seed", "--minutes", "6", "--output", str(tmp_path / "out")]
-    done = run(["benchmarks/on_gpu.py", *flags], ROOT)
-    assert done.returncode == 0, done.stderr
-    found = figures(tmp_path / "out")["same seed"]["figures"]
+    found = measured(tmp_path, "--full", "--only", "same seed", "--minutes", "6")[0]["same seed"]["figures"]
     switches = ("--deterministic", "--no-deterministic")
     assert set(found) == {f"{algorithm}, {switch}" for algorithm in ("PPO", "GRPO") for switch in switches}
     assert {figure["value"] for figure in found.values()} == {"bit-identical"}

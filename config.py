@@ -229,7 +229,9 @@ class KLSettings:
 
     kl_coef: float = knob(0.05, "beta at the start, score units per nat", low=0, aliases=("init_kl_coef",))
     kl_placement: str = knob(
-        "reward", "charge the KL in the reward, in the loss (k3), or only log it", choices=("reward", "loss", "none")
+        "reward",
+        "charge the KL in the reward, in the loss (k3 x ratio, docs/kl.md), or only log it",
+        choices=("reward", "loss", "none"),
     )
     kl_schedule: str = knob("adaptive", "how beta is steered", choices=("fixed", "adaptive", "phased"))
     kl_target: tuple[KLTarget, ...] | None = knob(

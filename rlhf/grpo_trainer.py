@@ -60,7 +60,7 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
             max_completion_length=c.sampling.reply_length,
             temperature=c.sampling.temperature,
             num_iterations=1,  # passes over a rollout are our loop's
-            beta=0.0,  # here it would load a second reference from the disk; set live for the loss
+            beta=0.0,  # TRL would load a second reference; `losses` adds the KL term
             reward_weights=[1.0, 0.0],
             epsilon=c.batch.clip_range,
             epsilon_high=1 + c.batch.clip_range if c.grpo.loss_type == "cispo" else None,  # there, the largest weight
@@ -87,7 +87,6 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
         self._handing = (rollout, scores, kl)
         self.reward_weights = torch.tensor([1.0, -self.beta_in("reward")])
         self.model.train()  # TRL keeps two books, for training and evaluation
-        self.beta = 0.0  # TRL would run the reference once more: the rollout has its log-probs
         rows = [{"prompt": ""} for _ in rollout.texts]  # TRL writes the extra fields into them
         given = self._generate_and_score_completions(rows)
         self._handing = None
@@ -114,7 +113,6 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
         mask, entropy_coef = rollout.mask[rows], self.config.batch.entropy_coef
         parts = self.minibatch_size / len(rows)
         self.current_gradient_accumulation_steps = parts  # TRL divides by it: here, by the part's share
-        self.beta = self.beta_in("loss")
         self._given = logprobs, entropy
         loss = self._compute_loss(
             self.model,
@@ -125,17 +123,38 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
                 "completion_mask": mask.long(),
                 "advantages": batch.weights[rows],
                 "old_per_token_logps": rollout.logprobs[rows],
-                "ref_per_token_logps": rollout.ref_logprobs[rows],
                 "num_items_in_batch": rollout.mask.sum() / self.config.batch.minibatches / parts,
             },
         )
         self._metrics["train"].clear()  # TRL keeps its own figures until its own log
         self._given = None
+        beta = self.beta_in("loss")
+        if beta:
+            kl = objectives.kl_loss_per_token(logprobs, rollout.logprobs[rows], rollout.ref_logprobs[rows], mask)
+            loss = loss + beta * (kl * self.token_weights(rollout.mask, rows)).sum()
         loss = loss - entropy_coef * objectives.masked_mean(entropy, mask, tokens)
         _, stats = policy_metrics(
             logprobs.detach(), entropy.detach(), batch, rows, self.config.batch.clip_range, tokens
         )
         return loss, {"loss": loss.detach(), **stats}
+
+    def token_weights(self, mask: Tensor, rows: Tensor) -> Tensor:
+        """What one token's loss counts in the minibatch's: 1 / the divisor of TRL's policy term, (n, T) or (n, 1).
+
+        `mask` (B, T) is the rollout's, `rows` (n,) are some of the minibatch's. TRL 1.12 divides by the tokens of the
+        rollout / minibatches (dapo, cispo, vespo), by each completion's tokens x completions (grpo, sapo), by the
+        longest possible completion x completions (dr_grpo), or by completions alone (luspo).
+        """
+        loss_type, size = self.config.grpo.loss_type, self.minibatch_size
+        if loss_type in ("dapo", "cispo", "vespo"):
+            return self.config.batch.minibatches / mask.sum().expand(len(rows), 1)
+        tokens = {
+            "grpo": mask[rows].sum(1, keepdim=True),
+            "sapo": mask[rows].sum(1, keepdim=True),
+            "dr_grpo": mask.new_full((len(rows), 1), self.config.sampling.reply_length, dtype=torch.long),
+            "luspo": mask.new_ones((len(rows), 1), dtype=torch.long),
+        }
+        return 1 / (tokens[loss_type] * size)
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *_, **__

@@ -49,6 +49,18 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
+def kl_loss_per_token(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """The KL penalty in the loss, per token: (p_new / p_old) * k3. All (B, T), nats, 0 off the mask.
+
+    Its gradient is (p_new / p_old) * log(p_new / q) * grad log p_new: an importance-weighted estimate of the gradient
+    of KL(policy || reference), the KL that is logged and steered. The gradient of k3 alone is that of
+    KL(reference || policy). docs/kl.md has the derivation.
+    """
+    # rho_t = p_new / p_old; k3 = q / p_new - 1 - log(q / p_new)
+    ratio = torch.exp(torch.where(mask, logprobs - old_logprobs, 0.0))
+    return ratio * kl_k3(logprobs, ref_logprobs, mask)
+
+
 def last_token(mask: Tensor) -> Tensor:
     """True at each reply's last token (B, T). A reply always has at least one."""
     after = torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)

@@ -94,7 +94,8 @@ class PPO(OnPolicyLoop, PPOTrainer):
         value_loss, value_clipfrac = objectives.clipped_value_loss(
             values, rollout.values[rows], batch.returns[rows], mask, config.ppo.value_clip_range, tokens
         )
-        kl_loss = objectives.masked_mean(objectives.kl_k3(logprobs, rollout.ref_logprobs[rows], mask), mask, tokens)
+        kl = objectives.kl_loss_per_token(logprobs, rollout.logprobs[rows], rollout.ref_logprobs[rows], mask)
+        kl_loss = objectives.masked_mean(kl, mask, tokens)
         loss = (
             policy_loss
             + config.ppo.value_coef * value_loss

@@ -1,0 +1,89 @@
+"""The KL penalty in the loss: one formula for PPO and GRPO, checked against autograd written apart from the trainers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from config import Config
+from rlhf.knobs import knobs_of
+from rlhf.objectives import kl_loss_per_token
+from tests.conftest import whole_gradient
+
+LENGTH = 8
+LOSS_TYPES = knobs_of(Config)["loss_type"].choices
+
+
+def test_one_token_by_hand():
+    """p 0.5, p_old 0.25, q 0.125: ratio 2, k3 = 0.25 - 1 + ln 4."""
+    new, old, ref = (torch.log(torch.tensor([[p, 0.9]])) for p in (0.5, 0.25, 0.125))
+    mask = torch.tensor([[True, False]])
+    expected = 2 * (0.25 - 1 + math.log(4))
+    assert_close(kl_loss_per_token(new, old, ref, mask), torch.tensor([[expected, 0.0]]))
+
+
+def test_the_expected_gradient_is_that_of_the_kl_to_the_reference():
+    """Over a vocabulary of 7, summed exactly under p_old: grad KL(p || q), for a policy that has left p_old."""
+    generator = torch.Generator().manual_seed(0)
+    logits, old, ref = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(3))
+    logits.requires_grad_()
+    p, p_old, q = (x.log_softmax(-1) for x in (logits, old, ref))
+    mask = torch.ones(1, 7, dtype=torch.bool)
+    penalty = kl_loss_per_token(p[None], p_old[None], q[None], mask)[0]
+    (estimated,) = torch.autograd.grad((p_old.exp() * penalty).sum(), logits, retain_graph=True)
+    (exact,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
+    (other,) = torch.autograd.grad((q.exp() * (q - p)).sum(), logits)
+    assert_close(estimated, exact)
+    assert float((exact - other).abs().max()) > 0.1, "the two KLs must differ, or the test shows nothing"
+
+
+def divisor(loss_type: str | None, length: int, tokens: int, completions: int) -> float:
+    """What one token's loss is divided by, as docs/kl.md states it."""
+    return {
+        None: tokens, "dapo": tokens, "cispo": tokens, "vespo": tokens, "grpo": completions * length,
+        "sapo": completions * length, "dr_grpo": completions * LENGTH, "luspo": completions,
+    }[loss_type]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_type", [None, *LOSS_TYPES])
+def test_gradient_against_a_plain_forward_after_the_policy_has_moved(build, loss_type):
+    """The advantages are 0 and the critic is off, so the gradient is the penalty's alone; None is PPO."""
+    beta = 0.7
+    flags = ["--kl-placement", "loss", "--kl-schedule", "fixed", "--kl-coef", beta, "--learning-rate", "3e-3",
+             "--reply-length", LENGTH, "--minibatches", 1]  # fmt: skip
+    flags += ["--value-coef", 0] if loss_type is None else ["--loss-type", loss_type]
+    trainer = build(*flags, algorithm="ppo" if loss_type is None else "grpo")
+    with torch.no_grad():
+        for weight in trainer.reference.copy.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
+    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    batch = trainer.advantages(rollout, torch.tensor([0.0, 1.0, 3.0, 2.0]))
+    trainer.update(batch, 1)  # the policy leaves the rollout policy
+    rollout.begun = None
+    batch.weights.zero_()
+    trainer.model.train()
+    stats, _ = whole_gradient(trainer, batch)
+    policy = trainer.actor.policy
+    found = {name: weight.grad.clone() for name, weight in policy.named_parameters()}
+    assert float(stats["policy/approx_kl"]) > 1e-5, "the ratios must differ from 1, or the test shows nothing"
+
+    policy.zero_grad()
+    rows, tokens = rollout.replies.rows(), int(rollout.mask.sum())
+    loss = torch.zeros(())
+    for i, (prompt, reply) in enumerate(zip(rollout.prompts, rows, strict=True)):
+        ids = torch.tensor([[*prompt.ids, *reply]])
+        at = torch.arange(len(prompt.ids) - 1, ids.shape[1] - 1)
+        p, q = (
+            (model(ids).logits[0, at] / 0.7).log_softmax(-1).gather(1, torch.tensor(reply)[:, None])[:, 0]
+            for model in (policy, trainer.reference.copy)
+        )
+        p_old = rollout.logprobs[i, : len(reply)]
+        k3 = (q.detach() - p).exp() - 1 - (q.detach() - p)
+        loss = loss + ((p - p_old).exp() * k3).sum() / divisor(loss_type, len(reply), tokens, len(rows))
+    (beta * loss).backward()
+    scale = max(float(weight.grad.abs().max()) for weight in policy.parameters())
+    for name, weight in policy.named_parameters():
+        assert_close(found[name], weight.grad, rtol=0, atol=2e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")

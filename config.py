@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -217,6 +217,11 @@ class RewardSettings:
     score_ema: float = knob(
         0.99, "weight of the old estimates in the running ones", low=0, below=1, aliases=("normalizer_alpha",)
     )
+
+
+def names_code(rules: Iterable[str]) -> list[str]:
+    """The reward functions that are code in a file of the user, FILE.py:NAME."""
+    return [rule for rule in rules if ":" in rule]
 
 
 ADAPTIVE_TARGET = "6/sequence"  # Ziegler et al. 2019, and reference systems seed_001 and seed_004

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -13,9 +12,9 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase
 
-from config import IN_A_ROW, Config
+from config import IN_A_ROW, Config, make_config, names_code
 from rlhf.best import Candidate, choose
-from rlhf.checkpoints import find_checkpoints, write_checkpoint
+from rlhf.checkpoints import find_checkpoints, set_aside, write_checkpoint
 from rlhf.console import Screen, clock
 from rlhf.controllers import RUNAWAY, KLController
 from rlhf.dealing import one_line
@@ -30,6 +29,7 @@ from rlhf.prompts import Prompt
 from rlhf.rollout import Rollout
 from rlhf.runlogs import RunLog
 from rlhf.stopping import Stopped, StopRequest
+from rlhf.system import command
 from rlhf.tokens import TOKENS_FOLDER, token_rows, write_tokens
 from rlhf.trainer_state import load_weights, save_trainer
 from rlhf.weights import BEST_FOLDER, link_folder, replace_folder
@@ -223,7 +223,9 @@ class Incidents(Callback):
             folder = Path(self.config.run.output) / "incidents" / f"update-{update:06d}"
             save_incident(self.trainer, folder, update, rollout, batch, found)
             self.screen.say(f"the update, to look at: {folder}")
-            replay = f"python train_{self.config.algorithm}.py --replay {shlex.quote(str(folder))}"
+            rules = self.config.reward.reward_func
+            code = ["--reward-func", *rules] if names_code(rules) else []
+            replay = command("python", f"train_{self.config.algorithm}.py", "--replay", str(folder), *code)
             self.screen.say(f"to do it again, step by step: {replay}")
 
 
@@ -314,22 +316,34 @@ class KLGuard(Callback):
 
 
 class Checkpoints(Callback):
-    """Saves the whole trainer every so often, at the end, and where the run was asked to stop, which it then does."""
+    """Saves the whole trainer every `save_every` updates, at the end, and if the run was asked to stop, which it then
+    does. After a skipped update nothing is saved before an update succeeds, except at the end of the run."""
 
     def __init__(self, trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: StopRequest):
         self.trainer, self.config, self.log, self.screen, self.stop = trainer, config, log, screen, stop
         self.folder = Path(config.run.output)
+        self.overdue = False  # a save was due after a skipped update
 
     def on_batch(self, update, batch, scored):
         self.log.check_place()  # before an update's work is done for nothing
 
     def on_update_done(self, update):
         self.log.check_place()
-        last, by = update == self.trainer.updates, self.stop.by
-        if last or by is not None or update % self.config.run.save_every == 0:
+        last, by, skipped = update == self.trainer.updates, self.stop.by, self.trainer.drops.in_a_row > 0
+        if last and skipped:
+            self.screen.say(f"warning: the last update, {update}, was skipped; the weights are finite and are saved")
+        due = self.overdue or by is not None or update % self.config.run.save_every == 0
+        self.overdue = due and skipped
+        if last or (due and not skipped):
             self.save(update)
         if by is not None and not last:
-            raise Stopped(by, f"stopped after update {update} of {self.trainer.updates}, saved. {self.way_on()}")
+            saved = f"which was skipped, so nothing new is saved; {self.in_force()}" if skipped else "saved"
+            raise Stopped(by, f"stopped after update {update} of {self.trainer.updates}, {saved}. {self.way_on()}")
+
+    def in_force(self) -> str:
+        """Names the checkpoint that a resume uses."""
+        newest = find_checkpoints(self.folder, self.log.data["id"]).newest
+        return "there is no checkpoint yet" if newest is None else f"the newest checkpoint is {newest.name}"
 
     def save(self, update: int) -> None:
         """Raises RunError where the disk does not take it."""
@@ -337,11 +351,9 @@ class Checkpoints(Callback):
         try:
             write_checkpoint(self.folder, run, update, keep, self.fill)
         except OSError as error:
-            sound = find_checkpoints(self.folder, run).newest
-            kept = f"{sound.name} is untouched" if sound is not None else "there is none yet"
             raise RunError(
-                f"the checkpoint of update {update} could not be saved ({error}): {self.folder}; of sound ones, "
-                f"{kept}. Make room there. {self.way_on()}"
+                f"the checkpoint of update {update} could not be saved ({error}): {self.folder}; {self.in_force()}. "
+                f"Make room there. {self.way_on()}"
             ) from None
 
     def fill(self, folder: Path) -> None:
@@ -350,7 +362,20 @@ class Checkpoints(Callback):
             link_folder(self.folder / BEST_FOLDER, folder / BEST_FOLDER)
 
     def way_on(self) -> str:
-        return f"Go on with: {resume_command(self.config)}"
+        return f"Resume with: {resume_command(self.config)}"
+
+    def recovery(self, by_score: bool) -> str:
+        """The advice for a run that gives up: a command that works as printed.
+
+        If the weights are the reason, checkpoints from after the last update whose weights proved usable are set
+        aside, so that the command resumes from an older one, or starts over.
+        """
+        if by_score:
+            return f"Fix the reward function, then {self.way_on()[0].lower()}{self.way_on()[1:]}"
+        names = set_aside(self.folder, self.log.data["id"], self.trainer.proved)
+        aside = f"Set aside, because no update succeeded with its weights: {', '.join(names)}. " if names else ""
+        rate = ("--resume-anyway", "--learning-rate", f"{smaller_rate(self.config):g}")
+        return f"{aside}Use a smaller learning rate: {resume_command(self.config, *rate)}"
 
     def state_dict(self) -> dict[str, float]:
         return {"seconds": self.log.seconds()}
@@ -359,10 +384,19 @@ class Checkpoints(Callback):
         self.log.before = state["seconds"]
 
 
-def resume_command(config: Config) -> str:
-    """What goes on with a run, or with several seeds: their settings are in run.json."""
-    seeds = "" if config.run.seeds is None else f"--seeds {' '.join(map(str, config.run.seeds))} "
-    return f"python train_{config.algorithm}.py --resume {seeds}--output {shlex.quote(config.run.output)}"
+def resume_command(config: Config, *more: str) -> str:
+    """The command that resumes a run, or several seeds: their settings are in run.json. Code comes from the command
+    line alone, so custom reward functions are repeated. `more` are further words."""
+    seeds = [] if config.run.seeds is None else ["--seeds", *map(str, config.run.seeds)]
+    code = ["--reward-func", *config.reward.reward_func] if names_code(config.reward.reward_func) else []
+    return command("python", f"train_{config.algorithm}.py", "--resume", *seeds, *more, *code, "--output",
+                   config.run.output)  # fmt: skip
+
+
+def smaller_rate(config: Config) -> float:
+    """A learning rate to try after a run diverged: a tenth, and not above the recipe's."""
+    usual = make_config(config.recipe, config.algorithm).optimizer.learning_rate
+    return min(config.optimizer.learning_rate / 10, usual)
 
 
 def kl_controller(config: Config, updates: int) -> KLController:
@@ -390,4 +424,6 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
     trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update))
     if config.kl.steered:
         trainer.add_callback(KLGuard(trainer, config, controller, log, screen))
-    trainer.add_callback(Checkpoints(trainer, config, log, screen, stop))
+    checkpoints = Checkpoints(trainer, config, log, screen, stop)
+    trainer.recovery = checkpoints.recovery
+    trainer.add_callback(checkpoints)

@@ -23,6 +23,7 @@ from rlhf.errors import Notice
 MANIFEST = "manifest.json"
 GOING = "manifest.going"  # what a manifest is called once its checkpoint is being removed
 UNFINISHED = ".unfinished"
+SUSPECT = ".suspect"  # holds weights with which no update succeeded
 NAME = re.compile(r"checkpoint-([1-9]\d*)")
 
 
@@ -153,6 +154,16 @@ def find_checkpoints(folder: Path, run: str) -> Found:
         else:
             found.skipped.append(f"{place.name}: {fault}")
     return found
+
+
+def set_aside(folder: Path, run: str, after: int) -> list[str]:
+    """Rename the valid checkpoints of updates later than `after` to `checkpoint-N.suspect`, so that no resume uses
+    them; returns their old names."""
+    found = find_checkpoints(folder, run).sound
+    suspect = [place for update, place in found.items() if update > after]
+    for place in suspect:
+        system.replace(place, _free_name(place.with_name(place.name + SUSPECT)))
+    return [place.name for place in suspect]
 
 
 # --- removing --------------------------------------------------------------------------------------------------------

@@ -58,6 +58,12 @@ class Evaluation:
             **{f"topic/{name}/eval_score": fmean(scores) for name, scores in self._by_topic().items()},
         }
 
+    @property
+    def not_finite(self) -> str:
+        """Names the figures that are not finite, for an error; "" if all are finite."""
+        figures = {"KL": fmean(self.kl), "perplexity": self.perplexity}
+        return ", ".join(f"the {name} is {value}" for name, value in figures.items() if not math.isfinite(value))
+
     def _by_topic(self) -> dict[str, list[float]]:
         scores: dict[str, list[float]] = {}
         for name, score in zip(self.topics or [], self.scores, strict=False):
@@ -114,7 +120,8 @@ def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
 
 @torch.no_grad()
 def perplexity(policy, text: FixedText, pad: int, device: torch.device, dtype: torch.dtype | None) -> float:
-    """exp(mean negative log-probability per reply token), at temperature 1, over the whole text."""
+    """exp(mean negative log-probability per reply token), at temperature 1, over the whole text. Infinite if it is too
+    large for a float."""
     total, tokens, packed = 0.0, 0, packable(base_of(policy))
     order = sorted(range(len(text.replies)), key=lambda i: len(text.replies[i]))
     for start in range(0, len(order), ROWS_AT_ONCE):
@@ -125,7 +132,10 @@ def perplexity(policy, text: FixedText, pad: int, device: torch.device, dtype: t
             logprobs, _, _ = Actor(policy)(passage, 1.0)
         total -= float(logprobs.double().sum())
         tokens += sum(map(len, replies))
-    return math.exp(total / tokens)
+    try:
+        return math.exp(total / tokens)
+    except OverflowError:
+        return math.inf
 
 
 def evaluate(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf.errors import Notice, RunError
 from rlhf.rollout import Replies
@@ -22,11 +22,12 @@ MOST_RATIO = (
 
 
 class Dropped(Exception):
-    """The rest of an update is not to be taken. Its text says what was found."""
+    """The rest of an update is skipped. The text names the reason."""
 
-    def __init__(self, what: str, rows: Sequence[int] = ()):
+    def __init__(self, what: str, rows: Sequence[int] = (), by_score: bool = False):
         super().__init__(what)
         self.rows = list(rows)  # of the minibatch in which it was found; none: in all
+        self.by_score = by_score  # a reward function gave the bad number, so the weights are not the reason
 
 
 @dataclass
@@ -48,6 +49,15 @@ def check_finite(**tensors: Tensor | None) -> None:
     found = [f"{name.replace('_', ' ')} {n} of {known[name].numel()}" for name, n in zip(known, bad, strict=True) if n]
     if found:
         raise Dropped(f"numbers that are not finite: {', '.join(found)}")
+
+
+def bad_weights(module: nn.Module) -> list[str]:
+    """Return the names of the trainable weights that hold NaN or an infinity. Waits for the device once."""
+    weights = {name: weight.detach() for name, weight in module.named_parameters() if weight.requires_grad}
+    if not weights:
+        return []
+    finite = torch.stack([weight.isfinite().all() for weight in weights.values()]).tolist()
+    return [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
 
 
 def check_step(stats: dict[str, Tensor], rows: Sequence[int]) -> None:

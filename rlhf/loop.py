@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -29,7 +29,7 @@ from rlhf.dealing import Dealing, tag_names
 from rlhf.engines import check_engine, sample_replies
 from rlhf.errors import RunError, UserError
 from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
-from rlhf.guard import Dropped, Drops, Limits, check_finite, check_step
+from rlhf.guard import Dropped, Drops, Limits, bad_weights, check_finite, check_step
 from rlhf.metrics import Batch, Scored, memory_in_use, reset_peak_memory, rollout_metrics
 from rlhf.models import autocast, autocast_dtype
 from rlhf.packing import Passage, packable
@@ -55,7 +55,7 @@ class OnPolicyLoop(ABC):
     """
 
     # what is counted over a run, for checkpoints
-    COUNTERS = ("kl_coef", "optimizer_steps", "reply_tokens", "peak_memory")
+    COUNTERS = ("kl_coef", "optimizer_steps", "reply_tokens", "peak_memory", "proved")
 
     def __init__(
         self,
@@ -90,6 +90,11 @@ class OnPolicyLoop(ABC):
         self.reference = Reference.before_training(policy, self.dtype)
         self.limits = Limits(config.batch.micro_batch_size, tokens_at_once(PartialState().device))
         self.drops = Drops()
+        self.proved = 0  # the weights from after this update gave a finite gradient in the next one
+        # returns the advice for a run that gives up; the argument: whether reward functions are the reason
+        self.recovery: Callable[[bool], str] = lambda by_score: (
+            "Fix the reward function" if by_score else "Train again with a smaller learning_rate"
+        )
         self.trained = False
         self.listeners: list = []
         self.this_epoch: list[dict[str, float]] = []
@@ -181,6 +186,7 @@ class OnPolicyLoop(ABC):
         except Dropped as found:
             return self.drop(update, rollout, batch, found)
         self.drops.note(dropped=False)
+        self.require_finite_weights(update)
         times = {
             "time/rollout_s": rolled - begun,
             "time/score_s": judged - rolled,
@@ -201,15 +207,26 @@ class OnPolicyLoop(ABC):
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
         self.drops.note(dropped=True)
+        self.require_finite_weights(update)
         self.tell("on_drop", update, rollout, batch, found)
         if self.drops.in_a_row >= IN_A_ROW:
             raise RunError(
-                f"{self.drops.in_a_row} updates in a row had to be dropped: update {update}, {found}. "
-                "Try --resume --resume-anyway with a smaller --learning-rate, or with --no-bf16"
+                f"{self.drops.in_a_row} updates in a row were skipped: update {update}, {found}. "
+                f"{self.recovery(found.by_score)}"
             )
         self._count(update)
         self._close(update)
         return {"updates/dropped": float(self.drops.count)}
+
+    def require_finite_weights(self, update: int) -> None:
+        """Raise RunError if an optimizer step of this update left weights that are not finite: no later update can
+        repair them."""
+        bad = bad_weights(self.model)
+        if bad:
+            raise RunError(
+                f"{len(bad)} weights are not finite, the first is {bad[0]}: after update {update}. They are not "
+                f"saved. {self.recovery(False)}"
+            )
 
     def prompts_of(self, update: int) -> list[tuple[int, Prompt]]:
         """This update's episodes: their numbers in the run and their prompts; a group's stand together."""
@@ -298,10 +315,13 @@ class OnPolicyLoop(ABC):
             with self.limits.within("scoring"):
                 given = self.rewards.score(rollout.prompts, rollout.texts, replies.rows(), replies.ended.tolist())
         except BadScore as error:
-            raise Dropped(str(error)) from None
+            raise Dropped(str(error), by_score=True) from None
         raw = torch.tensor(given.total, dtype=torch.float32, device=replies.ended.device)
         rollout.scores = raw
-        check_finite(scores=raw)  # a large float64 is infinite here
+        try:
+            check_finite(scores=raw)  # a large float64 is infinite here
+        except Dropped as found:
+            raise Dropped(str(found), by_score=True) from None
         used = raw - reward.missing_eos_penalty * (~replies.ended).float()
         if self.normalizer is not None:
             used = torch.tensor(self.normalizer(used.tolist()), dtype=torch.float32, device=raw.device)
@@ -353,6 +373,7 @@ class OnPolicyLoop(ABC):
         gradients are not fit for one."""
         stats = self.minibatch_gradients(batch, rows)
         check_step(stats, rows)
+        self.proved = self.state.global_step  # a rollout and a gradient of these weights were finite
         with self.limits.within("the optimizer step"):
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -493,7 +514,14 @@ class OnPolicyLoop(ABC):
         replies, topics = self.replies_to(prompts), [self.topic_tags.get(p.example.topic) for p in prompts]
         with self.limits.within("an evaluation"):
             parts = self.actor, self.rewards, self.text, pad, self.dtype, topics
-            return evaluate(replies, self.state.global_step, *parts)
+            result = evaluate(replies, self.state.global_step, *parts)
+        bad = result.not_finite
+        if bad:
+            raise RunError(
+                f"{bad}: the evaluation after update {self.state.global_step}. The model is not saved. "
+                f"{self.recovery(False)}"
+            )
+        return result
 
     def replies_to(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """The evaluation's replies, some prompts at a time."""

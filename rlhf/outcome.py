@@ -46,11 +46,16 @@ def show_where(config: Config, run: dict[str, Any], screen: Screen) -> None:
     loader = "peft.AutoPeftModelForCausalLM" if config.model.use_lora else "transformers.AutoModelForCausalLM"
     whole = f"{output}/{MERGED_FOLDER}"
     load_whole = f"transformers.AutoModelForCausalLM.from_pretrained({whole!r})"
+    best_model = (
+        "the start model, no later evaluation is better"
+        if best["update"] == 0
+        else (f"the model after update {best['update']}")
+    )
     screen.say("saved:")
     screen.facts(
         [
             (output, f"model and tokenizer; load with {loader}.from_pretrained({output!r})"),
-            (f"{output}/{BEST_FOLDER}", f"the same after update {best['update']}: {best['why']}"),
+            (f"{output}/{BEST_FOLDER}", f"{best_model}: {best['why']}"),
             *([(whole, f"the {merged['which']} weights as a whole model; load with {load_whole}")] if merged else []),
             (f"{output}/README.md", "model card: figures, settings, and code to load it"),
             (f"{output}/samples", "every evaluation's replies with their scores"),

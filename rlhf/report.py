@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 
@@ -53,10 +54,17 @@ def compare(
     return figures
 
 
-def last_kl(history: Sequence[dict], target: KLTarget, until: int | None = None, updates: int = 10) -> float:
-    """Mean KL of the last updates in a trainer's log (up to update `until`), nats in the target's unit."""
+LAST_UPDATES = 10
+
+
+def last_kl(history: Sequence[dict], target: KLTarget, first: int = 1, last: float = math.inf) -> float | None:
+    """Mean KL of the last 10 updates in a trainer's log, among those from `first` to `last`, nats in the target's unit.
+
+    Skipped updates have no KL. None if no update of these was logged.
+    """
     name = "kl_divergence" if target.per == "sequence" else "kl_divergence/token"
-    return fmean([entry[name] for entry in history if name in entry][:until][-updates:])
+    values = [entry[name] for entry in history if name in entry and first <= entry["step"] <= last]
+    return fmean(values[-LAST_UPDATES:]) if values else None
 
 
 def kl_of_phases(history: Sequence[dict], phases: Sequence[tuple[int, int, KLTarget]]) -> list[dict]:
@@ -65,7 +73,7 @@ def kl_of_phases(history: Sequence[dict], phases: Sequence[tuple[int, int, KLTar
         {
             "updates": [first, last],
             "target": target.nats,
-            "kl_last_10_updates": last_kl(history, target, last, min(10, last - first + 1)),
+            "kl_last_10_updates": last_kl(history, target, first, last),
             "unit": f"nats/{target.per}",
         }
         for first, last, target in phases
@@ -82,12 +90,13 @@ def gold_scores(evaluation: Evaluation, prompts: Sequence[Prompt], gold: Gold) -
 def show_figures(figures: dict, screen: Screen) -> None:
     """The comparison in lines."""
     low, high = figures["score_rise_interval"]
+    rise = figures["score_after"] - figures["score_before"]
     rows = [
         (
             "score",
-            f"{figures['score_before']:+.3f} -> {figures['score_after']:+.3f}, a rise of "
-            f"{figures['score_rise_in_start_sd']:.2f} standard deviations of the start model's scores "
-            f"(95% interval of the rise {low:+.3f} to {high:+.3f})",
+            f"{figures['score_before']:+.3f} -> {figures['score_after']:+.3f}, change {rise:+.3f} (95% interval "
+            f"{low:+.3f} to {high:+.3f}); that is {figures['score_rise_in_start_sd']:+.2f} standard deviations of the "
+            "start model's scores",
         )
     ]
     if "gold_before" in figures:
@@ -100,12 +109,14 @@ def show_figures(figures: dict, screen: Screen) -> None:
             )
         )
     per, kl = figures["kl_unit"].removeprefix("nats/"), figures["kl_last_10_updates"]
-    rows.append(("KL", f"{kl:.3g}/{per} over the last updates (10 at most){_aim(kl, figures['kl_target'], per)}"))
+    measured = "not measured, because every update was skipped" if kl is None else f"{kl:.3g}/{per}"
+    rows.append(("KL", f"{measured} over the last updates (10 at most){_aim(kl, figures['kl_target'], per)}"))
     if figures["kl_target"] is not None and len(figures["kl_phases"]) > 1:
         for phase in figures["kl_phases"]:
             (first, last), ended = phase["updates"], phase["kl_last_10_updates"]
             aim = _aim(ended, phase["target"], per)
-            rows.append(("", f"updates {first} to {last} ended at {ended:.3g}/{per}{aim}"))
+            measured = "were all skipped" if ended is None else f"ended at {ended:.3g}/{per}"
+            rows.append(("", f"updates {first} to {last} {measured}{aim}"))
     rows += [
         (
             "reply",
@@ -114,18 +125,24 @@ def show_figures(figures: dict, screen: Screen) -> None:
         ),
         (
             "perplexity",
-            f"{figures['perplexity_before']:.2f} -> {figures['perplexity_after']:.2f} on {figures['perplexity_text']}",
+            f"{number(figures['perplexity_before'])} -> {number(figures['perplexity_after'])} on "
+            f"{figures['perplexity_text']}",
         ),
     ]
     screen.say(f"before -> after on {figures['prompts']} evaluation prompts:")
     screen.facts(rows)
 
 
-def _aim(kl: float, target: float | None, per: str) -> str:
-    """Whether a KL is in its target's band; nothing where beta was not steered."""
-    if target is None:
+def number(value: float) -> str:
+    """Two decimals, and three digits with an exponent for a large number."""
+    return f"{value:.2f}" if abs(value) < 1e5 else f"{value:.2e}"
+
+
+def _aim(kl: float | None, target: float | None, per: str) -> str:
+    """Whether a KL is in its target's band; "" if beta was not steered or no KL was measured."""
+    if target is None or kl is None:
         return ""
-    return f", {'inside' if in_band(kl, target) else 'OUTSIDE'} 0.5 to 1.5 x the target {KLTarget(target, per)}"
+    return f", {'inside' if in_band(kl, target) else 'outside'} 0.5 to 1.5 x the target {KLTarget(target, per)}"
 
 
 def show_samples(

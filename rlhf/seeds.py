@@ -95,7 +95,7 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     """Every figure by seed, with mean and spread (standard deviation over seeds), on the screen and as JSON."""
     table, summary = [], {}
     for name, label in SHOWN.items():
-        values = [run["figures"][name] for run in runs.values() if name in run["figures"]]
+        values = [v for run in runs.values() if (v := run["figures"].get(name)) is not None]
         if len(values) < len(runs):
             continue
         spread = stdev(values) if len(values) > 1 else None

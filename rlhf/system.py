@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
+import shlex
 import signal
 import sys
 import time
@@ -49,6 +51,25 @@ def cap_card_memory() -> bool:
     free, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction(free / total)
     return True
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def command(*words: str) -> str:
+    """Words as one line to paste into this platform's shell: quoted for a POSIX shell, or for Windows."""
+    if not WINDOWS:
+        return shlex.join(words)
+    return " ".join(_quoted_for_windows(word) for word in words)
+
+
+def _quoted_for_windows(word: str) -> str:
+    """One word for cmd and for PowerShell; in PowerShell single quotes keep $ and ` from being expanded."""
+    if word and not re.search(r"[^\w\-./\\:=+~]", word):
+        return word
+    if "$" in word or "`" in word or '"' in word:
+        return "'" + word.replace("'", "''") + "'"
+    return f'"{word}"'
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

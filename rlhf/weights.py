@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.actor_critic import Actor, ActorCritic
-from rlhf.errors import UserError
+from rlhf.errors import RunError, UserError
 from rlhf.files import disk_errors
+from rlhf.guard import bad_weights
 from rlhf.system import replace, sync_file
 
 WEIGHTS_FILE = "model.safetensors"
@@ -31,7 +32,11 @@ def save_policy(actor: Actor, tokenizer: PreTrainedTokenizerBase, folder: Path) 
     """Write the policy (under LoRA its adapter), the tokenizer and the value head, if there is one, into `folder`.
 
     Loads with `AutoModelForCausalLM` or `PeftModel`, which do not look at the value head or a critic's own backbone.
+    Raises RunError, and writes nothing, if a weight is not finite.
     """
+    bad = bad_weights(actor)
+    if bad:
+        raise RunError(f"{len(bad)} weights are not finite, the first is {bad[0]}: {folder}. They are not saved")
     more = {} if isinstance(actor.policy, PeftModel) else {"max_shard_size": ONE_FILE}
     with disk_errors():
         actor.policy.save_pretrained(folder, **more)

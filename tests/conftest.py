@@ -9,6 +9,7 @@ os.environ["ACCELERATE_USE_CPU"] = "true"  # the same figures with or without a 
 
 import json
 import random
+import shlex
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -111,19 +112,36 @@ def write_pairs(folder: Path) -> None:
 
 
 @pytest.fixture
-def configured(start_model, reward_folder, pairs_file, tmp_path):
-    """A function from flags to a Config of a tiny run in a folder of its own."""
+def run_flags(start_model, reward_folder, pairs_file, tmp_path):
+    """A function from flags to all flags of a tiny run in the folder `run`."""
 
-    def make(*flags: object, algorithm: str = "ppo") -> Config:
+    def make(*flags: object) -> list[str]:
         words = {
             "--actor-model": start_model, "--rm-model": reward_folder, "--prompts": pairs_file,
             "--output": tmp_path / "run", "--batch-size": 4, "--num-iterations": 2, "--ppo-epochs": 2,
             "--reply-length": 8, "--prompt-length": 100, "--eval-prompts": 6, "--learning-rate": 1e-3,
         }  # fmt: skip
         argv = [str(word) for pair in words.items() for word in pair]
-        return parse_cli([*argv, "--allow-weak-reward-model", *map(str, flags)], algorithm)
+        return [*argv, "--allow-weak-reward-model", *map(str, flags)]
 
     return make
+
+
+@pytest.fixture
+def configured(run_flags):
+    """A function from flags to a Config of a tiny run in a folder of its own."""
+
+    def make(*flags: object, algorithm: str = "ppo") -> Config:
+        return parse_cli(run_flags(*flags), algorithm)
+
+    return make
+
+
+def typed(line: str) -> list[str]:
+    """The arguments of a printed command `python SCRIPT ...`, as a POSIX shell passes them on."""
+    words = shlex.split(line)
+    assert words[0] == "python" and words[1].endswith(".py"), line
+    return words[2:]
 
 
 @pytest.fixture(scope="session")

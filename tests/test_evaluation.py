@@ -128,14 +128,23 @@ def test_gold_quality_is_asked_with_question_reply_and_ending():
 
 
 def test_last_kl_reads_the_targets_unit():
-    history = [{"kl_divergence": float(i), "kl_divergence/token": i / 100} for i in range(20)] + [{"eval/score": 1.0}]
+    history = [{"kl_divergence": float(i), "kl_divergence/token": i / 100, "step": i + 1} for i in range(20)]
+    history += [{"eval/score": 1.0, "step": 20}]
     assert last_kl(history, KLTarget(6, "sequence")) == pytest.approx(14.5)
     assert last_kl(history, KLTarget(0.05, "token")) == pytest.approx(0.145)
 
 
 def test_the_kl_at_the_end_of_each_phase_by_hand():
-    history = [{"kl_divergence": 9.0, "kl_divergence/token": float(i)} for i in range(1, 25)]
+    history = [{"kl_divergence": 9.0, "kl_divergence/token": float(i), "step": i} for i in range(1, 25)]
     phases = [(1, 20, KLTarget(0.5, "token")), (21, 24, KLTarget(0.2, "token"))]
     ends = kl_of_phases(history, phases)
     assert [e["kl_last_10_updates"] for e in ends] == [15.5, 22.5], "11..20; of the short phase only its own 21..24"
     assert [(e["updates"], e["target"]) for e in ends] == [([1, 20], 0.5), ([21, 24], 0.2)]
+
+
+def test_skipped_updates_do_not_shift_the_phases():
+    """Updates 3 and 4 of 6 were skipped, so they are not in the log: the phases 1-3 and 4-6 end at 0.34 and 1.7."""
+    history = [{"kl_divergence": kl, "step": step} for step, kl in ((1, 0.0), (2, 0.68), (5, 1.6), (6, 1.8))]
+    phases = [(1, 3, KLTarget(1, "sequence")), (4, 6, KLTarget(2, "sequence"))]
+    assert [e["kl_last_10_updates"] for e in kl_of_phases(history, phases)] == pytest.approx([0.34, 1.7])
+    assert last_kl(history, KLTarget(1, "sequence"), 3, 4) is None

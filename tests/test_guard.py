@@ -184,7 +184,7 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
         patch.setattr(loop.OnPolicyLoop, "gradients", spoilt)
         run_command(lambda: script.main([*argv, "--output", str(output)]))
     said = capsys.readouterr()
-    assert ended.value.code == 1 and "3 updates in a row had to be dropped: update 4" in said.err
+    assert ended.value.code == 1 and "3 updates in a row were skipped: update 4" in said.err
     folder = output / "incidents" / "update-000004"
     assert f"python train_{algorithm}.py --replay {folder}" in said.out
     assert read_run(output)["status"] == "failed"

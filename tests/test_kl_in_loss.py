@@ -1,4 +1,4 @@
-"""The KL penalty in the loss: one formula for PPO and GRPO, checked against autograd written apart from the trainers."""
+"""The KL penalty in the loss: one formula for PPO and GRPO, checked against an independent autograd."""
 
 from __future__ import annotations
 

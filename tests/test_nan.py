@@ -1,0 +1,204 @@
+"""Weights that are not finite are never saved, and what a failed run advises works when it is typed."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train_ppo
+from rlhf import loop
+from rlhf.checkpoints import find_checkpoints
+from rlhf.errors import RunError, run_command
+from rlhf.evaluation import FixedText, perplexity
+from rlhf.guard import bad_weights
+from rlhf.runlogs import read_run
+from tests.conftest import attach, typed
+
+
+def run(words, status: int | None = None) -> None:
+    """`train_ppo.py` with these arguments; with `status`, it must end with it."""
+    if status is None:
+        return run_command(lambda: train_ppo.main([str(word) for word in words]))
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: train_ppo.main([str(word) for word in words]))
+    assert ended.value.code == status
+
+
+def names(folder) -> list[str]:
+    return sorted(place.name for place in folder.glob("checkpoint-*"))
+
+
+def nan_rule(folder, first: int, last: int | None = None):
+    """A reward function that returns NaN in its calls from `first` to `last`; the run starts with one call of its
+    evaluation."""
+    file = folder / "rules.py"
+    file.write_text(
+        "calls = 0\n"
+        "def sometimes(completions, **_):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        f"    bad = {first} <= calls <= {last or 10**6}\n"
+        "    return [float('nan') if bad else float(len(text) % 5) for text in completions]\n"
+    )
+    return f"{file}:sometimes"
+
+
+def test_bad_weights_are_named():
+    module = torch.nn.Linear(2, 2)
+    assert bad_weights(module) == []
+    module.bias.data[1] = math.inf
+    assert bad_weights(module) == ["bias"]
+    module.bias.requires_grad_(False)
+    assert bad_weights(module) == []
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+def test_a_step_that_breaks_the_weights_ends_the_run_and_saves_nothing(run_flags, tmp_path, capsys, updates):
+    words = run_flags("--num-iterations", updates, "--save-every", 1, "--learning-rate", 1e38, "--ppo-epochs", 1)
+    run(words, 1)
+    said = capsys.readouterr().err
+    assert re.search(r"error: \d+ weights are not finite, the first is \S+: after update 1\. They are not saved", said)
+    assert read_run(tmp_path / "run")["status"] == "failed"
+    assert names(tmp_path / "run") == []
+    for file in (tmp_path / "run").rglob("*.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(file).values()), file
+
+
+@pytest.mark.parametrize("save", ["save_model", "save_trainer"])
+def test_no_way_of_saving_writes_them(build, tmp_path, save):
+    from rlhf.trainer_state import save_trainer
+
+    trainer = build()
+    next(trainer.model.parameters()).data[0] = math.nan
+    with pytest.raises(RunError, match="1 weights are not finite, the first is .*They are not saved"):
+        trainer.save_model(tmp_path / "model") if save == "save_model" else save_trainer(trainer, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_advised_command_works(run_flags, tmp_path, capsys):
+    """5e6 in place of 5e-6: update 1 is done with good weights, and leaves finite ones with which nothing works."""
+    flags = ["--num-iterations", 5, "--save-every", 1, "--keep", 2, "--ppo-epochs", 1]
+    run(run_flags(*flags, "--learning-rate", 5e6), 1)
+    said = capsys.readouterr()
+    assert "3 updates in a row were skipped: update 4" in said.err
+    assert "Set aside, because no update succeeded with its weights: checkpoint-1" in said.err
+    assert names(tmp_path / "run") == ["checkpoint-1.suspect"], "nothing was saved between the skipped updates"
+    (advised,) = re.findall(r"Use a smaller learning rate: (.*)", said.err)
+    assert "--learning-rate 5e-06" in advised, "a tenth would be a typo, too"
+    run(typed(advised))
+    assert read_run(tmp_path / "run")["status"] == "finished"
+
+
+def test_the_advised_command_resumes_from_before_the_weights_broke(run_flags, tmp_path, capsys):
+    """Two good updates; then a resume with a learning rate that breaks the weights in update 3."""
+    flags = run_flags("--num-iterations", 8, "--save-every", 1, "--keep", 3, "--ppo-epochs", 1)
+    stop_after(2, lambda: run(flags, 128 + signal.SIGINT))
+    capsys.readouterr()
+    run(["--resume", "--resume-anyway", "--learning-rate", 5e6, "--output", tmp_path / "run"], 1)
+    said = capsys.readouterr().err
+    assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2", "checkpoint-3.suspect"]
+    (advised,) = re.findall(r"Use a smaller learning rate: (.*)", said)
+    run(typed(advised))
+    assert "after update 2 of 8, from" in capsys.readouterr().out
+    assert read_run(tmp_path / "run")["status"] == "finished"
+
+
+def stop_after(update: int, call) -> None:
+    """Ctrl-C in an update of every run in `call`."""
+    plain = loop.OnPolicyLoop.update
+
+    def stopped(self, batch, number):
+        if number == update:
+            signal.raise_signal(signal.SIGINT)
+        return plain(self, batch, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.OnPolicyLoop, "update", stopped)
+        call()
+
+
+def test_ctrl_c_after_a_skipped_update_saves_nothing_new(run_flags, tmp_path, capsys):
+    """The scores of update 3 are not numbers; Ctrl-C comes in it."""
+    rule = nan_rule(tmp_path, 4)
+    flags = run_flags("--num-iterations", 8, "--save-every", 2, "--rm-model", "none", "--reward-func", rule)
+    plain = loop.OnPolicyLoop.score
+
+    def stopped(self, rollout):
+        if self.state.global_step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return plain(self, rollout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.OnPolicyLoop, "score", stopped)
+        run(flags, 128 + signal.SIGINT)
+    said = capsys.readouterr().err
+    assert "stopped after update 3 of 8, which was skipped, so nothing new is saved; the newest checkpoint is " in said
+    assert "checkpoint-2. Resume with: python train_ppo.py --resume" in said
+    assert names(tmp_path / "run") == ["checkpoint-2"]
+
+
+def test_an_overdue_checkpoint_is_written_by_the_next_update_that_succeeds(build, tmp_path):
+    trainer = build("--num-iterations", 9, "--save-every", 2, "--keep", 9)
+    log = attach(trainer)
+    plain = trainer.score
+
+    def score(rollout):
+        if trainer.state.global_step in (1, 2, 4):  # updates 2, 3 and 5
+            raise loop.Dropped("a test", by_score=True)
+        return plain(rollout)
+
+    trainer.score = score
+    trainer.train()
+    assert sorted(find_checkpoints(tmp_path / "run", log.data["id"]).sound) == [4, 6, 8, 9]
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_run_that_skips_all_of_its_few_updates_finishes_with_a_warning(run_flags, tmp_path, capsys, updates):
+    rule = nan_rule(tmp_path, 2, 1 + updates)
+    run(run_flags("--num-iterations", updates, "--rm-model", "none", "--reward-func", rule))
+    said = capsys.readouterr().out
+    assert f"warning: the last update, {updates}, was skipped; the weights are finite and are saved" in said
+    assert "not measured, because every update was skipped" in said
+    record = read_run(tmp_path / "run")
+    assert record["status"] == "finished" and record["figures"]["kl_last_10_updates"] is None
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["spent"]["optimizer_steps"] == 0
+
+
+def test_three_skipped_updates_at_the_end_fail(run_flags, tmp_path, capsys):
+    rule = nan_rule(tmp_path, 2)
+    run(run_flags("--num-iterations", 3, "--rm-model", "none", "--reward-func", rule), 1)
+    assert "Fix the reward function, then resume with: python train_ppo.py --resume" in capsys.readouterr().err
+    assert read_run(tmp_path / "run")["status"] == "failed"
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["kl", "perplexity"])
+def test_an_evaluation_that_is_not_finite_ends_the_run(build, monkeypatch, name):
+    plain = loop.evaluate
+
+    def evaluated(*given):
+        result = plain(*given)
+        bad = {"kl": [math.nan, *result.kl[1:]], "perplexity": math.inf}
+        return loop.replace(result, **{name: bad[name]})
+
+    trainer = build()
+    monkeypatch.setattr(loop, "evaluate", evaluated)
+    said = {"kl": "the KL is nan", "perplexity": "the perplexity is inf"}[name]
+    with pytest.raises(RunError, match=rf"{said}: the evaluation after update 0\. The model is not saved"):
+        trainer.train()
+
+
+def test_a_perplexity_beyond_a_float_is_infinite(build):
+    trainer = build()
+    with torch.no_grad():
+        trainer.actor.policy.get_input_embeddings().weight.mul_(1e5)
+    prompt = trainer.train_prompts[0]
+    text = FixedText([prompt], [[5, 6, 7]], "three tokens")
+    value = perplexity(trainer.actor.policy, text, 0, torch.device("cpu"), None)
+    assert value == math.inf

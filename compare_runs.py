@@ -33,6 +33,7 @@ def compare(config: ComparisonConfig, screen) -> None:
     from rlhf.files import check_folder
     from rlhf.measuring import Bench
     from rlhf.preflight import start_device
+    from rlhf.printing import PRINTED_FILE
     from rlhf.trained import find_models
 
     folder = check_folder(config.comparison.output)
@@ -42,6 +43,7 @@ def compare(config: ComparisonConfig, screen) -> None:
     curves = read_runs([Path(name) for name in config.comparison.runs])
     looks = [(run.algorithm, read_looks(run)) for run in curves]
     bench = Bench(models, config.measure, start_device(screen), screen)
+    bench.rewards.printed = folder / PRINTED_FILE
     screen.facts(bench.facts())
     start = bench.measure_start(screen)
     sides = make_sides(models, [bench.measure(model, screen) for model in models])

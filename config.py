@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from recipes import RECIPES
 from rlhf.cli import build, resolve
+from rlhf.commands import names_code, resume_command
 from rlhf.errors import UserError, did_you_mean
 from rlhf.knobs import HubName, KLTarget, Split, as_in, bare_targets, knob
 from rlhf.runlogs import RUN_FILE, flat_settings, read_run, seed_folder
@@ -219,11 +220,6 @@ class RewardSettings:
     )
 
 
-def names_code(rules: Iterable[str]) -> list[str]:
-    """The reward functions that are code in a file of the user, FILE.py:NAME."""
-    return [rule for rule in rules if ":" in rule]
-
-
 ADAPTIVE_TARGET = "6/sequence"  # Ziegler et al. 2019, and reference systems seed_001 and seed_004
 PHASED_TARGETS = ("0.05/token", "0.02/token", "0.01/token")  # reference systems seed_000 and seed_002
 
@@ -248,7 +244,12 @@ class KLSettings:
     kl_boundaries: tuple[float, ...] | None = knob(
         None, "shares of the run at which the next target comes into force; unset: equal phases", above=0, below=1
     )
-    kl_horizon: int = knob(10_000, "episodes over which beta reacts: small acts fast", low=1)
+    kl_horizon: int | None = knob(
+        None,
+        "episodes over which beta reacts: a small number reacts fast; unset: a twelfth of the episodes of the "
+        "shortest phase, at least two updates' and at most 10,000, so that beta can move about 11-fold in a phase",
+        low=1,
+    )
 
     @property
     def targets(self) -> tuple[KLTarget, ...]:
@@ -625,6 +626,13 @@ class MeasureSettings:
     temperature: float | None = as_in(SamplingSettings, "temperature", AS_IN_RUN)
     top_k: int | None = as_in(SamplingSettings, "top_k", AS_IN_RUN)
     top_p: float | None = as_in(SamplingSettings, "top_p", AS_IN_RUN)
+    reward_func: tuple[str, ...] | None = as_in(
+        RewardSettings, "reward_func", AS_IN_RUN, "reward functions; FILE.py:NAME runs that file"
+    )
+    reward_weights: tuple[float, ...] | None = as_in(RewardSettings, "reward_weights", AS_IN_RUN)
+    trust_reward_code: bool = knob(
+        False, "run the files of reward functions that a run's run.json names; without it they are refused"
+    )
 
 
 @dataclass(frozen=True)
@@ -728,7 +736,20 @@ def settings_to_resume(config: Config) -> dict[str, tuple[Any, str]]:
     aside = {"seeds", "output", "overwrite", "dry_run", "resume", "resume_anyway"}
     aside |= {"seed"} if run.seeds is not None else set()
     knobs = {n: v for n, v in known_settings(begun).items() if n not in aside}
+    only_exported = begun["status"] == "finished" and run.seeds is None and not run.resume_anyway
+    require_named_code(config, knobs.get("reward_func", ()), only_exported)
     return {name: (value, RUN_FILE) for name, value in {**knobs, "recipe": begun["settings"]["recipe"]}.items()}
+
+
+def require_named_code(config: Config, rules: Sequence[str], only_exported: bool) -> None:
+    """Raise UserError if a run's run.json names reward code that this command line does not name."""
+    if only_exported or not names_code(rules) or names_code(config.reward.reward_func):
+        return
+    named = replace(config, reward=replace(config.reward, reward_func=tuple(rules)))
+    raise UserError(
+        f"reward code runs only if the command line names it: --resume, {', '.join(names_code(rules))} in the run's "
+        f"{RUN_FILE}. Resume with: {resume_command(named)}"
+    )
 
 
 def make_config(recipe: str = "smollm2-orca", algorithm: str = "ppo", **knobs: Any) -> Config:

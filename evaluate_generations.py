@@ -29,11 +29,13 @@ def evaluate(config: EvaluationConfig, screen) -> None:
     from rlhf.files import check_folder
     from rlhf.measuring import Bench
     from rlhf.preflight import start_device
+    from rlhf.printing import PRINTED_FILE
     from rlhf.trained import find_models
 
     measure, output = config.measure, check_folder(config.evaluation.output)
     models = find_models(config.evaluation.model_path, measure, "--model-path")
     bench = Bench(models, measure, start_device(screen), screen)
+    bench.rewards.printed = output / PRINTED_FILE
     screen.facts(bench.facts())
     start = bench.measure_start(screen) if bench.start is not None else None
     measured = [bench.measure(model, screen) for model in models]

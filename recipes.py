@@ -4,6 +4,13 @@
 them is told; `reward_model` is for `python -m reward_model.train`.
 """
 
+# how a command is recognised that has a reference document's flags, but not its recipe
+SIGNS = {
+    "rank1-voice": lambda config: config.data.steps_per_topic is not None,
+    "phased-kl": lambda config: config.kl.kl_schedule == "phased",
+    "qwen3-tldr": lambda config: config.data.prompts == RECIPES["qwen3-tldr"]["training"]["prompts"],
+}
+
 RECIPES = {
     # SmolLM2-135M on orca pairs (reference system seed_001). Spelled out, so that the defaults may move without it.
     "smollm2-orca": {
@@ -22,7 +29,6 @@ RECIPES = {
             "clip_range": 0.2,
             "kl_coef": 0.05,
             "kl_schedule": "adaptive",  # to 6 nats per sequence; phased, say, has other targets
-            "kl_horizon": 2_000,  # Ziegler's 10,000 would let beta grow by 1.4 in the whole run; this, by 5.7
             "learning_rate": 5e-6,
             "lr_schedule": "cosine",
             "epochs": 3,

@@ -24,6 +24,7 @@ def train(config: Config, screen) -> None:
     from rlhf.assembly import check_run_folder, load_parts, prepare_demo_parts, start_run
     from rlhf.callbacks import attach_callbacks
     from rlhf.checks import check_run, check_start
+    from rlhf.controllers import with_horizon
     from rlhf.dealing import planned_updates
     from rlhf.export import check_export, export_run
     from rlhf.grpo_trainer import GRPO
@@ -39,6 +40,7 @@ def train(config: Config, screen) -> None:
     prepare_demo_parts(config, screen, device)
     parts = load_parts(config, device, screen)
     updates = planned_updates(config, parts.prompts.train)
+    config = with_horizon(config, updates)
     show_plan(config, parts, updates, device, screen)
     if config.run.dry_run:
         return

@@ -8,8 +8,9 @@ from torch import nn
 
 from config import Config
 from rlhf.assembly import FEW_PROMPTS, find_rewards, find_start_model, load_rewards, load_start_policy
-from rlhf.callbacks import KLControl, kl_controller
+from rlhf.callbacks import KLControl
 from rlhf.console import Screen
+from rlhf.controllers import kl_controller
 from rlhf.errors import UserError
 from rlhf.grpo_trainer import GRPO
 from rlhf.knobs import Split
@@ -17,7 +18,7 @@ from rlhf.loop import OnPolicyLoop
 from rlhf.ppo_trainer import PPO
 from rlhf.preflight import check_overlap, check_prompts, check_topics, start_device
 from rlhf.prompts import GivenPrompt, examples_of, render_sets, split_examples
-from rlhf.rewards import RewardFunction, Rewards
+from rlhf.rewards import RewardFunction, Rewards, check_columns
 
 TRAINERS = {"ppo": PPO, "grpo": GRPO}
 Prompts = Sequence[GivenPrompt]
@@ -57,13 +58,17 @@ def make_trainer(
     sets = render_sets(tokenizer, train, evaluation, config.data.prompt_length, topics)
     if not sets.train or not sets.evaluation:
         raise UserError(f"no prompt of at most {config.data.prompt_length} tokens: prompts. Raise prompt_length")
-    check_prompts(sets, start, config.sampling.reply_length, "prompts", screen)
+    check_prompts(sets, start, config.sampling.reply_length, "prompts", screen, config.data.plain_prompts)
     check_overlap(sets, screen)
     check_topics(config, sets.train, screen)
+    used = [p.example for p in (*sets.train, *sets.evaluation)]
     if rewards is None:
-        chosen, _ = load_rewards(config, find_rewards(config), tokenizer, sets, device, screen)
+        sources = find_rewards(config)
+        check_columns(sources.rules, used, "prompts")
+        chosen, _ = load_rewards(config, sources, tokenizer, sets, device, screen)
     else:
         functions = [rewards] if callable(rewards) else rewards
+        check_columns(functions, used, "prompts")
         chosen = Rewards(functions, reward_weights, tokenizer, config.reward.reward_timeout)
     trainer = TRAINERS[config.algorithm](
         config,

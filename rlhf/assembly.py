@@ -34,7 +34,7 @@ from rlhf.models import (
 from rlhf.preflight import StartModel, check_leaks, check_prompts, check_reward_model, check_tokenizers, check_topics
 from rlhf.prompts import Prompt, PromptSets, load_prompts
 from rlhf.resume import check_same_run
-from rlhf.rewards import LearnedReward, Rewards, find_rule
+from rlhf.rewards import LearnedReward, Rewards, check_columns, find_rule
 from rlhf.runlogs import RunLog, check_output, claim_output, require_run, require_unused
 from rlhf.vllm_engine import require_vllm
 
@@ -110,8 +110,10 @@ def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
             f"{len(prompts.train)} prompts to train on, fewer than a batch of {config.batch.batch_size}: --prompts "
             f"{d.prompts}. Give more (--prompts, --split, --max-prompts), or a smaller --batch-size"
         )
-    check_prompts(prompts, start, config.sampling.reply_length, f"--prompts {d.prompts}", screen)
+    check_prompts(prompts, start, config.sampling.reply_length, f"--prompts {d.prompts}", screen, d.plain_prompts)
     check_topics(config, prompts.train, screen)
+    used = [p.example for p in (*prompts.train, *prompts.evaluation)]
+    check_columns(sources.rules, used, f"--prompts {d.prompts}")
     if len(prompts.evaluation) < FEW_PROMPTS:
         screen.say(
             f"only {len(prompts.evaluation)} evaluation prompts: all of them are used, and figures are uncertain"

@@ -12,11 +12,12 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase
 
-from config import IN_A_ROW, Config, make_config, names_code
+from config import IN_A_ROW, Config, make_config
 from rlhf.best import Candidate, choose
 from rlhf.checkpoints import find_checkpoints, set_aside, write_checkpoint
+from rlhf.commands import replay_command, resume_command
 from rlhf.console import Screen, clock
-from rlhf.controllers import RUNAWAY, KLController
+from rlhf.controllers import RUNAWAY, KLController, kl_controller
 from rlhf.dealing import one_line
 from rlhf.errors import RunError
 from rlhf.evaluation import Evaluation
@@ -25,11 +26,11 @@ from rlhf.incidents import save_incident
 from rlhf.loop import OnPolicyLoop
 from rlhf.memory import forecaster, what_helps
 from rlhf.metrics import Batch, Scored
+from rlhf.printing import PRINTED_FILE
 from rlhf.prompts import Prompt
 from rlhf.rollout import Rollout
 from rlhf.runlogs import RunLog
 from rlhf.stopping import Stopped, StopRequest
-from rlhf.system import command
 from rlhf.tokens import TOKENS_FOLDER, token_rows, write_tokens
 from rlhf.trainer_state import load_weights, save_trainer
 from rlhf.weights import BEST_FOLDER, link_folder, replace_folder
@@ -223,10 +224,8 @@ class Incidents(Callback):
             folder = Path(self.config.run.output) / "incidents" / f"update-{update:06d}"
             save_incident(self.trainer, folder, update, rollout, batch, found)
             self.screen.say(f"the update, to look at: {folder}")
-            rules = self.config.reward.reward_func
-            code = ["--reward-func", *rules] if names_code(rules) else []
-            replay = command("python", f"train_{self.config.algorithm}.py", "--replay", str(folder), *code)
-            self.screen.say(f"to do it again, step by step: {replay}")
+            replay = replay_command(self.config.algorithm, str(folder), self.config.reward.reward_func)
+            self.screen.say(f"to repeat it, step by step: {replay}")
 
 
 class BestCheckpoint(Callback):
@@ -384,26 +383,10 @@ class Checkpoints(Callback):
         self.log.before = state["seconds"]
 
 
-def resume_command(config: Config, *more: str) -> str:
-    """The command that resumes a run, or several seeds: their settings are in run.json. Code comes from the command
-    line alone, so custom reward functions are repeated. `more` are further words."""
-    seeds = [] if config.run.seeds is None else ["--seeds", *map(str, config.run.seeds)]
-    code = ["--reward-func", *config.reward.reward_func] if names_code(config.reward.reward_func) else []
-    return command("python", f"train_{config.algorithm}.py", "--resume", *seeds, *more, *code, "--output",
-                   config.run.output)  # fmt: skip
-
-
 def smaller_rate(config: Config) -> float:
     """A learning rate to try after a run diverged: a tenth, and not above the recipe's."""
     usual = make_config(config.recipe, config.algorithm).optimizer.learning_rate
     return min(config.optimizer.learning_rate / 10, usual)
-
-
-def kl_controller(config: Config, updates: int) -> KLController:
-    """The controller that the settings ask for, for a run of `updates` updates."""
-    kl = config.kl
-    horizon = kl.kl_horizon if kl.steered else None
-    return KLController(kl.kl_coef, kl.targets, horizon, updates, kl.kl_boundaries)
 
 
 def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: StopRequest) -> None:
@@ -411,6 +394,7 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
     The line shows the beta that the update was made with, so control comes after it."""
     controller = kl_controller(config, trainer.updates)
     output = Path(config.run.output)
+    trainer.rewards.printed = output / PRINTED_FILE
     trainer.limits.advise = lambda: what_helps(config, trainer.actor.policy, forecaster(trainer))
     trainer.add_callback(TensorBoardLog(output / "logs"))
     trainer.add_callback(Samples(output / "samples", trainer.evaluation_prompts))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, variance
 
+from config import Config
 from rlhf.knobs import KLTarget
 
 LARGEST_ERROR = 0.2  # Ziegler et al. 2019, sec. 2.2: one update reacts to an error of at most 20%
 KL_BAND = (0.5, 1.5)  # times the target: where a steered KL should end
 RUNAWAY = 4.0  # times the target: a KL that steering by 20% at a time will not catch
+SMALLEST_MOVE = 3.0  # a beta that cannot move this far in a phase does not enforce its KL target
+LONGEST_HORIZON = 10_000  # episodes; Ziegler et al. 2019
 LOWEST_BETA = 1e-4  # a beta that fell to nothing, in updates of low KL, would take as many to come back
 
 
@@ -78,15 +82,49 @@ class KLController:
         self.beta *= factor
         return self.beta
 
+    @property
+    def shortest_phase(self) -> int:
+        """Updates of the shortest phase that has any."""
+        return min((last - first + 1 for first, last, _ in self.phases if last >= first), default=self.updates)
+
     def largest_move(self, episodes: int) -> float:
-        """The factor by which beta can grow in a whole run of `updates` updates of `episodes` replies each."""
-        return 1.0 if self.horizon is None else (1 + LARGEST_ERROR * episodes / self.horizon) ** self.updates
+        """The factor by which beta can grow in the shortest phase, at `episodes` completions per update."""
+        if self.horizon is None:
+            return 1.0
+        return (1 + LARGEST_ERROR * episodes / self.horizon) ** self.shortest_phase
 
     def state_dict(self) -> dict[str, float]:
         return {"beta": self.beta, "done": self.done}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.beta, self.done = float(state["beta"]), int(state["done"])
+
+
+def kl_controller(config: Config, updates: int) -> KLController:
+    """Return the controller for a run of `updates` updates under these settings."""
+    kl = config.kl
+    controller = KLController(kl.kl_coef, kl.targets, None, updates, kl.kl_boundaries)
+    if kl.steered:
+        own = default_horizon(controller.shortest_phase, config.episodes_per_update)
+        controller.horizon = kl.kl_horizon or own
+    return controller
+
+
+def default_horizon(shortest_phase: int, episodes: int) -> int:
+    """Return the horizon in episodes that lets beta move about 11-fold in a phase of `shortest_phase` updates of
+    `episodes` each: (1 + 0.2 * 12 / updates) ** updates is about e ** 2.4.
+
+    At least two updates' episodes, so that one update moves beta by at most 10%; else at most Ziegler's 10,000.
+    """
+    return max(2 * episodes, min(LONGEST_HORIZON, round(shortest_phase * episodes / 12)))
+
+
+def with_horizon(config: Config, updates: int) -> Config:
+    """Return the settings with the default horizon of a run of `updates` updates as a number."""
+    horizon = kl_controller(config, updates).horizon
+    if horizon is None or config.kl.kl_horizon is not None:
+        return config
+    return dataclasses.replace(config, kl=dataclasses.replace(config.kl, kl_horizon=horizon))
 
 
 class ScoreNormalizer:

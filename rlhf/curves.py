@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from config import Config, config_of_run
-from rlhf.controllers import KLController
+from rlhf.controllers import KLController, kl_controller
 from rlhf.errors import UserError, raise_if
 from rlhf.files import put_in_place
 from rlhf.runlogs import require_run
@@ -72,8 +72,7 @@ class RunCurves:
         kl = self.config.kl
         if not kl.steered and kl.kl_target is None:
             return None
-        horizon = kl.kl_horizon if kl.steered else None
-        return KLController(kl.kl_coef, kl.targets, horizon, self.planned, kl.kl_boundaries)
+        return kl_controller(self.config, self.planned)
 
     @property
     def aim(self) -> str:

@@ -35,7 +35,7 @@ def write_text(file: Path, text: str) -> None:
 
 
 def write_json(file: Path, data: Any) -> None:
-    """Complete or unchanged; numbers that are not finite as null, which is all that JSON knows of them."""
+    """Complete or unchanged. Numbers that are not finite become null."""
     write_text(file, json.dumps(json_ready(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 

@@ -33,11 +33,17 @@ def save_incident(
     trainer.save_model(folder / WEIGHTS)
     replies = rollout.replies
     rows = [
-        {"prompt": p.example.messages, "prompt_ids": list(p.ids), "reply": text, "reply_ids": ids}
+        {
+            "prompt": p.example.messages,
+            "columns": p.example.columns,
+            "prompt_ids": list(p.ids),
+            "reply": text,
+            "reply_ids": ids,
+        }
         for p, text, ids in zip(rollout.prompts, rollout.texts, replies.rows(), strict=True)
     ]
     (folder / BATCH_FILE).write_text(
-        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+        "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows), encoding="utf-8"
     )
     held = {"logprobs": rollout.logprobs, "ref_logprobs": rollout.ref_logprobs, "values": rollout.values}
     held["scores"] = rollout.scores
@@ -82,7 +88,10 @@ class Incident:
     def rollout(self, trainer: Any) -> Rollout:
         """The batch as it was sampled and measured."""
         device = trainer.accelerator.device
-        prompts = [Prompt(tuple(row["prompt_ids"]), Example(tuple(row["prompt"]))) for row in self.rows]
+        prompts = [
+            Prompt(tuple(row["prompt_ids"]), Example(tuple(row["prompt"]), columns=row.get("columns", {})))
+            for row in self.rows
+        ]
         pad, eos = trainer.processing_class.pad_token_id, trainer.processing_class.eos_token_id
         width = self.tensors["logprobs"].shape[1]
         ids = [row["reply_ids"] + [eos] * (width - len(row["reply_ids"])) for row in self.rows]

@@ -23,9 +23,9 @@ from rlhf.evaluation import FixedText, fixed_text, perplexity, text_of_file
 from rlhf.models import autocast, autocast_dtype, find_model, load_adapter, load_policy, load_tokenizer
 from rlhf.objectives import kl_k1
 from rlhf.prompts import Example, Prompt, encode_prompt, load_prompts
-from rlhf.rewards import LearnedReward, Rewards
+from rlhf.rewards import LearnedReward, Rewards, check_columns
 from rlhf.rollout import Replies, generator, measure, uniforms
-from rlhf.trained import Trained, has_start, in_4_bit, shared_settings
+from rlhf.trained import Trained, has_start, in_4_bit, require_trusted_code, shared_settings
 from rlhf.weights import WEIGHTS_FILE
 
 ROWS_AT_ONCE = 64  # replies sampled together
@@ -69,6 +69,7 @@ class Bench:
         self.tokenizers = {m.source: load_tokenizer(m.source, plain) for m in every}
         self.tokenizer = self.tokenizers[(self.start or models[0]).source]
         self.followed, self.examples = self._draw_prompts(screen)
+        check_columns(sources.rules, self.examples, f"--prompts {self.config.data.prompts}")
         self.rewards, _ = make_rewards(self.config, sources, self.tokenizer, device)
         self.judge_name, self.judge = load_judge(self.config, judge_folder, settings, self.tokenizer, device)
         self.reference = None
@@ -79,6 +80,7 @@ class Bench:
         self.text = self._text(self.tokenizer)
 
     def _find_rewards(self) -> RewardSources:
+        require_trusted_code(self.models, self.settings)
         try:
             return find_rewards(self.config)
         except UserError as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from config import ALGORITHMS, LENGTHS, Config, make_config
-from rlhf.callbacks import kl_controller
 from rlhf.console import Screen
+from rlhf.controllers import kl_controller
 from rlhf.demo.parts import gold_of
 from rlhf.knobs import as_plain
 from rlhf.loop import OnPolicyLoop

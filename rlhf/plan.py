@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from config import Config
+from config import LENGTHS, Config, PPOSettings, make_config
+from recipes import SIGNS
+from rlhf.actor_critic import base_of
 from rlhf.assembly import Parts, budget
-from rlhf.callbacks import kl_controller
 from rlhf.console import Screen
+from rlhf.controllers import SMALLEST_MOVE, default_horizon, kl_controller
 from rlhf.dealing import Dealing, one_line
+from rlhf.knobs import as_plain
 from rlhf.memory import Forecast, available, forecast, gib, what_helps
 from rlhf.models import autocast_dtype
 from rlhf.prompts import Prompt, PromptSets
 from rlhf.rollout import tokens_at_once
+from rlhf.runlogs import MAY_DIFFER, flat_settings
 
 MOST_TOPICS = 12  # named
 
@@ -26,7 +32,7 @@ def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, 
     m, sets = config.model, parts.prompts
     foretell = forecaster(parts, updates, device)
     trained = sum(w.numel() for w in parts.policy.parameters() if w.requires_grad)
-    total = sum(w.numel() for w in parts.policy.parameters())
+    total = base_parameters(parts.policy)
     dropout = f", dropout {m.lora_dropout:g}" if m.lora_dropout else ""
     shape = f"LoRA r {m.lora_r}, alpha {m.lora_alpha:g}{dropout} on {', '.join(m.lora_targets)}"
     how = f"{shape}: {trained:,} trained" if m.use_lora else "all trained"
@@ -54,7 +60,15 @@ def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, 
         rows.insert(3, ("reward model", m.rm_model + known))
     screen.facts(rows)
     warn_of_memory(config, parts, foretell, device, screen)
+    for line in (*kl_warnings(config, updates), *filter(None, [recipe_hint(config)])):
+        screen.say(line)
     screen.say(f"first prompt, as the model reads it: {first_prompt(parts.tokenizer, sets)}")
+
+
+def base_parameters(policy: nn.Module) -> int:
+    """The parameters of the start model: without adapters, and each weight in 4 bits counted as one."""
+    adapters = sum(w.numel() for name, w in policy.named_parameters() if "lora_" in name)
+    return base_of(policy).num_parameters() - adapters
 
 
 def prompts_line(sets: PromptSets) -> str:
@@ -131,10 +145,65 @@ def kl_line(config: Config, updates: int) -> str:
     kl = config.kl
     if kl.kl_placement == "none":
         return "only logged"
-    phases = kl_controller(config, updates).phases
-    named = [f"{target} in updates {a} to {b}" if len(phases) > 1 else str(target) for a, b, target in phases]
-    aim = f"target {', '.join(named)}, horizon {kl.kl_horizon:,} episodes" if kl.steered else "no target"
+    controller = kl_controller(config, updates)
+    phases = controller.phases
+    named = [
+        f"{target} in updates {a} to {b}" if len(phases) > 1 else str(target) for a, b, target in phases if b >= a
+    ]
+    aim = "no target"
+    if kl.steered:
+        move = controller.largest_move(config.episodes_per_update)
+        per = "in a phase" if len(phases) > 1 else "in the run"
+        aim = (
+            f"target {', '.join(named)}, horizon {controller.horizon:,} episodes: beta can move {move:,.3g}-fold {per}"
+        )
     return f"in the {kl.kl_placement}, {kl.kl_schedule}, {aim}, beta {kl.kl_coef}"
+
+
+def kl_warnings(config: Config, updates: int) -> list[str]:
+    """What keeps the KL targets from being enforced, one line each."""
+    if not config.kl.steered:
+        return []
+    controller, episodes = kl_controller(config, updates), config.episodes_per_update
+    lines = []
+    without = sum(last < first for first, last, _ in controller.phases)
+    if without:
+        lines.append(
+            f"warning: {without} of {len(controller.targets)} KL targets have no update in a run of {updates}: "
+            "--kl-target. Train longer, or name fewer"
+        )
+    move = controller.largest_move(episodes)
+    if move < SMALLEST_MOVE:
+        own = default_horizon(controller.shortest_phase, episodes)
+        fix = f"Leave --kl-horizon out (then it is {own:,})" if controller.horizon > own else "Train longer"
+        lines.append(
+            f"warning: beta can move at most {move:.3g}-fold in {controller.shortest_phase} updates, too little to "
+            f"enforce the KL target: --kl-horizon {controller.horizon:,}. {fix}, or choose --kl-coef by hand"
+        )
+    return lines
+
+
+MOST_DIFFERENCES = 6  # named
+
+
+def recipe_hint(config: Config) -> str | None:
+    """One line if the settings are a reference document's command, without the rest of its recipe."""
+    if config.recipe != Config.recipe:
+        return None
+    name = next((name for name, is_meant in SIGNS.items() if is_meant(config)), None)
+    if name is None:
+        return None
+    mine, its = (flat_settings(as_plain(c)) for c in (config, make_config(name, config.algorithm)))
+    aside = {*MAY_DIFFER, *LENGTHS, "recipe", "actor_model", "rm_model", "prompts", "split", "eval_every"}
+    aside |= {"K"} if config.algorithm == "ppo" else {f.name for f in dataclasses.fields(PPOSettings)}
+    differ = [f"{n} {its[n]} (here {mine[n]})" for n in mine if n not in aside and mine[n] != its[n]]
+    if not differ:
+        return None
+    more = f" and {len(differ) - MOST_DIFFERENCES} more" if len(differ) > MOST_DIFFERENCES else ""
+    return (
+        f"note: the reference document of these flags has other settings, too: {', '.join(differ[:MOST_DIFFERENCES])}"
+        f"{more}. Add --recipe {name} to use them all"
+    )
 
 
 def first_prompt(tokenizer: PreTrainedTokenizerBase, sets: PromptSets) -> str:

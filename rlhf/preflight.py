@@ -82,7 +82,9 @@ class StartModel:
     context: int | None  # positions that it was made for, tokens; None: no such number
 
 
-def check_prompts(prompts: PromptSets, start: StartModel, reply_length: int, source: str, screen: Screen) -> None:
+def check_prompts(
+    prompts: PromptSets, start: StartModel, reply_length: int, source: str, screen: Screen, plain: bool = False
+) -> None:
     """Refuse prompts that the start model cannot read: too long for its context, or chats where it has no template."""
     every = [*prompts.train, *prompts.evaluation]
     chats = sum(len(p.example.messages) > 1 for p in every)
@@ -94,7 +96,8 @@ def check_prompts(prompts: PromptSets, start: StartModel, reply_length: int, sou
                 f"{start.name}. Give a model tuned on chats, or prompts of one text each"
             )
         else:
-            screen.say(f"no chat template: {start.name} reads prompts as plain text, and the reply follows at once")
+            why = "--plain-prompts" if plain else f"{start.name} has no chat template"
+            screen.say(f"{why}: the model reads prompts as plain text, and the completion follows at once")
     raise_if(faults)
 
 

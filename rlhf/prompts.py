@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,12 +42,15 @@ class Example:
     rejected_ended: bool = True  # False: the reply was cut off, so that no EOS follows it
     topic: str | None = None
     flaw: str | None = None  # what is wrong with the rejected reply, where the data says so
+    columns: dict[str, Any] = field(default_factory=dict)  # the whole row, for reward functions
 
     @property
     def question(self) -> str:
-        """What the user says, as the key for splits: case and spacing do not make it another question."""
+        """What the user says, as the key for splits: case, spacing, invisible characters and the Unicode form (NFC or
+        NFD) do not make it another question."""
         text = "\n".join(m["content"] for m in self.messages if m["role"] == "user")
-        return " ".join(text.casefold().split())
+        shown = "".join(c for c in unicodedata.normalize("NFC", text).casefold() if unicodedata.category(c) != "Cf")
+        return unicodedata.normalize("NFC", " ".join(shown.split()))
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -64,11 +68,12 @@ def load_examples(
     file = Path(source).expanduser()
     is_local = is_path(source) or file.exists()
     rows = _read_jsonl(str(file)) if is_local else _read_hub(source)
-    columns = {name for _, row in rows if isinstance(row, dict) for name in row} & set(COLUMNS)
+    every = dict.fromkeys(name for _, row in rows if isinstance(row, dict) for name in row)
+    columns = every.keys() & set(COLUMNS)
     examples, faults = [], []
     for where, row in rows:
         try:
-            examples.append(_example(row, where, pairs, columns, topics))
+            examples.append(_example(row, where, pairs, columns, topics, every))
         except UserError as error:
             faults += error.faults
     if faults and not is_local and len(faults) <= FORGIVEN_SHARE * len(rows):
@@ -116,8 +121,16 @@ def _read_hub(name: str) -> list[tuple[str, Any]]:
     return [(f"{name} row {i}", row) for i, row in enumerate(load_dataset(source, split="train"))]
 
 
-def _example(row: Any, where: str, pairs: bool, columns: Set[str] = frozenset(), topics: bool = False) -> Example:
-    """`columns`: those that rows of this data have."""
+def _example(
+    row: Any,
+    where: str,
+    pairs: bool,
+    columns: Set[str] = frozenset(),
+    topics: bool = False,
+    others: Iterable[str] = (),
+) -> Example:
+    """`columns`: those of COLUMNS that rows of this data have; `others`: all that they have, None in this row if it
+    lacks one."""
     if not isinstance(row, dict):
         raise UserError(f"not a JSON object: {where}. Each row is an object with {READABLE}")
     _check_spelling(row, where, columns)
@@ -139,6 +152,7 @@ def _example(row: Any, where: str, pairs: bool, columns: Set[str] = frozenset(),
         rejected_ended=_typed(row, "rejected_ended", bool, True, where),
         topic=topic,
         flaw=_typed(row, "flaw", str, None, where),
+        columns={**dict.fromkeys(others), **row},
     )
     if has_pair and example.chosen == example.rejected and example.rejected_ended:
         raise UserError(f"chosen equals rejected: {where}. Correct or remove that row")
@@ -434,11 +448,12 @@ def examples_of(prompts: Sequence[GivenPrompt], topics: bool = False) -> list[Ex
     """Prompts given in Python, each a text, a chat of {"role", "content"}, or a row with a data file's columns, which
     it must be to have a topic. Raises UserError with every fault."""
     examples, faults = [], []
+    every = dict.fromkeys(name for prompt in prompts if isinstance(prompt, dict) for name in prompt)
     for i, prompt in enumerate(prompts):
         is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, str)
         row = prompt if isinstance(prompt, dict) else {"messages": list(prompt)} if is_chat else {"prompt": prompt}
         try:
-            examples.append(_example(row, f"prompt {i + 1}", pairs=False, topics=topics))
+            examples.append(_example(row, f"prompt {i + 1}", pairs=False, topics=topics, others=every))
         except UserError as error:
             faults += error.faults
     raise_if(faults)

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from config import Config
 from rlhf.assembly import load_parts
+from rlhf.commands import names_code, replay_command
 from rlhf.console import Screen
 from rlhf.errors import UserError
-from rlhf.incidents import WEIGHTS, Incident
+from rlhf.incidents import INCIDENT_FILE, WEIGHTS, Incident
 from rlhf.loop import OnPolicyLoop
 from rlhf.metrics import Batch
 from rlhf.preflight import start_device
 from rlhf.rollout import Rollout
+from rlhf.runlogs import flat_settings
 
 
 def replay_incident(make: type[OnPolicyLoop], config: Config, screen: Screen) -> None:
@@ -25,6 +27,12 @@ def replay_incident(make: type[OnPolicyLoop], config: Config, screen: Screen) ->
     of = incident.said["algorithm"]
     if of != config.algorithm:
         raise UserError(f"an incident of train_{of}.py: --replay {config.run.replay}. Give it to that command")
+    rules = flat_settings(incident.said["settings"]).get("reward_func", [])
+    if set(names_code(rules)) - set(config.reward.reward_func):
+        raise UserError(
+            f"reward code runs only if the command line names it: --replay, {', '.join(names_code(rules))} in "
+            f"{incident.folder / INCIDENT_FILE}. Replay with: {replay_command(of, config.run.replay, rules)}"
+        )
     with tempfile.TemporaryDirectory(prefix="rlhf_replay_", ignore_cleanup_errors=True) as folder:
         config = incident.config(folder)
         parts = load_parts(config, start_device(screen, config.run.deterministic), screen)

@@ -58,7 +58,7 @@ LAST_UPDATES = 10
 
 
 def last_kl(history: Sequence[dict], target: KLTarget, first: int = 1, last: float = math.inf) -> float | None:
-    """Mean KL of the last 10 updates in a trainer's log, among those from `first` to `last`, nats in the target's unit.
+    """Mean KL of the last 10 logged updates among those from `first` to `last`, nats in the target's unit.
 
     Skipped updates have no KL. None if no update of these was logged.
     """

@@ -1,12 +1,14 @@
 """Rewards as functions in TRL's reward-function signature, shared by PPO, GRPO and evaluation.
 
-A reward function is called as `f(prompts=, completions=, completion_ids=, messages=, ended=)`, lists of one entry a
-reply, and returns one number a reply.
+A reward function is called as `f(prompts=, completions=, completion_ids=, messages=, ended=, COLUMN=, ...)`: lists
+with one entry per completion, a keyword for each column of the dataset. It returns one number per completion. It
+receives copies, so nothing that it changes reaches the trainer or another function.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import inspect
 import math
@@ -28,10 +30,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.scorer import RewardModel, right_padded
-from rlhf.errors import RunError, UserError, did_you_mean
-from rlhf.prompts import Prompt, encode_prompt, encode_reply
+from rlhf.errors import RunError, UserError, did_you_mean, raise_if
+from rlhf.printing import printed_to
+from rlhf.prompts import Example, Prompt, encode_prompt, encode_reply
 
 RewardFunction = Callable[..., Sequence[float]]
+ARGUMENTS = ("prompts", "completions", "completion_ids", "messages", "ended")  # what every function receives
 LARGEST = 1e9  # score, either way: squares of larger ones, summed over a batch, leave float32
 # where code is that is not the user's own: the libraries', and this file, which calls it
 LIBRARIES = (__file__, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
@@ -131,8 +135,13 @@ def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
     if inspect.isclass(rule):
         try:
             rule = rule()
-        except TypeError as error:
-            raise UserError(f"{attribute} cannot be made without arguments: --reward-func {name} ({error})") from None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the user's code may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(
+                f"{attribute}() failed ({reason}): --reward-func {name}. Give it a constructor without arguments"
+            ) from None
     if not callable(rule):
         raise UserError(f"{attribute} in {path} cannot be called: --reward-func {name}. Name a function or a module")
     return rule
@@ -145,8 +154,11 @@ def _load_file(file: Path) -> Any:
     sys.path.insert(0, str(file.parent.resolve()))  # its own neighbours, as `python FILE.py` would find them
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"cannot be run: --reward-func {file} ({type(error).__name__}: {error}). Mend it") from None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit() among them
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"the file cannot be run: --reward-func {file} ({reason}). Fix it") from None
     finally:
         sys.path.pop(0)
     return module
@@ -185,6 +197,7 @@ class Rewards:
         self.functions = [ModuleReward(f, tokenizer) if isinstance(f, nn.Module) else f for f in functions]
         self.weights = list(weights) if weights is not None else [1.0] * len(self.functions)
         self.limits_s = [None if isinstance(f, LearnedReward) else limit_s for f in self.functions]
+        self.printed: Path | None = None  # where functions' output goes; None: the console
         self.names = _distinct([getattr(f, "__name__", type(f).__name__) for f in self.functions])
 
     def __str__(self) -> str:
@@ -211,16 +224,50 @@ class Rewards:
         ended: Sequence[bool],
         finite: bool = True,
     ) -> dict[str, list[float]]:
-        """What each function gives, before its weight. Raises as `score`; with `finite` False, not for numbers."""
-        batch = {
+        """Each function's scores, before its weight. Raises as `score`; with `finite` False, not for numbers."""
+        columns = self.columns_of(prompts)
+        given = {
             "prompts": [p.example.messages[-1]["content"] for p in prompts],
             "completions": list(texts),
             "completion_ids": [list(row) for row in ids],
             "messages": [list(p.example.messages) for p in prompts],
             "ended": list(ended),
+            **{name: [p.example.columns.get(name) for p in prompts] for name in columns},
         }
         asked = zip(self.functions, self.names, self.limits_s, strict=True)
-        return {name: _ask(function, name, batch, limit_s, finite) for function, name, limit_s in asked}
+        return {name: _ask(function, name, given, limit_s, finite, self.printed) for function, name, limit_s in asked}
+
+    def columns_of(self, prompts: Sequence[Prompt]) -> list[str]:
+        """The dataset's columns that these prompts have, and those that a function requires."""
+        found = dict.fromkeys(name for p in prompts for name in p.example.columns)
+        required = dict.fromkeys(name for function in self.functions for name in required_columns(function))
+        return [name for name in (found | required) if name not in ARGUMENTS]
+
+
+def required_columns(function: RewardFunction) -> list[str]:
+    """The parameters without a default that only a dataset's column can fill."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [
+        p.name for p in _parameters(function) if p.kind in kinds and p.default is p.empty and p.name not in ARGUMENTS
+    ]
+
+
+def check_columns(functions: Sequence[RewardFunction | nn.Module], examples: Sequence[Example], source: str) -> None:
+    """Raise UserError if a reward function requires a column that no row of the data has."""
+    there = dict.fromkeys(name for example in examples for name in example.columns)
+    faults = []
+    for function in functions:
+        name = getattr(function, "__name__", type(function).__name__)
+        if isinstance(function, nn.Module):
+            continue  # it receives ids
+        for column in required_columns(function):
+            if column not in there:
+                has = f"The data has {', '.join(map(repr, there))}" if there else "The data has no such columns"
+                faults.append(
+                    f"reward function {name} requires the column {column!r}, which the data lacks: {source}. {has}. "
+                    "Add the column, or give the parameter a default"
+                )
+    raise_if(faults)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
@@ -232,23 +279,30 @@ class _NoAnswer(Exception):
 
 
 def _ask(
-    function: RewardFunction, name: str, batch: dict[str, list], limit_s: float | None, finite: bool
+    function: RewardFunction,
+    name: str,
+    batch: dict[str, list],
+    limit_s: float | None,
+    finite: bool,
+    printed: Path | None = None,
 ) -> list[float]:
+    """One function's scores; `printed` is the file for what it prints."""
+    printed = None if limit_s is None else printed  # on the main thread it would hide the answer to Ctrl-C
     texts = batch["completions"]
 
-    def fault(what: str, replies: str, way_out: str = "Mend it", kind: type[RunError] = RunError) -> RunError:
+    def fault(what: str, replies: str, way_out: str = "Fix it", kind: type[RunError] = RunError) -> RunError:
         return kind(f"{what}: reward function {name}, {replies}. {way_out}", inputs=batch)
 
     try:
-        scores = _within(limit_s, partial(_call, function, batch))
-    except (RunError, torch.OutOfMemoryError):
+        scores = _within(limit_s, partial(_call, function, batch, printed))
+    except (RunError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except _NoAnswer:
         replies = f"{len(texts)} replies, of which the first is {texts[0]!r:.60}"
-        raise fault(f"no answer in {limit_s:g} s", replies, "Mend it, or raise --reward-timeout") from None
-    except Exception as error:  # a user's function: whatever it raises is told with the reply that did it
+        raise fault(f"no answer in {limit_s:g} s", replies, "Fix it, or raise --reward-timeout") from None
+    except BaseException as error:  # the user's code may raise anything, SystemExit(0) too
         what = f"{_own_line(error)}{type(error).__name__}: {' '.join(str(error).split())}"
-        raise fault(what, _offender(function, batch, limit_s)) from error
+        raise fault(what, _offender(function, batch, limit_s, printed)) from error
     scores = scores.tolist() if hasattr(scores, "tolist") else scores
     if isinstance(scores, Sequence):
         scores = [score.item() if hasattr(score, "item") else score for score in scores]
@@ -256,6 +310,8 @@ def _ask(
         what = f"{len(texts)} replies, but it gave {scores!r:.60}"
         raise fault(what, f"first reply {texts[0]!r:.80}", "One number each")
     for score, text in zip(scores, texts, strict=True):
+        if isinstance(score, int) and abs(score) > sys.float_info.max:
+            raise fault("an integer beyond the largest float is no score", f"reply {text!r:.80}")
         if not isinstance(score, Real) or (finite and not math.isfinite(score)):
             raise fault(f"score {score!r} is not a finite number", f"reply {text!r:.80}", kind=BadScore)
         if finite and abs(score) > LARGEST:
@@ -264,9 +320,10 @@ def _ask(
     return [float(score) for score in scores]
 
 
-def _call(function: RewardFunction, batch: dict[str, list]) -> Any:
-    scores = function(**_accepted(function, batch))
-    return asyncio.run(scores) if inspect.isawaitable(scores) else scores
+def _call(function: RewardFunction, batch: dict[str, list], printed: Path | None = None) -> Any:
+    with printed_to(printed, getattr(function, "__name__", type(function).__name__)):
+        scores = function(**copy.deepcopy(_accepted(function, batch)))
+        return asyncio.run(scores) if inspect.isawaitable(scores) else scores
 
 
 def _within(limit_s: float | None, call: Callable[[], Any]) -> Any:
@@ -282,6 +339,8 @@ def _within(limit_s: float | None, call: Callable[[], Any]) -> Any:
     def work() -> None:
         try:
             answer.set_result(call())
+        except KeyboardInterrupt as error:  # raised by the function: the user's Ctrl-C reaches the main thread alone
+            answer.set_exception(RuntimeError(f"KeyboardInterrupt {error}".strip()))
         except BaseException as error:  # raised again below, on the thread that asked
             answer.set_exception(error)
 
@@ -294,26 +353,37 @@ def _within(limit_s: float | None, call: Callable[[], Any]) -> Any:
     return answer.result()
 
 
-def _own_line(error: Exception) -> str:
+def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
+    """A function's parameters; of one that has no signature, as some built-in ones, `**kwargs`."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):
+        return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
+
+
+def _own_line(error: BaseException) -> str:
     """The user's own line on which it happened, the deepest there is: a library's says little."""
     own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARIES)]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno} `{own[-1].line}` raised " if own else ""
 
 
 def _accepted(function: RewardFunction, batch: dict[str, list]) -> dict[str, list]:
-    """The arguments that a function names; all where it takes `**kwargs`, as TRL asks."""
-    parameters = inspect.signature(function).parameters.values()
+    """The arguments that a function names; all if it takes `**kwargs`, as TRL asks."""
+    parameters = _parameters(function)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return batch
     return {name: values for name, values in batch.items() if name in {p.name for p in parameters}}
 
 
-def _offender(function: RewardFunction, batch: dict[str, list], limit_s: float | None) -> str:
+def _offender(function: RewardFunction, batch: dict[str, list], limit_s: float | None, printed: Path | None) -> str:
     """In words, the first reply on which a function raises by itself; or that it is none alone."""
     texts = batch["completions"]
     for i, text in enumerate(texts):
         try:
-            _within(limit_s, partial(_call, function, {name: [values[i]] for name, values in batch.items()}))
-        except Exception:  # whatever a user's function raises: this is how the reply is found, and it is told
+            one = {name: [values[i]] for name, values in batch.items()}
+            _within(limit_s, partial(_call, function, one, printed))
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # whatever a user's function raises: this is how the reply is found, and it is reported
             return f"reply {text!r:.80}"
     return f"on all {len(texts)} replies together, of which the first is {texts[0]!r:.60}"

@@ -240,7 +240,7 @@ class RunLog:
             error.filename = str(self.path.parent)  # a full disk names no file; what a run writes, it writes there
         if isinstance(error, RunError) and error.inputs is not None:
             file = self.path.with_name(INPUTS_FILE)
-            write_json(file, error.inputs)
+            write_json(file, json.loads(json.dumps(error.inputs, default=str)))  # a column may hold any object
             error.faults[-1] += f"; what it was given is in {file}"
         if kind is None:
             self.add(status="finished", ended=now())

@@ -12,8 +12,9 @@ import torch
 
 from config import Config
 from rlhf.assembly import check_run_folder
-from rlhf.callbacks import resume_command
+from rlhf.commands import resume_command
 from rlhf.console import Screen, clock
+from rlhf.controllers import with_horizon
 from rlhf.errors import UserError
 from rlhf.files import write_json
 from rlhf.knobs import as_plain
@@ -82,6 +83,7 @@ def is_finished(config: Config) -> bool:
     run = read_run(Path(config.run.output))
     if run is None or run["status"] != "finished" or config.run.dry_run:
         return False
+    config = with_horizon(config, run["plan"]["updates"]) if "plan" in run else config
     differ = differences(run.get("settings", {}), as_plain(config), MAY_DIFFER)
     if differ and not config.run.overwrite:
         raise UserError(

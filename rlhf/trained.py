@@ -9,6 +9,7 @@ from typing import Any
 
 from config import Config, MeasureSettings, config_of_run, make_config
 from rlhf.checkpoints import update_of
+from rlhf.commands import names_code
 from rlhf.errors import UserError, raise_if
 from rlhf.hub import is_path, missing_path
 from rlhf.models import ADAPTER_CONFIG, base_of_adapter, find_model
@@ -138,6 +139,23 @@ def shared_settings(models: Sequence[Trained], measure: MeasureSettings) -> Conf
                 )
     raise_if(list(faults.values()))
     return config_of_run(run, **given)
+
+
+def require_trusted_code(models: Sequence[Trained], measure: MeasureSettings) -> None:
+    """Raise UserError if a run's settings name reward code, and the command line neither names reward functions nor
+    trusts the run's."""
+    if measure.reward_func is not None or measure.trust_reward_code:
+        return
+    faults = []
+    for model in models:
+        code = names_code(flat_settings(model.run["settings"]).get("reward_func") or ()) if model.run else []
+        if code:
+            faults.append(
+                f"reward code that the run's {RUN_FILE} names is not run: {model.name}, {', '.join(code)}. Add "
+                f"--reward-func {' '.join(flat_settings(model.run['settings'])['reward_func'])}, or, if you trust the "
+                "files, --trust-reward-code"
+            )
+    raise_if(faults)
 
 
 def has_start(models: Sequence[Trained], measure: MeasureSettings) -> bool:

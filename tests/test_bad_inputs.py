@@ -486,7 +486,7 @@ DATA = [
         r"the chat template refuses it \(no system messages\): a prompt of system, user, '.*'\. Give chats as"),
     Row(41, "plain prompts without a chat template",
         lambda world: [*base_model("--dry-run")(world), *prompts(60)(world)],
-        r"no chat template: .*base reads prompts as plain text", status=0),
+        r"base has no chat template: the model reads prompts as plain text", status=0),
     Row(42, "evaluation prompts also trained on", "",
         r"warning: 1 of the 2 evaluation prompts are trained on, too: .*\. Give others", status=0, main=from_python),
     Row(42, "the reward model was trained on them", judged_before,
@@ -541,7 +541,7 @@ MODELS = [
         r"needs code that comes with it, and such code is never run here: .*copy\. Give a model whose architecture"),
 ]  # fmt: skip
 
-KEPT = r"\. Mend it; what it was given is in .*failed_inputs\.json$"
+KEPT = r"\. Fix it; what it was given is in .*failed_inputs\.json$"
 REWARDS = [
     Row(60, "NaN", rule("return [0.0] * (len(completions) - 1) + [float('nan')]"),
         rf"score nan is not a finite number: reward function f, reply '.*'{KEPT}", status=1),
@@ -566,7 +566,7 @@ REWARDS = [
         rf"^error: my_rewards\.py:5 `return .*` raised JSONDecodeError: .*: reward function f, reply '.*'{KEPT}",
         status=1),
     Row(66, "hangs", rule("time.sleep(20)", "--reward-timeout", 0.1),
-        r"no answer in 0\.1 s: reward function f, 6 replies, of which the first is '.*'\. Mend it, or raise "
+        r"no answer in 0\.1 s: reward function f, 6 replies, of which the first is '.*'\. Fix it, or raise "
         r"--reward-timeout; what it was given is in .*failed_inputs\.json$", status=1),
     Row(67, "the same for the whole run", rule("return [1.0] * len(completions)"),
         r"warning: every reply of 2 updates scored 1: 1 x f\. There is nothing to learn from it", status=0),
@@ -579,8 +579,9 @@ DISK_AND_ENVIRONMENT = [
         r"0\.00 GiB free in .*, 0\.00 GiB needed by 3 checkpoints, best/ and the final weights: free disk\. Free some",
         loads=True),
     Row(70, "full during a save", full_during_a_save,
-        r"the checkpoint of update 2 could not be saved \(.*No space left.*\): .*run; of sound ones, "
-        r"checkpoint-1 is untouched\. Make room there\. Go on with: python train_ppo\.py --resume --out", status=1),
+        r"the checkpoint of update 2 could not be saved \(.*No space left.*\): .*run; "
+        r"the newest checkpoint is checkpoint-1\. Make room there\. Resume with: python train_ppo\.py --resume --out",
+        status=1),
     Row(71, "output in use by a live run", live_run,
         rf"in use by a live run \(process {os.getpid()}, since 20.*\): --output .*run\. Stop that one, or name"),
     Row(72, "output holds a finished run", output_holds("mine", finished=True),

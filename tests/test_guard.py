@@ -150,7 +150,8 @@ def test_a_ratio_far_out_of_range_drops_the_update(build, monkeypatch, shift, se
 
 
 def test_a_controller_does_not_hear_of_a_dropped_update(build):
-    from rlhf.callbacks import KLControl, kl_controller
+    from rlhf.callbacks import KLControl
+    from rlhf.controllers import kl_controller
 
     trainer = build("--num-iterations", 4)
     control = KLControl(kl_controller(trainer.config, 4), trainer.set_kl_coef, 4)
@@ -269,7 +270,8 @@ def kl_is(trainer, values):
 
 
 def test_a_kl_that_runs_away_doubles_beta(build, tmp_path):
-    trainer = build("--num-iterations", 3, "--kl-schedule", "adaptive", "--kl-target", "6/sequence", "--kl-coef", 0.1)
+    trainer = build("--num-iterations", 3, "--kl-schedule", "adaptive", "--kl-target", "6/sequence", "--kl-coef", 0.1,
+                    "--kl-horizon", 10_000)  # fmt: skip
     attach(trainer)
     kl_is(trainer, [6.0, 25.0, 6.0])
     trainer.train()

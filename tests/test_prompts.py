@@ -188,3 +188,22 @@ def test_a_tokenizer_without_a_chat_template_reads_the_prompt_as_it_stands(start
     tokenizer = load_tokenizer(str(start_model))
     tokenizer.chat_template = None
     assert tokenizer.decode(encode_prompt(tokenizer, user("TL;DR:"))) == "TL;DR:"
+
+
+@pytest.mark.parametrize("twin", [
+    "Where is the cafe\u0301?", "Where is the\u200b caf\u00e9?", "\ufeffWhere is the caf\u00e9?",
+    "WHERE is  the CAF\u00c9?",
+    "Where is the ca\u00adf\u00e9?", "Where is the CAFE\u0301?",
+])  # fmt: skip
+def test_unicode_twins_are_one_question(twin):
+    """NFC and NFD, zero-width space, byte-order mark, soft hyphen."""
+    plain = Example(user("Where is the caf\u00e9?"))
+    assert Example(user(twin)).question == plain.question == "where is the caf\u00e9?"
+    for i in range(50):
+        one, other = (Example(user(f"{text} {i}")) for text in ("Where is the caf\u00e9?", twin))
+        assert part_of(one, Split(45, 45, 10)) == part_of(other, Split(45, 45, 10))
+
+
+def test_other_questions_stay_others():
+    assert Example(user("x\u00b2")).question != Example(user("x2")).question
+    assert Example(user("cafe?")).question != Example(user("caf\u00e9?")).question

@@ -22,7 +22,7 @@ from config import LENGTHS, Config, make_config, parse_cli
 from recipes import RECIPES
 from reward_model.scorer import METRICS_FILE
 from rlhf.api import make_trainer
-from rlhf.callbacks import kl_controller
+from rlhf.controllers import kl_controller
 from rlhf.curves import read_curves
 from rlhf.errors import UserError
 from rlhf.knobs import knobs_of
@@ -45,7 +45,7 @@ def values(config: Config, names) -> dict[str, object]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_names_what_its_source_leaves_open(recipe):
-    named = {"reply_length", "prompt_length", "minibatches", "save_every", "kl_horizon"}
+    named = {"reply_length", "prompt_length", "minibatches", "save_every"}
     assert named <= RECIPES[recipe]["training"].keys()
 
 

@@ -1,0 +1,53 @@
+"""What a reward function prints goes to a file, so that it does not break the live line."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from rlhf.errors import Notice
+
+PRINTED_FILE = "reward_output.txt"
+
+
+class _OneThreadApart(io.TextIOBase):
+    """A standard stream, except that the text of one thread goes to a buffer."""
+
+    def __init__(self, stream: TextIO, thread: int, buffer: io.StringIO):
+        self.stream, self.thread, self.buffer = stream, thread, buffer
+
+    def write(self, text: str) -> int:
+        return (self.buffer if threading.get_ident() == self.thread else self.stream).write(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def printed_to(file: Path | None, who: str) -> Iterator[None]:
+    """Append what this thread prints in the context to `file`; None leaves it alone. The first time, a Notice names
+    the file. Other threads, such as the one that answers Ctrl-C, print as usual."""
+    if file is None:
+        yield
+        return
+    buffer, before = io.StringIO(), (sys.stdout, sys.stderr)
+    sys.stdout, sys.stderr = (_OneThreadApart(stream, threading.get_ident(), buffer) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        if buffer.getvalue():
+            if not file.exists():
+                warnings.warn(f"reward function {who} prints: its output goes to {file}", Notice, stacklevel=2)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8", errors="backslashreplace") as stream:
+                stream.write(buffer.getvalue())

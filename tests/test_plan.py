@@ -1,0 +1,35 @@
+"""What the plan prints before a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhf.assembly import load_parts
+from rlhf.console import Screen
+from rlhf.plan import base_parameters, kl_line, show_plan
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("flags", [(), ("--use-lora",), ("--use-lora", "--load-in-4bit")])
+def test_the_start_models_parameters_are_its_own(configured, flags):
+    """Neither the adapters' nor the bytes of packed weights are counted."""
+    plain = load_parts(configured(), CPU, Screen()).policy
+    expected = sum(weight.numel() for weight in plain.parameters())
+    assert base_parameters(load_parts(configured(*flags), CPU, Screen()).policy) == expected
+
+
+def test_a_phase_without_updates_is_not_listed(configured):
+    """Two updates for three targets: no `updates 2 to 1`."""
+    line = kl_line(configured("--kl-schedule", "phased"), 2)
+    assert line.count("in updates") == 2 and "0.05/token in updates 1 to 1, 0.01/token in updates 2 to 2" in line
+
+
+def test_the_plan_prints_the_reach_of_beta_and_the_hint(configured, capsys):
+    config = configured("--kl-schedule", "phased", "--num-iterations", 800, "--kl-horizon", 2000)
+    show_plan(config, load_parts(config, CPU, Screen()), 800, CPU, Screen())
+    said = capsys.readouterr().out
+    assert "horizon 2,000 episodes: beta can move 1.11-fold in a phase" in said
+    assert "warning: beta can move at most 1.11-fold in 266 updates" in said
+    assert "Add --recipe phased-kl to use them all" in said

@@ -19,7 +19,7 @@ from rlhf.cli import build, resolve
 from rlhf.commands import names_code, resume_command
 from rlhf.errors import UserError, did_you_mean
 from rlhf.knobs import HubName, KLTarget, Split, as_in, bare_targets, knob
-from rlhf.runlogs import RUN_FILE, flat_settings, read_run, seed_folder
+from rlhf.runlogs import RUN_FILE, flat_settings, read_run, run_fault, seed_folder
 
 IN_A_ROW = 3  # updates that are dropped, or whose KL has run away, after which it is no chance
 
@@ -309,7 +309,9 @@ class RunSettings:
         1.1, "largest perplexity of a best checkpoint under --best-rule score, times the start's", above=0
     )
     output: str = knob("./ppo_training_output", "folder of the run", aliases=("output_dir",))
-    overwrite: bool = knob(False, "delete the run that is in the output folder")
+    overwrite: bool = knob(
+        False, "replace the run that is in the output folder; it is removed when the new run is finished"
+    )
     save_every: int = knob(50, "updates between checkpoints; the last update is always saved", low=1)
     keep: int = knob(2, "checkpoints kept, the newest ones", low=1, aliases=("save_total_limit",))
     resume: bool = knob(False, "go on from the output folder's newest sound checkpoint, with that run's settings")
@@ -569,7 +571,7 @@ class RewardTrainingSettings:
 
     base_model: str = knob("HuggingFaceTB/smollm2-135M-SFT-Only", "model that gets a score head: folder or hub name")
     rm_output: str = knob("./reward_model_output", "folder of the reward model", aliases=("output", "output_dir"))
-    rm_overwrite: bool = knob(False, "replace what is in the output folder", aliases=("overwrite",))
+    rm_overwrite: bool = knob(False, "replace the reward model in the output folder", aliases=("overwrite",))
     rm_learning_rate: float = knob(2e-5, "AdamW's learning rate at the start", above=0, aliases=("learning_rate",))
     rm_epochs: float = knob(1.0, "passes over the pairs", above=0, aliases=("epochs", "num_train_epochs"))
     rm_batch_size: int = knob(8, "pairs per optimizer step", low=1, aliases=("batch_size",))
@@ -730,7 +732,7 @@ def settings_to_resume(config: Config) -> dict[str, tuple[Any, str]]:
     """What the run that goes on was told, as settings beneath this command line's; nothing where none is there."""
     run = config.run
     folders = [run.output] if run.seeds is None else [seed_folder(run.output, seed) for seed in run.seeds]
-    begun = next((r for folder in folders if (r := read_run(Path(folder))) is not None and "settings" in r), None)
+    begun = next((r for folder in folders if (r := read_run(Path(folder))) is not None and run_fault(r) is None), None)
     if begun is None:
         return {}
     aside = {"seeds", "output", "overwrite", "dry_run", "resume", "resume_anyway"}

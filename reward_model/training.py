@@ -6,6 +6,7 @@ RewardTrainer is handed ids from the render function that scoring and PPO use to
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,8 +23,10 @@ from config import RewardModelConfig, RewardTrainingSettings
 from reward_model.scorer import METRICS_FILE, ROWS_AT_ONCE, Calibration, RewardModel, pair_accuracy
 from rlhf.console import Screen
 from rlhf.engines import sample_replies
-from rlhf.errors import UserError
-from rlhf.files import write_json
+from rlhf.errors import RunError, UserError
+from rlhf.files import disk_errors, write_json
+from rlhf.guard import bad_weights
+from rlhf.inputs import check_inputs_outside
 from rlhf.knobs import Split, as_plain
 from rlhf.models import (
     autocast,
@@ -36,8 +39,10 @@ from rlhf.models import (
     readable,
 )
 from rlhf.prompts import Example, encode_prompts, load_examples, question_hash, split_examples
+from rlhf.replacing import put_folder_in_place, remove_replaced, restore_replaced
 from rlhf.rollout import uniforms
-from rlhf.runlogs import LOCK_FILE, check_output, claim_output, environment
+from rlhf.runlogs import RUN_FILE, check_output, environment, move_aside
+from rlhf.system import sync_file
 
 DEFAULT_SPLIT = Split(45, 45, 10)
 SMALLEST_STD = 1e-3  # raw scores that spread less than this are one score: nothing to calibrate
@@ -54,7 +59,13 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
     placing = {
         "overwrite": config.training.rm_overwrite,
         "is_default": config.training.rm_output == RewardTrainingSettings().rm_output,
+        "flag": "--rm-output",
     }
+    inputs = [("--pairs", config.data.pairs), ("--base-model", config.training.base_model)]
+    inputs += [("--actor-model", config.calibration.actor_model)] if config.calibration.actor_model else []
+    check_inputs_outside(str(folder), inputs, "--rm-output")
+    if restore_replaced(folder):
+        screen.say(f"brought back the reward model in {folder}: its replacement was interrupted")
     check_output(folder, **placing)
     parts = split_examples(
         load_examples(config.data.pairs, pairs=True, say=screen.say), config.data.split or DEFAULT_SPLIT
@@ -74,13 +85,13 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
     run_training(model, train, config, screen)
     record = measure_and_calibrate(model, held_out, replies, source)
     show_record(record, screen)
-    held, moved = claim_output(folder, **placing)
-    if moved:
-        screen.say(moved)
     record |= {"train_questions": sorted({question_hash(p) for p in train}), "settings": as_plain(config)}
+    check_output(folder, **placing)  # again: training took a while
+    if folder.exists() and not config.training.rm_overwrite:
+        screen.say(move_aside(folder))
     save_reward_model(model, record, folder)
-    held.close()
-    (folder / LOCK_FILE).unlink()  # what is there now is a model, no run that goes on
+    for line in remove_replaced(folder):
+        screen.say(line)
     screen.say(f"reward model saved in {folder}")
     return folder
 
@@ -163,6 +174,12 @@ def run_training(model: RewardModel, pairs: Sequence[Example], config: RewardMod
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     model.model.eval().requires_grad_(False)
+    bad = bad_weights(model.model, frozen=True)
+    if bad:
+        raise RunError(
+            f"{len(bad)} weights are not finite after training, the first is {bad[0]}: the reward model. It is not "
+            "saved. Train it with a smaller --rm-learning-rate"
+        )
 
 
 Reply = tuple[tuple[dict[str, str], ...], str, bool]  # messages, text, whether it ended
@@ -227,7 +244,19 @@ def show_record(record: dict, screen: Screen) -> None:
 
 
 def save_reward_model(model: RewardModel, record: dict, folder: Path) -> None:
-    model.model.save_pretrained(folder)
-    model.tokenizer.save_pretrained(folder)
-    write_json(folder / METRICS_FILE, record)
-    write_json(folder / "run.json", {"status": "finished", **environment()})
+    """Write the whole model into a folder beside, then give it its name: `folder` holds a complete model or the older
+    one, whatever interrupts this."""
+    beside = folder.with_name(folder.name + ".new")
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        with disk_errors():
+            model.model.save_pretrained(beside)
+            model.tokenizer.save_pretrained(beside)
+        write_json(beside / METRICS_FILE, record)
+        write_json(beside / RUN_FILE, {"status": "finished", **environment()})
+        for file in beside.iterdir():
+            sync_file(file)
+        put_folder_in_place(beside, folder)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise

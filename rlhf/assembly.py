@@ -20,6 +20,7 @@ from rlhf.engines import check_engine
 from rlhf.errors import UserError
 from rlhf.evaluation import text_of_file
 from rlhf.hub import is_on_hub
+from rlhf.inputs import check_inputs_outside, inputs_of
 from rlhf.knobs import as_plain
 from rlhf.metrics import memory_in_use, reset_peak_memory
 from rlhf.models import (
@@ -53,10 +54,7 @@ def check_run_folder(config: Config) -> None:
     if config.run.resume:
         return require_unused(Path(config.run.output))
     check_output(Path(config.run.output), **_placing(config))
-    output = Path(config.run.output).resolve()
-    for flag, name in (("--actor-model", config.model.actor_model), ("--rm-model", config.model.rm_model)):
-        if name is not None and output in (Path(name).resolve(), *Path(name).resolve().parents):
-            raise UserError(f"the output folder holds the model to start from: {flag} {name}. Name another --output")
+    check_inputs_outside(config.run.output, inputs_of(config), "--output")
 
 
 def prepare_demo_parts(config: Config, screen: Screen, device: torch.device) -> None:

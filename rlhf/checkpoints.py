@@ -127,13 +127,13 @@ def fault_of(place: Path, run: str) -> str | None:
 
 
 def read_manifest(file: Path) -> dict | None:
-    """A manifest with all that belongs into one, or None."""
+    """A manifest with all that belongs into one, at least one file among it, or None."""
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
         names = [(name, int(one["size"]), str(one["sha256"])) for name, one in said["files"].items()]
         inside = all((file.parent / name).resolve().is_relative_to(file.parent.resolve()) for name, _, _ in names)
-        return {**said, "update": int(said["update"]), "run": str(said["run"])} if inside else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # whatever is torn in whatever way
+        return {**said, "update": int(said["update"]), "run": str(said["run"])} if inside and names else None
+    except Exception:  # a damaged file can hold anything: nesting that is too deep, infinite sizes, links in a circle
         return None
 
 

@@ -51,9 +51,10 @@ def check_finite(**tensors: Tensor | None) -> None:
         raise Dropped(f"numbers that are not finite: {', '.join(found)}")
 
 
-def bad_weights(module: nn.Module) -> list[str]:
-    """Return the names of the trainable weights that hold NaN or an infinity. Waits for the device once."""
-    weights = {name: weight.detach() for name, weight in module.named_parameters() if weight.requires_grad}
+def bad_weights(module: nn.Module, frozen: bool = False) -> list[str]:
+    """Return the names of the trainable weights (with `frozen`, of all) that hold NaN or an infinity. Waits for the
+    device once."""
+    weights = {name: weight.detach() for name, weight in module.named_parameters() if frozen or weight.requires_grad}
     if not weights:
         return []
     finite = torch.stack([weight.isfinite().all() for weight in weights.values()]).tolist()

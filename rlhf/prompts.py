@@ -105,13 +105,22 @@ def _read_jsonl(path: str) -> list[tuple[str, Any]]:
             continue
         where = f"{path}:{number}, {line.strip()[:40]!r}"
         try:
-            rows.append((where, json.loads(line)))
+            rows.append((where, json.loads(line, object_pairs_hook=_without_repeats)))
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, too, or nesting as deep
             reason = error.msg if isinstance(error, json.JSONDecodeError) else error
             cut = ". Was the file cut off there?" if number == len(lines) else ""
             faults.append(f"not JSON ({reason}): {where}. One JSON object per line{cut}")
     raise_if(faults)
     return rows
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; raises ValueError if a key stands in it twice, of which Python would keep the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return found
 
 
 def _read_hub(name: str) -> list[tuple[str, Any]]:

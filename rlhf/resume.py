@@ -6,11 +6,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from config import Config
 from rlhf.checkpoints import Found, find_checkpoints
 from rlhf.console import Screen
 from rlhf.errors import UserError
 from rlhf.export import check_export, export_run
+from rlhf.inputs import check_inputs_outside, inputs_of
 from rlhf.knobs import as_plain
 from rlhf.loop import OnPolicyLoop
 from rlhf.runlogs import HARMLESS, differences, environment, flat_settings, move_aside, require_run
@@ -43,6 +46,7 @@ def settle_resume(config: Config, screen: Screen) -> Config | None:
         check_same_run(config, changes(run, as_plain(config), environment()), screen)
         screen.say(f"nothing was saved before it stopped: {config.run.output}. Starting over")
         if not (config.run.dry_run or config.run.check):
+            check_inputs_outside(config.run.output, inputs_of(config), "--output")
             screen.say(move_aside(Path(config.run.output)))
         return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=False, overwrite=True))
     if found.newest is None:
@@ -99,7 +103,26 @@ def restore_best(output: Path, checkpoint: Path) -> None:
 def resume_run(trainer: OnPolicyLoop, config: Config, run: dict[str, Any], screen: Screen) -> None:
     """With --resume, bring the trainer, its callbacks attached, to the newest sound checkpoint."""
     if config.run.resume:
-        newest = checkpoints_of(config, run).newest
-        load_trainer(trainer, newest)
+        found = checkpoints_of(config, run)
+        newest = load_newest(trainer, found, screen)
         restore_best(Path(config.run.output), newest)
-        screen.say(f"going on after update {trainer.state.global_step} of {trainer.updates}, from {newest}")
+        screen.say(f"resuming after update {trainer.state.global_step} of {trainer.updates}, from {newest}")
+
+
+def load_newest(trainer: OnPolicyLoop, found: Found, screen: Screen) -> Path:
+    """Load the newest checkpoint that can be loaded; returns its folder. Raises UserError if there is none."""
+    faults = []
+    for update in sorted(found.sound, reverse=True):
+        place = found.sound[update]
+        try:
+            load_trainer(trainer, place)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # its files are as they were written, but what they hold may be anything
+            reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+            faults.append(f"{place.name} cannot be loaded ({type(error).__name__}: {reason:.120})")
+            continue
+        for fault in faults:
+            screen.say(f"warning: skipped a checkpoint: {fault}; {place.name} is used")
+        return place
+    raise UserError([f"no valid checkpoint: --resume, {fault}. Add --overwrite to begin anew" for fault in faults])

@@ -8,18 +8,18 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import time
 import uuid
+import warnings
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf import system
-from rlhf.errors import RunError, UserError
+from rlhf import replacing, system
+from rlhf.errors import Notice, RunError, UserError
 from rlhf.files import check_folder, write_json
 
 RUN_FILE = "run.json"
@@ -34,32 +34,37 @@ MAY_DIFFER = ("seed", *HARMLESS)  # between runs that are seeds of the same
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
 
 
-def check_output(folder: Path, *, overwrite: bool, is_default: bool) -> None:
-    """Raise UserError where a new run may not go into `folder`.
+def check_output(folder: Path, *, overwrite: bool, is_default: bool, flag: str = "--output") -> None:
+    """Raise UserError if a new run (or, with `flag`, a reward model) may not go into `folder`.
 
-    A finished run in the default folder will be moved aside; `overwrite` will remove a run, and only one that this
+    A finished run in the default folder will be moved aside; `overwrite` will replace a run, and only one that this
     project wrote. Everything else that lies there is in the way.
     """
-    check_folder(str(folder))
+    check_folder(str(folder), flag)
     require_unused(folder)
-    _check_content(folder, overwrite, is_default)
+    _check_content(folder, overwrite, is_default, flag)
 
 
-def _check_content(folder: Path, overwrite: bool, is_default: bool) -> None:
+def _check_content(folder: Path, overwrite: bool, is_default: bool, flag: str = "--output") -> None:
     if not _content(folder):
         return
     status = read_status(folder)
     if status is None:
-        raise UserError(
-            f"holds files of something else (no {RUN_FILE}): --output {folder}. Name another with --output"
-        )
+        raise UserError(f"holds files of something else (no {RUN_FILE}): {flag} {folder}. Name another with {flag}")
+    if flag != "--output":
+        if not overwrite and not is_default:
+            raise UserError(
+                f"a reward model is there: {flag} {folder}. Add --rm-overwrite to replace it, or name another folder "
+                f"with {flag}"
+            )
+        return
     if not overwrite and not (status == "finished" and is_default):
         kind, more = (
             ("a finished", "") if status == "finished" else ("an unfinished", "--resume to go on with it, or ")
         )
         raise UserError(
             f"{kind} run is there: --output {folder}. "
-            f"Add {more}--overwrite to delete it, or name another folder with --output"
+            f"Add {more}--overwrite to replace it, or name another folder with --output"
         )
 
 
@@ -67,7 +72,8 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[IO
     """Lock `folder` and make it free for a new run; returns the lock, and in a line what was done to an older run, or
     None. From here on no other process takes the folder.
 
-    Raises UserError as `check_output`. A finished run in the default folder is moved to `..._1`, `..._2`.
+    Raises UserError as `check_output`. A finished run in the default folder is moved to `..._1`, `..._2`; one that is
+    replaced is moved to `....replaced`, and removed when the new run is finished (`RunLog`).
     """
     check_output(folder, overwrite=overwrite, is_default=is_default)
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +82,11 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[IO
     done = None
     if _content(folder):
         try:
-            done = _remove_run(folder) if overwrite else f"moved the finished run in {folder} to {_move_aside(folder)}"
+            if overwrite:
+                place = _move_to(folder, replacing.set_aside(folder))
+                done = f"moved the run that was in {folder} to {place}; it is removed when this run is finished"
+            else:
+                done = f"moved the finished run in {folder} to {_move_aside(folder)}"
         except OSError as error:  # on Windows, a folder that another program looks into
             raise UserError(
                 f"cannot be moved or removed: --output {folder} ({error.strerror}). Close what uses it"
@@ -97,15 +107,14 @@ def _content(folder: Path) -> list[Path]:
     return sorted((path for path in there if path.name != LOCK_FILE), key=lambda path: path.name == RUN_FILE)
 
 
-def _remove_run(folder: Path) -> str:
-    for path in _content(folder):
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    return f"removed the run that was in {folder}"
-
-
 def _move_aside(folder: Path) -> Path:
-    """Piece by piece, as the lock stays where it is held; returns the place."""
-    aside = next(p for n in range(1, 10_000) if not (p := folder.with_name(f"{folder.name}_{n}")).exists())
+    """To the first free `..._1`, `..._2`; returns the place."""
+    places = (folder.with_name(f"{folder.name}_{n}") for n in range(1, 10_000))
+    return _move_to(folder, next(place for place in places if not place.exists()))
+
+
+def _move_to(folder: Path, aside: Path) -> Path:
+    """Piece by piece, because the lock stays where it is held; returns the place."""
     aside.mkdir()
     for path in _content(folder):
         system.replace(path, aside / path.name)
@@ -116,9 +125,18 @@ def read_run(folder: Path) -> dict[str, Any] | None:
     """A run's run.json; None where there is none that can be read."""
     try:
         run = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return run if isinstance(run, dict) and "status" in run else None
+
+
+def run_fault(run: dict[str, Any]) -> str | None:
+    """Return what a run.json lacks that a run which began has, in words; None if it is whole."""
+    kinds = {"settings": dict, "algorithm": str, "data": dict, "versions": dict, "python": str}
+    wrong = [name for name, kind in kinds.items() if not isinstance(run.get(name), kind)]
+    if not wrong and not isinstance(run["settings"].get("recipe"), str):
+        wrong.append("settings.recipe")
+    return f"without a valid {', '.join(map(repr, wrong))}" if wrong else None
 
 
 def read_status(folder: Path) -> str | None:
@@ -148,6 +166,8 @@ def differences(one: dict[str, Any], other: dict[str, Any], aside: Iterable[str]
 def require_run(folder: Path, flag: str) -> dict[str, Any]:
     """A run's run.json. Raises UserError where `folder` is no run of this project."""
     run = read_run(folder) if folder.is_dir() else None
+    if run is not None and "settings" in run and (fault := run_fault(run)):
+        raise UserError(f"{RUN_FILE} is incomplete or corrupted, {fault}: {flag} {folder}. Give the folder of a run")
     if run is None or "settings" not in run:
         there = "no such folder" if not folder.is_dir() else f"not a run (no readable {RUN_FILE})"
         known = ", ".join(map(str, runs_in(Path()))) or "none here"
@@ -244,6 +264,8 @@ class RunLog:
             error.faults[-1] += f"; what it was given is in {file}"
         if kind is None:
             self.add(status="finished", ended=now())
+            for line in replacing.remove_replaced(self.path.parent):
+                warnings.warn(line, Notice, stacklevel=2)
         else:
             status = getattr(error, "run_status", "failed")
             with contextlib.suppress(OSError):  # a full disk, perhaps what ended the run: that is told, not this

@@ -500,7 +500,7 @@ def test_rm_output_and_rm_overwrite(start_model, pairs_file, tmp_path):
 
     mine = tmp_path / "mine"
     assert train("--rm-output", mine) == mine and (mine / METRICS_FILE).is_file()
-    with pytest.raises(UserError, match="a finished run is there"):
+    with pytest.raises(UserError, match="a reward model is there: --rm-output .*Add --rm-overwrite"):
         train("--rm-output", mine)
     train("--rm-output", mine, "--rm-overwrite")
 

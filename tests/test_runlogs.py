@@ -44,7 +44,9 @@ def test_an_unfinished_run_is_refused(tmp_path, is_default):
     with pytest.raises(UserError, match="an unfinished run is there.*--overwrite.*--output"):
         check_output(folder, overwrite=False, is_default=is_default)
     held, line = claim_output(folder, overwrite=True, is_default=is_default)
-    assert "removed" in line and [path.name for path in folder.iterdir()] == [LOCK_FILE]
+    assert f"to {folder}.replaced; it is removed when" in line and [path.name for path in folder.iterdir()] == [
+        LOCK_FILE
+    ]
     held.close()
 
 

@@ -16,9 +16,13 @@ from reward_model.scorer import METRICS_FILE
 from reward_model.training import show_record, train_reward_model
 from rlhf.console import Screen
 from rlhf.demo import families, pairs, start_model, tasks
+from rlhf.errors import UserError
 from rlhf.files import write_json
 from rlhf.models import load_tokenizer
+from rlhf.replacing import foreign_files
 from rlhf.report import Gold
+from rlhf.runlogs import read_status
+from rlhf.weights import WEIGHTS_FILE
 
 FOLDER = Path("demo_parts")
 QUESTIONS = 3_000
@@ -30,16 +34,41 @@ def prepare_demo(screen: Screen, device: torch.device) -> None:
     """Build `demo_parts/`, or say that it is there. It is built anew when the code or settings behind it change."""
     reward = parse_reward_cli(["--recipe", "demo", "--rm-overwrite"])
     stamp_file, stamp = FOLDER / "stamp.json", {"made_from": _fingerprint(reward)}
-    if stamp_file.is_file() and json.loads(stamp_file.read_text(encoding="utf-8")) == stamp:
+    record = _record_of(stamp_file, stamp)
+    if record is not None:
         screen.say(f"demo parts: cached in {FOLDER}; their reward model:")
-        record = FOLDER / "reward_model" / METRICS_FILE
-        show_record(json.loads(record.read_text(encoding="utf-8")), screen)
-        return
+        return show_record(record, screen)
     stamp_file.unlink(missing_ok=True)
+    _clear_incomplete(FOLDER / "reward_model", screen)
     shutil.copytree(start_model.WEIGHTS, FOLDER / "start_model", dirs_exist_ok=True)
     make_pairs(screen, device)
     train_reward_model(reward, screen, device)
     write_json(stamp_file, stamp)
+
+
+def _record_of(stamp_file: Path, stamp: dict) -> dict | None:
+    """Return the reward model's record if all parts are there and made from this code; else None."""
+    files = (FOLDER / "pairs.jsonl", FOLDER / "start_model" / WEIGHTS_FILE, FOLDER / "reward_model" / WEIGHTS_FILE)
+    try:
+        if json.loads(stamp_file.read_text(encoding="utf-8")) != stamp or not all(file.is_file() for file in files):
+            return None
+        return json.loads((FOLDER / "reward_model" / METRICS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _clear_incomplete(folder: Path, screen: Screen) -> None:
+    """Remove a reward model that was only partly written, as a killed build of an older release leaves it."""
+    if not folder.is_dir() or read_status(folder) is not None:
+        return
+    foreign = foreign_files(folder)
+    if foreign:
+        raise UserError(
+            f"other files are in the demo's reward model ({', '.join(foreign[:3])}): {folder}. Move them away, or "
+            "delete the folder"
+        )
+    shutil.rmtree(folder)
+    screen.say(f"removed an incomplete reward model: {folder}")
 
 
 def make_pairs(screen: Screen, device: torch.device) -> None:

@@ -16,11 +16,12 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.actor_critic import let_go_of_files, store_frozen_weights
-from rlhf.errors import UserError
+from rlhf.errors import RunError, UserError
 from rlhf.models import (
     autocast,
     check_vocabulary,
     check_weights,
+    context_of,
     find_model,
     load_config,
     load_tokenizer,
@@ -66,6 +67,7 @@ class RewardModel:
         self.model.config.use_cache = False  # nothing is decoded
         store_frozen_weights(self.model, dtype)
         let_go_of_files(self.model)
+        self.context = context_of(self.model.config)  # tokens; None: no limit
         self.calibration = Calibration(**(record or {}).get("calibration", {}).get("scale", {}))
 
     @classmethod
@@ -97,7 +99,17 @@ class RewardModel:
 
     @torch.no_grad()
     def raw_scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """Uncalibrated scores of id sequences, in their order. Batched by length; padding changes no score."""
+        """Uncalibrated scores of id sequences, in their order. Batched by length; padding changes no score.
+
+        Raises RunError for a sequence beyond the model's context: its score would mean nothing, or crash the GPU.
+        """
+        too_long = [len(s) for s in sequences if self.context is not None and len(s) > self.context]
+        if too_long:
+            raise RunError(
+                f"{len(too_long)} of {len(sequences)} prompts with their completions are longer than the reward "
+                f"model's context of {self.context} tokens, the longest of {max(too_long)}: scoring. Use a smaller "
+                "--prompt-length or --reply-length, or a reward model with a larger context"
+            )
         scores = [0.0] * len(sequences)
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
         for start in range(0, len(order), ROWS_AT_ONCE):
@@ -167,6 +179,22 @@ class PairAccuracy:
     accuracy_against_baseline: float | None  # on the pairs that the better length rule gets wrong; None without any
     by_flaw: dict[str, float]
     pairs: int
+
+
+def pairs_that_fit(model: RewardModel, pairs: Sequence[Example], longest: int | None) -> list[Example]:
+    """The pairs of which both sides have at most `longest` tokens (None: no limit), and fit the model's context."""
+    limit = min((n for n in (longest, model.context) if n is not None), default=None)
+    if limit is None:
+        return list(pairs)
+    return [p for p in pairs if max(len(ids) for ids in pair_ids(model, p).values()) <= limit]
+
+
+def pair_ids(model: RewardModel, pair: Example) -> dict[str, list[int]]:
+    """Both sides of a pair, in the columns that RewardTrainer takes as already tokenized."""
+    return {
+        "chosen_ids": model.encode(pair.messages, pair.chosen),
+        "rejected_ids": model.encode(pair.messages, pair.rejected, pair.rejected_ended),
+    }
 
 
 def pair_accuracy(model: RewardModel, pairs: Sequence[Example]) -> PairAccuracy:

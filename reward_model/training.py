@@ -20,7 +20,15 @@ from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig, RewardTrainer
 
 from config import RewardModelConfig, RewardTrainingSettings
-from reward_model.scorer import METRICS_FILE, ROWS_AT_ONCE, Calibration, RewardModel, pair_accuracy
+from reward_model.scorer import (
+    METRICS_FILE,
+    ROWS_AT_ONCE,
+    Calibration,
+    RewardModel,
+    pair_accuracy,
+    pair_ids,
+    pairs_that_fit,
+)
 from rlhf.console import Screen
 from rlhf.engines import sample_replies
 from rlhf.errors import RunError, UserError
@@ -33,7 +41,9 @@ from rlhf.models import (
     autocast_dtype,
     check_vocabulary,
     check_weights,
+    context_of,
     find_model,
+    load_config,
     load_policy,
     load_tokenizer,
     readable,
@@ -71,17 +81,24 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
         load_examples(config.data.pairs, pairs=True, say=screen.say), config.data.split or DEFAULT_SPLIT
     )
     model = new_reward_model(config, device)
-    train, too_long = fitting_pairs(model, parts["reward"], config.data.pair_length)
-    held_out, _ = fitting_pairs(model, parts["evaluation"], config.data.pair_length)
+    train, held_out = (
+        pairs_that_fit(model, parts[name], config.data.pair_length) for name in ("reward", "evaluation")
+    )
+    too_long, limit = len(parts["reward"]) - len(train), f"{config.data.pair_length:,} tokens"
+    if model.context is not None and model.context < config.data.pair_length:
+        limit = f"the base model's context of {model.context:,} tokens"
     if not train or not held_out:
         raise UserError(
-            f"no pairs left to {'train' if not train else 'measure'} on: {config.data.pairs}, of "
-            f"{config.data.pair_length} tokens at most. Give more pairs, another --split or a larger --pair-length"
+            f"no pairs left to {'train' if not train else 'measure'} on: {config.data.pairs}, of at most {limit}. "
+            "Give more pairs, another --split or a larger --pair-length"
         )
-    screen.say(f"reward model: {len(train)} pairs to train on ({too_long} too long), {len(held_out)} held out")
+    screen.say(f"reward model: {len(train)} pairs to train on, {len(held_out)} held out")
+    skipped = too_long + len(parts["evaluation"]) - len(held_out)
+    if skipped:
+        screen.say(f"  skipped {skipped} pairs that are longer than {limit} ({too_long} of them to train on)")
     if len(held_out) < FEW_PAIRS:
         screen.say(f"  only {len(held_out)} held-out pairs: all of them are used, and the accuracy is uncertain")
-    replies, source = calibration_replies(parts["rl"] or parts["reward"], config, device, model.dtype)
+    replies, source = calibration_replies(parts["rl"] or parts["reward"], config, device, model)
     run_training(model, train, config, screen)
     record = measure_and_calibrate(model, held_out, replies, source)
     show_record(record, screen)
@@ -109,20 +126,6 @@ def new_reward_model(config: RewardModelConfig, device: torch.device) -> RewardM
     check_weights(model, base)
     model.config.pad_token_id = tokenizer.pad_token_id
     return RewardModel(model, tokenizer, device, autocast_dtype(config.training.rm_bf16, device))
-
-
-def fitting_pairs(model: RewardModel, pairs: Sequence[Example], longest: int) -> tuple[list[Example], int]:
-    """The pairs of which both sides have at most `longest` tokens, and how many were left out."""
-    fitting = [p for p in pairs if max(len(ids) for ids in pair_ids(model, p).values()) <= longest]
-    return fitting, len(pairs) - len(fitting)
-
-
-def pair_ids(model: RewardModel, pair: Example) -> dict[str, list[int]]:
-    """Both sides of a pair, in the columns that RewardTrainer takes as already tokenized."""
-    return {
-        "chosen_ids": model.encode(pair.messages, pair.chosen),
-        "rejected_ids": model.encode(pair.messages, pair.rejected, pair.rejected_ended),
-    }
 
 
 class _Progress(TrainerCallback):
@@ -201,19 +204,25 @@ def measure_and_calibrate(
 
 
 def calibration_replies(
-    examples: Sequence[Example], config: RewardModelConfig, device: torch.device, dtype: torch.dtype | None
+    examples: Sequence[Example], config: RewardModelConfig, device: torch.device, model: RewardModel
 ) -> tuple[list[Reply], str]:
-    """The start model's replies to some prompts, or the chosen replies where there is no start model; and which."""
+    """The start model's completions of some prompts that fit the contexts of both models, or the chosen ones if there
+    is no start model; and which."""
     name, most = config.calibration.actor_model, config.calibration.calibration_prompts
+    dtype, length = model.dtype, config.sampling.reply_length
     if name is None:
-        return [(e.messages, e.chosen, True) for e in examples[:most]], "chosen replies"
+        return [(e.messages, e.chosen, True) for e in pairs_that_fit(model, examples, None)[:most]], "chosen replies"
     folder = find_model(name, "--actor-model")
     tokenizer = load_tokenizer(folder, config.data.plain_prompts)
-    prompts, _ = encode_prompts(tokenizer, examples, config.calibration.calibration_prompt_length)
+    room = [n - length for n in (context_of(load_config(folder)), model.context) if n is not None]
+    longest = min(config.calibration.calibration_prompt_length, *room)
+    prompts, _ = encode_prompts(tokenizer, examples, longest)
+    if model.context is not None:
+        prompts = [p for p in prompts if len(model.encode(p.example.messages, "")) + length <= model.context]
     if not prompts:
         raise UserError(
-            "no prompt to calibrate on: --calibration-prompt-length. Raise it, or use --actor-model none to "
-            "calibrate on chosen replies"
+            f"no prompt to calibrate on, of at most {longest} tokens: --calibration-prompt-length. Raise it, use a "
+            "smaller --reply-length, or --actor-model none to calibrate on chosen replies"
         )
     policy = load_policy(folder, device=device, vocabulary=len(tokenizer)).eval()
     tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}

@@ -32,7 +32,15 @@ from rlhf.models import (
     load_tokenizer,
     lora_modules,
 )
-from rlhf.preflight import StartModel, check_leaks, check_prompts, check_reward_model, check_tokenizers, check_topics
+from rlhf.preflight import (
+    StartModel,
+    check_leaks,
+    check_prompts,
+    check_reward_context,
+    check_reward_model,
+    check_tokenizers,
+    check_topics,
+)
 from rlhf.prompts import Prompt, PromptSets, load_prompts
 from rlhf.resume import check_same_run
 from rlhf.rewards import LearnedReward, Rewards, check_columns, find_rule
@@ -158,6 +166,9 @@ def load_rewards(
 ) -> tuple[Rewards, RewardModel | None]:
     """The reward model, where there is one, proved on the held-out pairs, and the rules, by weight."""
     m = config.model
+    if sources.folder is not None:
+        examples = [p.example for p in (*prompts.train, *prompts.evaluation)]
+        check_reward_context(sources.folder, examples, config.sampling.reply_length, f"--rm-model {m.rm_model}")
     rewards, model = make_rewards(config, sources, tokenizer, device)
     if model is not None:
         pairs = [p.example for p in prompts.evaluation]

@@ -147,10 +147,16 @@ def determinism(device: torch.device) -> Check:
 
 def padding_changes_no_score(rewards: Rewards, prompt: Prompt, dtype: torch.dtype | None) -> Check:
     """A reply scored alone and beside a longer one, to whose length it is padded. Rules read text."""
-    short, long = "Yes.", "Yes, and that is all there is to say. " * 8
+    short, sentence = "Yes.", "Yes, and that is all there is to say. "
     chat, moved = list(prompt.example.messages), {}
     for name, function in zip(rewards.names, rewards.functions, strict=True):
         if isinstance(function, (LearnedReward, ModuleReward)):
+            long = sentence * 8
+            if isinstance(function, LearnedReward) and function.model.context is not None:
+                fits = [
+                    n for n in range(9) if len(function.model.encode(chat, sentence * n)) <= function.model.context
+                ]
+                long = sentence * max(fits, default=0)
             alone = function([short], messages=[chat], ended=[True])[0]
             beside = function([short, long], messages=[chat, chat], ended=[True, True])[0]
             moved[name] = abs(alone - beside)

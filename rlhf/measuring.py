@@ -22,6 +22,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation import FixedText, fixed_text, perplexity, text_of_file
 from rlhf.models import autocast, autocast_dtype, find_model, load_adapter, load_policy, load_tokenizer
 from rlhf.objectives import kl_k1
+from rlhf.preflight import check_reward_context
 from rlhf.prompts import Example, Prompt, encode_prompt, load_prompts
 from rlhf.rewards import LearnedReward, Rewards, check_columns
 from rlhf.rollout import Replies, generator, measure, uniforms
@@ -70,6 +71,10 @@ class Bench:
         self.tokenizer = self.tokenizers[(self.start or models[0]).source]
         self.followed, self.examples = self._draw_prompts(screen)
         check_columns(sources.rules, self.examples, f"--prompts {self.config.data.prompts}")
+        for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judge_folder)):
+            if folder is not None:
+                length = self.config.sampling.reply_length
+                check_reward_context(folder, self.examples, length, f"{flag} {folder}")
         self.rewards, _ = make_rewards(self.config, sources, self.tokenizer, device)
         self.judge_name, self.judge = load_judge(self.config, judge_folder, settings, self.tokenizer, device)
         self.reference = None

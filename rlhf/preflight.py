@@ -14,13 +14,14 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from config import Config
-from reward_model.scorer import METRICS_FILE, RewardModel, pair_accuracy
+from reward_model.scorer import METRICS_FILE, RewardModel, pair_accuracy, pairs_that_fit
 from rlhf.actor_critic import base_of
 from rlhf.console import Screen
 from rlhf.dealing import Dealing, one_line
 from rlhf.determinism import use_deterministic_algorithms
 from rlhf.errors import UserError, raise_if
-from rlhf.prompts import Example, Prompt, PromptSets, question_hash
+from rlhf.models import context_of, load_config, load_tokenizer
+from rlhf.prompts import Example, Prompt, PromptSets, encode_prompt, question_hash
 from rlhf.system import cap_card_memory
 
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
@@ -113,8 +114,26 @@ def check_topics(config: Config, train: Sequence[Prompt], screen: Screen) -> Non
         )
 
 
-def context_faults(lengths: Sequence[int], context: int | None, reply_length: int, source: str) -> list[str]:
-    """What is wrong where prompts of so many tokens, alone or with their replies, exceed a model's context."""
+def check_reward_context(
+    folder: str, examples: Sequence[Example], reply_length: int, source: str, plain: bool = False
+) -> None:
+    """Raise UserError if prompts with completions of `reply_length` tokens exceed a reward model's context.
+
+    Reads its tokenizer and configuration alone. If its tokenizer is not the start model's, completions may turn out
+    longer: then `RewardModel.raw_scores` raises.
+    """
+    context = context_of(load_config(folder))
+    if context is None or not examples:
+        return
+    tokenizer = load_tokenizer(folder, plain)
+    lengths = [len(encode_prompt(tokenizer, e.messages)) for e in examples]
+    raise_if(context_faults(lengths, context, reply_length, source, "reward model"))
+
+
+def context_faults(
+    lengths: Sequence[int], context: int | None, reply_length: int, source: str, model: str = "start model"
+) -> list[str]:
+    """What is wrong if prompts of so many tokens, alone or with their completions, exceed a model's context."""
     longest = max(lengths)
     if context is None or longest + reply_length <= context:
         return []
@@ -123,7 +142,7 @@ def context_faults(lengths: Sequence[int], context: int | None, reply_length: in
     ways = [f"--reply-length {context - longest}"] if longest < context else []
     ways += [f"--prompt-length {context - reply_length} (longer ones are left out)"] if reply_length < context else []
     return [
-        f"{sum(n > room for n in lengths)} of {len(lengths)} prompts{more} are longer than the start model's context "
+        f"{sum(n > room for n in lengths)} of {len(lengths)} prompts{more} are longer than the {model}'s context "
         f"of {context} tokens, the longest prompt of {longest}: {source}. Try {' or '.join(ways) or 'shorter replies'}"
     ]
 
@@ -138,7 +157,7 @@ def check_reward_model(
     if model.record is not None:
         accuracy, baseline, source = model.record["accuracy"], model.record["length_baseline"], METRICS_FILE
     else:
-        known = [p for p in pairs if p.chosen is not None]
+        known = pairs_that_fit(model, [p for p in pairs if p.chosen is not None], None)
         if not known:
             screen.say(
                 f"warning: no {METRICS_FILE} beside {name}, and no pairs to measure it on: its scores are unproved"

@@ -585,7 +585,7 @@ DISK_AND_ENVIRONMENT = [
     Row(71, "output in use by a live run", live_run,
         rf"in use by a live run \(process {os.getpid()}, since 20.*\): --output .*run\. Stop that one, or name"),
     Row(72, "output holds a finished run", output_holds("mine", finished=True),
-        r"a finished run is there: --output .*mine\. Add --overwrite to delete it, or name another folder with"),
+        r"a finished run is there: --output .*mine\. Add --overwrite to replace it, or name another folder with"),
     Row(72, "output holds an unfinished run", output_holds("mine", finished=False),
         r"an unfinished run is there: --output .*mine\. Add --resume to go on with it, or --overwrite to"),
     Row(72, "output holds something else", output_holds("mine"),

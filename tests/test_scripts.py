@@ -127,7 +127,7 @@ def test_a_killed_run_is_not_trodden_on(project, flags):
     assert done.returncode == 2
     assert done.stderr == (
         "error: an unfinished run is there: --output mine. "
-        "Add --resume to go on with it, or --overwrite to delete it, or name another folder with --output\n"
+        "Add --resume to go on with it, or --overwrite to replace it, or name another folder with --output\n"
     )
 
 

@@ -1,0 +1,75 @@
+"""A reward model is not used, or trained, beyond its context: refused, or skipped with a count."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassification
+
+import evaluate_generations
+import train_ppo
+from reward_model.scorer import RewardModel
+from reward_model.train import main as train_reward
+from rlhf.errors import RunError, UserError
+from tests.shapes import llama_config, smollm2_tokenizer
+
+CPU = torch.device("cpu")
+
+
+def short_reward_model(folder, context: int):
+    """A reward model of so many positions; rotary, so that it would go on beyond them without an error."""
+    tokenizer = smollm2_tokenizer()
+    tokenizer.pad_token = "<|endoftext|>"
+    config = llama_config("tiny", len(tokenizer))
+    config.num_labels, config.pad_token_id, config.max_position_embeddings = 1, 0, context
+    torch.manual_seed(9)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def short(tmp_path):
+    return short_reward_model(tmp_path / "short", 40)
+
+
+@pytest.mark.parametrize("more", [[], ["--check"], ["--dry-run"]])
+def test_prompts_beyond_it_are_refused_before_its_weights_are_read(run_flags, short, monkeypatch, more):
+    monkeypatch.setattr(RewardModel, "load", lambda *_: pytest.fail("the weights were read"))
+    with pytest.raises(UserError, match=r"prompts.* longer than the reward model's context of 40 tokens.*--rm-model"):
+        train_ppo.main([*run_flags("--reply-length", 8), "--rm-model", str(short), *more])
+
+
+def test_an_evaluation_beyond_it_is_refused(runs, short, tmp_path):
+    words = ["--model-path", str(runs["ppo", 1]), "--output", str(tmp_path / "out")]
+    for flag in ("--rm-model", "--judge-model"):
+        with pytest.raises(UserError, match=rf"longer than the reward model's context of 40 tokens.*{flag}"):
+            evaluate_generations.main([*words, flag, str(short)])
+
+
+def test_a_sequence_beyond_it_raises_and_one_at_its_limit_does_not(short):
+    model = RewardModel.load(str(short), CPU, None)
+    assert len(model.raw_scores([[5] * 40, [6]])) == 2
+    with pytest.raises(RunError, match=r"1 of 2 prompts .* context of 40 tokens, the longest of 41: scoring"):
+        model.raw_scores([[5] * 41, [6]])
+
+
+def test_pairs_beyond_the_base_models_positions_are_skipped_with_a_count(tmp_path, capsys):
+    """GPT-2's learned positions: an index error on a CPU, an assertion in the device on a GPU."""
+    tokenizer = smollm2_tokenizer()
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=32, n_layer=1, n_head=2, eos_token_id=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    rows = [{"question": f"What is {i}?", "chosen": "yes " * (40 if i % 4 == 0 else 2), "rejected": "no"}
+            for i in range(80)]  # fmt: skip
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["--base-model", tmp_path / "base", "--actor-model", tmp_path / "base", "--pairs",
+             tmp_path / "pairs.jsonl", "--rm-output", tmp_path / "judge", "--split", "80/10/10",
+             "--reply-length", 8]  # fmt: skip
+    train_reward([str(word) for word in words])
+    said = capsys.readouterr().out
+    assert "pairs that are longer than the base model's context of 64 tokens" in said
+    assert (tmp_path / "judge" / "metrics.json").is_file()

@@ -147,16 +147,11 @@ def determinism(device: torch.device) -> Check:
 
 def padding_changes_no_score(rewards: Rewards, prompt: Prompt, dtype: torch.dtype | None) -> Check:
     """A reply scored alone and beside a longer one, to whose length it is padded. Rules read text."""
-    short, sentence = "Yes.", "Yes, and that is all there is to say. "
+    short = "Yes."
     chat, moved = list(prompt.example.messages), {}
     for name, function in zip(rewards.names, rewards.functions, strict=True):
         if isinstance(function, (LearnedReward, ModuleReward)):
-            long = sentence * 8
-            if isinstance(function, LearnedReward) and function.model.context is not None:
-                fits = [
-                    n for n in range(9) if len(function.model.encode(chat, sentence * n)) <= function.model.context
-                ]
-                long = sentence * max(fits, default=0)
+            long = _long_reply(function, chat)
             alone = function([short], messages=[chat], ended=[True])[0]
             beside = function([short, long], messages=[chat, chat], ended=[True, True])[0]
             moved[name] = abs(alone - beside)
@@ -167,6 +162,15 @@ def padding_changes_no_score(rewards: Rewards, prompt: Prompt, dtype: torch.dtyp
         all(by <= SCORE_ROUNDING[dtype] for by in moved.values()),
         "The model reads its padding: let it heed attention_mask, and set pad_token_id in its config.json",
     )
+
+
+def _long_reply(function: LearnedReward | ModuleReward, chat: list[dict[str, str]]) -> str:
+    """Some sentences, no more than fit a reward model's context behind a prompt."""
+    sentence, most = "Yes, and that is all there is to say. ", 8
+    if isinstance(function, LearnedReward) and (context := function.model.context) is not None:
+        fits = [n for n in range(most + 1) if len(function.model.encode(chat, sentence * n)) <= context]
+        most = max(fits, default=0)
+    return sentence * most
 
 
 # --- before the first step -------------------------------------------------------------------------------------------

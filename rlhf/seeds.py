@@ -88,7 +88,7 @@ def is_finished(config: Config) -> bool:
     if differ and not config.run.overwrite:
         raise UserError(
             f"a finished run with other settings ({', '.join(differ)}) is there: {config.run.output}. "
-            "Add --overwrite to delete it, or name another folder with --output"
+            "Add --overwrite to replace it, or name another folder with --output"
         )
     return not differ
 

@@ -21,6 +21,8 @@ from rlhf.errors import UserError, did_you_mean
 from rlhf.knobs import HubName, KLTarget, Split, as_in, bare_targets, knob
 from rlhf.runlogs import RUN_FILE, flat_settings, read_run, run_fault, seed_folder
 
+LARGEST_SEED = 2**32 - 1  # that numpy and transformers take
+MOST_UPDATES = 10_000_000
 IN_A_ROW = 3  # updates that are dropped, or whose KL has run away, after which it is no chance
 
 
@@ -44,7 +46,7 @@ class ModelSettings:
     )
     lora_r: int = knob(16, "rank of the adapters", low=1, aliases=("rank", "r"))
     lora_alpha: float = knob(
-        32.0, "scaling of the adapters: their output is multiplied by alpha / r", above=0, aliases=("alpha",)
+        32.0, "scaling of the adapters: their output is multiplied by alpha / r", above=0, high=1e6, aliases=("alpha",)
     )
     lora_dropout: float = knob(
         0.0, "share of the adapters' inputs dropped at random in optimizer steps, never in measuring", low=0, below=1
@@ -279,22 +281,26 @@ EPOCHS, ROUNDS = 3.0, 1.0  # a run's length where none is named: passes over the
 class RunSettings:
     """Length of the run, and what it leaves behind."""
 
-    seed: int = knob(42, "all randomness derives from it", low=0)
+    seed: int = knob(42, "all randomness derives from it", low=0, high=LARGEST_SEED)
     deterministic: bool = knob(
         False,
         "use deterministic algorithms: on one GPU the same seed then gives the same weights to the bit, and a run is "
         "slower. On a CPU runs repeat to the bit without it",
     )
     seeds: tuple[int, ...] | None = knob(
-        None, "one run after another with these seeds, into OUTPUT_seed42 and so on; finished ones are skipped", low=0
+        None,
+        "one run after another with these seeds, into OUTPUT_seed42 and so on; finished ones are skipped",
+        low=0,
+        high=LARGEST_SEED,
     )
     epochs: float | None = knob(
         None,
         "passes over the training prompts, with --steps-per-topic rounds of all topics; unset: 3 passes, or one round",
         above=0,
+        high=100_000,
         aliases=("num_train_epochs", "num_epochs"),
     )
-    num_iterations: int | None = knob(None, "updates, in place of --epochs", low=1)
+    num_iterations: int | None = knob(None, "updates, in place of --epochs", low=1, high=MOST_UPDATES)
     episodes: int | None = knob(
         None, "generated replies, in place of --num-iterations: an equal budget for both algorithms", low=1
     )
@@ -423,6 +429,13 @@ class Config(Command):
         return self.algorithm == "ppo" and self.ppo.critic == "separate"
 
     @property
+    def built_by_recipe(self) -> tuple[str, ...]:
+        """The inputs that the demo recipe builds if they are not there."""
+        if self.recipe != "demo":
+            return ()
+        return tuple(RECIPES["demo"]["training"][name] for name in ("actor_model", "rm_model", "prompts"))
+
+    @property
     def group_size(self) -> int:
         """Replies per prompt."""
         return self.grpo.K if self.algorithm == "grpo" else 1
@@ -476,6 +489,11 @@ class Config(Command):
             faults.append(
                 f"episodes {self.run.episodes} do not fill one update of {episodes}: --episodes. "
                 f"Try {episodes}, or a smaller --batch-size"
+            )
+        if self.run.episodes is not None and self.run.episodes > MOST_UPDATES * episodes:
+            faults.append(
+                f"episodes {self.run.episodes} are more than {MOST_UPDATES:,} updates of {episodes}: --episodes. "
+                "Give fewer"
             )
         if self.speed.rollout_engine == "vllm" and self.sampling.filters:
             faults.append(
@@ -573,10 +591,12 @@ class RewardTrainingSettings:
     rm_output: str = knob("./reward_model_output", "folder of the reward model", aliases=("output", "output_dir"))
     rm_overwrite: bool = knob(False, "replace the reward model in the output folder", aliases=("overwrite",))
     rm_learning_rate: float = knob(2e-5, "AdamW's learning rate at the start", above=0, aliases=("learning_rate",))
-    rm_epochs: float = knob(1.0, "passes over the pairs", above=0, aliases=("epochs", "num_train_epochs"))
+    rm_epochs: float = knob(
+        1.0, "passes over the pairs", above=0, high=100_000, aliases=("epochs", "num_train_epochs")
+    )
     rm_batch_size: int = knob(8, "pairs per optimizer step", low=1, aliases=("batch_size",))
     rm_bf16: bool | None = knob(None, "bfloat16 autocast; unset: on a CUDA card that really has it", aliases=("bf16",))
-    rm_seed: int = knob(42, "order of the pairs and the new head", low=0, aliases=("seed",))
+    rm_seed: int = knob(42, "order of the pairs and the new head", low=0, high=LARGEST_SEED, aliases=("seed",))
 
 
 @dataclass(frozen=True)
@@ -615,7 +635,7 @@ class MeasureSettings:
     )
     num_prompts: int = knob(20, "evaluation prompts, drawn at random", low=1)
     completions: int = knob(4, "replies sampled to each prompt", low=1, aliases=("num_completions",))
-    seed: int = knob(42, "draws the prompts, the replies and the intervals", low=0)
+    seed: int = knob(42, "draws the prompts, the replies and the intervals", low=0, high=LARGEST_SEED)
     like: str = knob(
         "smollm2-orca", "recipe whose settings serve models that are not of a run", choices=tuple(RECIPES)
     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from config import Config, parse_cli
 from rlhf.errors import run_command
+from rlhf.inputs import check_inputs
 from rlhf.libraries import check_libraries
 
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_cli(argv, algorithm="ppo")  # before torch is imported: --help and mistakes are answered at once
+    if config.run.replay is None:
+        check_inputs(config)
     check_libraries()
     from rlhf.console import Screen, quiet_libraries
 
@@ -65,4 +68,4 @@ def replay_update(config: Config, screen) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, "stopped; a run that has a checkpoint resumes from it with --resume")

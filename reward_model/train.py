@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from config import parse_reward_cli
+from rlhf.commands import training_command
 from rlhf.errors import run_command
 from rlhf.libraries import check_libraries
 
@@ -10,15 +11,24 @@ from rlhf.libraries import check_libraries
 def main(argv: list[str] | None = None) -> None:
     config = parse_reward_cli(argv)  # before torch is imported: --help and mistakes are answered at once
     check_libraries()
-    from reward_model.training import train_reward_model
     from rlhf.console import Screen, quiet_libraries
-    from rlhf.preflight import start_device
 
-    quiet_libraries()
+    quiet_libraries()  # before libraries are imported that print at import
+    from reward_model.scorer import read_record
+    from reward_model.training import train_reward_model
+    from rlhf.preflight import start_device, weakness
+
     with Screen() as screen:
-        train_reward_model(config, screen, start_device(screen))
-    screen.say("next: python train_ppo.py")
+        folder = train_reward_model(config, screen, start_device(screen))
+    weak = weakness(read_record(folder))
+    if weak is None:
+        screen.say(f"next: {training_command(config)}")
+    else:
+        screen.say(
+            f"warning: {weak}: training refuses this reward model. Give it more pairs or --rm-epochs, or train with "
+            "--allow-weak-reward-model"
+        )
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, "stopped; nothing was saved, and a reward model that was there is unchanged")

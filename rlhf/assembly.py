@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -265,7 +265,10 @@ def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> Run
         known = before.keys() & data.keys()
         changed = [f"{n} was {before[n]}, is {data[n]}" for n in data if n in known and before[n] != data[n]]
         check_same_run(config, changed, screen)
-        return RunLog(folder, resume=True)
+        log = RunLog(folder, resume=True)
+        told = replace(config, run=replace(config.run, resume=False, resume_anyway=False))
+        log.add(settings=as_plain(told), plan=budget(config, updates))  # with --resume-anyway they may be new
+        return log
     held, moved = claim_output(Path(config.run.output), **_placing(config))
     if moved:
         screen.say(moved)

@@ -19,6 +19,8 @@ from rlhf.errors import UserError, did_you_mean, raise_if
 from rlhf.knobs import Knob, convert, is_unset, knobs_of, name_table, range_text
 
 Layer = dict[str, tuple[Any, str]]  # name -> (value, where it was set)
+# what other trainers call it -> the setting
+ELSEWHERE = {"lr": "learning_rate", "beta": "kl_coef", "kl_beta": "kl_coef", "max_completion_length": "reply_length"}
 _PLAIN_MAPPING = "tag:yaml.org,2002:map"
 
 
@@ -103,6 +105,9 @@ def _way_out(name: str, known: Iterable[str]) -> str:
     words = {word.lstrip("-") for word in known}
     if name.replace("-", "_").strip("_").removeprefix("no_") == "fp16" and "bf16" in words:
         return "Precision is bfloat16 (--bf16) or float32 (--no-bf16); float16 is not offered, its gradients underflow"
+    meant = ELSEWHERE.get(name.replace("-", "_").strip("_"))
+    if meant in words | {word.replace("-", "_") for word in words}:
+        return f"Did you mean {'--' + meant.replace('_', '-') if name.startswith('--') else meant}?"
     return did_you_mean(name, known)
 
 
@@ -245,6 +250,13 @@ def resolve(
     `foreign` groups (group -> the command that reads them) have no flags here; recipes and YAML files may set them,
     as one file serves both algorithms. `fit` as in build. `top` are fields beside the groups.
     """
+    raise_if(
+        [
+            f"not valid text: command line, {word!a}. Name files with characters of this system's encoding"
+            for word in argv
+            if not _is_text(word)
+        ]
+    )
     knobs, foreign = knobs_of(config_class), foreign or {}
     parser = make_parser(config_class, prog, description, recipes, defaults, foreign)
     elsewhere = {
@@ -258,6 +270,15 @@ def resolve(
     names = {**name_table(knobs), **{name: name for name in ("recipe", *_special(config_class))}}
     from_yaml = read_yaml(yaml_path, names, config_class.blocks) if yaml_path else {}
     return build(config_class, recipes, [beneath or {}, from_yaml, flags], defaults, fit, **top)
+
+
+def _is_text(word: str) -> bool:
+    """Whether a word of the command line can be written into a file: a name with a byte that is not UTF-8 cannot."""
+    try:
+        word.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in word
 
 
 def _default_recipe(config_class: type) -> str:

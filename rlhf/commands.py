@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from recipes import RECIPES
 from rlhf.system import command
 
 if TYPE_CHECKING:
-    from config import Config
+    from config import Config, RewardModelConfig
 
 
 def names_code(rules: Iterable[str]) -> list[str]:
@@ -34,3 +35,42 @@ def resume_command(config: Config, *more: str) -> str:
 def replay_command(algorithm: str, folder: str, rules: Iterable[str]) -> str:
     """Return the command that repeats a skipped update from its incident's folder."""
     return command("python", f"train_{algorithm}.py", "--replay", folder, *code_words(rules))
+
+
+def reward_model_command(config: Config) -> str:
+    """Return the command that makes the reward model which a training run asks for."""
+    usual, m = RECIPES[config.recipe]["reward_model"], config.model
+    words = _recipe_words(config.recipe)
+    if m.rm_model != RECIPES[config.recipe]["training"]["rm_model"]:
+        words += ["--rm-output", m.rm_model]
+    if m.actor_model != usual["base_model"]:
+        words += ["--base-model", m.actor_model, "--actor-model", m.actor_model]
+    if config.data.prompts != usual.get("pairs", config.data.prompts):
+        words += ["--pairs", config.data.prompts]
+    if config.data.split is not None and str(config.data.split) != usual.get("split"):
+        words += ["--split", str(config.data.split)]
+    if config.data.plain_prompts and not usual.get("plain_prompts"):
+        words += ["--plain-prompts"]
+    return command("python", "-m", "reward_model.train", *words)
+
+
+def training_command(config: RewardModelConfig) -> str:
+    """Return the command that trains a policy with the reward model that was just made."""
+    usual, data, made = RECIPES[config.recipe]["training"], config.data, config.training
+    words = _recipe_words(config.recipe)
+    if made.rm_output != usual["rm_model"]:
+        words += ["--rm-model", made.rm_output]
+    start = config.calibration.actor_model or made.base_model
+    if start != usual["actor_model"]:
+        words += ["--actor-model", start]
+    if data.pairs != usual["prompts"]:
+        words += ["--prompts", data.pairs]
+    if data.split is not None and str(data.split) != usual.get("split"):
+        words += ["--split", str(data.split)]
+    if data.plain_prompts and not usual.get("plain_prompts"):
+        words += ["--plain-prompts"]
+    return command("python", "train_ppo.py", *words)
+
+
+def _recipe_words(recipe: str) -> list[str]:
+    return [] if recipe == next(iter(RECIPES)) else ["--recipe", recipe]

@@ -15,7 +15,7 @@ from rlhf.curves import RunCurves
 from rlhf.errors import raise_if
 from rlhf.evaluation_report import sides_of
 from rlhf.files import json_ready, write_json, write_text
-from rlhf.hub import missing_path
+from rlhf.inputs import missing_path
 from rlhf.measuring import Bench, Generations
 from rlhf.pages import render
 from rlhf.pictures import as_data_url, save_picture

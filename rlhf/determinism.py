@@ -17,6 +17,25 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 REPRODUCIBLE_CUBLAS = (":4096:8", ":16:8")  # the two values with which cuBLAS repeats its sums
 
 
+# torch's functions of one tensor that MKL's vector library computes on a CPU
+VECTOR_FUNCTIONS = (
+    *("acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "digamma", "erf", "erfc", "erfinv", "exp"),
+    *("exp2", "expm1", "lgamma", "log", "log10", "log1p", "log2", "rsqrt", "sigmoid", "sin", "sinh", "sqrt", "tan"),
+    *("tanh",),
+)
+
+
+def call_vector_functions_once() -> None:
+    """Call each vector function on one element of each precision, before several threads use it.
+
+    In the oneMKL of torch 2.13's CPU build, the first call from several threads has a race: one thread's share can
+    come back in low precision (pytorch issue 188792). A call on one element uses one thread, and settles it.
+    """
+    for dtype in (torch.float32, torch.float64):
+        for name in VECTOR_FUNCTIONS:
+            getattr(torch, name)(torch.full((1,), 0.5, dtype=dtype))
+
+
 def use_deterministic_algorithms() -> None:
     """Switch deterministic algorithms on for the rest of the process. Call it before the first CUDA operation.
 

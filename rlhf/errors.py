@@ -5,10 +5,14 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
-MOST_SHOWN = 10
+MOST_SHOWN = 5
 
 
 class UserError(Exception):
@@ -55,17 +59,26 @@ def raise_if(faults: list[str]) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The nearest known word as a way out, or where to find the list."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"Did you mean {near[0]}?" if near else "--help lists them all."
+    """The nearest known word as a way out, or where to find the list. Only a word that is really close is named."""
+
+    def letters(name: str) -> str:
+        return name.strip("-").replace("_", "-").lower()
+
+    by_letters = {letters(k): k for k in sorted(known, key=lambda k: "_" not in k)}  # of two spellings, with dashes
+    near = difflib.get_close_matches(letters(word), list(by_letters), n=1, cutoff=CLOSE)
+    return f"Did you mean {by_letters[near[0]]}?" if near else "--help lists them all."
 
 
+SMALLER = "Try a smaller model, --micro-batch-size 1, --use-lora with a small --lora-r, or close other programs"
+CLOSE = 0.75  # of difflib's ratio: one slip in a short word, two in a long one
 NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's words, behind the operator's name
 
 
 def torch_error(error: RuntimeError) -> str | None:
     """Return the line for an error of torch that the user can fix, else None. Imports no torch."""
     first = str(error).split("\n", 1)[0]
+    if "DefaultCPUAllocator" in first or "not enough memory: you tried to allocate" in first:
+        return f"out of memory on the CPU: {first[first.find('DefaultCPUAllocator') :]:.120}. {SMALLER}"
     if type(error).__name__ == "OutOfMemoryError":
         return (
             f"out of memory: {first}. Try --use-lora, --load-in-4bit, a smaller model, or close what else uses the GPU"
@@ -79,25 +92,49 @@ def torch_error(error: RuntimeError) -> str | None:
     return None
 
 
-def run_command(main: Callable[[], None]) -> None:
-    """Run a script's main(): a UserError becomes its lines on stderr and an exit status."""
+def run_command(main: Callable[[], None], interrupted: str = "stopped") -> None:
+    """Run a script's main(). Every error becomes one line on stderr and an exit status; an unexpected one names a file
+    with its traceback. `interrupted` is what Ctrl-C prints."""
     try:
-        main()
-    except UserError as error:
-        print(error.report(), file=sys.stderr)
-        sys.exit(error.exit_status)
-    except OSError as error:
-        if error.errno is None:  # a library's own, with no file of ours behind it
-            raise
-        where = os.fsdecode(error.filename or "a file of this command")  # TensorBoard's names are bytes
-        print(f"error: {error.strerror}: {where}. Mend that and go on (a training run with --resume)", file=sys.stderr)
-        sys.exit(RunError.exit_status)
-    except RuntimeError as error:
-        line = torch_error(error)
-        if line is None:
-            raise
-        print(f"error: {line}", file=sys.stderr)
-        sys.exit(RunError.exit_status)
+        return main()
     except KeyboardInterrupt:
-        print("stopped; a training run goes on from its last checkpoint with --resume", file=sys.stderr)
+        print(interrupted, file=sys.stderr)
         sys.exit(130)
+    except UserError as error:
+        lines, status = error.report(), error.exit_status
+    except Exception as error:  # whatever it is, the user gets a line and a file, and the shell a status
+        lines, status = f"error: {one_line_of(error)}", RunError.exit_status
+    print(lines, file=sys.stderr)
+    sys.exit(status)
+
+
+def one_line_of(error: Exception) -> str:
+    """Return one line for an error that nobody expected; unless it is the system's or torch's, its traceback goes into
+    a file, which the line names."""
+    if isinstance(error, OSError) and error.errno is not None:
+        where = os.fsdecode(error.filename or "a file of this command")  # TensorBoard's names are bytes
+        return f"{error.strerror}: {where}. Fix that, then run the command again (a training run with --resume)"
+    if isinstance(error, MemoryError):
+        return f"out of memory on the CPU: {str(error) or 'no details'}. {SMALLER}"
+    line = torch_error(error) if isinstance(error, RuntimeError) else None
+    if line is not None:
+        return line
+    reason = (str(error).strip().splitlines() or ["no message"])[0]
+    return (
+        f"unexpected {type(error).__name__} ({reason:.200}): this is a bug. Please report it; the traceback is in "
+        f"{write_traceback(error)}"
+    )
+
+
+def write_traceback(error: BaseException) -> Path:
+    """Write the traceback into a new file in this folder, else in the system's folder for such files; returns it."""
+    text = "".join(traceback.format_exception(error))
+    text = f"{sys.argv!a}\nPython {sys.version}\n{text}".encode(errors="backslashreplace")
+    name = f"rlhf_error_{time.strftime('%Y%m%d-%H%M%S')}_{os.getpid()}.log"
+    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
+        try:
+            (folder / name).write_bytes(text)
+            return folder / name
+        except OSError:  # read-only or full: the next one
+            continue
+    return Path("no file, because none could be written")

@@ -65,6 +65,9 @@ def disk_errors() -> Iterator[None]:
 def check_folder(output: str, flag: str = "--output") -> Path:
     """A folder to write to, which need not be there yet. Raises UserError where it could not be made or written to."""
     folder = Path(output)
+    link = next((p for p in (folder, *folder.absolute().parents) if p.is_symlink() and not p.exists()), None)
+    if link is not None:
+        raise UserError(f"a link that leads nowhere: {flag} {output} ({link}). Remove it, or name another with {flag}")
     longest = len(os.fsencode(folder.absolute())) + LONGEST_BELOW
     if longest > LONGEST_PATH or any(len(os.fsencode(part)) > LONGEST_NAME for part in folder.parts):
         raise UserError(

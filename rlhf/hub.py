@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -18,31 +16,9 @@ from huggingface_hub.errors import (
 )
 
 from rlhf.errors import RunError, UserError
+from rlhf.inputs import is_path
 
 PATIENCE_S = 5  # one look at the hub, no retries
-
-
-def is_path(name: str) -> bool:
-    """Whether a name can only be a place on this disk: hub names are `name` or `owner/name`."""
-    return (
-        name.startswith((".", "/", "~", os.sep))
-        or "\\" in name
-        or name.count("/") > 1
-        or Path(name).suffix
-        in (
-            ".jsonl",
-            ".json",
-        )
-    )
-
-
-def missing_path(path: str, what: str, way_out: str) -> UserError:
-    """The error for a path that is not there; names what lies near it."""
-    folder = Path(path).expanduser().parent
-    beside = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
-    near = difflib.get_close_matches(Path(path).name, beside, n=3, cutoff=0.5)
-    hint = f"Did you mean {', '.join(str(folder / n) for n in near)}? " if near else ""
-    return UserError(f"{what} not found: {path}. {hint}{way_out}")
 
 
 def is_on_hub(name: str) -> bool:

@@ -2,15 +2,64 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.commands import names_code
-from rlhf.errors import raise_if
+from rlhf.commands import names_code, reward_model_command
+from rlhf.errors import CLOSE, UserError, raise_if
 
 if TYPE_CHECKING:
     from config import Config
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be a place on this disk: hub names are `name` or `owner/name`."""
+    return (
+        name.startswith((".", "/", "~", os.sep))
+        or "\\" in name
+        or name.count("/") > 1
+        or Path(name).suffix in (".jsonl", ".json", ".csv", ".parquet", ".txt")
+    )
+
+
+def missing_path(path: str, what: str, way_out: str) -> UserError:
+    """The error for a path that is not there; names what lies near it and could be meant."""
+    place = Path(path).expanduser()
+    if what == "data file" and place.is_dir():
+        return UserError(f"a folder, not a {what}: {path}. {way_out}")
+    beside = sorted(p.name for p in place.parent.iterdir()) if place.parent.is_dir() else []
+    close = difflib.get_close_matches(place.name, beside, n=3, cutoff=CLOSE)
+    near = [str(place.parent / name) for name in close if _may_be(place.parent / name, what)]
+    hint = f"Did you mean {', '.join(near)}? " if near else ""
+    return UserError(f"{what} not found: {path}. {hint}{way_out}")
+
+
+def _may_be(place: Path, what: str) -> bool:
+    """Whether a file or folder can be what is looked for; a folder of source code is no model."""
+    if what == "model":
+        return any((place / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return place.is_dir() if what == "run" else place.is_file()
+
+
+def check_inputs(config: Config) -> None:
+    """Raise UserError with every local input of a training run that is not there. Hub names are asked for later."""
+    built = set(config.built_by_recipe)
+    faults = []
+    for flag, name in inputs_of(config):
+        if name in built or not is_path(name) or Path(name).expanduser().exists():
+            continue
+        if flag == "--rm-model":
+            faults.append(f"no reward model: {flag} {name}. Make one with: {reward_model_command(config)}")
+        elif flag == "--actor-model":
+            faults += missing_path(name, "model", f"{flag} takes a Hugging Face model folder or a hub name").faults
+        elif flag == "--prompts":
+            faults += missing_path(name, "data file", "Give a JSONL file or a hub dataset's name").faults
+        else:
+            faults += missing_path(name, "file", f"{flag} takes a file").faults
+    raise_if(faults)
 
 
 def inputs_of(config: Config) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ import re
 import types
 import typing
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from rlhf.errors import UserError, did_you_mean
@@ -15,6 +16,8 @@ from rlhf.errors import UserError, did_you_mean
 TRUE_WORDS = {"true", "yes", "on", "1"}
 FALSE_WORDS = {"false", "no", "off", "0"}
 UNSET_WORDS = {"none", "null", "auto", ""}
+MOST = 10**9  # of a whole number that has no other upper limit: more is a slip, and loops over it never end
+MOST_DIGITS = 30
 
 
 def knob(
@@ -189,7 +192,7 @@ def _convert_one(knob: Knob, value: Any, kind: type, where: str) -> Any:
     expects = getattr(kind, "expects", {bool: "true or false", int: "a whole number", float: "a number"}.get(kind))
     try:
         result = value if isinstance(value, kind) and not isinstance(value, bool) else _parse(kind, value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, ArithmeticError):
         raise UserError(f"{knob.name} is {value!r}: {where}. Give {expects or 'text'}") from None
     fault = _out_of_range(knob, result)
     if fault:
@@ -206,8 +209,8 @@ def _parse(kind: type, value: Any) -> Any:
             raise ValueError(value)
         return word in TRUE_WORDS
     if kind is int:
-        number = float(value)  # 1e4 is a whole number too
-        if isinstance(value, bool) or not number.is_integer():
+        number = Decimal(str(value))  # 1e4 is a whole number too; exact, also beyond a float's 53 bits
+        if isinstance(value, bool) or not number.is_finite() or number.adjusted() > MOST_DIGITS or number % 1:
             raise ValueError(value)
         return int(number)
     if kind is float:
@@ -223,6 +226,8 @@ def _out_of_range(knob: Knob, value: Any) -> str | None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     b = knob.bounds
+    if isinstance(value, int) and b["high"] is None and value > MOST:
+        return f"It must be at most {MOST:,}"
     inside = (
         math.isfinite(value)
         and (b["low"] is None or value >= b["low"])
@@ -235,7 +240,8 @@ def _out_of_range(knob: Knob, value: Any) -> str | None:
 
 def range_text(knob: Knob) -> str:
     words = {"low": "at least", "above": "above", "high": "at most", "below": "below"}
-    parts = [f"{words[k]} {knob.bounds[k]:g}" for k in words if knob.bounds[k] is not None]
+    bounds = {k: knob.bounds[k] for k in words if knob.bounds[k] is not None}
+    parts = [f"{words[k]} {n:,}" if isinstance(n, int) else f"{words[k]} {n:g}" for k, n in bounds.items()]
     return " and ".join(parts) or "a finite number"
 
 

@@ -28,7 +28,8 @@ from transformers.utils import is_bitsandbytes_available
 from rlhf.actor_critic import let_go_of_files, store_frozen_weights
 from rlhf.errors import UserError, did_you_mean
 from rlhf.fidelity import try_out
-from rlhf.hub import is_path, missing_path, require_hub
+from rlhf.hub import require_hub
+from rlhf.inputs import is_path, missing_path
 from rlhf.prompts import end_of_turn
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -18,7 +18,7 @@ from reward_model.scorer import METRICS_FILE, RewardModel, pair_accuracy, pairs_
 from rlhf.actor_critic import base_of
 from rlhf.console import Screen
 from rlhf.dealing import Dealing, one_line
-from rlhf.determinism import use_deterministic_algorithms
+from rlhf.determinism import call_vector_functions_once, use_deterministic_algorithms
 from rlhf.errors import UserError, raise_if
 from rlhf.models import context_of, load_config, load_tokenizer
 from rlhf.prompts import Example, Prompt, PromptSets, encode_prompt, question_hash
@@ -37,6 +37,7 @@ def start_device(screen: Screen, deterministic: bool = False) -> torch.device:
     Prints one line if there is an NVIDIA GPU that this torch cannot use. Raises UserError if there are several
     processes.
     """
+    call_vector_functions_once()
     if deterministic:
         use_deterministic_algorithms()
     hint = unused_card()
@@ -166,15 +167,21 @@ def check_reward_model(
         measured = pair_accuracy(model, known)
         accuracy, baseline, source = measured.accuracy, measured.length_baseline, f"{len(known)} held-out pairs"
         screen.say(f"warning: no {METRICS_FILE} beside {name}: measured on {source}, accuracy {accuracy:.3f}")
-    if accuracy >= max(LOWEST_ACCURACY, baseline):
+    weak = weakness({"accuracy": accuracy, "length_baseline": baseline})
+    if weak is None:
         return
-    fault = (
-        f"a weak reward model (accuracy {accuracy:.3f}, length baseline {baseline:.3f}, from {source}): "
-        f"--rm-model {name}"
-    )
+    fault = f"{weak}, from {source}: --rm-model {name}"
     if not allow_weak:
         raise UserError(f"{fault}. Train a better one, or add --allow-weak-reward-model")
     screen.say(f"warning: {fault}; going on as asked")
+
+
+def weakness(record: dict) -> str | None:
+    """Why training refuses a reward model with this record, in words; None if it does not."""
+    accuracy, baseline = record["accuracy"], record["length_baseline"]
+    if accuracy >= max(LOWEST_ACCURACY, baseline):
+        return None
+    return f"a weak reward model (accuracy {accuracy:.3f}, length baseline {baseline:.3f}; at least {LOWEST_ACCURACY})"
 
 
 def check_leaks(model: RewardModel, prompts: PromptSets, screen: Screen) -> None:

@@ -21,7 +21,8 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.errors import UserError, raise_if
-from rlhf.hub import is_path, missing_path, require_hub
+from rlhf.hub import require_hub
+from rlhf.inputs import is_path, missing_path
 from rlhf.knobs import Split
 
 _NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
@@ -294,10 +295,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[st
             tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=True)
             for chat in (slots, messages)
         )
-    except jinja2.TemplateError as error:  # some refuse a system message, or two of one role in a row
+    except Exception as error:  # some refuse a system message; and a template is code, which may raise anything
         roles = ", ".join(m["role"] for m in messages)
+        kind = "refuses it" if isinstance(error, jinja2.TemplateError) else f"fails, {type(error).__name__}"
         raise UserError(
-            f"the chat template refuses it ({error}): a prompt of {roles}, {contents[-1]!r:.40}. Give chats "
+            f"the chat template {kind} ({(str(error).splitlines() or [''])[0]:.200}): a prompt of {roles}, {contents[-1]!r:.40}. Give chats "
             "as the start model's template wants them"
         ) from None
     ids: list[int] = []
@@ -318,7 +320,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SLOT.format(0)}]
     try:
         text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except jinja2.TemplateError:
+    except Exception:  # a template may raise anything: it is reported if a prompt is rendered
         return None
     ids, marks = tokenizer(text.split(_SLOT.format(0))[-1], add_special_tokens=False).input_ids, _marks(tokenizer)
     return next((i for i in ids if i in marks), None)

@@ -33,7 +33,16 @@ def settle_resume(config: Config, screen: Screen) -> Config | None:
         raise UserError(
             f"a run of train_{run['algorithm']}.py: --resume, --output {config.run.output}. Go on with that command"
         )
-    if run["status"] == "finished":
+    changed = setting_changes(run, as_plain(config))
+    if run["status"] == "finished" and changed and not config.run.resume_anyway:
+        raise UserError(
+            [
+                f"a finished run with other settings: --resume, {line}. Add --resume-anyway to train on from its last "
+                "checkpoint with the new settings, or leave that out"
+                for line in changed
+            ]
+        )
+    if run["status"] == "finished" and not changed:
         screen.say(f"finished already: {config.run.output}. There is nothing to train")
         if not (config.run.dry_run or config.run.check):
             check_export(config, run)
@@ -66,12 +75,17 @@ def checkpoints_of(config: Config, run: dict[str, Any]) -> Found:
     return find_checkpoints(Path(config.run.output), run["id"])
 
 
-def changes(run: dict[str, Any], settings: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """In which settings and versions a run differs from what it is to go on with, each in words."""
+def setting_changes(run: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """In which settings a run differs from those that it is to resume with, each in words."""
     before, after = flat_settings(run["settings"]), flat_settings(settings)
-    said = [
+    return [
         f"{name} was {before[name]}, is {after[name]}" for name in differences(run["settings"], settings, HARMLESS)
     ]
+
+
+def changes(run: dict[str, Any], settings: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """In which settings and versions a run differs from what it is to resume with, each in words."""
+    said = setting_changes(run, settings)
     versions = {**run["versions"], "python": run["python"]}, {**now["versions"], "python": now["python"]}
     said += [
         f"{name} was {versions[0][name]}, is {versions[1][name]}"
@@ -105,6 +119,11 @@ def resume_run(trainer: OnPolicyLoop, config: Config, run: dict[str, Any], scree
     if config.run.resume:
         found = checkpoints_of(config, run)
         newest = load_newest(trainer, found, screen)
+        if trainer.state.global_step > trainer.updates:
+            raise UserError(
+                f"the run has {trainer.state.global_step} updates already: --resume, a run of {trainer.updates}. Name "
+                "a larger number"
+            )
         restore_best(Path(config.run.output), newest)
         screen.say(f"resuming after update {trainer.state.global_step} of {trainer.updates}, from {newest}")
 

@@ -11,7 +11,7 @@ from config import Config, MeasureSettings, config_of_run, make_config
 from rlhf.checkpoints import update_of
 from rlhf.commands import names_code
 from rlhf.errors import UserError, raise_if
-from rlhf.hub import is_path, missing_path
+from rlhf.inputs import is_path, missing_path
 from rlhf.models import ADAPTER_CONFIG, base_of_adapter, find_model
 from rlhf.runlogs import RUN_FILE, differences, flat_settings, last_run, read_run
 from rlhf.weights import ADAPTER_FILE, BEST_FOLDER, MERGED_FOLDER, WEIGHTS_FILE

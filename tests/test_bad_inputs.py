@@ -379,7 +379,7 @@ NOT_HERE = RepositoryNotFoundError("no", response=SimpleNamespace(headers={}, re
 CONFIGURATION = [
     Row(1, "misspelt flag", "--learning-rat 1",
         r"unknown flag --learning-rat: command line\. Did you mean --learning-rate\?"),
-    Row(2, "abbreviated flag", "--learning_r 3", r"unknown flag --learning_r: .* Did you mean --learning_rate\?"),
+    Row(2, "abbreviated flag", "--learning_r 3", r"unknown flag --learning_r: .* Did you mean --learning-rate\?"),
     Row(3, "text for a number", "--gamma much", r"gamma is 'much': --gamma\. Give a number"),
     Row(3, "a fraction for a count", "--batch-size 2.5", r"batch_size is '2.5': --batch-size\. Give a whole number"),
     Row(4, "unknown recipe", "--recipe smolm2-orca", r"unknown recipe 'smolm2-orca': --recipe\. Did you mean smollm2"),

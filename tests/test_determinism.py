@@ -9,7 +9,8 @@ import torch
 from torch.testing import assert_close
 
 import train_ppo
-from rlhf import determinism, rollout
+from rlhf import determinism, preflight, rollout
+from rlhf.console import Screen
 from rlhf.determinism import CUBLAS, parallel_scan, use_deterministic_algorithms
 from rlhf.errors import UserError, run_command
 from rlhf.rollout import draw
@@ -113,3 +114,16 @@ def test_on_a_cpu_torch_sums():
     use_deterministic_algorithms()
     values = torch.rand(3, 7)
     assert torch.equal(determinism.cumulative_sum(values), values.cumsum(-1))
+
+
+def test_vector_functions_are_called_once_before_threads_use_them(monkeypatch):
+    """The guard against pytorch issue 188792: on one element, so on one thread, and before anything else."""
+    calls = []
+    for name in determinism.VECTOR_FUNCTIONS:
+        plain = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda x, n=name, f=plain: calls.append((n, x.dtype, x.numel())) or f(x))
+    monkeypatch.setattr(preflight, "use_deterministic_algorithms", lambda: calls.append("next"))
+    preflight.start_device(Screen(), deterministic=True)
+    assert calls.pop() == "next"
+    expected = {(n, d, 1) for n in ("exp", "log", "tanh", "erf") for d in (torch.float32, torch.float64)}
+    assert expected <= set(calls) and all(size == 1 for _, _, size in calls)

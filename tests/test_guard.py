@@ -423,5 +423,27 @@ def test_out_of_memory_before_the_run_is_a_line(monkeypatch, capsys):
         run_command(main)
     assert ended.value.code == 1
     assert re.match(r"error: out of memory: CUDA .*\. Try --use-lora", capsys.readouterr().err)
-    with pytest.raises(RuntimeError, match="something else"):
-        run_command(lambda: exec("raise RuntimeError('something else')"))
+
+
+def test_out_of_memory_on_a_cpu_is_a_line(capsys, tmp_path, monkeypatch):
+    """torch's allocator raises a RuntimeError, Python and numpy a MemoryError."""
+    monkeypatch.chdir(tmp_path)
+    for call in (lambda: torch.empty(2**60), lambda: bytearray(2**62)):
+        with pytest.raises(SystemExit) as ended:
+            run_command(call)
+        said = capsys.readouterr().err
+        assert ended.value.code == 1 and re.fullmatch(
+            r"error: out of memory on the CPU: .*\. Try a smaller .*\n", said
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unexpected_error_is_a_line_and_a_file(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: [1][2])
+    said = capsys.readouterr().err
+    (file,) = tmp_path.iterdir()
+    assert ended.value.code == 1 and said.count("\n") == 1
+    assert said.startswith("error: unexpected IndexError (list index out of range)") and str(file) in said
+    assert "Traceback" in file.read_text() and "list index out of range" in file.read_text()

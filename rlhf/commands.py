@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from recipes import RECIPES
 from rlhf.system import command
+
+DEFAULT = "smollm2-orca"
 
 if TYPE_CHECKING:
     from config import Config, RewardModelConfig
@@ -45,7 +47,7 @@ def reward_model_command(config: Config) -> str:
         words += ["--rm-output", m.rm_model]
     if m.actor_model != usual["base_model"]:
         words += ["--base-model", m.actor_model, "--actor-model", m.actor_model]
-    if config.data.prompts != usual.get("pairs", config.data.prompts):
+    if config.data.prompts != RECIPES[config.recipe]["training"]["prompts"]:
         words += ["--pairs", config.data.prompts]
     if config.data.split is not None and str(config.data.split) != usual.get("split"):
         words += ["--split", str(config.data.split)]
@@ -63,7 +65,7 @@ def training_command(config: RewardModelConfig) -> str:
     start = config.calibration.actor_model or made.base_model
     if start != usual["actor_model"]:
         words += ["--actor-model", start]
-    if data.pairs != usual["prompts"]:
+    if data.pairs != RECIPES[config.recipe]["reward_model"].get("pairs", RECIPES[DEFAULT]["reward_model"]["pairs"]):
         words += ["--prompts", data.pairs]
     if data.split is not None and str(data.split) != usual.get("split"):
         words += ["--split", str(data.split)]
@@ -73,4 +75,14 @@ def training_command(config: RewardModelConfig) -> str:
 
 
 def _recipe_words(recipe: str) -> list[str]:
-    return [] if recipe == next(iter(RECIPES)) else ["--recipe", recipe]
+    return [] if recipe == DEFAULT else ["--recipe", recipe]
+
+
+def flag_words(name: str, value: Any) -> list[str]:
+    """Return the words that set one setting on a command line."""
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
+    if isinstance(value, tuple):
+        return [flag, *map(str, value)]
+    return [flag, "none" if value is None else str(value)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from rlhf.models import (
 )
 from rlhf.outcome import show_where
 from rlhf.runlogs import RUN_FILE, note, require_run
+from rlhf.system import command
 from rlhf.weights import ADAPTER_FILE, BEST_FOLDER, MERGED_FOLDER, ONE_FILE, WEIGHTS_FILE, replace_folder
 
 PUSH = "--push-to-hub"
@@ -176,4 +176,4 @@ def command_to_push(config: Config) -> str:
     words += ["--merge-lora"] if asked.merge_lora else []
     words += ["--export-from", asked.export_from] if asked.export_from != "final" else []
     words += [] if asked.hub_private else ["--no-hub-private"]
-    return shlex.join([*words, "--output", config.run.output])
+    return command(*words, "--output", config.run.output)

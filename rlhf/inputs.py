@@ -49,7 +49,8 @@ def check_inputs(config: Config) -> None:
     built = set(config.built_by_recipe)
     faults = []
     for flag, name in inputs_of(config):
-        if name in built or not is_path(name) or Path(name).expanduser().exists():
+        on_hub = flag in ("--actor-model", "--rm-model", "--prompts") and not is_path(name)
+        if name in built or on_hub or Path(name).expanduser().exists():
             continue
         if flag == "--rm-model":
             faults.append(f"no reward model: {flag} {name}. Make one with: {reward_model_command(config)}")

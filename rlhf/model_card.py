@@ -3,7 +3,6 @@ it, from `templates/card.md`."""
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from rlhf.knobs import knobs_of
 from rlhf.models import ADAPTER_CONFIG, load_tokenizer
 from rlhf.pages import render
 from rlhf.runlogs import HARMLESS, flat_settings
+from rlhf.system import command
 
 CARD_FILE = "README.md"
 ALGORITHM_NAMES = {"ppo": "Proximal Policy Optimization", "grpo": "Group Relative Policy Optimization"}
@@ -60,7 +60,7 @@ def model_card(run: dict[str, Any], saved: Saved, name: str) -> str:
         interval=" to ".join(number(end, "+.3f") for end in run["figures"]["score_rise_interval"]),
         fingerprints={k: v[:SHOWN_DIGITS] for k, v in run["data"].items() if k.endswith("sha256")},
         told=settings_that_decide(run),
-        command=shlex.join(["python", *run["command"]]).replace("\n", " "),
+        command=command("python", *run["command"]).replace("\n", " "),
     )
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from config import ALGORITHMS, LENGTHS, Config, make_config
+from config import ALGORITHMS, LENGTHS, Config, make_config, parse_cli
+from rlhf.commands import flag_words
 from rlhf.console import Screen
-from rlhf.controllers import kl_controller
+from rlhf.controllers import kl_controller, with_horizon
 from rlhf.demo.parts import gold_of
-from rlhf.knobs import as_plain
+from rlhf.errors import UserError
+from rlhf.knobs import as_plain, knobs_of
 from rlhf.loop import OnPolicyLoop
 from rlhf.report import compare, kl_of_phases, last_kl, show_figures, show_samples
 from rlhf.runlogs import MAY_DIFFER, RunLog, differences
+from rlhf.system import command
 from rlhf.weights import BEST_FOLDER, MERGED_FOLDER
 
 
@@ -46,11 +49,9 @@ def show_where(config: Config, run: dict[str, Any], screen: Screen) -> None:
     loader = "peft.AutoPeftModelForCausalLM" if config.model.use_lora else "transformers.AutoModelForCausalLM"
     whole = f"{output}/{MERGED_FOLDER}"
     load_whole = f"transformers.AutoModelForCausalLM.from_pretrained({whole!r})"
-    best_model = (
-        "the start model, no later evaluation is better"
-        if best["update"] == 0
-        else (f"the model after update {best['update']}")
-    )
+    best_model = f"the model after update {best['update']}"
+    if best["update"] == 0:
+        best_model = "the start model, because no later evaluation is better"
     screen.say("saved:")
     screen.facts(
         [
@@ -62,25 +63,41 @@ def show_where(config: Config, run: dict[str, Any], screen: Screen) -> None:
             (f"{output}/run.json", "settings, versions, figures"),
         ]
     )
-    tokens = f"python evaluate_generations.py --tokens {output}"
+    tokens = command("python", "evaluate_generations.py", "--tokens", output)
+    other = other_algorithm(config, run["spent"])
     screen.say("next:")
     screen.facts(
         [
-            ("its replies, audited", f"python evaluate_generations.py --model-path {output}"),
+            ("its completions, audited", command("python", "evaluate_generations.py", "--model-path", output)),
             *([("every token", tokens)] if config.record.record_tokens else []),
-            ("the curves", f"python plot_training_progress.py {output} (live: tensorboard --logdir {output}/logs)"),
-            ("the other algorithm, same budget", other_algorithm(config, run["spent"]["episodes"])),
-            ("the verdict on both", f"python compare_runs.py {output} OTHER_RUN ..."),
-            ("talk to it", f"python evaluate_generations.py --chat --model-path {output}"),
+            ("the curves", command("python", "plot_training_progress.py", output)),
+            ("the curves, live", command("tensorboard", "--logdir", f"{output}/logs")),
+            *([("the other algorithm, same budget", other)] if other else []),
+            ("the verdict; add the other algorithm's run", command("python", "compare_runs.py", output)),
+            ("talk to it", command("python", "evaluate_generations.py", "--chat", "--model-path", output)),
         ]
     )
 
 
-def other_algorithm(config: Config, episodes: int) -> str:
-    """The command that trains by the other algorithm on as many episodes; in words, where the run had settings that
-    a recipe and a seed do not say."""
+def other_algorithm(config: Config, spent: dict[str, int]) -> str | None:
+    """The command that trains with the other algorithm under the same settings, on as many episodes as were `spent`;
+    None if there is no such command."""
     other = next(name for name in ALGORITHMS if name != config.algorithm)
-    plain = make_config(config.recipe, config.algorithm)
-    if differences(as_plain(config), as_plain(plain), (*MAY_DIFFER, *LENGTHS)):
-        return f"python train_{other}.py with the settings that both have, and --episodes {episodes}"
-    return f"python train_{other}.py --recipe {config.recipe} --seed {config.run.seed} --episodes {episodes}"
+    plain = with_horizon(make_config(config.recipe, config.algorithm), spent["updates"])
+    differ = differences(as_plain(config), as_plain(plain), (*MAY_DIFFER, *LENGTHS, "batch_size", "kl_horizon"))
+    knobs = knobs_of(Config)
+    words = ["--recipe", config.recipe, "--seed", str(config.run.seed), "--episodes", str(spent["episodes"])]
+    for name in differ:
+        group = knobs[name].group
+        if group not in ALGORITHMS:
+            words += flag_words(name, getattr(getattr(config, group), name))
+    prompts = max(1, config.episodes_per_update // make_config(config.recipe, other).group_size)
+    as_many = ["--batch-size", str(prompts)]  # as many episodes per update as here
+    own_batch = config.batch.batch_size != plain.batch.batch_size
+    for more in [as_many] if own_batch else [[], as_many]:
+        try:
+            parse_cli([*words, *more], other)
+        except UserError:
+            continue
+        return command("python", f"train_{other}.py", *words, *more)
+    return None

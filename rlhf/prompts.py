@@ -296,11 +296,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[st
             for chat in (slots, messages)
         )
     except Exception as error:  # some refuse a system message; and a template is code, which may raise anything
-        roles = ", ".join(m["role"] for m in messages)
+        roles, reason = ", ".join(m["role"] for m in messages), (str(error).splitlines() or [""])[0]
         kind = "refuses it" if isinstance(error, jinja2.TemplateError) else f"fails, {type(error).__name__}"
         raise UserError(
-            f"the chat template {kind} ({(str(error).splitlines() or [''])[0]:.200}): a prompt of {roles}, {contents[-1]!r:.40}. Give chats "
-            "as the start model's template wants them"
+            f"the chat template {kind} ({reason:.200}): a prompt of {roles}, {contents[-1]!r:.40}. Give chats as the "
+            "start model's template wants them"
         ) from None
     ids: list[int] = []
     for i, piece in enumerate(re.split("\ue000([0-9]+)\ue001", text)):

@@ -21,6 +21,7 @@ from rlhf.knobs import as_plain
 from rlhf.resume import settle_resume
 from rlhf.runlogs import MAY_DIFFER, RUN_FILE, differences, read_run, seed_folder
 from rlhf.stopping import Stopped
+from rlhf.system import command
 
 # figure in run.json -> how it is shown
 SHOWN = {
@@ -110,11 +111,11 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     file = Path(f"{Path(config.run.output)}_seeds.json")
     write_json(file, {"algorithm": config.algorithm, "recipe": config.recipe, "figures": summary})
     screen.say(f"saved: {file}; the rest is in each seed's {RUN_FILE}")
-    folders = " ".join(str(Path(with_seed(config, seed).run.output)) for seed in runs)
+    folders = [str(Path(with_seed(config, seed).run.output)) for seed in runs]
     screen.say("next:")
     screen.facts(
         [
-            ("the curves", f"python plot_training_progress.py {folders}"),
-            ("the verdict", f"python compare_runs.py {folders} (and the other algorithm's runs)"),
+            ("the curves", command("python", "plot_training_progress.py", *folders)),
+            ("the verdict; add the other algorithm's runs", command("python", "compare_runs.py", *folders)),
         ]
     )

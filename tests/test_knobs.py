@@ -529,6 +529,8 @@ MEASURE_KNOBS = {
     "temperature": ["--temperature", "2"],
     "top_k": ["--top-k", "3"],
     "top_p": ["--top-p", "0.2"],
+    "reward_func": ["--reward-func", "length_penalty"],
+    "reward_weights": ["--reward-weights", "3"],
 }
 
 
@@ -578,6 +580,7 @@ def test_like_names_the_settings_of_a_model_that_is_not_of_a_run(evaluated, star
 
 def test_every_knob_of_the_looking_commands_is_tested():
     measured = {*MEASURE_KNOBS, "like"}
+    measured.add("trust_reward_code")  # tests/test_reward_code.py
     apart = {"model_path", "output", "tokens", "chat"}  # tests/test_looking.py, tests/test_chat.py
     assert set(knobs_of(EvaluationConfig)) == {*measured, *apart}
     assert set(knobs_of(ComparisonConfig)) == {*measured, "runs", "output"}  # tests/test_looking.py

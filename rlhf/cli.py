@@ -201,7 +201,7 @@ def _spellings(names: Iterable[str]) -> list[str]:
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return ",".join(map(str, value)) or "unset"
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -258,7 +258,8 @@ def resolve(
         ]
     )
     knobs, foreign = knobs_of(config_class), foreign or {}
-    parser = make_parser(config_class, prog, description, recipes, defaults, foreign)
+    usual = recipes[_default_recipe(config_class)] if recipes is not None else {}  # what runs if nothing is named
+    parser = make_parser(config_class, prog, description, recipes, {**usual, **(defaults or {})}, foreign)
     elsewhere = {
         flag: foreign[k.group]
         for k in knobs.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, variance
@@ -14,6 +15,7 @@ LARGEST_ERROR = 0.2  # Ziegler et al. 2019, sec. 2.2: one update reacts to an er
 KL_BAND = (0.5, 1.5)  # times the target: where a steered KL should end
 RUNAWAY = 4.0  # times the target: a KL that steering by 20% at a time will not catch
 SMALLEST_MOVE = 3.0  # a beta that cannot move this far in a phase does not enforce its KL target
+MOST_LOG = 700.0  # exp of more is no float
 LONGEST_HORIZON = 10_000  # episodes; Ziegler et al. 2019
 LOWEST_BETA = 1e-4  # a beta that fell to nothing, in updates of low KL, would take as many to come back
 
@@ -91,7 +93,8 @@ class KLController:
         """The factor by which beta can grow in the shortest phase, at `episodes` completions per update."""
         if self.horizon is None:
             return 1.0
-        return (1 + LARGEST_ERROR * episodes / self.horizon) ** self.shortest_phase
+        log_move = self.shortest_phase * math.log1p(LARGEST_ERROR * episodes / self.horizon)
+        return math.exp(min(log_move, MOST_LOG))
 
     def state_dict(self) -> dict[str, float]:
         return {"beta": self.beta, "done": self.done}

@@ -65,15 +65,15 @@ def disk_errors() -> Iterator[None]:
 def check_folder(output: str, flag: str = "--output") -> Path:
     """A folder to write to, which need not be there yet. Raises UserError where it could not be made or written to."""
     folder = Path(output)
-    link = next((p for p in (folder, *folder.absolute().parents) if p.is_symlink() and not p.exists()), None)
-    if link is not None:
-        raise UserError(f"a link that leads nowhere: {flag} {output} ({link}). Remove it, or name another with {flag}")
     longest = len(os.fsencode(folder.absolute())) + LONGEST_BELOW
     if longest > LONGEST_PATH or any(len(os.fsencode(part)) > LONGEST_NAME for part in folder.parts):
         raise UserError(
             f"too long a path ({longest} with what is written under it, {LONGEST_PATH} are possible here, and "
             f"{LONGEST_NAME} for a name): {flag} {output}. Name a shorter one with {flag}"
         )
+    link = next((p for p in (folder, *folder.absolute().parents) if p.is_symlink() and not p.exists()), None)
+    if link is not None:
+        raise UserError(f"a link that leads nowhere: {flag} {output} ({link}). Remove it, or name another with {flag}")
     nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not nearest.is_dir():
         raise UserError(f"cannot be a folder: {flag} {output} ({nearest} is a file). Name another with {flag}")

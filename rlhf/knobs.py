@@ -210,7 +210,8 @@ def _parse(kind: type, value: Any) -> Any:
         return word in TRUE_WORDS
     if kind is int:
         number = Decimal(str(value))  # 1e4 is a whole number too; exact, also beyond a float's 53 bits
-        if isinstance(value, bool) or not number.is_finite() or number.adjusted() > MOST_DIGITS or number % 1:
+        small = number.is_finite() and number.adjusted() <= MOST_DIGITS
+        if isinstance(value, bool) or not small or number != number.to_integral_value():
             raise ValueError(value)
         return int(number)
     if kind is float:

@@ -152,8 +152,16 @@ class OnPolicyLoop(ABC):
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
-    def train(self) -> dict[str, float]:
-        """All updates; returns the last update's metrics together with the last evaluation's."""
+    def train(self, *unexpected, **named) -> dict[str, float]:
+        """All updates; returns the last update's metrics together with the last evaluation's.
+
+        Takes no arguments, unlike other trainers: raises UserError that names where they belong.
+        """
+        if unexpected or named:
+            raise UserError(
+                f"train() takes no arguments: {', '.join([*map(repr, map(type, unexpected)), *named])}. Give prompts "
+                "and callbacks to make_trainer(), and the length to make_config(epochs=) or (num_iterations=)"
+            )
         if self.trained:
             raise RunError(f"already trained, {self.state.global_step} updates: train(). Make a new trainer")
         self.trained = True

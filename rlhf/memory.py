@@ -82,7 +82,8 @@ class Forecast:
         return [
             (
                 "memory",
-                f"about {gib(self.peak)} of {gib(installed(device))} GiB at the peak, in the {self.largest.name}; "
+                f"about {gib(self.peak)} of {gib(installed(device))} GiB at the peak, in the {self.largest.name}"
+                f"{'' if device.type == 'cuda' else ', beside what Python and its libraries hold'}; "
                 f"largest micro-batch {len(self.passage.rows)} episodes, {self.passage.ids.numel():,} tokens",
             ),
             ("  its parts", ", ".join(f"{name} {gib(size)}" for size, name in named)),

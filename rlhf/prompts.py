@@ -100,6 +100,9 @@ def read_text(file: Path) -> str:
 def _read_jsonl(path: str) -> list[tuple[str, Any]]:
     if not Path(path).is_file():
         raise missing_path(path, "data file", "Give a JSONL file or a hub dataset's name")
+    kind = _other_format(Path(path))
+    if kind:
+        raise UserError(f"{kind}, not JSONL: {path}. Convert it to a file with one JSON object per line")
     rows, faults, lines = [], [], read_text(Path(path)).split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -113,6 +116,19 @@ def _read_jsonl(path: str) -> list[tuple[str, Any]]:
             faults.append(f"not JSON ({reason}): {where}. One JSON object per line{cut}")
     raise_if(faults)
     return rows
+
+
+def _other_format(file: Path) -> str | None:
+    """Names another format in which data comes, as far as the file's name and its beginning show it."""
+    if file.suffix.lower() in (".csv", ".tsv"):
+        return "a CSV file"
+    with file.open("rb") as stream:
+        start = stream.read(64)
+    if start.startswith(b"PAR1"):
+        return "a Parquet file"
+    if start.startswith(b"ARROW1"):
+        return "an Arrow file"
+    return "a JSON array" if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[") else None
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

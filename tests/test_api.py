@@ -97,6 +97,12 @@ def test_without_rewards_the_configured_ones_score(config):
     assert str(trainer.rewards) == "1 x reward_model + 0.5 x length_penalty"
 
 
+def test_arguments_of_train_are_refused_with_the_place_where_they_belong(config):
+    trainer = make_trainer(config(), ["a cat?"], [words])
+    with pytest.raises(UserError, match=r"train\(\) takes no arguments: .*num_epochs.*make_config\(epochs=\)"):
+        trainer.train(["a cat?"], num_epochs=10)
+
+
 def test_faults_of_prompts_and_settings_are_the_users_words(config):
     with pytest.raises(UserError, match="prompt is empty: prompt 2"):
         make_trainer(config(), ["fine", " "])

@@ -433,7 +433,7 @@ DATA = [
         r"not JSON \(.+\): .*rows\.jsonl:2, '\{oops'\. One JSON object per line$"),
     Row(27, "a number of 5,000 digits", data(f'{{"prompt": {"1" * 5000}}}'),
         rf"not JSON \(.+\): {AT_LINE_2}\. One JSON"),
-    Row(27, "twelve malformed lines", data(*["{oops"] * 12), r"rows\.jsonl:11, '\{oops'.*\nand 2 more\n"),
+    Row(27, "twelve malformed lines", data(*["{oops"] * 12), r"rows\.jsonl:6, '\{oops'.*\nand 7 more\n"),
     Row(28, "last line cut off", data('{"prompt": "is it', end=""),
         rf"not JSON \(Unterminated string.*\): {AT_LINE_2}\. One JSON object per line\. Was the file cut off there\?"),
     Row(29, "not UTF-8", lambda world: ["--prompts", world.write("latin.jsonl", b'{"prompt": "caf\xe9"}')],
@@ -620,7 +620,77 @@ DISK_AND_ENVIRONMENT = [
         r'trl is not installed: requirements\.txt\. Install it with: pip install "trl==1\.12\.0"$', main=REWARD_MODEL),
 ]  # fmt: skip
 
-ROWS = [*CONFIGURATION, *DATA, *MODELS, *REWARDS, *DISK_AND_ENVIRONMENT]
+
+def template(text: str) -> Given:
+    """A start model whose chat template is this."""
+
+    def make(world: World) -> list[object]:
+        model = world.copy_of(world.start)
+        (model / "chat_template.jinja").write_text(text)
+        return ["--actor-model", model]
+
+    return make
+
+
+def link(target: str) -> Given:
+    """An output folder that is a link."""
+
+    def make(world: World) -> list[object]:
+        (world.folder / "linked").symlink_to(target)
+        return ["--output", world.folder / "linked"]
+
+    return make
+
+
+def file(name: str, content: str | bytes) -> Given:
+    return lambda world: ["--prompts", world.write(name, content)]
+
+
+def folder_of_data(world: World) -> list[object]:
+    (world.folder / "saved").mkdir()
+    return ["--prompts", world.folder / "saved"]
+
+
+TEMPLATE_FAILS = r"the chat template fails, {} \(.*\): a prompt of .*Give chats as the start model's template wants"
+REVIEWED = [
+    Row(79, "a template that divides by zero", template("{{ 1/0 }}"), TEMPLATE_FAILS.format("ZeroDivisionError")),
+    Row(79, "a template that counts too far", template("{{ range(10000000)|list }}"),
+        TEMPLATE_FAILS.format("OverflowError")),
+    Row(79, "a template that adds text and number", template("{{ messages[0]['content'] + 1 }}"),
+        TEMPLATE_FAILS.format("TypeError")),
+    Row(80, "output is a link in a circle", link("linked"),
+        r"a link that leads nowhere: --output .*linked.*Remove it"),
+    Row(80, "output is a link to nothing", link("nowhere"),
+        r"a link that leads nowhere: --output .*linked.*Remove it"),
+    Row(81, "a name that is not UTF-8", lambda world: ["--output", f"{world.folder}/\udcff"],
+        r"not valid text: command line, '.*\\udcff'\. Name files with"),
+    Row(82, "a seed that numpy does not take", "--seed 1e30",
+        r"seed is 1e30: --seed\. It must be at least 0 and at most 4,294,967,295"),
+    Row(82, "a seed that a float rounds", "--seed 9007199254740993",
+        r"seed is 9007199254740993: --seed\. It must be at"),
+    Row(82, "a seed among several", "--seeds 1 4294967296",
+        r"seeds is 4294967296: --seeds\. It must be at least 0 and"),
+    Row(83, "updates without end", "--num-iterations 1e18",
+        r"num_iterations is 1e18: --num-iterations\. It must be at least 1 and at most 10,000,000"),
+    Row(83, "episodes without end", "--episodes 1e9 --batch-size 1",
+        r"episodes 1000000000 are more than 10,000,000 upd"),
+    Row(83, "a batch without end", "--batch-size 1e12",
+        r"batch_size is 1e12: --batch-size\. It must be at most 1,000,0"),
+    Row(84, "an alpha beyond float32", "--use-lora --lora-alpha 1e308",
+        r"lora_alpha is 1e308: --lora-alpha\. It must be above 0 and at most 1,?e?"),
+    Row(85, "a CSV file", file("a.csv", "prompt,answer\na,b\n"), r"a CSV file, not JSONL: .*a\.csv\. Convert it to a"),
+    Row(85, "a Parquet file", file("a.jsonl", b"PAR1\x15\x04"), r"a Parquet file, not JSONL: .*a\.jsonl\. Convert it"),
+    Row(85, "a JSON array", file("a.json", '[\n{"prompt": "a"}\n]'), r"a JSON array, not JSONL: .*a\.json\. Convert"),
+    Row(85, "a folder of data", folder_of_data, r"a folder, not a data file: .*saved\. Give a JSONL file or a hub"),
+    Row(86, "many bad rows", data(*['{"prompt": ""}'] * 9), r"(error: prompt is empty: .*\n){5}and 4 more$"),
+    Row(87, "names of other trainers", "--lr 1 --beta 1 --report-to none --warmup-ratio 0.1",
+        r"unknown flag --lr: command line\. Did you mean --learning-rate\?\n"
+        r"error: unknown flag --beta: command line\. Did you mean --kl-coef\?\n"
+        r"error: unknown flag --report-to: command line\. --help lists them all\.\n"
+        r"error: unknown flag --warmup-ratio: command line\. --help lists them all\."),
+]  # fmt: skip
+
+ROWS = [*CONFIGURATION, *DATA, *MODELS, *REWARDS, *DISK_AND_ENVIRONMENT, *REVIEWED]
 
 
 # --- what is asked of every row --------------------------------------------------------------------------------------
@@ -667,6 +737,6 @@ def test_a_bad_input_gets_one_line_and_the_way_out(row, world, capsys):
 
 
 def test_every_number_has_a_row():
-    assert {row.number for row in ROWS} == set(range(1, 79))
+    assert {row.number for row in ROWS} == set(range(1, 88))
     assert all(row.says for row in ROWS)
     assert len({(row.number, row.words) for row in ROWS}) == len(ROWS)

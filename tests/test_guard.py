@@ -447,3 +447,10 @@ def test_an_unexpected_error_is_a_line_and_a_file(capsys, tmp_path, monkeypatch)
     assert ended.value.code == 1 and said.count("\n") == 1
     assert said.startswith("error: unexpected IndexError (list index out of range)") and str(file) in said
     assert "Traceback" in file.read_text() and "list index out of range" in file.read_text()
+
+
+def test_adapters_larger_than_the_memory_are_a_line(run_flags, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: train_ppo.main(run_flags("--use-lora", "--lora-r", "1e9")))
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and said.startswith("error: out of memory on the CPU: ") and said.count("\n") == 1

@@ -214,7 +214,7 @@ def test_the_plan_tells_the_peak_its_parts_and_phases(configured, capsys, flags)
     for phase in ("rollout", "measuring", "backward pass", "optimizer step", "evaluation's text"):
         assert phase in said
     assert ("scoring" in said) == (not flags)
-    assert "warning" not in said.partition("algorithm")[2]
+    assert "warning: about" not in said.partition("algorithm")[2]
 
 
 def test_the_plan_warns_where_less_memory_is_free(configured, capsys, monkeypatch):

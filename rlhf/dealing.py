@@ -15,6 +15,8 @@ from rlhf.rollout import generator
 _NOT_IN_TAGS = re.compile(r"[^\w.-]+")  # what TensorBoard does not take, and the slash, which would make groups
 LONGEST_NAME = 40  # letters of a topic's name, shown or among the metrics
 
+MOST_LOOKED_AT = 10_000  # updates; all of ten million would take minutes
+
 
 class Dealing:
     """The training prompts over a run. Nothing of it has to be stored to go on.
@@ -68,8 +70,9 @@ class Dealing:
         return update / (self.steps * len(self._topics))
 
     def fullest(self, updates: int) -> list[Prompt]:
-        """The batch that has the most prompt tokens among those of so many updates."""
-        batches = (self.prompts_of(update) for update in range(1, updates + 1))
+        """The batch that has the most prompt tokens among those of so many updates; of a longer run, among the first
+        10,000."""
+        batches = (self.prompts_of(update) for update in range(1, min(updates, MOST_LOOKED_AT) + 1))
         return max(batches, key=lambda batch: sum(len(prompt.ids) for prompt in batch))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -33,3 +35,11 @@ def test_the_plan_prints_the_reach_of_beta_and_the_hint(configured, capsys):
     assert "horizon 2,000 episodes: beta can move 1.11-fold in a phase" in said
     assert "warning: beta can move at most 1.11-fold in 266 updates" in said
     assert "Add --recipe phased-kl to use them all" in said
+
+
+def test_the_plan_of_the_longest_run_takes_seconds(configured, capsys):
+    config = configured("--num-iterations", 10_000_000, "--batch-size", 1)
+    begun = time.monotonic()
+    show_plan(config, load_parts(config, CPU, Screen()), 10_000_000, CPU, Screen())
+    assert time.monotonic() - begun < 20
+    assert "10,000,000 updates" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from rlhf.libraries import check_libraries
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_cli(argv, algorithm="ppo")  # before torch is imported: --help and mistakes are answered at once
-    if config.run.replay is None:
+    if config.run.replay is None and not config.run.resume:
         check_inputs(config)
     check_libraries()
     from rlhf.console import Screen, quiet_libraries

@@ -34,7 +34,11 @@ def with_value_head(policy: PreTrainedModel | PeftModel) -> AutoModelForCausalLM
     first ratio differ from 1). Given a model object and not a name, TRL does not ask the hub for an adapter.
     """
     return AutoModelForCausalLMWithValueHead.from_pretrained(
-        policy, summary_dropout_prob=0.0, v_head_init_strategy="normal", v_head_initializer_range=0.0
+        policy,
+        summary_dropout_prob=0.0,
+        v_head_init_strategy="normal",
+        v_head_initializer_range=0.0,
+        device_map={"": policy.device},  # where it is; without it TRL warns about a model in 4 bits
     )
 
 

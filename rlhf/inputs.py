@@ -25,9 +25,17 @@ def is_path(name: str) -> bool:
     )
 
 
+def place_of(name: str) -> Path:
+    """The full path of a file or folder. Raises UserError for links in a circle and unknown users' homes."""
+    try:
+        return Path(name).expanduser().resolve()
+    except (RuntimeError, OSError) as error:
+        raise UserError(f"not a usable path ({error}): {name}. Name another") from None
+
+
 def missing_path(path: str, what: str, way_out: str) -> UserError:
     """The error for a path that is not there; names what lies near it and could be meant."""
-    place = Path(path).expanduser()
+    place = place_of(path)
     if what == "data file" and place.is_dir():
         return UserError(f"a folder, not a {what}: {path}. {way_out}")
     beside = sorted(p.name for p in place.parent.iterdir()) if place.parent.is_dir() else []
@@ -50,7 +58,7 @@ def check_inputs(config: Config) -> None:
     faults = []
     for flag, name in inputs_of(config):
         on_hub = flag in ("--actor-model", "--rm-model", "--prompts") and not is_path(name)
-        if name in built or on_hub or Path(name).expanduser().exists():
+        if name in built or on_hub or place_of(name).exists():
             continue
         if flag == "--rm-model":
             faults.append(f"no reward model: {flag} {name}. Make one with: {reward_model_command(config)}")
@@ -75,11 +83,11 @@ def inputs_of(config: Config) -> list[tuple[str, str]]:
 
 def check_inputs_outside(output: str, inputs: Sequence[tuple[str, str]], flag: str) -> None:
     """Raise UserError if an input lies in the output folder: replacing the folder would remove it."""
-    folder = Path(output).resolve()
+    folder = place_of(output)
     raise_if(
         [
             f"the output folder {output} holds an input: {input_flag} {name}. Name another folder with {flag}"
             for input_flag, name in inputs
-            if folder in (place := Path(name).expanduser().resolve(), *place.parents)
+            if folder in (place := place_of(name), *place.parents)
         ]
     )

@@ -523,12 +523,10 @@ class OnPolicyLoop(ABC):
         with self.limits.within("an evaluation"):
             parts = self.actor, self.rewards, self.text, pad, self.dtype, topics
             result = evaluate(replies, self.state.global_step, *parts)
-        bad = result.not_finite
+        bad, update = result.not_finite, self.state.global_step
         if bad:
-            raise RunError(
-                f"{bad}: the evaluation after update {self.state.global_step}. The model is not saved. "
-                f"{self.recovery(False)}"
-            )
+            advice = self.recovery(False) if update else "Check the start model, --temperature and --eval-text"
+            raise RunError(f"{bad}: the evaluation after update {update}. The model is not saved. {advice}")
         return result
 
     def replies_to(self, prompts: Sequence[Prompt]) -> list[Rollout]:

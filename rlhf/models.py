@@ -29,7 +29,7 @@ from rlhf.actor_critic import let_go_of_files, store_frozen_weights
 from rlhf.errors import UserError, did_you_mean
 from rlhf.fidelity import try_out
 from rlhf.hub import require_hub
-from rlhf.inputs import is_path, missing_path
+from rlhf.inputs import is_path, missing_path, place_of
 from rlhf.prompts import end_of_turn
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -40,7 +40,7 @@ PAD_TOKENS = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", 
 def find_model(name: str, flag: str) -> str:
     """Where to load a model from: a folder here (its full path, so that an adapter finds its base from anywhere), or
     a name that the hub answers to. Raises UserError, at once, if it is neither."""
-    folder = Path(name).expanduser().resolve()
+    folder = place_of(name)
     if folder.is_dir():
         if (folder / ADAPTER_CONFIG).is_file():  # over which transformers would load a base without a word
             raise UserError(

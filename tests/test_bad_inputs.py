@@ -642,6 +642,14 @@ def link(target: str) -> Given:
     return make
 
 
+def circle(flag: str) -> Given:
+    def make(world: World) -> list[object]:
+        (world.folder / "circle").symlink_to("circle")
+        return [flag, world.folder / "circle"]
+
+    return make
+
+
 def file(name: str, content: str | bytes) -> Given:
     return lambda world: ["--prompts", world.write(name, content)]
 
@@ -662,6 +670,9 @@ REVIEWED = [
         r"a link that leads nowhere: --output .*linked.*Remove it"),
     Row(80, "output is a link to nothing", link("nowhere"),
         r"a link that leads nowhere: --output .*linked.*Remove it"),
+    Row(80, "data is a link in a circle", circle("--prompts"), r"not a usable path \(.*\): .*circle\. Name another"),
+    Row(80, "the start model is a link in a circle", circle("--actor-model"), r"not a usable path \(.*circle.*\): "),
+    Row(80, "nobody's home", "--actor-model ~nobody_here/model", r"not a usable path \(.*\): ~nobody_here/model\. Na"),
     Row(81, "a name that is not UTF-8", lambda world: ["--output", f"{world.folder}/\udcff"],
         r"not valid text: command line, '.*\\udcff'\. Name files with"),
     Row(82, "a seed that numpy does not take", "--seed 1e30",

@@ -341,3 +341,9 @@ def test_four_bits_without_their_library_are_a_line(monkeypatch):
     monkeypatch.setattr("rlhf.models.is_bitsandbytes_available", lambda: False)
     with pytest.raises(UserError, match="bitsandbytes is not installed: --load-in-4bit. Install it with: pip"):
         four_bit(None)
+
+
+def test_a_value_head_on_a_model_in_4_bits_warns_of_nothing(build, caplog):
+    """TRL warns on the root logger if it is not told where the model is."""
+    build("--use-lora", "--load-in-4bit", "--critic", "separate")
+    assert [record.message for record in caplog.records if record.name == "root"] == []

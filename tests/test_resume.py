@@ -92,7 +92,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(words, whole, tmp_path, monkeypa
     output = broken_off(words, tmp_path / "run", monkeypatch, algorithm, update)
     SCRIPTS[algorithm].main(["--resume", "--output", str(output)])
     said = capsys.readouterr().out
-    assert f"going on after update {(update - 1) // 2 * 2} of 6" in said
+    assert f"resuming after update {(update - 1) // 2 * 2} of 6" in said
     assert differing(whole / algorithm, output) == []
     run, plain = read_run(output), read_run(whole / algorithm)
     assert (
@@ -212,16 +212,17 @@ def test_other_models_and_rules_are_refused(words, tmp_path, monkeypatch, reward
     reward = Path(shutil.copytree(reward_folder, tmp_path / "reward"))
     rule = tmp_path / "rule.py"
     rule.write_text("def words(completions, **_):\n    return [float(len(c.split())) for c in completions]\n")
-    more = ["--rm-model", reward, "--reward-func", f"{rule}:words"]
+    code = ["--reward-func", f"{rule}:words"]
+    more = ["--rm-model", reward, *code]
     output = broken_off(words, tmp_path / "run", monkeypatch, update=3, more=more)
     rule.write_text(rule.read_text().replace("len", "2 * len"))
     with pytest.raises(UserError, match=r"rules was .*, is .*--resume-anyway"):
-        train_ppo.main(["--resume", "--output", str(output)])
+        train_ppo.main(["--resume", *code, "--output", str(output)])
     rule.write_text(rule.read_text().replace("2 * len", "len"))
     weights = load_file(reward / "model.safetensors")
     save_file({**weights, "score.weight": weights["score.weight"] * 2}, reward / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"reward_model was \w+, is \w+"):
-        train_ppo.main(["--resume", "--output", str(output)])
+        train_ppo.main(["--resume", *code, "--output", str(output)])
 
 
 def test_harmless_settings_may_change(words, whole, tmp_path, monkeypatch):
@@ -267,7 +268,7 @@ def test_several_seeds_go_on_each_from_where_it_was(words, tmp_path, monkeypatch
     assert "finished already" in capsys.readouterr().out, "seed 1; the plan of the others comes after it"
     train_ppo.main([*seeds, "--resume", "--output", str(broken)])
     said = capsys.readouterr().out
-    assert "seed 1: finished before" in said and "going on after update 2 of 6" in said
+    assert "seed 1: finished before" in said and "resuming after update 2 of 6" in said
     for seed in (1, 2, 3):
         assert differing(Path(f"{plain}_seed{seed}"), Path(f"{broken}_seed{seed}")) == []
 

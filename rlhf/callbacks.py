@@ -28,6 +28,7 @@ from rlhf.memory import forecaster, what_helps
 from rlhf.metrics import Batch, Scored
 from rlhf.printing import PRINTED_FILE
 from rlhf.prompts import Prompt
+from rlhf.report import number
 from rlhf.rollout import Rollout
 from rlhf.runlogs import RunLog
 from rlhf.stopping import Stopped, StopRequest
@@ -156,7 +157,7 @@ class ProgressLine(Callback):
         self.screen.say(
             f"evaluation after {evaluation.update} updates: score {said['eval/score']:+.2f}, "
             f"KL {said['eval/kl_divergence']:.2f}/sequence, "
-            f"perplexity {said['eval/perplexity']:.2f} on {self.trainer.text.source}, "
+            f"perplexity {number(said['eval/perplexity'])} on {self.trainer.text.source}, "
             f"reply {said['eval/reply_length']:.0f} tokens, {said['eval/eos_rate']:.0%} end"
         )
 

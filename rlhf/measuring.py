@@ -111,7 +111,7 @@ class Bench:
         data, count = self.config.data, self.settings.num_prompts
         sets = load_prompts(
             data.prompts, self.tokenizer, data.split, data.prompt_length, data.max_prompts, EVERY_PROMPT, screen.say,
-            topics=data.steps_per_topic is not None and self.settings.prompts is None,
+            topics=data.steps_per_topic is not None and self.settings.prompts is None, evaluation_alone=True,
         )  # fmt: skip
         looked_at = 0
         for model in self.models:

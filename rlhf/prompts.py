@@ -422,16 +422,17 @@ def load_prompts(
     most_evaluation: int,
     say: Callable[[str], None] = print,
     topics: bool = False,
+    evaluation_alone: bool = False,
 ) -> PromptSets:
-    """Read, split and render; with `topics` each row has one. Raises UserError where no prompt remains to train or
-    evaluate on; a topic of which none remains to train on is told."""
+    """Read, split and render; with `topics` each row has one. Raises UserError if no prompt remains to train on (not
+    with `evaluation_alone`) or to evaluate on. Prints a warning for a topic of which none remains to train on."""
     examples = load_examples(source, say=say, topics=topics)
     has_pairs = any(e.chosen is not None for e in examples)
     split = split or (Split(45, 45, 10) if has_pairs else Split(0, 90, 10))
     parts = split_examples(examples, split)
     sets = render_sets(tokenizer, parts["rl"], parts["evaluation"], longest, topics)
     for name, kept, part in (("train", sets.train, parts["rl"]), ("evaluate", sets.evaluation, parts["evaluation"])):
-        if not kept:
+        if not kept and not (evaluation_alone and name == "train"):
             shortest = min((len(encode_prompt(tokenizer, e.messages)) for e in part), default=0)
             raise UserError(
                 f"no prompt left to {name} on: {source}, {len(examples)} rows, split {split}, {len(part)} in this "

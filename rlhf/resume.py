@@ -16,7 +16,16 @@ from rlhf.export import check_export, export_run
 from rlhf.inputs import check_inputs_outside, inputs_of
 from rlhf.knobs import as_plain
 from rlhf.loop import OnPolicyLoop
-from rlhf.runlogs import HARMLESS, differences, environment, flat_settings, move_aside, require_run
+from rlhf.runlogs import (
+    HARMLESS,
+    RUN_FILE,
+    differences,
+    environment,
+    flat_settings,
+    move_aside,
+    require_run,
+    run_fault,
+)
 from rlhf.trainer_state import load_trainer
 from rlhf.weights import BEST_FOLDER, link_folder, replace_folder
 
@@ -29,6 +38,11 @@ def settle_resume(config: Config, screen: Screen) -> Config | None:
     where it is another one, or where none of its checkpoints is sound.
     """
     run = require_run(Path(config.run.output), "--resume, --output")
+    fault = run_fault(run)
+    if fault:
+        raise UserError(
+            f"{RUN_FILE} is incomplete or corrupted, {fault}: --resume, --output {config.run.output}. Begin another run"
+        )
     if run["algorithm"] != config.algorithm:
         raise UserError(
             f"a run of train_{run['algorithm']}.py: --resume, --output {config.run.output}. Go on with that command"

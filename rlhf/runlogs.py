@@ -166,9 +166,7 @@ def differences(one: dict[str, Any], other: dict[str, Any], aside: Iterable[str]
 def require_run(folder: Path, flag: str) -> dict[str, Any]:
     """A run's run.json. Raises UserError where `folder` is no run of this project."""
     run = read_run(folder) if folder.is_dir() else None
-    if run is not None and "settings" in run and (fault := run_fault(run)):
-        raise UserError(f"{RUN_FILE} is incomplete or corrupted, {fault}: {flag} {folder}. Give the folder of a run")
-    if run is None or "settings" not in run:
+    if run is None or not isinstance(run.get("settings"), dict):
         there = "no such folder" if not folder.is_dir() else f"not a run (no readable {RUN_FILE})"
         known = ", ".join(map(str, runs_in(Path()))) or "none here"
         raise UserError(f"{there}: {flag} {folder}. Give the folder of a run ({known})")

@@ -7,9 +7,13 @@ import time
 import pytest
 import torch
 
+import train_ppo
+from config import parse_cli
+from recipes import RECIPES
 from rlhf.assembly import load_parts
 from rlhf.console import Screen
 from rlhf.plan import base_parameters, kl_line, show_plan
+from rlhf.runlogs import read_run
 
 CPU = torch.device("cpu")
 
@@ -43,3 +47,19 @@ def test_the_plan_of_the_longest_run_takes_seconds(configured, capsys):
     show_plan(config, load_parts(config, CPU, Screen()), 10_000_000, CPU, Screen())
     assert time.monotonic() - begun < 20
     assert "10,000,000 updates" in capsys.readouterr().out
+
+
+def test_the_default_horizon_is_a_number_in_run_json(run_flags, tmp_path):
+    train_ppo.main(run_flags("--num-iterations", 3))
+    assert read_run(tmp_path / "run")["settings"]["kl"]["kl_horizon"] == 8, "two updates' episodes"
+    train_ppo.main(run_flags("--num-iterations", 3, "--kl-horizon", 77, "--overwrite"))
+    assert read_run(tmp_path / "run")["settings"]["kl"]["kl_horizon"] == 77
+
+
+def test_help_prints_what_runs(monkeypatch, capsys):
+    """The default recipe's value, not the field's."""
+    monkeypatch.setitem(RECIPES["smollm2-orca"]["training"], "batch_size", 6)
+    with pytest.raises(SystemExit):
+        parse_cli(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "GRPO samples K replies to each (default: 6, at least 1)" in said

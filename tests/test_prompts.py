@@ -207,3 +207,11 @@ def test_unicode_twins_are_one_question(twin):
 def test_other_questions_stay_others():
     assert Example(user("x\u00b2")).question != Example(user("x2")).question
     assert Example(user("cafe?")).question != Example(user("caf\u00e9?")).question
+
+
+def test_an_evaluation_needs_no_prompt_to_train_on(tokenizer, tmp_path):
+    file = write(tmp_path / "mine.jsonl", *({"prompt": f"question {i}?"} for i in range(10)))
+    sets = load_prompts(file, tokenizer, Split(0, 0, 100), 100, 50, 50, evaluation_alone=True)
+    assert len(sets.evaluation) == 10 and sets.train == []
+    with pytest.raises(UserError, match="no prompt left to train on"):
+        load_prompts(file, tokenizer, Split(0, 0, 100), 100, 50, 50)

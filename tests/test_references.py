@@ -32,6 +32,7 @@ from rlhf.runlogs import read_run
 from rlhf.tokens import read_tokens, recorded_updates
 from tests.shapes import make_base_model, make_reward_model, make_start_model
 
+ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--num-iterations", "3", "--reply-length", "6", "--eval-prompts", "6"]  # nothing but size
 
 
@@ -418,6 +419,10 @@ def test_seed_004s_file_as_written_nested_or_flat(seed_004, tmp_path, algorithm)
         assert [str(target) for target in config.kl.targets] == ["6/sequence"]
         assert config.kl.kl_schedule == "adaptive" and values(config, LENGTHS) == dict.fromkeys(LENGTHS)
         assert config.updates(1_000, topics=7) == 350
+
+
+def test_the_shipped_file_is_seed_004s():
+    assert (ROOT / "configs" / "ppo.yaml").read_text(encoding="utf-8") == SEED_004.lstrip("\n")
 
 
 def test_a_lora_block_turns_adapters_on_where_nothing_says_otherwise(seed_004, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -148,6 +149,24 @@ def test_weights_that_training_broke_are_not_saved(reward_words, tmp_path):
     with pytest.raises(RunError, match="weights are not finite after training"):
         reward_model.train.main([*reward_words, "--rm-learning-rate", "1e38"])
     assert not (tmp_path / "judge").exists()
+
+
+def test_ctrl_c_says_what_is_true(reward_words, tmp_path, capsys, monkeypatch):
+    """In the command itself: nothing was saved, and an older reward model is unchanged."""
+    reward_model.train.main(reward_words)
+    before = (tmp_path / "judge" / METRICS_FILE).read_bytes()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "run_training", interrupted)
+    monkeypatch.setattr(sys, "argv", ["reward_model.train", *reward_words, "--rm-overwrite"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("reward_model.train", run_name="__main__")
+    said = capsys.readouterr().err
+    assert ended.value.code == 130
+    assert said.splitlines()[-1] == "stopped; nothing was saved, and a reward model that was there is unchanged"
+    assert (tmp_path / "judge" / METRICS_FILE).read_bytes() == before
 
 
 # --- the demo --------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def train(config: Config, screen) -> None:
     with screen, start_run(config, parts, updates, screen) as log, StopRequest(screen.say) as stop:
         trainer = GRPO(config, **parts.for_trainer)
         attach_callbacks(trainer, config, log, screen, stop)
-        resume_run(trainer, config, log.data, screen)
+        resume_run(trainer, config, log, screen)
         trainer.train()
         trainer.save_model(config.run.output)
         finish_run(config, trainer, log, screen)

@@ -31,4 +31,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "stopped; nothing was saved, and a reward model that was there is unchanged")
+    run_command(main, "stopped: the output folder holds what was there before, or the complete new reward model")

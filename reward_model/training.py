@@ -49,9 +49,16 @@ from rlhf.models import (
     readable,
 )
 from rlhf.prompts import Example, encode_prompts, load_examples, question_hash, split_examples
-from rlhf.replacing import put_folder_in_place, remove_replaced, restore_replaced
+from rlhf.replacing import (
+    numbered_name,
+    put_folder_in_place,
+    remove_replaced,
+    remove_unfinished,
+    restore_replaced,
+    unfinished_name,
+)
 from rlhf.rollout import uniforms
-from rlhf.runlogs import RUN_FILE, check_output, environment, move_aside
+from rlhf.runlogs import RUN_FILE, check_output, environment
 from rlhf.system import sync_file
 
 DEFAULT_SPLIT = Split(45, 45, 10)
@@ -104,9 +111,10 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
     show_record(record, screen)
     record |= {"train_questions": sorted({question_hash(p) for p in train}), "settings": as_plain(config)}
     check_output(folder, **placing)  # again: training took a while
-    if folder.exists() and not config.training.rm_overwrite:
-        screen.say(move_aside(folder))
-    save_reward_model(model, record, folder)
+    keep = None if config.training.rm_overwrite or not folder.exists() else numbered_name(folder)
+    save_reward_model(model, record, folder, keep)
+    if keep is not None:
+        screen.say(f"moved the reward model that was in {folder} to {keep}")
     for line in remove_replaced(folder):
         screen.say(line)
     screen.say(f"reward model saved in {folder}")
@@ -252,20 +260,22 @@ def show_record(record: dict, screen: Screen) -> None:
     screen.facts(rows)
 
 
-def save_reward_model(model: RewardModel, record: dict, folder: Path) -> None:
+def save_reward_model(model: RewardModel, record: dict, folder: Path, keep: Path | None = None) -> None:
     """Write the whole model into a folder beside, then give it its name: `folder` holds a complete model or the older
-    one, whatever interrupts this."""
-    beside = folder.with_name(folder.name + ".new")
-    shutil.rmtree(beside, ignore_errors=True)
+    one, whatever interrupts this. The older one is renamed to `keep`, else to NAME.replaced."""
+    folder = folder.resolve()
+    remove_unfinished(folder)
+    beside = unfinished_name(folder)
     try:
         with disk_errors():
             model.model.save_pretrained(beside)
             model.tokenizer.save_pretrained(beside)
         write_json(beside / METRICS_FILE, record)
         write_json(beside / RUN_FILE, {"status": "finished", **environment()})
-        for file in beside.iterdir():
-            sync_file(file)
-        put_folder_in_place(beside, folder)
+        for file in beside.rglob("*"):
+            if file.is_file():
+                sync_file(file)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
+    put_folder_in_place(beside, folder, keep)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -42,7 +42,7 @@ from rlhf.preflight import (
     check_topics,
 )
 from rlhf.prompts import Prompt, PromptSets, load_prompts
-from rlhf.resume import check_same_run
+from rlhf.resume import budget, check_same_run
 from rlhf.rewards import LearnedReward, Rewards, check_columns, find_rule
 from rlhf.runlogs import RunLog, check_output, claim_output, require_run, require_unused
 from rlhf.vllm_engine import require_vllm
@@ -209,17 +209,6 @@ def load_start_policy(config: Config, start: str, tokenizer: PreTrainedTokenizer
     )
 
 
-def budget(config: Config, updates: int) -> dict[str, int]:
-    """What a run may spend: the same words for both algorithms."""
-    episodes = updates * config.episodes_per_update
-    return {
-        "updates": updates,
-        "episodes": episodes,
-        "optimizer_steps": config.optimizer_steps(updates),
-        "reply_tokens_at_most": episodes * config.sampling.reply_length,
-    }
-
-
 def fingerprint(prompts: Sequence[Prompt]) -> str:
     """SHA-256 of the prompts' ids: the same data in the same order, or not."""
     return hashlib.sha256(json.dumps([p.ids for p in prompts]).encode()).hexdigest()
@@ -265,10 +254,7 @@ def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> Run
         known = before.keys() & data.keys()
         changed = [f"{n} was {before[n]}, is {data[n]}" for n in data if n in known and before[n] != data[n]]
         check_same_run(config, changed, screen)
-        log = RunLog(folder, resume=True)
-        told = replace(config, run=replace(config.run, resume=False, resume_anyway=False))
-        log.add(settings=as_plain(told), plan=budget(config, updates))  # with --resume-anyway they may be new
-        return log
+        return RunLog(folder, resume=True)
     held, moved = claim_output(Path(config.run.output), **_placing(config))
     if moved:
         screen.say(moved)

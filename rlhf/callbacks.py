@@ -373,7 +373,9 @@ class Checkpoints(Callback):
         if by_score:
             return f"Fix the reward function, then {self.way_on()[0].lower()}{self.way_on()[1:]}"
         names = set_aside(self.folder, self.log.data["id"], self.trainer.proved)
-        aside = f"Set aside, because no update succeeded with its weights: {', '.join(names)}. " if names else ""
+        aside = ""
+        if names:
+            aside = f"Set aside, because no optimizer step could be taken from its weights: {', '.join(names)}. "
         rate = ("--resume-anyway", "--learning-rate", f"{smaller_rate(self.config):g}")
         return f"{aside}Use a smaller learning rate: {resume_command(self.config, *rate)}"
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rlhf import system
 from rlhf.errors import Notice
+from rlhf.replacing import free_name
 
 MANIFEST = "manifest.json"
 GOING = "manifest.going"  # what a manifest is called once its checkpoint is being removed
@@ -65,7 +66,7 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
         write(beside)
         _seal(beside, run, update)
         if place.exists():  # a torn one: that is why its update was done again
-            system.replace(place, _free_name(place.with_name(place.name + ".torn")))
+            system.replace(place, free_name(place.with_name(place.name + ".torn")))
         system.replace(beside, place)
         system.sync_folder(folder)
     except BaseException:
@@ -96,11 +97,6 @@ def _seal(folder: Path, run: str, update: int) -> None:
 def sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _free_name(path: Path) -> Path:
-    names = (path, *(path.with_name(f"{path.name}_{n}") for n in range(1, 10_000)))
-    return next(name for name in names if not name.exists())
 
 
 # --- looking ---------------------------------------------------------------------------------------------------------
@@ -162,7 +158,7 @@ def set_aside(folder: Path, run: str, after: int) -> list[str]:
     found = find_checkpoints(folder, run).sound
     suspect = [place for update, place in found.items() if update > after]
     for place in suspect:
-        system.replace(place, _free_name(place.with_name(place.name + SUSPECT)))
+        system.replace(place, free_name(place.with_name(place.name + SUSPECT)))
     return [place.name for place in suspect]
 
 

@@ -1,17 +1,18 @@
-"""The commands that are printed for the user to type next. Imports no torch."""
+"""The commands that are printed for the user to type next. Imports no torch.
+
+`config` is a config.Config, or in `training_command` a config.RewardModelConfig: config.py imports this module.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from recipes import RECIPES
 from rlhf.system import command
 
 DEFAULT = "smollm2-orca"
-
-if TYPE_CHECKING:
-    from config import Config, RewardModelConfig
 
 
 def names_code(rules: Iterable[str]) -> list[str]:
@@ -26,7 +27,7 @@ def code_words(rules: Iterable[str]) -> list[str]:
     return ["--reward-func", *rules] if names_code(rules) else []
 
 
-def resume_command(config: Config, *more: str) -> str:
+def resume_command(config: Any, *more: str) -> str:
     """Return the command that resumes a run, or several seeds. The other settings are in run.json. `more` are further
     words."""
     seeds = [] if config.run.seeds is None else ["--seeds", *map(str, config.run.seeds)]
@@ -39,7 +40,7 @@ def replay_command(algorithm: str, folder: str, rules: Iterable[str]) -> str:
     return command("python", f"train_{algorithm}.py", "--replay", folder, *code_words(rules))
 
 
-def reward_model_command(config: Config) -> str:
+def reward_model_command(config: Any) -> str:
     """Return the command that makes the reward model which a training run asks for."""
     usual, m = RECIPES[config.recipe]["reward_model"], config.model
     words = _recipe_words(config.recipe)
@@ -47,7 +48,7 @@ def reward_model_command(config: Config) -> str:
         words += ["--rm-output", m.rm_model]
     if m.actor_model != usual["base_model"]:
         words += ["--base-model", m.actor_model, "--actor-model", m.actor_model]
-    if config.data.prompts != RECIPES[config.recipe]["training"]["prompts"]:
+    if config.data.prompts != RECIPES[config.recipe]["training"]["prompts"] and _may_have_pairs(config.data.prompts):
         words += ["--pairs", config.data.prompts]
     if config.data.split is not None and str(config.data.split) != usual.get("split"):
         words += ["--split", str(config.data.split)]
@@ -56,7 +57,16 @@ def reward_model_command(config: Config) -> str:
     return command("python", "-m", "reward_model.train", *words)
 
 
-def training_command(config: RewardModelConfig) -> str:
+def _may_have_pairs(source: str) -> bool:
+    """Whether data can train a reward model, as far as its first row shows it; a hub dataset can."""
+    file = Path(source).expanduser()
+    if not file.is_file():
+        return True
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        return '"chosen"' in stream.readline()
+
+
+def training_command(config: Any) -> str:
     """Return the command that trains a policy with the reward model that was just made."""
     usual, data, made = RECIPES[config.recipe]["training"], config.data, config.training
     words = _recipe_words(config.recipe)
@@ -67,7 +77,8 @@ def training_command(config: RewardModelConfig) -> str:
         words += ["--actor-model", start]
     if data.pairs != RECIPES[config.recipe]["reward_model"].get("pairs", RECIPES[DEFAULT]["reward_model"]["pairs"]):
         words += ["--prompts", data.pairs]
-    if data.split is not None and str(data.split) != usual.get("split"):
+    usable = data.split is not None and data.split.rl > 0 and data.split.evaluation > 0  # for training
+    if usable and str(data.split) != usual.get("split"):
         words += ["--split", str(data.split)]
     if data.plain_prompts and not usual.get("plain_prompts"):
         words += ["--plain-prompts"]

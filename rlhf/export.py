@@ -78,7 +78,7 @@ def export_run(config: Config, screen: Screen) -> None:
 def saved_models(folder: Path, run: dict[str, Any]) -> dict[str, Saved]:
     """A finished run's models that are still there, by name: "final", "best", "merged"."""
     found = {
-        "final": Saved(folder, "final", run["plan"]["updates"]),
+        "final": Saved(folder, "final", run["spent"]["updates"]),
         "best": Saved(folder / BEST_FOLDER, "best", run["best"]["update"]),
     }
     if "merged" in run:

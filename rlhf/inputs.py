@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.commands import names_code, reward_model_command
 from rlhf.errors import CLOSE, UserError, raise_if
+from rlhf.replacing import replaced_of, restore_replaced
 
 if TYPE_CHECKING:
     from config import Config
@@ -61,6 +62,8 @@ def check_inputs(config: Config) -> None:
         if name in built or on_hub or place_of(name).exists():
             continue
         if flag == "--rm-model":
+            if restore_replaced(place_of(name)):  # its replacement was interrupted
+                continue
             faults.append(f"no reward model: {flag} {name}. Make one with: {reward_model_command(config)}")
         elif flag == "--actor-model":
             faults += missing_path(name, "model", f"{flag} takes a Hugging Face model folder or a hub name").faults
@@ -82,12 +85,14 @@ def inputs_of(config: Config) -> list[tuple[str, str]]:
 
 
 def check_inputs_outside(output: str, inputs: Sequence[tuple[str, str]], flag: str) -> None:
-    """Raise UserError if an input lies in the output folder: replacing the folder would remove it."""
+    """Raise UserError if an input lies in the output folder, or in an older version beside it: replacing the folder
+    would remove it."""
     folder = place_of(output)
+    removed = {folder, *map(Path.resolve, replaced_of(folder))}
     raise_if(
         [
             f"the output folder {output} holds an input: {input_flag} {name}. Name another folder with {flag}"
             for input_flag, name in inputs
-            if folder in (place := place_of(name), *place.parents)
+            if not removed.isdisjoint((place := place_of(name), *place.parents))
         ]
     )

@@ -102,8 +102,12 @@ class Bench:
     @property
     def score_name(self) -> str:
         """The score in words: whether it is the runs' own reward."""
-        own = {config_of_run(m.run).model.rm_model for m in self.models if m.run is not None}
-        return "the reward that was trained on" if own <= {self.config.model.rm_model} else "another reward model"
+
+        def reward_of(config: Config) -> tuple:
+            return config.model.rm_model, config.reward.reward_func, config.reward.reward_weights
+
+        own = {reward_of(config_of_run(m.run)) for m in self.models if m.run is not None}
+        return "the reward that was trained on" if own <= {reward_of(self.config)} else "another reward"
 
     def _draw_prompts(self, screen: Screen) -> tuple[list[Prompt], list[Example]]:
         """The prompts that the runs followed, whose chosen replies are the perplexity's text, and those drawn to

@@ -84,7 +84,7 @@ def other_algorithm(config: Config, spent: dict[str, int]) -> str | None:
     None if there is no such command."""
     other = next(name for name in ALGORITHMS if name != config.algorithm)
     plain = with_horizon(make_config(config.recipe, config.algorithm), spent["updates"])
-    differ = differences(as_plain(config), as_plain(plain), (*MAY_DIFFER, *LENGTHS, "batch_size", "kl_horizon"))
+    differ = differences(as_plain(config), as_plain(plain), (*MAY_DIFFER, *LENGTHS, "batch_size"))
     knobs = knobs_of(Config)
     words = ["--recipe", config.recipe, "--seed", str(config.run.seed), "--episodes", str(spent["episodes"])]
     for name in differ:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from config import LENGTHS, Config, PPOSettings, make_config
 from recipes import SIGNS
 from rlhf.actor_critic import base_of
-from rlhf.assembly import Parts, budget
+from rlhf.assembly import Parts
 from rlhf.console import Screen
 from rlhf.controllers import SMALLEST_MOVE, default_horizon, kl_controller
 from rlhf.dealing import Dealing, one_line
@@ -21,6 +21,7 @@ from rlhf.knobs import as_plain
 from rlhf.memory import Forecast, available, forecast, gib, what_helps
 from rlhf.models import autocast_dtype
 from rlhf.prompts import Prompt, PromptSets
+from rlhf.resume import budget
 from rlhf.rollout import tokens_at_once
 from rlhf.runlogs import MAY_DIFFER, flat_settings
 
@@ -175,7 +176,7 @@ def kl_warnings(config: Config, updates: int) -> list[str]:
     move = controller.largest_move(episodes)
     if move < SMALLEST_MOVE:
         own = default_horizon(controller.shortest_phase, episodes)
-        fix = f"Leave --kl-horizon out (then it is {own:,})" if controller.horizon > own else "Train longer"
+        fix = f"Use --kl-horizon {own}" if controller.horizon > own else "Train longer"
         lines.append(
             f"warning: beta can move at most {move:.3g}-fold in {controller.shortest_phase} updates, too little to "
             f"enforce the KL target: --kl-horizon {controller.horizon:,}. {fix}, or choose --kl-coef by hand"

@@ -16,7 +16,7 @@ from rlhf.errors import Notice
 PRINTED_FILE = "reward_output.txt"
 
 
-class _OneThreadApart(io.TextIOBase):
+class _OneThreadApart:
     """A standard stream, except that the text of one thread goes to a buffer."""
 
     def __init__(self, stream: TextIO, thread: int, buffer: io.StringIO):
@@ -24,9 +24,6 @@ class _OneThreadApart(io.TextIOBase):
 
     def write(self, text: str) -> int:
         return (self.buffer if threading.get_ident() == self.thread else self.stream).write(text)
-
-    def flush(self) -> None:
-        self.stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

@@ -102,7 +102,7 @@ def _read_jsonl(path: str) -> list[tuple[str, Any]]:
         raise missing_path(path, "data file", "Give a JSONL file or a hub dataset's name")
     kind = _other_format(Path(path))
     if kind:
-        raise UserError(f"{kind}, not JSONL: {path}. Convert it to a file with one JSON object per line")
+        raise UserError(f"{kind}, not JSONL: {path}:1. Convert it to a file with one JSON object per line")
     rows, faults, lines = [], [], read_text(Path(path)).split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():

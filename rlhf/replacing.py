@@ -5,20 +5,25 @@ Imports no torch.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import time
+import uuid
 from pathlib import Path
 
 from rlhf import system
+from rlhf.errors import UserError
 
 REPLACED = ".replaced"
+HOUR_S = 3_600
 RECORD = "run.json"  # in every folder that this project wrote
 # what this project writes at the top of a run's or a model's folder
 OURS = re.compile(
     r"run\.(json|lock)|failed_inputs\.json|reward_output\.txt|metrics\.json|README\.md|logs|samples|tokens|incidents"
     r"|(best|merged)(\.new)?|checkpoint-.*|.*\.safetensors(\.index\.json)?|(generation_|adapter_)?config\.json"
-    r"|(added_tokens|special_tokens_map|tokenizer|tokenizer_config|vocab)\.json|merges\.txt|chat_template\.jinja"
-    r"|tokenizer\.model|.*\.new"
+    r"|(added_tokens|special_tokens_map|tokenizer|tokenizer_config|vocab)\.json|(merges|vocab)\.txt|chat_template\.jinja"
+    r"|additional_chat_templates|[\w.]+\.model|.*\.new"
 )
 
 
@@ -28,15 +33,33 @@ def free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
+def numbered_name(folder: Path) -> Path:
+    """Return the first of `folder_1`, `folder_2` that nothing has yet."""
+    return next(p for n in range(1, 10_000) if not (p := folder.with_name(f"{folder.name}_{n}")).exists())
+
+
 def set_aside(folder: Path) -> Path:
     """Return a free name beside `folder` for what is to be replaced."""
-    return free_name(folder.with_name(folder.name + REPLACED))
+    whole = folder.resolve()
+    return free_name(whole.with_name(whole.name + REPLACED))
+
+
+def check_replaceable(folder: Path, flag: str) -> None:
+    """Raise UserError if a folder cannot be renamed as a whole: the root, the top of a mounted disk, or a folder whose
+    parent cannot be written to."""
+    whole = folder.resolve()
+    if not whole.name or os.path.ismount(whole):
+        raise UserError(f"the top of a disk cannot be replaced as a whole: {flag} {folder}. Name a folder inside it")
+    parent = next(place for place in whole.parents if place.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"its parent folder is read-only: {flag} {folder}. Name a folder that can be replaced")
 
 
 def replaced_of(folder: Path) -> list[Path]:
     """Return the older versions of `folder` that lie beside it, the newest last."""
-    named = re.compile(re.escape(folder.name + REPLACED) + r"(_\d+)?")
-    beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+    whole = folder.resolve()
+    named = re.compile(re.escape(whole.name + REPLACED) + r"(_\d+)?")
+    beside = whole.parent.iterdir() if whole.parent.is_dir() else ()
     found = [p for p in beside if named.fullmatch(p.name) and p.is_dir() and (p / RECORD).is_file()]
     return sorted(found, key=lambda place: (place / RECORD).stat().st_mtime)
 
@@ -70,9 +93,30 @@ def restore_replaced(folder: Path) -> bool:
     return bool(older)
 
 
-def put_folder_in_place(beside: Path, folder: Path) -> None:
-    """Rename the complete folder `beside` to `folder`; an older one there is renamed to NAME.replaced first."""
+def unfinished_name(folder: Path) -> Path:
+    """Return a name beside `folder` that no other process uses, for a folder that is being written."""
+    return folder.with_name(f"{folder.name}.unfinished-{uuid.uuid4().hex[:8]}")
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed process was writing, once it is an hour old: a younger one may be alive."""
+    named = re.compile(re.escape(folder.name) + r"\.unfinished-[0-9a-f]{8}")
+    for place in folder.parent.iterdir() if folder.parent.is_dir() else ():
+        if named.fullmatch(place.name) and time.time() - place.stat().st_mtime > HOUR_S:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def put_folder_in_place(beside: Path, folder: Path, keep: Path | None = None) -> None:
+    """Rename the complete folder `beside` to `folder`. An older one there is renamed first: to `keep`, else to
+    NAME.replaced. If the second rename fails, the first one is undone, and `beside` stays."""
+    older = None
     if folder.exists():
-        system.replace(folder, set_aside(folder))
-    system.replace(beside, folder)
+        older = keep or set_aside(folder)
+        system.replace(folder, older)
+    try:
+        system.replace(beside, folder)
+    except BaseException:
+        if older is not None:
+            system.replace(older, folder)
+        raise
     system.sync_folder(folder.parent)

@@ -19,6 +19,7 @@ from rlhf.loop import OnPolicyLoop
 from rlhf.runlogs import (
     HARMLESS,
     RUN_FILE,
+    RunLog,
     differences,
     environment,
     flat_settings,
@@ -41,7 +42,7 @@ def settle_resume(config: Config, screen: Screen) -> Config | None:
     fault = run_fault(run)
     if fault:
         raise UserError(
-            f"{RUN_FILE} is incomplete or corrupted, {fault}: --resume, --output {config.run.output}. Begin another run"
+            f"{RUN_FILE} is incomplete or corrupted, {fault}: --resume, --output {config.run.output}. Start a new run"
         )
     if run["algorithm"] != config.algorithm:
         raise UserError(
@@ -83,6 +84,17 @@ def settle_resume(config: Config, screen: Screen) -> Config | None:
         screen.say(f"warning: skipped a checkpoint that is not sound: {line}; {found.newest.name} is used")
     check_same_run(config, changes(run, as_plain(config), environment()), screen)
     return config
+
+
+def budget(config: Config, updates: int) -> dict[str, int]:
+    """What a run may spend: the same words for both algorithms."""
+    episodes = updates * config.episodes_per_update
+    return {
+        "updates": updates,
+        "episodes": episodes,
+        "optimizer_steps": config.optimizer_steps(updates),
+        "reply_tokens_at_most": episodes * config.sampling.reply_length,
+    }
 
 
 def checkpoints_of(config: Config, run: dict[str, Any]) -> Found:
@@ -128,10 +140,10 @@ def restore_best(output: Path, checkpoint: Path) -> None:
         replace_folder(output / BEST_FOLDER, lambda beside: link_folder(checkpoint / BEST_FOLDER, beside))
 
 
-def resume_run(trainer: OnPolicyLoop, config: Config, run: dict[str, Any], screen: Screen) -> None:
+def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -> None:
     """With --resume, bring the trainer, its callbacks attached, to the newest sound checkpoint."""
     if config.run.resume:
-        found = checkpoints_of(config, run)
+        found = checkpoints_of(config, log.data)
         newest = load_newest(trainer, found, screen)
         if trainer.state.global_step > trainer.updates:
             raise UserError(
@@ -139,6 +151,9 @@ def resume_run(trainer: OnPolicyLoop, config: Config, run: dict[str, Any], scree
                 "a larger number"
             )
         restore_best(Path(config.run.output), newest)
+        told = dataclasses.replace(config.run, resume=False, resume_anyway=False)
+        settings = as_plain(dataclasses.replace(config, run=told))
+        log.add(settings=settings, plan=budget(config, trainer.updates))  # with --resume-anyway they may be new
         screen.say(f"resuming after update {trainer.state.global_step} of {trainer.updates}, from {newest}")
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
+from numbers import Rational, Real
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +294,7 @@ def _ask(
         return kind(f"{what}: reward function {name}, {replies}. {way_out}", inputs=batch)
 
     try:
-        scores = _within(limit_s, partial(_call, function, batch, printed))
+        scores = _plain(_within(limit_s, partial(_call, function, batch, printed)))
     except (RunError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except _NoAnswer:
@@ -303,15 +303,12 @@ def _ask(
     except BaseException as error:  # the user's code may raise anything, SystemExit(0) too
         what = f"{_own_line(error)}{type(error).__name__}: {' '.join(str(error).split())}"
         raise fault(what, _offender(function, batch, limit_s, printed)) from error
-    scores = scores.tolist() if hasattr(scores, "tolist") else scores
-    if isinstance(scores, Sequence):
-        scores = [score.item() if hasattr(score, "item") else score for score in scores]
     if not isinstance(scores, list) or len(scores) != len(texts):
         what = f"{len(texts)} replies, but it gave {scores!r:.60}"
         raise fault(what, f"first reply {texts[0]!r:.80}", "One number each")
     for score, text in zip(scores, texts, strict=True):
-        if isinstance(score, int) and abs(score) > sys.float_info.max:
-            raise fault("an integer beyond the largest float is no score", f"reply {text!r:.80}")
+        if isinstance(score, Rational) and abs(score) > sys.float_info.max:
+            raise fault("a number beyond the largest float is no score", f"reply {text!r:.80}")
         if not isinstance(score, Real) or (finite and not math.isfinite(score)):
             raise fault(f"score {score!r} is not a finite number", f"reply {text!r:.80}", kind=BadScore)
         if finite and abs(score) > LARGEST:
@@ -320,9 +317,27 @@ def _ask(
     return [float(score) for score in scores]
 
 
+def _plain(scores: Any) -> Any:
+    """Numbers of numpy and torch as Python's."""
+    scores = scores.tolist() if hasattr(scores, "tolist") else scores
+    if isinstance(scores, Sequence):
+        return [score.item() if hasattr(score, "item") else score for score in scores]
+    return scores
+
+
+def _copy(value: Any) -> Any:
+    """A copy of one row's entry, which shares nothing with other rows; of what cannot be copied (an open file of a
+    dataset's column), itself."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # a column may hold any object
+        return value
+
+
 def _call(function: RewardFunction, batch: dict[str, list], printed: Path | None = None) -> Any:
     with printed_to(printed, getattr(function, "__name__", type(function).__name__)):
-        scores = function(**copy.deepcopy(_accepted(function, batch)))
+        given = {name: [_copy(value) for value in values] for name, values in _accepted(function, batch).items()}
+        scores = function(**given)
         return asyncio.run(scores) if inspect.isawaitable(scores) else scores
 
 

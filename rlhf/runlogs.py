@@ -42,6 +42,8 @@ def check_output(folder: Path, *, overwrite: bool, is_default: bool, flag: str =
     """
     check_folder(str(folder), flag)
     require_unused(folder)
+    if flag != "--output" or (overwrite and _content(folder)):
+        replacing.check_replaceable(folder, flag)
     _check_content(folder, overwrite, is_default, flag)
 
 
@@ -109,15 +111,22 @@ def _content(folder: Path) -> list[Path]:
 
 def _move_aside(folder: Path) -> Path:
     """To the first free `..._1`, `..._2`; returns the place."""
-    places = (folder.with_name(f"{folder.name}_{n}") for n in range(1, 10_000))
-    return _move_to(folder, next(place for place in places if not place.exists()))
+    return _move_to(folder, replacing.numbered_name(folder))
 
 
 def _move_to(folder: Path, aside: Path) -> Path:
     """Piece by piece, because the lock stays where it is held; returns the place."""
     aside.mkdir()
-    for path in _content(folder):
-        system.replace(path, aside / path.name)
+    moved: list[Path] = []
+    try:
+        for path in _content(folder):
+            system.replace(path, aside / path.name)
+            moved.append(path)
+    except OSError:  # on Windows, where a program looks into one of them: as it was before
+        for path in moved:
+            system.replace(aside / path.name, path)
+        aside.rmdir()
+        raise
     return aside
 
 
@@ -226,9 +235,11 @@ class RunLog:
         self._lock = held or hold(folder)
         self.begun, self.before = time.monotonic(), 0.0
         self.path = folder / RUN_FILE
+        self._found: dict[str, Any] | None = None  # a resumed run's record as it was
         began = {"started": now(), "pid": os.getpid(), **environment()}
         if resume:
             self.data: dict[str, Any] = require_run(folder, "--resume, --output")
+            self._found = dict(self.data)
             self.data = {k: v for k, v in self.data.items() if k not in ("ended", "reason")}
             self.add(status="running", pid=began["pid"], sessions=[*self.data.get("sessions", []), {**began, **facts}])
         else:
@@ -264,6 +275,8 @@ class RunLog:
             self.add(status="finished", ended=now())
             for line in replacing.remove_replaced(self.path.parent):
                 warnings.warn(line, Notice, stacklevel=2)
+        elif self._found is not None and isinstance(error, UserError) and not isinstance(error, RunError):
+            write_json(self.path, self._found)  # refused before anything was trained: the run stays what it was
         else:
             status = getattr(error, "run_status", "failed")
             with contextlib.suppress(OSError):  # a full disk, perhaps what ended the run: that is told, not this

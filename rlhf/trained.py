@@ -9,11 +9,12 @@ from typing import Any
 
 from config import Config, MeasureSettings, config_of_run, make_config
 from rlhf.checkpoints import update_of
-from rlhf.commands import names_code
+from rlhf.commands import code_words, names_code
 from rlhf.errors import UserError, raise_if
 from rlhf.inputs import is_path, missing_path
 from rlhf.models import ADAPTER_CONFIG, base_of_adapter, find_model
-from rlhf.runlogs import RUN_FILE, differences, flat_settings, last_run, read_run
+from rlhf.runlogs import RUN_FILE, differences, flat_settings, last_run, read_run, run_fault
+from rlhf.system import command
 from rlhf.weights import ADAPTER_FILE, BEST_FOLDER, MERGED_FOLDER, WEIGHTS_FILE
 
 # of a run's settings, those that decide what its replies and scores are
@@ -85,7 +86,8 @@ def _run_of(folder: Path, flag: str) -> dict[str, Any] | None:
     if not (folder / RUN_FILE).is_file():
         return None
     run = read_run(folder)
-    if run is None or not {"settings", "plan", "algorithm", "data"} <= run.keys():
+    whole = run is not None and run_fault(run) is None and isinstance(run.get("plan"), dict)
+    if not whole:
         raise UserError(f"torn, or not of a run that began: {folder / RUN_FILE}. {flag} takes whole runs and models")
     return run
 
@@ -97,7 +99,13 @@ def _of_run(name: str, folder: Path, run: dict, which: str, baseline: str | None
         return Trained(name, *_weights(folder / BEST_FOLDER, baseline, flag), run, which, run["best"]["update"])
     if not any((folder / file).is_file() for file in (WEIGHTS_FILE, ADAPTER_FILE)):
         raise UserError(f"no final weights, the run is {run['status']}: {flag} {name}. Add --which best")
-    return Trained(name, *_weights(folder, baseline, flag), run, which, run["plan"]["updates"])
+    return Trained(name, *_weights(folder, baseline, flag), run, which, updates_of(run))
+
+
+def updates_of(run: dict[str, Any]) -> int:
+    """The update after which a run's final weights were saved. A run that is being extended has the weights of its
+    first end, and the plan of its second."""
+    return run.get("spent", run["plan"])["updates"]
 
 
 def _weights(folder: Path, baseline: str | None, flag: str) -> tuple[str, str | None]:
@@ -150,10 +158,10 @@ def require_trusted_code(models: Sequence[Trained], measure: MeasureSettings) ->
     for model in models:
         code = names_code(flat_settings(model.run["settings"]).get("reward_func") or ()) if model.run else []
         if code:
+            rules = command(*code_words(flat_settings(model.run["settings"])["reward_func"]))
             faults.append(
-                f"reward code that the run's {RUN_FILE} names is not run: {model.name}, {', '.join(code)}. Add "
-                f"--reward-func {' '.join(flat_settings(model.run['settings'])['reward_func'])}, or, if you trust the "
-                "files, --trust-reward-code"
+                f"reward code that the run's {RUN_FILE} names is not run: {model.name}, {', '.join(code)}. Add {rules}"
+                ", or, if you trust the files, --trust-reward-code"
             )
     raise_if(faults)
 

@@ -8,6 +8,9 @@ from safetensors.torch import load_file
 import train_ppo
 from rlhf.errors import UserError
 from rlhf.runlogs import read_run
+from rlhf.trained import find_trained
+from tests.test_damaged import reseal
+from tests.test_nan import run, stop_after
 
 FLAGS = ("--lr-schedule", "constant", "--kl-schedule", "fixed", "--save-every", 1)
 
@@ -44,3 +47,23 @@ def test_fewer_updates_than_it_has_are_refused(finished):
 def test_the_same_settings_train_nothing(finished, capsys):
     train_ppo.main(["--resume", "--num-iterations", "2", "--output", str(finished)])
     assert "There is nothing to train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--num-iterations", "1"], ["--num-iterations", "4", "--save-every", "7"]])
+def test_a_refused_command_leaves_the_run_as_it_was(finished, words):
+    before = (finished / "run.json").read_text()
+    for state in finished.glob("checkpoint-*/training.json"):
+        if "4" in words:
+            reseal(state.parent, "training.json", "{}")  # no checkpoint can be loaded
+    with pytest.raises(UserError):
+        train_ppo.main(["--resume", "--resume-anyway", *words, "--output", str(finished)])
+    assert (finished / "run.json").read_text() == before
+
+
+def test_an_extension_that_was_interrupted_keeps_the_final_weights_update(finished):
+    """The weights at the top are still those of update 2, whatever is planned now."""
+    words = ["--resume", "--resume-anyway", "--num-iterations", "9", "--output", str(finished)]
+    stop_after(4, lambda: run(words, 130))
+    record = read_run(finished)
+    assert record["status"] == "stopped" and record["plan"]["updates"] == 9
+    assert find_trained(str(finished), "final", None).update == 2

@@ -11,10 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [
-    {"rlhf.errors", "rlhf.libraries", "rlhf.files", "rlhf.system", "rlhf.runlogs", "rlhf.checkpoints", "rlhf.stopping",
+    {"rlhf.errors", "rlhf.libraries", "rlhf.files", "rlhf.commands", "rlhf.replacing",
+     "rlhf.printing", "rlhf.system", "rlhf.runlogs", "rlhf.checkpoints", "rlhf.stopping",
      "rlhf.knobs", "rlhf.cli", "recipes"},
     {"config", "rlhf.demo.families", "rlhf.demo.tasks"},
-    {"rlhf.objectives", "rlhf.controllers", "rlhf.best", "rlhf.hub", "rlhf.prompts", "rlhf.models",
+    {"rlhf.objectives", "rlhf.controllers", "rlhf.best", "rlhf.inputs", "rlhf.hub", "rlhf.prompts", "rlhf.models",
      "rlhf.actor_critic", "rlhf.determinism", "rlhf.packing", "rlhf.fidelity", "rlhf.footprint", "rlhf.trl_ppo",
      "rlhf.console", "rlhf.pictures", "rlhf.pages",
      "rlhf.statistics", "rlhf.curves", "reward_model.scorer"},

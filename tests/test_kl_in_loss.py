@@ -11,7 +11,6 @@ from torch.testing import assert_close
 from config import Config
 from rlhf.knobs import knobs_of
 from rlhf.objectives import kl_loss_per_token
-from tests.conftest import whole_gradient
 
 LENGTH = 8
 LOSS_TYPES = knobs_of(Config)["loss_type"].choices
@@ -40,20 +39,24 @@ def test_the_expected_gradient_is_that_of_the_kl_to_the_reference():
     assert float((exact - other).abs().max()) > 0.1, "the two KLs must differ, or the test shows nothing"
 
 
-def divisor(loss_type: str | None, length: int, tokens: int, completions: int) -> float:
-    """What one token's loss is divided by, as docs/kl.md states it."""
+def divisor(loss_type: str | None, length: int, tokens: int, completions: int, rollout_tokens: float) -> float:
+    """What one token's loss is divided by, as docs/kl.md states it. `tokens` and `completions` are the minibatch's,
+    `rollout_tokens` those of the rollout / minibatches."""
     return {
-        None: tokens, "dapo": tokens, "cispo": tokens, "vespo": tokens, "grpo": completions * length,
-        "sapo": completions * length, "dr_grpo": completions * LENGTH, "luspo": completions,
+        None: tokens, "dapo": rollout_tokens, "cispo": rollout_tokens, "vespo": rollout_tokens,
+        "grpo": completions * length, "sapo": completions * length, "dr_grpo": completions * LENGTH,
+        "luspo": completions,
     }[loss_type]  # fmt: skip
 
 
+@pytest.mark.parametrize(("minibatches", "micro_batch", "rows"), [(1, 0, [0, 1, 2, 3]), (2, 1, [0, 3])])
 @pytest.mark.parametrize("loss_type", [None, *LOSS_TYPES])
-def test_gradient_against_a_plain_forward_after_the_policy_has_moved(build, loss_type):
+def test_gradient_against_a_plain_forward_after_the_policy_has_moved(build, loss_type, minibatches, micro_batch, rows):
     """The advantages are 0 and the critic is off, so the gradient is the penalty's alone; None is PPO."""
     beta = 0.7
     flags = ["--kl-placement", "loss", "--kl-schedule", "fixed", "--kl-coef", beta, "--learning-rate", "3e-3",
-             "--reply-length", LENGTH, "--minibatches", 1]  # fmt: skip
+             "--reply-length", LENGTH, "--minibatches", minibatches, "--micro-batch-size", micro_batch,
+             "--max-grad-norm", 1e9]  # fmt: skip
     flags += ["--value-coef", 0] if loss_type is None else ["--loss-type", loss_type]
     trainer = build(*flags, algorithm="ppo" if loss_type is None else "grpo")
     with torch.no_grad():
@@ -65,15 +68,17 @@ def test_gradient_against_a_plain_forward_after_the_policy_has_moved(build, loss
     rollout.begun = None
     batch.weights.zero_()
     trainer.model.train()
-    stats, _ = whole_gradient(trainer, batch)
+    stats = trainer.minibatch_gradients(batch, rows)
     policy = trainer.actor.policy
     found = {name: weight.grad.clone() for name, weight in policy.named_parameters()}
     assert float(stats["policy/approx_kl"]) > 1e-5, "the ratios must differ from 1, or the test shows nothing"
 
     policy.zero_grad()
-    rows, tokens = rollout.replies.rows(), int(rollout.mask.sum())
+    replies = rollout.replies.rows()
+    tokens, all_tokens = sum(len(replies[i]) for i in rows), sum(map(len, replies)) / minibatches
     loss = torch.zeros(())
-    for i, (prompt, reply) in enumerate(zip(rollout.prompts, rows, strict=True)):
+    for i in rows:
+        prompt, reply = rollout.prompts[i], replies[i]
         ids = torch.tensor([[*prompt.ids, *reply]])
         at = torch.arange(len(prompt.ids) - 1, ids.shape[1] - 1)
         p, q = (
@@ -82,7 +87,7 @@ def test_gradient_against_a_plain_forward_after_the_policy_has_moved(build, loss
         )
         p_old = rollout.logprobs[i, : len(reply)]
         k3 = (q.detach() - p).exp() - 1 - (q.detach() - p)
-        loss = loss + ((p - p_old).exp() * k3).sum() / divisor(loss_type, len(reply), tokens, len(rows))
+        loss = loss + ((p - p_old).exp() * k3).sum() / divisor(loss_type, len(reply), tokens, len(rows), all_tokens)
     (beta * loss).backward()
     scale = max(float(weight.grad.abs().max()) for weight in policy.parameters())
     for name, weight in policy.named_parameters():

@@ -258,7 +258,7 @@ def test_a_judge_that_training_saw_is_refused_whatever_scores_now(runs, reward_f
     with pytest.raises(UserError, match=f"the judge is the reward model of {runs['ppo', 1]}: --judge-model"):
         bench_of([runs["ppo", 1]], settings)
     bench, _ = bench_of([runs["ppo", 1]], dataclasses.replace(settings, judge_model=None))
-    assert bench.score_name == "another reward model"
+    assert bench.score_name == "another reward"
     assert bench_of([runs["ppo", 1]], MeasureSettings(num_prompts=2))[0].score_name == "the reward that was trained on"
 
 

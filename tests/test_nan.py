@@ -66,7 +66,9 @@ def test_a_step_that_breaks_the_weights_ends_the_run_and_saves_nothing(run_flags
     assert re.search(r"error: \d+ weights are not finite, the first is \S+: after update 1\. They are not saved", said)
     assert read_run(tmp_path / "run")["status"] == "failed"
     assert names(tmp_path / "run") == []
-    for file in (tmp_path / "run").rglob("*.safetensors"):
+    saved = list((tmp_path / "run").rglob("*.safetensors"))
+    assert saved, "best/ has the start model"
+    for file in saved:
         assert all(tensor.isfinite().all() for tensor in load_file(file).values()), file
 
 
@@ -87,7 +89,7 @@ def test_the_advised_command_works(run_flags, tmp_path, capsys):
     run(run_flags(*flags, "--learning-rate", 5e6), 1)
     said = capsys.readouterr()
     assert "3 updates in a row were skipped: update 4" in said.err
-    assert "Set aside, because no update succeeded with its weights: checkpoint-1" in said.err
+    assert "Set aside, because no optimizer step could be taken from its weights: checkpoint-1" in said.err
     assert names(tmp_path / "run") == ["checkpoint-1.suspect"], "nothing was saved between the skipped updates"
     (advised,) = re.findall(r"Use a smaller learning rate: (.*)", said.err)
     assert "--learning-rate 5e-06" in advised, "a tenth would be a typo, too"

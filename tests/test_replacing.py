@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import runpy
 import shutil
 import sys
@@ -14,7 +13,7 @@ import torch
 
 import reward_model.train
 import train_ppo
-from config import parse_cli, parse_reward_cli
+from config import parse_reward_cli
 from reward_model import training
 from reward_model.scorer import METRICS_FILE, RewardModel
 from reward_model.training import save_reward_model, train_reward_model
@@ -90,6 +89,8 @@ def reward_words(start_model, pairs_file, tmp_path) -> list[str]:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits on file sizes")
 def test_a_full_disk_leaves_the_old_reward_model(reward_words, tmp_path, capsys):
+    import resource
+
     reward_model.train.main(reward_words)
     before = (tmp_path / "judge" / METRICS_FILE).read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -129,6 +130,7 @@ def test_a_reward_model_that_is_killed_while_it_is_put_in_place(reward_words, tm
         patch.setattr(training.shutil, "rmtree", lambda *_, **__: None)  # a killed process cleans nothing up
         patch.setattr(training, "remove_replaced", lambda *_: (_ for _ in ()).throw(Killed))
         reward_model.train.main([*reward_words, "--rm-overwrite"])
+    monkeypatch.setattr(replacing, "HOUR_S", -1)  # what the killed process was writing is old
     reward_model.train.main([*reward_words, "--rm-overwrite"])
     assert RewardModel.load(str(tmp_path / "judge"), CPU, None).record is not None
     assert [path.name for path in tmp_path.iterdir()] == ["judge"]
@@ -165,7 +167,10 @@ def test_ctrl_c_says_what_is_true(reward_words, tmp_path, capsys, monkeypatch):
         runpy.run_module("reward_model.train", run_name="__main__")
     said = capsys.readouterr().err
     assert ended.value.code == 130
-    assert said.splitlines()[-1] == "stopped; nothing was saved, and a reward model that was there is unchanged"
+    assert (
+        said.splitlines()[-1]
+        == "stopped: the output folder holds what was there before, or the complete new reward model"
+    )
     assert (tmp_path / "judge" / METRICS_FILE).read_bytes() == before
 
 
@@ -259,4 +264,73 @@ def test_what_the_commands_write_is_known(runs, reward_words, tmp_path):
     folder = train_reward_model(parse_reward_cli(reward_words), Screen(), CPU)
     assert replacing.foreign_files(folder) == []
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
-    assert parse_cli(["--overwrite"]).run.overwrite
+
+
+def test_what_lies_beside_is_an_input_too(run_flags, reward_words, tmp_path, start_model):
+    """The replaced run is removed at the end: a model in it is an input that would go."""
+    run(run_flags(*FAST))
+    (tmp_path / "run").rename(tmp_path / "run.replaced")
+    with pytest.raises(UserError, match="holds an input: --actor-model"):
+        train_ppo.main(run_flags(*FAST, "--actor-model", tmp_path / "run.replaced"))
+
+
+def test_a_rename_that_fails_brings_the_older_one_back(tmp_path, monkeypatch):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    really, calls = replacing.system.replace, []
+
+    def replace(source, target):
+        calls.append(source)
+        if len(calls) == 2:
+            raise PermissionError(13, "a scanner reads it")
+        really(source, target)
+
+    monkeypatch.setattr(replacing.system, "replace", replace)
+    with pytest.raises(PermissionError):
+        replacing.put_folder_in_place(tmp_path / "new", tmp_path / "old")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+
+
+def test_a_move_that_breaks_off_is_undone(tmp_path, monkeypatch):
+    """On Windows, where a program has one of the files open."""
+    from rlhf import runlogs
+
+    (tmp_path / "run").mkdir()
+    for name in ("a", "b", "run.json"):
+        (tmp_path / "run" / name).write_text(name)
+    really = runlogs.system.replace
+
+    def replace(source, target):
+        if Path(source).name == "b":
+            raise PermissionError(13, "in use")
+        really(source, target)
+
+    monkeypatch.setattr(runlogs.system, "replace", replace)
+    with pytest.raises(PermissionError):
+        runlogs._move_to(tmp_path / "run", tmp_path / "aside")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["a", "b", "run.json"]
+    assert not (tmp_path / "aside").exists()
+
+
+def test_a_folder_that_cannot_be_renamed_is_refused_before_training(reward_words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(replacing.os.path, "ismount", lambda path: True)
+    monkeypatch.setattr(training, "run_training", lambda *_: pytest.fail("trained first"))
+    with pytest.raises(UserError, match="the top of a disk cannot be replaced as a whole: --rm-output"):
+        reward_model.train.main([*reward_words, "--rm-output", ".", "--rm-overwrite"])
+
+
+def test_a_reward_model_in_the_current_folder(reward_words, tmp_path, monkeypatch):
+    """`.` has no name of its own."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for _ in range(2):
+        reward_model.train.main([*reward_words, "--rm-output", "../here", "--rm-overwrite"])
+    assert (tmp_path / "here" / METRICS_FILE).is_file()
+
+
+def test_training_finds_a_reward_model_whose_replacement_was_interrupted(run_flags, reward_folder, tmp_path):
+    shutil.copytree(reward_folder, tmp_path / "judge.replaced")
+    (tmp_path / "judge.replaced" / "run.json").write_text('{"status": "finished"}')
+    run(run_flags(*FAST, "--rm-model", tmp_path / "judge"))
+    assert (tmp_path / "judge" / "model.safetensors").is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
@@ -57,6 +58,23 @@ def test_what_a_function_changes_reaches_nobody_else():
     assert prompts[0].example.messages[0]["content"] == "2 + 2?"
 
 
+def test_rows_of_one_prompt_share_nothing():
+    """GRPO's group: what is done to one row of a prompt is not done to the others."""
+
+    def shout(messages, **_):
+        for chat in messages:
+            chat[-1]["content"] += "!"
+        return [float(chat[-1]["content"].count("!")) for chat in messages]
+
+    assert score(shout).total == [1.0, 1.0]
+
+
+def test_a_column_that_cannot_be_copied_is_passed_as_it_is():
+    lock = threading.Lock()
+    prompts = [Prompt((1,), Example(CHAT, columns={"lock": lock}))] * 2
+    assert score(lambda lock, **_: [float(one.locked()) for one in lock], prompts=prompts).total == [0.0, 0.0]
+
+
 def test_a_function_that_changes_the_chats_moves_no_evaluation(build):
     """The reward model's score of an unchanged policy stays what it is."""
 
@@ -97,8 +115,10 @@ RAISED = {
     "raise Odd('odd')": "Odd: odd",
     "raise KeyboardInterrupt": "RuntimeError: KeyboardInterrupt",
     "raise GeneratorExit": "GeneratorExit",
-    "return [10**400] * len(completions)": "an integer beyond the largest float is no score",
-    "return [-(10**400)] * len(completions)": "an integer beyond the largest float is no score",
+    "return [10**400] * len(completions)": "a number beyond the largest float is no score",
+    "return [Fraction(10**400)] * len(completions)": "a number beyond the largest float is no score",
+    "import torch; return [torch.ones(2)] * len(completions)": "RuntimeError: a Tensor with 2 elements cannot be",
+    "return [-(10**400)] * len(completions)": "a number beyond the largest float is no score",
 }
 
 
@@ -106,7 +126,8 @@ RAISED = {
 @pytest.mark.parametrize("script", [train_ppo, train_grpo])
 def test_whatever_a_function_raises_is_one_line_and_status_1(run_flags, tmp_path, capsys, script, line):
     file = tmp_path / "rules.py"
-    file.write_text(f"import sys\nclass Odd(BaseException): pass\ndef f(completions):\n    {line}\n")
+    head = "import sys\nfrom fractions import Fraction\nclass Odd(BaseException): pass\n"
+    file.write_text(f"{head}def f(completions):\n    {line}\n")
     groups = ["--batch-size", 2, "--K", 2] if script is train_grpo else []
     words = run_flags("--rm-model", "none", "--reward-func", f"{file}:f", *groups)
     with pytest.raises(SystemExit) as ended:

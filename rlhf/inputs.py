@@ -36,7 +36,8 @@ def place_of(name: str) -> Path:
 
 def missing_path(path: str, what: str, way_out: str) -> UserError:
     """The error for a path that is not there; names what lies near it and could be meant."""
-    place = place_of(path)
+    place_of(path)  # raises for what is no path at all
+    place = Path(path).expanduser()
     if what == "data file" and place.is_dir():
         return UserError(f"a folder, not a {what}: {path}. {way_out}")
     beside = sorted(p.name for p in place.parent.iterdir()) if place.parent.is_dir() else []

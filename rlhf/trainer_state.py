@@ -66,6 +66,7 @@ def load_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
     set_learning_rates(trainer)
     trainer.state.global_step, trainer.state.episode = state["update"], state["episode"]
     trainer.state.epoch, trainer.state.log_history = state["epoch"], state["log_history"]
+    trainer.proved = max(0, state["update"] - 1)  # of a checkpoint that was written before this was counted
     for name, value in state["counters"].items():
         setattr(trainer, name, value)
     trainer.drops, trainer.this_epoch = Drops(**state["drops"]), state["this_epoch"]

@@ -18,6 +18,7 @@ from rlhf.errors import RunError, run_command
 from rlhf.evaluation import FixedText, perplexity
 from rlhf.guard import bad_weights
 from rlhf.runlogs import read_run
+from rlhf.trainer_state import load_trainer
 from tests.conftest import attach, typed
 
 
@@ -204,3 +205,17 @@ def test_a_perplexity_beyond_a_float_is_infinite(build):
     text = FixedText([prompt], [[5, 6, 7]], "three tokens")
     value = perplexity(trainer.actor.policy, text, 0, torch.device("cpu"), None)
     assert value == math.inf
+
+
+def test_a_checkpoint_from_before_the_count_sets_nothing_older_aside(build, tmp_path):
+    """Written by an older release, without `proved`: a resume from it must not take all checkpoints for suspect."""
+    trainer = build("--num-iterations", 3)
+    attach(trainer)
+    trainer.train()
+    file = tmp_path / "run" / "checkpoint-3" / "training.json"
+    state = json.loads(file.read_text())
+    assert state["counters"].pop("proved") == 2
+    file.write_text(json.dumps(state))
+    again = build("--num-iterations", 3)
+    load_trainer(again, file.parent)
+    assert again.proved == 2

@@ -78,7 +78,7 @@ def torch_error(error: RuntimeError) -> str | None:
     """Return the line for an error of torch that the user can fix, else None. Imports no torch."""
     first = str(error).split("\n", 1)[0]
     if "DefaultCPUAllocator" in first or "not enough memory: you tried to allocate" in first:
-        return f"out of memory on the CPU: {first[first.find('DefaultCPUAllocator') :]:.120}. {SMALLER}"
+        return f"out of memory on the CPU: {first[max(0, first.find('DefaultCPUAllocator')) :]:.120}. {SMALLER}"
     if type(error).__name__ == "OutOfMemoryError":
         return (
             f"out of memory: {first}. Try --use-lora, --load-in-4bit, a smaller model, or close what else uses the GPU"

@@ -115,9 +115,7 @@ def check_topics(config: Config, train: Sequence[Prompt], screen: Screen) -> Non
         )
 
 
-def check_reward_context(
-    folder: str, examples: Sequence[Example], reply_length: int, source: str, plain: bool = False
-) -> None:
+def check_reward_context(folder: str, examples: Sequence[Example], reply_length: int, source: str) -> None:
     """Raise UserError if prompts with completions of `reply_length` tokens exceed a reward model's context.
 
     Reads its tokenizer and configuration alone. If its tokenizer is not the start model's, completions may turn out
@@ -126,7 +124,7 @@ def check_reward_context(
     context = context_of(load_config(folder))
     if context is None or not examples:
         return
-    tokenizer = load_tokenizer(folder, plain)
+    tokenizer = load_tokenizer(folder)
     lengths = [len(encode_prompt(tokenizer, e.messages)) for e in examples]
     raise_if(context_faults(lengths, context, reply_length, source, "reward model"))
 

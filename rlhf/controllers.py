@@ -93,8 +93,7 @@ class KLController:
         """The factor by which beta can grow in the shortest phase, at `episodes` completions per update."""
         if self.horizon is None:
             return 1.0
-        log_move = self.shortest_phase * math.log1p(LARGEST_ERROR * episodes / self.horizon)
-        return math.exp(min(log_move, MOST_LOG))
+        return move_in(self.shortest_phase, episodes, self.horizon)
 
     def state_dict(self) -> dict[str, float]:
         return {"beta": self.beta, "done": self.done}
@@ -111,6 +110,11 @@ def kl_controller(config: Config, updates: int) -> KLController:
         own = default_horizon(controller.shortest_phase, config.episodes_per_update)
         controller.horizon = kl.kl_horizon or own
     return controller
+
+
+def move_in(updates: int, episodes: int, horizon: int) -> float:
+    """Return the factor by which beta can grow in some updates: (1 + 0.2 * episodes / horizon) ** updates."""
+    return math.exp(min(updates * math.log1p(LARGEST_ERROR * episodes / horizon), MOST_LOG))
 
 
 def default_horizon(shortest_phase: int, episodes: int) -> int:

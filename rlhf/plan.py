@@ -15,7 +15,7 @@ from recipes import SIGNS
 from rlhf.actor_critic import base_of
 from rlhf.assembly import Parts
 from rlhf.console import Screen
-from rlhf.controllers import SMALLEST_MOVE, default_horizon, kl_controller
+from rlhf.controllers import SMALLEST_MOVE, default_horizon, kl_controller, move_in
 from rlhf.dealing import Dealing, one_line
 from rlhf.knobs import as_plain
 from rlhf.memory import Forecast, available, forecast, gib, what_helps
@@ -176,7 +176,12 @@ def kl_warnings(config: Config, updates: int) -> list[str]:
     move = controller.largest_move(episodes)
     if move < SMALLEST_MOVE:
         own = default_horizon(controller.shortest_phase, episodes)
-        fix = f"Use --kl-horizon {own}" if controller.horizon > own else "Train longer"
+        enough = move_in(controller.shortest_phase, episodes, own) >= SMALLEST_MOVE
+        ways = [
+            *([f"use --kl-horizon {own}"] if own < controller.horizon else []),
+            *([] if enough else ["train longer"]),
+        ]
+        fix = " and ".join(ways).capitalize()
         lines.append(
             f"warning: beta can move at most {move:.3g}-fold in {controller.shortest_phase} updates, too little to "
             f"enforce the KL target: --kl-horizon {controller.horizon:,}. {fix}, or choose --kl-coef by hand"

@@ -203,6 +203,8 @@ def test_what_keeps_a_target_from_being_enforced_is_a_line():
     short = kl_warnings(parse_cli("--kl-schedule phased --num-iterations 2".split()), 2)
     assert short[0].startswith("warning: 1 of 3 KL targets have no update in a run of 2")
     assert "Train longer" in short[1]
+    (both,) = kl_warnings(parse_cli("--recipe demo --num-iterations 6".split()), 6)
+    assert "Use --kl-horizon 128 and train longer, or choose" in both, "the horizon alone would give 1.8-fold"
     assert kl_warnings(parse_cli(["--kl-schedule", "fixed"]), 2) == []
 
 

@@ -133,7 +133,7 @@ def test_a_killed_run_is_not_trodden_on(project, flags):
 
 FAULTS = {
     "no model folder": (["--actor-model", "./nowhere"], "model not found: ./nowhere"),
-    "no reward model folder": (["--rm-model", "./nowhere"], "no reward model: --rm-model ./nowhere. Make one with: python -m reward_model.train"),
+    "no reward model folder": (["--rm-model", "./nowhere"], "no reward model: --rm-model ./nowhere. Make one with: "),
     "no prompts file": (["--prompts", "nowhere.jsonl"], "data file not found: nowhere.jsonl"),
     "no hub": (["--actor-model", "someone/model"], "model cannot be fetched: someone/model (not on this disk, and the "
                "hub cannot be reached: offline mode is on). Go online, or use --actor-model FOLDER"),

@@ -14,20 +14,13 @@ def main(argv: list[str] | None = None) -> None:
     from rlhf.console import Screen, quiet_libraries
 
     quiet_libraries()  # before libraries are imported that print at import
-    from reward_model.scorer import read_record
-    from reward_model.training import train_reward_model
-    from rlhf.preflight import start_device, weakness
+    from reward_model.training import refusal, train_reward_model
+    from rlhf.preflight import start_device
 
     with Screen() as screen:
         folder = train_reward_model(config, screen, start_device(screen))
-    weak = weakness(read_record(folder))
-    if weak is None:
-        screen.say(f"next: {training_command(config)}")
-    else:
-        screen.say(
-            f"warning: {weak}: training refuses this reward model. Give it more pairs or --rm-epochs, or train with "
-            "--allow-weak-reward-model"
-        )
+    why = refusal(config, folder)
+    screen.say(f"next: {training_command(config)}" if why is None else f"warning: training refuses this model: {why}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification, TrainerCallback, se
 from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig, RewardTrainer
 
-from config import RewardModelConfig, RewardTrainingSettings
+from config import RewardModelConfig, RewardTrainingSettings, parse_cli
 from reward_model.scorer import (
     METRICS_FILE,
     ROWS_AT_ONCE,
@@ -28,7 +28,9 @@ from reward_model.scorer import (
     pair_accuracy,
     pair_ids,
     pairs_that_fit,
+    read_record,
 )
+from rlhf.commands import training_words
 from rlhf.console import Screen
 from rlhf.engines import sample_replies
 from rlhf.errors import RunError, UserError
@@ -48,7 +50,8 @@ from rlhf.models import (
     load_tokenizer,
     readable,
 )
-from rlhf.prompts import Example, encode_prompts, load_examples, question_hash, split_examples
+from rlhf.preflight import check_reward_context, weakness
+from rlhf.prompts import Example, encode_prompt, encode_prompts, load_examples, question_hash, split_examples
 from rlhf.replacing import (
     numbered_name,
     put_folder_in_place,
@@ -258,6 +261,23 @@ def show_record(record: dict, screen: Screen) -> None:
         ("calibrated on", f"{record['calibration']['replies']} {record['calibration']['source']}"),
     ]
     screen.facts(rows)
+
+
+def refusal(config: RewardModelConfig, folder: Path) -> str | None:
+    """Why `training_command` would refuse this reward model: it is weak, or its context is too short for the prompts.
+    None if it would not."""
+    weak = weakness(read_record(folder))
+    if weak is not None:
+        return f"{weak}. Give it more pairs or --rm-epochs, or train with --allow-weak-reward-model"
+    training = parse_cli(training_words(config))
+    parts = split_examples(load_examples(config.data.pairs, say=lambda _: None), config.data.split or DEFAULT_SPLIT)
+    tokenizer, longest = load_tokenizer(str(folder)), training.data.prompt_length
+    used = [e for e in (*parts["rl"], *parts["evaluation"]) if len(encode_prompt(tokenizer, e.messages)) <= longest]
+    try:
+        check_reward_context(str(folder), used, training.sampling.reply_length, f"--rm-model {folder}")
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def save_reward_model(model: RewardModel, record: dict, folder: Path, keep: Path | None = None) -> None:

@@ -68,6 +68,11 @@ def _may_have_pairs(source: str) -> bool:
 
 def training_command(config: Any) -> str:
     """Return the command that trains a policy with the reward model that was just made."""
+    return command("python", "train_ppo.py", *training_words(config))
+
+
+def training_words(config: Any) -> list[str]:
+    """Return that command's arguments."""
     usual, data, made = RECIPES[config.recipe]["training"], config.data, config.training
     words = _recipe_words(config.recipe)
     if made.rm_output != usual["rm_model"]:
@@ -82,7 +87,7 @@ def training_command(config: Any) -> str:
         words += ["--split", str(data.split)]
     if data.plain_prompts and not usual.get("plain_prompts"):
         words += ["--plain-prompts"]
-    return command("python", "train_ppo.py", *words)
+    return words
 
 
 def _recipe_words(recipe: str) -> list[str]:

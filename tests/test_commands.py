@@ -19,6 +19,7 @@ import train_grpo
 import train_ppo
 from config import parse_cli, parse_reward_cli
 from recipes import RECIPES
+from reward_model import training
 from rlhf import commands, system
 from rlhf.commands import reward_model_command, training_command
 from rlhf.outcome import other_algorithm
@@ -97,12 +98,11 @@ def test_no_next_command_for_a_model_that_training_refuses(start_model, pairs_fi
              tmp_path / "judge"]  # fmt: skip
     for accuracy in (0.4, 0.9):
         monkeypatch.setattr(reward_model.train, "training_command", lambda _: "THE COMMAND")
-        monkeypatch.setattr("reward_model.scorer.read_record",
-                            lambda _, a=accuracy: {"accuracy": a, "length_baseline": 0.5})  # fmt: skip
+        monkeypatch.setattr(training, "read_record", lambda _, a=accuracy: {"accuracy": a, "length_baseline": 0.5})
         reward_model.train.main([str(word) for word in [*words, "--rm-overwrite"]])
         said = capsys.readouterr().out
         assert ("next: THE COMMAND" in said) == (accuracy > 0.6)
-        assert ("training refuses this reward model" in said) == (accuracy < 0.6)
+        assert ("training refuses this model: a weak reward model" in said) == (accuracy < 0.6)
 
 
 def test_a_missing_reward_model_is_named_at_once_with_the_command_that_makes_one(tmp_path):

@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassifica
 
 import evaluate_generations
 import train_ppo
+from reward_model import training
 from reward_model.scorer import RewardModel
 from reward_model.train import main as train_reward
 from rlhf.errors import RunError, UserError
@@ -56,7 +57,7 @@ def test_a_sequence_beyond_it_raises_and_one_at_its_limit_does_not(short):
         model.raw_scores([[5] * 41, [6]])
 
 
-def test_pairs_beyond_the_base_models_positions_are_skipped_with_a_count(tmp_path, capsys):
+def test_pairs_beyond_the_base_models_positions_are_skipped_with_a_count(tmp_path, capsys, monkeypatch):
     """GPT-2's learned positions: an index error on a CPU, an assertion in the device on a GPU."""
     tokenizer = smollm2_tokenizer()
     torch.manual_seed(0)
@@ -69,7 +70,10 @@ def test_pairs_beyond_the_base_models_positions_are_skipped_with_a_count(tmp_pat
     words = ["--base-model", tmp_path / "base", "--actor-model", tmp_path / "base", "--pairs",
              tmp_path / "pairs.jsonl", "--rm-output", tmp_path / "judge", "--split", "80/10/10",
              "--reply-length", 8]  # fmt: skip
+    monkeypatch.setattr(training, "weakness", lambda _: None)
     train_reward([str(word) for word in words])
     said = capsys.readouterr().out
+    assert "next:" not in said, "training's completions of 128 tokens do not fit"
+    assert "warning: training refuses this model: " in said and "the reward model's context of 64 tokens" in said
     assert "pairs that are longer than the base model's context of 64 tokens" in said
     assert (tmp_path / "judge" / "metrics.json").is_file()

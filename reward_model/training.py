@@ -91,6 +91,31 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
         load_examples(config.data.pairs, pairs=True, say=screen.say), config.data.split or DEFAULT_SPLIT
     )
     model = new_reward_model(config, device)
+    train, held_out = usable_pairs(config, model, parts, screen)
+    replies, source = calibration_replies(parts["rl"] or parts["reward"], config, device, model)
+    run_training(model, train, config, screen)
+    record = measure_and_calibrate(model, held_out, replies, source)
+    show_record(record, screen)
+    record |= {"train_questions": sorted({question_hash(p) for p in train}), "settings": as_plain(config)}
+    check_output(folder, **placing)  # again: training took a while
+    holds_a_model = folder.is_dir() and any(folder.iterdir())
+    keep = numbered_name(folder) if holds_a_model and not config.training.rm_overwrite else None
+    save_reward_model(model, record, folder, keep)
+    if keep is not None:
+        screen.say(f"moved the reward model that was in {folder} to {keep}")
+    for line in remove_replaced(folder):
+        screen.say(line)
+    screen.say(f"reward model saved in {folder}")
+    return folder
+
+
+def usable_pairs(
+    config: RewardModelConfig, model: RewardModel, parts: dict[str, list[Example]], screen: Screen
+) -> tuple[list[Example], list[Example]]:
+    """The pairs to train on and the held-out ones that are short enough; prints how many were skipped.
+
+    Raises UserError if none is left.
+    """
     train, held_out = (
         pairs_that_fit(model, parts[name], config.data.pair_length) for name in ("reward", "evaluation")
     )
@@ -108,20 +133,7 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
         screen.say(f"  skipped {skipped} pairs that are longer than {limit} ({too_long} of them to train on)")
     if len(held_out) < FEW_PAIRS:
         screen.say(f"  only {len(held_out)} held-out pairs: all of them are used, and the accuracy is uncertain")
-    replies, source = calibration_replies(parts["rl"] or parts["reward"], config, device, model)
-    run_training(model, train, config, screen)
-    record = measure_and_calibrate(model, held_out, replies, source)
-    show_record(record, screen)
-    record |= {"train_questions": sorted({question_hash(p) for p in train}), "settings": as_plain(config)}
-    check_output(folder, **placing)  # again: training took a while
-    keep = None if config.training.rm_overwrite or not folder.exists() else numbered_name(folder)
-    save_reward_model(model, record, folder, keep)
-    if keep is not None:
-        screen.say(f"moved the reward model that was in {folder} to {keep}")
-    for line in remove_replaced(folder):
-        screen.say(line)
-    screen.say(f"reward model saved in {folder}")
-    return folder
+    return train, held_out
 
 
 def new_reward_model(config: RewardModelConfig, device: torch.device) -> RewardModel:

@@ -24,7 +24,7 @@ from rlhf.replacing import free_name
 MANIFEST = "manifest.json"
 GOING = "manifest.going"  # what a manifest is called once its checkpoint is being removed
 UNFINISHED = ".unfinished"
-SUSPECT = ".suspect"  # holds weights with which no update succeeded
+SUSPECT = ".suspect"  # from whose weights no optimizer step could be taken
 NAME = re.compile(r"checkpoint-([1-9]\d*)")
 
 

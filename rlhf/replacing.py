@@ -110,6 +110,8 @@ def put_folder_in_place(beside: Path, folder: Path, keep: Path | None = None) ->
     """Rename the complete folder `beside` to `folder`. An older one there is renamed first: to `keep`, else to
     NAME.replaced. If the second rename fails, the first one is undone, and `beside` stays."""
     older = None
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
     if folder.exists():
         older = keep or set_aside(folder)
         system.replace(folder, older)

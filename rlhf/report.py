@@ -108,15 +108,7 @@ def show_figures(figures: dict, screen: Screen) -> None:
                 f"(95% interval of the rise {low:+.3f} to {high:+.3f}); no training saw it",
             )
         )
-    per, kl = figures["kl_unit"].removeprefix("nats/"), figures["kl_last_10_updates"]
-    measured = "not measured, because every update was skipped" if kl is None else f"{kl:.3g}/{per}"
-    rows.append(("KL", f"{measured} over the last updates (10 at most){_aim(kl, figures['kl_target'], per)}"))
-    if figures["kl_target"] is not None and len(figures["kl_phases"]) > 1:
-        for phase in figures["kl_phases"]:
-            (first, last), ended = phase["updates"], phase["kl_last_10_updates"]
-            aim = _aim(ended, phase["target"], per)
-            measured = "were all skipped" if ended is None else f"ended at {ended:.3g}/{per}"
-            rows.append(("", f"updates {first} to {last} {measured}{aim}"))
+    rows += _kl_rows(figures)
     rows += [
         (
             "reply",
@@ -131,6 +123,20 @@ def show_figures(figures: dict, screen: Screen) -> None:
     ]
     screen.say(f"before -> after on {figures['prompts']} evaluation prompts:")
     screen.facts(rows)
+
+
+def _kl_rows(figures: dict) -> list[tuple[str, str]]:
+    """The KL at the end of the run, and of each phase if there are several."""
+    per, kl = figures["kl_unit"].removeprefix("nats/"), figures["kl_last_10_updates"]
+    measured = "not measured, because every update was skipped" if kl is None else f"{kl:.3g}/{per}"
+    rows = [("KL", f"{measured} over the last updates (10 at most){_aim(kl, figures['kl_target'], per)}")]
+    if figures["kl_target"] is not None and len(figures["kl_phases"]) > 1:
+        for phase in figures["kl_phases"]:
+            (first, last), ended = phase["updates"], phase["kl_last_10_updates"]
+            aim = _aim(ended, phase["target"], per)
+            measured = "were all skipped" if ended is None else f"ended at {ended:.3g}/{per}"
+            rows.append(("", f"updates {first} to {last} {measured}{aim}"))
+    return rows
 
 
 def number(value: float) -> str:

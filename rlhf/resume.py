@@ -48,16 +48,7 @@ def settle_resume(config: Config, screen: Screen) -> Config | None:
         raise UserError(
             f"a run of train_{run['algorithm']}.py: --resume, --output {config.run.output}. Go on with that command"
         )
-    changed = setting_changes(run, as_plain(config))
-    if run["status"] == "finished" and changed and not config.run.resume_anyway:
-        raise UserError(
-            [
-                f"a finished run with other settings: --resume, {line}. Add --resume-anyway to train on from its last "
-                "checkpoint with the new settings, or leave that out"
-                for line in changed
-            ]
-        )
-    if run["status"] == "finished" and not changed:
+    if run["status"] == "finished" and not is_extended(config, run):
         screen.say(f"finished already: {config.run.output}. There is nothing to train")
         if not (config.run.dry_run or config.run.check):
             check_export(config, run)
@@ -84,6 +75,21 @@ def settle_resume(config: Config, screen: Screen) -> Config | None:
         screen.say(f"warning: skipped a checkpoint that is not sound: {line}; {found.newest.name} is used")
     check_same_run(config, changes(run, as_plain(config), environment()), screen)
     return config
+
+
+def is_extended(config: Config, run: dict[str, Any]) -> bool:
+    """Whether a finished run is to be trained on with other settings. Raises UserError if they differ without
+    --resume-anyway."""
+    changed = setting_changes(run, as_plain(config))
+    if changed and not config.run.resume_anyway:
+        raise UserError(
+            [
+                f"a finished run with other settings: --resume, {line}. Add --resume-anyway to train on from its last "
+                "checkpoint with the new settings, or leave that out"
+                for line in changed
+            ]
+        )
+    return bool(changed)
 
 
 def budget(config: Config, updates: int) -> dict[str, int]:

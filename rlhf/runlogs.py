@@ -44,6 +44,8 @@ def check_output(folder: Path, *, overwrite: bool, is_default: bool, flag: str =
     require_unused(folder)
     if flag != "--output" or (overwrite and _content(folder)):
         replacing.check_replaceable(folder, flag)
+    if flag != "--output" and folder.resolve() in (Path.cwd(), *Path.cwd().parents):  # it is renamed as a whole
+        raise UserError(f"the current folder, or one above it: {flag} {folder}. Name a folder inside it")
     _check_content(folder, overwrite, is_default, flag)
 
 

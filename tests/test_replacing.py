@@ -275,8 +275,9 @@ def test_what_lies_beside_is_an_input_too(run_flags, reward_words, tmp_path, sta
 
 
 def test_a_rename_that_fails_brings_the_older_one_back(tmp_path, monkeypatch):
-    (tmp_path / "old").mkdir()
-    (tmp_path / "new").mkdir()
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(name)
     really, calls = replacing.system.replace, []
 
     def replace(source, target):
@@ -320,13 +321,13 @@ def test_a_folder_that_cannot_be_renamed_is_refused_before_training(reward_words
         reward_model.train.main([*reward_words, "--rm-output", ".", "--rm-overwrite"])
 
 
-def test_a_reward_model_in_the_current_folder(reward_words, tmp_path, monkeypatch):
-    """`.` has no name of its own."""
+@pytest.mark.parametrize("name", [".", "../here", ".."])
+def test_the_current_folder_is_refused(reward_words, tmp_path, monkeypatch, name):
+    """It is renamed as a whole, and the shell would stand in a folder that is gone."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    for _ in range(2):
-        reward_model.train.main([*reward_words, "--rm-output", "../here", "--rm-overwrite"])
-    assert (tmp_path / "here" / METRICS_FILE).is_file()
+    with pytest.raises(UserError, match="the current folder, or one above it: --rm-output"):
+        reward_model.train.main([*reward_words, "--rm-output", name])
 
 
 def test_training_finds_a_reward_model_whose_replacement_was_interrupted(run_flags, reward_folder, tmp_path):
@@ -334,3 +335,9 @@ def test_training_finds_a_reward_model_whose_replacement_was_interrupted(run_fla
     (tmp_path / "judge.replaced" / "run.json").write_text('{"status": "finished"}')
     run(run_flags(*FAST, "--rm-model", tmp_path / "judge"))
     assert (tmp_path / "judge" / "model.safetensors").is_file()
+
+
+def test_an_empty_folder_is_no_older_version(reward_words, tmp_path):
+    (tmp_path / "judge").mkdir()
+    reward_model.train.main(reward_words)
+    assert [path.name for path in tmp_path.iterdir()] == ["judge"]

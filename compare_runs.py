@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from config import ComparisonConfig, parse_comparison_cli
-from rlhf.errors import run_command
-from rlhf.libraries import check_libraries
+from rlhf.utils.errors import run_command
+from rlhf.utils.requirements import check_libraries
 
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_comparison_cli(argv)  # before torch is imported: --help and mistakes are answered at once
     check_libraries()
-    from rlhf.console import Screen, quiet_libraries
+    from rlhf.utils.console import Screen, quiet_libraries
 
     quiet_libraries()
     compare(config, Screen())
@@ -30,11 +30,11 @@ def compare(config: ComparisonConfig, screen) -> None:
     )
     from rlhf.comparison_tables import tables
     from rlhf.curves import read_runs
-    from rlhf.files import check_folder
     from rlhf.measuring import Bench
     from rlhf.preflight import start_device
-    from rlhf.printing import PRINTED_FILE
     from rlhf.trained import find_models
+    from rlhf.utils.files import check_folder
+    from rlhf.utils.printing import PRINTED_FILE
 
     folder = check_folder(config.comparison.output)
     check_named(config.comparison.runs)

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 from recipes import RECIPES
 from rlhf.cli import build, resolve
 from rlhf.commands import names_code, resume_command
-from rlhf.errors import UserError, did_you_mean
 from rlhf.knobs import HubName, KLTarget, Split, as_in, bare_targets, knob
 from rlhf.runlogs import RUN_FILE, flat_settings, read_run, run_fault, seed_folder
+from rlhf.utils.errors import UserError, did_you_mean
 
 LARGEST_SEED = 2**32 - 1  # that numpy and transformers take
 MOST_UPDATES = 10_000_000

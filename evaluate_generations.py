@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from config import EvaluationConfig, parse_evaluation_cli
-from rlhf.errors import run_command
-from rlhf.libraries import check_libraries
+from rlhf.utils.errors import run_command
+from rlhf.utils.requirements import check_libraries
 
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_evaluation_cli(argv)  # before torch is imported: --help and mistakes are answered at once
     check_libraries()
-    from rlhf.console import Screen, quiet_libraries
+    from rlhf.utils.console import Screen, quiet_libraries
 
     quiet_libraries()
     if config.evaluation.tokens is not None:
@@ -26,11 +26,11 @@ def main(argv: list[str] | None = None) -> None:
 
 def evaluate(config: EvaluationConfig, screen) -> None:
     from rlhf.evaluation_report import make_report, show_report, write_report
-    from rlhf.files import check_folder
     from rlhf.measuring import Bench
     from rlhf.preflight import start_device
-    from rlhf.printing import PRINTED_FILE
     from rlhf.trained import find_models
+    from rlhf.utils.files import check_folder
+    from rlhf.utils.printing import PRINTED_FILE
 
     measure, output = config.measure, check_folder(config.evaluation.output)
     models = find_models(config.evaluation.model_path, measure, "--model-path")

@@ -6,16 +6,16 @@ import os
 from pathlib import Path
 
 from config import PlotConfig, parse_plot_cli
-from rlhf.errors import UserError, run_command
+from rlhf.utils.errors import UserError, run_command
 
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_plot_cli(argv)  # before matplotlib and TensorBoard are imported: mistakes are answered at once
     picture, table = output_files(config.plot.output)
-    from rlhf.console import Screen
     from rlhf.curve_pictures import Chart, draw
     from rlhf.curves import read_runs, write_table
     from rlhf.pictures import save_picture
+    from rlhf.utils.console import Screen
 
     screen = Screen()
     runs = read_runs(run_folders(config))
@@ -73,8 +73,8 @@ def standing(run, chart) -> str:
 
 def unlike(chart) -> list[str]:
     """How the runs differ in what a reader takes to be equal, a line each."""
-    from rlhf.console import clock
     from rlhf.runlogs import MAY_DIFFER, differences
+    from rlhf.utils.console import clock
 
     said = []
     recipes = sorted({run.config.recipe for run in chart.runs})

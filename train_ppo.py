@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from config import Config, parse_cli
-from rlhf.errors import run_command
 from rlhf.inputs import check_inputs
-from rlhf.libraries import check_libraries
+from rlhf.utils.errors import run_command
+from rlhf.utils.requirements import check_libraries
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -13,7 +13,7 @@ def main(argv: list[str] | None = None) -> None:
     if config.run.replay is None and not config.run.resume:
         check_inputs(config)
     check_libraries()
-    from rlhf.console import Screen, quiet_libraries
+    from rlhf.utils.console import Screen, quiet_libraries
 
     quiet_libraries()
     from rlhf.seeds import for_each_seed
@@ -35,7 +35,7 @@ def train(config: Config, screen) -> None:
     from rlhf.ppo_trainer import PPO
     from rlhf.preflight import start_device
     from rlhf.resume import resume_run
-    from rlhf.stopping import StopRequest
+    from rlhf.utils.signals import StopRequest
 
     check_run_folder(config)
     check_export(config)

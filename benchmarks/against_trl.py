@@ -27,8 +27,8 @@ from benchmarks.work import (
     parse_update,
     work_of,
 )
-from rlhf.errors import run_command
-from rlhf.files import write_json
+from rlhf.utils.errors import run_command
+from rlhf.utils.files import write_json
 
 SETTLE_S = 0.25  # some OpenMP libraries spin for 0.2 s before their threads sleep: the other side would feel it
 
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)  # before torch is imported: --help and mistakes are answered at once
     device = choose_device(arguments.device)
     from benchmarks.comparison import compare, show
-    from rlhf.console import Screen, quiet_libraries
+    from rlhf.utils.console import Screen, quiet_libraries
 
     quiet_libraries()
     screen = Screen()

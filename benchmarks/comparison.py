@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.machine import BUSY, busy_line, gib, machine_line
 from benchmarks.work import Work
-from rlhf.console import Screen
-from rlhf.errors import RunError
 from rlhf.runlogs import environment
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import RunError
 
 SIDES = ("ours", "stock")
 

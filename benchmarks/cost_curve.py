@@ -20,8 +20,8 @@ sys.path.insert(
 )  # a script's own folder is on the path, not the project
 
 from benchmarks.work import Work, add_flags, at_least, choose_device, make_models, work_of
-from rlhf.errors import run_command
-from rlhf.files import write_json
+from rlhf.utils.errors import run_command
+from rlhf.utils.files import write_json
 
 LIMIT = 1.20  # a doubling may cost this much more per token, at most
 SHORTEST = 16  # tokens
@@ -33,7 +33,7 @@ UNITS = {"batch": "prompts per update", "length": "tokens per reply"}
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)  # before torch is imported: --help and mistakes are answered at once
     device = choose_device(arguments.device)
-    from rlhf.console import Screen, quiet_libraries
+    from rlhf.utils.console import Screen, quiet_libraries
 
     quiet_libraries()
     screen = Screen()

@@ -23,8 +23,8 @@ from benchmarks.against_trl import alternate
 from benchmarks.side import Side
 from benchmarks.techniques import spread
 from benchmarks.work import Work, add_flags, at_least, choose_device, make_models, prompt_lengths, work_of
-from rlhf.errors import RunError, UserError, run_command
-from rlhf.files import write_json
+from rlhf.utils.errors import RunError, UserError, run_command
+from rlhf.utils.files import write_json
 
 MINIBATCH = 4  # prompts per optimizer step: the default recipe's, whatever the rollout's size
 PARTS = ("rollout", "score", "update")
@@ -33,7 +33,7 @@ PARTS = ("rollout", "score", "update")
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)  # before torch is imported: --help and mistakes are answered at once
     device = choose_device(arguments.device)
-    from rlhf.console import Screen, quiet_libraries
+    from rlhf.utils.console import Screen, quiet_libraries
 
     quiet_libraries()
     screen = Screen()

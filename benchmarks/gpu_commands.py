@@ -14,7 +14,7 @@ from benchmarks.gpu_measures import make_shared_models, work_for
 from benchmarks.gpu_section import OutOfTime, Section
 from benchmarks.side import ROOT
 from benchmarks.work import letter, random_rows
-from rlhf.system import WINDOWS, stop_signals
+from rlhf.utils.system import WINDOWS, stop_signals
 
 NEW_GROUP = subprocess.CREATE_NEW_PROCESS_GROUP if WINDOWS else 0  # else Ctrl-Break would reach this process, too
 TO_STOP = 12.0  # seconds before a section's end: a run that is asked to stop ends its update and saves

@@ -31,11 +31,11 @@ from benchmarks.work import (
     rule_out_special,
 )
 from config import SamplingSettings
-from rlhf.console import Screen
 from rlhf.engines import sample_replies
-from rlhf.errors import Notice
 from rlhf.models import autocast
 from rlhf.rollout import uniforms
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import Notice
 
 ENGINES = ("plain", "slots", "graph")
 SLOTS = (64, 128, 256, 512, 1024)

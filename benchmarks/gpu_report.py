@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf.files import write_json, write_text
+from rlhf.utils.files import write_json, write_text
 
 RUNNING, DONE, OUT_OF_TIME, FAILED = "running", "done", "out of time", "failed"
 

@@ -91,7 +91,7 @@ class Section:
         self._tell({"machine": gpu_machine(self.device)})
 
     def _tell(self, told: dict[str, Any]) -> None:
-        from rlhf.files import json_ready
+        from rlhf.utils.files import json_ready
 
         self.channel.write(json.dumps(json_ready(told)) + "\n")
         self.channel.flush()
@@ -102,7 +102,7 @@ def main() -> None:
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print goes to the log
     from benchmarks.work import choose_device
-    from rlhf.console import quiet_libraries
+    from rlhf.utils.console import quiet_libraries
 
     section = Section(plan, channel)
     choose_device(plan.device)

@@ -178,7 +178,7 @@ torch.cuda.set_per_process_memory_fraction({share})
 torch.cuda.set_per_process_memory_fraction = lambda *_: None
 sys.argv = sys.argv[1:]
 import train_ppo
-from rlhf.errors import run_command
+from rlhf.utils.errors import run_command
 run_command(train_ppo.main)
 """
 # GiB that the process may take, and what it should come to

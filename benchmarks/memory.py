@@ -20,8 +20,8 @@ sys.path.insert(
 
 from benchmarks.side import Side
 from benchmarks.work import Work, add_flags, add_update_flags, choose_device, make_models, parse_update, work_of
-from rlhf.errors import run_command
-from rlhf.files import write_json
+from rlhf.utils.errors import run_command
+from rlhf.utils.files import write_json
 
 UPDATES = 2
 # a trainer's methods, and the phases of the forecast that fall into each
@@ -35,7 +35,7 @@ METHODS = {
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)  # before torch is imported: --help and mistakes are answered at once
     device = choose_device(arguments.device)
-    from rlhf.console import Screen, quiet_libraries
+    from rlhf.utils.console import Screen, quiet_libraries
 
     quiet_libraries()
     screen = Screen()

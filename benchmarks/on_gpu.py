@@ -42,10 +42,10 @@ import psutil
 from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report, number, one_line
 from benchmarks.gpu_section import Plan
 from benchmarks.work import choose_device
-from rlhf.errors import UserError, run_command
-from rlhf.files import check_folder
 from rlhf.runlogs import now
-from rlhf.system import WINDOWS
+from rlhf.utils.errors import UserError, run_command
+from rlhf.utils.files import check_folder
+from rlhf.utils.system import WINDOWS
 
 ROOT = Path(__file__).resolve().parent.parent
 # minutes of each section

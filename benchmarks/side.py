@@ -48,7 +48,7 @@ class Side:
         return self._hear()
 
     def _hear(self) -> dict[str, Any]:
-        from rlhf.errors import RunError
+        from rlhf.utils.errors import RunError
 
         line = self.process.stdout.readline()
         if not line:
@@ -75,7 +75,7 @@ def main() -> None:
     run, work = {"ours": run_ours, "stock": run_stock}[sys.argv[1]], Work.read(sys.argv[2])
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print goes to the log
-    from rlhf.console import quiet_libraries
+    from rlhf.utils.console import quiet_libraries
 
     quiet_libraries()
     import torch

@@ -42,8 +42,8 @@ from benchmarks.work import (
     varied,
     work_of,
 )
-from rlhf.errors import RunError, run_command
-from rlhf.files import write_json
+from rlhf.utils.errors import RunError, run_command
+from rlhf.utils.files import write_json
 
 if TYPE_CHECKING:
     from rlhf.loop import OnPolicyLoop
@@ -60,7 +60,7 @@ GROUPS, K = 2, 6  # prompts of a GRPO step, and replies to each
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)  # before torch is imported: --help and mistakes are answered at once
     device = choose_device(arguments.device)
-    from rlhf.console import Screen, quiet_libraries
+    from rlhf.utils.console import Screen, quiet_libraries
 
     quiet_libraries()
     screen = Screen()

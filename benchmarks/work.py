@@ -141,7 +141,7 @@ def choose_device(wanted: str | None) -> str:
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES=cards)
     import torch  # slow to import: not at the top, where `--help` would wait for it
 
-    from rlhf.errors import UserError
+    from rlhf.utils.errors import UserError
 
     if torch.cuda.is_available():
         os.environ.pop("ACCELERATE_USE_CPU", None)

@@ -16,7 +16,6 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.actor_critic import let_go_of_files, store_frozen_weights
-from rlhf.errors import RunError, UserError
 from rlhf.models import (
     autocast,
     check_vocabulary,
@@ -28,6 +27,7 @@ from rlhf.models import (
     readable,
 )
 from rlhf.prompts import Example, encode_prompt, encode_reply
+from rlhf.utils.errors import RunError, UserError
 
 METRICS_FILE = "metrics.json"
 ROWS_AT_ONCE = 32

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from config import parse_reward_cli
 from rlhf.commands import training_command
-from rlhf.errors import run_command
-from rlhf.libraries import check_libraries
+from rlhf.utils.errors import run_command
+from rlhf.utils.requirements import check_libraries
 
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_reward_cli(argv)  # before torch is imported: --help and mistakes are answered at once
     check_libraries()
-    from rlhf.console import Screen, quiet_libraries
+    from rlhf.utils.console import Screen, quiet_libraries
 
     quiet_libraries()  # before libraries are imported that print at import
     from reward_model.training import refusal, train_reward_model

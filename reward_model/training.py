@@ -31,12 +31,8 @@ from reward_model.scorer import (
     read_record,
 )
 from rlhf.commands import training_words
-from rlhf.console import Screen
 from rlhf.engines import sample_replies
-from rlhf.errors import RunError, UserError
-from rlhf.files import disk_errors, write_json
 from rlhf.guard import bad_weights
-from rlhf.inputs import check_inputs_outside
 from rlhf.knobs import Split, as_plain
 from rlhf.models import (
     autocast,
@@ -52,7 +48,13 @@ from rlhf.models import (
 )
 from rlhf.preflight import check_reward_context, weakness
 from rlhf.prompts import Example, encode_prompt, encode_prompts, load_examples, question_hash, split_examples
-from rlhf.replacing import (
+from rlhf.rollout import uniforms
+from rlhf.runlogs import RUN_FILE, check_output, environment
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.files import disk_errors, write_json
+from rlhf.utils.paths import check_inputs_outside
+from rlhf.utils.replacing import (
     numbered_name,
     put_folder_in_place,
     remove_replaced,
@@ -60,9 +62,7 @@ from rlhf.replacing import (
     restore_replaced,
     unfinished_name,
 )
-from rlhf.rollout import uniforms
-from rlhf.runlogs import RUN_FILE, check_output, environment
-from rlhf.system import sync_file
+from rlhf.utils.system import sync_file
 
 DEFAULT_SPLIT = Split(45, 45, 10)
 SMALLEST_STD = 1e-3  # raw scores that spread less than this are one score: nothing to calibrate

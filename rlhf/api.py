@@ -9,9 +9,7 @@ from torch import nn
 from config import Config
 from rlhf.assembly import FEW_PROMPTS, find_rewards, find_start_model, load_rewards, load_start_policy
 from rlhf.callbacks import KLControl
-from rlhf.console import Screen
 from rlhf.controllers import kl_controller
-from rlhf.errors import UserError
 from rlhf.grpo_trainer import GRPO
 from rlhf.knobs import Split
 from rlhf.loop import OnPolicyLoop
@@ -19,6 +17,8 @@ from rlhf.ppo_trainer import PPO
 from rlhf.preflight import check_overlap, check_prompts, check_topics, start_device
 from rlhf.prompts import GivenPrompt, examples_of, render_sets, split_examples
 from rlhf.rewards import RewardFunction, Rewards, check_columns
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
 
 TRAINERS = {"ppo": PPO, "grpo": GRPO}
 Prompts = Sequence[GivenPrompt]

@@ -14,13 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from config import Config
 from reward_model.scorer import RewardModel
-from rlhf.console import Screen
 from rlhf.demo.parts import prepare_demo
 from rlhf.engines import check_engine
-from rlhf.errors import UserError
 from rlhf.evaluation import text_of_file
-from rlhf.hub import is_on_hub
-from rlhf.inputs import check_inputs_outside, inputs_of
+from rlhf.inputs import inputs_of
 from rlhf.knobs import as_plain
 from rlhf.metrics import memory_in_use, reset_peak_memory
 from rlhf.models import (
@@ -45,6 +42,11 @@ from rlhf.prompts import Prompt, PromptSets, load_prompts
 from rlhf.resume import budget, check_same_run
 from rlhf.rewards import LearnedReward, Rewards, check_columns, find_rule
 from rlhf.runlogs import RunLog, check_output, claim_output, require_run, require_unused
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
+from rlhf.utils.files import files_print
+from rlhf.utils.hub import is_on_hub
+from rlhf.utils.paths import check_inputs_outside
 from rlhf.vllm_engine import require_vllm
 
 FEW_PROMPTS = 20
@@ -212,20 +214,6 @@ def load_start_policy(config: Config, start: str, tokenizer: PreTrainedTokenizer
 def fingerprint(prompts: Sequence[Prompt]) -> str:
     """SHA-256 of the prompts' ids: the same data in the same order, or not."""
     return hashlib.sha256(json.dumps([p.ids for p in prompts]).encode()).hexdigest()
-
-
-def files_print(name: str | None, pattern: str) -> str | None:
-    """SHA-256 of a file, or of those in a folder: of their names, sizes and last MiB, which no two trainings leave
-    alike. None where `name` is neither (a name on the hub, a built-in rule)."""
-    if not name or not Path(name).exists():
-        return None
-    print_ = hashlib.sha256()
-    for file in sorted(Path(name).glob(pattern)) if Path(name).is_dir() else [Path(name)]:
-        with file.open("rb") as stream:
-            size = file.stat().st_size
-            stream.seek(max(0, size - 2**20))
-            print_.update(f"{file.name} {size}\n".encode() + stream.read())
-    return print_.hexdigest()
 
 
 def topics_fingerprint(prompts: Sequence[Prompt]) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.console import clock
 from rlhf.curves import RunCurves
-from rlhf.errors import UserError
 from rlhf.prompts import Example, Prompt
 from rlhf.rewards import Rewards
 from rlhf.statistics import over_seeds_if_any
+from rlhf.utils.console import clock
+from rlhf.utils.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -16,25 +16,25 @@ from config import IN_A_ROW, Config, make_config
 from rlhf.best import Candidate, choose
 from rlhf.checkpoints import find_checkpoints, set_aside, write_checkpoint
 from rlhf.commands import replay_command, resume_command
-from rlhf.console import Screen, clock
 from rlhf.controllers import RUNAWAY, KLController, kl_controller
 from rlhf.dealing import one_line
-from rlhf.errors import RunError
 from rlhf.evaluation import Evaluation
 from rlhf.guard import Dropped
 from rlhf.incidents import save_incident
 from rlhf.loop import OnPolicyLoop
 from rlhf.memory import forecaster, what_helps
 from rlhf.metrics import Batch, Scored
-from rlhf.printing import PRINTED_FILE
 from rlhf.prompts import Prompt
-from rlhf.report import number
 from rlhf.rollout import Rollout
 from rlhf.runlogs import RunLog
-from rlhf.stopping import Stopped, StopRequest
 from rlhf.tokens import TOKENS_FOLDER, token_rows, write_tokens
 from rlhf.trainer_state import load_weights, save_trainer
-from rlhf.weights import BEST_FOLDER, link_folder, replace_folder
+from rlhf.utils.console import Screen, clock, number
+from rlhf.utils.errors import RunError
+from rlhf.utils.files import link_folder, replace_folder
+from rlhf.utils.printing import PRINTED_FILE
+from rlhf.utils.signals import Stopped, StopRequest
+from rlhf.weights import BEST_FOLDER
 
 SOME_UPDATES = 10  # after which equal scores are no chance
 

@@ -19,17 +19,17 @@ from transformers import PreTrainedTokenizerBase
 from config import Config
 from rlhf.actor_critic import base_of, scaled_logits, set_adapter_dropout
 from rlhf.assembly import Parts
-from rlhf.console import Screen
 from rlhf.determinism import CUBLAS, REPRODUCIBLE_CUBLAS
-from rlhf.errors import UserError, raise_if
 from rlhf.loop import OnPolicyLoop
-from rlhf.memory import available, forecaster, gib
+from rlhf.memory import available, forecaster
 from rlhf.metrics import memory_in_use
 from rlhf.models import autocast, autocast_dtype
 from rlhf.preflight import Check, start_checks
 from rlhf.prompts import Prompt, encode_text
 from rlhf.rewards import LearnedReward, ModuleReward, Rewards
 from rlhf.rollout import Rollout, tokens_at_once
+from rlhf.utils.console import Screen, gib
+from rlhf.utils.errors import UserError, raise_if
 from rlhf.weights import load_policy_weights
 
 # How far from 1 a ratio, from 0 a log-ratio may be on average, and how far a score may move: what rounding does where

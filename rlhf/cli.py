@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from rlhf.errors import UserError, did_you_mean, raise_if
 from rlhf.knobs import Knob, convert, is_unset, knobs_of, name_table, range_text
+from rlhf.utils.errors import UserError, did_you_mean, raise_if
 
 Layer = dict[str, tuple[Any, str]]  # name -> (value, where it was set)
 # what other trainers call it -> the setting

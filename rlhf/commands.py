@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import RECIPES
-from rlhf.system import command
+from rlhf.utils.system import command
 
 DEFAULT = "smollm2-orca"
 

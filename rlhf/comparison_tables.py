@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from rlhf.audit import LABELS, interval_of, shown
-from rlhf.console import clock
+from rlhf.utils.console import clock
 from rlhf.verdict import Side
 
 MEASURE_NAMES = {"scores": "score", "judged": "judge"}

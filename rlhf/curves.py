@@ -15,9 +15,9 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from config import Config, config_of_run
 from rlhf.controllers import KLController, kl_controller
-from rlhf.errors import UserError, raise_if
-from rlhf.files import put_in_place
 from rlhf.runlogs import require_run
+from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.files import put_in_place
 
 FRAME = 16  # bytes around each record of an event file: length, its checksum, the record's checksum
 LARGEST_RECORD = 1 << 16  # bytes; a scalar takes less than 1,000: a longer one was never written

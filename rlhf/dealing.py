@@ -10,7 +10,7 @@ import numpy as np
 
 from config import Config
 from rlhf.prompts import Prompt
-from rlhf.rollout import generator
+from rlhf.utils.rng import generator
 
 _NOT_IN_TAGS = re.compile(r"[^\w.-]+")  # what TensorBoard does not take, and the slash, which would make groups
 LONGEST_NAME = 40  # letters of a topic's name, shown or among the metrics

@@ -11,7 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-from rlhf.errors import UserError
+from rlhf.utils.errors import UserError
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 REPRODUCIBLE_CUBLAS = (":4096:8", ":16:8")  # the two values with which cuBLAS repeats its sums
@@ -40,9 +40,9 @@ def use_deterministic_algorithms() -> None:
     """Switch deterministic algorithms on for the rest of the process. Call it before the first CUDA operation.
 
     An operator of torch without a deterministic implementation then raises RuntimeError, which
-    `rlhf.errors.run_command` prints as one line with the operator's name. The kernels of bitsandbytes and vLLM are not
-    checked. Raises UserError if the environment gives cuBLAS another workspace, or none although CUDA is in use
-    already.
+    `rlhf.utils.errors.run_command` prints as one line with the operator's name. The kernels of bitsandbytes and vLLM
+    are not checked. Raises UserError if the environment gives cuBLAS another workspace, or none although CUDA is in
+    use already.
     """
     if CUBLAS not in os.environ and torch.cuda.is_initialized():
         raise UserError(

@@ -20,10 +20,10 @@ from transformers import DynamicCache, PreTrainedModel
 from config import SamplingSettings
 from rlhf.actor_critic import backbone_of, base_of, scaled_logits
 from rlhf.decoding import DecodeLayout, SlotCache, blocked_weights, pack_prompts
-from rlhf.errors import Notice, UserError
 from rlhf.packing import packable, run_packed
 from rlhf.prompts import Prompt
 from rlhf.rollout import Replies, draw, nucleus_of, pack_bits, pad_prompts
+from rlhf.utils.errors import Notice, UserError
 
 LOOK_EVERY = 4  # decoding steps between looks at whether rows have ended: on a card each look waits for it
 SPAN = 64  # columns of the cache that a step attends to are rounded up to a multiple of this

@@ -8,15 +8,15 @@ from typing import Any
 
 from config import config_of_run
 from rlhf.audit import LABELS, against, as_json, figures, interval_of, shown, target_at_end, warnings
-from rlhf.console import Screen
-from rlhf.files import json_ready, write_json, write_text
 from rlhf.measuring import Bench, Generations
-from rlhf.pages import render
 from rlhf.pictures import as_data_url
 from rlhf.report_pictures import distributions
 from rlhf.runlogs import environment, now
 from rlhf.statistics import ranks
 from rlhf.trained import Trained
+from rlhf.utils.console import Screen
+from rlhf.utils.files import json_ready, write_json, write_text
+from rlhf.utils.html import render
 
 FEW_PROMPTS = 20
 SHOWN_ON_SCREEN = 3  # prompts; the page has all

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf.actor_critic import backbone_of, base_of, forward_dtype, scaled_logits
-from rlhf.errors import Notice, UserError
 from rlhf.packing import pack_rows, packable, run_packed
+from rlhf.utils.errors import Notice, UserError
 
 LENGTHS = (7, 5)  # tokens of the texts that are tried
 # the largest difference that rounding makes, as a share of the largest number

@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlhf.errors import Notice, RunError
 from rlhf.rollout import Replies
+from rlhf.utils.errors import Notice, RunError
 
 T = TypeVar("T")
 

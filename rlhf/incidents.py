@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from config import Config, known_settings, make_config
-from rlhf.errors import UserError
-from rlhf.files import disk_errors, write_json
 from rlhf.guard import Dropped
 from rlhf.knobs import as_plain
 from rlhf.metrics import Batch
 from rlhf.prompts import Example, Prompt
 from rlhf.rollout import Replies, Rollout
 from rlhf.runlogs import environment
+from rlhf.utils.errors import UserError
+from rlhf.utils.files import disk_errors, write_json
 
 INCIDENT_FILE, BATCH_FILE, TENSORS_FILE, WEIGHTS = "incident.json", "batch.jsonl", "tensors.safetensors", "weights"
 

@@ -27,7 +27,6 @@ from rlhf.actor_critic import Actor, Reference, base_of, logits_at_once, set_ada
 from rlhf.controllers import ScoreNormalizer
 from rlhf.dealing import Dealing, tag_names
 from rlhf.engines import check_engine, sample_replies
-from rlhf.errors import RunError, UserError
 from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
 from rlhf.guard import Dropped, Drops, Limits, bad_weights, check_finite, check_step
 from rlhf.metrics import Batch, Scored, memory_in_use, reset_peak_memory, rollout_metrics
@@ -35,8 +34,10 @@ from rlhf.models import autocast, autocast_dtype
 from rlhf.packing import Passage, packable
 from rlhf.prompts import GivenPrompt, Prompt, encode_prompts, examples_of
 from rlhf.rewards import BadScore, RewardFunction, Rewards
-from rlhf.rollout import Forward, Replies, Rollout, generator, measure, tokens_at_once, uniforms
-from rlhf.system import keep_freed_memory
+from rlhf.rollout import Forward, Replies, Rollout, measure, tokens_at_once, uniforms
+from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.rng import generator
+from rlhf.utils.system import keep_freed_memory
 from rlhf.vllm_engine import VLLMEngine
 from rlhf.weights import load_policy_weights, save_policy
 

@@ -15,18 +15,19 @@ from config import Config, MeasureSettings, config_of_run
 from reward_model.scorer import RewardModel
 from rlhf.actor_critic import Actor, Reference
 from rlhf.assembly import RewardSources, find_rewards, fingerprint, make_rewards
-from rlhf.console import Screen
 from rlhf.demo.parts import gold_of
 from rlhf.engines import sample_replies
-from rlhf.errors import UserError
 from rlhf.evaluation import FixedText, fixed_text, perplexity, text_of_file
 from rlhf.models import autocast, autocast_dtype, find_model, load_adapter, load_policy, load_tokenizer
 from rlhf.objectives import kl_k1
 from rlhf.preflight import check_reward_context
 from rlhf.prompts import Example, Prompt, encode_prompt, load_prompts
 from rlhf.rewards import LearnedReward, Rewards, check_columns
-from rlhf.rollout import Replies, generator, measure, uniforms
+from rlhf.rollout import Replies, measure, uniforms
 from rlhf.trained import Trained, has_start, in_4_bit, require_trusted_code, shared_settings
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
+from rlhf.utils.rng import generator
 from rlhf.weights import WEIGHTS_FILE
 
 ROWS_AT_ONCE = 64  # replies sampled together

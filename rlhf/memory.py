@@ -32,6 +32,7 @@ from rlhf.packing import Passage, packable
 from rlhf.prompts import Prompt
 from rlhf.rewards import LearnedReward
 from rlhf.rollout import Replies, tokens_at_once
+from rlhf.utils.console import gib
 from rlhf.vllm_engine import MEMORY_SHARE
 
 # Bytes that are no tensor of ours: libraries' code and tables touched in use (found with a tiny model); on a card
@@ -103,10 +104,6 @@ def available(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return psutil.virtual_memory().available + psutil.Process().memory_info().rss
-
-
-def gib(size: float) -> str:
-    return f"{size / 2**30:.2f}"
 
 
 def forecast(

@@ -12,9 +12,9 @@ from huggingface_hub import ModelCardData
 from config import Config
 from rlhf.knobs import knobs_of
 from rlhf.models import ADAPTER_CONFIG, load_tokenizer
-from rlhf.pages import render
 from rlhf.runlogs import HARMLESS, flat_settings
-from rlhf.system import command
+from rlhf.utils.html import render
+from rlhf.utils.system import command
 
 CARD_FILE = "README.md"
 ALGORITHM_NAMES = {"ppo": "Proximal Policy Optimization", "grpo": "Group Relative Policy Optimization"}

@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from rlhf.files import put_in_place
+from rlhf.utils.files import put_in_place
 
 # Okabe & Ito 2008, "Color Universal Design": told apart with any kind of colour vision, and in grey
 COLOURS = {"start": "#666666", "ppo": "#0072B2", "grpo": "#D55E00", "target": "#009E73"}

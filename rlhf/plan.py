@@ -14,16 +14,16 @@ from config import LENGTHS, Config, PPOSettings, make_config
 from recipes import SIGNS
 from rlhf.actor_critic import base_of
 from rlhf.assembly import Parts
-from rlhf.console import Screen
 from rlhf.controllers import SMALLEST_MOVE, default_horizon, kl_controller, move_in
 from rlhf.dealing import Dealing, one_line
 from rlhf.knobs import as_plain
-from rlhf.memory import Forecast, available, forecast, gib, what_helps
+from rlhf.memory import Forecast, available, forecast, what_helps
 from rlhf.models import autocast_dtype
 from rlhf.prompts import Prompt, PromptSets
 from rlhf.resume import budget
 from rlhf.rollout import tokens_at_once
 from rlhf.runlogs import MAY_DIFFER, flat_settings
+from rlhf.utils.console import Screen, gib
 
 MOST_TOPICS = 12  # named
 

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from config import Config
 from reward_model.scorer import METRICS_FILE, RewardModel, pair_accuracy, pairs_that_fit
 from rlhf.actor_critic import base_of
-from rlhf.console import Screen
 from rlhf.dealing import Dealing, one_line
 from rlhf.determinism import call_vector_functions_once, use_deterministic_algorithms
-from rlhf.errors import UserError, raise_if
 from rlhf.models import context_of, load_config, load_tokenizer
 from rlhf.prompts import Example, Prompt, PromptSets, encode_prompt, question_hash
-from rlhf.system import cap_card_memory
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.system import cap_card_memory
 
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
 LOWEST_ACCURACY = 0.6

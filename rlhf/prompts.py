@@ -20,10 +20,10 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.errors import UserError, raise_if
-from rlhf.hub import require_hub
-from rlhf.inputs import is_path, missing_path
 from rlhf.knobs import Split
+from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.hub import require_hub
+from rlhf.utils.paths import is_path, missing_path
 
 _NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
 FORGIVEN_SHARE = 0.05  # of a hub dataset's rows

@@ -10,14 +10,14 @@ from torch import Tensor
 from config import Config
 from rlhf.assembly import load_parts
 from rlhf.commands import names_code, replay_command
-from rlhf.console import Screen
-from rlhf.errors import UserError
 from rlhf.incidents import INCIDENT_FILE, WEIGHTS, Incident
 from rlhf.loop import OnPolicyLoop
 from rlhf.metrics import Batch
 from rlhf.preflight import start_device
 from rlhf.rollout import Rollout
 from rlhf.runlogs import flat_settings
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
 
 
 def replay_incident(make: type[OnPolicyLoop], config: Config, screen: Screen) -> None:

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 
-from rlhf.console import Screen
 from rlhf.controllers import in_band
 from rlhf.evaluation import Evaluation
 from rlhf.knobs import KLTarget
 from rlhf.prompts import Prompt
-from rlhf.rollout import generator
 from rlhf.statistics import over_prompts
+from rlhf.utils.console import Screen, number
+from rlhf.utils.rng import generator
 
 Gold = Callable[[str, str, bool], float]
 
@@ -137,11 +137,6 @@ def _kl_rows(figures: dict) -> list[tuple[str, str]]:
             measured = "were all skipped" if ended is None else f"ended at {ended:.3g}/{per}"
             rows.append(("", f"updates {first} to {last} {measured}{aim}"))
     return rows
-
-
-def number(value: float) -> str:
-    """Two decimals, and three digits with an exponent for a large number."""
-    return f"{value:.2f}" if abs(value) < 1e5 else f"{value:.2e}"
 
 
 def _aim(kl: float | None, target: float | None, per: str) -> str:

@@ -10,10 +10,8 @@ import torch
 
 from config import Config
 from rlhf.checkpoints import Found, find_checkpoints
-from rlhf.console import Screen
-from rlhf.errors import UserError
 from rlhf.export import check_export, export_run
-from rlhf.inputs import check_inputs_outside, inputs_of
+from rlhf.inputs import inputs_of
 from rlhf.knobs import as_plain
 from rlhf.loop import OnPolicyLoop
 from rlhf.runlogs import (
@@ -28,7 +26,11 @@ from rlhf.runlogs import (
     run_fault,
 )
 from rlhf.trainer_state import load_trainer
-from rlhf.weights import BEST_FOLDER, link_folder, replace_folder
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
+from rlhf.utils.files import link_folder, replace_folder
+from rlhf.utils.paths import check_inputs_outside
+from rlhf.weights import BEST_FOLDER
 
 
 def settle_resume(config: Config, screen: Screen) -> Config | None:

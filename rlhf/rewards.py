@@ -30,9 +30,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.scorer import RewardModel, right_padded
-from rlhf.errors import RunError, UserError, did_you_mean, raise_if
-from rlhf.printing import printed_to
 from rlhf.prompts import Example, Prompt, encode_prompt, encode_reply
+from rlhf.utils.errors import RunError, UserError, did_you_mean, raise_if
+from rlhf.utils.printing import printed_to
 
 RewardFunction = Callable[..., Sequence[float]]
 ARGUMENTS = ("prompts", "completions", "completion_ids", "messages", "ended")  # what every function receives

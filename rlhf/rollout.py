@@ -18,6 +18,7 @@ from rlhf.actor_critic import Actor, Reference, base_of
 from rlhf.determinism import cumulative_sum
 from rlhf.packing import Episodes, Packed, Padded, Passage, packable
 from rlhf.prompts import Prompt, decode_reply
+from rlhf.utils.rng import generator
 
 
 @dataclass
@@ -132,14 +133,6 @@ class Rollout:
         """That pass, if it is over these rows: once, since weights change after."""
         begun, self.begun = self.begun, None
         return begun if begun is not None and begun[0].rows == list(rows) else None
-
-
-# --- randomness ------------------------------------------------------------------------------------------------------
-
-
-def generator(seed: int, update: int, purpose: str, episode: int = 0) -> np.random.Generator:
-    """The random numbers of one purpose in one update (and episode), the same whenever and wherever it is asked."""
-    return np.random.default_rng([seed, update, *purpose.encode(), episode])
 
 
 def uniforms(seed: int, update: int, purpose: str, episodes: Sequence[int], length: int) -> Tensor:

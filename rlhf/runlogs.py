@@ -18,9 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf import replacing, system
-from rlhf.errors import Notice, RunError, UserError
-from rlhf.files import check_folder, write_json
+from rlhf.utils import replacing, system
+from rlhf.utils.errors import Notice, RunError, UserError
+from rlhf.utils.files import check_folder, write_json
 
 RUN_FILE = "run.json"
 LOCK_FILE, INPUTS_FILE = "run.lock", "failed_inputs.json"

@@ -13,15 +13,15 @@ import torch
 from config import Config
 from rlhf.assembly import check_run_folder
 from rlhf.commands import resume_command
-from rlhf.console import Screen, clock
 from rlhf.controllers import with_horizon
-from rlhf.errors import UserError
-from rlhf.files import write_json
 from rlhf.knobs import as_plain
 from rlhf.resume import settle_resume
 from rlhf.runlogs import MAY_DIFFER, RUN_FILE, differences, read_run, seed_folder
-from rlhf.stopping import Stopped
-from rlhf.system import command
+from rlhf.utils.console import Screen, clock
+from rlhf.utils.errors import UserError
+from rlhf.utils.files import write_json
+from rlhf.utils.signals import Stopped
+from rlhf.utils.system import command
 
 # figure in run.json -> how it is shown
 SHOWN = {

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.console import Screen
-from rlhf.files import check_folder, write_text
-from rlhf.pages import render
 from rlhf.pictures import COLOURS
 from rlhf.runlogs import require_run
 from rlhf.tokens import QUANTITIES, read_tokens, recorded_updates
+from rlhf.utils.console import Screen
+from rlhf.utils.files import check_folder, write_text
+from rlhf.utils.html import render
 
 MOST_UPDATES = 8  # on one page: the first, the last, and some between
 STRIPS = ("kl", "advantage")  # shown as coloured text; everything is in the table beneath

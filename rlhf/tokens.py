@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf import objectives
-from rlhf.errors import UserError
-from rlhf.files import put_in_place, write_text
 from rlhf.metrics import Batch
 from rlhf.runlogs import require_run
+from rlhf.utils.errors import UserError
+from rlhf.utils.files import put_in_place, write_text
 
 TOKENS_FOLDER = "tokens"
 # quantity -> what it is, unit; those that only PPO has come last

@@ -10,11 +10,11 @@ from typing import Any
 from config import Config, MeasureSettings, config_of_run, make_config
 from rlhf.checkpoints import update_of
 from rlhf.commands import code_words, names_code
-from rlhf.errors import UserError, raise_if
-from rlhf.inputs import is_path, missing_path
 from rlhf.models import ADAPTER_CONFIG, base_of_adapter, find_model
 from rlhf.runlogs import RUN_FILE, differences, flat_settings, last_run, read_run, run_fault
-from rlhf.system import command
+from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.paths import is_path, missing_path
+from rlhf.utils.system import command
 from rlhf.weights import ADAPTER_FILE, BEST_FOLDER, MERGED_FOLDER, WEIGHTS_FILE
 
 # of a run's settings, those that decide what its replies and scores are

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf.evaluation import Evaluation, FixedText
-from rlhf.files import disk_errors
 from rlhf.guard import Drops
 from rlhf.loop import OnPolicyLoop
 from rlhf.prompts import Example, Prompt
+from rlhf.utils.files import disk_errors
 from rlhf.weights import load_policy_weights
 
 TENSORS_FILE, STATE_FILE = "training.safetensors", "training.json"

@@ -14,9 +14,9 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from config import SamplingSettings
-from rlhf.errors import UserError
 from rlhf.prompts import Prompt
 from rlhf.rollout import Replies, padded
+from rlhf.utils.errors import UserError
 
 MEMORY_SHARE = 0.3  # of the card: vLLM claims its share at once and keeps it
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,10 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.actor_critic import Actor, ActorCritic
-from rlhf.errors import RunError, UserError
-from rlhf.files import disk_errors
 from rlhf.guard import bad_weights
-from rlhf.system import replace, sync_file
+from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.files import disk_errors
 
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -52,37 +48,6 @@ def save_policy(actor: Actor, tokenizer: PreTrainedTokenizerBase, folder: Path) 
 def trained_of(module: nn.Module) -> dict[str, nn.Parameter]:
     """The weights that are trained, by their names."""
     return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
-
-
-def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Renew a saved model in place: `write` fills a folder beside it, then file by file takes the old one's place.
-
-    So `folder` holds a loadable model at all times: the weights are one file, and the others do not change in a run.
-    """
-    beside = folder.with_name(folder.name + ".new")
-    shutil.rmtree(beside, ignore_errors=True)
-    write(beside)
-    for file in beside.iterdir():  # names may reach the disk before what they name
-        sync_file(file)
-    if not folder.exists():
-        replace(beside, folder)
-        return
-    for file in sorted(beside.iterdir()):
-        replace(file, folder / file.name)
-    shutil.rmtree(beside)  # a file that has both names, as links have, is in both places still
-
-
-def link_folder(source: Path, target: Path) -> None:
-    """A copy of a saved model that takes no room: weights are the same files under a second name, where the disk has
-    such. Nobody writes into them: `replace_folder` puts others in their place."""
-    target.mkdir(parents=True)
-    for file in source.iterdir():
-        try:
-            if file.suffix != ".safetensors":
-                raise OSError
-            os.link(file, target / file.name)
-        except OSError:
-            shutil.copy2(file, target / file.name)
 
 
 def load_policy_weights(actor: Actor, folder: Path) -> None:

@@ -23,9 +23,9 @@ from tensorboard.summary.writer import event_file_writer
 
 from config import Config, parse_cli
 from rlhf.callbacks import attach_callbacks
-from rlhf.console import Screen, quiet_libraries
 from rlhf.runlogs import RunLog
-from rlhf.stopping import StopRequest
+from rlhf.utils.console import Screen, quiet_libraries
+from rlhf.utils.signals import StopRequest
 from tests.shapes import make_reward_model, make_start_model
 
 # TensorBoard numbers the event files of a process and reads them in the order of their names. If a test stops a run

@@ -45,7 +45,7 @@ def runs(folder: Path, start: str, reward: str, pairs: str) -> list[tuple[str, s
 
 def finish(module: str, flags: list[str]) -> tuple[int, str]:
     """Exit status and everything printed."""
-    from rlhf.errors import run_command
+    from rlhf.utils.errors import run_command
 
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
         try:
@@ -61,7 +61,7 @@ def finish(module: str, flags: list[str]) -> tuple[int, str]:
 
 def main(folder: str, *inputs: str) -> None:
     from rlhf.determinism import CUBLAS, REPRODUCIBLE_CUBLAS
-    from rlhf.files import write_json
+    from rlhf.utils.files import write_json
 
     os.environ[CUBLAS] = REPRODUCIBLE_CUBLAS[0]  # torch reads it once, at the process's first matrix product
     for name, module, flags in runs(Path(folder), *inputs):

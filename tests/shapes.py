@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf.console import quiet_libraries
+from rlhf.utils.console import quiet_libraries
 
 # SmolLM2's form of chat template: a default system turn where the chat has none
 SMOLLM2_TEMPLATE = (

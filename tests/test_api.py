@@ -9,7 +9,7 @@ import torch
 
 from config import make_config
 from rlhf.api import make_trainer
-from rlhf.errors import UserError
+from rlhf.utils.errors import UserError
 
 
 def words(completions):

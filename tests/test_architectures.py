@@ -35,12 +35,12 @@ from transformers import (
 import train_grpo
 import train_ppo
 from rlhf.engines import default_engine, sample_replies
-from rlhf.errors import UserError
 from rlhf.loop import OnPolicyLoop
 from rlhf.memory import forecaster
 from rlhf.models import load_tokenizer
 from rlhf.prompts import encode_prompt
 from rlhf.rollout import Replies, uniforms
+from rlhf.utils.errors import UserError
 from tests import shapes
 from tests.kills import differing
 from tests.shapes import CAPS, GROUPED, WINDOW, make_family

@@ -14,7 +14,7 @@ from benchmarks.machine import tensor_peak
 from benchmarks.side import Side
 from benchmarks.techniques import TECHNIQUES, spread
 from benchmarks.work import EOS, FIRST_LETTER, Work, letter, make_tokenizer, prompt_ids, prompt_lengths, varied
-from rlhf.errors import RunError
+from rlhf.utils.errors import RunError
 from tests.test_scripts import ROOT, run
 
 SHORT = ["--size", "tiny", "--device", "cpu", "--threads", "1", "--prompt-length", "8", "--ppo-epochs", "2"]

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf.best import Candidate, choose
-from rlhf.weights import replace_folder
+from rlhf.utils.files import replace_folder
 from tests.conftest import attach
 
 
@@ -117,9 +117,9 @@ def test_the_folder_is_loadable_between_any_two_steps(build, tmp_path, monkeypat
     old = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     trainer.one_update(1)
     new = {name: w.detach().clone() for name, w in trainer.actor.policy.state_dict().items()}
-    import rlhf.weights as checkpoints
+    from rlhf.utils import system
 
-    really, files = checkpoints.os.replace, []
+    really, files = system.os.replace, []
 
     def replace_and_look(source, target):
         really(source, target)
@@ -128,6 +128,6 @@ def test_the_folder_is_loadable_between_any_two_steps(build, tmp_path, monkeypat
         expected = new if "model.safetensors" in files else old
         assert all(torch.equal(found[name], expected[name]) for name in found)
 
-    monkeypatch.setattr(checkpoints.os, "replace", replace_and_look)
+    monkeypatch.setattr(system.os, "replace", replace_and_look)
     replace_folder(folder, trainer.save_model)
     assert "model.safetensors" in files and files.index("model.safetensors") > 0

@@ -17,10 +17,10 @@ import evaluate_generations
 import train_grpo
 from config import EvaluationConfig, parse_evaluation_cli
 from rlhf.chat import Conversation, Voice
-from rlhf.console import visible
-from rlhf.errors import UserError, run_command
 from rlhf.models import load_tokenizer
 from rlhf.prompts import decode_reply, encode_prompt
+from rlhf.utils.console import visible
+from rlhf.utils.errors import UserError, run_command
 from tests.shapes import make_base_model
 from tests.test_bad_inputs import FORM
 from tests.test_scripts import ROOT, run

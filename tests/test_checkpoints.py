@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import checkpoints, system
+from rlhf import checkpoints
 from rlhf.checkpoints import GOING, MANIFEST, find_checkpoints, write_checkpoint
-from rlhf.errors import Notice
+from rlhf.utils import system
+from rlhf.utils.errors import Notice
 
 RUN = "a run"
 FILES = {"model.safetensors": b"w" * 1000, "training.json": b"{}", "inner/more.json": b"[1, 2]"}
@@ -142,7 +143,7 @@ CALLS = (
 )
 
 
-@pytest.mark.filterwarnings("ignore::rlhf.errors.Notice")
+@pytest.mark.filterwarnings("ignore::rlhf.utils.errors.Notice")
 def test_a_disk_that_fails_at_any_call_costs_nothing(folder, monkeypatch):
     """Every rename, removal and write of a save and of its rotation made to fail in turn."""
     before, tried, number = 2, 0, 30

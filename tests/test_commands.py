@@ -20,9 +20,10 @@ import train_ppo
 from config import parse_cli, parse_reward_cli
 from recipes import RECIPES
 from reward_model import training
-from rlhf import commands, system
+from rlhf import commands
 from rlhf.commands import reward_model_command, training_command
 from rlhf.outcome import other_algorithm
+from rlhf.utils import system
 from tests.conftest import typed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,7 +122,7 @@ def test_a_missing_reward_model_is_named_at_once_with_the_command_that_makes_one
 
 def test_missing_inputs_are_all_named_before_torch(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    from rlhf.errors import UserError
+    from rlhf.utils.errors import UserError
 
     words = "--actor-model ./start --prompts rows.jsonl --eval-text a.txt --reward-func my.py:f".split()
     monkeypatch.setattr(train_ppo, "check_libraries", lambda: pytest.fail("libraries were looked at"))

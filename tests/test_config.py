@@ -6,8 +6,8 @@ import pytest
 
 from config import Config, RewardModelConfig, parse_cli, parse_reward_cli
 from recipes import RECIPES
-from rlhf.errors import UserError, run_command
 from rlhf.knobs import KLTarget, Split, knobs_of, name_table
+from rlhf.utils.errors import UserError, run_command
 
 
 def test_later_layers_win(tmp_path):

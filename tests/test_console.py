@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhf import preflight
-from rlhf.console import Screen, clock
+from rlhf.utils.console import Screen, clock
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,7 +24,7 @@ def test_clock(seconds, text):
 
 def test_a_cp1252_console_survives_any_reply():
     code = (
-        "from rlhf.console import Screen\n"
+        "from rlhf.utils.console import Screen\n"
         "s = Screen()\n"
         "s.say('caf\\u00e9 \\u4f60\\u597d \\ufffd [/red] [bold]')\n"
         "s.table('t', ['a'], [['\\u4f60 [/] \\u2192']])\n"

@@ -10,9 +10,9 @@ import pytest
 
 import train_ppo
 from rlhf.checkpoints import MANIFEST, find_checkpoints, sha256
-from rlhf.errors import UserError
 from rlhf.prompts import load_examples
 from rlhf.runlogs import read_run
+from rlhf.utils.errors import UserError
 from tests.test_nan import run, stop_after
 
 DEEP = "[" * 200_000

@@ -15,11 +15,11 @@ from rlhf.api import make_trainer
 from rlhf.curve_pictures import Chart, draw
 from rlhf.curves import read_runs
 from rlhf.dealing import Dealing, planned_updates, tag_names
-from rlhf.errors import UserError
 from rlhf.memory import fullest_batch
 from rlhf.prompts import Example, Prompt
 from rlhf.runlogs import read_run
 from rlhf.tokens import read_tokens, recorded_updates
+from rlhf.utils.errors import UserError
 from tests.conftest import attach
 from tests.kills import differing
 from tests.test_resume import Killed, interrupt
@@ -206,7 +206,7 @@ def test_a_question_of_two_topics_is_a_prompt_of_each(configured, topic_file):
     import torch
 
     from rlhf.assembly import load_parts
-    from rlhf.console import Screen
+    from rlhf.utils.console import Screen
 
     def topics_of_it(*flags):
         config = configured("--prompts", topic_file, "--split", "0/90/10", *flags)

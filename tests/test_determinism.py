@@ -10,10 +10,10 @@ from torch.testing import assert_close
 
 import train_ppo
 from rlhf import determinism, preflight, rollout
-from rlhf.console import Screen
 from rlhf.determinism import CUBLAS, parallel_scan, use_deterministic_algorithms
-from rlhf.errors import UserError, run_command
 from rlhf.rollout import draw
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError, run_command
 
 
 @pytest.fixture(autouse=True)

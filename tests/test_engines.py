@@ -11,10 +11,10 @@ from rlhf import engines
 from rlhf.actor_critic import Actor
 from rlhf.decoding import blocked_weights, has_blocks
 from rlhf.engines import default_engine, sample_replies
-from rlhf.errors import UserError
 from rlhf.models import autocast
 from rlhf.prompts import Example, Prompt
 from rlhf.rollout import uniforms
+from rlhf.utils.errors import UserError
 from tests.test_packing import CONFIGS, make_model
 
 CPU = torch.device("cpu")

@@ -24,16 +24,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_grpo
 import train_ppo
 from config import config_of_run, parse_cli
-from rlhf import hub
 from rlhf.assembly import load_parts
-from rlhf.console import Screen
-from rlhf.errors import UserError, run_command
 from rlhf.export import files_of_model, merge_adapter, saved_models
 from rlhf.measuring import load_trained
 from rlhf.model_card import model_card, settings_that_decide
 from rlhf.models import load_tokenizer
 from rlhf.preflight import disk_has_room
 from rlhf.trained import find_trained, in_4_bit
+from rlhf.utils import hub
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError, run_command
 from tests.shapes import make_base_model
 from tests.test_bad_inputs import FORM, refuse_loading
 

@@ -24,8 +24,8 @@ from config import SamplingSettings
 from rlhf.actor_critic import Actor
 from rlhf.determinism import parallel_scan
 from rlhf.engines import sample_replies
-from rlhf.errors import Notice
 from rlhf.rollout import draw, nucleus_of, uniforms
+from rlhf.utils.errors import Notice
 from tests.gpu_runs import GROUPS, LOOKS, RUNS
 from tests.kills import differing
 from tests.test_engines import EOS, make_eos_likely, model, prompts  # noqa: F401  (a fixture among them)

@@ -7,9 +7,9 @@ import torch
 from torch.testing import assert_close
 
 from config import Config, parse_cli
-from rlhf.errors import UserError
 from rlhf.knobs import knobs_of
 from rlhf.metrics import rollout_metrics
+from rlhf.utils.errors import UserError
 from tests.conftest import whole_gradient
 
 

@@ -20,8 +20,6 @@ from config import parse_cli, parse_reward_cli
 from reward_model.scorer import RewardModel
 from reward_model.training import train_reward_model
 from rlhf.assembly import load_parts
-from rlhf.console import Screen
-from rlhf.errors import UserError
 from rlhf.evaluation import fixed_text
 from rlhf.knobs import Split
 from rlhf.models import load_adapter, load_policy, load_tokenizer
@@ -39,6 +37,8 @@ from rlhf.prompts import (
 from rlhf.rewards import LearnedReward, ModuleReward, Rewards
 from rlhf.token_page import write_token_page
 from rlhf.tokens import read_tokens, recorded_updates
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
 from tests.shapes import SMOLLM2_TEMPLATE, make_start_model, smollm2_tokenizer
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 
 import compare_runs
 import evaluate_generations
-from rlhf.errors import UserError
+from rlhf.utils.errors import UserError
 
 
 def words(*given: object) -> list[str]:

@@ -15,10 +15,10 @@ from transformers import TrainerCallback
 from rlhf.actor_critic import backbone_of
 from rlhf.callbacks import Callback
 from rlhf.controllers import LOWEST_BETA
-from rlhf.errors import RunError, UserError
 from rlhf.metrics import Scored, rollout_metrics
 from rlhf.objectives import kl_k3
 from rlhf.rollout import Rollout, measure
+from rlhf.utils.errors import RunError, UserError
 from tests.conftest import attach, whole_gradient
 
 

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from config import MeasureSettings, make_config
-from rlhf.console import Screen
-from rlhf.errors import UserError
 from rlhf.measuring import Bench, Generations
 from rlhf.prompts import Prompt
 from rlhf.trained import find_models, find_trained, shared_settings
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
 from rlhf.verdict import Side, judge_runs
 from tests.shapes import make_base_model, make_reward_model, make_start_model
 

@@ -18,13 +18,13 @@ from config import make_config
 from rlhf import plan
 from rlhf.actor_critic import backbone_of, base_of
 from rlhf.assembly import load_parts
-from rlhf.console import Screen
 from rlhf.footprint import Network
 from rlhf.memory import fullest_batch
 from rlhf.models import autocast, load_policy
 from rlhf.packing import Packed
 from rlhf.plan import batch_line, show_plan
 from rlhf.rollout import episodes_of
+from rlhf.utils.console import Screen
 from tests.test_scripts import ROOT, run
 
 CPU = torch.device("cpu")

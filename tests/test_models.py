@@ -16,12 +16,13 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from reward_model.scorer import RewardModel
-from rlhf import actor_critic, hub, loop
+from rlhf import actor_critic, loop
 from rlhf.actor_critic import ActorCritic, Reference, with_value_head
-from rlhf.errors import UserError
 from rlhf.models import autocast, find_model, four_bit, load_policy, load_tokenizer
 from rlhf.packing import Padded
 from rlhf.rollout import episodes_of
+from rlhf.utils import hub
+from rlhf.utils.errors import UserError
 from rlhf.weights import load_policy_weights, trained_of
 from tests.conftest import whole_gradient
 from tests.shapes import make_start_model, smollm2_tokenizer

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 import train_ppo
 from rlhf import loop
 from rlhf.checkpoints import find_checkpoints
-from rlhf.errors import RunError, run_command
 from rlhf.evaluation import FixedText, perplexity
 from rlhf.guard import bad_weights
 from rlhf.runlogs import read_run
 from rlhf.trainer_state import load_trainer
+from rlhf.utils.errors import RunError, run_command
 from tests.conftest import attach, typed
 
 

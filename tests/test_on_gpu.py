@@ -21,8 +21,8 @@ from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report, number
 from benchmarks.gpu_section import OutOfTime, Plan, Section
 from benchmarks.gpu_trainings import first_difference, tell_learning, tell_stopped
 from recipes import RECIPES
-from rlhf.errors import UserError
-from rlhf.system import WINDOWS
+from rlhf.utils.errors import UserError
+from rlhf.utils.system import WINDOWS
 from tests.test_scripts import ROOT, run
 
 

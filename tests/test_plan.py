@@ -11,9 +11,9 @@ import train_ppo
 from config import parse_cli
 from recipes import RECIPES
 from rlhf.assembly import load_parts
-from rlhf.console import Screen
 from rlhf.plan import base_parameters, kl_line, show_plan
 from rlhf.runlogs import read_run
+from rlhf.utils.console import Screen
 
 CPU = torch.device("cpu")
 

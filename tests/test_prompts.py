@@ -7,7 +7,6 @@ import json
 import pytest
 
 from rlhf import prompts
-from rlhf.errors import UserError
 from rlhf.knobs import Split
 from rlhf.models import load_tokenizer
 from rlhf.prompts import (
@@ -20,6 +19,7 @@ from rlhf.prompts import (
     part_of,
     split_examples,
 )
+from rlhf.utils.errors import UserError
 
 
 @pytest.fixture(scope="module")

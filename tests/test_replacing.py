@@ -17,11 +17,11 @@ from config import parse_reward_cli
 from reward_model import training
 from reward_model.scorer import METRICS_FILE, RewardModel
 from reward_model.training import save_reward_model, train_reward_model
-from rlhf import replacing
-from rlhf.console import Screen
 from rlhf.demo import parts
-from rlhf.errors import RunError, UserError, run_command
 from rlhf.runlogs import read_run
+from rlhf.utils import replacing
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import RunError, UserError, run_command
 from tests.conftest import typed
 from tests.test_nan import nan_rule, run
 

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 
 import train_grpo
 import train_ppo
-from rlhf import callbacks, system
+from rlhf import callbacks
 from rlhf.checkpoints import MANIFEST, find_checkpoints
-from rlhf.errors import UserError, run_command
 from rlhf.runlogs import LOCK_FILE, read_run
+from rlhf.utils import system
+from rlhf.utils.errors import UserError, run_command
 from tests.kills import differing, shown
 from tests.test_scripts import ROOT
 
@@ -308,7 +309,7 @@ def test_asked_to_stop_a_run_saves_and_says_how_to_go_on(words, tmp_path, which)
 
 @pytest.mark.skipif(system.WINDOWS, reason="Windows sends no such signals to a single process")
 def test_a_second_one_stops_at_once(words, tmp_path, monkeypatch):
-    from rlhf.stopping import StopRequest
+    from rlhf.utils.signals import StopRequest
 
     said, before = [], signal.getsignal(signal.SIGINT)
     with StopRequest(said.append) as stop:

@@ -11,8 +11,8 @@ import pytest
 import compare_runs
 import evaluate_generations
 import train_ppo
-from rlhf.errors import UserError
 from rlhf.runlogs import read_run
+from rlhf.utils.errors import UserError
 from tests.conftest import typed
 from tests.test_nan import nan_rule, run
 

@@ -13,7 +13,7 @@ import train_ppo
 from reward_model import training
 from reward_model.scorer import RewardModel
 from reward_model.train import main as train_reward
-from rlhf.errors import RunError, UserError
+from rlhf.utils.errors import RunError, UserError
 from tests.shapes import llama_config, smollm2_tokenizer
 
 CPU = torch.device("cpu")

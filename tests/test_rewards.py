@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.errors import RunError, UserError
 from rlhf.models import load_tokenizer
 from rlhf.prompts import Example, Prompt, encode_prompt, encode_reply
 from rlhf.rewards import Rewards, find_rule, keyword_bonus, length_penalty
+from rlhf.utils.errors import RunError, UserError
 
 FRANCE = ({"role": "user", "content": "What is the capital of France?"},)
 PROMPTS = [Prompt((1,), Example(messages=FRANCE))] * 2

@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from rlhf.errors import UserError
 from rlhf.runlogs import LOCK_FILE, RunLog, check_output, claim_output, move_aside, read_run, read_status
-from rlhf.system import WINDOWS
+from rlhf.utils.errors import UserError
+from rlhf.utils.system import WINDOWS
 
 
 def finished(folder) -> None:

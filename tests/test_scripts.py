@@ -176,7 +176,7 @@ def test_a_run_survives_a_cp1252_console(project, flags):
 
 
 def test_a_failing_reward_ends_the_run_with_status_1(build, capsys):
-    from rlhf.errors import run_command
+    from rlhf.utils.errors import run_command
 
     def broken(completions, **_):
         return [float("nan")] * len(completions)

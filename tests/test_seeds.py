@@ -9,11 +9,11 @@ from statistics import fmean, stdev
 import pytest
 
 from config import parse_cli
-from rlhf.console import Screen
-from rlhf.errors import UserError
 from rlhf.knobs import as_plain
 from rlhf.runlogs import RunLog
 from rlhf.seeds import for_each_seed, show_seeds
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
 
 
 @pytest.fixture

@@ -15,14 +15,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf import system
-from rlhf.errors import Notice
+from rlhf.utils import system
+from rlhf.utils.errors import Notice
 from tests.test_scripts import ROOT
 
 # page faults of filling 64 MiB for the second time
 PROGRAM = """
 import resource, sys
-from rlhf.system import keep_freed_memory
+from rlhf.utils.system import keep_freed_memory
 if sys.argv[1] == "keep":
     print(keep_freed_memory())
 def fill():
@@ -170,7 +170,9 @@ def test_where_a_disk_knows_no_locks_a_run_goes_on_and_says_so(monkeypatch, tmp_
 
 def test_a_lock_dies_with_its_process(tmp_path):
     file = tmp_path / "run.lock"
-    program = f"from pathlib import Path; from rlhf import system; held = system.lock(Path({str(file)!r})); input()"
+    program = (
+        f"from pathlib import Path; from rlhf.utils import system; held = system.lock(Path({str(file)!r})); input()"
+    )
     holder = subprocess.Popen([sys.executable, "-c", "print(1, flush=True);" + program + ";"], stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, cwd=ROOT, text=True)  # fmt: skip
     holder.stdout.readline()

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from rlhf.errors import UserError
 from rlhf.objectives import td_errors
 from rlhf.tokens import QUANTITIES, TOKENS_FOLDER, read_tokens, recorded_updates
+from rlhf.utils.errors import UserError
 from tests.conftest import attach
 
 SAPAIR = {"state", "token", "token_id", "logprob", "ref_logprob", "kl", "value", "advantage", "return",

@@ -14,14 +14,14 @@ from config import Config, parse_reward_cli
 from recipes import RECIPES
 from reward_model.scorer import METRICS_FILE
 from reward_model.training import show_record, train_reward_model
-from rlhf.console import Screen
 from rlhf.demo import families, pairs, start_model, tasks
-from rlhf.errors import UserError
-from rlhf.files import write_json
 from rlhf.models import load_tokenizer
-from rlhf.replacing import foreign_files
 from rlhf.report import Gold
 from rlhf.runlogs import read_status
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
+from rlhf.utils.files import write_json
+from rlhf.utils.replacing import foreign_files
 from rlhf.weights import WEIGHTS_FILE
 
 FOLDER = Path("demo_parts")

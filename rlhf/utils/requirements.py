@@ -6,9 +6,9 @@ import importlib.metadata
 import re
 from pathlib import Path
 
-from rlhf.errors import raise_if
+from rlhf.utils.errors import raise_if
 
-REQUIREMENTS = Path(__file__).parent.parent / "requirements.txt"
+REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
 FOR_TESTS = ("pytest", "pytest-xdist", "filelock", "ruff", "hypothesis")
 FOR_FOUR_BIT = "bitsandbytes"  # `rlhf.models.four_bit` asks for it
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlhf.errors import Notice
+from rlhf.utils.errors import Notice
 
 PRINTED_FILE = "reward_output.txt"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from rlhf.console import visible
+from rlhf.utils.console import visible
 
 TEMPLATES = Path(__file__).parent / "templates"
 _MARKS = re.compile(r"([\\`*_\[\]|~$#]|:(?=[\w+-]+:))")  # what acts inside a line: marks, maths, issues, emoji

@@ -12,8 +12,8 @@ import time
 import uuid
 from pathlib import Path
 
-from rlhf import system
-from rlhf.errors import UserError
+from rlhf.utils import system
+from rlhf.utils.errors import UserError
 
 REPLACED = ".replaced"
 HOUR_S = 3_600

@@ -6,8 +6,8 @@ import signal
 import threading
 from types import TracebackType
 
-from rlhf.errors import RunError
-from rlhf.system import stop_signals
+from rlhf.utils.errors import RunError
+from rlhf.utils.system import stop_signals
 
 
 class Stopped(RunError):

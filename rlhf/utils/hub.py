@@ -15,8 +15,8 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from rlhf.errors import RunError, UserError
-from rlhf.inputs import is_path
+from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.paths import is_path
 
 PATIENCE_S = 5  # one look at the hub, no retries
 

@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 from typing import IO
 
-from rlhf.errors import Notice
+from rlhf.utils.errors import Notice
 
 WINDOWS = sys.platform == "win32"
 

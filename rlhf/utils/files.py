@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf.errors import UserError
-from rlhf.system import WINDOWS, replace, sync_file, sync_folder
+from rlhf.utils.errors import UserError
+from rlhf.utils.system import WINDOWS, replace, sync_file, sync_folder
 
 LONGEST_PATH = 259 if WINDOWS else 4_095  # characters; bytes
 LONGEST_NAME = 255
@@ -80,3 +82,48 @@ def check_folder(output: str, flag: str = "--output") -> Path:
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(f"cannot write there: {flag} {output} ({nearest} is read-only). Name another with {flag}")
     return folder
+
+
+def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Renew a saved model in place: `write` fills a folder beside it, then file by file takes the old one's place.
+
+    So `folder` holds a loadable model at all times: the weights are one file, and the others do not change in a run.
+    """
+    beside = folder.with_name(folder.name + ".new")
+    shutil.rmtree(beside, ignore_errors=True)
+    write(beside)
+    for file in beside.iterdir():  # names may reach the disk before what they name
+        sync_file(file)
+    if not folder.exists():
+        replace(beside, folder)
+        return
+    for file in sorted(beside.iterdir()):
+        replace(file, folder / file.name)
+    shutil.rmtree(beside)  # a file that has both names, as links have, is in both places still
+
+
+def link_folder(source: Path, target: Path) -> None:
+    """A copy of a saved model that takes no room: weights are the same files under a second name, where the disk has
+    such. Nobody writes into them: `replace_folder` puts others in their place."""
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        try:
+            if file.suffix != ".safetensors":
+                raise OSError
+            os.link(file, target / file.name)
+        except OSError:
+            shutil.copy2(file, target / file.name)
+
+
+def files_print(name: str | None, pattern: str) -> str | None:
+    """SHA-256 of a file, or of those in a folder: of their names, sizes and last MiB, which no two trainings leave
+    alike. None where `name` is neither (a name on the hub, a built-in rule)."""
+    if not name or not Path(name).exists():
+        return None
+    print_ = hashlib.sha256()
+    for file in sorted(Path(name).glob(pattern)) if Path(name).is_dir() else [Path(name)]:
+        with file.open("rb") as stream:
+            size = file.stat().st_size
+            stream.seek(max(0, size - 2**20))
+            print_.update(f"{file.name} {size}\n".encode() + stream.read())
+    return print_.hexdigest()

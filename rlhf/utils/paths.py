@@ -1,0 +1,63 @@
+"""Paths that the user names: what is one, where it is, and the error if nothing is there. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf.utils.errors import CLOSE, UserError, raise_if
+from rlhf.utils.replacing import replaced_of
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be a place on this disk: hub names are `name` or `owner/name`."""
+    return (
+        name.startswith((".", "/", "~", os.sep))
+        or "\\" in name
+        or name.count("/") > 1
+        or Path(name).suffix in (".jsonl", ".json", ".csv", ".parquet", ".txt")
+    )
+
+
+def place_of(name: str) -> Path:
+    """The full path of a file or folder. Raises UserError for links in a circle and unknown users' homes."""
+    try:
+        return Path(name).expanduser().resolve()
+    except (RuntimeError, OSError) as error:
+        raise UserError(f"not a usable path ({error}): {name}. Name another") from None
+
+
+def missing_path(path: str, what: str, way_out: str) -> UserError:
+    """The error for a path that is not there; names what lies near it and could be meant."""
+    place_of(path)  # raises for what is no path at all
+    place = Path(path).expanduser()
+    if what == "data file" and place.is_dir():
+        return UserError(f"a folder, not a {what}: {path}. {way_out}")
+    beside = sorted(p.name for p in place.parent.iterdir()) if place.parent.is_dir() else []
+    close = difflib.get_close_matches(place.name, beside, n=3, cutoff=CLOSE)
+    near = [str(place.parent / name) for name in close if _may_be(place.parent / name, what)]
+    hint = f"Did you mean {', '.join(near)}? " if near else ""
+    return UserError(f"{what} not found: {path}. {hint}{way_out}")
+
+
+def _may_be(place: Path, what: str) -> bool:
+    """Whether a file or folder can be what is looked for; a folder of source code is no model."""
+    if what == "model":
+        return any((place / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return place.is_dir() if what == "run" else place.is_file()
+
+
+def check_inputs_outside(output: str, inputs: Sequence[tuple[str, str]], flag: str) -> None:
+    """Raise UserError if an input lies in the output folder, or in an older version beside it: replacing the folder
+    would remove it."""
+    folder = place_of(output)
+    removed = {folder, *map(Path.resolve, replaced_of(folder))}
+    raise_if(
+        [
+            f"the output folder {output} holds an input: {input_flag} {name}. Name another folder with {flag}"
+            for input_flag, name in inputs
+            if not removed.isdisjoint((place := place_of(name), *place.parents))
+        ]
+    )

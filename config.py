@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from recipes import RECIPES
-from rlhf.cli import build, resolve
-from rlhf.commands import names_code, resume_command
-from rlhf.knobs import HubName, KLTarget, Split, as_in, bare_targets, knob
 from rlhf.runlogs import RUN_FILE, flat_settings, read_run, run_fault, seed_folder
+from rlhf.settings.commands import names_code, resume_command
+from rlhf.settings.fields import as_in, knob
+from rlhf.settings.merge import build, resolve
+from rlhf.settings.types import HubName, KLTarget, Split, bare_targets
 from rlhf.utils.errors import UserError, did_you_mean
 
 LARGEST_SEED = 2**32 - 1  # that numpy and transformers take

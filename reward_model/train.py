@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from config import parse_reward_cli
-from rlhf.commands import training_command
+from rlhf.settings.commands import training_command
 from rlhf.utils.errors import run_command
 from rlhf.utils.requirements import check_libraries
 

@@ -30,10 +30,8 @@ from reward_model.scorer import (
     pairs_that_fit,
     read_record,
 )
-from rlhf.commands import training_words
 from rlhf.engines import sample_replies
 from rlhf.guard import bad_weights
-from rlhf.knobs import Split, as_plain
 from rlhf.models import (
     autocast,
     autocast_dtype,
@@ -50,6 +48,9 @@ from rlhf.preflight import check_reward_context, weakness
 from rlhf.prompts import Example, encode_prompt, encode_prompts, load_examples, question_hash, split_examples
 from rlhf.rollout import uniforms
 from rlhf.runlogs import RUN_FILE, check_output, environment
+from rlhf.settings.commands import training_words
+from rlhf.settings.fields import as_plain
+from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import disk_errors, write_json

@@ -18,7 +18,6 @@ from rlhf.demo.parts import prepare_demo
 from rlhf.engines import check_engine
 from rlhf.evaluation import text_of_file
 from rlhf.inputs import inputs_of
-from rlhf.knobs import as_plain
 from rlhf.metrics import memory_in_use, reset_peak_memory
 from rlhf.models import (
     autocast_dtype,
@@ -42,6 +41,7 @@ from rlhf.prompts import Prompt, PromptSets, load_prompts
 from rlhf.resume import budget, check_same_run
 from rlhf.rewards import LearnedReward, Rewards, check_columns, find_rule
 from rlhf.runlogs import RunLog, check_output, claim_output, require_run, require_unused
+from rlhf.settings.fields import as_plain
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import files_print

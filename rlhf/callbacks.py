@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from config import IN_A_ROW, Config, make_config
 from rlhf.best import Candidate, choose
 from rlhf.checkpoints import find_checkpoints, set_aside, write_checkpoint
-from rlhf.commands import replay_command, resume_command
 from rlhf.controllers import RUNAWAY, KLController, kl_controller
 from rlhf.dealing import one_line
 from rlhf.evaluation import Evaluation
@@ -27,6 +26,7 @@ from rlhf.metrics import Batch, Scored
 from rlhf.prompts import Prompt
 from rlhf.rollout import Rollout
 from rlhf.runlogs import RunLog
+from rlhf.settings.commands import replay_command, resume_command
 from rlhf.tokens import TOKENS_FOLDER, token_rows, write_tokens
 from rlhf.trainer_state import load_weights, save_trainer
 from rlhf.utils.console import Screen, clock, number

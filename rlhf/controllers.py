@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import fmean, variance
 
 from config import Config
-from rlhf.knobs import KLTarget
+from rlhf.settings.types import KLTarget
 
 LARGEST_ERROR = 0.2  # Ziegler et al. 2019, sec. 2.2: one update reacts to an error of at most 20%
 KL_BAND = (0.5, 1.5)  # times the target: where a steered KL should end

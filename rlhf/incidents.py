@@ -14,11 +14,11 @@ from torch import Tensor
 
 from config import Config, known_settings, make_config
 from rlhf.guard import Dropped
-from rlhf.knobs import as_plain
 from rlhf.metrics import Batch
 from rlhf.prompts import Example, Prompt
 from rlhf.rollout import Replies, Rollout
 from rlhf.runlogs import environment
+from rlhf.settings.fields import as_plain
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import disk_errors, write_json
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhf.commands import names_code, reward_model_command
+from rlhf.settings.commands import names_code, reward_model_command
 from rlhf.utils.errors import raise_if
 from rlhf.utils.replacing import restore_replaced
 

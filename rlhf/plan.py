@@ -16,13 +16,13 @@ from rlhf.actor_critic import base_of
 from rlhf.assembly import Parts
 from rlhf.controllers import SMALLEST_MOVE, default_horizon, kl_controller, move_in
 from rlhf.dealing import Dealing, one_line
-from rlhf.knobs import as_plain
 from rlhf.memory import Forecast, available, forecast, what_helps
 from rlhf.models import autocast_dtype
 from rlhf.prompts import Prompt, PromptSets
 from rlhf.resume import budget
 from rlhf.rollout import tokens_at_once
 from rlhf.runlogs import MAY_DIFFER, flat_settings
+from rlhf.settings.fields import as_plain
 from rlhf.utils.console import Screen, gib
 
 MOST_TOPICS = 12  # named

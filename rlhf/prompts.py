@@ -20,7 +20,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.knobs import Split
+from rlhf.settings.types import Split
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.hub import require_hub
 from rlhf.utils.paths import is_path, missing_path

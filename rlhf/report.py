@@ -8,8 +8,8 @@ from statistics import fmean, stdev
 
 from rlhf.controllers import in_band
 from rlhf.evaluation import Evaluation
-from rlhf.knobs import KLTarget
 from rlhf.prompts import Prompt
+from rlhf.settings.types import KLTarget
 from rlhf.statistics import over_prompts
 from rlhf.utils.console import Screen, number
 from rlhf.utils.rng import generator

@@ -12,7 +12,6 @@ from config import Config
 from rlhf.checkpoints import Found, find_checkpoints
 from rlhf.export import check_export, export_run
 from rlhf.inputs import inputs_of
-from rlhf.knobs import as_plain
 from rlhf.loop import OnPolicyLoop
 from rlhf.runlogs import (
     HARMLESS,
@@ -25,6 +24,7 @@ from rlhf.runlogs import (
     require_run,
     run_fault,
 )
+from rlhf.settings.fields import as_plain
 from rlhf.trainer_state import load_trainer
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError

@@ -12,11 +12,11 @@ import torch
 
 from config import Config
 from rlhf.assembly import check_run_folder
-from rlhf.commands import resume_command
 from rlhf.controllers import with_horizon
-from rlhf.knobs import as_plain
 from rlhf.resume import settle_resume
 from rlhf.runlogs import MAY_DIFFER, RUN_FILE, differences, read_run, seed_folder
+from rlhf.settings.commands import resume_command
+from rlhf.settings.fields import as_plain
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json

@@ -9,9 +9,9 @@ from typing import Any
 
 from config import Config, MeasureSettings, config_of_run, make_config
 from rlhf.checkpoints import update_of
-from rlhf.commands import code_words, names_code
 from rlhf.models import ADAPTER_CONFIG, base_of_adapter, find_model
 from rlhf.runlogs import RUN_FILE, differences, flat_settings, last_run, read_run, run_fault
+from rlhf.settings.commands import code_words, names_code
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import is_path, missing_path
 from rlhf.utils.system import command

@@ -32,12 +32,12 @@ from rlhf.checks import (
     steps_are_as_planned,
     weights_come_back,
 )
-from rlhf.knobs import as_plain
 from rlhf.models import load_tokenizer
 from rlhf.preflight import disk_has_room, pad_is_not_eos, vocabularies_fit
 from rlhf.prompts import Prompt, encode_prompt
 from rlhf.rewards import Rewards
 from rlhf.runlogs import MAY_DIFFER, differences
+from rlhf.settings.fields import as_plain
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, run_command
 from rlhf.weights import VALUE_HEAD_FILE, WEIGHTS_FILE

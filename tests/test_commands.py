@@ -20,9 +20,9 @@ import train_ppo
 from config import parse_cli, parse_reward_cli
 from recipes import RECIPES
 from reward_model import training
-from rlhf import commands
-from rlhf.commands import reward_model_command, training_command
 from rlhf.outcome import other_algorithm
+from rlhf.settings import commands
+from rlhf.settings.commands import reward_model_command, training_command
 from rlhf.utils import system
 from tests.conftest import typed
 

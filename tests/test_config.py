@@ -6,7 +6,8 @@ import pytest
 
 from config import Config, RewardModelConfig, parse_cli, parse_reward_cli
 from recipes import RECIPES
-from rlhf.knobs import KLTarget, Split, knobs_of, name_table
+from rlhf.settings.fields import knobs_of, name_table
+from rlhf.settings.types import KLTarget, Split
 from rlhf.utils.errors import UserError, run_command
 
 

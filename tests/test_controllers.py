@@ -18,8 +18,8 @@ from rlhf.controllers import (
     kl_controller,
     with_horizon,
 )
-from rlhf.knobs import KLTarget
 from rlhf.plan import kl_line, kl_warnings, recipe_hint
+from rlhf.settings.types import KLTarget
 
 SEQUENCE_6 = [KLTarget(6.0, "sequence")]
 

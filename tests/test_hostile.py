@@ -21,7 +21,6 @@ from reward_model.scorer import RewardModel
 from reward_model.training import train_reward_model
 from rlhf.assembly import load_parts
 from rlhf.evaluation import fixed_text
-from rlhf.knobs import Split
 from rlhf.models import load_adapter, load_policy, load_tokenizer
 from rlhf.prompts import (
     ROLES,
@@ -35,6 +34,7 @@ from rlhf.prompts import (
     load_prompts,
 )
 from rlhf.rewards import LearnedReward, ModuleReward, Rewards
+from rlhf.settings.types import Split
 from rlhf.token_page import write_token_page
 from rlhf.tokens import read_tokens, recorded_updates
 from rlhf.utils.console import Screen

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from rlhf import prompts
-from rlhf.knobs import Split
 from rlhf.models import load_tokenizer
 from rlhf.prompts import (
     Example,
@@ -19,6 +18,7 @@ from rlhf.prompts import (
     part_of,
     split_examples,
 )
+from rlhf.settings.types import Split
 from rlhf.utils.errors import UserError
 
 

@@ -128,7 +128,7 @@ def test_the_yaml_block_is_a_configuration(tmp_path):
 
 
 def test_every_flag_that_the_readme_names_exists():
-    from rlhf.cli import make_parser
+    from rlhf.settings.flags import make_parser
 
     commands = (Config, RewardModelConfig, EvaluationConfig, ComparisonConfig, PlotConfig)
     known = {s for command in commands for s in _flags(make_parser, command)}

@@ -24,10 +24,10 @@ from reward_model.scorer import METRICS_FILE
 from rlhf.api import make_trainer
 from rlhf.controllers import kl_controller
 from rlhf.curves import read_curves
-from rlhf.knobs import knobs_of
 from rlhf.prompts import encode_prompt
 from rlhf.rewards import find_rule
 from rlhf.runlogs import read_run
+from rlhf.settings.fields import knobs_of
 from rlhf.tokens import read_tokens, recorded_updates
 from rlhf.utils.errors import UserError
 from tests.shapes import make_base_model, make_reward_model, make_start_model

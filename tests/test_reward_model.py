@@ -12,10 +12,10 @@ from transformers import AutoModelForSequenceClassification
 from config import parse_reward_cli
 from reward_model.scorer import METRICS_FILE, Calibration, PairAccuracy, RewardModel, pair_accuracy
 from reward_model.training import pair_ids, run_training, train_reward_model
-from rlhf.knobs import Split
 from rlhf.preflight import check_leaks, check_reward_model
 from rlhf.prompts import Example, Prompt, PromptSets, question_hash
 from rlhf.rewards import LearnedReward, Rewards
+from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from tests.shapes import make_reward_model, make_start_model

@@ -9,9 +9,9 @@ from statistics import fmean, stdev
 import pytest
 
 from config import parse_cli
-from rlhf.knobs import as_plain
 from rlhf.runlogs import RunLog
 from rlhf.seeds import for_each_seed, show_seeds
+from rlhf.settings.fields import as_plain
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 

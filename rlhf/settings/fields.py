@@ -1,16 +1,17 @@
-"""What a knob is: a dataclass field with a meaning, a unit and a range; and how text becomes its value."""
+"""What a setting is: a dataclass field with a meaning, a unit and a range; and how text becomes its value."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
+from rlhf.settings.types import KLTarget, Split
 from rlhf.utils.errors import UserError, did_you_mean
 
 TRUE_WORDS = {"true", "yes", "on", "1"}
@@ -18,6 +19,9 @@ FALSE_WORDS = {"false", "no", "off", "0"}
 UNSET_WORDS = {"none", "null", "auto", ""}
 MOST = 10**9  # of a whole number that has no other upper limit: more is a slip, and loops over it never end
 MOST_DIGITS = 30
+Layer = dict[str, tuple[Any, str]]  # name -> (value, where it was set)
+# what other trainers call it -> the setting
+ELSEWHERE = {"lr": "learning_rate", "beta": "kl_coef", "kl_beta": "kl_coef", "max_completion_length": "reply_length"}
 
 
 def knob(
@@ -47,73 +51,6 @@ def as_in(settings: type, name: str, otherwise: str, help: str | None = None) ->
     said = next(f.metadata for f in dataclasses.fields(settings) if f.name == name)
     meaning = help or said["help"].split("; unset")[0]
     return field(default=None, metadata={**said, "help": f"{meaning}; unset: {otherwise}"})
-
-
-@dataclass(frozen=True)
-class KLTarget:
-    """A KL to hold: `nats` per whole reply ("sequence") or per reply token ("token"). Never a bare number."""
-
-    nats: float
-    per: str
-
-    @classmethod
-    def parse(cls, text: str) -> KLTarget:
-        number, _, per = str(text).partition("/")
-        per = {"seq": "sequence", "tok": "token"}.get(per.strip(), per.strip())
-        target = cls(float(number), per)
-        if per not in ("sequence", "token") or not 0 < target.nats < math.inf:
-            raise ValueError(text)
-        return target
-
-    def __str__(self) -> str:
-        return f"{self.nats:g}/{self.per}"
-
-    expects = "a number of nats above 0 with its unit, such as 6/sequence or 0.05/token"
-
-
-def bare_targets(value: Any) -> Any:
-    """KL targets as reference systems write them, as bare numbers: one is nats per sequence (seed_001, seed_004),
-    several are nats per token (the phases of seed_000 and seed_002)."""
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    words = [word.strip() for part in parts for word in str(part).split(",")]
-    unit = "sequence" if len(words) == 1 else "token"
-    return [f"{word}/{unit}" if re.fullmatch(r"[-+.\deE]+", word) else word for word in words]
-
-
-@dataclass(frozen=True)
-class Split:
-    """Percent of the questions that go to the reward model, to RL and to evaluation."""
-
-    reward: int
-    rl: int
-    evaluation: int
-
-    @classmethod
-    def parse(cls, text: str) -> Split:
-        parts = [int(part) for part in str(text).split("/")]
-        if len(parts) != 3 or sum(parts) != 100 or min(parts) < 0:
-            raise ValueError(text)
-        return cls(*parts)
-
-    def __str__(self) -> str:
-        return f"{self.reward}/{self.rl}/{self.evaluation}"
-
-    expects = "three whole percentages that add up to 100, such as 45/45/10"
-
-
-class HubName(str):
-    """A repository's name on the hub, with its owner."""
-
-    @classmethod
-    def parse(cls, text: str) -> HubName:
-        from huggingface_hub.utils import validate_repo_id  # only where a name is given: --help does not wait for it
-
-        validate_repo_id(str(text))
-        if str(text).count("/") != 1:
-            raise ValueError(text)
-        return cls(text)
-
-    expects = "owner/name, of letters, digits, and - _ . between them, such as ada/my-model"
 
 
 @dataclass(frozen=True)
@@ -257,3 +194,14 @@ def as_plain(config: Any) -> dict[str, Any]:
         return [plain(v) for v in value] if isinstance(value, tuple) else value
 
     return plain(config)
+
+
+def way_out(name: str, known: Iterable[str]) -> str:
+    """For a name that is not known: the nearest one; for float16, which other trainers have, what there is."""
+    words = {word.lstrip("-") for word in known}
+    if name.replace("-", "_").strip("_").removeprefix("no_") == "fp16" and "bf16" in words:
+        return "Precision is bfloat16 (--bf16) or float32 (--no-bf16); float16 is not offered, its gradients underflow"
+    meant = ELSEWHERE.get(name.replace("-", "_").strip("_"))
+    if meant in words | {word.replace("-", "_") for word in words}:
+        return f"Did you mean {'--' + meant.replace('_', '-') if name.startswith('--') else meant}?"
+    return did_you_mean(name, known)

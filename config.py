@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from recipes import RECIPES
-from rlhf.runlogs import RUN_FILE, flat_settings, read_run, run_fault, seed_folder
+from rlhf.checkpoints.run_folder import RUN_FILE, read_run, seed_folder
+from rlhf.checkpoints.run_record import flat_settings, run_fault
 from rlhf.settings.commands import names_code, resume_command
 from rlhf.settings.fields import as_in, knob
 from rlhf.settings.merge import build, resolve

@@ -42,7 +42,7 @@ def output_files(output: str) -> tuple[Path, Path]:
 
 def run_folders(config: PlotConfig) -> list[Path]:
     """The runs that were named, else the last one here."""
-    from rlhf.runlogs import last_run
+    from rlhf.checkpoints.run_folder import last_run
 
     return [Path(run) for run in config.plot.runs] or [last_run("plot_training_progress.py")]
 
@@ -73,7 +73,7 @@ def standing(run, chart) -> str:
 
 def unlike(chart) -> list[str]:
     """How the runs differ in what a reader takes to be equal, a line each."""
-    from rlhf.runlogs import MAY_DIFFER, differences
+    from rlhf.checkpoints.run_record import MAY_DIFFER, differences
     from rlhf.utils.console import clock
 
     said = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.machine import BUSY, busy_line, gib, machine_line
 from benchmarks.work import Work
-from rlhf.runlogs import environment
+from rlhf.checkpoints.run_record import environment
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError
 

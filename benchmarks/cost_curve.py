@@ -85,7 +85,7 @@ def measure(work: Work, points: dict[str, list[int]], screen) -> dict[str, Any]:
     import torch
 
     from benchmarks.machine import busy, machine
-    from rlhf.runlogs import environment
+    from rlhf.checkpoints.run_record import environment
 
     if work.threads is not None:
         torch.set_num_threads(work.threads)

@@ -95,7 +95,7 @@ def measure(work: Work, stock: bool, screen) -> tuple[dict[str, dict], list[dict
 
 def tell_epoch(work: Work, prompts: int, facts: dict[str, dict], told: list[dict[str, dict]]) -> dict[str, Any]:
     """The figures of all sides, and what they make of an epoch. Raises RunError where the sides did unlike work."""
-    from rlhf.runlogs import environment
+    from rlhf.checkpoints.run_record import environment
 
     names, whole = list(facts), -(-prompts // work.batch_size)
     tokens = {name: reply_tokens(work, name, told) for name in names}

@@ -82,7 +82,7 @@ def machine(device: str) -> dict[str, Any]:
 
 def gpu_machine(device: str) -> dict[str, Any]:
     """GPU with its driver, CPU, Python, libraries and commit, for a report."""
-    from rlhf.runlogs import environment
+    from rlhf.checkpoints.run_record import environment
 
     facts, software = machine(device), environment()
     found = {

@@ -57,7 +57,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def compare(work: Work) -> dict[str, Any]:
     """The process first, so that it has the machine's memory to itself; then the forecast and its phases here."""
-    from rlhf.runlogs import environment
+    from rlhf.checkpoints.run_record import environment
 
     with Side("ours", work.write(Path(work.folder, "work.json"))) as side:
         machine = side.go()["machine"]

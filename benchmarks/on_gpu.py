@@ -42,7 +42,7 @@ import psutil
 from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report, number, one_line
 from benchmarks.gpu_section import Plan
 from benchmarks.work import choose_device
-from rlhf.runlogs import now
+from rlhf.checkpoints.run_record import now
 from rlhf.utils.errors import UserError, run_command
 from rlhf.utils.files import check_folder
 from rlhf.utils.system import WINDOWS

@@ -133,7 +133,7 @@ def measure(work: Work, arguments: argparse.Namespace, screen) -> dict[str, Any]
     import torch
 
     from benchmarks.machine import busy, machine
-    from rlhf.runlogs import environment
+    from rlhf.checkpoints.run_record import environment
 
     if work.threads is not None:
         torch.set_num_threads(work.threads)

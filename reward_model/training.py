@@ -30,6 +30,8 @@ from reward_model.scorer import (
     pairs_that_fit,
     read_record,
 )
+from rlhf.checkpoints.run_folder import RUN_FILE, check_output
+from rlhf.checkpoints.run_record import environment
 from rlhf.engines import sample_replies
 from rlhf.guard import bad_weights
 from rlhf.models import (
@@ -47,7 +49,6 @@ from rlhf.models import (
 from rlhf.preflight import check_reward_context, weakness
 from rlhf.prompts import Example, encode_prompt, encode_prompts, load_examples, question_hash, split_examples
 from rlhf.rollout import uniforms
-from rlhf.runlogs import RUN_FILE, check_output, environment
 from rlhf.settings.commands import training_words
 from rlhf.settings.fields import as_plain
 from rlhf.settings.types import Split

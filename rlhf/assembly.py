@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from config import Config
 from reward_model.scorer import RewardModel
+from rlhf.checkpoints.run_folder import check_output, claim_output, require_run, require_unused
+from rlhf.checkpoints.run_record import RunLog
 from rlhf.demo.parts import prepare_demo
 from rlhf.engines import check_engine
 from rlhf.evaluation import text_of_file
@@ -40,7 +42,6 @@ from rlhf.preflight import (
 from rlhf.prompts import Prompt, PromptSets, load_prompts
 from rlhf.resume import budget, check_same_run
 from rlhf.rewards import LearnedReward, Rewards, check_columns, find_rule
-from rlhf.runlogs import RunLog, check_output, claim_output, require_run, require_unused
 from rlhf.settings.fields import as_plain
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError

@@ -13,8 +13,11 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase
 
 from config import IN_A_ROW, Config, make_config
-from rlhf.best import Candidate, choose
-from rlhf.checkpoints import find_checkpoints, set_aside, write_checkpoint
+from rlhf.checkpoints.best import Candidate, choose
+from rlhf.checkpoints.manifest import find_checkpoints, set_aside, write_checkpoint
+from rlhf.checkpoints.run_folder import BEST_FOLDER
+from rlhf.checkpoints.run_record import RunLog
+from rlhf.checkpoints.token_record import TOKENS_FOLDER, write_tokens
 from rlhf.controllers import RUNAWAY, KLController, kl_controller
 from rlhf.dealing import one_line
 from rlhf.evaluation import Evaluation
@@ -25,16 +28,14 @@ from rlhf.memory import forecaster, what_helps
 from rlhf.metrics import Batch, Scored
 from rlhf.prompts import Prompt
 from rlhf.rollout import Rollout
-from rlhf.runlogs import RunLog
 from rlhf.settings.commands import replay_command, resume_command
-from rlhf.tokens import TOKENS_FOLDER, token_rows, write_tokens
+from rlhf.tokens import token_rows
 from rlhf.trainer_state import load_weights, save_trainer
 from rlhf.utils.console import Screen, clock, number
 from rlhf.utils.errors import RunError
 from rlhf.utils.files import link_folder, replace_folder
 from rlhf.utils.printing import PRINTED_FILE
 from rlhf.utils.signals import Stopped, StopRequest
-from rlhf.weights import BEST_FOLDER
 
 SOME_UPDATES = 10  # after which equal scores are no chance
 

@@ -10,12 +10,12 @@ from typing import Any
 from config import GRPOSettings, PPOSettings, config_of_run
 from rlhf.audit import against, as_json, figures, interval_of, target_at_end, warnings
 from rlhf.budgets import Look, at_equal
+from rlhf.checkpoints.run_record import MAY_DIFFER, differences, environment, flat_settings, now
 from rlhf.curves import RunCurves
 from rlhf.evaluation_report import sides_of
 from rlhf.measuring import Bench, Generations
 from rlhf.pictures import as_data_url, save_picture
 from rlhf.report_pictures import distributions, score_against_kl
-from rlhf.runlogs import MAY_DIFFER, differences, environment, flat_settings, now
 from rlhf.trained import Trained, episodes_of
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import raise_if

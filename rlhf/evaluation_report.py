@@ -8,10 +8,10 @@ from typing import Any
 
 from config import config_of_run
 from rlhf.audit import LABELS, against, as_json, figures, interval_of, shown, target_at_end, warnings
+from rlhf.checkpoints.run_record import environment, now
 from rlhf.measuring import Bench, Generations
 from rlhf.pictures import as_data_url
 from rlhf.report_pictures import distributions
-from rlhf.runlogs import environment, now
 from rlhf.statistics import ranks
 from rlhf.trained import Trained
 from rlhf.utils.console import Screen

@@ -18,6 +18,8 @@ from transformers.tokenization_utils_base import (
 )
 
 from config import Config
+from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, RUN_FILE, require_run
+from rlhf.checkpoints.run_record import note
 from rlhf.model_card import CARD_FILE, Saved, model_card
 from rlhf.models import (
     ADAPTER_CONFIG,
@@ -29,13 +31,12 @@ from rlhf.models import (
     load_tokenizer,
 )
 from rlhf.outcome import show_where
-from rlhf.runlogs import RUN_FILE, note, require_run
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import disk_errors, replace_folder, write_text
 from rlhf.utils.hub import is_on_hub, push_failed, push_files, require_push
 from rlhf.utils.system import command
-from rlhf.weights import ADAPTER_FILE, BEST_FOLDER, MERGED_FOLDER, ONE_FILE, WEIGHTS_FILE
+from rlhf.weights import ADAPTER_FILE, ONE_FILE, WEIGHTS_FILE
 
 PUSH = "--push-to-hub"
 WEIGHTS = (WEIGHTS_FILE, "config.json", "generation_config.json", ADAPTER_FILE, ADAPTER_CONFIG)

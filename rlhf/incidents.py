@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from config import Config, known_settings, make_config
+from rlhf.checkpoints.run_record import environment
 from rlhf.guard import Dropped
 from rlhf.metrics import Batch
 from rlhf.prompts import Example, Prompt
 from rlhf.rollout import Replies, Rollout
-from rlhf.runlogs import environment
 from rlhf.settings.fields import as_plain
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import disk_errors, write_json

@@ -10,8 +10,8 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from config import Config
+from rlhf.checkpoints.run_record import HARMLESS, flat_settings
 from rlhf.models import ADAPTER_CONFIG, load_tokenizer
-from rlhf.runlogs import HARMLESS, flat_settings
 from rlhf.settings.fields import knobs_of
 from rlhf.utils.html import render
 from rlhf.utils.system import command

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from config import ALGORITHMS, LENGTHS, Config, make_config, parse_cli
+from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
+from rlhf.checkpoints.run_record import MAY_DIFFER, RunLog, differences
 from rlhf.controllers import kl_controller, with_horizon
 from rlhf.demo.parts import gold_of
 from rlhf.loop import OnPolicyLoop
 from rlhf.report import compare, kl_of_phases, last_kl, show_figures, show_samples
-from rlhf.runlogs import MAY_DIFFER, RunLog, differences
 from rlhf.settings.commands import flag_words
 from rlhf.settings.fields import as_plain, knobs_of
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.system import command
-from rlhf.weights import BEST_FOLDER, MERGED_FOLDER
 
 
 def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Screen) -> None:

@@ -14,6 +14,7 @@ from config import LENGTHS, Config, PPOSettings, make_config
 from recipes import SIGNS
 from rlhf.actor_critic import base_of
 from rlhf.assembly import Parts
+from rlhf.checkpoints.run_record import MAY_DIFFER, flat_settings
 from rlhf.controllers import SMALLEST_MOVE, default_horizon, kl_controller, move_in
 from rlhf.dealing import Dealing, one_line
 from rlhf.memory import Forecast, available, forecast, what_helps
@@ -21,7 +22,6 @@ from rlhf.models import autocast_dtype
 from rlhf.prompts import Prompt, PromptSets
 from rlhf.resume import budget
 from rlhf.rollout import tokens_at_once
-from rlhf.runlogs import MAY_DIFFER, flat_settings
 from rlhf.settings.fields import as_plain
 from rlhf.utils.console import Screen, gib
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from config import Config
 from rlhf.assembly import load_parts
+from rlhf.checkpoints.run_record import flat_settings
 from rlhf.incidents import INCIDENT_FILE, WEIGHTS, Incident
 from rlhf.loop import OnPolicyLoop
 from rlhf.metrics import Batch
 from rlhf.preflight import start_device
 from rlhf.rollout import Rollout
-from rlhf.runlogs import flat_settings
 from rlhf.settings.commands import names_code, replay_command
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError

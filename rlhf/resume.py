@@ -9,28 +9,18 @@ from typing import Any
 import torch
 
 from config import Config
-from rlhf.checkpoints import Found, find_checkpoints
+from rlhf.checkpoints.manifest import Found, find_checkpoints
+from rlhf.checkpoints.run_folder import BEST_FOLDER, RUN_FILE, move_aside, require_run
+from rlhf.checkpoints.run_record import HARMLESS, RunLog, differences, environment, flat_settings, run_fault
 from rlhf.export import check_export, export_run
 from rlhf.inputs import inputs_of
 from rlhf.loop import OnPolicyLoop
-from rlhf.runlogs import (
-    HARMLESS,
-    RUN_FILE,
-    RunLog,
-    differences,
-    environment,
-    flat_settings,
-    move_aside,
-    require_run,
-    run_fault,
-)
 from rlhf.settings.fields import as_plain
 from rlhf.trainer_state import load_trainer
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import link_folder, replace_folder
 from rlhf.utils.paths import check_inputs_outside
-from rlhf.weights import BEST_FOLDER
 
 
 def settle_resume(config: Config, screen: Screen) -> Config | None:

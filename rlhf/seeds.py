@@ -12,9 +12,10 @@ import torch
 
 from config import Config
 from rlhf.assembly import check_run_folder
+from rlhf.checkpoints.run_folder import RUN_FILE, read_run, seed_folder
+from rlhf.checkpoints.run_record import MAY_DIFFER, differences
 from rlhf.controllers import with_horizon
 from rlhf.resume import settle_resume
-from rlhf.runlogs import MAY_DIFFER, RUN_FILE, differences, read_run, seed_folder
 from rlhf.settings.commands import resume_command
 from rlhf.settings.fields import as_plain
 from rlhf.utils.console import Screen, clock

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from rlhf.checkpoints.run_folder import require_run
+from rlhf.checkpoints.token_record import QUANTITIES, read_tokens, recorded_updates
 from rlhf.pictures import COLOURS
-from rlhf.runlogs import require_run
-from rlhf.tokens import QUANTITIES, read_tokens, recorded_updates
 from rlhf.utils.console import Screen
 from rlhf.utils.files import check_folder, write_text
 from rlhf.utils.html import render

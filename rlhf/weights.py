@@ -17,8 +17,6 @@ from rlhf.utils.files import disk_errors
 
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
-BEST_FOLDER = "best"
-MERGED_FOLDER = "merged"
 VALUE_HEAD_FILE = "value_head.safetensors"
 CRITIC_FILE = "critic.safetensors"  # what is trained of a critic's own backbone
 ONE_FILE = "1000GB"  # weights in one file can be put in place at one stroke

@@ -23,7 +23,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from config import Config, parse_cli
 from rlhf.callbacks import attach_callbacks
-from rlhf.runlogs import RunLog
+from rlhf.checkpoints.run_record import RunLog
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.signals import StopRequest
 from tests.shapes import make_reward_model, make_start_model

@@ -127,7 +127,8 @@ def best_is_whole(plain: Path, killed: Path, start: Path) -> bool:
     from safetensors.torch import load_file
     from transformers import AutoTokenizer
 
-    from rlhf.weights import ADAPTER_FILE, BEST_FOLDER, WEIGHTS_FILE
+    from rlhf.checkpoints.run_folder import BEST_FOLDER
+    from rlhf.weights import ADAPTER_FILE, WEIGHTS_FILE
 
     best = killed / BEST_FOLDER
     if not best.exists():
@@ -155,8 +156,8 @@ def differing(one: Path, other: Path) -> list[str]:
     import torch
     from safetensors.torch import load_file
 
-    from rlhf.checkpoints import find_checkpoints
-    from rlhf.runlogs import read_run
+    from rlhf.checkpoints.manifest import find_checkpoints
+    from rlhf.checkpoints.run_folder import read_run
 
     faults = []
     ends = [find_checkpoints(run, read_run(run)["id"]).newest for run in (one, other)]
@@ -179,8 +180,8 @@ def differing(one: Path, other: Path) -> list[str]:
 
 
 def main(kills: int, seed: int, folder: Path, script_name: str, flags: list[str]) -> dict:
-    from rlhf.checkpoints import find_checkpoints
-    from rlhf.runlogs import read_run
+    from rlhf.checkpoints.manifest import find_checkpoints
+    from rlhf.checkpoints.run_folder import read_run
 
     script, draw = importlib.import_module(script_name), random.Random(seed)
     importlib.import_module("rlhf.assembly")

@@ -29,9 +29,10 @@ from config import parse_cli
 from reward_model.scorer import METRICS_FILE
 from rlhf import callbacks
 from rlhf.api import make_trainer
+from rlhf.checkpoints.run_folder import INPUTS_FILE, read_status
+from rlhf.checkpoints.run_record import RunLog
 from rlhf.loop import OnPolicyLoop
 from rlhf.prompts import load_examples, question_hash
-from rlhf.runlogs import INPUTS_FILE, RunLog, read_status
 from rlhf.utils import files, hub
 from rlhf.utils.errors import run_command
 from tests.shapes import make_base_model, make_reward_model, smollm2_tokenizer

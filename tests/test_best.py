@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhf.best import Candidate, choose
+from rlhf.checkpoints.best import Candidate, choose
 from rlhf.utils.files import replace_folder
 from tests.conftest import attach
 

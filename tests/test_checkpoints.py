@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import checkpoints
-from rlhf.checkpoints import GOING, MANIFEST, find_checkpoints, write_checkpoint
+from rlhf.checkpoints import manifest as checkpoints
+from rlhf.checkpoints.manifest import GOING, MANIFEST, find_checkpoints, write_checkpoint
 from rlhf.utils import system
 from rlhf.utils.errors import Notice
 

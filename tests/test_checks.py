@@ -19,6 +19,7 @@ import train_ppo
 from rlhf import checks
 from rlhf.api import TRAINERS
 from rlhf.assembly import load_parts
+from rlhf.checkpoints.run_record import MAY_DIFFER, differences
 from rlhf.checks import (
     check_run,
     check_start,
@@ -36,7 +37,6 @@ from rlhf.models import load_tokenizer
 from rlhf.preflight import disk_has_room, pad_is_not_eos, vocabularies_fit
 from rlhf.prompts import Prompt, encode_prompt
 from rlhf.rewards import Rewards
-from rlhf.runlogs import MAY_DIFFER, differences
 from rlhf.settings.fields import as_plain
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, run_command

@@ -9,9 +9,9 @@ import signal
 import pytest
 
 import train_ppo
-from rlhf.checkpoints import MANIFEST, find_checkpoints, sha256
+from rlhf.checkpoints.manifest import MANIFEST, find_checkpoints, sha256
+from rlhf.checkpoints.run_folder import read_run
 from rlhf.prompts import load_examples
-from rlhf.runlogs import read_run
 from rlhf.utils.errors import UserError
 from tests.test_nan import run, stop_after
 

@@ -12,13 +12,13 @@ import pytest
 import train_ppo
 from config import make_config, parse_cli
 from rlhf.api import make_trainer
+from rlhf.checkpoints.run_folder import read_run
+from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.curve_pictures import Chart, draw
 from rlhf.curves import read_runs
 from rlhf.dealing import Dealing, planned_updates, tag_names
 from rlhf.memory import fullest_batch
 from rlhf.prompts import Example, Prompt
-from rlhf.runlogs import read_run
-from rlhf.tokens import read_tokens, recorded_updates
 from rlhf.utils.errors import UserError
 from tests.conftest import attach
 from tests.kills import differing

@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 import train_ppo
-from rlhf.runlogs import read_run
+from rlhf.checkpoints.run_folder import read_run
 from rlhf.trained import find_trained
 from rlhf.utils.errors import UserError
 from tests.test_damaged import reseal

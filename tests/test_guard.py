@@ -15,9 +15,9 @@ import train_grpo
 import train_ppo
 from rlhf import guard, loop
 from rlhf.callbacks import Callback
+from rlhf.checkpoints.run_folder import read_run
 from rlhf.incidents import Incident, save_incident
 from rlhf.replay import replay
-from rlhf.runlogs import read_run
 from rlhf.utils.errors import Notice, RunError, UserError, run_command
 from tests.conftest import attach
 

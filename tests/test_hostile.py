@@ -20,6 +20,7 @@ from config import parse_cli, parse_reward_cli
 from reward_model.scorer import RewardModel
 from reward_model.training import train_reward_model
 from rlhf.assembly import load_parts
+from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.evaluation import fixed_text
 from rlhf.models import load_adapter, load_policy, load_tokenizer
 from rlhf.prompts import (
@@ -36,7 +37,6 @@ from rlhf.prompts import (
 from rlhf.rewards import LearnedReward, ModuleReward, Rewards
 from rlhf.settings.types import Split
 from rlhf.token_page import write_token_page
-from rlhf.tokens import read_tokens, recorded_updates
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from tests.shapes import SMOLLM2_TEMPLATE, make_start_model, smollm2_tokenizer

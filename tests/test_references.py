@@ -22,13 +22,13 @@ from config import LENGTHS, Config, make_config, parse_cli
 from recipes import RECIPES
 from reward_model.scorer import METRICS_FILE
 from rlhf.api import make_trainer
+from rlhf.checkpoints.run_folder import read_run
+from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.controllers import kl_controller
 from rlhf.curves import read_curves
 from rlhf.prompts import encode_prompt
 from rlhf.rewards import find_rule
-from rlhf.runlogs import read_run
 from rlhf.settings.fields import knobs_of
-from rlhf.tokens import read_tokens, recorded_updates
 from rlhf.utils.errors import UserError
 from tests.shapes import make_base_model, make_reward_model, make_start_model
 

@@ -17,8 +17,8 @@ from config import parse_reward_cli
 from reward_model import training
 from reward_model.scorer import METRICS_FILE, RewardModel
 from reward_model.training import save_reward_model, train_reward_model
+from rlhf.checkpoints.run_folder import read_run
 from rlhf.demo import parts
-from rlhf.runlogs import read_run
 from rlhf.utils import replacing
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError, run_command
@@ -294,21 +294,21 @@ def test_a_rename_that_fails_brings_the_older_one_back(tmp_path, monkeypatch):
 
 def test_a_move_that_breaks_off_is_undone(tmp_path, monkeypatch):
     """On Windows, where a program has one of the files open."""
-    from rlhf import runlogs
+    from rlhf.checkpoints import run_folder
 
     (tmp_path / "run").mkdir()
     for name in ("a", "b", "run.json"):
         (tmp_path / "run" / name).write_text(name)
-    really = runlogs.system.replace
+    really = run_folder.system.replace
 
     def replace(source, target):
         if Path(source).name == "b":
             raise PermissionError(13, "in use")
         really(source, target)
 
-    monkeypatch.setattr(runlogs.system, "replace", replace)
+    monkeypatch.setattr(run_folder.system, "replace", replace)
     with pytest.raises(PermissionError):
-        runlogs._move_to(tmp_path / "run", tmp_path / "aside")
+        run_folder._move_to(tmp_path / "run", tmp_path / "aside")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["a", "b", "run.json"]
     assert not (tmp_path / "aside").exists()
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 import train_grpo
 import train_ppo
 from rlhf import callbacks
-from rlhf.checkpoints import MANIFEST, find_checkpoints
-from rlhf.runlogs import LOCK_FILE, read_run
+from rlhf.checkpoints.manifest import MANIFEST, find_checkpoints
+from rlhf.checkpoints.run_folder import LOCK_FILE, read_run
 from rlhf.utils import system
 from rlhf.utils.errors import UserError, run_command
 from tests.kills import differing, shown

@@ -11,7 +11,7 @@ import pytest
 import compare_runs
 import evaluate_generations
 import train_ppo
-from rlhf.runlogs import read_run
+from rlhf.checkpoints.run_folder import read_run
 from rlhf.utils.errors import UserError
 from tests.conftest import typed
 from tests.test_nan import nan_rule, run

@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from rlhf.runlogs import LOCK_FILE, RunLog, check_output, claim_output, move_aside, read_run, read_status
+from rlhf.checkpoints.run_folder import LOCK_FILE, check_output, claim_output, move_aside, read_run, read_status
+from rlhf.checkpoints.run_record import RunLog
 from rlhf.utils.errors import UserError
 from rlhf.utils.system import WINDOWS
 

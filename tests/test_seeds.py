@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 import pytest
 
 from config import parse_cli
-from rlhf.runlogs import RunLog
+from rlhf.checkpoints.run_record import RunLog
 from rlhf.seeds import for_each_seed, show_seeds
 from rlhf.settings.fields import as_plain
 from rlhf.utils.console import Screen

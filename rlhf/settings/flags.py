@@ -8,7 +8,7 @@ import typing
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from rlhf.settings.fields import Knob, way_out, knobs_of, range_text
+from rlhf.settings.fields import Knob, knobs_of, range_text, way_out
 from rlhf.utils.errors import UserError, raise_if
 
 

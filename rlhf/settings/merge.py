@@ -9,8 +9,8 @@ import dataclasses
 import typing
 from typing import Any
 
-from rlhf.settings.fields import Layer, way_out, convert, is_unset, knobs_of, name_table
-from rlhf.settings.flags import special_names, spellings, make_parser, read_flags
+from rlhf.settings.fields import Layer, convert, is_unset, knobs_of, name_table, way_out
+from rlhf.settings.flags import make_parser, read_flags, special_names, spellings
 from rlhf.settings.yaml_file import read_yaml
 from rlhf.utils.errors import UserError, did_you_mean, raise_if
 

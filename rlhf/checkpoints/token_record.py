@@ -1,0 +1,67 @@
+"""Token records: files with a row for every token of some episodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from rlhf.checkpoints.run_folder import require_run
+from rlhf.utils.errors import UserError
+from rlhf.utils.files import put_in_place, write_text
+
+TOKENS_FOLDER = "tokens"
+# quantity -> what it is, unit; those that only PPO has come last
+QUANTITIES = {
+    "logprob": "log-probability under the policy that sampled it, nats",
+    "ref_logprob": "log-probability under the start model, nats",
+    "kl": "KL to the start model (k1), nats",
+    "advantage": "advantage, score units (GRPO: the group's)",
+    "weight": "advantage as the loss took it (PPO: whitened)",
+    "reward": "reward: KL penalty, and the score at the last token, score units",
+    "value": "the critic's value before the token, score units",
+    "td_error": "TD error: reward + gamma x next value - value",
+    "return": "the critic's target (reward to go), score units",
+}
+
+ALWAYS = {"update", "episode", "prompt_index", "prompt", "score", "step", "state", "token_id", "token",
+          "logprob", "ref_logprob", "kl", "advantage", "weight"}  # fmt: skip
+
+
+def write_tokens(folder: Path, update: int, rows: Sequence[dict[str, Any]], form: str) -> Path:
+    """One update's rows, as `update-N.jsonl` or `update-N.parquet`, complete or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"update-{update:06d}.{form}"
+    if form == "parquet":
+        table = pyarrow.Table.from_pylist(list(rows))
+        put_in_place(file, lambda beside: pyarrow.parquet.write_table(table, beside))
+    else:
+        write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return file
+
+
+def recorded_updates(run: Path, flag: str) -> list[Path]:
+    """The files of a run's records, in order. Raises UserError where there are none."""
+    require_run(run, flag)
+    files = sorted(f for f in (run / TOKENS_FOLDER).glob("update-*") if f.suffix in (".jsonl", ".parquet"))
+    if not files:
+        raise UserError(f"no recorded tokens in this run: {flag} {run}. Train with --record-tokens")
+    return files
+
+
+def read_tokens(file: Path) -> list[dict[str, Any]]:
+    """One update's rows. Raises UserError for a file that is torn, empty, or lacks something in a row."""
+    try:
+        if file.suffix == ".parquet":
+            rows = pyarrow.parquet.read_table(file).to_pylist()
+        else:
+            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        raise UserError(f"cannot be read: {file} ({str(error).splitlines()[0]:.120}). Remove it") from None
+    if not rows or any(not isinstance(row, dict) or not row.keys() >= ALWAYS for row in rows):
+        raise UserError(f"{'not whole' if rows else 'empty'}: {file}. Remove it")
+    return rows

@@ -28,7 +28,7 @@ def train(config: Config, screen) -> None:
     from rlhf.callbacks import attach_callbacks
     from rlhf.checks import check_run, check_start
     from rlhf.controllers import with_horizon
-    from rlhf.dealing import planned_updates
+    from rlhf.data.sampler import planned_updates
     from rlhf.export import check_export, export_run
     from rlhf.outcome import finish_run
     from rlhf.plan import show_plan

@@ -46,9 +46,9 @@ from rlhf.utils.errors import RunError, run_command
 from rlhf.utils.files import write_json
 
 if TYPE_CHECKING:
+    from rlhf.data.prompts import Prompt
     from rlhf.loop import OnPolicyLoop
     from rlhf.metrics import Batch
-    from rlhf.prompts import Prompt
 
 TWINS = ("ours", "plain")
 ROUNDS = 4  # prompts of a rollout, times the batch

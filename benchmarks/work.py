@@ -210,7 +210,8 @@ def rule_out_special(embeddings) -> None:
 
 def random_prompts(lengths: Sequence[int], vocabulary: int, seed: int) -> list:
     """Prompts of random ids, with the text that the tokenizer turns into the same ids."""
-    from rlhf.prompts import Example, Prompt
+    from rlhf.data.examples import Example
+    from rlhf.data.prompts import Prompt
 
     return [
         Prompt(tuple(ids), Example(messages=({"role": "user", "content": "".join(map(letter, ids))},)))

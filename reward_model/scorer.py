@@ -16,6 +16,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.actor_critic import let_go_of_files, store_frozen_weights
+from rlhf.data.chat_template import encode_prompt, encode_reply
+from rlhf.data.examples import Example
 from rlhf.models import (
     autocast,
     check_vocabulary,
@@ -26,7 +28,6 @@ from rlhf.models import (
     load_tokenizer,
     readable,
 )
-from rlhf.prompts import Example, encode_prompt, encode_reply
 from rlhf.utils.errors import RunError, UserError
 
 METRICS_FILE = "metrics.json"

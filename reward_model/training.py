@@ -32,6 +32,10 @@ from reward_model.scorer import (
 )
 from rlhf.checkpoints.run_folder import RUN_FILE, check_output
 from rlhf.checkpoints.run_record import environment
+from rlhf.data.chat_template import encode_prompt
+from rlhf.data.examples import Example, load_examples
+from rlhf.data.prompts import encode_prompts
+from rlhf.data.splits import question_hash, split_examples
 from rlhf.engines import sample_replies
 from rlhf.guard import bad_weights
 from rlhf.models import (
@@ -47,7 +51,6 @@ from rlhf.models import (
     readable,
 )
 from rlhf.preflight import check_reward_context, weakness
-from rlhf.prompts import Example, encode_prompt, encode_prompts, load_examples, question_hash, split_examples
 from rlhf.rollout import uniforms
 from rlhf.settings.commands import training_words
 from rlhf.settings.fields import as_plain

@@ -10,11 +10,13 @@ from config import Config
 from rlhf.assembly import FEW_PROMPTS, find_rewards, find_start_model, load_rewards, load_start_policy
 from rlhf.callbacks import KLControl
 from rlhf.controllers import kl_controller
+from rlhf.data.examples import GivenPrompt, examples_of
+from rlhf.data.prompts import render_sets
+from rlhf.data.splits import split_examples
 from rlhf.grpo_trainer import GRPO
 from rlhf.loop import OnPolicyLoop
 from rlhf.ppo_trainer import PPO
 from rlhf.preflight import check_overlap, check_prompts, check_topics, start_device
-from rlhf.prompts import GivenPrompt, examples_of, render_sets, split_examples
 from rlhf.rewards import RewardFunction, Rewards, check_columns
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen

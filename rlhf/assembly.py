@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from config import Config
 from reward_model.scorer import RewardModel
 from rlhf.checkpoints.run_folder import check_output, claim_output, require_run, require_unused
 from rlhf.checkpoints.run_record import RunLog
+from rlhf.data.prompts import PromptSets, fingerprint, load_prompts, topics_fingerprint
 from rlhf.demo.parts import prepare_demo
 from rlhf.engines import check_engine
 from rlhf.evaluation import text_of_file
@@ -39,7 +37,6 @@ from rlhf.preflight import (
     check_tokenizers,
     check_topics,
 )
-from rlhf.prompts import Prompt, PromptSets, load_prompts
 from rlhf.resume import budget, check_same_run
 from rlhf.rewards import LearnedReward, Rewards, check_columns, find_rule
 from rlhf.settings.fields import as_plain
@@ -210,16 +207,6 @@ def load_start_policy(config: Config, start: str, tokenizer: PreTrainedTokenizer
         device=device,
         vocabulary=len(tokenizer),
     )
-
-
-def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 of the prompts' ids: the same data in the same order, or not."""
-    return hashlib.sha256(json.dumps([p.ids for p in prompts]).encode()).hexdigest()
-
-
-def topics_fingerprint(prompts: Sequence[Prompt]) -> str:
-    """The same of their topics."""
-    return hashlib.sha256(json.dumps([p.example.topic for p in prompts]).encode()).hexdigest()
 
 
 def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> RunLog:

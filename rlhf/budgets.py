@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from rlhf.curves import RunCurves
-from rlhf.prompts import Example, Prompt
+from rlhf.data.examples import Example
+from rlhf.data.prompts import Prompt
 from rlhf.rewards import Rewards
 from rlhf.statistics import over_seeds_if_any
 from rlhf.utils.console import clock

@@ -19,14 +19,14 @@ from rlhf.checkpoints.run_folder import BEST_FOLDER
 from rlhf.checkpoints.run_record import RunLog
 from rlhf.checkpoints.token_record import TOKENS_FOLDER, write_tokens
 from rlhf.controllers import RUNAWAY, KLController, kl_controller
-from rlhf.dealing import one_line
+from rlhf.data.prompts import Prompt
+from rlhf.data.sampler import one_line
 from rlhf.evaluation import Evaluation
 from rlhf.guard import Dropped
 from rlhf.incidents import save_incident
 from rlhf.loop import OnPolicyLoop
 from rlhf.memory import forecaster, what_helps
 from rlhf.metrics import Batch, Scored
-from rlhf.prompts import Prompt
 from rlhf.rollout import Rollout
 from rlhf.settings.commands import replay_command, resume_command
 from rlhf.tokens import token_rows

@@ -11,10 +11,11 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from config import Config, EvaluationConfig
 from rlhf.actor_critic import base_of
+from rlhf.data.chat_template import decode_reply, encode_prompt
+from rlhf.data.examples import examples_of
 from rlhf.measuring import load_trained
 from rlhf.models import autocast, autocast_dtype, context_of, load_config, load_tokenizer
 from rlhf.preflight import start_device
-from rlhf.prompts import decode_reply, encode_prompt, examples_of
 from rlhf.trained import Trained, find_models, in_4_bit, shared_settings
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError

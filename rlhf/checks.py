@@ -19,13 +19,14 @@ from transformers import PreTrainedTokenizerBase
 from config import Config
 from rlhf.actor_critic import base_of, scaled_logits, set_adapter_dropout
 from rlhf.assembly import Parts
+from rlhf.data.chat_template import encode_text
+from rlhf.data.prompts import Prompt
 from rlhf.determinism import CUBLAS, REPRODUCIBLE_CUBLAS
 from rlhf.loop import OnPolicyLoop
 from rlhf.memory import available, forecaster
 from rlhf.metrics import memory_in_use
 from rlhf.models import autocast, autocast_dtype
 from rlhf.preflight import Check, start_checks
-from rlhf.prompts import Prompt, encode_text
 from rlhf.rewards import LearnedReward, ModuleReward, Rewards
 from rlhf.rollout import Rollout, tokens_at_once
 from rlhf.utils.console import Screen, gib

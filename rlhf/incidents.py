@@ -14,9 +14,10 @@ from torch import Tensor
 
 from config import Config, known_settings, make_config
 from rlhf.checkpoints.run_record import environment
+from rlhf.data.examples import Example
+from rlhf.data.prompts import Prompt
 from rlhf.guard import Dropped
 from rlhf.metrics import Batch
-from rlhf.prompts import Example, Prompt
 from rlhf.rollout import Replies, Rollout
 from rlhf.settings.fields import as_plain
 from rlhf.utils.errors import UserError

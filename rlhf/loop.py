@@ -25,14 +25,15 @@ from config import IN_A_ROW, Config
 from rlhf import objectives
 from rlhf.actor_critic import Actor, Reference, base_of, logits_at_once, set_adapter_dropout
 from rlhf.controllers import ScoreNormalizer
-from rlhf.dealing import Dealing, tag_names
+from rlhf.data.examples import GivenPrompt, examples_of
+from rlhf.data.prompts import Prompt, encode_prompts
+from rlhf.data.sampler import Dealing, tag_names
 from rlhf.engines import check_engine, sample_replies
 from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
 from rlhf.guard import Dropped, Drops, Limits, bad_weights, check_finite, check_step
 from rlhf.metrics import Batch, Scored, memory_in_use, reset_peak_memory, rollout_metrics
 from rlhf.models import autocast, autocast_dtype
 from rlhf.packing import Passage, packable
-from rlhf.prompts import GivenPrompt, Prompt, encode_prompts, examples_of
 from rlhf.rewards import BadScore, RewardFunction, Rewards
 from rlhf.rollout import Forward, Replies, Rollout, measure, tokens_at_once, uniforms
 from rlhf.utils.errors import RunError, UserError

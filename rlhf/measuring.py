@@ -14,14 +14,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from config import Config, MeasureSettings, config_of_run
 from reward_model.scorer import RewardModel
 from rlhf.actor_critic import Actor, Reference
-from rlhf.assembly import RewardSources, find_rewards, fingerprint, make_rewards
+from rlhf.assembly import RewardSources, find_rewards, make_rewards
+from rlhf.data.chat_template import encode_prompt
+from rlhf.data.examples import Example
+from rlhf.data.prompts import Prompt, fingerprint, load_prompts
 from rlhf.demo.parts import gold_of
 from rlhf.engines import sample_replies
 from rlhf.evaluation import FixedText, fixed_text, perplexity, text_of_file
 from rlhf.models import autocast, autocast_dtype, find_model, load_adapter, load_policy, load_tokenizer
 from rlhf.objectives import kl_k1
 from rlhf.preflight import check_reward_context
-from rlhf.prompts import Example, Prompt, encode_prompt, load_prompts
 from rlhf.rewards import LearnedReward, Rewards, check_columns
 from rlhf.rollout import Replies, measure, uniforms
 from rlhf.trained import Trained, has_start, in_4_bit, require_trusted_code, shared_settings

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from config import Config
 from reward_model.scorer import ROWS_AT_ONCE as SCORED_AT_ONCE
 from rlhf.actor_critic import backbone_of, base_of, floats_at_once, logits_at_once
-from rlhf.dealing import Dealing
+from rlhf.data.prompts import Prompt
+from rlhf.data.sampler import Dealing
 from rlhf.decoding import blockable
 from rlhf.engines import SPAN, default_engine, slots_for
 from rlhf.evaluation import ROWS_AT_ONCE as READ_AT_ONCE
@@ -29,7 +30,6 @@ from rlhf.footprint import FLOAT, Network, linear_floats, weights_of
 from rlhf.loop import EVALUATED_AT_ONCE, OnPolicyLoop
 from rlhf.models import autocast_dtype
 from rlhf.packing import Passage, packable
-from rlhf.prompts import Prompt
 from rlhf.rewards import LearnedReward
 from rlhf.rollout import Replies, tokens_at_once
 from rlhf.utils.console import gib

@@ -26,8 +26,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import is_bitsandbytes_available
 
 from rlhf.actor_critic import let_go_of_files, store_frozen_weights
+from rlhf.data.chat_template import end_of_turn
 from rlhf.fidelity import try_out
-from rlhf.prompts import end_of_turn
 from rlhf.utils.errors import UserError, did_you_mean
 from rlhf.utils.hub import require_hub
 from rlhf.utils.paths import is_path, missing_path, place_of

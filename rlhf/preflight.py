@@ -16,10 +16,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from config import Config
 from reward_model.scorer import METRICS_FILE, RewardModel, pair_accuracy, pairs_that_fit
 from rlhf.actor_critic import base_of
-from rlhf.dealing import Dealing, one_line
+from rlhf.data.chat_template import encode_prompt
+from rlhf.data.examples import Example
+from rlhf.data.prompts import Prompt, PromptSets
+from rlhf.data.sampler import Dealing, one_line
+from rlhf.data.splits import question_hash
 from rlhf.determinism import call_vector_functions_once, use_deterministic_algorithms
 from rlhf.models import context_of, load_config, load_tokenizer
-from rlhf.prompts import Example, Prompt, PromptSets, encode_prompt, question_hash
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.system import cap_card_memory

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 
 from rlhf.controllers import in_band
+from rlhf.data.prompts import Prompt
 from rlhf.evaluation import Evaluation
-from rlhf.prompts import Prompt
 from rlhf.settings.types import KLTarget
 from rlhf.statistics import over_prompts
 from rlhf.utils.console import Screen, number

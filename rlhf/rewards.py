@@ -30,7 +30,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.scorer import RewardModel, right_padded
-from rlhf.prompts import Example, Prompt, encode_prompt, encode_reply
+from rlhf.data.chat_template import encode_prompt, encode_reply
+from rlhf.data.examples import Example
+from rlhf.data.prompts import Prompt
 from rlhf.utils.errors import RunError, UserError, did_you_mean, raise_if
 from rlhf.utils.printing import printed_to
 

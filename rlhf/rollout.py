@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.actor_critic import Actor, Reference, base_of
+from rlhf.data.chat_template import decode_reply
+from rlhf.data.prompts import Prompt
 from rlhf.determinism import cumulative_sum
 from rlhf.packing import Episodes, Packed, Padded, Passage, packable
-from rlhf.prompts import Prompt, decode_reply
 from rlhf.utils.rng import generator
 
 

@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from rlhf.data.examples import Example
+from rlhf.data.prompts import Prompt
 from rlhf.evaluation import Evaluation, FixedText
 from rlhf.guard import Drops
 from rlhf.loop import OnPolicyLoop
-from rlhf.prompts import Example, Prompt
 from rlhf.utils.files import disk_errors
 from rlhf.weights import load_policy_weights
 

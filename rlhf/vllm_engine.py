@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from config import SamplingSettings
-from rlhf.prompts import Prompt
+from rlhf.data.prompts import Prompt
 from rlhf.rollout import Replies, padded
 from rlhf.utils.errors import UserError
 

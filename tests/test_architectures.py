@@ -34,11 +34,11 @@ from transformers import (
 
 import train_grpo
 import train_ppo
+from rlhf.data.chat_template import encode_prompt
 from rlhf.engines import default_engine, sample_replies
 from rlhf.loop import OnPolicyLoop
 from rlhf.memory import forecaster
 from rlhf.models import load_tokenizer
-from rlhf.prompts import encode_prompt
 from rlhf.rollout import Replies, uniforms
 from rlhf.utils.errors import UserError
 from tests import shapes

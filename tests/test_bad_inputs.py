@@ -31,8 +31,9 @@ from rlhf import callbacks
 from rlhf.api import make_trainer
 from rlhf.checkpoints.run_folder import INPUTS_FILE, read_status
 from rlhf.checkpoints.run_record import RunLog
+from rlhf.data.examples import load_examples
+from rlhf.data.splits import question_hash
 from rlhf.loop import OnPolicyLoop
-from rlhf.prompts import load_examples, question_hash
 from rlhf.utils import files, hub
 from rlhf.utils.errors import run_command
 from tests.shapes import make_base_model, make_reward_model, smollm2_tokenizer

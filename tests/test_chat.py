@@ -17,8 +17,8 @@ import evaluate_generations
 import train_grpo
 from config import EvaluationConfig, parse_evaluation_cli
 from rlhf.chat import Conversation, Voice
+from rlhf.data.chat_template import decode_reply, encode_prompt
 from rlhf.models import load_tokenizer
-from rlhf.prompts import decode_reply, encode_prompt
 from rlhf.utils.console import visible
 from rlhf.utils.errors import UserError, run_command
 from tests.shapes import make_base_model

@@ -33,9 +33,10 @@ from rlhf.checks import (
     steps_are_as_planned,
     weights_come_back,
 )
+from rlhf.data.chat_template import encode_prompt
+from rlhf.data.prompts import Prompt
 from rlhf.models import load_tokenizer
 from rlhf.preflight import disk_has_room, pad_is_not_eos, vocabularies_fit
-from rlhf.prompts import Prompt, encode_prompt
 from rlhf.rewards import Rewards
 from rlhf.settings.fields import as_plain
 from rlhf.utils.console import Screen

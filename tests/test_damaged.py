@@ -11,7 +11,7 @@ import pytest
 import train_ppo
 from rlhf.checkpoints.manifest import MANIFEST, find_checkpoints, sha256
 from rlhf.checkpoints.run_folder import read_run
-from rlhf.prompts import load_examples
+from rlhf.data.examples import load_examples
 from rlhf.utils.errors import UserError
 from tests.test_nan import run, stop_after
 

@@ -16,9 +16,10 @@ from rlhf.checkpoints.run_folder import read_run
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.curve_pictures import Chart, draw
 from rlhf.curves import read_runs
-from rlhf.dealing import Dealing, planned_updates, tag_names
+from rlhf.data.examples import Example
+from rlhf.data.prompts import Prompt
+from rlhf.data.sampler import Dealing, planned_updates, tag_names
 from rlhf.memory import fullest_batch
-from rlhf.prompts import Example, Prompt
 from rlhf.utils.errors import UserError
 from tests.conftest import attach
 from tests.kills import differing

@@ -110,7 +110,8 @@ def test_what_a_user_sees_at_the_end(demo):
 
 
 def test_there_are_enough_questions_and_none_is_shared_by_two_parts(project, demo):
-    from rlhf.prompts import load_examples, split_examples
+    from rlhf.data.examples import load_examples
+    from rlhf.data.splits import split_examples
     from rlhf.settings.types import Split
 
     examples = load_examples(str(project / "demo_parts" / "pairs.jsonl"), pairs=True)

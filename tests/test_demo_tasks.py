@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlhf.data.chat_template import encode_prompt
 from rlhf.demo.families import FAMILIES, KINDS, NOUNS
 from rlhf.demo.pairs import sample_answers, sampled_pairs
 from rlhf.demo.start_model import GOOD_SHARE, WEIGHTS, corpus, prompt_text
@@ -22,7 +23,6 @@ from rlhf.demo.tasks import (
     split_of,
 )
 from rlhf.models import load_tokenizer
-from rlhf.prompts import encode_prompt
 
 PICK = "Which of these is a fruit: goat, plum, hammer?"
 SORT = "Order from small to big: horse, ant, fox."

@@ -15,9 +15,11 @@ from trl import GRPOConfig, GRPOTrainer
 import rlhf.trl_ppo  # noqa: F401  (silences TRL's warning that its PPO is experimental)
 from rlhf import loop
 from rlhf.actor_critic import with_value_head
+from rlhf.data.chat_template import encode_prompt, encode_text
+from rlhf.data.examples import Example
+from rlhf.data.prompts import Prompt
 from rlhf.models import load_tokenizer
 from rlhf.ppo_trainer import _SharedBackboneCritic
-from rlhf.prompts import Example, Prompt, encode_prompt, encode_text
 from rlhf.rollout import Replies
 
 BATCH, LENGTH, UPDATES, EPOCHS = 4, 8, 3, 2

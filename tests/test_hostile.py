@@ -21,19 +21,11 @@ from reward_model.scorer import RewardModel
 from reward_model.training import train_reward_model
 from rlhf.assembly import load_parts
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
+from rlhf.data.chat_template import decode_reply, encode_prompt, encode_reply, encode_text
+from rlhf.data.examples import ROLES, examples_of, load_examples
+from rlhf.data.prompts import encode_prompts, load_prompts
 from rlhf.evaluation import fixed_text
 from rlhf.models import load_adapter, load_policy, load_tokenizer
-from rlhf.prompts import (
-    ROLES,
-    decode_reply,
-    encode_prompt,
-    encode_prompts,
-    encode_reply,
-    encode_text,
-    examples_of,
-    load_examples,
-    load_prompts,
-)
 from rlhf.rewards import LearnedReward, ModuleReward, Rewards
 from rlhf.settings.types import Split
 from rlhf.token_page import write_token_page

@@ -23,8 +23,9 @@ from reward_model.training import train_reward_model
 from rlhf import actor_critic, engines
 from rlhf.assembly import check_run_folder, find_rewards, load_parts, make_rewards
 from rlhf.checkpoints.run_record import RunLog
+from rlhf.data.examples import Example
+from rlhf.data.prompts import Prompt
 from rlhf.preflight import start_device
-from rlhf.prompts import Example, Prompt
 from rlhf.seeds import for_each_seed
 from rlhf.settings.fields import knobs_of
 from rlhf.utils.console import Screen

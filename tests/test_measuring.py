@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from config import MeasureSettings, make_config
+from rlhf.data.prompts import Prompt
 from rlhf.measuring import Bench, Generations
-from rlhf.prompts import Prompt
 from rlhf.trained import find_models, find_trained, shared_settings
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from rlhf.actor_critic import Actor, backbone_of, token_logprobs
+from rlhf.data.prompts import Prompt
 from rlhf.packing import Packed, Padded, packable
-from rlhf.prompts import Prompt
 from rlhf.rollout import Replies, episodes_of
 
 CPU = torch.device("cpu")

@@ -6,18 +6,12 @@ import json
 
 import pytest
 
-from rlhf import prompts
+from rlhf.data import examples
+from rlhf.data.chat_template import encode_prompt, encode_reply, encode_text
+from rlhf.data.examples import Example, load_examples
+from rlhf.data.prompts import load_prompts
+from rlhf.data.splits import part_of, split_examples
 from rlhf.models import load_tokenizer
-from rlhf.prompts import (
-    Example,
-    encode_prompt,
-    encode_reply,
-    encode_text,
-    load_examples,
-    load_prompts,
-    part_of,
-    split_examples,
-)
 from rlhf.settings.types import Split
 from rlhf.utils.errors import UserError
 
@@ -103,13 +97,13 @@ def test_files_that_are_not_there_empty_or_not_utf8(tmp_path):
 
 def test_a_few_bad_rows_of_a_hub_dataset_are_left_out_and_told(monkeypatch):
     rows = [(f"someone/data row {i}", {"prompt": f"question {i}"}) for i in range(99)]
-    monkeypatch.setattr(prompts, "_read_hub", lambda name: [*rows, ("someone/data row 99", {"prompt": ""})])
+    monkeypatch.setattr(examples, "_read_hub", lambda name: [*rows, ("someone/data row 99", {"prompt": ""})])
     said = []
     assert len(load_examples("someone/data", say=said.append)) == 99
     assert said == ["1 of 100 rows are left out, the first because prompt is empty: someone/data row 99. "
                     "Correct or remove that row"]  # fmt: skip
     bad = [(where, {"prompt": None}) for where, _ in rows[:20]]
-    monkeypatch.setattr(prompts, "_read_hub", lambda name: [*rows, *bad])
+    monkeypatch.setattr(examples, "_read_hub", lambda name: [*rows, *bad])
     with pytest.raises(UserError, match="prompt is null"):
         load_examples("someone/data", say=said.append)
 

@@ -26,7 +26,7 @@ from rlhf.checkpoints.run_folder import read_run
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.controllers import kl_controller
 from rlhf.curves import read_curves
-from rlhf.prompts import encode_prompt
+from rlhf.data.chat_template import encode_prompt
 from rlhf.rewards import find_rule
 from rlhf.settings.fields import knobs_of
 from rlhf.utils.errors import UserError

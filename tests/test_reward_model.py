@@ -12,8 +12,10 @@ from transformers import AutoModelForSequenceClassification
 from config import parse_reward_cli
 from reward_model.scorer import METRICS_FILE, Calibration, PairAccuracy, RewardModel, pair_accuracy
 from reward_model.training import pair_ids, run_training, train_reward_model
+from rlhf.data.examples import Example
+from rlhf.data.prompts import Prompt, PromptSets
+from rlhf.data.splits import question_hash
 from rlhf.preflight import check_leaks, check_reward_model
-from rlhf.prompts import Example, Prompt, PromptSets, question_hash
 from rlhf.rewards import LearnedReward, Rewards
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen

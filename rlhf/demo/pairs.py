@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from config import SamplingSettings
+from rlhf.data.examples import Example
+from rlhf.data.prompts import encode_prompts
 from rlhf.demo.tasks import flaw_of, gold_quality
 from rlhf.engines import sample_replies
-from rlhf.prompts import Example, encode_prompts
 from rlhf.rollout import uniforms
 
 ROWS_AT_ONCE = 256

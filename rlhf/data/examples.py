@@ -1,14 +1,8 @@
-"""From a hub dataset or a JSONL file to prompts in ids: read, checked, split, rendered. The only place that renders.
-
-One render serves reward-model training, scoring and PPO. Text from the data never becomes a special token: the chat
-template's own text and the messages' text are tokenized apart.
-"""
+"""Rows of a JSONL file, of a hub dataset or of a Python list, read and checked."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import hashlib
 import json
 import re
 import unicodedata
@@ -17,10 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from transformers import PreTrainedTokenizerBase
-
-from rlhf.settings.types import Split
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.hub import require_hub
 from rlhf.utils.paths import is_path, missing_path
@@ -52,9 +42,6 @@ class Example:
         text = "\n".join(m["content"] for m in self.messages if m["role"] == "user")
         shown = "".join(c for c in unicodedata.normalize("NFC", text).casefold() if unicodedata.category(c) != "Cf")
         return unicodedata.normalize("NFC", " ".join(shown.split()))
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def load_examples(
@@ -255,218 +242,6 @@ def _shown(value: Any) -> str:
     """A value in a fault: one that holds others, however deep, by its kind."""
     kinds = {list: "a list", dict: "an object"}
     return kinds.get(type(value)) or json.dumps(value, default=str)[:40]
-
-
-# --- splitting -------------------------------------------------------------------------------------------------------
-
-
-def part_of(example: Example, split: Split) -> str:
-    """ "reward", "rl" or "evaluation": from a hash of the question, so that a question is in one part only, always."""
-    bucket = int(question_hash(example)[:8], 16) % 100
-    return "reward" if bucket < split.reward else "rl" if bucket < split.reward + split.rl else "evaluation"
-
-
-def split_examples(examples: Sequence[Example], split: Split) -> dict[str, list[Example]]:
-    """The three parts by name. The part follows from the question alone, so none stands in two of them."""
-    parts: dict[str, list[Example]] = {"reward": [], "rl": [], "evaluation": []}
-    for example in examples:
-        parts[part_of(example, split)].append(example)
-    return parts
-
-
-def question_hash(example: Example) -> str:
-    """Twelve hexadecimal digits that tell questions apart."""
-    return hashlib.sha256(example.question.encode()).hexdigest()[:12]
-
-
-def distinct_questions(examples: Iterable[Example], by_topic: bool = False) -> list[Example]:
-    """The first example of every distinct prompt (system text counts, and if asked the topic), in order."""
-
-    def key(example: Example) -> str:
-        return json.dumps((example.messages, example.topic if by_topic else None))
-
-    return list({key(e): e for e in reversed(list(examples))}.values())[::-1]
-
-
-# --- rendering -------------------------------------------------------------------------------------------------------
-
-_SLOT = "\ue000{}\ue001"  # private-use characters: no template writes them
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Ids of a prompt, up to where the reply begins.
-
-    With the tokenizer's chat template if it has one; else (a base model) the contents, a blank line between them,
-    and the reply follows at once. Template and contents are tokenized as one text, as the model was tuned on it,
-    unless a content would write special tokens so: then apart.
-    """
-    contents = [m["content"] for m in messages]
-    if tokenizer.chat_template is None:
-        start = tokenizer("").input_ids  # BOS, where this tokenizer sets one
-        bos = start[:1] if start and start[0] == tokenizer.bos_token_id else []
-        return bos + encode_text(tokenizer, "\n\n".join(contents))
-    slots = [{**m, "content": _SLOT.format(i)} for i, m in enumerate(messages)]
-    try:
-        text, whole = (
-            tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=True)
-            for chat in (slots, messages)
-        )
-    except Exception as error:  # some refuse a system message; and a template is code, which may raise anything
-        roles, reason = ", ".join(m["role"] for m in messages), (str(error).splitlines() or [""])[0]
-        kind = "refuses it" if isinstance(error, jinja2.TemplateError) else f"fails, {type(error).__name__}"
-        raise UserError(
-            f"the chat template {kind} ({reason:.200}): a prompt of {roles}, {contents[-1]!r:.40}. Give chats as the "
-            "start model's template wants them"
-        ) from None
-    ids: list[int] = []
-    for i, piece in enumerate(re.split("\ue000([0-9]+)\ue001", text)):
-        if i % 2:
-            ids += encode_text(tokenizer, contents[int(piece)])
-        elif piece:
-            ids += tokenizer(piece, add_special_tokens=False).input_ids
-    together, marks = tokenizer(whole, add_special_tokens=False).input_ids, _marks(tokenizer)
-    return together if [i for i in together if i in marks] == [i for i in ids if i in marks] else ids
-
-
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The first mark that the chat template writes behind a reply; None where it writes none, or fails (which is said
-    where a prompt is rendered)."""
-    if tokenizer.chat_template is None:
-        return None
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SLOT.format(0)}]
-    try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except Exception:  # a template may raise anything: it is reported if a prompt is rendered
-        return None
-    ids, marks = tokenizer(text.split(_SLOT.format(0))[-1], add_special_tokens=False).input_ids, _marks(tokenizer)
-    return next((i for i in ids if i in marks), None)
-
-
-def _marks(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Tokens that no content may write."""
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return special | set(tokenizer.all_special_ids) | _turn_marks(tokenizer)
-
-
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of text that came from data or a model: no special token is added, and none can be written into it."""
-    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-    return ids if _turn_marks(tokenizer).isdisjoint(ids) else _encode_by_pieces(tokenizer, text)
-
-
-def _turn_marks(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Tokens of the chat template that the tokenizer does not call special, as DeepSeek's `<｜User｜>`: those are not
-    split, and a text could write them."""
-    if not tokenizer.is_fast or tokenizer.chat_template is None:
-        return set()
-    template, added = str(tokenizer.chat_template), tokenizer.added_tokens_decoder.items()
-    return {i for i, token in added if not token.special and token.content.strip() and token.content in template}
-
-
-def _encode_by_pieces(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a text by the tokenizer's steps, but for the one that looks for added tokens."""
-    backend = tokenizer.backend_tokenizer
-    if backend.normalizer is not None:
-        text = backend.normalizer.normalize_str(text)
-    words = [text]
-    if backend.pre_tokenizer is not None:
-        words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
-    return [token.id for word in words for token in backend.model.tokenize(word)]
-
-
-def encode_reply(tokenizer: PreTrainedTokenizerBase, text: str, ended: bool = True) -> list[int]:
-    """Ids of a reply; a reply that ended has its EOS."""
-    return encode_text(tokenizer, text) + ([tokenizer.eos_token_id] if ended else [])
-
-
-def decode_reply(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """The text of a reply's ids, without special tokens."""
-    return tokenizer.decode(ids, skip_special_tokens=True)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt that fits: its ids and the row that it came from."""
-
-    ids: tuple[int, ...]
-    example: Example
-
-
-def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], longest: int
-) -> tuple[list[Prompt], int]:
-    """The prompts of at most `longest` tokens, in order, and how many were left out. None is ever cut."""
-    prompts = [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
-    fitting = [p for p in prompts if len(p.ids) <= longest]
-    return fitting, len(prompts) - len(fitting)
-
-
-@dataclass(frozen=True)
-class PromptSets:
-    """What a run trains and evaluates on, and the count of everything that was left out."""
-
-    train: list[Prompt]
-    evaluation: list[Prompt]
-    too_long: int
-    rows: int = 0
-    split: Split | None = None  # None: the two lists were given
-    parts: dict[str, int] = field(default_factory=dict)  # rows per part
-
-
-def load_prompts(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase,
-    split: Split | None,
-    longest: int,
-    most: int,
-    most_evaluation: int,
-    say: Callable[[str], None] = print,
-    topics: bool = False,
-    evaluation_alone: bool = False,
-) -> PromptSets:
-    """Read, split and render; with `topics` each row has one. Raises UserError if no prompt remains to train on (not
-    with `evaluation_alone`) or to evaluate on. Prints a warning for a topic of which none remains to train on."""
-    examples = load_examples(source, say=say, topics=topics)
-    has_pairs = any(e.chosen is not None for e in examples)
-    split = split or (Split(45, 45, 10) if has_pairs else Split(0, 90, 10))
-    parts = split_examples(examples, split)
-    sets = render_sets(tokenizer, parts["rl"], parts["evaluation"], longest, topics)
-    for name, kept, part in (("train", sets.train, parts["rl"]), ("evaluate", sets.evaluation, parts["evaluation"])):
-        if not kept and not (evaluation_alone and name == "train"):
-            shortest = min((len(encode_prompt(tokenizer, e.messages)) for e in part), default=0)
-            raise UserError(
-                f"no prompt left to {name} on: {source}, {len(examples)} rows, split {split}, {len(part)} in this "
-                f"part, the shortest of {shortest} tokens. Give more rows, another --split or a larger --prompt-length"
-            )
-    train = sets.train[:most]
-    left = {p.example.topic for p in train}
-    gone = [topic for topic in dict.fromkeys(e.topic for e in examples) if topic not in left] if topics else []
-    if gone:
-        say(
-            f"warning: no prompt left to train on of {len(gone)} topics ({', '.join(gone)}): {source}. Give more rows "
-            "of them, another --split, or a larger --max-prompts or --prompt-length"
-        )
-    return dataclasses.replace(
-        sets,
-        train=train,
-        evaluation=sets.evaluation[:most_evaluation],
-        rows=len(examples),
-        split=split,
-        parts={name: len(part) for name, part in parts.items()},
-    )
-
-
-def render_sets(
-    tokenizer: PreTrainedTokenizerBase,
-    train: Sequence[Example],
-    evaluation: Sequence[Example],
-    longest: int,
-    by_topic: bool = False,
-) -> PromptSets:
-    """The distinct prompts of two lists, as ids; `by_topic`, a prompt of two topics is two."""
-    kept, too_long = encode_prompts(tokenizer, distinct_questions(train, by_topic), longest)
-    held_out, too_long_evaluation = encode_prompts(tokenizer, distinct_questions(evaluation, by_topic), longest)
-    return PromptSets(kept, held_out, too_long=too_long + too_long_evaluation)
 
 
 GivenPrompt = str | Sequence[dict[str, str]] | dict[str, Any]

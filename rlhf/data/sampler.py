@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from config import Config
-from rlhf.prompts import Prompt
+from rlhf.data.prompts import Prompt
 from rlhf.utils.rng import generator
 
 _NOT_IN_TAGS = re.compile(r"[^\w.-]+")  # what TensorBoard does not take, and the slash, which would make groups

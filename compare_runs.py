@@ -31,7 +31,7 @@ def compare(config: ComparisonConfig, screen) -> None:
     from rlhf.comparison_tables import tables
     from rlhf.curves import read_runs
     from rlhf.measuring import Bench
-    from rlhf.preflight import start_device
+    from rlhf.models.device import start_device
     from rlhf.trained import find_models
     from rlhf.utils.files import check_folder
     from rlhf.utils.printing import PRINTED_FILE

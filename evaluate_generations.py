@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
 def evaluate(config: EvaluationConfig, screen) -> None:
     from rlhf.evaluation_report import make_report, show_report, write_report
     from rlhf.measuring import Bench
-    from rlhf.preflight import start_device
+    from rlhf.models.device import start_device
     from rlhf.trained import find_models
     from rlhf.utils.files import check_folder
     from rlhf.utils.printing import PRINTED_FILE

@@ -31,9 +31,9 @@ def train(config: Config, screen) -> None:
     from rlhf.data.sampler import planned_updates
     from rlhf.export import check_export, export_run
     from rlhf.grpo_trainer import GRPO
+    from rlhf.models.device import start_device
     from rlhf.outcome import finish_run
     from rlhf.plan import show_plan
-    from rlhf.preflight import start_device
     from rlhf.resume import resume_run
     from rlhf.utils.signals import StopRequest
 

@@ -30,10 +30,10 @@ def train(config: Config, screen) -> None:
     from rlhf.controllers import with_horizon
     from rlhf.data.sampler import planned_updates
     from rlhf.export import check_export, export_run
+    from rlhf.models.device import start_device
     from rlhf.outcome import finish_run
     from rlhf.plan import show_plan
     from rlhf.ppo_trainer import PPO
-    from rlhf.preflight import start_device
     from rlhf.resume import resume_run
     from rlhf.utils.signals import StopRequest
 

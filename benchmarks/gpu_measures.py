@@ -32,7 +32,7 @@ from benchmarks.work import (
 )
 from config import SamplingSettings
 from rlhf.engines import sample_replies
-from rlhf.models import autocast
+from rlhf.models.device import autocast
 from rlhf.rollout import uniforms
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import Notice

@@ -12,7 +12,7 @@ from config import Config, make_config
 from rlhf.api import TRAINERS
 from rlhf.assembly import find_rewards, load_start_policy, make_rewards
 from rlhf.loop import OnPolicyLoop
-from rlhf.models import load_tokenizer
+from rlhf.models.load import load_tokenizer
 
 PARTS = ("rollout", "score", "update")
 

@@ -120,7 +120,7 @@ class Bench:
 
     @property
     def autocast(self):
-        from rlhf.models import autocast
+        from rlhf.models.device import autocast
 
         return autocast(self.trainer.accelerator.device, self.trainer.dtype)
 
@@ -183,7 +183,7 @@ def timed(device: str, trainer: OnPolicyLoop, do: Callable[[], int]) -> dict[str
 @contextmanager
 def layers_watched(trainer: OnPolicyLoop) -> Iterator[list[int]]:
     """Tokens of each forward pass of the policy's layers; a CUDA graph's replays pass unseen."""
-    from rlhf.actor_critic import backbone_of
+    from rlhf.models.logprobs import backbone_of
 
     seen: list[int] = []
     hook = backbone_of(trainer.actor.policy).register_forward_pre_hook(

@@ -15,11 +15,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.actor_critic import let_go_of_files, store_frozen_weights
 from rlhf.data.chat_template import encode_prompt, encode_reply
 from rlhf.data.examples import Example
-from rlhf.models import (
-    autocast,
+from rlhf.models.device import autocast
+from rlhf.models.load import (
     check_vocabulary,
     check_weights,
     context_of,
@@ -28,6 +27,7 @@ from rlhf.models import (
     load_tokenizer,
     readable,
 )
+from rlhf.models.reference import let_go_of_files, store_frozen_weights
 from rlhf.utils.errors import RunError, UserError
 
 METRICS_FILE = "metrics.json"

@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> None:
 
     quiet_libraries()  # before libraries are imported that print at import
     from reward_model.training import refusal, train_reward_model
-    from rlhf.preflight import start_device
+    from rlhf.models.device import start_device
 
     with Screen() as screen:
         folder = train_reward_model(config, screen, start_device(screen))

@@ -37,10 +37,8 @@ from rlhf.data.examples import Example, load_examples
 from rlhf.data.prompts import encode_prompts
 from rlhf.data.splits import question_hash, split_examples
 from rlhf.engines import sample_replies
-from rlhf.guard import bad_weights
-from rlhf.models import (
-    autocast,
-    autocast_dtype,
+from rlhf.models.device import autocast, autocast_dtype
+from rlhf.models.load import (
     check_vocabulary,
     check_weights,
     context_of,
@@ -50,6 +48,7 @@ from rlhf.models import (
     load_tokenizer,
     readable,
 )
+from rlhf.models.save import bad_weights
 from rlhf.preflight import check_reward_context, weakness
 from rlhf.rollout import uniforms
 from rlhf.settings.commands import training_words

@@ -15,8 +15,9 @@ from rlhf.data.prompts import render_sets
 from rlhf.data.splits import split_examples
 from rlhf.grpo_trainer import GRPO
 from rlhf.loop import OnPolicyLoop
+from rlhf.models.device import start_device
 from rlhf.ppo_trainer import PPO
-from rlhf.preflight import check_overlap, check_prompts, check_topics, start_device
+from rlhf.preflight import check_overlap, check_prompts, check_topics
 from rlhf.rewards import RewardFunction, Rewards, check_columns
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen

@@ -18,16 +18,8 @@ from rlhf.demo.parts import prepare_demo
 from rlhf.engines import check_engine
 from rlhf.evaluation import text_of_file
 from rlhf.inputs import inputs_of
-from rlhf.metrics import memory_in_use, reset_peak_memory
-from rlhf.models import (
-    autocast_dtype,
-    check_policy,
-    context_of,
-    find_model,
-    load_policy,
-    load_tokenizer,
-    lora_modules,
-)
+from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
+from rlhf.models.load import check_policy, context_of, find_model, load_policy, load_tokenizer, lora_modules
 from rlhf.preflight import (
     StartModel,
     check_leaks,

@@ -17,21 +17,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedTokenizerBase
 
 from config import Config
-from rlhf.actor_critic import base_of, scaled_logits, set_adapter_dropout
 from rlhf.assembly import Parts
 from rlhf.data.chat_template import encode_text
 from rlhf.data.prompts import Prompt
-from rlhf.determinism import CUBLAS, REPRODUCIBLE_CUBLAS
 from rlhf.loop import OnPolicyLoop
-from rlhf.memory import available, forecaster
-from rlhf.metrics import memory_in_use
-from rlhf.models import autocast, autocast_dtype
+from rlhf.memory import forecaster
+from rlhf.models.actor_critic import set_adapter_dropout
+from rlhf.models.determinism import CUBLAS, REPRODUCIBLE_CUBLAS
+from rlhf.models.device import autocast, autocast_dtype, available, memory_in_use
+from rlhf.models.logprobs import base_of, scaled_logits
+from rlhf.models.save import load_policy_weights
 from rlhf.preflight import Check, start_checks
 from rlhf.rewards import LearnedReward, ModuleReward, Rewards
 from rlhf.rollout import Rollout, tokens_at_once
 from rlhf.utils.console import Screen, gib
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.weights import load_policy_weights
 
 # How far from 1 a ratio, from 0 a log-ratio may be on average, and how far a score may move: what rounding does where
 # rows of other lengths stand beside (bfloat16 has 8 bits).

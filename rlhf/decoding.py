@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhf.actor_critic import forward_dtype
-from rlhf.packing import Kernel, Layout, PackedLayout, on_device, pack_rows
+from rlhf.models.attention import Kernel, Layout, PackedLayout
+from rlhf.models.logprobs import forward_dtype
+from rlhf.models.packing import on_device, pack_rows
 
 
 class SlotCache:

@@ -18,10 +18,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from config import SamplingSettings
-from rlhf.actor_critic import backbone_of, base_of, scaled_logits
 from rlhf.data.prompts import Prompt
 from rlhf.decoding import DecodeLayout, SlotCache, blocked_weights, pack_prompts
-from rlhf.packing import packable, run_packed
+from rlhf.models.attention import packable
+from rlhf.models.logprobs import backbone_of, base_of, scaled_logits
+from rlhf.models.packing import run_packed
 from rlhf.rollout import Replies, draw, nucleus_of, pack_bits, pad_prompts
 from rlhf.utils.errors import Notice, UserError
 

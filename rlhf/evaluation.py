@@ -12,13 +12,15 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.actor_critic import Actor, base_of
 from rlhf.data.chat_template import encode_reply, encode_text
 from rlhf.data.examples import Example, read_text
 from rlhf.data.prompts import Prompt
-from rlhf.models import autocast
+from rlhf.models.actor_critic import Actor
+from rlhf.models.attention import packable
+from rlhf.models.device import autocast
+from rlhf.models.logprobs import base_of
+from rlhf.models.packing import Packed, Padded
 from rlhf.objectives import kl_k1
-from rlhf.packing import Packed, Padded, packable
 from rlhf.rewards import Rewards
 from rlhf.rollout import Rollout, episodes_of
 from rlhf.utils.errors import UserError

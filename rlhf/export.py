@@ -21,7 +21,7 @@ from config import Config
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, RUN_FILE, require_run
 from rlhf.checkpoints.run_record import note
 from rlhf.model_card import CARD_FILE, Saved, model_card
-from rlhf.models import (
+from rlhf.models.load import (
     ADAPTER_CONFIG,
     base_of_adapter,
     find_model,
@@ -30,13 +30,13 @@ from rlhf.models import (
     load_policy,
     load_tokenizer,
 )
+from rlhf.models.save import ADAPTER_FILE, ONE_FILE, WEIGHTS_FILE
 from rlhf.outcome import show_where
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import disk_errors, replace_folder, write_text
 from rlhf.utils.hub import is_on_hub, push_failed, push_files, require_push
 from rlhf.utils.system import command
-from rlhf.weights import ADAPTER_FILE, ONE_FILE, WEIGHTS_FILE
 
 PUSH = "--push-to-hub"
 WEIGHTS = (WEIGHTS_FILE, "config.json", "generation_config.json", ADAPTER_FILE, ADAPTER_CONFIG)

@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.packing import Packed, Passage
+from rlhf.models.packing import Packed, Passage
 
 FLOAT = 4  # bytes
 QKV, GATE_UP, OUT, DOWN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), "o_proj", "down_proj"

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
 
 from rlhf import objectives
-from rlhf.actor_critic import Actor
 from rlhf.loop import OnPolicyLoop
 from rlhf.metrics import Batch, policy_metrics
+from rlhf.models.actor_critic import Actor
 from rlhf.rollout import Rollout
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf.rollout import Replies
 from rlhf.utils.errors import Notice, RunError
@@ -49,16 +49,6 @@ def check_finite(**tensors: Tensor | None) -> None:
     found = [f"{name.replace('_', ' ')} {n} of {known[name].numel()}" for name, n in zip(known, bad, strict=True) if n]
     if found:
         raise Dropped(f"numbers that are not finite: {', '.join(found)}")
-
-
-def bad_weights(module: nn.Module, frozen: bool = False) -> list[str]:
-    """Return the names of the trainable weights (with `frozen`, of all) that hold NaN or an infinity. Waits for the
-    device once."""
-    weights = {name: weight.detach() for name, weight in module.named_parameters() if frozen or weight.requires_grad}
-    if not weights:
-        return []
-    finite = torch.stack([weight.isfinite().all() for weight in weights.values()]).tolist()
-    return [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
 
 
 def check_step(stats: dict[str, Tensor], rows: Sequence[int]) -> None:

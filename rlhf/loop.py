@@ -23,24 +23,27 @@ from transformers.trainer_callback import ProgressCallback
 
 from config import IN_A_ROW, Config
 from rlhf import objectives
-from rlhf.actor_critic import Actor, Reference, base_of, logits_at_once, set_adapter_dropout
 from rlhf.controllers import ScoreNormalizer
 from rlhf.data.examples import GivenPrompt, examples_of
 from rlhf.data.prompts import Prompt, encode_prompts
 from rlhf.data.sampler import Dealing, tag_names
 from rlhf.engines import check_engine, sample_replies
 from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
-from rlhf.guard import Dropped, Drops, Limits, bad_weights, check_finite, check_step
-from rlhf.metrics import Batch, Scored, memory_in_use, reset_peak_memory, rollout_metrics
-from rlhf.models import autocast, autocast_dtype
-from rlhf.packing import Passage, packable
+from rlhf.guard import Dropped, Drops, Limits, check_finite, check_step
+from rlhf.metrics import Batch, Scored, rollout_metrics
+from rlhf.models.actor_critic import Actor, set_adapter_dropout
+from rlhf.models.attention import packable
+from rlhf.models.device import autocast, autocast_dtype, memory_in_use, reset_peak_memory
+from rlhf.models.logprobs import base_of, logits_at_once
+from rlhf.models.packing import Passage
+from rlhf.models.reference import Reference
+from rlhf.models.save import bad_weights, load_policy_weights, save_policy
 from rlhf.rewards import BadScore, RewardFunction, Rewards
 from rlhf.rollout import Forward, Replies, Rollout, measure, tokens_at_once, uniforms
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.rng import generator
 from rlhf.utils.system import keep_freed_memory
 from rlhf.vllm_engine import VLLMEngine
-from rlhf.weights import load_policy_weights, save_policy
 
 EVALUATED_AT_ONCE = 32  # prompts
 MOST_WEIGHT = 2.0  # of a token whose sampler was another program

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from config import Config, MeasureSettings, config_of_run
 from reward_model.scorer import RewardModel
-from rlhf.actor_critic import Actor, Reference
 from rlhf.assembly import RewardSources, find_rewards, make_rewards
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
@@ -21,7 +20,11 @@ from rlhf.data.prompts import Prompt, fingerprint, load_prompts
 from rlhf.demo.parts import gold_of
 from rlhf.engines import sample_replies
 from rlhf.evaluation import FixedText, fixed_text, perplexity, text_of_file
-from rlhf.models import autocast, autocast_dtype, find_model, load_adapter, load_policy, load_tokenizer
+from rlhf.models.actor_critic import Actor
+from rlhf.models.device import autocast, autocast_dtype
+from rlhf.models.load import find_model, load_adapter, load_policy, load_tokenizer
+from rlhf.models.reference import Reference
+from rlhf.models.save import WEIGHTS_FILE
 from rlhf.objectives import kl_k1
 from rlhf.preflight import check_reward_context
 from rlhf.rewards import LearnedReward, Rewards, check_columns
@@ -30,7 +33,6 @@ from rlhf.trained import Trained, has_start, in_4_bit, require_trusted_code, sha
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.rng import generator
-from rlhf.weights import WEIGHTS_FILE
 
 ROWS_AT_ONCE = 64  # replies sampled together
 EVERY_PROMPT = 10**9

@@ -12,14 +12,12 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from config import Config
 from reward_model.scorer import ROWS_AT_ONCE as SCORED_AT_ONCE
-from rlhf.actor_critic import backbone_of, base_of, floats_at_once, logits_at_once
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import Dealing
 from rlhf.decoding import blockable
@@ -28,8 +26,10 @@ from rlhf.evaluation import ROWS_AT_ONCE as READ_AT_ONCE
 from rlhf.evaluation import fixed_text
 from rlhf.footprint import FLOAT, Network, linear_floats, weights_of
 from rlhf.loop import EVALUATED_AT_ONCE, OnPolicyLoop
-from rlhf.models import autocast_dtype
-from rlhf.packing import Passage, packable
+from rlhf.models.attention import packable
+from rlhf.models.device import autocast_dtype, installed
+from rlhf.models.logprobs import backbone_of, base_of, floats_at_once, logits_at_once
+from rlhf.models.packing import Passage
 from rlhf.rewards import LearnedReward
 from rlhf.rollout import Replies, tokens_at_once
 from rlhf.utils.console import gib
@@ -90,20 +90,6 @@ class Forecast:
             ("  its parts", ", ".join(f"{name} {gib(size)}" for size, name in named)),
             ("  by phase", ", ".join(f"{phase.name} {gib(held + phase.size)}" for phase in self.phases)),
         ]
-
-
-def installed(device: torch.device) -> int:
-    """Bytes of the card's memory, or of the machine's."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return psutil.virtual_memory().total
-
-
-def available(device: torch.device) -> int:
-    """Bytes that this process may come to hold: what nobody has, and what it has itself."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return psutil.virtual_memory().available + psutil.Process().memory_info().rss
 
 
 def forecast(

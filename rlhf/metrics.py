@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -32,17 +31,6 @@ class Batch:
     # where there is a critic
     returns: Tensor | None = None  # (B, T) its target
     rewards: Tensor | None = None  # (B, T) score units, as GAE took them
-
-
-def memory_in_use(device: torch.device) -> int:
-    """Bytes: the peak of the card's allocations; on a CPU what the process holds now."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """A run's peak is its own: not that of the run before it, or of what was built for it."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def rollout_metrics(batch: Batch, scored: Scored, group_size: int) -> dict[str, float]:

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 
 from config import Config
 from rlhf.checkpoints.run_record import HARMLESS, flat_settings
-from rlhf.models import ADAPTER_CONFIG, load_tokenizer
+from rlhf.models.load import ADAPTER_CONFIG, load_tokenizer
 from rlhf.settings.fields import knobs_of
 from rlhf.utils.html import render
 from rlhf.utils.system import command

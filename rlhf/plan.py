@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from config import LENGTHS, Config, PPOSettings, make_config
 from recipes import SIGNS
-from rlhf.actor_critic import base_of
 from rlhf.assembly import Parts
 from rlhf.checkpoints.run_record import MAY_DIFFER, flat_settings
 from rlhf.controllers import SMALLEST_MOVE, default_horizon, kl_controller, move_in
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.sampler import Dealing, one_line
-from rlhf.memory import Forecast, available, forecast, what_helps
-from rlhf.models import autocast_dtype
+from rlhf.memory import Forecast, forecast, what_helps
+from rlhf.models.device import autocast_dtype, available
+from rlhf.models.logprobs import base_of
 from rlhf.resume import budget
 from rlhf.rollout import tokens_at_once
 from rlhf.settings.fields import as_plain

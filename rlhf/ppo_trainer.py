@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf import objectives
-from rlhf.actor_critic import ActorCritic, backbone_of, critic_backbone, with_value_head
 from rlhf.loop import OnPolicyLoop
 from rlhf.metrics import Batch, policy_metrics
+from rlhf.models.actor_critic import ActorCritic, critic_backbone, with_value_head
+from rlhf.models.logprobs import backbone_of
+from rlhf.models.trl_ppo import PPOConfig, PPOTrainer
 from rlhf.rollout import Rollout
-from rlhf.trl_ppo import PPOConfig, PPOTrainer
 
 
 class _SharedBackboneCritic(nn.Module):

@@ -2,79 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from accelerate import PartialState
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from config import Config
 from reward_model.scorer import METRICS_FILE, RewardModel, pair_accuracy, pairs_that_fit
-from rlhf.actor_critic import base_of
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.sampler import Dealing, one_line
 from rlhf.data.splits import question_hash
-from rlhf.determinism import call_vector_functions_once, use_deterministic_algorithms
-from rlhf.models import context_of, load_config, load_tokenizer
+from rlhf.models.load import context_faults, context_of, load_config, load_tokenizer
+from rlhf.models.logprobs import base_of
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.utils.system import cap_card_memory
 
-CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
 LOWEST_ACCURACY = 0.6
 COPIES = 3  # of the trained weights in a checkpoint: themselves, and AdamW's two moments
 WITHOUT_MOMENTS = 2  # best/ and the final weights
 FLOAT = 4  # bytes
-
-
-def start_device(screen: Screen, deterministic: bool = False) -> torch.device:
-    """Return the device that accelerate picks, with deterministic algorithms on if they are wanted.
-
-    Prints one line if there is an NVIDIA GPU that this torch cannot use. Raises UserError if there are several
-    processes.
-    """
-    call_vector_functions_once()
-    if deterministic:
-        use_deterministic_algorithms()
-    hint = unused_card()
-    if hint:
-        screen.say(hint)
-    state = PartialState()
-    if state.num_processes > 1:
-        raise UserError(
-            f"{state.num_processes} processes: the launcher. One process, one card: several are not built yet"
-        )
-    cap_card_memory()
-    return state.device
-
-
-def unused_card() -> str | None:
-    """One line, with the command that mends it, for a torch without CUDA beside an NVIDIA card, or one that has no
-    code for the card's architecture."""
-    command = f"pip install --force-reinstall torch --index-url {CUDA_WHEELS}"
-    if not torch.cuda.is_available():
-        if shutil.which("nvidia-smi") is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-            return None
-        if torch.version.cuda is None:
-            return f"an NVIDIA card is here, but this torch ({torch.__version__}) has no CUDA. Mend it with: {command}"
-        return (
-            f"an NVIDIA card is here, but its driver is too old for this torch (CUDA {torch.version.cuda}). "
-            "Mend it with a newer driver, then: nvidia-smi"
-        )
-    major, minor = torch.cuda.get_device_capability()
-    known = [int(arch.removeprefix("sm_")) for arch in torch.cuda.get_arch_list() if arch[3:].isdigit()]
-    if known and not min(known) <= major * 10 + minor <= max(known) // 10 * 10 + 9:
-        return (
-            f"this torch ({torch.__version__}) has no code for the card (sm_{major}{minor}). Mend it with: {command}"
-        )
-    return None
 
 
 @dataclass(frozen=True)
@@ -130,23 +81,6 @@ def check_reward_context(folder: str, examples: Sequence[Example], reply_length:
     tokenizer = load_tokenizer(folder)
     lengths = [len(encode_prompt(tokenizer, e.messages)) for e in examples]
     raise_if(context_faults(lengths, context, reply_length, source, "reward model"))
-
-
-def context_faults(
-    lengths: Sequence[int], context: int | None, reply_length: int, source: str, model: str = "start model"
-) -> list[str]:
-    """What is wrong if prompts of so many tokens, alone or with their completions, exceed a model's context."""
-    longest = max(lengths)
-    if context is None or longest + reply_length <= context:
-        return []
-    alone = longest > context
-    room, more = (context, "") if alone else (context - reply_length, f", with --reply-length {reply_length}")
-    ways = [f"--reply-length {context - longest}"] if longest < context else []
-    ways += [f"--prompt-length {context - reply_length} (longer ones are left out)"] if reply_length < context else []
-    return [
-        f"{sum(n > room for n in lengths)} of {len(lengths)} prompts{more} are longer than the {model}'s context "
-        f"of {context} tokens, the longest prompt of {longest}: {source}. Try {' or '.join(ways) or 'shorter replies'}"
-    ]
 
 
 def check_reward_model(

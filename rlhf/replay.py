@@ -13,7 +13,7 @@ from rlhf.checkpoints.run_record import flat_settings
 from rlhf.incidents import INCIDENT_FILE, WEIGHTS, Incident
 from rlhf.loop import OnPolicyLoop
 from rlhf.metrics import Batch
-from rlhf.preflight import start_device
+from rlhf.models.device import start_device
 from rlhf.rollout import Rollout
 from rlhf.settings.commands import names_code, replay_command
 from rlhf.utils.console import Screen

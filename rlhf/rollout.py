@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.actor_critic import Actor, Reference, base_of
 from rlhf.data.chat_template import decode_reply
 from rlhf.data.prompts import Prompt
-from rlhf.determinism import cumulative_sum
-from rlhf.packing import Episodes, Packed, Padded, Passage, packable
+from rlhf.models.actor_critic import Actor
+from rlhf.models.attention import packable
+from rlhf.models.determinism import cumulative_sum
+from rlhf.models.logprobs import base_of
+from rlhf.models.packing import Episodes, Packed, Padded, Passage
+from rlhf.models.reference import Reference
 from rlhf.utils.rng import generator
 
 

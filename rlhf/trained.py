@@ -11,12 +11,12 @@ from config import Config, MeasureSettings, config_of_run, make_config
 from rlhf.checkpoints.manifest import update_of
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, RUN_FILE, last_run, read_run
 from rlhf.checkpoints.run_record import differences, flat_settings, run_fault
-from rlhf.models import ADAPTER_CONFIG, base_of_adapter, find_model
+from rlhf.models.load import ADAPTER_CONFIG, base_of_adapter, find_model
+from rlhf.models.save import ADAPTER_FILE, WEIGHTS_FILE
 from rlhf.settings.commands import code_words, names_code
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import is_path, missing_path
 from rlhf.utils.system import command
-from rlhf.weights import ADAPTER_FILE, WEIGHTS_FILE
 
 # of a run's settings, those that decide what its replies and scores are
 MEASURED_WITH = (

@@ -23,8 +23,8 @@ from rlhf.data.prompts import Prompt
 from rlhf.evaluation import Evaluation, FixedText
 from rlhf.guard import Drops
 from rlhf.loop import OnPolicyLoop
+from rlhf.models.save import load_policy_weights
 from rlhf.utils.files import disk_errors
-from rlhf.weights import load_policy_weights
 
 TENSORS_FILE, STATE_FILE = "training.safetensors", "training.json"
 

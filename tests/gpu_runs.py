@@ -60,7 +60,7 @@ def finish(module: str, flags: list[str]) -> tuple[int, str]:
 
 
 def main(folder: str, *inputs: str) -> None:
-    from rlhf.determinism import CUBLAS, REPRODUCIBLE_CUBLAS
+    from rlhf.models.determinism import CUBLAS, REPRODUCIBLE_CUBLAS
     from rlhf.utils.files import write_json
 
     os.environ[CUBLAS] = REPRODUCIBLE_CUBLAS[0]  # torch reads it once, at the process's first matrix product

@@ -128,7 +128,7 @@ def best_is_whole(plain: Path, killed: Path, start: Path) -> bool:
     from transformers import AutoTokenizer
 
     from rlhf.checkpoints.run_folder import BEST_FOLDER
-    from rlhf.weights import ADAPTER_FILE, WEIGHTS_FILE
+    from rlhf.models.save import ADAPTER_FILE, WEIGHTS_FILE
 
     best = killed / BEST_FOLDER
     if not best.exists():

@@ -38,7 +38,7 @@ from rlhf.data.chat_template import encode_prompt
 from rlhf.engines import default_engine, sample_replies
 from rlhf.loop import OnPolicyLoop
 from rlhf.memory import forecaster
-from rlhf.models import load_tokenizer
+from rlhf.models.load import load_tokenizer
 from rlhf.rollout import Replies, uniforms
 from rlhf.utils.errors import UserError
 from tests import shapes

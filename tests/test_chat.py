@@ -18,7 +18,7 @@ import train_grpo
 from config import EvaluationConfig, parse_evaluation_cli
 from rlhf.chat import Conversation, Voice
 from rlhf.data.chat_template import decode_reply, encode_prompt
-from rlhf.models import load_tokenizer
+from rlhf.models.load import load_tokenizer
 from rlhf.utils.console import visible
 from rlhf.utils.errors import UserError, run_command
 from tests.shapes import make_base_model

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf import preflight
+from rlhf.models import device
 from rlhf.utils.console import Screen, clock
 
 ROOT = Path(__file__).parent.parent
@@ -57,16 +57,16 @@ def test_in_a_pipe_the_live_line_comes_now_and_then_and_at_the_end(monkeypatch):
 def test_a_card_beside_a_torch_without_cuda_gives_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(preflight.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    line = preflight.unused_card()
+    monkeypatch.setattr(device.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    line = device.unused_card()
     assert "an NVIDIA card is here" in line and "pip install --force-reinstall torch --index-url" in line
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "driver is too old" in preflight.unused_card()
+    assert "driver is too old" in device.unused_card()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert preflight.unused_card() is None, "hidden on purpose"
+    assert device.unused_card() is None, "hidden on purpose"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(preflight.shutil, "which", lambda name: None)
-    assert preflight.unused_card() is None
+    monkeypatch.setattr(device.shutil, "which", lambda name: None)
+    assert device.unused_card() is None
 
 
 @pytest.mark.parametrize(("capability", "bad"), [((12, 0), True), ((9, 0), False), ((8, 9), False), ((6, 1), True)])
@@ -74,4 +74,4 @@ def test_a_card_that_torch_has_no_code_for_gives_one_line(monkeypatch, capabilit
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_86", "sm_90"])
-    assert (preflight.unused_card() is not None) is bad
+    assert (device.unused_card() is not None) is bad

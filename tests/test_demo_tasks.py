@@ -22,7 +22,7 @@ from rlhf.demo.tasks import (
     questions,
     split_of,
 )
-from rlhf.models import load_tokenizer
+from rlhf.models.load import load_tokenizer
 
 PICK = "Which of these is a fruit: goat, plum, hammer?"
 SORT = "Order from small to big: horse, ant, fox."

@@ -9,8 +9,9 @@ import torch
 from torch.testing import assert_close
 
 import train_ppo
-from rlhf import determinism, preflight, rollout
-from rlhf.determinism import CUBLAS, parallel_scan, use_deterministic_algorithms
+from rlhf import rollout
+from rlhf.models import determinism, device
+from rlhf.models.determinism import CUBLAS, parallel_scan, use_deterministic_algorithms
 from rlhf.rollout import draw
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, run_command
@@ -122,8 +123,8 @@ def test_vector_functions_are_called_once_before_threads_use_them(monkeypatch):
     for name in determinism.VECTOR_FUNCTIONS:
         plain = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda x, n=name, f=plain: calls.append((n, x.dtype, x.numel())) or f(x))
-    monkeypatch.setattr(preflight, "use_deterministic_algorithms", lambda: calls.append("next"))
-    preflight.start_device(Screen(), deterministic=True)
+    monkeypatch.setattr(device, "use_deterministic_algorithms", lambda: calls.append("next"))
+    device.start_device(Screen(), deterministic=True)
     assert calls.pop() == "next"
     expected = {(n, d, 1) for n in ("exp", "log", "tanh", "erf") for d in (torch.float32, torch.float64)}
     assert expected <= set(calls) and all(size == 1 for _, _, size in calls)

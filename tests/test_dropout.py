@@ -11,7 +11,8 @@ from torch import nn
 
 import train_grpo
 import train_ppo
-from rlhf import actor_critic, checks
+from rlhf import checks
+from rlhf.models import actor_critic
 from tests.kills import differing
 from tests.test_resume import Killed, interrupt
 

@@ -8,12 +8,12 @@ from torch.testing import assert_close
 
 from config import SamplingSettings
 from rlhf import engines
-from rlhf.actor_critic import Actor
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.decoding import blocked_weights, has_blocks
 from rlhf.engines import default_engine, sample_replies
-from rlhf.models import autocast
+from rlhf.models.actor_critic import Actor
+from rlhf.models.device import autocast
 from rlhf.rollout import uniforms
 from rlhf.utils.errors import UserError
 from tests.test_packing import CONFIGS, make_model

@@ -28,7 +28,7 @@ from rlhf.assembly import load_parts
 from rlhf.export import files_of_model, merge_adapter, saved_models
 from rlhf.measuring import load_trained
 from rlhf.model_card import model_card, settings_that_decide
-from rlhf.models import load_tokenizer
+from rlhf.models.load import load_tokenizer
 from rlhf.preflight import disk_has_room
 from rlhf.trained import find_trained, in_4_bit
 from rlhf.utils import hub

@@ -12,13 +12,13 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import GRPOConfig, GRPOTrainer
 
-import rlhf.trl_ppo  # noqa: F401  (silences TRL's warning that its PPO is experimental)
+import rlhf.models.trl_ppo  # noqa: F401  (silences TRL's warning that its PPO is experimental)
 from rlhf import loop
-from rlhf.actor_critic import with_value_head
 from rlhf.data.chat_template import encode_prompt, encode_text
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
-from rlhf.models import load_tokenizer
+from rlhf.models.actor_critic import with_value_head
+from rlhf.models.load import load_tokenizer
 from rlhf.ppo_trainer import _SharedBackboneCritic
 from rlhf.rollout import Replies
 

@@ -21,9 +21,9 @@ import torch
 from torch.testing import assert_close
 
 from config import SamplingSettings
-from rlhf.actor_critic import Actor
-from rlhf.determinism import parallel_scan
 from rlhf.engines import sample_replies
+from rlhf.models.actor_critic import Actor
+from rlhf.models.determinism import parallel_scan
 from rlhf.rollout import draw, nucleus_of, uniforms
 from rlhf.utils.errors import Notice
 from tests.gpu_runs import GROUPS, LOOKS, RUNS

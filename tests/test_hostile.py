@@ -25,7 +25,7 @@ from rlhf.data.chat_template import decode_reply, encode_prompt, encode_reply, e
 from rlhf.data.examples import ROLES, examples_of, load_examples
 from rlhf.data.prompts import encode_prompts, load_prompts
 from rlhf.evaluation import fixed_text
-from rlhf.models import load_adapter, load_policy, load_tokenizer
+from rlhf.models.load import load_adapter, load_policy, load_tokenizer
 from rlhf.rewards import LearnedReward, ModuleReward, Rewards
 from rlhf.settings.types import Split
 from rlhf.token_page import write_token_page

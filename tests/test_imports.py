@@ -67,7 +67,7 @@ def test_no_arrow_points_up(path):
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_trl_experimental_is_imported_in_one_file(path):
     uses = [m for m in imports_of(path) if m.startswith("trl.experimental")]
-    assert not uses or module_of(path) == "rlhf.trl_ppo"
+    assert not uses or module_of(path) == "rlhf.models.trl_ppo"
 
 
 def test_the_check_sees_an_arrow_that_points_up(tmp_path, monkeypatch):

@@ -20,12 +20,13 @@ from config import (
 )
 from reward_model.scorer import METRICS_FILE
 from reward_model.training import train_reward_model
-from rlhf import actor_critic, engines
+from rlhf import engines
 from rlhf.assembly import check_run_folder, find_rewards, load_parts, make_rewards
 from rlhf.checkpoints.run_record import RunLog
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
-from rlhf.preflight import start_device
+from rlhf.models import logprobs
+from rlhf.models.device import start_device
 from rlhf.seeds import for_each_seed
 from rlhf.settings.fields import knobs_of
 from rlhf.utils.console import Screen
@@ -396,8 +397,8 @@ def test_packed_takes_the_padding_out_of_the_layers(build):
 
 
 def test_fused_head_changes_how_and_not_what(build, monkeypatch):
-    fused, called = actor_critic._FusedLogprobs.apply, []
-    monkeypatch.setattr(actor_critic._FusedLogprobs, "apply", lambda *a: called.append(1) or fused(*a))
+    fused, called = logprobs._FusedLogprobs.apply, []
+    monkeypatch.setattr(logprobs._FusedLogprobs, "apply", lambda *a: called.append(1) or fused(*a))
     weights = []
     for flags in ((), ("--no-fused-head",)):
         called.clear()

@@ -12,10 +12,10 @@ import torch
 from torch.testing import assert_close
 from transformers import TrainerCallback
 
-from rlhf.actor_critic import backbone_of
 from rlhf.callbacks import Callback
 from rlhf.controllers import LOWEST_BETA
 from rlhf.metrics import Scored, rollout_metrics
+from rlhf.models.logprobs import backbone_of
 from rlhf.objectives import kl_k3
 from rlhf.rollout import Rollout, measure
 from rlhf.utils.errors import RunError, UserError

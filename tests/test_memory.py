@@ -16,12 +16,13 @@ from benchmarks.memory import METHODS, foretell, tensors_in, tensors_of
 from benchmarks.work import Work, make_models
 from config import make_config
 from rlhf import plan
-from rlhf.actor_critic import backbone_of, base_of
 from rlhf.assembly import load_parts
 from rlhf.footprint import Network
 from rlhf.memory import fullest_batch
-from rlhf.models import autocast, load_policy
-from rlhf.packing import Packed
+from rlhf.models.device import autocast
+from rlhf.models.load import load_policy
+from rlhf.models.logprobs import backbone_of, base_of
+from rlhf.models.packing import Packed
 from rlhf.plan import batch_line, show_plan
 from rlhf.rollout import episodes_of
 from rlhf.utils.console import Screen

@@ -16,14 +16,17 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from reward_model.scorer import RewardModel
-from rlhf import actor_critic, loop
-from rlhf.actor_critic import ActorCritic, Reference, with_value_head
-from rlhf.models import autocast, find_model, four_bit, load_policy, load_tokenizer
-from rlhf.packing import Padded
+from rlhf import loop
+from rlhf.models import logprobs
+from rlhf.models.actor_critic import ActorCritic, with_value_head
+from rlhf.models.device import autocast
+from rlhf.models.load import find_model, four_bit, load_policy, load_tokenizer
+from rlhf.models.packing import Padded
+from rlhf.models.reference import Reference
+from rlhf.models.save import load_policy_weights, trained_of
 from rlhf.rollout import episodes_of
 from rlhf.utils import hub
 from rlhf.utils.errors import UserError
-from rlhf.weights import load_policy_weights, trained_of
 from tests.conftest import whole_gradient
 from tests.shapes import make_start_model, smollm2_tokenizer
 
@@ -192,16 +195,16 @@ def test_a_critic_of_another_kind_is_refused(build, tmp_path):
 
 def few_positions_at_once(monkeypatch):
     """Eight positions of this vocabulary together, and two of them in float32."""
-    for module in (actor_critic, loop):
+    for module in (logprobs, loop):
         monkeypatch.setattr(module, "logits_at_once", lambda device: 8 * 400)
-    monkeypatch.setattr(actor_critic, "floats_at_once", lambda device: 2 * 400)
+    monkeypatch.setattr(logprobs, "floats_at_once", lambda device: 2 * 400)
 
 
 def test_full_logits_are_never_kept(build, monkeypatch):
     """With default flags logits exist for some whole replies at a time, and in float32 for a few positions."""
     few_positions_at_once(monkeypatch)
-    probabilities, seen = actor_critic._probabilities, []
-    monkeypatch.setattr(actor_critic, "_probabilities", lambda z, *a: seen.append(len(z)) or probabilities(z, *a))
+    probabilities, seen = logprobs._probabilities, []
+    monkeypatch.setattr(logprobs, "_probabilities", lambda z, *a: seen.append(len(z)) or probabilities(z, *a))
     trainer = build("--reply-length", 8)
     rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
     batch = trainer.advantages(rollout, torch.arange(4.0))
@@ -339,7 +342,7 @@ def test_a_cached_model_is_loaded_from_its_folder_when_the_hub_is_away(monkeypat
 
 
 def test_four_bits_without_their_library_are_a_line(monkeypatch):
-    monkeypatch.setattr("rlhf.models.is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr("rlhf.models.load.is_bitsandbytes_available", lambda: False)
     with pytest.raises(UserError, match="bitsandbytes is not installed: --load-in-4bit. Install it with: pip"):
         four_bit(None)
 

@@ -16,7 +16,7 @@ from rlhf import loop
 from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_folder import read_run
 from rlhf.evaluation import FixedText, perplexity
-from rlhf.guard import bad_weights
+from rlhf.models.save import bad_weights
 from rlhf.trainer_state import load_trainer
 from rlhf.utils.errors import RunError, run_command
 from tests.conftest import attach, typed

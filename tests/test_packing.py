@@ -17,9 +17,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from rlhf.actor_critic import Actor, backbone_of, token_logprobs
 from rlhf.data.prompts import Prompt
-from rlhf.packing import Packed, Padded, packable
+from rlhf.models.actor_critic import Actor
+from rlhf.models.attention import packable
+from rlhf.models.logprobs import backbone_of, token_logprobs
+from rlhf.models.packing import Packed, Padded
 from rlhf.rollout import Replies, episodes_of
 
 CPU = torch.device("cpu")

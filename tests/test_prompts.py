@@ -11,7 +11,7 @@ from rlhf.data.chat_template import encode_prompt, encode_reply, encode_text
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.prompts import load_prompts
 from rlhf.data.splits import part_of, split_examples
-from rlhf.models import load_tokenizer
+from rlhf.models.load import load_tokenizer
 from rlhf.settings.types import Split
 from rlhf.utils.errors import UserError
 

@@ -11,7 +11,7 @@ import torch
 from rlhf.data.chat_template import encode_prompt, encode_reply
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
-from rlhf.models import load_tokenizer
+from rlhf.models.load import load_tokenizer
 from rlhf.rewards import Rewards, find_rule, keyword_bonus, length_penalty
 from rlhf.utils.errors import RunError, UserError
 

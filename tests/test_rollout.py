@@ -8,12 +8,13 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from config import SamplingSettings
-from rlhf.actor_critic import ActorCritic, Reference, with_value_head
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.engines import sample_replies
-from rlhf.models import load_tokenizer
+from rlhf.models.actor_critic import ActorCritic, with_value_head
+from rlhf.models.load import load_tokenizer
+from rlhf.models.reference import Reference
 from rlhf.rollout import (
     draw,
     measure,

@@ -16,13 +16,13 @@ from reward_model.scorer import METRICS_FILE
 from reward_model.training import show_record, train_reward_model
 from rlhf.checkpoints.run_folder import read_status
 from rlhf.demo import families, pairs, start_model, tasks
-from rlhf.models import load_tokenizer
+from rlhf.models.load import load_tokenizer
+from rlhf.models.save import WEIGHTS_FILE
 from rlhf.report import Gold
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
 from rlhf.utils.replacing import foreign_files
-from rlhf.weights import WEIGHTS_FILE
 
 FOLDER = Path("demo_parts")
 QUESTIONS = 3_000

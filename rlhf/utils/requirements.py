@@ -10,7 +10,7 @@ from rlhf.utils.errors import raise_if
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
 FOR_TESTS = ("pytest", "pytest-xdist", "filelock", "ruff", "hypothesis")
-FOR_FOUR_BIT = "bitsandbytes"  # `rlhf.models.four_bit` asks for it
+FOR_FOUR_BIT = "bitsandbytes"  # `rlhf.models.load.four_bit` asks for it
 
 
 def check_libraries() -> None:

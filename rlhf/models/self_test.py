@@ -9,8 +9,9 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf.actor_critic import backbone_of, base_of, forward_dtype, scaled_logits
-from rlhf.packing import pack_rows, packable, run_packed
+from rlhf.models.attention import packable
+from rlhf.models.logprobs import backbone_of, base_of, forward_dtype, scaled_logits
+from rlhf.models.packing import pack_rows, run_packed
 from rlhf.utils.errors import Notice, UserError
 
 LENGTHS = (7, 5)  # tokens of the texts that are tried

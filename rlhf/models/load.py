@@ -25,9 +25,10 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import is_bitsandbytes_available
 
-from rlhf.actor_critic import let_go_of_files, store_frozen_weights
 from rlhf.data.chat_template import end_of_turn
-from rlhf.fidelity import try_out
+from rlhf.models.device import autocast
+from rlhf.models.reference import let_go_of_files, store_frozen_weights
+from rlhf.models.self_test import try_out
 from rlhf.utils.errors import UserError, did_you_mean
 from rlhf.utils.hub import require_hub
 from rlhf.utils.paths import is_path, missing_path, place_of
@@ -123,23 +124,6 @@ def _free_token(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
         f"no pad token other than EOS, and no spare special token: tokenizer of {name}. "
         "Name a token that no text needs as pad_token in its tokenizer_config.json"
     )
-
-
-def autocast_dtype(wanted: bool | None, device: torch.device) -> torch.dtype | None:
-    """bfloat16, or None for float32. `wanted` None: on a CUDA card that really has it.
-
-    `is_bf16_supported()` says yes on cards that only emulate it, slowly: hence including_emulation=False.
-    """
-    has_it = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    if wanted and not has_it:
-        raise UserError(f"no bfloat16 on this card ({torch.cuda.get_device_name(device)}): --bf16. Leave it out")
-    use = wanted if wanted is not None else device.type == "cuda" and has_it
-    return torch.bfloat16 if use else None
-
-
-def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
-    """The forward's precision. PPOConfig(bf16=True) leaves accelerate's mixed precision at "no": so we set it here."""
-    return torch.autocast(device.type, dtype=dtype) if dtype is not None else contextlib.nullcontext()
 
 
 def load_config(name: str) -> PretrainedConfig:
@@ -282,3 +266,20 @@ def _check_targets(model: PreTrainedModel, targets: Collection[str], name: str) 
             f"no module named {', '.join(missing)}: --lora-targets, {name}. {did_you_mean(missing[0], leaves)} "
             f"There are {', '.join(sorted(leaves))}; or {ALL_LINEAR}"
         )
+
+
+def context_faults(
+    lengths: Sequence[int], context: int | None, reply_length: int, source: str, model: str = "start model"
+) -> list[str]:
+    """What is wrong if prompts of so many tokens, alone or with their completions, exceed a model's context."""
+    longest = max(lengths)
+    if context is None or longest + reply_length <= context:
+        return []
+    alone = longest > context
+    room, more = (context, "") if alone else (context - reply_length, f", with --reply-length {reply_length}")
+    ways = [f"--reply-length {context - longest}"] if longest < context else []
+    ways += [f"--prompt-length {context - reply_length} (longer ones are left out)"] if reply_length < context else []
+    return [
+        f"{sum(n > room for n in lengths)} of {len(lengths)} prompts{more} are longer than the {model}'s context "
+        f"of {context} tokens, the longest prompt of {longest}: {source}. Try {' or '.join(ways) or 'shorter replies'}"
+    ]

@@ -1,4 +1,4 @@
-"""What a run leaves on the disk as weights: plain Hugging Face files, and the value head beside them."""
+"""Save and load a policy's weights."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.actor_critic import Actor, ActorCritic
-from rlhf.guard import bad_weights
+from rlhf.models.actor_critic import Actor, ActorCritic
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import disk_errors
 
@@ -103,3 +102,13 @@ def _check_adapter(policy: PeftModel, folder: Path) -> None:
         here, there = (set(v) if isinstance(v := getattr(c, name), (set, list)) else v for c in (mine, theirs))
         if here != there:
             raise UserError(f"another adapter's weights ({name} {there}, not {here}): {folder}. Give this model's")
+
+
+def bad_weights(module: nn.Module, frozen: bool = False) -> list[str]:
+    """Return the names of the trainable weights (with `frozen`, of all) that hold NaN or an infinity. Waits for the
+    device once."""
+    weights = {name: weight.detach() for name, weight in module.named_parameters() if frozen or weight.requires_grad}
+    if not weights:
+        return []
+    finite = torch.stack([weight.isfinite().all() for weight in weights.values()]).tolist()
+    return [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]

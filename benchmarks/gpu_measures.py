@@ -31,9 +31,9 @@ from benchmarks.work import (
     rule_out_special,
 )
 from config import SamplingSettings
-from rlhf.engines import sample_replies
 from rlhf.models.device import autocast
-from rlhf.rollout import uniforms
+from rlhf.rollout.engine import sample_replies
+from rlhf.rollout.sampling import uniforms
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import Notice
 

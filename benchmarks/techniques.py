@@ -202,7 +202,7 @@ def rollout(bench: Bench, name: str) -> dict[str, Any]:
     """Where the replies are to end stands in the random numbers: 0 draws the vocabulary's first token, PAD, which
     these rollouts take for the end. Both engines stay as they are. Run to the maximum, the plain one is not told the
     ends, and its replies are cut afterwards."""
-    from rlhf.rollout import uniforms
+    from rlhf.rollout.sampling import uniforms
 
     work, trainer = bench.work, bench.trainer
     prompts, length = bench.short_prompts(ROUNDS * work.batch_size), work.reply_length
@@ -239,7 +239,7 @@ def rollout(bench: Bench, name: str) -> dict[str, Any]:
 
 
 def replies(bench: Bench, engine: str, prompts: Sequence[Prompt], uniform):
-    from rlhf.engines import sample_replies
+    from rlhf.rollout.engine import sample_replies
 
     trainer = bench.trainer
     with bench.autocast:
@@ -263,7 +263,8 @@ def made_batch(bench: Bench, trainer: OnPolicyLoop, prompts: Sequence[Prompt], l
     """A batch as a rollout would have left it, of replies of random ids with these lengths and random scores."""
     import torch
 
-    from rlhf.rollout import Replies, Rollout, measure, padded
+    from rlhf.rollout.completions import Replies, Rollout, padded
+    from rlhf.rollout.logprobs import measure
 
     vocabulary, device = bench.vocabulary, trainer.accelerator.device
     rows = [[*row, EOS] for row in random_rows([n - 1 for n in lengths], vocabulary, SEED + 2)]

@@ -36,7 +36,6 @@ from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.prompts import encode_prompts
 from rlhf.data.splits import question_hash, split_examples
-from rlhf.engines import sample_replies
 from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.load import (
     check_vocabulary,
@@ -50,7 +49,8 @@ from rlhf.models.load import (
 )
 from rlhf.models.save import bad_weights
 from rlhf.preflight import check_reward_context, weakness
-from rlhf.rollout import uniforms
+from rlhf.rollout.engine import sample_replies
+from rlhf.rollout.sampling import uniforms
 from rlhf.settings.commands import training_words
 from rlhf.settings.fields import as_plain
 from rlhf.settings.types import Split

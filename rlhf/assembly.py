@@ -15,7 +15,6 @@ from rlhf.checkpoints.run_folder import check_output, claim_output, require_run,
 from rlhf.checkpoints.run_record import RunLog
 from rlhf.data.prompts import PromptSets, fingerprint, load_prompts, topics_fingerprint
 from rlhf.demo.parts import prepare_demo
-from rlhf.engines import check_engine
 from rlhf.evaluation import text_of_file
 from rlhf.inputs import inputs_of
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
@@ -31,13 +30,14 @@ from rlhf.preflight import (
 )
 from rlhf.resume import budget, check_same_run
 from rlhf.rewards import LearnedReward, Rewards, check_columns, find_rule
+from rlhf.rollout.engine import check_engine
+from rlhf.rollout.vllm import require_vllm
 from rlhf.settings.fields import as_plain
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import files_print
 from rlhf.utils.hub import is_on_hub
 from rlhf.utils.paths import check_inputs_outside
-from rlhf.vllm_engine import require_vllm
 
 FEW_PROMPTS = 20
 

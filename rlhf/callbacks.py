@@ -27,7 +27,7 @@ from rlhf.incidents import save_incident
 from rlhf.loop import OnPolicyLoop
 from rlhf.memory import forecaster, what_helps
 from rlhf.metrics import Batch, Scored
-from rlhf.rollout import Rollout
+from rlhf.rollout.completions import Rollout
 from rlhf.settings.commands import replay_command, resume_command
 from rlhf.tokens import token_rows
 from rlhf.trainer_state import load_weights, save_trainer

@@ -29,7 +29,8 @@ from rlhf.models.logprobs import base_of, scaled_logits
 from rlhf.models.save import load_policy_weights
 from rlhf.preflight import Check, start_checks
 from rlhf.rewards import LearnedReward, ModuleReward, Rewards
-from rlhf.rollout import Rollout, tokens_at_once
+from rlhf.rollout.completions import Rollout
+from rlhf.rollout.logprobs import tokens_at_once
 from rlhf.utils.console import Screen, gib
 from rlhf.utils.errors import UserError, raise_if
 

@@ -22,7 +22,7 @@ from rlhf.models.logprobs import base_of
 from rlhf.models.packing import Packed, Padded
 from rlhf.objectives import kl_k1
 from rlhf.rewards import Rewards
-from rlhf.rollout import Rollout, episodes_of
+from rlhf.rollout.completions import Rollout, episodes_of
 from rlhf.utils.errors import UserError
 
 ROWS_AT_ONCE = 32

@@ -13,7 +13,7 @@ from rlhf import objectives
 from rlhf.loop import OnPolicyLoop
 from rlhf.metrics import Batch, policy_metrics
 from rlhf.models.actor_critic import Actor
-from rlhf.rollout import Rollout
+from rlhf.rollout.completions import Rollout
 
 
 def score_given(score: list[float], **_) -> list[float]:

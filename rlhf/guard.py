@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rlhf.rollout import Replies
+from rlhf.rollout.completions import Replies
 from rlhf.utils.errors import Notice, RunError
 
 T = TypeVar("T")

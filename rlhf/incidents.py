@@ -18,7 +18,7 @@ from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.guard import Dropped
 from rlhf.metrics import Batch
-from rlhf.rollout import Replies, Rollout
+from rlhf.rollout.completions import Replies, Rollout
 from rlhf.settings.fields import as_plain
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import disk_errors, write_json

@@ -27,7 +27,6 @@ from rlhf.controllers import ScoreNormalizer
 from rlhf.data.examples import GivenPrompt, examples_of
 from rlhf.data.prompts import Prompt, encode_prompts
 from rlhf.data.sampler import Dealing, tag_names
-from rlhf.engines import check_engine, sample_replies
 from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
 from rlhf.guard import Dropped, Drops, Limits, check_finite, check_step
 from rlhf.metrics import Batch, Scored, rollout_metrics
@@ -39,11 +38,14 @@ from rlhf.models.packing import Passage
 from rlhf.models.reference import Reference
 from rlhf.models.save import bad_weights, load_policy_weights, save_policy
 from rlhf.rewards import BadScore, RewardFunction, Rewards
-from rlhf.rollout import Forward, Replies, Rollout, measure, tokens_at_once, uniforms
+from rlhf.rollout.completions import Forward, Replies, Rollout
+from rlhf.rollout.engine import check_engine, sample_replies
+from rlhf.rollout.logprobs import measure, tokens_at_once
+from rlhf.rollout.sampling import uniforms
+from rlhf.rollout.vllm import VLLMEngine
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.rng import generator
 from rlhf.utils.system import keep_freed_memory
-from rlhf.vllm_engine import VLLMEngine
 
 EVALUATED_AT_ONCE = 32  # prompts
 MOST_WEIGHT = 2.0  # of a token whose sampler was another program

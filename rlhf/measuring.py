@@ -18,7 +18,6 @@ from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, fingerprint, load_prompts
 from rlhf.demo.parts import gold_of
-from rlhf.engines import sample_replies
 from rlhf.evaluation import FixedText, fixed_text, perplexity, text_of_file
 from rlhf.models.actor_critic import Actor
 from rlhf.models.device import autocast, autocast_dtype
@@ -28,7 +27,10 @@ from rlhf.models.save import WEIGHTS_FILE
 from rlhf.objectives import kl_k1
 from rlhf.preflight import check_reward_context
 from rlhf.rewards import LearnedReward, Rewards, check_columns
-from rlhf.rollout import Replies, measure, uniforms
+from rlhf.rollout.completions import Replies
+from rlhf.rollout.engine import sample_replies
+from rlhf.rollout.logprobs import measure
+from rlhf.rollout.sampling import uniforms
 from rlhf.trained import Trained, has_start, in_4_bit, require_trusted_code, shared_settings
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError

@@ -20,8 +20,6 @@ from config import Config
 from reward_model.scorer import ROWS_AT_ONCE as SCORED_AT_ONCE
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import Dealing
-from rlhf.decoding import blockable
-from rlhf.engines import SPAN, default_engine, slots_for
 from rlhf.evaluation import ROWS_AT_ONCE as READ_AT_ONCE
 from rlhf.evaluation import fixed_text
 from rlhf.footprint import FLOAT, Network, linear_floats, weights_of
@@ -31,9 +29,13 @@ from rlhf.models.device import autocast_dtype, installed
 from rlhf.models.logprobs import backbone_of, base_of, floats_at_once, logits_at_once
 from rlhf.models.packing import Passage
 from rlhf.rewards import LearnedReward
-from rlhf.rollout import Replies, tokens_at_once
+from rlhf.rollout.completions import Replies
+from rlhf.rollout.continuous_batching import SPAN
+from rlhf.rollout.cpu_weights import blockable
+from rlhf.rollout.engine import default_engine, slots_for
+from rlhf.rollout.logprobs import tokens_at_once
+from rlhf.rollout.vllm import MEMORY_SHARE
 from rlhf.utils.console import gib
-from rlhf.vllm_engine import MEMORY_SHARE
 
 # Bytes that are no tensor of ours: libraries' code and tables touched in use (found with a tiny model); on a card
 # cuBLAS's workspace (its documentation: 32 MiB on Hopper, 8 elsewhere).

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf import objectives
-from rlhf.rollout import Rollout
+from rlhf.rollout.completions import Rollout
 
 
 @dataclass

@@ -21,7 +21,7 @@ from rlhf.memory import Forecast, forecast, what_helps
 from rlhf.models.device import autocast_dtype, available
 from rlhf.models.logprobs import base_of
 from rlhf.resume import budget
-from rlhf.rollout import tokens_at_once
+from rlhf.rollout.logprobs import tokens_at_once
 from rlhf.settings.fields import as_plain
 from rlhf.utils.console import Screen, gib
 

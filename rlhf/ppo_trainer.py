@@ -13,7 +13,7 @@ from rlhf.metrics import Batch, policy_metrics
 from rlhf.models.actor_critic import ActorCritic, critic_backbone, with_value_head
 from rlhf.models.logprobs import backbone_of
 from rlhf.models.trl_ppo import PPOConfig, PPOTrainer
-from rlhf.rollout import Rollout
+from rlhf.rollout.completions import Rollout
 
 
 class _SharedBackboneCritic(nn.Module):

@@ -14,7 +14,7 @@ from rlhf.incidents import INCIDENT_FILE, WEIGHTS, Incident
 from rlhf.loop import OnPolicyLoop
 from rlhf.metrics import Batch
 from rlhf.models.device import start_device
-from rlhf.rollout import Rollout
+from rlhf.rollout.completions import Rollout
 from rlhf.settings.commands import names_code, replay_command
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError

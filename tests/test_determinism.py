@@ -9,10 +9,10 @@ import torch
 from torch.testing import assert_close
 
 import train_ppo
-from rlhf import rollout
 from rlhf.models import determinism, device
 from rlhf.models.determinism import CUBLAS, parallel_scan, use_deterministic_algorithms
-from rlhf.rollout import draw
+from rlhf.rollout import sampling
+from rlhf.rollout.sampling import draw
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, run_command
 
@@ -107,7 +107,7 @@ def test_tokens_drawn_by_the_scan_are_the_same(monkeypatch):
     uniform = torch.rand(500, generator=stream, dtype=torch.float64)
     uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
     plain = draw(logits, uniform)
-    monkeypatch.setattr(rollout, "cumulative_sum", parallel_scan)
+    monkeypatch.setattr(sampling, "cumulative_sum", parallel_scan)
     assert torch.equal(draw(logits, uniform), plain) and bool((plain % 2 == 1).all())
 
 

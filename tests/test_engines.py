@@ -7,14 +7,14 @@ import torch
 from torch.testing import assert_close
 
 from config import SamplingSettings
-from rlhf import engines
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
-from rlhf.decoding import blocked_weights, has_blocks
-from rlhf.engines import default_engine, sample_replies
 from rlhf.models.actor_critic import Actor
 from rlhf.models.device import autocast
-from rlhf.rollout import uniforms
+from rlhf.rollout import continuous_batching
+from rlhf.rollout.cpu_weights import blocked_weights, has_blocks
+from rlhf.rollout.engine import default_engine, sample_replies
+from rlhf.rollout.sampling import uniforms
 from rlhf.utils.errors import UserError
 from tests.test_packing import CONFIGS, make_model
 
@@ -79,8 +79,10 @@ def test_one_by_one_is_all_together(model):
 
 
 def test_a_prompt_of_several_replies_runs_once(model, monkeypatch):
-    lengths, run = [], engines.run_packed
-    monkeypatch.setattr(engines, "run_packed", lambda b, ids, *a: lengths.append(ids.shape[1]) or run(b, ids, *a))
+    lengths, run = [], continuous_batching.run_packed
+    monkeypatch.setattr(
+        continuous_batching, "run_packed", lambda b, ids, *a: lengths.append(ids.shape[1]) or run(b, ids, *a)
+    )
     given = [prompts()[6]] * 5
     sample(model, "slots", 5, given)
     assert lengths == [len(given[0].ids)]
@@ -89,9 +91,9 @@ def test_a_prompt_of_several_replies_runs_once(model, monkeypatch):
 def test_steps_are_saved(model, monkeypatch):
     """With three slots for nine prompts, the steps are about those of the tokens written, not of the longest row."""
     make_eos_likely(model)
-    steps, decode = [], engines.Slots._decode
+    steps, decode = [], continuous_batching.Slots._decode
     monkeypatch.setattr(
-        engines.Slots, "_decode", lambda self, span: steps.append(len(self.token)) or decode(self, span)
+        continuous_batching.Slots, "_decode", lambda self, span: steps.append(len(self.token)) or decode(self, span)
     )
     replies = sample(model, "slots", 3, length=60)
     written, longest = sum(replies.reply_lengths), max(replies.reply_lengths)
@@ -136,13 +138,13 @@ def test_decoding_on_a_processor_is_by_blocks(build, monkeypatch, flags):
     """While a rollout samples, and in none of the passes around it."""
     trainer, seen = build("--num-iterations", 1, *flags), []
     layers = [m for m in trainer.actor.policy.modules() if type(m) is torch.nn.Linear]
-    decode = engines.Slots._decode
+    decode = continuous_batching.Slots._decode
 
     def watched(desk, span):
         seen.append(sum("forward" in vars(layer) for layer in layers))
         decode(desk, span)
 
-    monkeypatch.setattr(engines.Slots, "_decode", watched)
+    monkeypatch.setattr(continuous_batching.Slots, "_decode", watched)
     trainer.one_update(1)
     blocks = has_blocks(torch.bfloat16 if "--bf16" in flags else torch.float32)
     assert seen and set(seen) == {len(layers) if blocks else 0}
@@ -206,7 +208,7 @@ class StandIn:
 
 def test_vllm_samples_and_the_loss_is_corrected_for_its_probabilities(build, monkeypatch):
     monkeypatch.setattr("trl.generation.vllm_generation.VLLMGeneration", StandIn)
-    monkeypatch.setattr("rlhf.vllm_engine.is_installed", lambda: True)
+    monkeypatch.setattr("rlhf.rollout.vllm.is_installed", lambda: True)
     trainer = build("--rollout-engine", "vllm", "--num-iterations", 2, "--ppo-epochs", 1)
     seen = []
     trainer.add_callback(type("Ear", (), {"on_batch": lambda _, update, batch, scored: seen.append(batch)})())

@@ -20,7 +20,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.models.actor_critic import with_value_head
 from rlhf.models.load import load_tokenizer
 from rlhf.ppo_trainer import _SharedBackboneCritic
-from rlhf.rollout import Replies
+from rlhf.rollout.completions import Replies
 
 BATCH, LENGTH, UPDATES, EPOCHS = 4, 8, 3, 2
 SETTINGS = {"kl_coef": 0.3, "cliprange": 0.2, "vf_coef": 0.5, "cliprange_value": 0.2, "gamma": 0.97, "lam": 0.9}

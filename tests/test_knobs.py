@@ -20,13 +20,13 @@ from config import (
 )
 from reward_model.scorer import METRICS_FILE
 from reward_model.training import train_reward_model
-from rlhf import engines
 from rlhf.assembly import check_run_folder, find_rewards, load_parts, make_rewards
 from rlhf.checkpoints.run_record import RunLog
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.models import logprobs
 from rlhf.models.device import start_device
+from rlhf.rollout import continuous_batching, engine
 from rlhf.seeds import for_each_seed
 from rlhf.settings.fields import knobs_of
 from rlhf.utils.console import Screen
@@ -363,8 +363,8 @@ def test_dry_run_leaves_no_folder(configured, tmp_path, capsys):
 
 
 def test_rollout_engine_chooses_the_loop(build, monkeypatch):
-    plain, called = engines._plain, []
-    monkeypatch.setattr(engines, "_plain", lambda *a: called.append(1) or plain(*a))
+    plain, called = engine._plain, []
+    monkeypatch.setattr(engine, "_plain", lambda *a: called.append(1) or plain(*a))
     build("--num-iterations", 1).one_update(1)
     assert not called
     build("--num-iterations", 1, "--rollout-engine", "plain").one_update(1)
@@ -372,9 +372,9 @@ def test_rollout_engine_chooses_the_loop(build, monkeypatch):
 
 
 def test_rollout_slots_is_the_number_of_rows_in_a_step(build, monkeypatch):
-    rows, decode = [], engines.Slots._decode
+    rows, decode = [], continuous_batching.Slots._decode
     monkeypatch.setattr(
-        engines.Slots, "_decode", lambda desk, span: rows.append(len(desk.token)) or decode(desk, span)
+        continuous_batching.Slots, "_decode", lambda desk, span: rows.append(len(desk.token)) or decode(desk, span)
     )
     for slots in (0, 3):
         rows.clear()

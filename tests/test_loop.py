@@ -17,7 +17,8 @@ from rlhf.controllers import LOWEST_BETA
 from rlhf.metrics import Scored, rollout_metrics
 from rlhf.models.logprobs import backbone_of
 from rlhf.objectives import kl_k3
-from rlhf.rollout import Rollout, measure
+from rlhf.rollout.completions import Rollout
+from rlhf.rollout.logprobs import measure
 from rlhf.utils.errors import RunError, UserError
 from tests.conftest import attach, whole_gradient
 

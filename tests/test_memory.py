@@ -24,7 +24,7 @@ from rlhf.models.load import load_policy
 from rlhf.models.logprobs import backbone_of, base_of
 from rlhf.models.packing import Packed
 from rlhf.plan import batch_line, show_plan
-from rlhf.rollout import episodes_of
+from rlhf.rollout.completions import episodes_of
 from rlhf.utils.console import Screen
 from tests.test_scripts import ROOT, run
 

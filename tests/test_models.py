@@ -24,7 +24,7 @@ from rlhf.models.load import find_model, four_bit, load_policy, load_tokenizer
 from rlhf.models.packing import Padded
 from rlhf.models.reference import Reference
 from rlhf.models.save import load_policy_weights, trained_of
-from rlhf.rollout import episodes_of
+from rlhf.rollout.completions import episodes_of
 from rlhf.utils import hub
 from rlhf.utils.errors import UserError
 from tests.conftest import whole_gradient

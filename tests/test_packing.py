@@ -22,7 +22,7 @@ from rlhf.models.actor_critic import Actor
 from rlhf.models.attention import packable
 from rlhf.models.logprobs import backbone_of, token_logprobs
 from rlhf.models.packing import Packed, Padded
-from rlhf.rollout import Replies, episodes_of
+from rlhf.rollout.completions import Replies, episodes_of
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,

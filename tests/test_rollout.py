@@ -11,19 +11,13 @@ from config import SamplingSettings
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
-from rlhf.engines import sample_replies
 from rlhf.models.actor_critic import ActorCritic, with_value_head
 from rlhf.models.load import load_tokenizer
 from rlhf.models.reference import Reference
-from rlhf.rollout import (
-    draw,
-    measure,
-    nucleus_of,
-    pack_bits,
-    reply_mask,
-    uniforms,
-    unpack_bits,
-)
+from rlhf.rollout.completions import reply_mask
+from rlhf.rollout.engine import sample_replies
+from rlhf.rollout.logprobs import measure
+from rlhf.rollout.sampling import draw, nucleus_of, pack_bits, uniforms, unpack_bits
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from config import SamplingSettings
 from rlhf.data.examples import Example
 from rlhf.data.prompts import encode_prompts
 from rlhf.demo.tasks import flaw_of, gold_quality
-from rlhf.engines import sample_replies
-from rlhf.rollout import uniforms
+from rlhf.rollout.engine import sample_replies
+from rlhf.rollout.sampling import uniforms
 
 ROWS_AT_ONCE = 256
 SAMPLING = SamplingSettings(reply_length=32, temperature=1.0)

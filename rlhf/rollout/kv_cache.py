@@ -1,15 +1,13 @@
-"""What decoding in slots needs: a cache with a slot per reply, its attention, the packed pass over prompts, and, on a
-processor, weights in the order in which few rows are multiplied fast."""
+"""The KV cache of continuous batching: a slot per completion, its attention, and the packed pass over prompts."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf.models.attention import Kernel, Layout, PackedLayout
 from rlhf.models.logprobs import forward_dtype
@@ -115,46 +113,3 @@ def pack_prompts(prompts: Sequence[Sequence[int]], slots: Sequence[int], device:
         columns=on_device(device, np.concatenate(numbers)),
         places=on_device(device, np.concatenate([starts[w] + n for w, n in zip(which, numbers, strict=True)])),
     )
-
-
-# --- weights on a processor ------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def blocked_weights(model: nn.Module, rows: int, device: torch.device) -> Iterator[None]:
-    """While it lasts, linear layers multiply by copies of their weights in oneDNN's own blocked order.
-
-    On a processor, a few rows times all weights is what decoding is, and reading the weights what it waits for: from
-    blocks they come up to twice as fast. `rows` is how many rows a product will have. Without gradients only; weights
-    may not change meanwhile. Elsewhere than in float32 and bfloat16 on a processor with oneDNN nothing is done.
-    """
-    layers = {layer: forward_dtype(layer.weight) for layer in blockable(model, device)}
-    try:
-        for layer, dtype in layers.items():
-            if has_blocks(dtype):
-                layer.forward = _blocked(layer, dtype, rows)
-        yield
-    finally:
-        for layer in layers:
-            vars(layer).pop("forward", None)
-
-
-def blockable(model: nn.Module, device: torch.device) -> list[nn.Linear]:
-    """The layers that `blocked_weights` changes."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return []
-    return [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]
-
-
-def has_blocks(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies blocked weights of a precision: bfloat16 needs AVX-512."""
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and _MKLDNN._is_mkldnn_bf16_supported())
-
-
-_MKLDNN = torch.ops.mkldnn  # oneDNN's operators as torch's own compiler calls them
-
-
-def _blocked(layer: nn.Linear, dtype: torch.dtype, rows: int) -> Callable[[Tensor], Tensor]:
-    weight = _MKLDNN._reorder_linear_weight(layer.weight.detach().to(dtype), rows)
-    bias = None if layer.bias is None else layer.bias.detach().to(dtype)
-    return lambda states: _MKLDNN._linear_pointwise(states.to(dtype), weight, bias, "none", [], "")

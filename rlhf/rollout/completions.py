@@ -1,28 +1,18 @@
-"""Rollouts: what an update's batch holds, its randomness, and what is measured of sampled replies.
-
-Randomness comes from (seed, update, purpose, episode), never from a global stream: a resumed run has nothing to
-forget, and a row's sample does not depend on its batch.
-"""
+"""Completions as tensors: what the policy wrote, and one update's batch with its log-probabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import decode_reply
 from rlhf.data.prompts import Prompt
-from rlhf.models.actor_critic import Actor
-from rlhf.models.attention import packable
-from rlhf.models.determinism import cumulative_sum
-from rlhf.models.logprobs import base_of
 from rlhf.models.packing import Episodes, Packed, Padded, Passage
-from rlhf.models.reference import Reference
-from rlhf.utils.rng import generator
+from rlhf.rollout.sampling import unpack_bits
 
 
 @dataclass
@@ -139,48 +129,6 @@ class Rollout:
         return begun if begun is not None and begun[0].rows == list(rows) else None
 
 
-def uniforms(seed: int, update: int, purpose: str, episodes: Sequence[int], length: int) -> Tensor:
-    """One uniform number in [0, 1) per token, (B, T) float64: row b depends on its episode number alone."""
-    return torch.from_numpy(np.stack([generator(seed, update, purpose, e).random(length) for e in episodes]))
-
-
-# --- sampling --------------------------------------------------------------------------------------------------------
-
-
-def nucleus_of(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Which tokens may be sampled, (B, V) bool: the k likeliest, and of those the smallest set of mass >= top_p.
-
-    Holtzman et al. 2020, arXiv 1904.09751, sec. 3.1. The likeliest token is always in, and so are ties with the k-th.
-    """
-    allowed = torch.ones_like(logits, dtype=torch.bool)
-    if 0 < top_k < logits.shape[-1]:
-        allowed = logits >= logits.topk(top_k).values[:, -1:]
-    if top_p < 1:
-        ordered, order = logits.masked_fill(~allowed, -torch.inf).softmax(-1).sort(dim=-1, descending=True)
-        before = cumulative_sum(ordered) - ordered
-        allowed = allowed & torch.zeros_like(allowed).scatter(-1, order, before < top_p)
-    return allowed
-
-
-def draw(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Token ids (B,) by inverse transform: the first token whose cumulative probability exceeds `uniform` (B,)."""
-    cumulative = cumulative_sum(logits.double().softmax(-1))
-    tokens = torch.searchsorted(cumulative, uniform.unsqueeze(1) * cumulative[:, -1:], right=True).squeeze(1)
-    return tokens.clamp(max=logits.shape[-1] - 1)
-
-
-def pack_bits(flags: Tensor) -> Tensor:
-    """(..., V) bool -> (..., ceil(V / 8)) uint8: a nucleus for 64 replies of 128 tokens is 50 MB, not 400."""
-    padded = torch.nn.functional.pad(flags, (0, -flags.shape[-1] % 8)).unflatten(-1, (-1, 8)).to(torch.uint8)
-    return (padded << torch.arange(8, dtype=torch.uint8, device=flags.device)).sum(-1, dtype=torch.uint8)
-
-
-def unpack_bits(packed: Tensor, size: int) -> Tensor:
-    """The inverse of `pack_bits`: (..., size) bool."""
-    bits = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return (bits & 1).flatten(-2)[..., :size].bool()
-
-
 def pad_prompts(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Prompt ids and mask, both (B, C), padded on the left."""
     width = max(map(len, prompts))
@@ -217,39 +165,3 @@ def reply_mask(replies: Tensor, eos: int) -> tuple[Tensor, Tensor]:
     is_eos = replies == eos
     before = is_eos.long().cumsum(1) - is_eos.long()
     return before == 0, is_eos.any(1)
-
-
-@torch.no_grad()
-def measure(
-    actor: Actor,
-    reference: Reference,
-    replies: Replies,
-    temperature: float,
-    rows: int = 0,
-    packed: bool = True,
-    begun: Forward | None = None,
-    tokens: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probs, reference log-probs and values of sampled replies, each (B, T), at most `rows` (0: as many as
-    `tokens` hold) at a time; of a pass over all of them that has `begun`, its hidden states serve.
-
-    With the training forward, not the decoder's: so the first ratio of an update is 1.
-    """
-    whole, packed = replies.mask, packed and packable(base_of(actor.policy))
-    parts, order = [], []
-    for part in replies.parts(range(len(whole)), rows, tokens or tokens_at_once(whole.device), packed):
-        passage = begun[0] if begun is not None else replies.passage(part, packed)
-        hidden = begun[1].detach() if begun is not None else actor.hidden(passage)
-        allowed = replies.allowed(passage)
-        logprobs, _, values = actor.heads(hidden, passage.tokens, passage.mask, temperature, allowed, "none")
-        parts.append((logprobs, reference.logprobs(passage, temperature, allowed), values))
-        order += part
-    back = torch.tensor(order, device=whole.device).argsort()
-    logprobs, ref_logprobs, values = zip(*parts, strict=True)
-    critic = None if values[0] is None else torch.cat(values)[back]
-    return torch.cat(logprobs)[back], torch.cat(ref_logprobs)[back], critic
-
-
-def tokens_at_once(device: torch.device) -> int:
-    """Tokens, prompt and reply, of one forward pass, where no number of rows is asked for."""
-    return 16_384 if device.type == "cuda" else 1_024

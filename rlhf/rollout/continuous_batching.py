@@ -1,12 +1,4 @@
-"""Rollout engines: how replies are sampled, token by token. PPO, GRPO and evaluation use the same ones.
-
-`plain`  every row runs until the last has ended, over transformers' own cache: the twin that the others are tested on
-`slots`  rows that have ended leave, waiting prompts take their slots, prompts run packed and once for all replies
-`graph`  `slots` with its decoding step as one CUDA graph: a token costs one launch in place of a thousand
-
-A token depends on its episode's random number and on the policy alone: these engines sample the same replies.
-rlhf/vllm_engine.py is another, with random numbers of its own.
-"""
+"""Continuous batching: waiting prompts take the slots of completions that have ended."""
 
 from __future__ import annotations
 
@@ -15,118 +7,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from config import SamplingSettings
 from rlhf.data.prompts import Prompt
-from rlhf.decoding import DecodeLayout, SlotCache, blocked_weights, pack_prompts
-from rlhf.models.attention import packable
-from rlhf.models.logprobs import backbone_of, base_of, scaled_logits
+from rlhf.models.logprobs import backbone_of, scaled_logits
 from rlhf.models.packing import run_packed
-from rlhf.rollout import Replies, draw, nucleus_of, pack_bits, pad_prompts
-from rlhf.utils.errors import Notice, UserError
+from rlhf.rollout.kv_cache import DecodeLayout, SlotCache, pack_prompts
+from rlhf.rollout.sampling import sample_tokens
+from rlhf.utils.errors import Notice
 
 LOOK_EVERY = 4  # decoding steps between looks at whether rows have ended: on a card each look waits for it
 SPAN = 64  # columns of the cache that a step attends to are rounded up to a multiple of this
-
-
-@torch.no_grad()
-def sample_replies(
-    policy: PreTrainedModel,
-    prompts: Sequence[Prompt],
-    uniform: Tensor,
-    sampling: SamplingSettings,
-    *,
-    eos: int,
-    pad: int,
-    device: torch.device,
-    engine: str = "auto",
-    slots: int = 0,
-) -> Replies:
-    """Sample one reply per prompt. `uniform` (B, reply_length) in [0, 1): one random number per token.
-
-    `slots` is the number of replies written at a time (0: as the device likes it). The policy must be in eval mode:
-    with gradient checkpointing in train mode the cache is silently dropped.
-    """
-    uniform = uniform.to(device)
-    if engine == "auto":
-        engine = default_engine(policy, device)
-    check_engine(engine, policy, device)
-    if engine == "plain":
-        reply_ids, nucleus = _plain(policy, prompts, uniform, sampling, eos, pad)
-    else:
-        size = min(slots or slots_for(device), len(prompts))
-        with blocked_weights(base_of(policy), size, device):
-            reply_ids, nucleus = Slots(policy, prompts, uniform, sampling, eos, size, engine == "graph").run()
-    vocabulary = base_of(policy).get_input_embeddings().num_embeddings
-    return Replies.of(prompts, reply_ids, eos=eos, pad=pad, vocabulary=vocabulary, nucleus=nucleus)
-
-
-def default_engine(policy: PreTrainedModel, device: torch.device) -> str:
-    """`graph` on a CUDA card, else `slots`; `plain` for an architecture whose attention cannot be exchanged."""
-    if not packable(base_of(policy)):
-        return "plain"
-    return "graph" if device.type == "cuda" else "slots"
-
-
-def check_engine(engine: str, policy: PreTrainedModel, device: torch.device) -> None:
-    """Raises UserError for an engine that this model or device cannot have."""
-    if engine == "graph" and device.type != "cuda":
-        raise UserError("a CUDA graph needs a CUDA card: --rollout-engine graph. Leave it out")
-    if engine in ("slots", "graph") and not packable(base_of(policy)):
-        raise UserError(
-            f"the attention of {type(base_of(policy)).__name__} cannot be exchanged: --rollout-engine {engine}. "
-            "Leave it out"
-        )
-
-
-def slots_for(device: torch.device) -> int:
-    """Replies written at a time: on a card the more the better; a processor is busy with 32."""
-    return 256 if device.type == "cuda" else 32
-
-
-def sample_tokens(logits: Tensor, uniform: Tensor, sampling: SamplingSettings) -> tuple[Tensor, Tensor | None]:
-    """Tokens (B,) from logits (B, V) by random numbers (B,), and the packed nucleus that they came from, if any."""
-    if not sampling.filters:
-        return draw(logits, uniform), None
-    allowed = nucleus_of(logits, sampling.top_k, sampling.top_p)
-    return draw(logits.masked_fill(~allowed, -torch.inf), uniform), pack_bits(allowed)
-
-
-# --- plain -----------------------------------------------------------------------------------------------------------
-
-
-def _plain(policy, prompts, uniform: Tensor, sampling: SamplingSettings, eos: int, pad: int):
-    device = uniform.device
-    prompt_ids, prompt_mask = pad_prompts([p.ids for p in prompts], pad, device)
-    (rows, context), length = prompt_ids.shape, sampling.reply_length
-    attention = torch.cat([prompt_mask, torch.ones(rows, length, dtype=torch.bool, device=device)], dim=1)
-    positions = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)
-    replies = torch.full((rows, length), eos, device=device)
-    done = torch.zeros(rows, dtype=torch.bool, device=device)
-    nucleus: list[Tensor] = []
-    cache, inputs, backbone = DynamicCache(config=policy.config), prompt_ids, backbone_of(policy)
-    for t in range(length):
-        output = backbone(
-            input_ids=inputs,
-            attention_mask=attention[:, : context + t],
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        logits = scaled_logits(policy, output.last_hidden_state[:, -1], sampling.temperature)
-        token, allowed = sample_tokens(logits, uniform[:, t], sampling)
-        if allowed is not None:
-            nucleus.append(allowed)
-        replies[:, t] = token
-        done = done | (token == eos)
-        if t % LOOK_EVERY == LOOK_EVERY - 1 and bool(done.all()):
-            break
-        inputs, positions = token.unsqueeze(1), positions[:, -1:] + 1
-    return replies, torch.stack(nucleus, dim=1) if nucleus else None
-
-
-# --- slots -----------------------------------------------------------------------------------------------------------
 
 
 class Slots:

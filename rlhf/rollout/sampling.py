@@ -1,0 +1,60 @@
+"""Draw a token from logits: top-k, top-p, and the inverse transform on given random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from config import SamplingSettings
+from rlhf.models.determinism import cumulative_sum
+from rlhf.utils.rng import generator
+
+
+def uniforms(seed: int, update: int, purpose: str, episodes: Sequence[int], length: int) -> Tensor:
+    """One uniform number in [0, 1) per token, (B, T) float64: row b depends on its episode number alone."""
+    return torch.from_numpy(np.stack([generator(seed, update, purpose, e).random(length) for e in episodes]))
+
+
+def nucleus_of(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Which tokens may be sampled, (B, V) bool: the k likeliest, and of those the smallest set of mass >= top_p.
+
+    Holtzman et al. 2020, arXiv 1904.09751, sec. 3.1. The likeliest token is always in, and so are ties with the k-th.
+    """
+    allowed = torch.ones_like(logits, dtype=torch.bool)
+    if 0 < top_k < logits.shape[-1]:
+        allowed = logits >= logits.topk(top_k).values[:, -1:]
+    if top_p < 1:
+        ordered, order = logits.masked_fill(~allowed, -torch.inf).softmax(-1).sort(dim=-1, descending=True)
+        before = cumulative_sum(ordered) - ordered
+        allowed = allowed & torch.zeros_like(allowed).scatter(-1, order, before < top_p)
+    return allowed
+
+
+def draw(logits: Tensor, uniform: Tensor) -> Tensor:
+    """Token ids (B,) by inverse transform: the first token whose cumulative probability exceeds `uniform` (B,)."""
+    cumulative = cumulative_sum(logits.double().softmax(-1))
+    tokens = torch.searchsorted(cumulative, uniform.unsqueeze(1) * cumulative[:, -1:], right=True).squeeze(1)
+    return tokens.clamp(max=logits.shape[-1] - 1)
+
+
+def pack_bits(flags: Tensor) -> Tensor:
+    """(..., V) bool -> (..., ceil(V / 8)) uint8: a nucleus for 64 replies of 128 tokens is 50 MB, not 400."""
+    padded = torch.nn.functional.pad(flags, (0, -flags.shape[-1] % 8)).unflatten(-1, (-1, 8)).to(torch.uint8)
+    return (padded << torch.arange(8, dtype=torch.uint8, device=flags.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, size: int) -> Tensor:
+    """The inverse of `pack_bits`: (..., size) bool."""
+    bits = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (bits & 1).flatten(-2)[..., :size].bool()
+
+
+def sample_tokens(logits: Tensor, uniform: Tensor, sampling: SamplingSettings) -> tuple[Tensor, Tensor | None]:
+    """Tokens (B,) from logits (B, V) by random numbers (B,), and the packed nucleus that they came from, if any."""
+    if not sampling.filters:
+        return draw(logits, uniform), None
+    allowed = nucleus_of(logits, sampling.top_k, sampling.top_p)
+    return draw(logits.masked_fill(~allowed, -torch.inf), uniform), pack_bits(allowed)

@@ -100,8 +100,8 @@ def here(work: Work) -> tuple[Any, dict[str, int]]:
 
 def foretell(trainer):
     """The forecast of a trainer's updates, without evaluations."""
-    from rlhf.assembly import find_rewards, make_rewards
     from rlhf.memory import forecast
+    from rlhf.rewards.build import find_rewards, make_rewards
 
     device = trainer.accelerator.device
     _, judge = make_rewards(trainer.config, find_rewards(trainer.config), trainer.processing_class, device)

@@ -14,8 +14,8 @@ def main(argv: list[str] | None = None) -> None:
     from rlhf.utils.console import Screen, quiet_libraries
 
     quiet_libraries()  # before libraries are imported that print at import
-    from reward_model.training import refusal, train_reward_model
     from rlhf.models.device import start_device
+    from rlhf.rewards.training import refusal, train_reward_model
 
     with Screen() as screen:
         folder = train_reward_model(config, screen, start_device(screen))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from config import Config
-from rlhf.assembly import FEW_PROMPTS, find_rewards, find_start_model, load_rewards, load_start_policy
+from rlhf.assembly import FEW_PROMPTS, find_start_model, load_start_policy
 from rlhf.callbacks import KLControl
 from rlhf.controllers import kl_controller
 from rlhf.data.examples import GivenPrompt, examples_of
@@ -18,7 +18,9 @@ from rlhf.loop import OnPolicyLoop
 from rlhf.models.device import start_device
 from rlhf.ppo_trainer import PPO
 from rlhf.preflight import check_overlap, check_prompts, check_topics
-from rlhf.rewards import RewardFunction, Rewards, check_columns
+from rlhf.rewards.build import find_rewards, load_rewards
+from rlhf.rewards.functions import RewardFunction
+from rlhf.rewards.rewards import Rewards, check_columns
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError

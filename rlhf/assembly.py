@@ -10,7 +10,6 @@ from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase
 
 from config import Config
-from reward_model.scorer import RewardModel
 from rlhf.checkpoints.run_folder import check_output, claim_output, require_run, require_unused
 from rlhf.checkpoints.run_record import RunLog
 from rlhf.data.prompts import PromptSets, fingerprint, load_prompts, topics_fingerprint
@@ -19,17 +18,11 @@ from rlhf.evaluation import text_of_file
 from rlhf.inputs import inputs_of
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import check_policy, context_of, find_model, load_policy, load_tokenizer, lora_modules
-from rlhf.preflight import (
-    StartModel,
-    check_leaks,
-    check_prompts,
-    check_reward_context,
-    check_reward_model,
-    check_tokenizers,
-    check_topics,
-)
+from rlhf.preflight import StartModel, check_prompts, check_topics
 from rlhf.resume import budget, check_same_run
-from rlhf.rewards import LearnedReward, Rewards, check_columns, find_rule
+from rlhf.rewards.build import find_rewards, load_rewards
+from rlhf.rewards.reward_model import RewardModel
+from rlhf.rewards.rewards import Rewards, check_columns
 from rlhf.rollout.engine import check_engine
 from rlhf.rollout.vllm import require_vllm
 from rlhf.settings.fields import as_plain
@@ -129,57 +122,6 @@ def find_start_model(config: Config, flag: str) -> StartModel:
     tokenizer = load_tokenizer(folder, config.data.plain_prompts)
     found = check_policy(folder, len(tokenizer), m.lora_targets if m.use_lora else ())
     return StartModel(m.actor_model, folder, tokenizer, context_of(found))
-
-
-@dataclass
-class RewardSources:
-    """Where the rewards come from, found but not loaded."""
-
-    folder: str | None  # the reward model's
-    rules: list
-
-
-def find_rewards(config: Config) -> RewardSources:
-    """Raises UserError where the reward model or a rule is not there."""
-    name = config.model.rm_model
-    return RewardSources(
-        folder=find_model(name, "--rm-model") if name is not None else None,
-        rules=[find_rule(rule, config.reward.keywords) for rule in config.reward.reward_func],
-    )
-
-
-def load_rewards(
-    config: Config,
-    sources: RewardSources,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: PromptSets,
-    device: torch.device,
-    screen: Screen,
-) -> tuple[Rewards, RewardModel | None]:
-    """The reward model, where there is one, proved on the held-out pairs, and the rules, by weight."""
-    m = config.model
-    if sources.folder is not None:
-        examples = [p.example for p in (*prompts.train, *prompts.evaluation)]
-        check_reward_context(sources.folder, examples, config.sampling.reply_length, f"--rm-model {m.rm_model}")
-    rewards, model = make_rewards(config, sources, tokenizer, device)
-    if model is not None:
-        pairs = [p.example for p in prompts.evaluation]
-        check_reward_model(model, m.rm_model, pairs, m.allow_weak_reward_model, screen)
-        check_leaks(model, prompts, screen)
-        check_tokenizers(model, m.rm_model, tokenizer, screen)
-    return rewards, model
-
-
-def make_rewards(
-    config: Config, sources: RewardSources, tokenizer: PreTrainedTokenizerBase, device: torch.device
-) -> tuple[Rewards, RewardModel | None]:
-    """The reward model, where there is one, and the rules, by weight; not proved."""
-    model = None
-    if sources.folder is not None:
-        model = RewardModel.load(sources.folder, device, autocast_dtype(config.model.bf16, device))
-    learned = [LearnedReward(model)] if model is not None else []
-    reward = config.reward
-    return Rewards([*learned, *sources.rules], reward.reward_weights, tokenizer, reward.reward_timeout), model
 
 
 def load_start_policy(config: Config, start: str, tokenizer: PreTrainedTokenizerBase, device: torch.device):

@@ -28,7 +28,8 @@ from rlhf.models.device import autocast, autocast_dtype, available, memory_in_us
 from rlhf.models.logprobs import base_of, scaled_logits
 from rlhf.models.save import load_policy_weights
 from rlhf.preflight import Check, start_checks
-from rlhf.rewards import LearnedReward, ModuleReward, Rewards
+from rlhf.rewards.functions import LearnedReward, ModuleReward
+from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.logprobs import tokens_at_once
 from rlhf.utils.console import Screen, gib

@@ -21,7 +21,7 @@ from rlhf.models.device import autocast
 from rlhf.models.logprobs import base_of
 from rlhf.models.packing import Packed, Padded
 from rlhf.objectives import kl_k1
-from rlhf.rewards import Rewards
+from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout, episodes_of
 from rlhf.utils.errors import UserError
 

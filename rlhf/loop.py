@@ -23,7 +23,6 @@ from transformers.trainer_callback import ProgressCallback
 
 from config import IN_A_ROW, Config
 from rlhf import objectives
-from rlhf.controllers import ScoreNormalizer
 from rlhf.data.examples import GivenPrompt, examples_of
 from rlhf.data.prompts import Prompt, encode_prompts
 from rlhf.data.sampler import Dealing, tag_names
@@ -37,7 +36,10 @@ from rlhf.models.logprobs import base_of, logits_at_once
 from rlhf.models.packing import Passage
 from rlhf.models.reference import Reference
 from rlhf.models.save import bad_weights, load_policy_weights, save_policy
-from rlhf.rewards import BadScore, RewardFunction, Rewards
+from rlhf.rewards.call import BadScore
+from rlhf.rewards.functions import RewardFunction
+from rlhf.rewards.normalizer import ScoreNormalizer
+from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Forward, Replies, Rollout
 from rlhf.rollout.engine import check_engine, sample_replies
 from rlhf.rollout.logprobs import measure, tokens_at_once

@@ -12,8 +12,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from config import Config, MeasureSettings, config_of_run
-from reward_model.scorer import RewardModel
-from rlhf.assembly import RewardSources, find_rewards, make_rewards
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, fingerprint, load_prompts
@@ -25,8 +23,11 @@ from rlhf.models.load import find_model, load_adapter, load_policy, load_tokeniz
 from rlhf.models.reference import Reference
 from rlhf.models.save import WEIGHTS_FILE
 from rlhf.objectives import kl_k1
-from rlhf.preflight import check_reward_context
-from rlhf.rewards import LearnedReward, Rewards, check_columns
+from rlhf.rewards.build import RewardSources, find_rewards, make_rewards
+from rlhf.rewards.checks import check_reward_context
+from rlhf.rewards.functions import LearnedReward
+from rlhf.rewards.reward_model import RewardModel
+from rlhf.rewards.rewards import Rewards, check_columns
 from rlhf.rollout.completions import Replies
 from rlhf.rollout.engine import sample_replies
 from rlhf.rollout.logprobs import measure

@@ -17,7 +17,6 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from config import Config
-from reward_model.scorer import ROWS_AT_ONCE as SCORED_AT_ONCE
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import Dealing
 from rlhf.evaluation import ROWS_AT_ONCE as READ_AT_ONCE
@@ -28,7 +27,8 @@ from rlhf.models.attention import packable
 from rlhf.models.device import autocast_dtype, installed
 from rlhf.models.logprobs import backbone_of, base_of, floats_at_once, logits_at_once
 from rlhf.models.packing import Passage
-from rlhf.rewards import LearnedReward
+from rlhf.rewards.functions import LearnedReward
+from rlhf.rewards.reward_model import ROWS_AT_ONCE as SCORED_AT_ONCE
 from rlhf.rollout.completions import Replies
 from rlhf.rollout.continuous_batching import SPAN
 from rlhf.rollout.cpu_weights import blockable

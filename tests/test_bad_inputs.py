@@ -26,7 +26,6 @@ import reward_model.train
 import train_grpo
 import train_ppo
 from config import parse_cli
-from reward_model.scorer import METRICS_FILE
 from rlhf import callbacks
 from rlhf.api import make_trainer
 from rlhf.checkpoints.run_folder import INPUTS_FILE, read_status
@@ -34,6 +33,7 @@ from rlhf.checkpoints.run_record import RunLog
 from rlhf.data.examples import load_examples
 from rlhf.data.splits import question_hash
 from rlhf.loop import OnPolicyLoop
+from rlhf.rewards.reward_model import METRICS_FILE
 from rlhf.utils import files, hub
 from rlhf.utils.errors import run_command
 from tests.shapes import make_base_model, make_reward_model, smollm2_tokenizer

@@ -38,7 +38,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.models.load import load_tokenizer
 from rlhf.models.save import VALUE_HEAD_FILE, WEIGHTS_FILE
 from rlhf.preflight import disk_has_room, pad_is_not_eos, vocabularies_fit
-from rlhf.rewards import Rewards
+from rlhf.rewards.rewards import Rewards
 from rlhf.settings.fields import as_plain
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, run_command

@@ -12,13 +12,13 @@ from rlhf.controllers import (
     LOWEST_BETA,
     SMALLEST_MOVE,
     KLController,
-    ScoreNormalizer,
     default_horizon,
     in_band,
     kl_controller,
     with_horizon,
 )
 from rlhf.plan import kl_line, kl_warnings, recipe_hint
+from rlhf.rewards.normalizer import ScoreNormalizer
 from rlhf.settings.types import KLTarget
 
 SEQUENCE_6 = [KLTarget(6.0, "sequence")]

@@ -17,8 +17,6 @@ from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM
 
 from config import parse_cli, parse_reward_cli
-from reward_model.scorer import RewardModel
-from reward_model.training import train_reward_model
 from rlhf.assembly import load_parts
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.data.chat_template import decode_reply, encode_prompt, encode_reply, encode_text
@@ -26,7 +24,10 @@ from rlhf.data.examples import ROLES, examples_of, load_examples
 from rlhf.data.prompts import encode_prompts, load_prompts
 from rlhf.evaluation import fixed_text
 from rlhf.models.load import load_adapter, load_policy, load_tokenizer
-from rlhf.rewards import LearnedReward, ModuleReward, Rewards
+from rlhf.rewards.functions import LearnedReward, ModuleReward
+from rlhf.rewards.reward_model import RewardModel
+from rlhf.rewards.rewards import Rewards
+from rlhf.rewards.training import train_reward_model
 from rlhf.settings.types import Split
 from rlhf.token_page import write_token_page
 from rlhf.utils.console import Screen

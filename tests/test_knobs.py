@@ -18,14 +18,15 @@ from config import (
     RewardModelConfig,
     parse_reward_cli,
 )
-from reward_model.scorer import METRICS_FILE
-from reward_model.training import train_reward_model
-from rlhf.assembly import check_run_folder, find_rewards, load_parts, make_rewards
+from rlhf.assembly import check_run_folder, load_parts
 from rlhf.checkpoints.run_record import RunLog
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.models import logprobs
 from rlhf.models.device import start_device
+from rlhf.rewards.build import find_rewards, make_rewards
+from rlhf.rewards.reward_model import METRICS_FILE
+from rlhf.rewards.training import train_reward_model
 from rlhf.rollout import continuous_batching, engine
 from rlhf.seeds import for_each_seed
 from rlhf.settings.fields import knobs_of

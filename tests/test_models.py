@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from reward_model.scorer import RewardModel
 from rlhf import loop
 from rlhf.models import logprobs
 from rlhf.models.actor_critic import ActorCritic, with_value_head
@@ -24,6 +23,7 @@ from rlhf.models.load import find_model, four_bit, load_policy, load_tokenizer
 from rlhf.models.packing import Padded
 from rlhf.models.reference import Reference
 from rlhf.models.save import load_policy_weights, trained_of
+from rlhf.rewards.reward_model import RewardModel
 from rlhf.rollout.completions import episodes_of
 from rlhf.utils import hub
 from rlhf.utils.errors import UserError

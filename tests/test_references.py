@@ -20,14 +20,14 @@ import train_grpo
 import train_ppo
 from config import LENGTHS, Config, make_config, parse_cli
 from recipes import RECIPES
-from reward_model.scorer import METRICS_FILE
 from rlhf.api import make_trainer
 from rlhf.checkpoints.run_folder import read_run
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.controllers import kl_controller
 from rlhf.curves import read_curves
 from rlhf.data.chat_template import encode_prompt
-from rlhf.rewards import find_rule
+from rlhf.rewards.functions import find_rule
+from rlhf.rewards.reward_model import METRICS_FILE
 from rlhf.settings.fields import knobs_of
 from rlhf.utils.errors import UserError
 from tests.shapes import make_base_model, make_reward_model, make_start_model

@@ -10,9 +10,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassifica
 
 import evaluate_generations
 import train_ppo
-from reward_model import training
-from reward_model.scorer import RewardModel
 from reward_model.train import main as train_reward
+from rlhf.rewards import training
+from rlhf.rewards.reward_model import RewardModel
 from rlhf.utils.errors import RunError, UserError
 from tests.shapes import llama_config, smollm2_tokenizer
 

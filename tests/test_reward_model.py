@@ -10,13 +10,15 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from config import parse_reward_cli
-from reward_model.scorer import METRICS_FILE, Calibration, PairAccuracy, RewardModel, pair_accuracy
-from reward_model.training import pair_ids, run_training, train_reward_model
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.splits import question_hash
-from rlhf.preflight import check_leaks, check_reward_model
-from rlhf.rewards import LearnedReward, Rewards
+from rlhf.rewards.checks import check_leaks, check_reward_model
+from rlhf.rewards.functions import LearnedReward
+from rlhf.rewards.pair_accuracy import PairAccuracy, pair_accuracy
+from rlhf.rewards.reward_model import METRICS_FILE, Calibration, RewardModel
+from rlhf.rewards.rewards import Rewards
+from rlhf.rewards.training import pair_ids, run_training, train_reward_model
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
@@ -68,7 +70,7 @@ def test_training_reads_the_ids_that_scoring_reads(model, monkeypatch, flags, pa
     def catch(trainer, *_args, **_kwargs):
         seen["rows"] = [dict(row) for row in trainer.train_dataset]
 
-    monkeypatch.setattr("reward_model.training.RewardTrainer.train", catch)
+    monkeypatch.setattr("rlhf.rewards.training.RewardTrainer.train", catch)
     run_training(model, pairs, parse_reward_cli(flags(pairs_file)), Screen())
     for row, p in zip(seen["rows"], pairs, strict=True):
         assert row["chosen_ids"] == model.encode(p.messages, p.chosen, True)
@@ -179,10 +181,10 @@ def test_weak_reward_models_are_refused_by_their_record(model, capsys, accuracy,
 
 def test_a_foreign_reward_model_is_measured_on_held_out_pairs(model, monkeypatch, capsys):
     measured = PairAccuracy(0.5, 0.0, 0.6, None, {}, 9)
-    monkeypatch.setattr("rlhf.preflight.pair_accuracy", lambda *_: measured)
+    monkeypatch.setattr("rlhf.rewards.checks.pair_accuracy", lambda *_: measured)
     with pytest.raises(UserError, match="from 1 held-out pairs"):
         check_reward_model(model, "rm", [pair("a", "b", "c")], False, Screen())
-    monkeypatch.setattr("rlhf.preflight.pair_accuracy", lambda *_: dataclasses.replace(measured, accuracy=0.8))
+    monkeypatch.setattr("rlhf.rewards.checks.pair_accuracy", lambda *_: dataclasses.replace(measured, accuracy=0.8))
     check_reward_model(model, "rm", [pair("a", "b", "c")], False, Screen())
     check_reward_model(model, "rm", [Example(messages=FRANCE)], False, Screen())
     assert "its scores are unproved" in capsys.readouterr().out
@@ -214,7 +216,7 @@ def test_a_head_that_was_never_trained_is_refused(tmp_path):
 
 def test_pair_ids_of_a_base_model_that_ships_pad_as_eos(tmp_path):
     """The reward model's pad is mended too: else transformers would read a score one token before EOS."""
-    from reward_model.training import new_reward_model
+    from rlhf.rewards.training import new_reward_model
 
     base = make_start_model(tmp_path / "base")
     config = parse_reward_cli(["--base-model", str(base)])
@@ -243,7 +245,7 @@ def test_another_tools_metrics_file_is_no_record(tmp_path):
 
 
 def test_faults_are_found_before_training(flags, learnable_pairs, monkeypatch, tmp_path):
-    monkeypatch.setattr("reward_model.training.run_training", lambda *_: pytest.fail("trained first"))
+    monkeypatch.setattr("rlhf.rewards.training.run_training", lambda *_: pytest.fail("trained first"))
     with pytest.raises(UserError, match="model not found"):
         train_reward_model(parse_reward_cli(flags(learnable_pairs, "--actor-model", "./nowhere")), Screen(), CPU)
     with pytest.raises(UserError, match="no prompt to calibrate on"):

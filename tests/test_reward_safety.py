@@ -15,7 +15,8 @@ from rlhf.api import make_trainer
 from rlhf.checkpoints.run_folder import read_run
 from rlhf.data.examples import Example, examples_of, load_examples
 from rlhf.data.prompts import Prompt
-from rlhf.rewards import Rewards, check_columns, find_rule, required_columns
+from rlhf.rewards.functions import find_rule
+from rlhf.rewards.rewards import Rewards, check_columns, required_columns
 from rlhf.utils.errors import RunError, UserError, run_command
 from tests.test_nan import run
 

@@ -12,7 +12,8 @@ from rlhf.data.chat_template import encode_prompt, encode_reply
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.models.load import load_tokenizer
-from rlhf.rewards import Rewards, find_rule, keyword_bonus, length_penalty
+from rlhf.rewards.functions import find_rule, keyword_bonus, length_penalty
+from rlhf.rewards.rewards import Rewards
 from rlhf.utils.errors import RunError, UserError
 
 FRANCE = ({"role": "user", "content": "What is the capital of France?"},)

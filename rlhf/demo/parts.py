@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from config import Config, parse_reward_cli
 from recipes import RECIPES
-from reward_model.scorer import METRICS_FILE
-from reward_model.training import show_record, train_reward_model
 from rlhf.checkpoints.run_folder import read_status
 from rlhf.demo import families, pairs, start_model, tasks
 from rlhf.models.load import load_tokenizer
 from rlhf.models.save import WEIGHTS_FILE
 from rlhf.report import Gold
+from rlhf.rewards.reward_model import METRICS_FILE
+from rlhf.rewards.training import show_record, train_reward_model
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json

@@ -9,9 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean, stdev
 
 import torch
 from datasets import Dataset
@@ -20,37 +18,24 @@ from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig, RewardTrainer
 
 from config import RewardModelConfig, RewardTrainingSettings, parse_cli
-from reward_model.scorer import (
-    METRICS_FILE,
-    ROWS_AT_ONCE,
-    Calibration,
-    RewardModel,
-    pair_accuracy,
-    pair_ids,
-    pairs_that_fit,
-    read_record,
-)
 from rlhf.checkpoints.run_folder import RUN_FILE, check_output
 from rlhf.checkpoints.run_record import environment
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example, load_examples
-from rlhf.data.prompts import encode_prompts
 from rlhf.data.splits import question_hash, split_examples
-from rlhf.models.device import autocast, autocast_dtype
+from rlhf.models.device import autocast_dtype
 from rlhf.models.load import (
     check_vocabulary,
     check_weights,
-    context_of,
     find_model,
-    load_config,
-    load_policy,
     load_tokenizer,
     readable,
 )
 from rlhf.models.save import bad_weights
-from rlhf.preflight import check_reward_context, weakness
-from rlhf.rollout.engine import sample_replies
-from rlhf.rollout.sampling import uniforms
+from rlhf.rewards.calibration import calibration_replies, measure_and_calibrate
+from rlhf.rewards.checks import check_reward_context, weakness
+from rlhf.rewards.pair_accuracy import pair_ids, pairs_that_fit
+from rlhf.rewards.reward_model import METRICS_FILE, RewardModel, read_record
 from rlhf.settings.commands import training_words
 from rlhf.settings.fields import as_plain
 from rlhf.settings.types import Split
@@ -69,7 +54,6 @@ from rlhf.utils.replacing import (
 from rlhf.utils.system import sync_file
 
 DEFAULT_SPLIT = Split(45, 45, 10)
-SMALLEST_STD = 1e-3  # raw scores that spread less than this are one score: nothing to calibrate
 FEW_PAIRS = 20
 
 
@@ -210,59 +194,6 @@ def run_training(model: RewardModel, pairs: Sequence[Example], config: RewardMod
             f"{len(bad)} weights are not finite after training, the first is {bad[0]}: the reward model. It is not "
             "saved. Train it with a smaller --rm-learning-rate"
         )
-
-
-Reply = tuple[tuple[dict[str, str], ...], str, bool]  # messages, text, whether it ended
-
-
-def measure_and_calibrate(
-    model: RewardModel, held_out: Sequence[Example], replies: Sequence[Reply], source: str
-) -> dict:
-    """Scale the scores to mean 0, variance 1 on `replies`, then measure; the record to save."""
-    raw = model.raw_scores([model.encode(*reply) for reply in replies])
-    std = stdev(raw) if len(raw) > 1 else 0.0
-    if std < SMALLEST_STD:
-        std = 1.0  # a model that says the same of everything: accuracy will show it
-    model.calibration = Calibration(fmean(raw), std)
-    return {
-        **asdict(pair_accuracy(model, held_out)),
-        "calibration": {"scale": asdict(model.calibration), "replies": len(raw), "source": source},
-    }
-
-
-def calibration_replies(
-    examples: Sequence[Example], config: RewardModelConfig, device: torch.device, model: RewardModel
-) -> tuple[list[Reply], str]:
-    """The start model's completions of some prompts that fit the contexts of both models, or the chosen ones if there
-    is no start model; and which."""
-    name, most = config.calibration.actor_model, config.calibration.calibration_prompts
-    dtype, length = model.dtype, config.sampling.reply_length
-    if name is None:
-        return [(e.messages, e.chosen, True) for e in pairs_that_fit(model, examples, None)[:most]], "chosen replies"
-    folder = find_model(name, "--actor-model")
-    tokenizer = load_tokenizer(folder, config.data.plain_prompts)
-    room = [n - length for n in (context_of(load_config(folder)), model.context) if n is not None]
-    longest = min(config.calibration.calibration_prompt_length, *room)
-    prompts, _ = encode_prompts(tokenizer, examples, longest)
-    if model.context is not None:
-        prompts = [p for p in prompts if len(model.encode(p.example.messages, "")) + length <= model.context]
-    if not prompts:
-        raise UserError(
-            f"no prompt to calibrate on, of at most {longest} tokens: --calibration-prompt-length. Raise it, use a "
-            "smaller --reply-length, or --actor-model none to calibrate on chosen replies"
-        )
-    policy = load_policy(folder, device=device, vocabulary=len(tokenizer)).eval()
-    tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
-    written: list[Reply] = []
-    for start in range(0, min(most, len(prompts)), ROWS_AT_ONCE):
-        batch = prompts[start : min(start + ROWS_AT_ONCE, most)]
-        rows = range(start, start + len(batch))
-        noise = uniforms(config.training.rm_seed, 0, "calibrate", rows, config.sampling.reply_length)
-        with autocast(device, dtype):
-            replies = sample_replies(policy, batch, noise, config.sampling, **tokens, device=device)
-        texts = zip(batch, replies.texts(tokenizer), replies.ended.tolist(), strict=True)
-        written += [(prompt.example.messages, text, ended) for prompt, text, ended in texts]
-    return written, f"replies of {name}"
 
 
 def show_record(record: dict, screen: Screen) -> None:

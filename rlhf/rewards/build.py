@@ -1,0 +1,69 @@
+"""From the settings to the reward functions of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from config import Config
+from rlhf.data.prompts import PromptSets
+from rlhf.models.device import autocast_dtype
+from rlhf.models.load import find_model
+from rlhf.rewards.checks import check_leaks, check_reward_context, check_reward_model, check_tokenizers
+from rlhf.rewards.functions import LearnedReward, find_rule
+from rlhf.rewards.reward_model import RewardModel
+from rlhf.rewards.rewards import Rewards
+from rlhf.utils.console import Screen
+
+
+@dataclass
+class RewardSources:
+    """Where the rewards come from, found but not loaded."""
+
+    folder: str | None  # the reward model's
+    rules: list
+
+
+def find_rewards(config: Config) -> RewardSources:
+    """Raises UserError where the reward model or a rule is not there."""
+    name = config.model.rm_model
+    return RewardSources(
+        folder=find_model(name, "--rm-model") if name is not None else None,
+        rules=[find_rule(rule, config.reward.keywords) for rule in config.reward.reward_func],
+    )
+
+
+def load_rewards(
+    config: Config,
+    sources: RewardSources,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptSets,
+    device: torch.device,
+    screen: Screen,
+) -> tuple[Rewards, RewardModel | None]:
+    """The reward model, where there is one, proved on the held-out pairs, and the rules, by weight."""
+    m = config.model
+    if sources.folder is not None:
+        examples = [p.example for p in (*prompts.train, *prompts.evaluation)]
+        check_reward_context(sources.folder, examples, config.sampling.reply_length, f"--rm-model {m.rm_model}")
+    rewards, model = make_rewards(config, sources, tokenizer, device)
+    if model is not None:
+        pairs = [p.example for p in prompts.evaluation]
+        check_reward_model(model, m.rm_model, pairs, m.allow_weak_reward_model, screen)
+        check_leaks(model, prompts, screen)
+        check_tokenizers(model, m.rm_model, tokenizer, screen)
+    return rewards, model
+
+
+def make_rewards(
+    config: Config, sources: RewardSources, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> tuple[Rewards, RewardModel | None]:
+    """The reward model, where there is one, and the rules, by weight; not proved."""
+    model = None
+    if sources.folder is not None:
+        model = RewardModel.load(sources.folder, device, autocast_dtype(config.model.bf16, device))
+    learned = [LearnedReward(model)] if model is not None else []
+    reward = config.reward
+    return Rewards([*learned, *sources.rules], reward.reward_weights, tokenizer, reward.reward_timeout), model

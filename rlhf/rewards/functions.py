@@ -1,0 +1,136 @@
+"""Reward functions: the built-in rules, a reward model, an nn.Module, and functions in a user's file."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.data.chat_template import encode_prompt, encode_reply
+from rlhf.rewards.reward_model import RewardModel, right_padded
+from rlhf.utils.errors import UserError, did_you_mean
+
+RewardFunction = Callable[..., Sequence[float]]
+
+
+class LearnedReward:
+    """A reward model's calibrated score of each reply."""
+
+    __name__ = "reward_model"
+
+    def __init__(self, model: RewardModel):
+        self.model = model
+
+    def __call__(self, completions: Sequence[str], *, messages, ended, **_) -> list[float]:
+        return self.model.score(messages, completions, ended)
+
+
+class ModuleReward:
+    """An `nn.Module` as a reward function: it reads prompt and reply as ids and returns a score a row.
+
+    Called as `module(input_ids=, attention_mask=)`, both (B, T), padded on the right; it gives (B,), (B, 1), or an
+    object whose `logits` are. The ids are those of `module.tokenizer` where it has one, else the policy's.
+    """
+
+    def __init__(self, module: nn.Module, tokenizer: PreTrainedTokenizerBase):
+        self.module = module.eval()
+        self.tokenizer = getattr(module, "tokenizer", tokenizer)
+        self.__name__ = type(module).__name__
+
+    @torch.no_grad()
+    def __call__(self, completions: Sequence[str], *, messages, ended, **_) -> list[float]:
+        rows = [
+            encode_prompt(self.tokenizer, m) + encode_reply(self.tokenizer, text, end)
+            for m, text, end in zip(messages, completions, ended, strict=True)
+        ]
+        weights = next(self.module.parameters(), None)
+        device = weights.device if weights is not None else torch.device("cpu")
+        ids, attention = right_padded(rows, self.tokenizer.pad_token_id, device)
+        output = self.module(input_ids=ids, attention_mask=attention)
+        scores = getattr(output, "logits", output)
+        return scores.float().reshape(len(rows), -1).squeeze(1).tolist()
+
+
+def length_penalty(completion_ids: Sequence[Sequence[int]], **_) -> list[float]:
+    """Minus the reply's tokens, EOS included: its weight is the price of a token."""
+    return [-float(len(ids)) for ids in completion_ids]
+
+
+def word_penalty(completions: Sequence[str], **_) -> list[float]:
+    """Minus the reply's words: its weight is the price of a word."""
+    return [-float(len(text.split())) for text in completions]
+
+
+def keyword_bonus(keywords: Sequence[str]) -> RewardFunction:
+    """1 for a reply that holds one of `keywords` (in any case), else 0."""
+    wanted = [k.casefold() for k in keywords]
+
+    def keyword_bonus(completions: Sequence[str], **_) -> list[float]:
+        return [float(any(k in text.casefold() for k in wanted)) for text in completions]
+
+    return keyword_bonus
+
+
+def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
+    """A rule by its name: built in, or `FILE.py:NAME`, which runs that file. A class is called to make the rule.
+
+    Raises UserError where there is none.
+    """
+    built_in = {
+        "length_penalty": length_penalty,
+        "word_penalty": word_penalty,
+        "keyword_bonus": keyword_bonus(keywords),
+    }
+    if name in built_in:
+        return built_in[name]
+    path, colon, attribute = name.rpartition(":")
+    if not colon:
+        raise UserError(
+            f"no such rule: --reward-func {name}. {did_you_mean(name, built_in)} "
+            f"Write FILE.py:NAME, or one of {', '.join(built_in)}"
+        )
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UserError(f"no such file: --reward-func {name}. Write FILE.py:NAME")
+    found = _load_file(file)
+    if not hasattr(found, attribute):
+        names = [n for n, value in vars(found).items() if callable(value)]
+        raise UserError(f"no {attribute} in {path}: --reward-func {name}. {did_you_mean(attribute, names)}")
+    rule = getattr(found, attribute)
+    if inspect.isclass(rule):
+        try:
+            rule = rule()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the user's code may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(
+                f"{attribute}() failed ({reason}): --reward-func {name}. Give it a constructor without arguments"
+            ) from None
+    if not callable(rule):
+        raise UserError(f"{attribute} in {path} cannot be called: --reward-func {name}. Name a function or a module")
+    return rule
+
+
+def _load_file(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"reward_func_{file.stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    sys.path.insert(0, str(file.parent.resolve()))  # its own neighbours, as `python FILE.py` would find them
+    try:
+        spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit() among them
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"the file cannot be run: --reward-func {file} ({reason}). Fix it") from None
+    finally:
+        sys.path.pop(0)
+    return module

@@ -1,0 +1,68 @@
+"""How often a reward model scores the chosen reply of a pair above the rejected one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf.data.examples import Example
+from rlhf.rewards.reward_model import RewardModel
+
+
+@dataclass(frozen=True)
+class PairAccuracy:
+    """How often the chosen reply outscores the rejected one, and what its length alone would have told."""
+
+    accuracy: float
+    margin: float  # mean of chosen - rejected, score units
+    length_baseline: float  # the better of "longer wins" and "shorter wins" (characters; ties count half)
+    accuracy_against_baseline: float | None  # on the pairs that the better length rule gets wrong; None without any
+    by_flaw: dict[str, float]
+    pairs: int
+
+
+def pairs_that_fit(model: RewardModel, pairs: Sequence[Example], longest: int | None) -> list[Example]:
+    """The pairs of which both sides have at most `longest` tokens (None: no limit), and fit the model's context."""
+    limit = min((n for n in (longest, model.context) if n is not None), default=None)
+    if limit is None:
+        return list(pairs)
+    return [p for p in pairs if max(len(ids) for ids in pair_ids(model, p).values()) <= limit]
+
+
+def pair_ids(model: RewardModel, pair: Example) -> dict[str, list[int]]:
+    """Both sides of a pair, in the columns that RewardTrainer takes as already tokenized."""
+    return {
+        "chosen_ids": model.encode(pair.messages, pair.chosen),
+        "rejected_ids": model.encode(pair.messages, pair.rejected, pair.rejected_ended),
+    }
+
+
+def pair_accuracy(model: RewardModel, pairs: Sequence[Example]) -> PairAccuracy:
+    """Score both sides of held-out pairs."""
+    messages, always = [p.messages for p in pairs], [True] * len(pairs)
+    chosen = model.score(messages, [p.chosen for p in pairs], always)
+    rejected = model.score(messages, [p.rejected for p in pairs], [p.rejected_ended for p in pairs])
+    margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
+    wins = [1.0 if m > 0 else 0.5 if m == 0 else 0.0 for m in margins]
+    longer = [_longer_wins(p) for p in pairs]
+    longer_rate = sum(longer) / len(pairs)
+    rule_says = longer if longer_rate >= 0.5 else [1 - x for x in longer]
+    against = [w for w, says in zip(wins, rule_says, strict=True) if says < 0.5]
+    flaws = sorted({p.flaw for p in pairs if p.flaw})
+    return PairAccuracy(
+        accuracy=sum(wins) / len(wins),
+        margin=sum(margins) / len(margins),
+        length_baseline=max(longer_rate, 1 - longer_rate),
+        accuracy_against_baseline=sum(against) / len(against) if against else None,
+        by_flaw={f: _mean([w for w, p in zip(wins, pairs, strict=True) if p.flaw == f]) for f in flaws},
+        pairs=len(pairs),
+    )
+
+
+def _longer_wins(pair: Example) -> float:
+    difference = len(pair.chosen) - len(pair.rejected)
+    return 0.5 if difference == 0 else float(difference > 0)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,129 @@
+"""Scores of completions: the weighted sum of reward functions. Training and evaluation use the same one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.data.examples import Example
+from rlhf.data.prompts import Prompt
+from rlhf.rewards.call import call_function, parameters_of
+from rlhf.rewards.functions import LearnedReward, ModuleReward, RewardFunction
+from rlhf.utils.errors import UserError, raise_if
+
+ARGUMENTS = ("prompts", "completions", "completion_ids", "messages", "ended")  # what every function receives
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What replies are worth. Lists have an entry per reply."""
+
+    total: list[float]  # the weighted sum
+    by_function: dict[str, list[float]]  # before the weights
+
+
+class Rewards:
+    """Reward functions and their weights: one thing that training and evaluation ask for scores."""
+
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction | nn.Module],
+        weights: Sequence[float] | None,
+        tokenizer: PreTrainedTokenizerBase,
+        limit_s: float | None = None,
+    ):
+        """`weights` has one per function; None: all 1. `tokenizer` is the policy's, for modules without their own.
+        A function other than the reward model's may take `limit_s` seconds for a batch; None: as long as it likes.
+
+        Raises UserError where there is no function, or not a weight for each.
+        """
+        if not functions or (weights is not None and len(weights) != len(functions)):
+            raise UserError(
+                f"{len(weights or [])} weights for {len(functions)} reward functions: rewards. One for each"
+            )
+        self.functions = [ModuleReward(f, tokenizer) if isinstance(f, nn.Module) else f for f in functions]
+        self.weights = list(weights) if weights is not None else [1.0] * len(self.functions)
+        self.limits_s = [None if isinstance(f, LearnedReward) else limit_s for f in self.functions]
+        self.printed: Path | None = None  # where functions' output goes; None: the console
+        self.names = _distinct([getattr(f, "__name__", type(f).__name__) for f in self.functions])
+
+    def __str__(self) -> str:
+        return " + ".join(f"{w:g} x {name}" for w, name in zip(self.weights, self.names, strict=True))
+
+    def score(
+        self, prompts: Sequence[Prompt], texts: Sequence[str], ids: Sequence[Sequence[int]], ended: Sequence[bool]
+    ) -> Scores:
+        """The scores of replies, given as texts and as ids with EOS.
+
+        Raises RunError, with the function's name and the reply, where a function raises, hangs or gives a wrong count,
+        and BadScore for a score that is no number to learn from: the optimizer must never see it. (TRL's GRPO sums NaN
+        away.)
+        """
+        given = self.ask(prompts, texts, ids, ended)
+        rows = zip(*given.values(), strict=True)
+        return Scores([sum(w * s for w, s in zip(self.weights, row, strict=True)) for row in rows], given)
+
+    def ask(
+        self,
+        prompts: Sequence[Prompt],
+        texts: Sequence[str],
+        ids: Sequence[Sequence[int]],
+        ended: Sequence[bool],
+        finite: bool = True,
+    ) -> dict[str, list[float]]:
+        """Each function's scores, before its weight. Raises as `score`; with `finite` False, not for numbers."""
+        columns = self.columns_of(prompts)
+        given = {
+            "prompts": [p.example.messages[-1]["content"] for p in prompts],
+            "completions": list(texts),
+            "completion_ids": [list(row) for row in ids],
+            "messages": [list(p.example.messages) for p in prompts],
+            "ended": list(ended),
+            **{name: [p.example.columns.get(name) for p in prompts] for name in columns},
+        }
+        asked = zip(self.functions, self.names, self.limits_s, strict=True)
+        return {
+            name: call_function(function, name, given, limit_s, finite, self.printed)
+            for function, name, limit_s in asked
+        }
+
+    def columns_of(self, prompts: Sequence[Prompt]) -> list[str]:
+        """The dataset's columns that these prompts have, and those that a function requires."""
+        found = dict.fromkeys(name for p in prompts for name in p.example.columns)
+        required = dict.fromkeys(name for function in self.functions for name in required_columns(function))
+        return [name for name in (found | required) if name not in ARGUMENTS]
+
+
+def required_columns(function: RewardFunction) -> list[str]:
+    """The parameters without a default that only a dataset's column can fill."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [
+        p.name for p in parameters_of(function) if p.kind in kinds and p.default is p.empty and p.name not in ARGUMENTS
+    ]
+
+
+def check_columns(functions: Sequence[RewardFunction | nn.Module], examples: Sequence[Example], source: str) -> None:
+    """Raise UserError if a reward function requires a column that no row of the data has."""
+    there = dict.fromkeys(name for example in examples for name in example.columns)
+    faults = []
+    for function in functions:
+        name = getattr(function, "__name__", type(function).__name__)
+        if isinstance(function, nn.Module):
+            continue  # it receives ids
+        for column in required_columns(function):
+            if column not in there:
+                has = f"The data has {', '.join(map(repr, there))}" if there else "The data has no such columns"
+                faults.append(
+                    f"reward function {name} requires the column {column!r}, which the data lacks: {source}. {has}. "
+                    "Add the column, or give the parameter a default"
+                )
+    raise_if(faults)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    return [name if names.count(name) == 1 else f"{name}_{i + 1}" for i, name in enumerate(names)]

@@ -24,10 +24,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(config: Config, screen) -> None:
+    from rlhf.algorithms.kl_control import with_horizon
     from rlhf.assembly import check_run_folder, load_parts, prepare_demo_parts, start_run
     from rlhf.callbacks import attach_callbacks
     from rlhf.checks import check_run, check_start
-    from rlhf.controllers import with_horizon
     from rlhf.data.sampler import planned_updates
     from rlhf.export import check_export, export_run
     from rlhf.grpo_trainer import GRPO

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from config import Config
+from rlhf.algorithms.kl_control import kl_controller
 from rlhf.assembly import FEW_PROMPTS, find_start_model, load_start_policy
 from rlhf.callbacks import KLControl
-from rlhf.controllers import kl_controller
 from rlhf.data.examples import GivenPrompt, examples_of
 from rlhf.data.prompts import render_sets
 from rlhf.data.splits import split_examples

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import numpy as np
 
 from config import Config
-from rlhf.controllers import KL_BAND
+from rlhf.algorithms.kl_control import KL_BAND
 from rlhf.measuring import Generations
 from rlhf.statistics import A_SHARE, EVEN, Estimate, correlation, distinct, over_prompts, repetition, win_rates
 

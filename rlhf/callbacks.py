@@ -13,12 +13,12 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase
 
 from config import IN_A_ROW, Config, make_config
+from rlhf.algorithms.kl_control import RUNAWAY, KLController, kl_controller
 from rlhf.checkpoints.best import Candidate, choose
 from rlhf.checkpoints.manifest import find_checkpoints, set_aside, write_checkpoint
 from rlhf.checkpoints.run_folder import BEST_FOLDER
 from rlhf.checkpoints.run_record import RunLog
 from rlhf.checkpoints.token_record import TOKENS_FOLDER, write_tokens
-from rlhf.controllers import RUNAWAY, KLController, kl_controller
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import one_line
 from rlhf.evaluation import Evaluation

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from rlhf.controllers import KL_BAND, KLController
+from rlhf.algorithms.kl_control import KL_BAND, KLController
 from rlhf.curves import Curve, RunCurves, running_mean, seeds_band
 from rlhf.pictures import COLOURS, MARKERS, new_figure, style
 

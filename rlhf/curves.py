@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from config import Config, config_of_run
+from rlhf.algorithms.kl_control import KLController, kl_controller
 from rlhf.checkpoints.run_folder import require_run
-from rlhf.controllers import KLController, kl_controller
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.files import put_in_place
 

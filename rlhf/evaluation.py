@@ -12,6 +12,7 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.algorithms.objectives import kl_k1
 from rlhf.data.chat_template import encode_reply, encode_text
 from rlhf.data.examples import Example, read_text
 from rlhf.data.prompts import Prompt
@@ -20,7 +21,6 @@ from rlhf.models.attention import packable
 from rlhf.models.device import autocast
 from rlhf.models.logprobs import base_of
 from rlhf.models.packing import Packed, Padded
-from rlhf.objectives import kl_k1
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout, episodes_of
 from rlhf.utils.errors import UserError

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
 
-from rlhf import objectives
+from rlhf.algorithms import objectives
 from rlhf.loop import OnPolicyLoop
 from rlhf.metrics import Batch, policy_metrics
 from rlhf.models.actor_critic import Actor

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from config import Config, MeasureSettings, config_of_run
+from rlhf.algorithms.objectives import kl_k1
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, fingerprint, load_prompts
@@ -22,7 +23,6 @@ from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.load import find_model, load_adapter, load_policy, load_tokenizer
 from rlhf.models.reference import Reference
 from rlhf.models.save import WEIGHTS_FILE
-from rlhf.objectives import kl_k1
 from rlhf.rewards.build import RewardSources, find_rewards, make_rewards
 from rlhf.rewards.checks import check_reward_context
 from rlhf.rewards.functions import LearnedReward

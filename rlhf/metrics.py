@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf import objectives
+from rlhf.algorithms import objectives
 from rlhf.rollout.completions import Rollout
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from config import ALGORITHMS, LENGTHS, Config, make_config, parse_cli
+from rlhf.algorithms.kl_control import kl_controller, with_horizon
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_record import MAY_DIFFER, RunLog, differences
-from rlhf.controllers import kl_controller, with_horizon
 from rlhf.demo.parts import gold_of
 from rlhf.loop import OnPolicyLoop
 from rlhf.report import compare, kl_of_phases, last_kl, show_figures, show_samples

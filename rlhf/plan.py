@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from config import LENGTHS, Config, PPOSettings, make_config
 from recipes import SIGNS
+from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_controller, move_in
 from rlhf.assembly import Parts
 from rlhf.checkpoints.run_record import MAY_DIFFER, flat_settings
-from rlhf.controllers import SMALLEST_MOVE, default_horizon, kl_controller, move_in
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.sampler import Dealing, one_line
 from rlhf.memory import Forecast, forecast, what_helps

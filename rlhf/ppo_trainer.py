@@ -7,7 +7,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf import objectives
+from rlhf.algorithms import objectives
 from rlhf.loop import OnPolicyLoop
 from rlhf.metrics import Batch, policy_metrics
 from rlhf.models.actor_critic import ActorCritic, critic_backbone, with_value_head

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 
-from rlhf.controllers import in_band
+from rlhf.algorithms.kl_control import in_band
 from rlhf.data.prompts import Prompt
 from rlhf.evaluation import Evaluation
 from rlhf.settings.types import KLTarget

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import objectives
+from rlhf.algorithms import objectives
 from rlhf.metrics import Batch
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from config import parse_cli
 from recipes import RECIPES
-from rlhf.controllers import (
+from rlhf.algorithms.kl_control import (
     LOWEST_BETA,
     SMALLEST_MOVE,
     KLController,

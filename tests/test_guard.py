@@ -150,8 +150,8 @@ def test_a_ratio_far_out_of_range_drops_the_update(build, monkeypatch, shift, se
 
 
 def test_a_controller_does_not_hear_of_a_dropped_update(build):
+    from rlhf.algorithms.kl_control import kl_controller
     from rlhf.callbacks import KLControl
-    from rlhf.controllers import kl_controller
 
     trainer = build("--num-iterations", 4)
     control = KLControl(kl_controller(trainer.config, 4), trainer.set_kl_coef, 4)

@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from config import Config
-from rlhf.objectives import kl_loss_per_token
+from rlhf.algorithms.objectives import kl_loss_per_token
 from rlhf.settings.fields import knobs_of
 
 LENGTH = 8

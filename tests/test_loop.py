@@ -12,11 +12,11 @@ import torch
 from torch.testing import assert_close
 from transformers import TrainerCallback
 
+from rlhf.algorithms.kl_control import LOWEST_BETA
+from rlhf.algorithms.objectives import kl_k3
 from rlhf.callbacks import Callback
-from rlhf.controllers import LOWEST_BETA
 from rlhf.metrics import Scored, rollout_metrics
 from rlhf.models.logprobs import backbone_of
-from rlhf.objectives import kl_k3
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.logprobs import measure
 from rlhf.utils.errors import RunError, UserError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlhf import objectives as o
+from rlhf.algorithms import objectives as o
 
 
 def row(*values: float) -> torch.Tensor:

@@ -20,10 +20,10 @@ import train_grpo
 import train_ppo
 from config import LENGTHS, Config, make_config, parse_cli
 from recipes import RECIPES
+from rlhf.algorithms.kl_control import kl_controller
 from rlhf.api import make_trainer
 from rlhf.checkpoints.run_folder import read_run
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
-from rlhf.controllers import kl_controller
 from rlhf.curves import read_curves
 from rlhf.data.chat_template import encode_prompt
 from rlhf.rewards.functions import find_rule

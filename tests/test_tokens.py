@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
+from rlhf.algorithms.objectives import td_errors
 from rlhf.checkpoints.token_record import QUANTITIES, TOKENS_FOLDER, read_tokens, recorded_updates
-from rlhf.objectives import td_errors
 from rlhf.utils.errors import UserError
 from tests.conftest import attach
 

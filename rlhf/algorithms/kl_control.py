@@ -1,4 +1,4 @@
-"""KL control and score normalisation: floats only, saveable, the same for every algorithm."""
+"""KL control: the coefficient beta of the KL penalty, fixed, adaptive or phased. Floats only, saveable."""
 
 from __future__ import annotations
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean, stdev
 
 from rlhf.algorithms.kl_control import in_band
 from rlhf.data.prompts import Prompt
+from rlhf.demo.tasks import Gold
 from rlhf.evaluation import Evaluation
 from rlhf.settings.types import KLTarget
 from rlhf.statistics import over_prompts
 from rlhf.utils.console import Screen, number
 from rlhf.utils.rng import generator
-
-Gold = Callable[[str, str, bool], float]
 
 
 def mean_interval(differences: Sequence[float], seed: int) -> tuple[float, float]:

@@ -14,9 +14,9 @@ from config import Config, parse_reward_cli
 from recipes import RECIPES
 from rlhf.checkpoints.run_folder import read_status
 from rlhf.demo import families, pairs, start_model, tasks
+from rlhf.demo.tasks import Gold
 from rlhf.models.load import load_tokenizer
 from rlhf.models.save import WEIGHTS_FILE
-from rlhf.report import Gold
 from rlhf.rewards.reward_model import METRICS_FILE
 from rlhf.rewards.training import show_record, train_reward_model
 from rlhf.utils.console import Screen

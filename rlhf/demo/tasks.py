@@ -4,9 +4,12 @@
 and it measures the result; no training reads it.
 """
 
+from __future__ import annotations
+
 import itertools
 import random
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from zlib import crc32
 
@@ -164,3 +167,6 @@ def gold_quality(question: str, reply: str, ended: bool = True) -> float:
 def flaw_of(question: str, reply: str, ended: bool = True) -> str | None:
     """The reply's main flaw, one of FLAWS; None where it is good (gold quality 1)."""
     return _assess(question, reply, ended)[1]
+
+
+Gold = Callable[[str, str, bool], float]

@@ -30,11 +30,11 @@ def train(config: Config, screen) -> None:
     from rlhf.checks import check_run, check_start
     from rlhf.data.sampler import planned_updates
     from rlhf.export import check_export, export_run
-    from rlhf.grpo_trainer import GRPO
     from rlhf.models.device import start_device
     from rlhf.outcome import finish_run
     from rlhf.plan import show_plan
     from rlhf.resume import resume_run
+    from rlhf.trainer.grpo import GRPO
     from rlhf.utils.signals import StopRequest
 
     check_run_folder(config)
@@ -61,8 +61,8 @@ def train(config: Config, screen) -> None:
 
 
 def replay_update(config: Config, screen) -> None:
-    from rlhf.grpo_trainer import GRPO
     from rlhf.replay import replay_incident
+    from rlhf.trainer.grpo import GRPO
 
     replay_incident(GRPO, config, screen)
 

@@ -33,8 +33,8 @@ def train(config: Config, screen) -> None:
     from rlhf.models.device import start_device
     from rlhf.outcome import finish_run
     from rlhf.plan import show_plan
-    from rlhf.ppo_trainer import PPO
     from rlhf.resume import resume_run
+    from rlhf.trainer.ppo import PPO
     from rlhf.utils.signals import StopRequest
 
     check_run_folder(config)
@@ -61,8 +61,8 @@ def train(config: Config, screen) -> None:
 
 
 def replay_update(config: Config, screen) -> None:
-    from rlhf.ppo_trainer import PPO
     from rlhf.replay import replay_incident
+    from rlhf.trainer.ppo import PPO
 
     replay_incident(PPO, config, screen)
 

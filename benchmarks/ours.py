@@ -11,9 +11,9 @@ from benchmarks.work import KL_COEF, LEARNING_RATE, SEED, TEMPERATURE, Work, pro
 from config import Config, make_config
 from rlhf.api import TRAINERS
 from rlhf.assembly import load_start_policy
-from rlhf.loop import OnPolicyLoop
 from rlhf.models.load import load_tokenizer
 from rlhf.rewards.build import find_rewards, make_rewards
+from rlhf.trainer.loop import OnPolicyLoop
 
 PARTS = ("rollout", "score", "update")
 

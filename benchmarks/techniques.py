@@ -47,8 +47,8 @@ from rlhf.utils.files import write_json
 
 if TYPE_CHECKING:
     from rlhf.data.prompts import Prompt
-    from rlhf.loop import OnPolicyLoop
-    from rlhf.metrics import Batch
+    from rlhf.trainer.batch import Batch
+    from rlhf.trainer.loop import OnPolicyLoop
 
 TWINS = ("ours", "plain")
 ROUNDS = 4  # prompts of a rollout, times the batch

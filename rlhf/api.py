@@ -13,15 +13,15 @@ from rlhf.callbacks import KLControl
 from rlhf.data.examples import GivenPrompt, examples_of
 from rlhf.data.prompts import render_sets
 from rlhf.data.splits import split_examples
-from rlhf.grpo_trainer import GRPO
-from rlhf.loop import OnPolicyLoop
 from rlhf.models.device import start_device
-from rlhf.ppo_trainer import PPO
 from rlhf.preflight import check_overlap, check_prompts, check_topics
 from rlhf.rewards.build import find_rewards, load_rewards
 from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.rewards import Rewards, check_columns
 from rlhf.settings.types import Split
+from rlhf.trainer.grpo import GRPO
+from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.ppo import PPO
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 

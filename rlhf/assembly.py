@@ -14,7 +14,6 @@ from rlhf.checkpoints.run_folder import check_output, claim_output, require_run,
 from rlhf.checkpoints.run_record import RunLog
 from rlhf.data.prompts import PromptSets, fingerprint, load_prompts, topics_fingerprint
 from rlhf.demo.parts import prepare_demo
-from rlhf.evaluation import text_of_file
 from rlhf.inputs import inputs_of
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import check_policy, context_of, find_model, load_policy, load_tokenizer, lora_modules
@@ -26,6 +25,7 @@ from rlhf.rewards.rewards import Rewards, check_columns
 from rlhf.rollout.engine import check_engine
 from rlhf.rollout.vllm import require_vllm
 from rlhf.settings.fields import as_plain
+from rlhf.trainer.evaluation import text_of_file
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import files_print

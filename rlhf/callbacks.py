@@ -21,16 +21,16 @@ from rlhf.checkpoints.run_record import RunLog
 from rlhf.checkpoints.token_record import TOKENS_FOLDER, write_tokens
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import one_line
-from rlhf.evaluation import Evaluation
-from rlhf.guard import Dropped
 from rlhf.incidents import save_incident
-from rlhf.loop import OnPolicyLoop
 from rlhf.memory import forecaster, what_helps
-from rlhf.metrics import Batch, Scored
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.commands import replay_command, resume_command
 from rlhf.tokens import token_rows
-from rlhf.trainer_state import load_weights, save_trainer
+from rlhf.trainer.batch import Batch, Scored
+from rlhf.trainer.evaluation import Evaluation
+from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.safety import Dropped
+from rlhf.trainer.state import load_weights, save_trainer
 from rlhf.utils.console import Screen, clock, number
 from rlhf.utils.errors import RunError
 from rlhf.utils.files import link_folder, replace_folder

@@ -20,7 +20,6 @@ from config import Config
 from rlhf.assembly import Parts
 from rlhf.data.chat_template import encode_text
 from rlhf.data.prompts import Prompt
-from rlhf.loop import OnPolicyLoop
 from rlhf.memory import forecaster
 from rlhf.models.actor_critic import set_adapter_dropout
 from rlhf.models.determinism import CUBLAS, REPRODUCIBLE_CUBLAS
@@ -32,6 +31,7 @@ from rlhf.rewards.functions import LearnedReward, ModuleReward
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.logprobs import tokens_at_once
+from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, gib
 from rlhf.utils.errors import UserError, raise_if
 

@@ -16,10 +16,10 @@ from config import Config, known_settings, make_config
 from rlhf.checkpoints.run_record import environment
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
-from rlhf.guard import Dropped
-from rlhf.metrics import Batch
 from rlhf.rollout.completions import Replies, Rollout
 from rlhf.settings.fields import as_plain
+from rlhf.trainer.batch import Batch
+from rlhf.trainer.safety import Dropped
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import disk_errors, write_json
 

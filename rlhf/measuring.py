@@ -17,7 +17,6 @@ from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, fingerprint, load_prompts
 from rlhf.demo.parts import gold_of
-from rlhf.evaluation import FixedText, fixed_text, perplexity, text_of_file
 from rlhf.models.actor_critic import Actor
 from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.load import find_model, load_adapter, load_policy, load_tokenizer
@@ -33,6 +32,7 @@ from rlhf.rollout.engine import sample_replies
 from rlhf.rollout.logprobs import measure
 from rlhf.rollout.sampling import uniforms
 from rlhf.trained import Trained, has_start, in_4_bit, require_trusted_code, shared_settings
+from rlhf.trainer.evaluation import FixedText, fixed_text, perplexity, text_of_file
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.rng import generator

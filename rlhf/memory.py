@@ -19,10 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from config import Config
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import Dealing
-from rlhf.evaluation import ROWS_AT_ONCE as READ_AT_ONCE
-from rlhf.evaluation import fixed_text
 from rlhf.footprint import FLOAT, Network, linear_floats, weights_of
-from rlhf.loop import EVALUATED_AT_ONCE, OnPolicyLoop
 from rlhf.models.attention import packable
 from rlhf.models.device import autocast_dtype, installed
 from rlhf.models.logprobs import backbone_of, base_of, floats_at_once, logits_at_once
@@ -35,6 +32,9 @@ from rlhf.rollout.cpu_weights import blockable
 from rlhf.rollout.engine import default_engine, slots_for
 from rlhf.rollout.logprobs import tokens_at_once
 from rlhf.rollout.vllm import MEMORY_SHARE
+from rlhf.trainer.evaluation import ROWS_AT_ONCE as READ_AT_ONCE
+from rlhf.trainer.evaluation import fixed_text
+from rlhf.trainer.loop import EVALUATED_AT_ONCE, OnPolicyLoop
 from rlhf.utils.console import gib
 
 # Bytes that are no tensor of ours: libraries' code and tables touched in use (found with a tiny model); on a card

@@ -9,10 +9,10 @@ from rlhf.algorithms.kl_control import kl_controller, with_horizon
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_record import MAY_DIFFER, RunLog, differences
 from rlhf.demo.parts import gold_of
-from rlhf.loop import OnPolicyLoop
 from rlhf.report import compare, kl_of_phases, last_kl, show_figures, show_samples
 from rlhf.settings.commands import flag_words
 from rlhf.settings.fields import as_plain, knobs_of
+from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.system import command

@@ -11,11 +11,11 @@ from config import Config
 from rlhf.assembly import load_parts
 from rlhf.checkpoints.run_record import flat_settings
 from rlhf.incidents import INCIDENT_FILE, WEIGHTS, Incident
-from rlhf.loop import OnPolicyLoop
-from rlhf.metrics import Batch
 from rlhf.models.device import start_device
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.commands import names_code, replay_command
+from rlhf.trainer.batch import Batch
+from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 

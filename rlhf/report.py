@@ -9,9 +9,9 @@ from statistics import fmean, stdev
 from rlhf.algorithms.kl_control import in_band
 from rlhf.data.prompts import Prompt
 from rlhf.demo.tasks import Gold
-from rlhf.evaluation import Evaluation
 from rlhf.settings.types import KLTarget
 from rlhf.statistics import over_prompts
+from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.console import Screen, number
 from rlhf.utils.rng import generator
 

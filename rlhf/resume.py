@@ -14,9 +14,9 @@ from rlhf.checkpoints.run_folder import BEST_FOLDER, RUN_FILE, move_aside, requi
 from rlhf.checkpoints.run_record import HARMLESS, RunLog, differences, environment, flat_settings, run_fault
 from rlhf.export import check_export, export_run
 from rlhf.inputs import inputs_of
-from rlhf.loop import OnPolicyLoop
 from rlhf.settings.fields import as_plain
-from rlhf.trainer_state import load_trainer
+from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.state import load_trainer
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import link_folder, replace_folder

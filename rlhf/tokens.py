@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms import objectives
-from rlhf.metrics import Batch
+from rlhf.trainer.batch import Batch
 
 
 def token_rows(

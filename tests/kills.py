@@ -28,7 +28,7 @@ AIMS = (SAVE, None, SAVE, BEST)
 def child(script, argv: list[str], marks: int) -> None:
     """One training run, which marks the beginning of its first update, and where parts of it begin and end."""
     from rlhf import callbacks
-    from rlhf.loop import OnPolicyLoop
+    from rlhf.trainer.loop import OnPolicyLoop
 
     update, quiet = OnPolicyLoop.one_update, os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)

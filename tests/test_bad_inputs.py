@@ -32,8 +32,8 @@ from rlhf.checkpoints.run_folder import INPUTS_FILE, read_status
 from rlhf.checkpoints.run_record import RunLog
 from rlhf.data.examples import load_examples
 from rlhf.data.splits import question_hash
-from rlhf.loop import OnPolicyLoop
 from rlhf.rewards.reward_model import METRICS_FILE
+from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils import files, hub
 from rlhf.utils.errors import run_command
 from tests.shapes import make_base_model, make_reward_model, smollm2_tokenizer

@@ -38,7 +38,7 @@ def shares(trainer) -> set[float]:
 
 def test_trl_turns_it_off_and_it_is_turned_on_again(make, monkeypatch):
     assert shares(make(*DROPOUT)) == {0.3} and shares(make("--use-lora")) == set()
-    monkeypatch.setattr("rlhf.loop.set_adapter_dropout", lambda *_: None)
+    monkeypatch.setattr("rlhf.trainer.loop.set_adapter_dropout", lambda *_: None)
     assert shares(make(*DROPOUT)) == {0}, "else this line of ours is no longer needed"
 
 

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl import GRPOConfig, GRPOTrainer
 
 import rlhf.models.trl_ppo  # noqa: F401  (silences TRL's warning that its PPO is experimental)
-from rlhf import loop
 from rlhf.data.chat_template import encode_prompt, encode_text
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.models.actor_critic import with_value_head
 from rlhf.models.load import load_tokenizer
-from rlhf.ppo_trainer import _SharedBackboneCritic
 from rlhf.rollout.completions import Replies
+from rlhf.trainer import loop
+from rlhf.trainer.ppo import _SharedBackboneCritic
 
 BATCH, LENGTH, UPDATES, EPOCHS = 4, 8, 3, 2
 SETTINGS = {"kl_coef": 0.3, "cliprange": 0.2, "vf_coef": 0.5, "cliprange_value": 0.2, "gamma": 0.97, "lam": 0.9}

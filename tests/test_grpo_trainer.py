@@ -7,8 +7,8 @@ import torch
 from torch.testing import assert_close
 
 from config import Config, parse_cli
-from rlhf.metrics import rollout_metrics
 from rlhf.settings.fields import knobs_of
+from rlhf.trainer.metrics import rollout_metrics
 from rlhf.utils.errors import UserError
 from tests.conftest import whole_gradient
 

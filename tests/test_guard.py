@@ -13,11 +13,11 @@ import torch
 
 import train_grpo
 import train_ppo
-from rlhf import guard, loop
 from rlhf.callbacks import Callback
 from rlhf.checkpoints.run_folder import read_run
 from rlhf.incidents import Incident, save_incident
 from rlhf.replay import replay
+from rlhf.trainer import loop, safety
 from rlhf.utils.errors import Notice, RunError, UserError, run_command
 from tests.conftest import attach
 
@@ -143,7 +143,7 @@ def test_a_ratio_far_out_of_range_drops_the_update(build, monkeypatch, shift, se
     trainer.one_update(1)
     assert f"policy/ratio is {seen}" in heard.drops[0][1] and trainer.optimizer_steps == 0
     assert torch.equal(weights(trainer), before)
-    monkeypatch.setattr(guard, "MOST_RATIO", math.inf)
+    monkeypatch.setattr(safety, "MOST_RATIO", math.inf)
     other = from_another(build("--ppo-epochs", 2))
     other.one_update(1)
     assert other.optimizer_steps == 2
@@ -219,7 +219,7 @@ def test_a_replay_gives_the_numbers_that_were_recorded(build, tmp_path, flags):
     trainer.one_update(1)
     rollout = trainer.rollout(trainer.prompts_of(2), 2, "rollout")
     batch = trainer.advantages(rollout, trainer.score(rollout).used)
-    save_incident(trainer, tmp_path / "incident", 2, rollout, batch, guard.Dropped("a test", [0, 1, 2, 3]))
+    save_incident(trainer, tmp_path / "incident", 2, rollout, batch, safety.Dropped("a test", [0, 1, 2, 3]))
     stats = trainer.minibatch_gradients(batch, [0, 1, 2, 3])
     trainer.optimizer.zero_grad()
     incident = Incident.read(str(tmp_path / "incident"))
@@ -237,7 +237,7 @@ def test_a_reply_may_hold_any_character(build, tmp_path):
     trainer = build()
     rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
     rollout.texts[0] = "a\u2028b\u0085c\x0bd"
-    save_incident(trainer, tmp_path / "incident", 1, rollout, None, guard.Dropped("a test"))
+    save_incident(trainer, tmp_path / "incident", 1, rollout, None, safety.Dropped("a test"))
     assert Incident.read(str(tmp_path / "incident")).rows[0]["reply"] == rollout.texts[0]
 
 

@@ -22,7 +22,6 @@ from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.data.chat_template import decode_reply, encode_prompt, encode_reply, encode_text
 from rlhf.data.examples import ROLES, examples_of, load_examples
 from rlhf.data.prompts import encode_prompts, load_prompts
-from rlhf.evaluation import fixed_text
 from rlhf.models.load import load_adapter, load_policy, load_tokenizer
 from rlhf.rewards.functions import LearnedReward, ModuleReward
 from rlhf.rewards.reward_model import RewardModel
@@ -30,6 +29,7 @@ from rlhf.rewards.rewards import Rewards
 from rlhf.rewards.training import train_reward_model
 from rlhf.settings.types import Split
 from rlhf.token_page import write_token_page
+from rlhf.trainer.evaluation import fixed_text
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from tests.shapes import SMOLLM2_TEMPLATE, make_start_model, smollm2_tokenizer

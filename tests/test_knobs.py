@@ -164,7 +164,7 @@ def test_grpo_reads_every_shared_knob(differs, name):
 def test_another_checkpoint_is_the_best(build, monkeypatch, name):
     def best(*flags):
         scores, perplexities = iter([1.0, 2.0]), iter([10.0, 12.0])
-        monkeypatch.setattr("rlhf.evaluation.perplexity", lambda *_: next(perplexities))
+        monkeypatch.setattr("rlhf.trainer.evaluation.perplexity", lambda *_: next(perplexities))
         scripted = [lambda completions, **_: [next(scores) if len(completions) == 6 else 0.0] * len(completions)]
         trainer = build("--num-iterations", 1, "--kl-schedule", "fixed", *flags, rewards=scripted)
         with attach(trainer) as log:

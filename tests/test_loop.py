@@ -15,10 +15,11 @@ from transformers import TrainerCallback
 from rlhf.algorithms.kl_control import LOWEST_BETA
 from rlhf.algorithms.objectives import kl_k3
 from rlhf.callbacks import Callback
-from rlhf.metrics import Scored, rollout_metrics
 from rlhf.models.logprobs import backbone_of
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.logprobs import measure
+from rlhf.trainer.batch import Scored
+from rlhf.trainer.metrics import rollout_metrics
 from rlhf.utils.errors import RunError, UserError
 from tests.conftest import attach, whole_gradient
 

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf import loop
 from rlhf.models import logprobs
 from rlhf.models.actor_critic import ActorCritic, with_value_head
 from rlhf.models.device import autocast
@@ -25,6 +24,7 @@ from rlhf.models.reference import Reference
 from rlhf.models.save import load_policy_weights, trained_of
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rollout.completions import episodes_of
+from rlhf.trainer import loop
 from rlhf.utils import hub
 from rlhf.utils.errors import UserError
 from tests.conftest import whole_gradient

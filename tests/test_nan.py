@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 import train_ppo
-from rlhf import loop
 from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_folder import read_run
-from rlhf.evaluation import FixedText, perplexity
 from rlhf.models.save import bad_weights
-from rlhf.trainer_state import load_trainer
+from rlhf.trainer import loop
+from rlhf.trainer.evaluation import FixedText, perplexity
+from rlhf.trainer.state import load_trainer
 from rlhf.utils.errors import RunError, run_command
 from tests.conftest import attach, typed
 
@@ -75,7 +75,7 @@ def test_a_step_that_breaks_the_weights_ends_the_run_and_saves_nothing(run_flags
 
 @pytest.mark.parametrize("save", ["save_model", "save_trainer"])
 def test_no_way_of_saving_writes_them(build, tmp_path, save):
-    from rlhf.trainer_state import save_trainer
+    from rlhf.trainer.state import save_trainer
 
     trainer = build()
     next(trainer.model.parameters()).data[0] = math.nan

@@ -50,7 +50,7 @@ class Killed(BaseException):
 
 def interrupt(monkeypatch, update: int, error: BaseException) -> None:
     """The run ends at the beginning of an update."""
-    from rlhf.loop import OnPolicyLoop
+    from rlhf.trainer.loop import OnPolicyLoop
 
     really = OnPolicyLoop.one_update
 
@@ -253,7 +253,7 @@ def test_several_seeds_go_on_each_from_where_it_was(words, tmp_path, monkeypatch
     plain, broken = tmp_path / "plain", tmp_path / "broken"
     seeds = ["--seeds", "1", "2", "3"]
     train_ppo.main([*words("ppo", *seeds), "--output", str(plain)])
-    from rlhf.loop import OnPolicyLoop
+    from rlhf.trainer.loop import OnPolicyLoop
 
     really = OnPolicyLoop.one_update
 
@@ -400,7 +400,7 @@ def test_every_file_of_a_save_that_does_not_fit(words, whole, tmp_path, monkeypa
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_full_disk_elsewhere_is_a_line(words, tmp_path, monkeypatch, capsys):
-    from rlhf.evaluation import Evaluation
+    from rlhf.trainer.evaluation import Evaluation
 
     def write(self, folder, prompts):
         with Path("/dev/full").open("w") as file:
@@ -415,7 +415,7 @@ def test_a_full_disk_elsewhere_is_a_line(words, tmp_path, monkeypatch, capsys):
 
 def test_a_folder_that_vanishes_is_a_line_and_is_not_made_anew(words, tmp_path, monkeypatch, capfd):
     """As where a disk is unmounted: what is then written to the same path would be lost below the next mount."""
-    from rlhf.loop import OnPolicyLoop
+    from rlhf.trainer.loop import OnPolicyLoop
 
     output, really = tmp_path / "run", OnPolicyLoop.one_update
 

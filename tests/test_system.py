@@ -52,7 +52,7 @@ def test_elsewhere_nothing_is_done(monkeypatch):
 
 
 def test_a_trainer_on_a_processor_keeps_it(build, monkeypatch):
-    from rlhf import loop
+    from rlhf.trainer import loop
 
     called = []
     monkeypatch.setattr(loop, "keep_freed_memory", lambda: called.append(1))

@@ -1,36 +1,12 @@
-"""One update's batch, and what it says before the optimizer has touched the policy. Names and units as logged."""
+"""Metrics of an update, with their names and units as logged."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rlhf.algorithms import objectives
-from rlhf.rollout.completions import Rollout
-
-
-@dataclass
-class Scored:
-    """One update's scores. B episodes."""
-
-    raw: Tensor  # (B,) the weighted sum of the reward functions
-    used: Tensor  # (B,) less the missing-EOS penalty, normalised if asked: what the algorithm takes
-    means: dict[str, float]  # of each reward function, before its weight
-
-
-@dataclass
-class Batch:
-    """A rollout with what the optimizer needs. B episodes, T reply tokens."""
-
-    rollout: Rollout
-    kl: Tensor  # (B, T) k1 to the reference, nats
-    advantages: Tensor  # (B, T) before whitening
-    weights: Tensor  # (B, T) advantages as the loss takes them: whitened if asked
-    # where there is a critic
-    returns: Tensor | None = None  # (B, T) its target
-    rewards: Tensor | None = None  # (B, T) score units, as GAE took them
+from rlhf.trainer.batch import Batch, Scored
 
 
 def rollout_metrics(batch: Batch, scored: Scored, group_size: int) -> dict[str, float]:

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.algorithms import objectives
-from rlhf.loop import OnPolicyLoop
-from rlhf.metrics import Batch, policy_metrics
 from rlhf.models.actor_critic import ActorCritic, critic_backbone, with_value_head
 from rlhf.models.logprobs import backbone_of
 from rlhf.models.trl_ppo import PPOConfig, PPOTrainer
 from rlhf.rollout.completions import Rollout
+from rlhf.trainer.batch import Batch
+from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.metrics import policy_metrics
 
 
 class _SharedBackboneCritic(nn.Module):

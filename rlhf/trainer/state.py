@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
-from rlhf.evaluation import Evaluation, FixedText
-from rlhf.guard import Drops
-from rlhf.loop import OnPolicyLoop
 from rlhf.models.save import load_policy_weights
+from rlhf.trainer.evaluation import Evaluation, FixedText
+from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.safety import Drops
 from rlhf.utils.files import disk_errors
 
 TENSORS_FILE, STATE_FILE = "training.safetensors", "training.json"

@@ -1,4 +1,4 @@
-"""What must never reach the weights: numbers that are not finite, and ratios far out of range."""
+"""The size of a micro-batch, and what happens if it does not fit into memory."""
 
 from __future__ import annotations
 
@@ -9,61 +9,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from rlhf.rollout.completions import Replies
 from rlhf.utils.errors import Notice, RunError
 
 T = TypeVar("T")
-
-MOST_RATIO = (
-    10.0  # a minibatch's mean ratio to the rollout policy; TRL's first PPO (ratio_threshold) drew the line here
-)
-
-
-class Dropped(Exception):
-    """The rest of an update is skipped. The text names the reason."""
-
-    def __init__(self, what: str, rows: Sequence[int] = (), by_score: bool = False):
-        super().__init__(what)
-        self.rows = list(rows)  # of the minibatch in which it was found; none: in all
-        self.by_score = by_score  # a reward function gave the bad number, so the weights are not the reason
-
-
-@dataclass
-class Drops:
-    """Updates that were dropped, over a run."""
-
-    count: int = 0
-    in_a_row: int = 0
-
-    def note(self, dropped: bool) -> None:
-        self.count += dropped
-        self.in_a_row = self.in_a_row + 1 if dropped else 0
-
-
-def check_finite(**tensors: Tensor | None) -> None:
-    """Raises Dropped where one of them holds a number that is not finite. Waits for the device once."""
-    known = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    bad = torch.stack([(~tensor.isfinite()).sum() for tensor in known.values()]).tolist()
-    found = [f"{name.replace('_', ' ')} {n} of {known[name].numel()}" for name, n in zip(known, bad, strict=True) if n]
-    if found:
-        raise Dropped(f"numbers that are not finite: {', '.join(found)}")
-
-
-def check_step(stats: dict[str, Tensor], rows: Sequence[int]) -> None:
-    """Raises Dropped where a minibatch's loss or gradient is not finite, or its mean ratio out of range. Waits for
-    the device once."""
-    names = ("loss", "policy/grad_norm", "policy/ratio")
-    values = dict(zip(names, torch.stack([stats[name].float() for name in names]).tolist(), strict=True))
-    for name in names[:2]:
-        if not abs(values[name]) < float("inf"):
-            raise Dropped(f"{name} is {values[name]}", rows)
-    if not 1 / MOST_RATIO < values["policy/ratio"] < MOST_RATIO:
-        raise Dropped(f"policy/ratio is {values['policy/ratio']:.3g}, mean of a minibatch", rows)
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -10,10 +10,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
 
 from rlhf.algorithms import objectives
-from rlhf.loop import OnPolicyLoop
-from rlhf.metrics import Batch, policy_metrics
 from rlhf.models.actor_critic import Actor
 from rlhf.rollout.completions import Rollout
+from rlhf.trainer.batch import Batch
+from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.metrics import policy_metrics
 
 
 def score_given(score: list[float], **_) -> list[float]:

@@ -26,9 +26,6 @@ from rlhf.algorithms import objectives
 from rlhf.data.examples import GivenPrompt, examples_of
 from rlhf.data.prompts import Prompt, encode_prompts
 from rlhf.data.sampler import Dealing, tag_names
-from rlhf.evaluation import Evaluation, FixedText, evaluate, fixed_text
-from rlhf.guard import Dropped, Drops, Limits, check_finite, check_step
-from rlhf.metrics import Batch, Scored, rollout_metrics
 from rlhf.models.actor_critic import Actor, set_adapter_dropout
 from rlhf.models.attention import packable
 from rlhf.models.device import autocast, autocast_dtype, memory_in_use, reset_peak_memory
@@ -45,6 +42,11 @@ from rlhf.rollout.engine import check_engine, sample_replies
 from rlhf.rollout.logprobs import measure, tokens_at_once
 from rlhf.rollout.sampling import uniforms
 from rlhf.rollout.vllm import VLLMEngine
+from rlhf.trainer.batch import Batch, Scored
+from rlhf.trainer.evaluation import Evaluation, FixedText, evaluate, fixed_text
+from rlhf.trainer.metrics import rollout_metrics
+from rlhf.trainer.micro_batch import Limits
+from rlhf.trainer.safety import Dropped, Drops, check_finite, check_step
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.rng import generator
 from rlhf.utils.system import keep_freed_memory

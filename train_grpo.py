@@ -26,7 +26,6 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, screen) -> None:
     from rlhf.algorithms.kl_control import with_horizon
     from rlhf.assembly import check_run_folder, load_parts, prepare_demo_parts, start_run
-    from rlhf.callbacks import attach_callbacks
     from rlhf.checks import check_run, check_start
     from rlhf.data.sampler import planned_updates
     from rlhf.export import check_export, export_run
@@ -34,6 +33,7 @@ def train(config: Config, screen) -> None:
     from rlhf.outcome import finish_run
     from rlhf.plan import show_plan
     from rlhf.resume import resume_run
+    from rlhf.run.train import attach_callbacks
     from rlhf.trainer.grpo import GRPO
     from rlhf.utils.signals import StopRequest
 

@@ -9,7 +9,7 @@ from torch import nn
 from config import Config
 from rlhf.algorithms.kl_control import kl_controller
 from rlhf.assembly import FEW_PROMPTS, find_start_model, load_start_policy
-from rlhf.callbacks import KLControl
+from rlhf.callbacks.kl import KLControl
 from rlhf.data.examples import GivenPrompt, examples_of
 from rlhf.data.prompts import render_sets
 from rlhf.data.splits import split_examples
@@ -42,7 +42,7 @@ def make_trainer(
     Prompts are texts, chats of {"role", "content"}, or rows as in a data file (`topic` among their columns).
     `rewards`, with a weight for each, take the place of the
     configuration's reward model and rules. Length and seed are the configuration's; nothing is written before
-    `save_model`. `callbacks` are objects with some methods of rlhf.callbacks.Callback, or functions of (epoch,
+    `save_model`. `callbacks` are objects with some methods of rlhf.callbacks.base.Callback, or functions of (epoch,
     metrics). Without `evaluation_prompts` a tenth of the prompts is held out, by the hash of the question; of fewer
     than 20 none is, and the training prompts serve. Raises UserError.
     """

@@ -22,8 +22,8 @@ from filelock import FileLock
 from tensorboard.summary.writer import event_file_writer
 
 from config import Config, parse_cli
-from rlhf.callbacks import attach_callbacks
 from rlhf.checkpoints.run_record import RunLog
+from rlhf.run.train import attach_callbacks
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.signals import StopRequest
 from tests.shapes import make_reward_model, make_start_model

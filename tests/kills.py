@@ -27,7 +27,7 @@ AIMS = (SAVE, None, SAVE, BEST)
 
 def child(script, argv: list[str], marks: int) -> None:
     """One training run, which marks the beginning of its first update, and where parts of it begin and end."""
-    from rlhf import callbacks
+    from rlhf.callbacks import checkpointing
     from rlhf.trainer.loop import OnPolicyLoop
 
     update, quiet = OnPolicyLoop.one_update, os.open(os.devnull, os.O_WRONLY)
@@ -45,8 +45,8 @@ def child(script, argv: list[str], marks: int) -> None:
         os.write(marks, FIRST if number == 1 else b"")
         return update(self, number)
 
-    callbacks.Checkpoints.save = marked(callbacks.Checkpoints.save, *SAVE)
-    callbacks.replace_folder = marked(callbacks.replace_folder, *BEST)
+    checkpointing.Checkpoints.save = marked(checkpointing.Checkpoints.save, *SAVE)
+    checkpointing.replace_folder = marked(checkpointing.replace_folder, *BEST)
     OnPolicyLoop.one_update = marked_update
     script.main(argv)
 
@@ -184,7 +184,7 @@ def main(kills: int, seed: int, folder: Path, script_name: str, flags: list[str]
     from rlhf.checkpoints.run_folder import read_run
 
     script, draw = importlib.import_module(script_name), random.Random(seed)
-    importlib.import_module("rlhf.assembly")
+    importlib.import_module("rlhf.setup.build")
     plain, status = whole_run(script, [*flags, "--keep", "99", "--output", str(folder / "plain")])
     assert status == 0, "the unharmed run failed"
     told = {"killed": 0, "in_a_save": 0, "in_best": 0, "resumed": 0, "begun_anew": 0, "faults": []}

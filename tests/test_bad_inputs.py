@@ -26,8 +26,8 @@ import reward_model.train
 import train_grpo
 import train_ppo
 from config import parse_cli
-from rlhf import callbacks
 from rlhf.api import make_trainer
+from rlhf.callbacks import checkpointing
 from rlhf.checkpoints.run_folder import INPUTS_FILE, read_status
 from rlhf.checkpoints.run_record import RunLog
 from rlhf.data.examples import load_examples
@@ -284,7 +284,7 @@ def little_space(world: World) -> list[object]:
 
 def full_during_a_save(world: World) -> list[object]:
     """A file of the second checkpoint is a link to a device that is always full."""
-    really = callbacks.write_checkpoint
+    really = checkpointing.write_checkpoint
 
     def write_checkpoint(folder, run, update, keep, write):
         def fill(beside):
@@ -294,7 +294,7 @@ def full_during_a_save(world: World) -> list[object]:
 
         return really(folder, run, update, keep, fill)
 
-    world.monkeypatch.setattr(callbacks, "write_checkpoint", write_checkpoint)
+    world.monkeypatch.setattr(checkpointing, "write_checkpoint", write_checkpoint)
     return ["--save-every", 1]
 
 

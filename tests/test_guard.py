@@ -13,9 +13,9 @@ import torch
 
 import train_grpo
 import train_ppo
-from rlhf.callbacks import Callback
+from rlhf.callbacks.base import Callback
+from rlhf.callbacks.incidents import Incident, save_incident
 from rlhf.checkpoints.run_folder import read_run
-from rlhf.incidents import Incident, save_incident
 from rlhf.replay import replay
 from rlhf.trainer import loop, safety
 from rlhf.utils.errors import Notice, RunError, UserError, run_command
@@ -151,7 +151,7 @@ def test_a_ratio_far_out_of_range_drops_the_update(build, monkeypatch, shift, se
 
 def test_a_controller_does_not_hear_of_a_dropped_update(build):
     from rlhf.algorithms.kl_control import kl_controller
-    from rlhf.callbacks import KLControl
+    from rlhf.callbacks.kl import KLControl
 
     trainer = build("--num-iterations", 4)
     control = KLControl(kl_controller(trainer.config, 4), trainer.set_kl_coef, 4)

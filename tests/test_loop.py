@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from rlhf.algorithms.kl_control import LOWEST_BETA
 from rlhf.algorithms.objectives import kl_k3
-from rlhf.callbacks import Callback
+from rlhf.callbacks.base import Callback
 from rlhf.models.logprobs import backbone_of
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.logprobs import measure

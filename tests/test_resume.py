@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import train_grpo
 import train_ppo
-from rlhf import callbacks
+from rlhf.callbacks import checkpointing, kl, logging
 from rlhf.checkpoints.manifest import MANIFEST, find_checkpoints
 from rlhf.checkpoints.run_folder import LOCK_FILE, read_run
 from rlhf.utils import system
@@ -322,14 +322,14 @@ def test_a_second_one_stops_at_once(words, tmp_path, monkeypatch):
 
 def test_asked_to_stop_in_the_last_update_a_run_is_finished(words, tmp_path, monkeypatch):
     output = tmp_path / "run"
-    really = callbacks.KLControl.on_update_end
+    really = kl.KLControl.on_update_end
 
     def late(self, update, metrics):
         really(self, update, metrics)
         if update == 6:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(callbacks.KLControl, "on_update_end", late)
+    monkeypatch.setattr(kl.KLControl, "on_update_end", late)
     train_ppo.main([*words("ppo"), "--output", str(output)])
     assert read_run(output)["status"] == "finished"
 
@@ -361,7 +361,7 @@ def test_every_file_of_a_save_that_does_not_fit(words, whole, tmp_path, monkeypa
     write_tensors = safetensors.torch.serialize_file
     files = sorted(f.name for f in (whole / "ppo" / "checkpoint-6").iterdir() if f.is_file())
     assert {"model.safetensors", "training.safetensors", "training.json", MANIFEST} <= set(files)
-    really, failed = callbacks.write_checkpoint, []
+    really, failed = checkpointing.write_checkpoint, []
 
     for name in files:
         output = tmp_path / name
@@ -385,7 +385,7 @@ def test_every_file_of_a_save_that_does_not_fit(words, whole, tmp_path, monkeypa
 
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
             patch.setattr(safetensors.torch, "serialize_file", one_short)
-            patch.setattr(callbacks, "write_checkpoint", one_full)
+            patch.setattr(checkpointing, "write_checkpoint", one_full)
             run_command(lambda output=output: train_ppo.main([*words("ppo"), "--output", str(output)]))
         err = capsys.readouterr().err
         assert ended.value.code == 1 and "Traceback" not in err, name
@@ -439,7 +439,7 @@ def test_a_folder_that_vanishes_is_a_line_and_is_not_made_anew(words, tmp_path, 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_disk_too_full_for_curves_is_a_line(words, tmp_path, monkeypatch, capfd):
     """TensorBoard writes in a thread of its own, whose error Python would print as a traceback."""
-    output, really = tmp_path / "run", callbacks.TensorBoardLog.on_train_begin
+    output, really = tmp_path / "run", logging.TensorBoardLog.on_train_begin
 
     def full(self, trainer):
         really(self, trainer)
@@ -450,7 +450,7 @@ def test_a_disk_too_full_for_curves_is_a_line(words, tmp_path, monkeypatch, capf
         file.symlink_to("/dev/full")
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr(callbacks.TensorBoardLog, "on_train_begin", full)
+        patch.setattr(logging.TensorBoardLog, "on_train_begin", full)
         run_command(lambda: train_ppo.main([*words("ppo"), "--output", str(output)]))
     err = capfd.readouterr().err
     assert ended.value.code == 1 and "Traceback" not in err, err

@@ -144,7 +144,7 @@ class OnPolicyLoop(ABC):
         """
 
     def add_callback(self, callback) -> None:
-        """One of ours (rlhf.callbacks.Callback), a function of (epoch, metrics), or one of transformers'."""
+        """One of ours (rlhf.callbacks.base.Callback), a function of (epoch, metrics), or one of transformers'."""
         if isinstance(callback, TrainerCallback) or (
             isinstance(callback, type) and issubclass(callback, TrainerCallback)
         ):

@@ -1,14 +1,19 @@
-"""Token records: everything that the trainer saw of every token of some episodes, a row a token."""
+"""Record what the trainer saw of every token of some episodes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from config import Config
 from rlhf.algorithms import objectives
+from rlhf.callbacks.base import Callback
+from rlhf.checkpoints.token_record import write_tokens
+from rlhf.data.prompts import Prompt
 from rlhf.trainer.batch import Batch
 
 
@@ -63,3 +68,21 @@ def _quantities(batch: Batch, gamma: float) -> dict[str, Tensor]:
             "return": batch.returns,
         }
     return found
+
+
+class TokenRecord(Callback):
+    """What the trainer saw of every token of some episodes, as files."""
+
+    def __init__(self, folder: Path, config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]):
+        """`prompts` are the training prompts, in the order in which records number them."""
+        self.folder, self.config, self.tokenizer = folder, config, tokenizer
+        self.number_of = {id(prompt): i for i, prompt in enumerate(prompts)}
+
+    def on_batch(self, update, batch, scored):
+        record = self.config.record
+        if update == 1 or update % record.record_every == 0:
+            count = record.record_prompts * self.config.group_size  # a group's replies stand together
+            numbers = [self.number_of[id(prompt)] for prompt in batch.rollout.prompts[:count]]
+            gamma = self.config.ppo.gamma
+            rows = token_rows(update, numbers, batch, scored.raw, self.tokenizer, gamma)
+            write_tokens(self.folder, update, rows, record.record_format)

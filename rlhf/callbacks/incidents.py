@@ -1,4 +1,4 @@
-"""An update that had to be dropped, as files."""
+"""A skipped update, as files from which it can be repeated."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from config import Config, known_settings, make_config
+from config import IN_A_ROW, Config, known_settings, make_config
+from rlhf.callbacks.base import Callback
 from rlhf.checkpoints.run_record import environment
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.rollout.completions import Replies, Rollout
+from rlhf.settings.commands import replay_command
 from rlhf.settings.fields import as_plain
 from rlhf.trainer.batch import Batch
+from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.safety import Dropped
+from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import disk_errors, write_json
 
@@ -106,3 +110,18 @@ class Incident:
             replies, prompts, [row["reply"] for row in self.rows],
             tensors["logprobs"], tensors["ref_logprobs"], tensors.get("values"),
         )  # fmt: skip
+
+
+class Incidents(Callback):
+    """Before a run gives up, all that is needed to do the update again goes into a folder."""
+
+    def __init__(self, trainer: OnPolicyLoop, config: Config, screen: Screen):
+        self.trainer, self.config, self.screen = trainer, config, screen
+
+    def on_drop(self, update, rollout, batch, found):
+        if self.trainer.drops.in_a_row == IN_A_ROW:
+            folder = Path(self.config.run.output) / "incidents" / f"update-{update:06d}"
+            save_incident(self.trainer, folder, update, rollout, batch, found)
+            self.screen.say(f"the update, to look at: {folder}")
+            replay = replay_command(self.config.algorithm, str(folder), self.config.reward.reward_func)
+            self.screen.say(f"to repeat it, step by step: {replay}")

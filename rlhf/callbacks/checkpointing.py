@@ -1,0 +1,143 @@
+"""Checkpoints during a run, and the best evaluation's model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from config import Config, make_config
+from rlhf.algorithms.kl_control import KLController
+from rlhf.callbacks.base import Callback
+from rlhf.checkpoints.best import Candidate, choose
+from rlhf.checkpoints.manifest import find_checkpoints, set_aside, write_checkpoint
+from rlhf.checkpoints.run_folder import BEST_FOLDER
+from rlhf.checkpoints.run_record import RunLog
+from rlhf.settings.commands import resume_command
+from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.state import save_trainer
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import RunError
+from rlhf.utils.files import link_folder, replace_folder
+from rlhf.utils.signals import Stopped, StopRequest
+
+
+class BestCheckpoint(Callback):
+    """Keeps the best evaluation's model in `best/`; what was chosen, from what and why goes to run.json."""
+
+    def __init__(self, trainer: OnPolicyLoop, config: Config, controller: KLController, log: RunLog):
+        self.trainer, self.config, self.controller, self.log = trainer, config, controller, log
+        self.candidates: list[Candidate] = []
+        self.memory: list[float] = []
+
+    def on_evaluation(self, evaluation):
+        said, run = evaluation.metrics(), self.config.run
+        target = self.controller.target_of(evaluation.update)
+        self.candidates.append(
+            Candidate(
+                update=evaluation.update,
+                score=said["eval/score"],
+                kl=said["eval/kl_divergence" if target.per == "sequence" else "eval/kl_divergence/token"],
+                target=target.nats if self.config.kl.steered else None,
+                perplexity=said["eval/perplexity"],
+            )
+        )
+        self.memory.append(self.trainer.peak_memory / 2**30)
+        best, why = choose(self.candidates, run.best_rule, run.perplexity_gate)
+        if best == len(self.candidates) - 1:
+            replace_folder(Path(run.output) / BEST_FOLDER, self.trainer.save_model)
+        self.log.add(
+            best={
+                "update": self.candidates[best].update,
+                "why": why,
+                "rule": run.best_rule,
+                "kl_unit": f"nats/{target.per}",
+                "perplexity_text": self.trainer.text.source,
+                "evaluations": [
+                    {**asdict(c), "peak_memory_gib": gib} for c, gib in zip(self.candidates, self.memory, strict=True)
+                ],
+            }
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"candidates": [asdict(c) for c in self.candidates], "memory": self.memory}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.candidates, self.memory = [Candidate(**c) for c in state["candidates"]], state["memory"]
+
+
+class Checkpoints(Callback):
+    """Saves the whole trainer every `save_every` updates, at the end, and if the run was asked to stop, which it then
+    does. After a skipped update nothing is saved before an update succeeds, except at the end of the run."""
+
+    def __init__(self, trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: StopRequest):
+        self.trainer, self.config, self.log, self.screen, self.stop = trainer, config, log, screen, stop
+        self.folder = Path(config.run.output)
+        self.overdue = False  # a save was due after a skipped update
+
+    def on_batch(self, update, batch, scored):
+        self.log.check_place()  # before an update's work is done for nothing
+
+    def on_update_done(self, update):
+        self.log.check_place()
+        last, by, skipped = update == self.trainer.updates, self.stop.by, self.trainer.drops.in_a_row > 0
+        if last and skipped:
+            self.screen.say(f"warning: the last update, {update}, was skipped; the weights are finite and are saved")
+        due = self.overdue or by is not None or update % self.config.run.save_every == 0
+        self.overdue = due and skipped
+        if last or (due and not skipped):
+            self.save(update)
+        if by is not None and not last:
+            saved = f"which was skipped, so nothing new is saved; {self.in_force()}" if skipped else "saved"
+            raise Stopped(by, f"stopped after update {update} of {self.trainer.updates}, {saved}. {self.way_on()}")
+
+    def in_force(self) -> str:
+        """Names the checkpoint that a resume uses."""
+        newest = find_checkpoints(self.folder, self.log.data["id"]).newest
+        return "there is no checkpoint yet" if newest is None else f"the newest checkpoint is {newest.name}"
+
+    def save(self, update: int) -> None:
+        """Raises RunError where the disk does not take it."""
+        run, keep = self.log.data["id"], self.config.run.keep
+        try:
+            write_checkpoint(self.folder, run, update, keep, self.fill)
+        except OSError as error:
+            raise RunError(
+                f"the checkpoint of update {update} could not be saved ({error}): {self.folder}; {self.in_force()}. "
+                f"Make room there. {self.way_on()}"
+            ) from None
+
+    def fill(self, folder: Path) -> None:
+        save_trainer(self.trainer, folder)
+        if (self.folder / BEST_FOLDER).is_dir():
+            link_folder(self.folder / BEST_FOLDER, folder / BEST_FOLDER)
+
+    def way_on(self) -> str:
+        return f"Resume with: {resume_command(self.config)}"
+
+    def recovery(self, by_score: bool) -> str:
+        """The advice for a run that gives up: a command that works as printed.
+
+        If the weights are the reason, checkpoints from after the last update whose weights proved usable are set
+        aside, so that the command resumes from an older one, or starts over.
+        """
+        if by_score:
+            return f"Fix the reward function, then {self.way_on()[0].lower()}{self.way_on()[1:]}"
+        names = set_aside(self.folder, self.log.data["id"], self.trainer.proved)
+        aside = ""
+        if names:
+            aside = f"Set aside, because no optimizer step could be taken from its weights: {', '.join(names)}. "
+        rate = ("--resume-anyway", "--learning-rate", f"{smaller_rate(self.config):g}")
+        return f"{aside}Use a smaller learning rate: {resume_command(self.config, *rate)}"
+
+    def state_dict(self) -> dict[str, float]:
+        return {"seconds": self.log.seconds()}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.log.before = state["seconds"]
+
+
+def smaller_rate(config: Config) -> float:
+    """A learning rate to try after a run diverged: a tenth, and not above the recipe's."""
+    usual = make_config(config.recipe, config.algorithm).optimizer.learning_rate
+    return min(config.optimizer.learning_rate / 10, usual)

@@ -1,0 +1,77 @@
+"""KL control during a run: beta after every update, and a guard against a KL that runs away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from config import IN_A_ROW, Config
+from rlhf.algorithms.kl_control import RUNAWAY, KLController
+from rlhf.callbacks.base import Callback
+from rlhf.checkpoints.manifest import find_checkpoints
+from rlhf.checkpoints.run_record import RunLog
+from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.state import load_weights
+from rlhf.utils.console import Screen
+
+
+class KLControl(Callback):
+    """After every update: the controller hears the KL and sets the next update's beta."""
+
+    def __init__(self, controller: KLController, steer: Callable[[float], None], episodes: int):
+        """`steer` takes beta (the trainer's `set_kl_coef`); `episodes` is the number of replies per update."""
+        self.controller, self.steer, self.episodes = controller, steer, episodes
+
+    def on_update_end(self, update, metrics):
+        self.steer(self.controller.update(metrics["kl_divergence"], metrics["kl_divergence/token"], self.episodes))
+
+    def on_drop(self, update, rollout, batch, found):
+        self.controller.skip()  # beta stays, and targets come into force in their updates
+
+    def state_dict(self) -> dict[str, float]:
+        return self.controller.state_dict()
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.controller.load_state_dict(state)
+
+
+class KLGuard(Callback):
+    """A KL beyond 4 times its target doubles beta at once; with --rollback-on-kl, after some such updates in a row the
+    weights go back to the last checkpoint from before. The run goes on from there, its updates counted on."""
+
+    def __init__(self, trainer: OnPolicyLoop, config: Config, controller: KLController, log: RunLog, screen: Screen):
+        self.trainer, self.config, self.controller, self.log, self.screen = trainer, config, controller, log, screen
+        self.in_a_row = 0
+
+    def on_update_end(self, update, metrics):
+        target = self.controller.target_of(update)
+        kl = metrics["kl_divergence" if target.per == "sequence" else "kl_divergence/token"]
+        if kl <= RUNAWAY * target.nats:
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        self.trainer.set_kl_coef(self.controller.raise_beta(2.0))
+        self.screen.say(
+            f"warning: KL {kl:.3g}/{target.per} is {kl / target.nats:.1f} times its target: beta doubled, to "
+            f"{self.controller.beta:.3g}"
+        )
+        if self.config.run.rollback_on_kl and self.in_a_row >= IN_A_ROW:
+            self.roll_back(update)
+
+    def roll_back(self, update: int) -> None:
+        """To the newest sound checkpoint from before the KL ran away."""
+        begun, self.in_a_row = update - self.in_a_row, 0
+        found = find_checkpoints(Path(self.config.run.output), self.log.data["id"])
+        # an update's KL is measured on the weights that it begins with: those after update `begun` had run away
+        before = [number for number in found.sound if number < begun]
+        if not before:
+            self.screen.say("warning: no sound checkpoint from before it ran away: --rollback-on-kl can do nothing")
+            return
+        load_weights(self.trainer, found.sound[max(before)])
+        self.screen.say(f"back to the weights after update {max(before)}: those after update {begun} had run away")
+
+    def state_dict(self) -> dict[str, int]:
+        return {"in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.in_a_row = state["in_a_row"]

@@ -1,0 +1,112 @@
+"""TensorBoard, the progress line on the console, and the warning about equal scores."""
+
+from __future__ import annotations
+
+import time
+from functools import cached_property
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from rlhf.algorithms.kl_control import KLController
+from rlhf.callbacks.base import Callback
+from rlhf.data.sampler import one_line
+from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.utils.console import Screen, clock, number
+
+SOME_UPDATES = 10  # after which equal scores are no chance
+
+
+class TensorBoardLog(Callback):
+    """Every logged number under its own name, over updates."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.done, self.drops = folder, 0, None
+
+    def on_train_begin(self, trainer):
+        self.done, self.drops = trainer.state.global_step, trainer.drops
+
+    @cached_property
+    def writer(self) -> SummaryWriter:
+        """What an interrupted session logged behind its last checkpoint comes again: readers drop the first."""
+        behind = self.done + 1 if self.done else None
+        # flushed often: a running run's curves are looked at
+        return SummaryWriter(str(self.folder), flush_secs=10, purge_step=behind)
+
+    def on_update_done(self, update):
+        self.writer.flush()  # before the checkpoint of this update: what it stands on is not logged again
+
+    def on_update_end(self, update, metrics):
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, update)
+
+    def on_drop(self, update, rollout, batch, found):
+        self.writer.add_text("dropped", str(found), update)
+        self.writer.add_scalar("updates/dropped", self.drops.count, update)
+
+    def on_evaluation(self, evaluation):
+        self.on_update_end(evaluation.update, evaluation.metrics())
+
+    def on_train_end(self):
+        self.writer.close()
+
+
+class ProgressLine(Callback):
+    """One live line per update, and a line for every evaluation."""
+
+    def __init__(self, trainer: OnPolicyLoop, screen: Screen, controller: KLController):
+        self.trainer, self.screen, self.controller = trainer, screen, controller
+        self.started, self.first = time.monotonic(), 0
+
+    def on_train_begin(self, trainer):
+        self.started, self.first = time.monotonic(), trainer.state.global_step
+
+    def on_update_end(self, update, metrics):
+        updates, target = self.trainer.updates, self.controller.target_of(update)
+        left = (time.monotonic() - self.started) / (update - self.first) * (updates - update)
+        kl = metrics["kl_divergence" if target.per == "sequence" else "kl_divergence/token"]
+        aim = "no target" if self.controller.horizon is None else f"target {target}"
+        topic = self.trainer.dealing.topic_of(update)
+        of = "" if topic is None else f"topic {one_line(topic)} | "
+        self.screen.progress(
+            f"update {update}/{updates} | {of}score {metrics['rewards/mean']:+.2f} | KL {kl:.3g} ({aim}) | "
+            f"beta {metrics['kl_coef']:.3g} | reply {metrics['reply/length']:.0f} tokens | "
+            f"{metrics['throughput/tokens_per_s']:,.0f} tokens/s | {clock(left)} left",
+            last=update == updates,
+        )
+
+    def on_drop(self, update, rollout, batch, found):
+        self.screen.say(f"warning: the rest of update {update} is dropped: {found}")
+
+    def on_evaluation(self, evaluation):
+        said = evaluation.metrics()
+        self.screen.say(
+            f"evaluation after {evaluation.update} updates: score {said['eval/score']:+.2f}, "
+            f"KL {said['eval/kl_divergence']:.2f}/sequence, "
+            f"perplexity {number(said['eval/perplexity'])} on {self.trainer.text.source}, "
+            f"reply {said['eval/reply_length']:.0f} tokens, {said['eval/eos_rate']:.0%} end"
+        )
+
+
+class SameScores(Callback):
+    """Warns, after some updates and at the end, where every reply scored the same, so that none is to be preferred."""
+
+    def __init__(self, trainer: OnPolicyLoop, screen: Screen):
+        self.trainer, self.screen = trainer, screen
+        self.seen: set[float] = set()
+
+    def on_batch(self, update, batch, scored):
+        self.seen |= {float(scored.raw.min()), float(scored.raw.max())}
+
+    def on_update_end(self, update, metrics):
+        if len(self.seen) == 1 and update in (SOME_UPDATES, self.trainer.updates):
+            self.screen.say(
+                f"warning: every reply of {update} updates scored {min(self.seen):g}: {self.trainer.rewards}. "
+                "There is nothing to learn from it; look at the reward functions"
+            )
+
+    def state_dict(self) -> dict[str, list[float]]:
+        return {"seen": sorted(self.seen)[:2]}  # two are as good as many
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        self.seen = set(state["seen"])

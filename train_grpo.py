@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from config import Config, parse_cli
-from rlhf.inputs import check_inputs
+from rlhf.setup.inputs import check_inputs
 from rlhf.utils.errors import run_command
 from rlhf.utils.requirements import check_libraries
 
@@ -25,15 +25,15 @@ def main(argv: list[str] | None = None) -> None:
 
 def train(config: Config, screen) -> None:
     from rlhf.algorithms.kl_control import with_horizon
-    from rlhf.assembly import check_run_folder, load_parts, prepare_demo_parts, start_run
-    from rlhf.checks import check_run, check_start
     from rlhf.data.sampler import planned_updates
     from rlhf.export import check_export, export_run
     from rlhf.models.device import start_device
     from rlhf.outcome import finish_run
-    from rlhf.plan import show_plan
     from rlhf.resume import resume_run
-    from rlhf.run.train import attach_callbacks
+    from rlhf.run.train import attach_callbacks, check_run_folder, start_run
+    from rlhf.setup.build import load_parts, prepare_demo_parts
+    from rlhf.setup.plan import show_plan
+    from rlhf.setup.trial import check_run, check_start
     from rlhf.trainer.grpo import GRPO
     from rlhf.utils.signals import StopRequest
 

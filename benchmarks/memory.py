@@ -82,7 +82,7 @@ def compare(work: Work) -> dict[str, Any]:
 
 def tensors_of(phase) -> int:
     """What of a phase are tensors of its own."""
-    from rlhf.memory import BEGUN, GAPS_LEFT
+    from rlhf.setup.peak_memory import BEGUN, GAPS_LEFT
 
     aside = {GAPS_LEFT, *([BEGUN] if phase.name == "scoring" else [])}  # no tensors; found there when it begins
     return sum(size for name, size in phase.parts.items() if name not in aside)
@@ -100,8 +100,8 @@ def here(work: Work) -> tuple[Any, dict[str, int]]:
 
 def foretell(trainer):
     """The forecast of a trainer's updates, without evaluations."""
-    from rlhf.memory import forecast
     from rlhf.rewards.build import find_rewards, make_rewards
+    from rlhf.setup.memory import forecast
 
     device = trainer.accelerator.device
     _, judge = make_rewards(trainer.config, find_rewards(trainer.config), trainer.processing_class, device)

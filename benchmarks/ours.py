@@ -10,9 +10,9 @@ from benchmarks.machine import seconds
 from benchmarks.work import KL_COEF, LEARNING_RATE, SEED, TEMPERATURE, Work, prompt_lengths, random_prompts
 from config import Config, make_config
 from rlhf.api import TRAINERS
-from rlhf.assembly import load_start_policy
 from rlhf.models.load import load_tokenizer
 from rlhf.rewards.build import find_rewards, make_rewards
+from rlhf.setup.build import load_start_policy
 from rlhf.trainer.loop import OnPolicyLoop
 
 PARTS = ("rollout", "score", "update")

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from config import Config
-from rlhf.assembly import load_parts
 from rlhf.callbacks.incidents import INCIDENT_FILE, WEIGHTS, Incident
 from rlhf.checkpoints.run_record import flat_settings
 from rlhf.models.device import start_device
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.commands import names_code, replay_command
+from rlhf.setup.build import load_parts
 from rlhf.trainer.batch import Batch
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen

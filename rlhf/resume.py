@@ -13,8 +13,9 @@ from rlhf.checkpoints.manifest import Found, find_checkpoints
 from rlhf.checkpoints.run_folder import BEST_FOLDER, RUN_FILE, move_aside, require_run
 from rlhf.checkpoints.run_record import HARMLESS, RunLog, differences, environment, flat_settings, run_fault
 from rlhf.export import check_export, export_run
-from rlhf.inputs import inputs_of
 from rlhf.settings.fields import as_plain
+from rlhf.setup.inputs import inputs_of
+from rlhf.setup.plan import budget
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.state import load_trainer
 from rlhf.utils.console import Screen
@@ -82,17 +83,6 @@ def is_extended(config: Config, run: dict[str, Any]) -> bool:
             ]
         )
     return bool(changed)
-
-
-def budget(config: Config, updates: int) -> dict[str, int]:
-    """What a run may spend: the same words for both algorithms."""
-    episodes = updates * config.episodes_per_update
-    return {
-        "updates": updates,
-        "episodes": episodes,
-        "optimizer_steps": config.optimizer_steps(updates),
-        "reply_tokens_at_most": episodes * config.sampling.reply_length,
-    }
 
 
 def checkpoints_of(config: Config, run: dict[str, Any]) -> Found:

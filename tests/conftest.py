@@ -174,7 +174,7 @@ def build(configured):
     GRPO's batch is 2 prompts x 2 replies where the flags name no other: as many episodes as PPO's 4 prompts.
     """
     from rlhf.api import TRAINERS
-    from rlhf.assembly import load_parts
+    from rlhf.setup.build import load_parts
 
     def make(*flags: object, algorithm: str = "ppo", **parts_changed):
         groups = ("--batch-size", 2, "--K", 2) if algorithm == "grpo" else ()

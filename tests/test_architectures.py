@@ -35,11 +35,11 @@ from transformers import (
 import train_grpo
 import train_ppo
 from rlhf.data.chat_template import encode_prompt
-from rlhf.memory import forecaster
 from rlhf.models.load import load_tokenizer
 from rlhf.rollout.completions import Replies
 from rlhf.rollout.engine import default_engine, sample_replies
 from rlhf.rollout.sampling import uniforms
+from rlhf.setup.memory import forecaster
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.errors import UserError
 from tests import shapes

@@ -16,30 +16,34 @@ from torch import nn
 
 import train_grpo
 import train_ppo
-from rlhf import checks
 from rlhf.api import TRAINERS
-from rlhf.assembly import load_parts
 from rlhf.checkpoints.run_record import MAY_DIFFER, differences
-from rlhf.checks import (
-    check_run,
-    check_start,
-    determinism,
-    first_kl_is_zero,
-    first_ratio_is_one,
-    memory_is_as_foretold,
-    outputs,
-    padding_changes_no_score,
-    prompt_is_rendered,
-    steps_are_as_planned,
-    weights_come_back,
-)
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.prompts import Prompt
 from rlhf.models.load import load_tokenizer
 from rlhf.models.save import VALUE_HEAD_FILE, WEIGHTS_FILE
-from rlhf.preflight import disk_has_room, pad_is_not_eos, vocabularies_fit
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.fields import as_plain
+from rlhf.setup import trial
+from rlhf.setup.build import load_parts
+from rlhf.setup.preflight import (
+    determinism,
+    disk_has_room,
+    pad_is_not_eos,
+    padding_changes_no_score,
+    prompt_is_rendered,
+    vocabularies_fit,
+)
+from rlhf.setup.trial import (
+    check_run,
+    check_start,
+    first_kl_is_zero,
+    first_ratio_is_one,
+    memory_is_as_foretold,
+    outputs,
+    steps_are_as_planned,
+    weights_come_back,
+)
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, run_command
 
@@ -342,11 +346,11 @@ def test_memory_beyond_the_forecast_or_the_machine(tried, monkeypatch):
     steps_are_as_planned(trainer, rollout)
     assert memory_is_as_foretold(trainer, parts).ok
     with monkeypatch.context() as patch:
-        patch.setattr(checks, "available", lambda _: 2**20)
+        patch.setattr(trial, "available", lambda _: 2**20)
         check = memory_is_as_foretold(trainer, parts)
         assert not check.ok and "0.00 GiB free for it" in check.found
-    taken = checks.memory_in_use
-    monkeypatch.setattr(checks, "memory_in_use", lambda device: taken(device) + 2**30)
+    taken = trial.memory_in_use
+    monkeypatch.setattr(trial, "memory_in_use", lambda device: taken(device) + 2**30)
     check = memory_is_as_foretold(trainer, parts)
     assert not check.ok and "--micro-batch-size 1" in check.way_out
 
@@ -368,7 +372,7 @@ def test_weights_that_do_not_come_back(tried, tmp_path, monkeypatch, algorithm):
         assert not weights_come_back(trainer, rollout, before, broken).ok
     assert weights_come_back(trainer, rollout, before, folder).ok
     assert not weights_come_back(trainer, rollout, [part * torch.nan for part in before], folder).ok
-    monkeypatch.setattr(checks, "load_policy_weights", lambda *_: None)  # nothing is put back
+    monkeypatch.setattr(trial, "load_policy_weights", lambda *_: None)  # nothing is put back
     assert not weights_come_back(trainer, rollout, before, folder).ok
 
 

@@ -17,9 +17,9 @@ from rlhf.algorithms.kl_control import (
     kl_controller,
     with_horizon,
 )
-from rlhf.plan import kl_line, kl_warnings, recipe_hint
 from rlhf.rewards.normalizer import ScoreNormalizer
 from rlhf.settings.types import KLTarget
+from rlhf.setup.plan import kl_line, kl_warnings, recipe_hint
 
 SEQUENCE_6 = [KLTarget(6.0, "sequence")]
 

@@ -19,7 +19,7 @@ from rlhf.curves import read_runs
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import Dealing, planned_updates, tag_names
-from rlhf.memory import fullest_batch
+from rlhf.setup.memory import fullest_batch
 from rlhf.utils.errors import UserError
 from tests.conftest import attach
 from tests.kills import differing
@@ -206,7 +206,7 @@ def test_without_steps_the_column_is_carried_along_and_otherwise_unused(build, t
 def test_a_question_of_two_topics_is_a_prompt_of_each(configured, topic_file):
     import torch
 
-    from rlhf.assembly import load_parts
+    from rlhf.setup.build import load_parts
     from rlhf.utils.console import Screen
 
     def topics_of_it(*flags):

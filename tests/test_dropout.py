@@ -11,8 +11,8 @@ from torch import nn
 
 import train_grpo
 import train_ppo
-from rlhf import checks
 from rlhf.models import actor_critic
+from rlhf.setup import trial
 from tests.kills import differing
 from tests.test_resume import Killed, interrupt
 
@@ -57,7 +57,7 @@ def test_it_acts_in_optimizer_steps_and_never_in_measuring(make):
     assert torch.equal(trainer.measure(rollout.replies)[0], rollout.logprobs), "in whatever mode it is asked"
     logged = trainer.one_update(1)
     assert abs(logged["policy/ratio"] - 1) > 1e-4 or logged["policy/approx_kl"] > 1e-6
-    found = checks.first_ratio_is_one(trainer, trainer.rollout(trainer.prompts_of(2), 2, "rollout"))
+    found = trial.first_ratio_is_one(trainer, trainer.rollout(trainer.prompts_of(2), 2, "rollout"))
     assert found.ok and " without dropout; " in found.found and found.found.endswith("with --lora-dropout 0.3")
     assert shares(trainer) == {0.3}, "the check leaves it as it was"
 

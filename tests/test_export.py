@@ -24,12 +24,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_grpo
 import train_ppo
 from config import config_of_run, parse_cli
-from rlhf.assembly import load_parts
 from rlhf.export import files_of_model, merge_adapter, saved_models
 from rlhf.measuring import load_trained
 from rlhf.model_card import model_card, settings_that_decide
 from rlhf.models.load import load_tokenizer
-from rlhf.preflight import disk_has_room
+from rlhf.setup.build import load_parts
+from rlhf.setup.preflight import disk_has_room
 from rlhf.trained import find_trained, in_4_bit
 from rlhf.utils import hub
 from rlhf.utils.console import Screen
@@ -516,6 +516,6 @@ def test_a_run_remembers_what_it_had_from_the_hub(train, start_model, tmp_path, 
         train_ppo.main(["--resume", "--push-to-hub", "ada/mine", "--output", str(run)])
     train_ppo.main(["--resume", "--output", str(run)])
     assert ModelCard.load(run / "README.md").data.base_model is None
-    monkeypatch.setattr("rlhf.assembly.is_on_hub", lambda name: True)
+    monkeypatch.setattr("rlhf.run.train.is_on_hub", lambda name: True)
     run = train(tmp_path / "other")
     assert ModelCard.load(run / "README.md").data.base_model == str(start_model)

@@ -17,7 +17,6 @@ from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM
 
 from config import parse_cli, parse_reward_cli
-from rlhf.assembly import load_parts
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.data.chat_template import decode_reply, encode_prompt, encode_reply, encode_text
 from rlhf.data.examples import ROLES, examples_of, load_examples
@@ -28,6 +27,7 @@ from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.rewards.training import train_reward_model
 from rlhf.settings.types import Split
+from rlhf.setup.build import load_parts
 from rlhf.token_page import write_token_page
 from rlhf.trainer.evaluation import fixed_text
 from rlhf.utils.console import Screen

@@ -18,7 +18,6 @@ from config import (
     RewardModelConfig,
     parse_reward_cli,
 )
-from rlhf.assembly import check_run_folder, load_parts
 from rlhf.checkpoints.run_record import RunLog
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
@@ -28,8 +27,10 @@ from rlhf.rewards.build import find_rewards, make_rewards
 from rlhf.rewards.reward_model import METRICS_FILE
 from rlhf.rewards.training import train_reward_model
 from rlhf.rollout import continuous_batching, engine
+from rlhf.run.train import check_run_folder
 from rlhf.seeds import for_each_seed
 from rlhf.settings.fields import knobs_of
+from rlhf.setup.build import load_parts
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from tests.conftest import attach

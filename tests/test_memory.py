@@ -15,16 +15,16 @@ from benchmarks import ours
 from benchmarks.memory import METHODS, foretell, tensors_in, tensors_of
 from benchmarks.work import Work, make_models
 from config import make_config
-from rlhf import plan
-from rlhf.assembly import load_parts
-from rlhf.footprint import Network
-from rlhf.memory import fullest_batch
 from rlhf.models.device import autocast
 from rlhf.models.load import load_policy
 from rlhf.models.logprobs import backbone_of, base_of
 from rlhf.models.packing import Packed
-from rlhf.plan import batch_line, show_plan
 from rlhf.rollout.completions import episodes_of
+from rlhf.setup import plan
+from rlhf.setup.build import load_parts
+from rlhf.setup.footprint import Network
+from rlhf.setup.memory import fullest_batch
+from rlhf.setup.plan import batch_line, show_plan
 from rlhf.utils.console import Screen
 from tests.test_scripts import ROOT, run
 

@@ -10,9 +10,9 @@ import torch
 import train_ppo
 from config import parse_cli
 from recipes import RECIPES
-from rlhf.assembly import load_parts
 from rlhf.checkpoints.run_folder import read_run
-from rlhf.plan import base_parameters, kl_line, show_plan
+from rlhf.setup.build import load_parts
+from rlhf.setup.plan import base_parameters, kl_line, show_plan
 from rlhf.utils.console import Screen
 
 CPU = torch.device("cpu")

@@ -12,11 +12,21 @@ from rlhf.callbacks.kl import KLControl, KLGuard
 from rlhf.callbacks.logging import ProgressLine, SameScores, TensorBoardLog
 from rlhf.callbacks.samples import Samples
 from rlhf.callbacks.token_recorder import TokenRecord
+from rlhf.checkpoints.run_folder import check_output, claim_output, require_run, require_unused
 from rlhf.checkpoints.run_record import RunLog
 from rlhf.checkpoints.token_record import TOKENS_FOLDER
-from rlhf.memory import forecaster, what_helps
+from rlhf.data.prompts import fingerprint, topics_fingerprint
+from rlhf.resume import check_same_run
+from rlhf.settings.fields import as_plain
+from rlhf.setup.build import Parts
+from rlhf.setup.inputs import inputs_of
+from rlhf.setup.memory import forecaster, what_helps
+from rlhf.setup.plan import budget
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
+from rlhf.utils.files import files_print
+from rlhf.utils.hub import is_on_hub
+from rlhf.utils.paths import check_inputs_outside
 from rlhf.utils.printing import PRINTED_FILE
 from rlhf.utils.signals import StopRequest
 
@@ -43,3 +53,56 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
     checkpoints = Checkpoints(trainer, config, log, screen, stop)
     trainer.recovery = checkpoints.recovery
     trainer.add_callback(checkpoints)
+
+
+def _placing(config: Config) -> dict:
+    is_default = Path(config.run.output) == Path(f"./{config.algorithm}_training_output")
+    return {"overwrite": config.run.overwrite, "is_default": is_default}
+
+
+def check_run_folder(config: Config) -> None:
+    """Refuse, before anything is loaded, an output folder that holds what a new run may not touch."""
+    if config.run.dry_run:
+        return
+    if config.run.resume:
+        return require_unused(Path(config.run.output))
+    check_output(Path(config.run.output), **_placing(config))
+    check_inputs_outside(config.run.output, inputs_of(config), "--output")
+
+
+def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> RunLog:
+    """Claim the output folder and open run.json, which says "failed" unless the run comes to its end. With --resume,
+    go on with the one that is there; raises UserError where its data were others."""
+    data = {
+        "train_prompts": len(parts.prompts.train),
+        "evaluation_prompts": len(parts.prompts.evaluation),
+        "too_long": parts.prompts.too_long,
+        "train_sha256": fingerprint(parts.prompts.train),
+        "evaluation_sha256": fingerprint(parts.prompts.evaluation),
+        "start_model": files_print(config.model.actor_model, "*.safetensors"),
+        "reward_model": files_print(config.model.rm_model, "*.safetensors"),
+        "rules": {rule: files_print(rule.rpartition(":")[0], "") for rule in config.reward.reward_func},
+    }
+    if config.data.steps_per_topic is not None:
+        data["topics_sha256"] = topics_fingerprint(parts.prompts.train)
+    if config.run.resume:
+        folder = Path(config.run.output)
+        before = require_run(folder, "--resume, --output")["data"]
+        known = before.keys() & data.keys()
+        changed = [f"{n} was {before[n]}, is {data[n]}" for n in data if n in known and before[n] != data[n]]
+        check_same_run(config, changed, screen)
+        return RunLog(folder, resume=True)
+    held, moved = claim_output(Path(config.run.output), **_placing(config))
+    if moved:
+        screen.say(moved)
+    return RunLog(
+        Path(config.run.output),
+        held,
+        algorithm=config.algorithm,
+        settings=as_plain(config),
+        seed=config.run.seed,
+        data=data,
+        plan=budget(config, updates),
+        prompts={"rows": parts.prompts.rows, "split": str(parts.prompts.split)},
+        on_hub=[name for name in (config.model.actor_model, config.data.prompts) if is_on_hub(name)],
+    )

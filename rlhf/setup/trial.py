@@ -1,12 +1,8 @@
-"""`--check`: a run tried out before it begins. Every check is a function that returns one `Check`.
-
-Those that cost nothing (`preflight.start_checks`) are run at every start, too: silent, or the end of it.
-"""
+"""`--check`: all checks of a run, and one update tried out. Every check is a function that returns one `Check`."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,35 +10,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import PreTrainedTokenizerBase
 
 from config import Config
-from rlhf.assembly import Parts
-from rlhf.data.chat_template import encode_text
-from rlhf.data.prompts import Prompt
-from rlhf.memory import forecaster
 from rlhf.models.actor_critic import set_adapter_dropout
-from rlhf.models.determinism import CUBLAS, REPRODUCIBLE_CUBLAS
 from rlhf.models.device import autocast, autocast_dtype, available, memory_in_use
 from rlhf.models.logprobs import base_of, scaled_logits
 from rlhf.models.save import load_policy_weights
-from rlhf.preflight import Check, start_checks
-from rlhf.rewards.functions import LearnedReward, ModuleReward
-from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.logprobs import tokens_at_once
+from rlhf.setup.build import Parts
+from rlhf.setup.memory import forecaster
+from rlhf.setup.preflight import Check, determinism, padding_changes_no_score, prompt_is_rendered, start_checks
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, gib
 from rlhf.utils.errors import UserError, raise_if
 
-# How far from 1 a ratio, from 0 a log-ratio may be on average, and how far a score may move: what rounding does where
-# rows of other lengths stand beside (bfloat16 has 8 bits).
+# How far from 1 a ratio, and from 0 a log-ratio, may be on average: what rounding does if rows of other lengths stand
+# beside (bfloat16 has 8 bits).
 ROUNDING = {None: 1e-4, torch.bfloat16: 2e-2}
-SCORE_ROUNDING = {None: 1e-3, torch.bfloat16: 1e-1}  # standard deviations of the start model's scores
 RELOADED = 1e-4  # logits and score units: the same weights in the same forward differ by nothing
 # The forecast is of full replies to the longest prompts, so above what is measured; libraries differ by machine.
 MORE, SLACK = 1.25, 128 * 2**20
-MOST_IDS = 64  # of a prompt, shown
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
@@ -102,78 +90,6 @@ def update_checks(trainer: OnPolicyLoop, parts: Parts, folder: Path) -> Iterator
     yield steps_are_as_planned(trainer, rollout)
     yield memory_is_as_foretold(trainer, parts)
     yield weights_come_back(trainer, rollout, before, folder)
-
-
-# --- without a forward pass ------------------------------------------------------------------------------------------
-
-
-def prompt_is_rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Check:
-    """The question stands in what the model reads: a chat template may leave a part of a chat out."""
-    text, ids = tokenizer.decode(list(prompt.ids)), list(prompt.ids)
-    missing = [m["role"] for m in prompt.example.messages if not _holds(tokenizer, text, m["content"])]
-    shown = ", ".join(map(str, ids[:MOST_IDS])) + (", ..." if len(ids) > MOST_IDS else "")
-    return Check(
-        "first prompt",
-        f"{len(ids)} tokens, {text!r} = [{shown}]"
-        + (f", without its {' and '.join(missing)} text" if missing else ""),
-        not missing,
-        "Mend the chat template of --actor-model, or the prompts",
-    )
-
-
-def _holds(tokenizer: PreTrainedTokenizerBase, rendered: str, content: str) -> bool:
-    """Whether a text stands in another, whatever the tokenizer does to spaces, case and characters it lacks."""
-    written = tokenizer.decode(encode_text(tokenizer, content))
-    return any("".join(form.split()).casefold() in "".join(rendered.split()).casefold() for form in (content, written))
-
-
-def determinism(device: torch.device) -> Check:
-    """On or off; on, nothing may undo it: cuDNN's trials choose by the clock, cuBLAS needs a workspace of its own."""
-    on, cudnn = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn
-    undone = [("torch.backends.cudnn.benchmark is on", cudnn.benchmark)]
-    if device.type == "cuda":
-        workspace = os.environ.get(CUBLAS)
-        undone.append((f"{CUBLAS} is {workspace}", workspace not in REPRODUCIBLE_CUBLAS))
-    against = [what for what, is_so in undone if is_so and on]
-    return Check(
-        "determinism",
-        f"{'on' if on else 'off'} (torch.use_deterministic_algorithms); cudnn.deterministic "
-        f"{'on' if cudnn.deterministic else 'off'}, cudnn.benchmark {'on' if cudnn.benchmark else 'off'}"
-        + "".join(f"; {what}" for what in against),
-        not against,
-        f"Switch cudnn.benchmark off, set {CUBLAS}={REPRODUCIBLE_CUBLAS[0]}, or leave determinism off",
-    )
-
-
-# --- rewards ---------------------------------------------------------------------------------------------------------
-
-
-def padding_changes_no_score(rewards: Rewards, prompt: Prompt, dtype: torch.dtype | None) -> Check:
-    """A reply scored alone and beside a longer one, to whose length it is padded. Rules read text."""
-    short = "Yes."
-    chat, moved = list(prompt.example.messages), {}
-    for name, function in zip(rewards.names, rewards.functions, strict=True):
-        if isinstance(function, (LearnedReward, ModuleReward)):
-            long = _long_reply(function, chat)
-            alone = function([short], messages=[chat], ended=[True])[0]
-            beside = function([short, long], messages=[chat, chat], ended=[True, True])[0]
-            moved[name] = abs(alone - beside)
-    return Check(
-        "padding",
-        ", ".join(f"a score of {name} moves by {by:.2g} beside a longer reply" for name, by in moved.items())
-        or "rules alone, nothing is padded",
-        all(by <= SCORE_ROUNDING[dtype] for by in moved.values()),
-        "The model reads its padding: let it heed attention_mask, and set pad_token_id in its config.json",
-    )
-
-
-def _long_reply(function: LearnedReward | ModuleReward, chat: list[dict[str, str]]) -> str:
-    """Some sentences, no more than fit a reward model's context behind a prompt."""
-    sentence, most = "Yes, and that is all there is to say. ", 8
-    if isinstance(function, LearnedReward) and (context := function.model.context) is not None:
-        fits = [n for n in range(most + 1) if len(function.model.encode(chat, sentence * n)) <= context]
-        most = max(fits, default=0)
-    return sentence * most
 
 
 # --- before the first step -------------------------------------------------------------------------------------------

@@ -1,53 +1,29 @@
-"""From a Config to the parts of a run. What both training scripts share, in the order in which faults are cheap."""
+"""From the settings to the parts of a run: data, models, rewards. Cheap checks come before slow loading."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase
 
 from config import Config
-from rlhf.checkpoints.run_folder import check_output, claim_output, require_run, require_unused
-from rlhf.checkpoints.run_record import RunLog
-from rlhf.data.prompts import PromptSets, fingerprint, load_prompts, topics_fingerprint
+from rlhf.data.prompts import PromptSets, load_prompts
 from rlhf.demo.parts import prepare_demo
-from rlhf.inputs import inputs_of
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import check_policy, context_of, find_model, load_policy, load_tokenizer, lora_modules
-from rlhf.preflight import StartModel, check_prompts, check_topics
-from rlhf.resume import budget, check_same_run
 from rlhf.rewards.build import find_rewards, load_rewards
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards, check_columns
 from rlhf.rollout.engine import check_engine
 from rlhf.rollout.vllm import require_vllm
-from rlhf.settings.fields import as_plain
+from rlhf.setup.input_checks import StartModel, check_prompts, check_topics
 from rlhf.trainer.evaluation import text_of_file
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.files import files_print
-from rlhf.utils.hub import is_on_hub
-from rlhf.utils.paths import check_inputs_outside
 
 FEW_PROMPTS = 20
-
-
-def _placing(config: Config) -> dict:
-    is_default = Path(config.run.output) == Path(f"./{config.algorithm}_training_output")
-    return {"overwrite": config.run.overwrite, "is_default": is_default}
-
-
-def check_run_folder(config: Config) -> None:
-    """Refuse, before anything is loaded, an output folder that holds what a new run may not touch."""
-    if config.run.dry_run:
-        return
-    if config.run.resume:
-        return require_unused(Path(config.run.output))
-    check_output(Path(config.run.output), **_placing(config))
-    check_inputs_outside(config.run.output, inputs_of(config), "--output")
 
 
 def prepare_demo_parts(config: Config, screen: Screen, device: torch.device) -> None:
@@ -140,42 +116,4 @@ def load_start_policy(config: Config, start: str, tokenizer: PreTrainedTokenizer
         gradient_checkpointing=m.gradient_checkpointing,
         device=device,
         vocabulary=len(tokenizer),
-    )
-
-
-def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> RunLog:
-    """Claim the output folder and open run.json, which says "failed" unless the run comes to its end. With --resume,
-    go on with the one that is there; raises UserError where its data were others."""
-    data = {
-        "train_prompts": len(parts.prompts.train),
-        "evaluation_prompts": len(parts.prompts.evaluation),
-        "too_long": parts.prompts.too_long,
-        "train_sha256": fingerprint(parts.prompts.train),
-        "evaluation_sha256": fingerprint(parts.prompts.evaluation),
-        "start_model": files_print(config.model.actor_model, "*.safetensors"),
-        "reward_model": files_print(config.model.rm_model, "*.safetensors"),
-        "rules": {rule: files_print(rule.rpartition(":")[0], "") for rule in config.reward.reward_func},
-    }
-    if config.data.steps_per_topic is not None:
-        data["topics_sha256"] = topics_fingerprint(parts.prompts.train)
-    if config.run.resume:
-        folder = Path(config.run.output)
-        before = require_run(folder, "--resume, --output")["data"]
-        known = before.keys() & data.keys()
-        changed = [f"{n} was {before[n]}, is {data[n]}" for n in data if n in known and before[n] != data[n]]
-        check_same_run(config, changed, screen)
-        return RunLog(folder, resume=True)
-    held, moved = claim_output(Path(config.run.output), **_placing(config))
-    if moved:
-        screen.say(moved)
-    return RunLog(
-        Path(config.run.output),
-        held,
-        algorithm=config.algorithm,
-        settings=as_plain(config),
-        seed=config.run.seed,
-        data=data,
-        plan=budget(config, updates),
-        prompts={"rows": parts.prompts.rows, "split": str(parts.prompts.split)},
-        on_hub=[name for name in (config.model.actor_model, config.data.prompts) if is_on_hub(name)],
     )

@@ -13,16 +13,18 @@ from transformers import PreTrainedTokenizerBase
 from config import LENGTHS, Config, PPOSettings, make_config
 from recipes import SIGNS
 from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_controller, move_in
-from rlhf.assembly import Parts
-from rlhf.checkpoints.run_record import MAY_DIFFER, flat_settings
+from rlhf.checkpoints.run_record import (
+    MAY_DIFFER,
+    flat_settings,
+)
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.sampler import Dealing, one_line
-from rlhf.memory import Forecast, forecast, what_helps
 from rlhf.models.device import autocast_dtype, available
 from rlhf.models.logprobs import base_of
-from rlhf.resume import budget
 from rlhf.rollout.logprobs import tokens_at_once
 from rlhf.settings.fields import as_plain
+from rlhf.setup.build import Parts
+from rlhf.setup.memory import Forecast, forecast, what_helps
 from rlhf.utils.console import Screen, gib
 
 MOST_TOPICS = 12  # named
@@ -215,3 +217,14 @@ def recipe_hint(config: Config) -> str | None:
 def first_prompt(tokenizer: PreTrainedTokenizerBase, sets: PromptSets) -> str:
     """The first training prompt with its special tokens, on one line."""
     return repr(tokenizer.decode(list(sets.train[0].ids)))
+
+
+def budget(config: Config, updates: int) -> dict[str, int]:
+    """What a run may spend: the same words for both algorithms."""
+    episodes = updates * config.episodes_per_update
+    return {
+        "updates": updates,
+        "episodes": episodes,
+        "optimizer_steps": config.optimizer_steps(updates),
+        "reply_tokens_at_most": episodes * config.sampling.reply_length,
+    }

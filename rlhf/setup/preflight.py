@@ -1,83 +1,31 @@
-"""What can be known before the first step to be wrong, said before it."""
+"""Checks before the first update, without a forward pass of the policy."""
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from config import Config
-from rlhf.data.prompts import Prompt, PromptSets
-from rlhf.data.sampler import Dealing, one_line
-from rlhf.data.splits import question_hash
-from rlhf.models.load import context_faults
+from rlhf.data.chat_template import encode_text
+from rlhf.data.prompts import Prompt
+from rlhf.models.determinism import CUBLAS, REPRODUCIBLE_CUBLAS
 from rlhf.models.logprobs import base_of
+from rlhf.rewards.functions import LearnedReward, ModuleReward
 from rlhf.rewards.reward_model import RewardModel
-from rlhf.utils.console import Screen
-from rlhf.utils.errors import raise_if
+from rlhf.rewards.rewards import Rewards
 
 COPIES = 3  # of the trained weights in a checkpoint: themselves, and AdamW's two moments
 WITHOUT_MOMENTS = 2  # best/ and the final weights
 FLOAT = 4  # bytes
-
-
-@dataclass(frozen=True)
-class StartModel:
-    """A start model before its weights are read."""
-
-    name: str  # as the user wrote it
-    folder: str  # or a hub name
-    tokenizer: PreTrainedTokenizerBase
-    context: int | None  # positions that it was made for, tokens; None: no such number
-
-
-def check_prompts(
-    prompts: PromptSets, start: StartModel, reply_length: int, source: str, screen: Screen, plain: bool = False
-) -> None:
-    """Refuse prompts that the start model cannot read: too long for its context, or chats where it has no template."""
-    every = [*prompts.train, *prompts.evaluation]
-    chats = sum(len(p.example.messages) > 1 for p in every)
-    faults = context_faults([len(p.ids) for p in every], start.context, reply_length, source)
-    if start.tokenizer.chat_template is None:
-        if chats:
-            faults.append(
-                f"no chat template, and {chats} prompts are chats of several messages: {source}, start model "
-                f"{start.name}. Give a model tuned on chats, or prompts of one text each"
-            )
-        else:
-            why = "--plain-prompts" if plain else f"{start.name} has no chat template"
-            screen.say(f"{why}: the model reads prompts as plain text, and the completion follows at once")
-    raise_if(faults)
-
-
-def check_topics(config: Config, train: Sequence[Prompt], screen: Screen) -> None:
-    """Warn where a topic has fewer prompts than a batch, so that some come several times in one."""
-    dealing, size = Dealing(config, train), config.batch.batch_size
-    counts = {one_line(topic): len(dealing.stacks[topic]) for topic in dealing.topics}
-    short = [f"{topic} {count}" for topic, count in counts.items() if count < size]
-    if short:
-        screen.say(
-            f"warning: {len(short)} topics have fewer prompts than a batch of {size} ({', '.join(short)}): "
-            "--steps-per-topic. Some will stand several times in a batch; give more, or a smaller --batch-size"
-        )
-
-
-def check_overlap(prompts: PromptSets, screen: Screen) -> None:
-    """Warn where prompts are given for evaluation that are trained on, too."""
-    trained = {question_hash(p.example) for p in prompts.train}
-    known = sum(question_hash(p.example) in trained for p in prompts.evaluation)
-    if known:
-        screen.say(
-            f"warning: {known} of the {len(prompts.evaluation)} evaluation prompts are trained on, too: "
-            "evaluation_prompts. Give others: figures of these flatter"
-        )
-
-
-# --- checks that cost nothing ----------------------------------------------------------------------------------------
+# how far padding may move a score by rounding, in standard deviations of the start model's scores
+SCORE_ROUNDING = {None: 1e-3, torch.bfloat16: 1e-1}
+MOST_IDS = 64  # of a prompt, shown
 
 
 @dataclass(frozen=True)
@@ -168,3 +116,69 @@ def disk_has_room(config: Config, policy: PreTrainedModel | PeftModel) -> Check:
         free >= needed,
         "Free some, name another folder with --output, or train adapters with --use-lora",
     )
+
+
+def prompt_is_rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Check:
+    """The question stands in what the model reads: a chat template may leave a part of a chat out."""
+    text, ids = tokenizer.decode(list(prompt.ids)), list(prompt.ids)
+    missing = [m["role"] for m in prompt.example.messages if not _holds(tokenizer, text, m["content"])]
+    shown = ", ".join(map(str, ids[:MOST_IDS])) + (", ..." if len(ids) > MOST_IDS else "")
+    return Check(
+        "first prompt",
+        f"{len(ids)} tokens, {text!r} = [{shown}]"
+        + (f", without its {' and '.join(missing)} text" if missing else ""),
+        not missing,
+        "Mend the chat template of --actor-model, or the prompts",
+    )
+
+
+def _holds(tokenizer: PreTrainedTokenizerBase, rendered: str, content: str) -> bool:
+    """Whether a text stands in another, whatever the tokenizer does to spaces, case and characters it lacks."""
+    written = tokenizer.decode(encode_text(tokenizer, content))
+    return any("".join(form.split()).casefold() in "".join(rendered.split()).casefold() for form in (content, written))
+
+
+def determinism(device: torch.device) -> Check:
+    """On or off; on, nothing may undo it: cuDNN's trials choose by the clock, cuBLAS needs a workspace of its own."""
+    on, cudnn = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn
+    undone = [("torch.backends.cudnn.benchmark is on", cudnn.benchmark)]
+    if device.type == "cuda":
+        workspace = os.environ.get(CUBLAS)
+        undone.append((f"{CUBLAS} is {workspace}", workspace not in REPRODUCIBLE_CUBLAS))
+    against = [what for what, is_so in undone if is_so and on]
+    return Check(
+        "determinism",
+        f"{'on' if on else 'off'} (torch.use_deterministic_algorithms); cudnn.deterministic "
+        f"{'on' if cudnn.deterministic else 'off'}, cudnn.benchmark {'on' if cudnn.benchmark else 'off'}"
+        + "".join(f"; {what}" for what in against),
+        not against,
+        f"Switch cudnn.benchmark off, set {CUBLAS}={REPRODUCIBLE_CUBLAS[0]}, or leave determinism off",
+    )
+
+
+def padding_changes_no_score(rewards: Rewards, prompt: Prompt, dtype: torch.dtype | None) -> Check:
+    """A reply scored alone and beside a longer one, to whose length it is padded. Rules read text."""
+    short = "Yes."
+    chat, moved = list(prompt.example.messages), {}
+    for name, function in zip(rewards.names, rewards.functions, strict=True):
+        if isinstance(function, (LearnedReward, ModuleReward)):
+            long = _long_reply(function, chat)
+            alone = function([short], messages=[chat], ended=[True])[0]
+            beside = function([short, long], messages=[chat, chat], ended=[True, True])[0]
+            moved[name] = abs(alone - beside)
+    return Check(
+        "padding",
+        ", ".join(f"a score of {name} moves by {by:.2g} beside a longer reply" for name, by in moved.items())
+        or "rules alone, nothing is padded",
+        all(by <= SCORE_ROUNDING[dtype] for by in moved.values()),
+        "The model reads its padding: let it heed attention_mask, and set pad_token_id in its config.json",
+    )
+
+
+def _long_reply(function: LearnedReward | ModuleReward, chat: list[dict[str, str]]) -> str:
+    """Some sentences, no more than fit a reward model's context behind a prompt."""
+    sentence, most = "Yes, and that is all there is to say. ", 8
+    if isinstance(function, LearnedReward) and (context := function.model.context) is not None:
+        fits = [n for n in range(most + 1) if len(function.model.encode(chat, sentence * n)) <= context]
+        most = max(fits, default=0)
+    return sentence * most

@@ -1,0 +1,68 @@
+"""Checks of the prompts against the start model: errors for what cannot work, warnings for what is unusual."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from config import Config
+from rlhf.data.prompts import Prompt, PromptSets
+from rlhf.data.sampler import Dealing, one_line
+from rlhf.data.splits import question_hash
+from rlhf.models.load import context_faults
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import raise_if
+
+
+@dataclass(frozen=True)
+class StartModel:
+    """A start model before its weights are read."""
+
+    name: str  # as the user wrote it
+    folder: str  # or a hub name
+    tokenizer: PreTrainedTokenizerBase
+    context: int | None  # positions that it was made for, tokens; None: no such number
+
+
+def check_prompts(
+    prompts: PromptSets, start: StartModel, reply_length: int, source: str, screen: Screen, plain: bool = False
+) -> None:
+    """Refuse prompts that the start model cannot read: too long for its context, or chats where it has no template."""
+    every = [*prompts.train, *prompts.evaluation]
+    chats = sum(len(p.example.messages) > 1 for p in every)
+    faults = context_faults([len(p.ids) for p in every], start.context, reply_length, source)
+    if start.tokenizer.chat_template is None:
+        if chats:
+            faults.append(
+                f"no chat template, and {chats} prompts are chats of several messages: {source}, start model "
+                f"{start.name}. Give a model tuned on chats, or prompts of one text each"
+            )
+        else:
+            why = "--plain-prompts" if plain else f"{start.name} has no chat template"
+            screen.say(f"{why}: the model reads prompts as plain text, and the completion follows at once")
+    raise_if(faults)
+
+
+def check_topics(config: Config, train: Sequence[Prompt], screen: Screen) -> None:
+    """Warn where a topic has fewer prompts than a batch, so that some come several times in one."""
+    dealing, size = Dealing(config, train), config.batch.batch_size
+    counts = {one_line(topic): len(dealing.stacks[topic]) for topic in dealing.topics}
+    short = [f"{topic} {count}" for topic, count in counts.items() if count < size]
+    if short:
+        screen.say(
+            f"warning: {len(short)} topics have fewer prompts than a batch of {size} ({', '.join(short)}): "
+            "--steps-per-topic. Some will stand several times in a batch; give more, or a smaller --batch-size"
+        )
+
+
+def check_overlap(prompts: PromptSets, screen: Screen) -> None:
+    """Warn where prompts are given for evaluation that are trained on, too."""
+    trained = {question_hash(p.example) for p in prompts.train}
+    known = sum(question_hash(p.example) in trained for p in prompts.evaluation)
+    if known:
+        screen.say(
+            f"warning: {known} of the {len(prompts.evaluation)} evaluation prompts are trained on, too: "
+            "evaluation_prompts. Give others: figures of these flatter"
+        )

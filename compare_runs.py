@@ -19,7 +19,10 @@ def main(argv: list[str] | None = None) -> None:
 def compare(config: ComparisonConfig, screen) -> None:
     from pathlib import Path
 
-    from rlhf.budgets import read_looks
+    from rlhf.analysis.curves import read_runs
+    from rlhf.analysis.equal_budget import read_looks
+    from rlhf.analysis.evaluator import Bench
+    from rlhf.analysis.models import find_models
     from rlhf.comparison_report import (
         check_named,
         check_sides,
@@ -29,10 +32,7 @@ def compare(config: ComparisonConfig, screen) -> None:
         write_comparison,
     )
     from rlhf.comparison_tables import tables
-    from rlhf.curves import read_runs
-    from rlhf.measuring import Bench
     from rlhf.models.device import start_device
-    from rlhf.trained import find_models
     from rlhf.utils.files import check_folder
     from rlhf.utils.printing import PRINTED_FILE
 

@@ -25,10 +25,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def evaluate(config: EvaluationConfig, screen) -> None:
+    from rlhf.analysis.evaluator import Bench
+    from rlhf.analysis.models import find_models
     from rlhf.evaluation_report import make_report, show_report, write_report
-    from rlhf.measuring import Bench
     from rlhf.models.device import start_device
-    from rlhf.trained import find_models
     from rlhf.utils.files import check_folder
     from rlhf.utils.printing import PRINTED_FILE
 
@@ -51,7 +51,7 @@ def show_tokens(config: EvaluationConfig, screen) -> None:
 
 
 def talk(config: EvaluationConfig, screen) -> None:
-    from rlhf.chat import chat
+    from rlhf.analysis.chat import chat
 
     chat(config, screen)
 

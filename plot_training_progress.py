@@ -12,8 +12,8 @@ from rlhf.utils.errors import UserError, run_command
 def main(argv: list[str] | None = None) -> None:
     config = parse_plot_cli(argv)  # before matplotlib and TensorBoard are imported: mistakes are answered at once
     picture, table = output_files(config.plot.output)
+    from rlhf.analysis.curves import read_runs, write_table
     from rlhf.curve_pictures import Chart, draw
-    from rlhf.curves import read_runs, write_table
     from rlhf.pictures import save_picture
     from rlhf.utils.console import Screen
 
@@ -57,7 +57,7 @@ def show_runs(chart, screen) -> None:
 
 def standing(run, chart) -> str:
     """A run's updates, and the ends of its lines."""
-    from rlhf.curves import running_mean
+    from rlhf.analysis.curves import running_mean
 
     status = run.run["status"]
     said = [f"{run.last_update:,} of {run.planned:,} updates{'' if status == 'finished' else f' ({status})'}"]

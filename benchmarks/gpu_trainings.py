@@ -16,8 +16,8 @@ import psutil
 from benchmarks.gpu_commands import TO_STOP, Command, run, stand_ins
 from benchmarks.gpu_section import OUT_OF_TIME, Section
 from recipes import RECIPES
+from rlhf.analysis.curves import read_scalars
 from rlhf.checkpoints.run_folder import read_run
-from rlhf.curves import read_scalars
 
 ALGORITHMS = ("ppo", "grpo")
 SEEDS = (42, 123, 777)

@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from config import GRPOSettings, PPOSettings, config_of_run
-from rlhf.audit import against, as_json, figures, interval_of, target_at_end, warnings
-from rlhf.budgets import Look, at_equal
+from rlhf.analysis.audit import against, as_json, figures, interval_of, target_at_end, warnings
+from rlhf.analysis.curves import RunCurves
+from rlhf.analysis.equal_budget import Look, at_equal
+from rlhf.analysis.evaluator import Bench, Generations
+from rlhf.analysis.models import Trained, episodes_of
+from rlhf.analysis.verdict import Side, judge_runs
 from rlhf.checkpoints.run_record import MAY_DIFFER, differences, environment, flat_settings, now
-from rlhf.curves import RunCurves
 from rlhf.evaluation_report import sides_of
-from rlhf.measuring import Bench, Generations
 from rlhf.pictures import as_data_url, save_picture
 from rlhf.report_pictures import distributions, score_against_kl
-from rlhf.trained import Trained, episodes_of
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import raise_if
 from rlhf.utils.files import json_ready, write_json, write_text
 from rlhf.utils.html import render
 from rlhf.utils.paths import missing_path
 from rlhf.utils.rng import generator
-from rlhf.verdict import Side, judge_runs
 
 SAMPLES = 8  # prompts shown
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from rlhf.audit import LABELS, interval_of, shown
+from rlhf.analysis.audit import LABELS, interval_of, shown
+from rlhf.analysis.verdict import Side
 from rlhf.utils.console import clock
-from rlhf.verdict import Side
 
 MEASURE_NAMES = {"scores": "score", "judged": "judge"}
 

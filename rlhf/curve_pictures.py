@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from rlhf.algorithms.kl_control import KL_BAND, KLController
-from rlhf.curves import Curve, RunCurves, running_mean, seeds_band
+from rlhf.analysis.curves import Curve, RunCurves, running_mean, seeds_band
 from rlhf.pictures import COLOURS, MARKERS, new_figure, style
 
 FAR = 10  # a panel whose values reach this many times farther than 96% of them do shows the 96%

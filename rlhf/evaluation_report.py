@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from config import config_of_run
-from rlhf.audit import LABELS, against, as_json, figures, interval_of, shown, target_at_end, warnings
+from rlhf.analysis.audit import LABELS, against, as_json, figures, interval_of, shown, target_at_end, warnings
+from rlhf.analysis.evaluator import Bench, Generations
+from rlhf.analysis.models import Trained
+from rlhf.analysis.statistics import ranks
 from rlhf.checkpoints.run_record import environment, now
-from rlhf.measuring import Bench, Generations
 from rlhf.pictures import as_data_url
 from rlhf.report_pictures import distributions
-from rlhf.statistics import ranks
-from rlhf.trained import Trained
 from rlhf.utils.console import Screen
 from rlhf.utils.files import json_ready, write_json, write_text
 from rlhf.utils.html import render

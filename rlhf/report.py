@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 
 from rlhf.algorithms.kl_control import in_band
+from rlhf.analysis.statistics import over_prompts
 from rlhf.data.prompts import Prompt
 from rlhf.demo.tasks import Gold
 from rlhf.settings.types import KLTarget
-from rlhf.statistics import over_prompts
 from rlhf.trainer.evaluation import Evaluation
 from rlhf.utils.console import Screen, number
 from rlhf.utils.rng import generator

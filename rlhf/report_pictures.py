@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rlhf.curves import RunCurves
-from rlhf.measuring import Generations
+from rlhf.analysis.curves import RunCurves
+from rlhf.analysis.evaluator import Generations
 from rlhf.pictures import COLOURS, MARKERS, OTHER_COLOURS, new_figure, style
 
 BINS = 24

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import evaluate_generations
-from rlhf.audit import against, figures, warnings
-from rlhf.measuring import Generations
+from rlhf.analysis.audit import against, figures, warnings
+from rlhf.analysis.evaluator import Generations
 from rlhf.models.load import load_tokenizer
 
 WORDS = "the cat sat on a mat and the dog ran off to see what fish do when it rains in spring".split()

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import evaluate_generations
 import train_grpo
 from config import EvaluationConfig, parse_evaluation_cli
-from rlhf.chat import Conversation, Voice
+from rlhf.analysis.chat import Conversation, Voice
 from rlhf.data.chat_template import decode_reply, encode_prompt
 from rlhf.models.load import load_tokenizer
 from rlhf.utils.console import visible

@@ -17,8 +17,8 @@ from matplotlib.image import imread
 
 from config import make_config
 from plot_training_progress import main
+from rlhf.analysis.curves import Curve, read_runs
 from rlhf.curve_pictures import Chart, draw, power_of_ten, shortened
-from rlhf.curves import Curve, read_runs
 from rlhf.pictures import COLOURS
 from tests.test_curves import make_run, write_events
 

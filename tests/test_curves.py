@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from config import make_config
 from plot_training_progress import main
-from rlhf.curves import read_curves, read_runs, read_scalars, running_mean, seeds_band, write_table
+from rlhf.analysis.curves import read_curves, read_runs, read_scalars, running_mean, seeds_band, write_table
 from rlhf.settings.fields import as_plain
 from rlhf.utils.errors import UserError
 

@@ -11,11 +11,11 @@ import pytest
 
 import train_ppo
 from config import make_config, parse_cli
+from rlhf.analysis.curves import read_runs
 from rlhf.api import make_trainer
 from rlhf.checkpoints.run_folder import read_run
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.curve_pictures import Chart, draw
-from rlhf.curves import read_runs
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import Dealing, planned_updates, tag_names

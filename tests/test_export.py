@@ -24,13 +24,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_grpo
 import train_ppo
 from config import config_of_run, parse_cli
+from rlhf.analysis.models import find_trained, in_4_bit, load_trained
 from rlhf.export import files_of_model, merge_adapter, saved_models
-from rlhf.measuring import load_trained
 from rlhf.model_card import model_card, settings_that_decide
 from rlhf.models.load import load_tokenizer
 from rlhf.setup.build import load_parts
 from rlhf.setup.preflight import disk_has_room
-from rlhf.trained import find_trained, in_4_bit
 from rlhf.utils import hub
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, run_command

@@ -6,8 +6,8 @@ import pytest
 from safetensors.torch import load_file
 
 import train_ppo
+from rlhf.analysis.models import find_trained
 from rlhf.checkpoints.run_folder import read_run
-from rlhf.trained import find_trained
 from rlhf.utils.errors import UserError
 from tests.test_damaged import reseal
 from tests.test_nan import run, stop_after

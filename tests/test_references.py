@@ -21,10 +21,10 @@ import train_ppo
 from config import LENGTHS, Config, make_config, parse_cli
 from recipes import RECIPES
 from rlhf.algorithms.kl_control import kl_controller
+from rlhf.analysis.curves import read_curves
 from rlhf.api import make_trainer
 from rlhf.checkpoints.run_folder import read_run
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
-from rlhf.curves import read_curves
 from rlhf.data.chat_template import encode_prompt
 from rlhf.rewards.functions import find_rule
 from rlhf.rewards.reward_model import METRICS_FILE

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rlhf import statistics
-from rlhf.statistics import (
+from rlhf.analysis import statistics
+from rlhf.analysis.statistics import (
     Estimate,
     correlation,
     distinct,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhf.budgets import Look, at_equal
+from rlhf.analysis.equal_budget import Look, at_equal
+from rlhf.analysis.evaluator import Generations
+from rlhf.analysis.verdict import Side, contrast, judge_runs
 from rlhf.comparison_report import at_equal_in_words
-from rlhf.measuring import Generations
-from rlhf.verdict import Side, contrast, judge_runs
 
 RNG = np.random.default_rng(0)
 PROMPTS = RNG.normal(0, 1, (64, 1))

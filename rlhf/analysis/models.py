@@ -1,18 +1,27 @@
-"""Models to look at: a run's final or best weights, an adapter, any Hugging Face model; and the settings for it."""
+"""The models to evaluate: runs, checkpoints, folders and hub names; and the judge."""
 
 from __future__ import annotations
 
+import filecmp
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from config import Config, MeasureSettings, config_of_run, make_config
 from rlhf.checkpoints.manifest import update_of
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, RUN_FILE, last_run, read_run
 from rlhf.checkpoints.run_record import differences, flat_settings, run_fault
-from rlhf.models.load import ADAPTER_CONFIG, base_of_adapter, find_model
+from rlhf.demo.parts import gold_of
+from rlhf.models.device import autocast_dtype
+from rlhf.models.load import ADAPTER_CONFIG, base_of_adapter, find_model, load_adapter, load_policy
 from rlhf.models.save import ADAPTER_FILE, WEIGHTS_FILE
+from rlhf.rewards.functions import LearnedReward
+from rlhf.rewards.reward_model import RewardModel
+from rlhf.rewards.rewards import Rewards
 from rlhf.settings.commands import code_words, names_code
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import is_path, missing_path
@@ -187,3 +196,73 @@ def _way_out(name: str) -> str:
     flag = "baseline" if name == "actor_model" else name
     known = flag in {f.name for f in fields(MeasureSettings)}
     return f"Decide with --{flag.replace('_', '-')}" if known else "Measure one of them at a time"
+
+
+def load_trained(
+    model: Trained,
+    tokenizer: PreTrainedTokenizerBase,
+    load_in_4bit: bool,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> PreTrainedModel:
+    """To sample from and to measure; an adapter over its base, whose weights are in 4 bits if `load_in_4bit`."""
+    policy = load_policy(
+        model.base or model.source,
+        load_in_4bit=load_in_4bit,
+        dtype=dtype,
+        device=device,
+        vocabulary=len(tokenizer) if model.base is None else 0,
+    )
+    return (load_adapter(policy, model.source) if model.base is not None else policy).eval()
+
+
+def find_start(config: Config) -> Trained:
+    """The start model that the settings name. Raises UserError where it is not there."""
+    name = config.model.actor_model
+    return Trained(name, find_model(name, "--baseline"))
+
+
+def find_judge(config: Config, models: Sequence[Trained], settings: MeasureSettings) -> str | None:
+    """The folder of the reward model that judges. Raises UserError where training saw it, or it is the scorer."""
+    if settings.judge_model is None:
+        return None
+    folder = find_model(settings.judge_model, "--judge-model")
+    trained_on = {m.name: config_of_run(m.run).model.rm_model for m in models if m.run is not None}
+    for where, name in {"the scores": config.model.rm_model, **trained_on}.items():
+        if name is not None and _same_weights(Path(name).expanduser(), Path(folder)):
+            raise UserError(
+                f"the judge is the reward model of {where}: --judge-model {settings.judge_model}. "
+                "Name one that no training saw"
+            )
+    return folder
+
+
+def _same_weights(one: Path, other: Path) -> bool:
+    """The same folder, or a copy of its weights."""
+    files = [folder / WEIGHTS_FILE for folder in (one, other)]
+    if one.resolve() == other.resolve() or not all(file.is_file() for file in files):
+        return one.resolve() == other.resolve()
+    return filecmp.cmp(*files, shallow=False)
+
+
+def load_judge(
+    config: Config,
+    folder: str | None,
+    settings: MeasureSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> tuple[str | None, Rewards | None]:
+    """Its name and itself: a reward model, else the demo's gold quality, else none."""
+    gold = gold_of(config)
+    if folder is not None:
+        model = RewardModel.load(folder, device, autocast_dtype(config.model.bf16, device), "--judge-model")
+        judge = LearnedReward(model)
+        judge.__name__ = "judge"
+        return f"judge {settings.judge_model}", Rewards([judge], None, tokenizer)
+    if gold is None:
+        return None, None
+
+    def gold_quality(prompts: Sequence[str], completions: Sequence[str], *, ended: Sequence[bool], **_) -> list[float]:
+        return [gold(*row) for row in zip(prompts, completions, ended, strict=True)]
+
+    return "gold quality", Rewards([gold_quality], None, tokenizer)

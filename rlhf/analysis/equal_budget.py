@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.curves import RunCurves
+from rlhf.analysis.curves import RunCurves
+from rlhf.analysis.statistics import over_seeds_if_any
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.rewards.rewards import Rewards
-from rlhf.statistics import over_seeds_if_any
 from rlhf.utils.console import clock
 from rlhf.utils.errors import UserError
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.audit import figures
-from rlhf.measuring import Generations
-from rlhf.statistics import A_SHARE, EVEN, OVER_PROMPTS, Estimate, over_seeds_if_any, win_rates
+from rlhf.analysis.audit import figures
+from rlhf.analysis.evaluator import Generations
+from rlhf.analysis.statistics import A_SHARE, EVEN, OVER_PROMPTS, Estimate, over_seeds_if_any, win_rates
 
 MEASURES = ("scores", "judged")
 ENOUGH_SEEDS = 5

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import filecmp
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,25 +11,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from config import Config, MeasureSettings, config_of_run
 from rlhf.algorithms.objectives import kl_k1
+from rlhf.analysis.models import (
+    Trained,
+    find_judge,
+    find_start,
+    has_start,
+    in_4_bit,
+    load_judge,
+    load_trained,
+    require_trusted_code,
+    shared_settings,
+)
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, fingerprint, load_prompts
-from rlhf.demo.parts import gold_of
 from rlhf.models.actor_critic import Actor
 from rlhf.models.device import autocast, autocast_dtype
-from rlhf.models.load import find_model, load_adapter, load_policy, load_tokenizer
+from rlhf.models.load import load_tokenizer
 from rlhf.models.reference import Reference
-from rlhf.models.save import WEIGHTS_FILE
 from rlhf.rewards.build import RewardSources, find_rewards, make_rewards
 from rlhf.rewards.checks import check_reward_context
-from rlhf.rewards.functions import LearnedReward
-from rlhf.rewards.reward_model import RewardModel
-from rlhf.rewards.rewards import Rewards, check_columns
+from rlhf.rewards.rewards import check_columns
 from rlhf.rollout.completions import Replies
 from rlhf.rollout.engine import sample_replies
 from rlhf.rollout.logprobs import measure
 from rlhf.rollout.sampling import uniforms
-from rlhf.trained import Trained, has_start, in_4_bit, require_trusted_code, shared_settings
 from rlhf.trainer.evaluation import FixedText, fixed_text, perplexity, text_of_file
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
@@ -256,76 +260,3 @@ class Bench:
     def _perplexity(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float | None:
         text = self.text if self._same_vocabulary(tokenizer) else self._text(tokenizer)
         return None if text is None else perplexity(policy, text, tokenizer.pad_token_id, self.device, self.dtype)
-
-
-def load_trained(
-    model: Trained,
-    tokenizer: PreTrainedTokenizerBase,
-    load_in_4bit: bool,
-    dtype: torch.dtype | None,
-    device: torch.device,
-) -> PreTrainedModel:
-    """To sample from and to measure; an adapter over its base, whose weights are in 4 bits if `load_in_4bit`."""
-    policy = load_policy(
-        model.base or model.source,
-        load_in_4bit=load_in_4bit,
-        dtype=dtype,
-        device=device,
-        vocabulary=len(tokenizer) if model.base is None else 0,
-    )
-    return (load_adapter(policy, model.source) if model.base is not None else policy).eval()
-
-
-def find_start(config: Config) -> Trained:
-    """The start model that the settings name. Raises UserError where it is not there."""
-    name = config.model.actor_model
-    return Trained(name, find_model(name, "--baseline"))
-
-
-# --- the judge -------------------------------------------------------------------------------------------------------
-
-
-def find_judge(config: Config, models: Sequence[Trained], settings: MeasureSettings) -> str | None:
-    """The folder of the reward model that judges. Raises UserError where training saw it, or it is the scorer."""
-    if settings.judge_model is None:
-        return None
-    folder = find_model(settings.judge_model, "--judge-model")
-    trained_on = {m.name: config_of_run(m.run).model.rm_model for m in models if m.run is not None}
-    for where, name in {"the scores": config.model.rm_model, **trained_on}.items():
-        if name is not None and _same_weights(Path(name).expanduser(), Path(folder)):
-            raise UserError(
-                f"the judge is the reward model of {where}: --judge-model {settings.judge_model}. "
-                "Name one that no training saw"
-            )
-    return folder
-
-
-def _same_weights(one: Path, other: Path) -> bool:
-    """The same folder, or a copy of its weights."""
-    files = [folder / WEIGHTS_FILE for folder in (one, other)]
-    if one.resolve() == other.resolve() or not all(file.is_file() for file in files):
-        return one.resolve() == other.resolve()
-    return filecmp.cmp(*files, shallow=False)
-
-
-def load_judge(
-    config: Config,
-    folder: str | None,
-    settings: MeasureSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device,
-) -> tuple[str | None, Rewards | None]:
-    """Its name and itself: a reward model, else the demo's gold quality, else none."""
-    gold = gold_of(config)
-    if folder is not None:
-        model = RewardModel.load(folder, device, autocast_dtype(config.model.bf16, device), "--judge-model")
-        judge = LearnedReward(model)
-        judge.__name__ = "judge"
-        return f"judge {settings.judge_model}", Rewards([judge], None, tokenizer)
-    if gold is None:
-        return None, None
-
-    def gold_quality(prompts: Sequence[str], completions: Sequence[str], *, ended: Sequence[bool], **_) -> list[float]:
-        return [gold(*row) for row in zip(prompts, completions, ended, strict=True)]
-
-    return "gold quality", Rewards([gold_quality], None, tokenizer)

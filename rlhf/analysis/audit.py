@@ -8,8 +8,17 @@ import numpy as np
 
 from config import Config
 from rlhf.algorithms.kl_control import KL_BAND
-from rlhf.measuring import Generations
-from rlhf.statistics import A_SHARE, EVEN, Estimate, correlation, distinct, over_prompts, repetition, win_rates
+from rlhf.analysis.evaluator import Generations
+from rlhf.analysis.statistics import (
+    A_SHARE,
+    EVEN,
+    Estimate,
+    correlation,
+    distinct,
+    over_prompts,
+    repetition,
+    win_rates,
+)
 
 # what an audit warns of
 LONGER = 1.5  # times the start's length

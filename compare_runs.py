@@ -23,7 +23,8 @@ def compare(config: ComparisonConfig, screen) -> None:
     from rlhf.analysis.equal_budget import read_looks
     from rlhf.analysis.evaluator import Bench
     from rlhf.analysis.models import find_models
-    from rlhf.comparison_report import (
+    from rlhf.models.device import start_device
+    from rlhf.reports.comparison_report import (
         check_named,
         check_sides,
         make_comparison,
@@ -31,8 +32,7 @@ def compare(config: ComparisonConfig, screen) -> None:
         show_comparison,
         write_comparison,
     )
-    from rlhf.comparison_tables import tables
-    from rlhf.models.device import start_device
+    from rlhf.reports.comparison_tables import tables
     from rlhf.utils.files import check_folder
     from rlhf.utils.printing import PRINTED_FILE
 

@@ -27,8 +27,8 @@ def main(argv: list[str] | None = None) -> None:
 def evaluate(config: EvaluationConfig, screen) -> None:
     from rlhf.analysis.evaluator import Bench
     from rlhf.analysis.models import find_models
-    from rlhf.evaluation_report import make_report, show_report, write_report
     from rlhf.models.device import start_device
+    from rlhf.reports.evaluation_report import make_report, show_report, write_report
     from rlhf.utils.files import check_folder
     from rlhf.utils.printing import PRINTED_FILE
 
@@ -45,7 +45,7 @@ def evaluate(config: EvaluationConfig, screen) -> None:
 
 
 def show_tokens(config: EvaluationConfig, screen) -> None:
-    from rlhf.token_page import write_token_page
+    from rlhf.reports.token_page import write_token_page
 
     write_token_page(config.evaluation.tokens, config.evaluation.output, screen)
 

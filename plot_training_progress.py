@@ -13,8 +13,9 @@ def main(argv: list[str] | None = None) -> None:
     config = parse_plot_cli(argv)  # before matplotlib and TensorBoard are imported: mistakes are answered at once
     picture, table = output_files(config.plot.output)
     from rlhf.analysis.curves import read_runs, write_table
-    from rlhf.curve_pictures import Chart, draw
-    from rlhf.pictures import save_picture
+    from rlhf.reports.curve_chart import Chart
+    from rlhf.reports.curve_plots import draw
+    from rlhf.reports.plot_style import save_picture
     from rlhf.utils.console import Screen
 
     screen = Screen()

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.json:
         write_json(arguments.json, found)
     if arguments.picture:
-        from rlhf.pictures import save_picture
+        from rlhf.reports.plot_style import save_picture
 
         save_picture(draw(found), arguments.picture)
 
@@ -161,7 +161,7 @@ def title(found: dict[str, Any], over: str) -> str:
 
 def draw(found: dict[str, Any]):
     """Milliseconds per reply token over the batch and over the length, both axes in doublings."""
-    from rlhf.pictures import COLOURS, MARKERS, new_figure, style
+    from rlhf.reports.plot_style import COLOURS, MARKERS, new_figure, style
 
     algorithm = found["settings"]["algorithm"]
     with style():

@@ -18,8 +18,9 @@ from matplotlib.image import imread
 from config import make_config
 from plot_training_progress import main
 from rlhf.analysis.curves import Curve, read_runs
-from rlhf.curve_pictures import Chart, draw, power_of_ten, shortened
-from rlhf.pictures import COLOURS
+from rlhf.reports.curve_chart import Chart
+from rlhf.reports.curve_plots import draw, power_of_ten, shortened
+from rlhf.reports.plot_style import COLOURS
 from tests.test_curves import make_run, write_events
 
 ROOT = Path(__file__).parent.parent

@@ -15,10 +15,11 @@ from rlhf.analysis.curves import read_runs
 from rlhf.api import make_trainer
 from rlhf.checkpoints.run_folder import read_run
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
-from rlhf.curve_pictures import Chart, draw
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import Dealing, planned_updates, tag_names
+from rlhf.reports.curve_chart import Chart
+from rlhf.reports.curve_plots import draw
 from rlhf.setup.memory import fullest_batch
 from rlhf.utils.errors import UserError
 from tests.conftest import attach

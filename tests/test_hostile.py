@@ -22,13 +22,13 @@ from rlhf.data.chat_template import decode_reply, encode_prompt, encode_reply, e
 from rlhf.data.examples import ROLES, examples_of, load_examples
 from rlhf.data.prompts import encode_prompts, load_prompts
 from rlhf.models.load import load_adapter, load_policy, load_tokenizer
+from rlhf.reports.token_page import write_token_page
 from rlhf.rewards.functions import LearnedReward, ModuleReward
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.rewards.training import train_reward_model
 from rlhf.settings.types import Split
 from rlhf.setup.build import load_parts
-from rlhf.token_page import write_token_page
 from rlhf.trainer.evaluation import fixed_text
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError

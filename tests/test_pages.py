@@ -17,10 +17,10 @@ from rlhf.analysis.equal_budget import read_looks
 from rlhf.analysis.evaluator import Bench
 from rlhf.analysis.models import find_models
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates, write_tokens
-from rlhf.comparison_report import make_comparison, make_sides, write_comparison
-from rlhf.comparison_tables import tables
-from rlhf.evaluation_report import make_report, show_report, write_report
-from rlhf.token_page import colour, write_token_page
+from rlhf.reports.comparison_report import make_comparison, make_sides, write_comparison
+from rlhf.reports.comparison_tables import tables
+from rlhf.reports.evaluation_report import make_report, show_report, write_report
+from rlhf.reports.token_page import colour, write_token_page
 from rlhf.utils.console import Screen, visible
 from rlhf.utils.html import markdown_cell
 

@@ -8,7 +8,7 @@ import pytest
 from rlhf.analysis.equal_budget import Look, at_equal
 from rlhf.analysis.evaluator import Generations
 from rlhf.analysis.verdict import Side, contrast, judge_runs
-from rlhf.comparison_report import at_equal_in_words
+from rlhf.reports.comparison_report import at_equal_in_words
 
 RNG = np.random.default_rng(0)
 PROMPTS = RNG.normal(0, 1, (64, 1))

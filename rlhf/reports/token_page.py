@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf.checkpoints.run_folder import require_run
 from rlhf.checkpoints.token_record import QUANTITIES, read_tokens, recorded_updates
-from rlhf.pictures import COLOURS
+from rlhf.reports.plot_style import COLOURS
 from rlhf.utils.console import Screen
 from rlhf.utils.files import check_folder, write_text
 from rlhf.utils.html import render

@@ -12,8 +12,8 @@ from rlhf.analysis.evaluator import Bench, Generations
 from rlhf.analysis.models import Trained
 from rlhf.analysis.statistics import ranks
 from rlhf.checkpoints.run_record import environment, now
-from rlhf.pictures import as_data_url
-from rlhf.report_pictures import distributions
+from rlhf.reports.plot_style import as_data_url
+from rlhf.reports.report_plots import distributions
 from rlhf.utils.console import Screen
 from rlhf.utils.files import json_ready, write_json, write_text
 from rlhf.utils.html import render

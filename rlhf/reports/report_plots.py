@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.evaluator import Generations
-from rlhf.pictures import COLOURS, MARKERS, OTHER_COLOURS, new_figure, style
+from rlhf.reports.plot_style import COLOURS, MARKERS, OTHER_COLOURS, new_figure, style
 
 BINS = 24
 SEED_ABOVE = {"ppo": 6, "grpo": -15}  # points: so that the seeds of runs that ended alike can be read

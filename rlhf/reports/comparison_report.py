@@ -15,9 +15,9 @@ from rlhf.analysis.evaluator import Bench, Generations
 from rlhf.analysis.models import Trained, episodes_of
 from rlhf.analysis.verdict import Side, judge_runs
 from rlhf.checkpoints.run_record import MAY_DIFFER, differences, environment, flat_settings, now
-from rlhf.evaluation_report import sides_of
-from rlhf.pictures import as_data_url, save_picture
-from rlhf.report_pictures import distributions, score_against_kl
+from rlhf.reports.evaluation_report import sides_of
+from rlhf.reports.plot_style import as_data_url, save_picture
+from rlhf.reports.report_plots import distributions, score_against_kl
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import raise_if
 from rlhf.utils.files import json_ready, write_json, write_text

@@ -1,0 +1,134 @@
+"""What a picture of training curves shows: panels, groups of runs, and the x axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from rlhf.algorithms.kl_control import KLController
+from rlhf.analysis.curves import Curve, RunCurves
+from rlhf.reports.plot_style import COLOURS, MARKERS
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What one panel shows."""
+
+    title: str
+    unit: str
+    tag: str
+    smoothed: bool = True
+    evaluation: str | None = None  # a tag logged by evaluations, drawn as marks
+
+    def span(self, smooth: int) -> int:
+        return smooth if self.smoothed else 1
+
+
+@dataclass(frozen=True)
+class XAxis:
+    """Where a point stands: on updates, episodes, or time in units of `scale` seconds."""
+
+    label: str
+    kind: str
+    scale: float = 1.0
+
+    def of(self, run: RunCurves, curve: Curve) -> np.ndarray:
+        """(P,) for a curve's points."""
+        if self.kind == "time":
+            return curve.seconds / self.scale
+        return curve.updates * run.episodes_per_update if self.kind == "episodes" else curve.updates
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one algorithm: one run, or seeds of the same."""
+
+    algorithm: str
+    runs: Sequence[RunCurves]
+
+    @property
+    def name(self) -> str:
+        return self.algorithm.upper()
+
+    @property
+    def label(self) -> str:
+        if len(self.runs) == 1:
+            return f"{self.name}, seed {self.runs[0].run['seed']}"
+        seeds = {run.run["seed"] for run in self.runs}
+        of = f"{len(seeds)} seeds" if len(seeds) == len(self.runs) else f"{len(self.runs)} runs"
+        return f"{self.name}, mean of {of}; band: lowest to highest"
+
+    @property
+    def colour(self) -> str:
+        return COLOURS[self.algorithm]
+
+    def with_tag(self, tag: str) -> list[tuple[RunCurves, Curve]]:
+        return [(run, run.scalars[tag]) for run in self.runs if tag in run.scalars]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Runs and how they are to be drawn: `x` is updates, episodes or time; `smooth` in updates."""
+
+    runs: Sequence[RunCurves]
+    x: str
+    smooth: int
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        made = [Group(name, [run for run in self.runs if run.algorithm == name]) for name in MARKERS]
+        return [group for group in made if group.runs]
+
+    @cached_property
+    def axis(self) -> XAxis:
+        if self.x != "time":
+            return XAxis(self.x, self.x)
+        longest = max(run.seconds for run in self.runs)
+        scale, unit = (1, "seconds") if longest < 120 else (60, "minutes") if longest < 7200 else (3600, "hours")
+        return XAxis(f"training time ({unit})", "time", scale)
+
+    @property
+    def per(self) -> str:
+        """The unit of KL that serves all runs: nats per sequence, or per token."""
+        units = {run.config.kl.targets[0].per for run in self.runs}
+        return units.pop() if len(units) == 1 else "sequence"
+
+    @cached_property
+    def aims(self) -> list[str]:
+        """The KL targets that there are among the runs, in words."""
+        return sorted({run.aim for run in self.runs})
+
+    @property
+    def held(self) -> KLController | None:
+        """The targets of all runs; None where there is none, or not the same for all."""
+        return self.runs[0].targets if len(self.aims) == 1 else None
+
+    @property
+    def panels(self) -> list[Panel]:
+        own = "" if len(self.groups) == 1 else " (each its own: not comparable)"
+        kl = "kl_divergence" if self.per == "sequence" else "kl_divergence/token"
+        return [
+            Panel(f"Loss{own}", "no unit", "loss"),
+            Panel("Learning rate", "per optimizer step", "learning_rate", smoothed=False),
+            Panel("Mean reward (score of the replies)", "score units", "rewards/mean", evaluation="eval/score"),
+            Panel("KL from the start model", f"nats per {self.per}", kl),
+        ]
+
+    @cached_property
+    def topics(self) -> list[str]:
+        """Names among the metrics of the topics that were trained in turn, in that order; none elsewhere."""
+        first: dict[str, int] = {}
+        for run in self.runs:
+            for tag, curve in run.scalars.items():
+                kind, _, rest = tag.partition("/")
+                if kind == "topic" and rest.endswith("/score"):
+                    name = rest.removesuffix("/score")
+                    first[name] = min(int(curve.updates[0]), first.get(name, int(curve.updates[0])))
+        return sorted(first, key=first.get)
+
+    @property
+    def averaged(self) -> str:
+        return f"mean of the last {self.smooth} updates" if self.smooth > 1 else "each update"

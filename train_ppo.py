@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> None:
     from rlhf.utils.console import Screen, quiet_libraries
 
     quiet_libraries()
-    from rlhf.seeds import for_each_seed
+    from rlhf.run.seeds import for_each_seed
 
     if config.run.replay is not None:
         return replay_update(config, Screen())
@@ -26,10 +26,10 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, screen) -> None:
     from rlhf.algorithms.kl_control import with_horizon
     from rlhf.data.sampler import planned_updates
-    from rlhf.export import check_export, export_run
     from rlhf.models.device import start_device
-    from rlhf.outcome import finish_run
-    from rlhf.resume import resume_run
+    from rlhf.run.export import check_export, export_run
+    from rlhf.run.resume import resume_run
+    from rlhf.run.summary import finish_run
     from rlhf.run.train import attach_callbacks, check_run_folder, start_run
     from rlhf.setup.build import load_parts, prepare_demo_parts
     from rlhf.setup.plan import show_plan
@@ -61,7 +61,7 @@ def train(config: Config, screen) -> None:
 
 
 def replay_update(config: Config, screen) -> None:
-    from rlhf.replay import replay_incident
+    from rlhf.run.replay import replay_incident
     from rlhf.trainer.ppo import PPO
 
     replay_incident(PPO, config, screen)

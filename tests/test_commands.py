@@ -19,8 +19,8 @@ import train_grpo
 import train_ppo
 from config import parse_cli, parse_reward_cli
 from recipes import RECIPES
-from rlhf.outcome import other_algorithm
 from rlhf.rewards import training
+from rlhf.run.summary import other_algorithm
 from rlhf.settings import commands
 from rlhf.settings.commands import reward_model_command, training_command
 from rlhf.utils import system

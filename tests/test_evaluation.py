@@ -14,7 +14,7 @@ from rlhf.data.chat_template import decode_reply, encode_prompt, encode_reply, e
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.models.load import load_tokenizer
-from rlhf.report import compare, gold_scores, kl_of_phases, last_kl
+from rlhf.run.summary import compare, gold_scores, kl_of_phases, last_kl
 from rlhf.settings.types import KLTarget
 from rlhf.trainer.evaluation import Evaluation, FixedText, fixed_text, perplexity
 from rlhf.utils.errors import UserError

@@ -25,9 +25,9 @@ import train_grpo
 import train_ppo
 from config import config_of_run, parse_cli
 from rlhf.analysis.models import find_trained, in_4_bit, load_trained
-from rlhf.export import files_of_model, merge_adapter, saved_models
-from rlhf.model_card import model_card, settings_that_decide
 from rlhf.models.load import load_tokenizer
+from rlhf.run.export import files_of_model, merge_adapter, saved_models
+from rlhf.run.model_card import model_card, settings_that_decide
 from rlhf.setup.build import load_parts
 from rlhf.setup.preflight import disk_has_room
 from rlhf.utils import hub

@@ -16,7 +16,7 @@ import train_ppo
 from rlhf.callbacks.base import Callback
 from rlhf.callbacks.incidents import Incident, save_incident
 from rlhf.checkpoints.run_folder import read_run
-from rlhf.replay import replay
+from rlhf.run.replay import replay
 from rlhf.trainer import loop, safety
 from rlhf.utils.errors import Notice, RunError, UserError, run_command
 from tests.conftest import attach

@@ -27,8 +27,8 @@ from rlhf.rewards.build import find_rewards, make_rewards
 from rlhf.rewards.reward_model import METRICS_FILE
 from rlhf.rewards.training import train_reward_model
 from rlhf.rollout import continuous_batching, engine
+from rlhf.run.seeds import for_each_seed
 from rlhf.run.train import check_run_folder
-from rlhf.seeds import for_each_seed
 from rlhf.settings.fields import knobs_of
 from rlhf.setup.build import load_parts
 from rlhf.utils.console import Screen

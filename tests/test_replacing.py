@@ -232,7 +232,7 @@ def test_other_files_in_the_demos_reward_model_are_not_removed(demo, tmp_path):
 
 
 def test_an_export_that_failed_is_done_by_the_next_command(run_flags, tmp_path, monkeypatch, capsys):
-    from rlhf import export
+    from rlhf.run import export
 
     def full(*_):
         raise OSError(28, "No space left on device", "x")

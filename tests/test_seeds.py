@@ -10,7 +10,7 @@ import pytest
 
 from config import parse_cli
 from rlhf.checkpoints.run_record import RunLog
-from rlhf.seeds import for_each_seed, show_seeds
+from rlhf.run.seeds import for_each_seed, show_seeds
 from rlhf.settings.fields import as_plain
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError

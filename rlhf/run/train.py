@@ -16,7 +16,7 @@ from rlhf.checkpoints.run_folder import check_output, claim_output, require_run,
 from rlhf.checkpoints.run_record import RunLog
 from rlhf.checkpoints.token_record import TOKENS_FOLDER
 from rlhf.data.prompts import fingerprint, topics_fingerprint
-from rlhf.resume import check_same_run
+from rlhf.run.resume import check_same_run
 from rlhf.settings.fields import as_plain
 from rlhf.setup.build import Parts
 from rlhf.setup.inputs import inputs_of

@@ -20,7 +20,6 @@ from transformers.tokenization_utils_base import (
 from config import Config
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, RUN_FILE, require_run
 from rlhf.checkpoints.run_record import note
-from rlhf.model_card import CARD_FILE, Saved, model_card
 from rlhf.models.load import (
     ADAPTER_CONFIG,
     base_of_adapter,
@@ -31,7 +30,8 @@ from rlhf.models.load import (
     load_tokenizer,
 )
 from rlhf.models.save import ADAPTER_FILE, ONE_FILE, WEIGHTS_FILE
-from rlhf.outcome import show_where
+from rlhf.run.model_card import CARD_FILE, Saved, model_card
+from rlhf.run.summary import show_where
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import disk_errors, replace_folder, write_text

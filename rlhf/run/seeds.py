@@ -14,7 +14,7 @@ from config import Config
 from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_folder import RUN_FILE, read_run, seed_folder
 from rlhf.checkpoints.run_record import MAY_DIFFER, differences
-from rlhf.resume import settle_resume
+from rlhf.run.resume import settle_resume
 from rlhf.run.train import check_run_folder
 from rlhf.settings.commands import resume_command
 from rlhf.settings.fields import as_plain

@@ -12,7 +12,7 @@ from config import Config
 from rlhf.checkpoints.manifest import Found, find_checkpoints
 from rlhf.checkpoints.run_folder import BEST_FOLDER, RUN_FILE, move_aside, require_run
 from rlhf.checkpoints.run_record import HARMLESS, RunLog, differences, environment, flat_settings, run_fault
-from rlhf.export import check_export, export_run
+from rlhf.run.export import check_export, export_run
 from rlhf.settings.fields import as_plain
 from rlhf.setup.inputs import inputs_of
 from rlhf.setup.plan import budget

@@ -9,9 +9,9 @@ from accelerate import PartialState
 from benchmarks.machine import seconds
 from benchmarks.work import KL_COEF, LEARNING_RATE, SEED, TEMPERATURE, Work, prompt_lengths, random_prompts
 from config import Config, make_config
-from rlhf.api import TRAINERS
 from rlhf.models.load import load_tokenizer
 from rlhf.rewards.build import find_rewards, make_rewards
+from rlhf.run.train import trainer_class
 from rlhf.setup.build import load_start_policy
 from rlhf.trainer.loop import OnPolicyLoop
 
@@ -57,7 +57,7 @@ def build(work: Work) -> OnPolicyLoop:
     rewards, _ = make_rewards(config, find_rewards(config), tokenizer, device)
     policy = load_start_policy(config, start, tokenizer, device)
     prompts = random_prompts(prompt_lengths(work), policy.config.vocab_size, SEED)
-    return TRAINERS[work.algorithm](
+    return trainer_class(work.algorithm)(
         config, policy=policy, tokenizer=tokenizer, train=prompts, evaluation=prompts[:1], rewards=rewards
     )
 

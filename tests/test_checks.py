@@ -16,13 +16,13 @@ from torch import nn
 
 import train_grpo
 import train_ppo
-from rlhf.api import TRAINERS
 from rlhf.checkpoints.run_record import MAY_DIFFER, differences
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.prompts import Prompt
 from rlhf.models.load import load_tokenizer
 from rlhf.models.save import VALUE_HEAD_FILE, WEIGHTS_FILE
 from rlhf.rewards.rewards import Rewards
+from rlhf.run.train import TRAINERS, trainer_class
 from rlhf.settings.fields import as_plain
 from rlhf.setup import trial
 from rlhf.setup.build import load_parts
@@ -72,7 +72,7 @@ def tried(loaded):
 
     def make(*flags, algorithm="ppo"):
         config, parts = loaded(*flags, algorithm=algorithm)
-        trainer = TRAINERS[algorithm](config, **parts.for_trainer)
+        trainer = trainer_class(algorithm)(config, **parts.for_trainer)
         return trainer, parts, trainer.rollout(trainer.prompts_of(1), 1, "rollout")
 
     return make
@@ -105,7 +105,7 @@ def test_a_sound_run_passes_and_is_left_as_it_was(loaded, capsys, what):
     before = {}
 
     def make(*given, **named):  # over 4-bit weights TRL rounds fresh adapters: here, as in a run
-        trainer = TRAINERS[algorithm](*given, **named)
+        trainer = trainer_class(algorithm)(*given, **named)
         before.update((name, weight.clone()) for name, weight in trainer.actor.policy.state_dict().items())
         return trainer
 

@@ -15,6 +15,7 @@ import compare_runs
 import evaluate_generations
 import plot_training_progress
 import reward_model.train
+import rlhf.run.command
 import train_grpo
 import train_ppo
 from config import parse_cli, parse_reward_cli
@@ -125,7 +126,7 @@ def test_missing_inputs_are_all_named_before_torch(tmp_path, monkeypatch, capsys
     from rlhf.utils.errors import UserError
 
     words = "--actor-model ./start --prompts rows.jsonl --eval-text a.txt --reward-func my.py:f".split()
-    monkeypatch.setattr(train_ppo, "check_libraries", lambda: pytest.fail("libraries were looked at"))
+    monkeypatch.setattr(rlhf.run.command, "check_libraries", lambda: pytest.fail("libraries were looked at"))
     with pytest.raises(UserError) as raised:
         train_ppo.main(words)
     assert len(raised.value.faults) == 5

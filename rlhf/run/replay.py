@@ -12,6 +12,7 @@ from rlhf.callbacks.incidents import INCIDENT_FILE, WEIGHTS, Incident
 from rlhf.checkpoints.run_record import flat_settings
 from rlhf.models.device import start_device
 from rlhf.rollout.completions import Rollout
+from rlhf.run.train import trainer_class
 from rlhf.settings.commands import names_code, replay_command
 from rlhf.setup.build import load_parts
 from rlhf.trainer.batch import Batch
@@ -20,7 +21,7 @@ from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 
 
-def replay_incident(make: type[OnPolicyLoop], config: Config, screen: Screen) -> None:
+def replay_incident(config: Config, screen: Screen) -> None:
     """The incident that `config` names, by a trainer of its settings, step by step on the screen. Raises UserError for
     what is no incident of this algorithm."""
     incident = Incident.read(config.run.replay)
@@ -36,7 +37,7 @@ def replay_incident(make: type[OnPolicyLoop], config: Config, screen: Screen) ->
     with tempfile.TemporaryDirectory(prefix="rlhf_replay_", ignore_cleanup_errors=True) as folder:
         config = incident.config(folder)
         parts = load_parts(config, start_device(screen, config.run.deterministic), screen)
-        screen.facts(replay(make(config, **parts.for_trainer), incident))
+        screen.facts(replay(trainer_class(config.algorithm)(config, **parts.for_trainer), incident))
 
 
 def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 from config import Config
-from rlhf.algorithms.kl_control import kl_controller
+from rlhf.algorithms.kl_control import kl_controller, with_horizon
 from rlhf.callbacks.checkpointing import BestCheckpoint, Checkpoints
 from rlhf.callbacks.incidents import Incidents
 from rlhf.callbacks.kl import KLControl, KLGuard
@@ -16,12 +17,17 @@ from rlhf.checkpoints.run_folder import check_output, claim_output, require_run,
 from rlhf.checkpoints.run_record import RunLog
 from rlhf.checkpoints.token_record import TOKENS_FOLDER
 from rlhf.data.prompts import fingerprint, topics_fingerprint
-from rlhf.run.resume import check_same_run
+from rlhf.data.sampler import planned_updates
+from rlhf.models.device import start_device
+from rlhf.run.export import check_export, export_run
+from rlhf.run.resume import check_same_run, resume_run
+from rlhf.run.summary import finish_run
 from rlhf.settings.fields import as_plain
-from rlhf.setup.build import Parts
+from rlhf.setup.build import Parts, load_parts, prepare_demo_parts
 from rlhf.setup.inputs import inputs_of
 from rlhf.setup.memory import forecaster, what_helps
-from rlhf.setup.plan import budget
+from rlhf.setup.plan import budget, show_plan
+from rlhf.setup.trial import check_run, check_start
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.files import files_print
@@ -29,6 +35,40 @@ from rlhf.utils.hub import is_on_hub
 from rlhf.utils.paths import check_inputs_outside
 from rlhf.utils.printing import PRINTED_FILE
 from rlhf.utils.signals import StopRequest
+
+TRAINERS = {"ppo": "rlhf.trainer.ppo:PPO", "grpo": "rlhf.trainer.grpo:GRPO"}
+
+
+def trainer_class(algorithm: str) -> type[OnPolicyLoop]:
+    """The trainer of an algorithm. Imports that algorithm alone, because TRL's trainers take seconds to import."""
+    module, _, name = TRAINERS[algorithm].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def train(config: Config, screen: Screen) -> None:
+    """Train, save and report one run; with --dry-run print its plan, with --check try it out."""
+    check_run_folder(config)
+    check_export(config)
+    device = start_device(screen, config.run.deterministic)
+    prepare_demo_parts(config, screen, device)
+    parts = load_parts(config, device, screen)
+    updates = planned_updates(config, parts.prompts.train)
+    config = with_horizon(config, updates)
+    show_plan(config, parts, updates, device, screen)
+    if config.run.dry_run:
+        return
+    make = trainer_class(config.algorithm)
+    if config.run.check:
+        return check_run(make, config, parts, screen)
+    check_start(config, parts)
+    with screen, start_run(config, parts, updates, screen) as log, StopRequest(screen.say) as stop:
+        trainer = make(config, **parts.for_trainer)
+        attach_callbacks(trainer, config, log, screen, stop)
+        resume_run(trainer, config, log, screen)
+        trainer.train()
+        trainer.save_model(config.run.output)
+        finish_run(config, trainer, log, screen)
+    export_run(config, screen)
 
 
 def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: StopRequest) -> None:

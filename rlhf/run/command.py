@@ -1,0 +1,29 @@
+"""The training commands, `train_ppo.py` and `train_grpo.py`.
+
+Imports no torch before the command line is known to be right, so that `--help` and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+from config import parse_cli
+from rlhf.setup.inputs import check_inputs
+from rlhf.utils.requirements import check_libraries
+
+
+def train_command(algorithm: str, argv: list[str] | None = None) -> None:
+    """Train with `algorithm` as the command line says: one run, several seeds, or a skipped update once more."""
+    config = parse_cli(argv, algorithm=algorithm)
+    if config.run.replay is None and not config.run.resume:
+        check_inputs(config)
+    check_libraries()
+    from rlhf.utils.console import Screen, quiet_libraries
+
+    quiet_libraries()  # before libraries are imported that print at import
+    if config.run.replay is not None:
+        from rlhf.run.replay import replay_incident
+
+        return replay_incident(config, Screen())
+    from rlhf.run.seeds import for_each_seed
+    from rlhf.run.train import train
+
+    for_each_seed(train, config, Screen())

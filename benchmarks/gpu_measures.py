@@ -113,7 +113,7 @@ def self_test(section: Section) -> None:
     """Run the tests marked `gpu`. The slow ones of predicted memory run only with --full."""
     import pytest
 
-    files = ["test_gpu.py", *(["test_memory.py"] if section.plan.full else [])]
+    files = ["scripts/test_gpu.py", *(["setup/test_memory.py"] if section.plan.full else [])]
     words = ["-o", "addopts=", "-m", "gpu", "-p", "no:cacheprovider", "-q", *(str(ROOT / "tests" / f) for f in files)]
     pytest.main(words, plugins=[Outcomes(section)])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import csv
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# The folders of rlhf/, bottom first, with the root's modules at their places among them.
+# The folders of rlhf/, bottom first, with the modules beside them and the root's at their places among them.
 ORDER = [
     *("utils", "recipes", "settings", "checkpoints", "config", "data", "models", "rollout", "rewards", "algorithms"),
-    *("demo", "trainer", "callbacks", "setup", "analysis", "reports", "run", "api"),
+    *("demo", "trainer", "callbacks", "setup", "analysis", "reports", "run", "api", "console"),
 ]
-NOT_MOVED_YET = {row["old"] for row in csv.DictReader((ROOT / "docs" / "moves.csv").open())}
-FILES = [*ROOT.glob("*.py"), *ROOT.glob("rlhf/**/*.py"), *ROOT.glob("reward_model/*.py")]
+SCRIPTS = ("train_ppo", "train_grpo", "evaluate_generations", "plot_training_progress", "compare_runs")
+PACKAGE = ROOT / "rlhf"
+FILES = [*ROOT.glob("*.py"), *PACKAGE.glob("**/*.py"), *ROOT.glob("reward_model/*.py")]
 
 
 def module_of(path: Path) -> str:
@@ -38,17 +38,12 @@ def imports_of(path: Path) -> set[str]:
 
 def level(module: str) -> int:
     """The place of a module's folder in ORDER; commands are above all folders, other libraries below."""
-    if module in ORDER:
-        return ORDER.index(module)
     package, _, rest = module.partition(".")
-    if package == "reward_model" and module in NOT_MOVED_YET:
-        return -1
-    if package != "rlhf":
-        return len(ORDER) if (ROOT / f"{module.replace('.', '/')}.py").is_file() else -1
-    folder = rest.split(".")[0]
-    if (ROOT / "rlhf" / f"{folder}.py").is_file() and f"rlhf.{folder}" in NOT_MOVED_YET:
-        return -1
-    return ORDER.index(folder) if folder else -1
+    if package == "rlhf" and rest:
+        return ORDER.index(rest.split(".")[0])
+    if package in ("config", "recipes"):
+        return ORDER.index(package)
+    return len(ORDER) if package in (*SCRIPTS, "reward_model") else -1
 
 
 def arrows_up(path: Path) -> list[str]:
@@ -60,8 +55,17 @@ def arrows_up(path: Path) -> list[str]:
 def test_no_arrow_points_up(path):
     if path.name == "__init__.py":
         assert path.read_text() == "", "packages are folders; what they hold is imported by name"
-    elif module_of(path) not in NOT_MOVED_YET:
-        assert arrows_up(path) == []
+        return
+    assert arrows_up(path) == []
+
+
+def test_folders_are_few_files_each():
+    """Someone who reads the list of folders knows where everything is."""
+    folders = [folder for folder in PACKAGE.iterdir() if (folder / "__init__.py").is_file()]
+    assert len(folders) >= 10
+    assert len([file for file in PACKAGE.glob("*.py") if file.name != "__init__.py"]) <= 3
+    for folder in folders:
+        assert len(list(folder.glob("*.py"))) <= 15, folder
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
@@ -70,16 +74,17 @@ def test_trl_experimental_is_imported_in_one_file(path):
     assert not uses or module_of(path) == "rlhf.models.trl_ppo"
 
 
-def test_the_check_sees_an_arrow_that_points_up(tmp_path, monkeypatch):
-    bad = tmp_path / "rlhf" / "algorithms" / "objectives.py"
-    bad.parent.mkdir(parents=True)
-    (tmp_path / "rlhf" / "trainer").mkdir()
-    bad.write_text("def f():\n    from rlhf.trainer import loop\n")
+@pytest.mark.parametrize("line", ["from rlhf.trainer import loop", "import config", "from train_ppo import main"])
+def test_the_check_sees_an_arrow_that_points_up(tmp_path, monkeypatch, line):
+    """In a function, and for annotations alone."""
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    assert set(arrows_up(bad)) == {"rlhf.trainer", "rlhf.trainer.loop"}
-
-
-SCRIPTS = ("train_ppo", "train_grpo", "evaluate_generations", "plot_training_progress", "compare_runs")
+    bad = tmp_path / "rlhf" / "utils" / "files.py"
+    bad.parent.mkdir(parents=True)
+    for text in ("def f():\n    {}\n", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}\n"):
+        bad.write_text(text.format(line))
+        assert arrows_up(bad)
+    bad.write_text("import json\nfrom rlhf.utils import system\n")
+    assert not arrows_up(bad)
 
 
 @pytest.mark.parametrize("command", [*([f"{script}.py"] for script in SCRIPTS), ["-m", "reward_model.train"]])

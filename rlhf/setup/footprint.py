@@ -1,7 +1,7 @@
 """What a transformer's tensors take, from shapes alone: its weights, and what a pass keeps for the backward pass.
 
 The sums name every tensor that torch's autograd keeps in a layer of the Llama family (Llama, SmolLM2, Mistral, Qwen);
-tests/test_memory.py counts the same tensors with hooks. For other architectures they are an estimate.
+tests/setup/test_memory.py counts the same tensors with hooks. For other architectures they are an estimate.
 """
 
 from __future__ import annotations

@@ -1,0 +1,255 @@
+"""The benchmarks end to end, as a user runs them, in the tiny size: what they promise is in their files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.comparison import compare
+from benchmarks.cost_curve import doublings
+from benchmarks.epoch import reply_tokens, side_of_epoch
+from benchmarks.machine import tensor_peak
+from benchmarks.side import Side
+from benchmarks.techniques import TECHNIQUES, spread
+from benchmarks.work import EOS, FIRST_LETTER, Work, letter, make_tokenizer, prompt_ids, prompt_lengths, varied
+from rlhf.utils.errors import RunError
+from tests.scripts.test_scripts import ROOT, run
+
+SHORT = ["--size", "tiny", "--device", "cpu", "--threads", "1", "--prompt-length", "8", "--ppo-epochs", "2"]
+RUNS = {
+    "ppo": ["--algorithm", "ppo", "--dtype", "float32", "--batch-size", "3"],
+    "grpo": ["--algorithm", "grpo", "--dtype", "bfloat16", "--batch-size", "2", "--K", "3"],
+}
+EPISODES = {"ppo": 3, "grpo": 6}
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.ci)])
+def test_against_trl_tells_all_it_promises_of_equal_work(algorithm, tmp_path):
+    file = tmp_path / "figures.json"
+    flags = [*SHORT, *RUNS[algorithm], "--reply-length", "6", "--pairs", "1", "--json", str(file)]
+    done = run(["benchmarks/against_trl.py", *flags], ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert found["optimizer_steps"] == {"ours": 4, "stock": 4}, "2 updates of 2 passes, the warm-up among them"
+    tokens = EPISODES[algorithm] * 6
+    assert found["reply_tokens"] == {"ours": [tokens], "stock": [tokens]}, "every reply has its full length"
+    assert found["update_ratio"]["median"] == found["update_ratio"]["pairs"][0] > 0
+    spent = found["seconds"]
+    assert spent["stock"]["whole"] / spent["ours"]["whole"] == pytest.approx(found["update_ratio"]["median"])
+    assert 0 < sum(spent["ours"][part] for part in ("rollout", "score", "update")) <= spent["ours"]["whole"]
+    check_memory(found)
+    assert set(found["versions"]) >= {"torch", "transformers", "trl", "peft"} and found["python"]
+    assert found["machine"]["processor"] and found["machine"]["threads_used"] == 1
+    assert found["machine"]["memory_bytes"] > 0 and found["machine"]["cores"] and found["machine"]["card"] is None
+    assert 0 <= found["machine"]["busy_before_percent"] <= 100
+    assert found["command"] == ["against_trl.py", *flags]
+    assert found["settings"]["algorithm"] == algorithm and found["settings"]["reply_length"] == 6
+    assert "an update, median" in done.stdout and "optimizer steps" in done.stdout
+
+
+def check_memory(found: dict) -> None:
+    """A fresh process of each side: more than the imports, and not what a process that measures both would hold."""
+    memory = found["memory"]
+    for side in memory.values():
+        assert 0 < side["above_imports"] < side["peak"]
+    assert memory["ours"]["peak"] != memory["stock"]["peak"]
+    assert found["memory_ratio"] == pytest.approx(memory["ours"]["peak"] / memory["stock"]["peak"])
+    above = memory["ours"]["above_imports"] / memory["stock"]["above_imports"]
+    assert found["memory_ratio_above_imports"] == pytest.approx(above)
+
+
+def told(steps: int, seconds: float) -> dict:
+    return {"seconds": seconds, "parts": {"rollout": seconds / 2}, "reply_tokens": 6, "optimizer_steps": steps,
+            "memory": {"peak": 4, "above_imports": 2}}  # fmt: skip
+
+
+def test_the_median_of_pairs_and_their_spread_by_hand():
+    facts = {side: {"machine": {"busy_before_percent": 0.0}, "mixed_precision": "no"} for side in ("ours", "stock")}
+    pairs = [{"ours": told(2, ours), "stock": told(2, stock)} for ours, stock in ((1, 3), (2, 3), (1, 2))]
+    found = compare(Work("nowhere"), facts, pairs)
+    assert found["update_ratio"] == {"median": 2.0, "lowest": 1.5, "highest": 3.0, "pairs": [3.0, 1.5, 2.0]}
+    assert found["seconds"] == {"ours": {"whole": 1, "rollout": 0.5}, "stock": {"whole": 3}}
+
+
+def test_unlike_optimizer_steps_are_an_error():
+    with pytest.raises(RunError, match="optimizer steps {'ours': 2, 'stock': 3}"):
+        compare(Work("nowhere"), {}, [{"ours": told(2, 1.0), "stock": told(3, 1.0)}])
+
+
+def test_a_side_that_stops_is_told_with_its_last_lines(tmp_path):
+    work_file = Work(str(tmp_path)).write(tmp_path / "work.json")
+    with pytest.raises(RunError, match=r"it stopped \(exit status 1\): neither(.|\n)*KeyError"):  # noqa: SIM117
+        with Side("neither", work_file) as side:
+            side.go()
+
+
+def test_prompts_have_their_length_and_survive_any_rendering():
+    work, tokenizer = Work("nowhere", prompt_length=5, updates=2, batch_size=3), make_tokenizer(64)
+    prompts = prompt_ids(work, 64)
+    assert len(prompts) == 6 and {len(ids) for ids in prompts} == {5} and min(map(min, prompts)) > EOS
+    texts = ["".join(map(letter, ids)) for ids in prompts]
+    assert tokenizer(texts, add_special_tokens=False).input_ids == prompts
+    assert tokenizer(texts[0] + texts[1]).input_ids == prompts[0] + prompts[1]
+    assert tokenizer.decode([*prompts[0], EOS], skip_special_tokens=True) == texts[0]
+    assert ord(letter(3)) == FIRST_LETTER + 3
+
+
+@pytest.mark.parametrize(
+    ("script", "flag"),
+    [
+        ("against_trl", "--pairs"),
+        ("cost_curve", "--max-batch"),
+        ("techniques", "--positions"),
+        ("epoch", "--rollout-batch"),
+    ],
+)
+def test_help_and_mistakes_are_answered(script, flag):
+    helped = run([f"benchmarks/{script}.py", "--help"], ROOT)
+    assert helped.returncode == 0 and flag in helped.stdout
+    mistaken = run([f"benchmarks/{script}.py", flag, "0"], ROOT)
+    assert mistaken.returncode == 2 and "0 is below 1" in mistaken.stderr
+
+
+# --- the cost of a token ---------------------------------------------------------------------------------------------
+
+
+def test_doublings_by_hand():
+    assert doublings(1, 64) == [1, 2, 4, 8, 16, 32, 64]
+    assert doublings(16, 40) == [16, 32]
+    assert doublings(16, 8) == [16], "a point at least"
+
+
+@pytest.mark.ci
+def test_the_cost_curve_and_its_picture(tmp_path):
+    file, picture = tmp_path / "curve.json", tmp_path / "curve.png"
+    flags = [*SHORT, "--algorithm", "grpo", "--K", "2", "--batch-size", "2", "--reply-length", "4", "--repeats", "1"]
+    flags += ["--max-batch", "2", "--max-length", "32", "--json", str(file), "--picture", str(picture)]
+    done = run(["benchmarks/cost_curve.py", *flags], ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text(encoding="utf-8"))
+    batch, length = found["curves"]["batch"], found["curves"]["length"]
+    assert [(p["size"], p["reply_tokens"]) for p in batch] == [(1, 1 * 2 * 4), (2, 2 * 2 * 4)]
+    assert [(p["size"], p["reply_tokens"]) for p in length] == [(16, 2 * 2 * 16), (32, 2 * 2 * 32)]
+    for points in (batch, length):
+        one, other = (p["seconds"] / p["reply_tokens"] for p in points)
+        assert points[0]["ratio"] is None and points[1]["ratio"] == pytest.approx(other / one)
+    assert found["largest_ratio"] == {"batch": batch[1]["ratio"], "length": length[1]["ratio"]}
+    assert found["limit"] == 1.2 and "ms per reply token" in done.stdout
+    assert found["within"] == (max(found["largest_ratio"].values()) <= 1.2)
+    assert ("no doubling costs more than 20%" in done.stdout) == found["within"]
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n") and picture.stat().st_size > 10_000
+
+
+# --- technique by technique ------------------------------------------------------------------------------------------
+
+
+def test_lengths_are_spread_about_their_mean():
+    lengths = varied(19.2, 64, 128, seed=1)
+    assert sum(lengths) / 128 == pytest.approx(19.2, abs=0.2)
+    assert min(lengths) == 1 and max(lengths) == 64 and len(set(lengths)) > 20
+    assert lengths == varied(19.2, 64, 128, seed=1) != varied(19.2, 64, 128, seed=2)
+    assert sorted(lengths) == sorted(varied(19.2, 64, 128, seed=2)), "the seed decides on the order alone"
+
+
+def test_peak_memory_by_hand():
+    def do():
+        held = torch.zeros(1000)  # 4,000 bytes
+        del held
+        torch.zeros(500) + torch.zeros(500)  # 3 x 2,000 bytes at once
+
+    assert tensor_peak("cpu", do)[1] == pytest.approx(6000, abs=200)
+    assert spread([3.0, 1.5, 2.0]) == {"median": 2.0, "lowest": 1.5, "highest": 3.0, "pairs": [3.0, 1.5, 2.0]}
+
+
+@pytest.mark.ci
+def test_each_technique_and_its_plain_twin_do_the_same_work(tmp_path):
+    file = tmp_path / "techniques.json"
+    sizes = ["--batch-size", "4", "--prompt-length", "16", "--reply-length", "16"]
+    flags = ["--size", "tiny", "--device", "cpu", "--threads", "1", *sizes, "--pairs", "1", "--json", str(file)]
+    done = run(["benchmarks/techniques.py", *flags], ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert set(found["techniques"]) == set(TECHNIQUES) - {"rollout_graph"}, "a CUDA graph needs a card"
+    for name, told in found["techniques"].items():
+        tokens, spent, ratio = told["reply_tokens"], told["seconds"], told["ratio"]
+        assert tokens["ours"] == tokens["plain"] > 0, name
+        assert spent["plain"] / spent["ours"] == pytest.approx(ratio["median"]) and len(ratio["pairs"]) == 1
+        assert name in done.stdout
+    check_layers(found["techniques"])
+    for name in ("fused_head", "fused_head_frozen"):
+        memory = found["techniques"][name]["peak_bytes"]
+        assert 0 < memory["ours"] < memory["plain"], name
+    assert found["machine"]["processor"] and found["versions"]["torch"] and found["command"][0] == "techniques.py"
+
+
+def check_layers(techniques: dict) -> None:
+    """By hand: a rollout's plain twin takes 16 steps for each of 4 batches; 2 prompts of 8 tokens have 6 replies each,
+    whose last token is not run."""
+    for name in ("rollout", "rollout_stopping"):
+        told = techniques[name]
+        assert told["same_tokens"] == 1.0, "the engines sample the same replies"
+        assert told["reply_tokens"]["ours"] == pytest.approx(16 * 0.3 * 16, abs=4), "a mean of 0.3 x 16 for 16 replies"
+    assert techniques["rollout"]["steps"]["plain"] == 4 * 16 > techniques["rollout"]["steps"]["ours"]
+    assert techniques["rollout_stopping"]["steps"]["plain"] <= 4 * 16
+    assert techniques["shared_prompt"]["layer_tokens"] == {"ours": 2 * 8 + 12 * 15, "plain": 12 * 8 + 12 * 15}
+    assert techniques["shared_prompt"]["reply_tokens"]["ours"] == 12 * 16
+    packed = techniques["packed"]
+    assert (
+        packed["layer_tokens"]["plain"] % 4 == 0 and packed["layer_tokens"]["ours"] < packed["layer_tokens"]["plain"]
+    )
+
+
+# --- an epoch --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ci
+def test_an_epoch_is_measured_in_part_and_extrapolated_openly(tmp_path):
+    file = tmp_path / "epoch.json"
+    sizes = ["--prompts", "100", "--rollout-batch", "8", "--updates", "1", "--reply-length", "6", "--stock"]
+    done = run(["benchmarks/epoch.py", *SHORT, *sizes, "--json", str(file)], ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert found["said"] == "measured 1 updates of 13; the rest is extrapolated" and found["said"] in done.stdout
+    assert found["updates"] == {"measured": 1, "of_the_epoch": 13} and found["settings"]["minibatches"] == 2
+    assert found["reply_tokens"] == {"ours": 2 * 8 * 6, "stock": 2 * 8 * 6}, "the warm-up among them"
+    assert found["optimizer_steps"] == {"ours": 2 * 2 * 2, "stock": 2 * 2 * 2}, "updates, passes, minibatches"
+    for side in found["sides"].values():
+        seconds = side["seconds_per_update"]["median"]
+        assert side["minutes_per_epoch"]["median"] == pytest.approx(13 * seconds / 60)
+        assert side["reply_tokens_per_s"] == pytest.approx(8 * 6 / seconds)
+        assert 0 < side["memory"]["above_imports"] < side["memory"]["peak"]
+    assert set(found["sides"]["ours"]["shares"]) == {"rollout", "score", "update"}
+    assert 0 < sum(found["sides"]["ours"]["shares"].values()) <= 1
+    assert found["ratio"]["pairs"] and found["machine"]["processor"] and found["versions"]["trl"]
+
+
+def test_an_epoch_by_hand():
+    told = [{"seconds": s, "parts": {"rollout": s / 2, "score": 0.0, "update": s / 4}, "memory": {"peak": 4}}
+            for s in (2.0, 4.0, 3.0)]  # fmt: skip
+    side = side_of_epoch(Work("nowhere"), told, tokens=60, whole=100)
+    assert side["minutes_per_epoch"] == {
+        "median": 5.0,
+        "lowest": pytest.approx(10 / 3),
+        "highest": pytest.approx(20 / 3),
+    }
+    assert side["reply_tokens_per_s"] == 20 and side["shares"] == {"rollout": 0.5, "score": 0.0, "update": 0.25}
+
+
+def test_prompts_of_unlike_lengths_keep_their_bounds():
+    work = Work("nowhere", batch_size=64, prompt_length=256, updates=2, varied=True)
+    lengths = prompt_lengths(work)
+    assert len(lengths) == 128 and max(lengths) == 256 and sum(lengths) / 128 == pytest.approx(128, abs=1)
+
+
+def test_reply_tokens_of_trl_are_counted_as_ours():
+    # 2 prompts of 1 to 8 tokens, 3 tokens of reply to each: TRL's side counts what it read less 2 x 8
+    work = Work("nowhere", batch_size=2, prompt_length=8, updates=1, varied=True)
+    told = [{"ours": {"reply_tokens": 6}, "stock": {"reply_tokens": sum(prompt_lengths(work)) + 6 - 16}}]
+    assert reply_tokens(work, "ours", told) == reply_tokens(work, "stock", told) == 6
+
+
+def test_a_rollout_that_is_no_whole_number_of_minibatches():
+    done = run(["benchmarks/epoch.py", "--rollout-batch", "6"], ROOT)
+    assert done.returncode and "not a multiple of 4" in done.stderr

@@ -1,0 +1,288 @@
+"""benchmarks/on_gpu.py on the CPU with tiny models: its sections, its clock, and what it keeps of a failure."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from subprocess import PIPE, Popen
+
+import psutil
+import pytest
+import torch
+
+from benchmarks import on_gpu
+from benchmarks.gpu_measures import Outcomes, last_line
+from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report, number
+from benchmarks.gpu_section import OutOfTime, Plan, Section
+from benchmarks.gpu_trainings import first_difference, tell_learning, tell_stopped
+from recipes import RECIPES
+from rlhf.utils.errors import UserError
+from rlhf.utils.system import WINDOWS
+from tests.scripts.test_scripts import ROOT, run
+
+
+def figures(folder) -> dict[str, dict]:
+    """The sections of figures.json, with their figures by name."""
+    found = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+    return {name: {**record, "figures": {f["name"]: f for f in record["figures"]}}
+            for name, record in found["sections"].items()}  # fmt: skip
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+
+def measured(folder: Path, *flags: str) -> tuple[dict[str, dict], str]:
+    """The sections of one run of the script on the CPU, and what it printed."""
+    done = run(["benchmarks/on_gpu.py", "--device", "cpu", *flags, "--output", str(folder / "out")], ROOT)
+    assert done.returncode == 0, done.stderr
+    return figures(folder / "out"), done.stdout
+
+
+def test_a_section_is_measured_and_written(tmp_path):
+    sections, printed = measured(tmp_path, "--only", "decoding", "--minutes", "0.5")
+    assert list(sections) == ["decoding"]
+    found = sections["decoding"]["figures"]
+    assert found["64 slots, plain"]["value"] > 0 and found["64 slots, slots"]["value"] > 0
+    # a busy machine may not come to the last ones in time
+    every = {f"{n:,} slots, {engine}" for n in (64, 128, 256, 512, 1024) for engine in ("plain", "slots")}
+    assert set(found) <= every
+    written = (tmp_path / "out" / "figures.md").read_text(encoding="utf-8")
+    machine = json.loads((tmp_path / "out" / "figures.json").read_text(encoding="utf-8"))["machine"]
+    for words in ("- GPU: none", machine["processor"], f"torch {machine['versions']['torch']}", "| 64 slots, plain |"):
+        assert words in written
+    assert "64 slots, plain:" in printed and "decoding: " in printed
+
+
+@pytest.mark.ci
+def test_two_minutes_on_a_cpu(tmp_path):
+    begun = time.monotonic()
+    found, _ = measured(tmp_path, "--minutes", "2")
+    assert time.monotonic() - begun < 2 * 60 + len(on_gpu.SHORT) * (on_gpu.TO_END + 5), "fixed shares"
+    assert list(found) == list(on_gpu.SHORT), "all sections, in their order"
+    assert {record["state"] for record in found.values()} <= {DONE, OUT_OF_TIME}
+    assert [record["share"] for record in found.values()] == pytest.approx([15, 30, 30, 15, 30])
+    assert "no CUDA GPU on this machine" in found["self-test"]["figures"]["GPU tests passed"]["note"]
+    assert found["decoding"]["figures"]["64 slots, plain"]["value"] > 0
+
+
+@pytest.mark.ci
+def test_updates_and_memory_are_measured(tmp_path):
+    found, _ = measured(tmp_path, "--only", "update", "memory", "--minutes", "5")
+    assert {record["state"] for record in found.values()} == {DONE}
+    for algorithm in ("PPO", "GRPO"):
+        updates = found["update"]["figures"]
+        ours, stock = (updates[f"{algorithm}, an update, {side}"] for side in ("ours", "stock TRL"))
+        assert len(ours["all"]) == len(stock["all"]) == 10 and ours["value"] > 0
+        epoch = updates[f"{algorithm}, an epoch of 10,000 prompts, ours"]
+        assert epoch["note"].startswith("extrapolated from 10 updates of ")
+    for kind in ("full", "LoRA", "4-bit LoRA"):
+        figure = found["memory"]["figures"][f"PPO, {kind}, measured over predicted"]
+        assert figure["value"] == pytest.approx(figure["measured_bytes"] / figure["predicted_bytes"])
+
+
+@pytest.mark.ci
+def test_recipes_and_epochs_are_measured(tmp_path):
+    found = measured(tmp_path, "--full", "--only", "recipes", "--minutes", "8")[0]["recipes"]["figures"]
+    assert set(found) == {f"{r}, {a}" for r in set(RECIPES) - {"demo"} for a in ("PPO", "GRPO")}
+    assert all(figure["value"] > 0 and figure["unit"] == "s per update" for figure in found.values()), found
+    found, _ = measured(tmp_path, "--full", "--only", "epochs", "out of memory", "--minutes", "3")
+    assert found["out of memory"]["figures"]["out of memory"]["error"] == "needs a CUDA GPU"
+    for algorithm in ("PPO", "GRPO"):
+        epoch = found["epochs"]["figures"][f"{algorithm}, an epoch of 10,000 prompts"]
+        assert epoch["value"] > 0 and re.match(r"extrapolated from \d+ updates of \d+; ", epoch["note"])
+
+
+@pytest.mark.ci
+def test_one_seed_twice_gives_the_same_bits(tmp_path):
+    found = measured(tmp_path, "--full", "--only", "same seed", "--minutes", "6")[0]["same seed"]["figures"]
+    switches = ("--deterministic", "--no-deterministic")
+    assert set(found) == {f"{algorithm}, {switch}" for algorithm in ("PPO", "GRPO") for switch in switches}
+    assert {figure["value"] for figure in found.values()} == {"bit-identical"}
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+def test_shares_of_the_time():
+    assert sum(on_gpu.SHORT.values()) == 8
+    assert on_gpu.shares_of(on_gpu.parse([])) == {n: 60 * m for n, m in on_gpu.SHORT.items()}
+    halved = on_gpu.shares_of(on_gpu.parse(["--minutes", "4"]))
+    assert halved == {"self-test": 30, "decoding": 60, "update": 60, "memory": 30, "demo": 60}
+    alone = on_gpu.shares_of(on_gpu.parse(["--minutes", "3", "--only", "decoding", "memory"]))
+    assert alone == {"decoding": 120, "memory": 60}
+    assert set(on_gpu.shares_of(on_gpu.parse(["--full"]))) > set(on_gpu.SHORT)
+    assert list(on_gpu.shares_of(on_gpu.parse(["--real"]))) == ["real"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--only", "decodings"], "no such section: --only decodings"),
+        (["--full", "--real"], "two plans: --full, --real"),
+        (["--minutes", "0"], "no time to measure in: --minutes 0"),
+    ],
+)
+def test_mistakes_are_one_line(flags, error):
+    with pytest.raises(UserError, match=error):
+        on_gpu.parse(flags)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_nothing_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.environ", dict(os.environ))  # choose_device writes into it
+    with pytest.raises(UserError, match="no GPU that this torch can use: --device cuda. Use --device cpu"):
+        on_gpu.main(["--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_section_of_a_plan_exists():
+    from benchmarks import gpu_measures, gpu_trainings
+
+    known = {**gpu_measures.SECTIONS, **gpu_trainings.SECTIONS}
+    assert set(known) == {*on_gpu.SHORT, *on_gpu.FULL, *on_gpu.REAL}
+
+
+# --- the clock and failures ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def report(tmp_path) -> Report:
+    (tmp_path / "logs").mkdir()
+    return Report(tmp_path, ["on_gpu.py"], "today")
+
+
+def plan(tmp_path, name: str, seconds: float = 60.0) -> Plan:
+    return Plan(name, seconds, device="cpu", size="tiny", models=str(tmp_path / "models"), output=str(tmp_path))
+
+
+def test_a_section_that_fails_is_recorded(tmp_path, report, capsys):
+    on_gpu.measure(plan(tmp_path, "nowhere"), report)
+    record = figures(tmp_path)["nowhere"]
+    assert record["state"] == FAILED and "KeyError: 'nowhere'" in record["error"]
+    assert "nowhere: failed" in capsys.readouterr().out
+    assert "error: exit status 1" in (tmp_path / "figures.md").read_text(encoding="utf-8")
+
+
+STUCK = """
+import json, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(json.dumps({"name": "child", "value": child.pid}), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_section_whose_time_is_over_ends_with_all_that_it_started():
+    process = Popen([sys.executable, "-c", STUCK], stdout=PIPE, text=True, start_new_session=not WINDOWS)
+    told = []
+    begun = time.monotonic()
+    assert not on_gpu.follow(process, begun + 3, told.append)
+    assert 2.9 < time.monotonic() - begun < 10
+    on_gpu.end_all(process)
+    assert process.poll() is not None
+    (child,) = told
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(child["value"]) and psutil.Process(child["value"]).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the section's child still runs"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def section(tmp_path) -> Section:
+    return Section(plan(tmp_path, "decoding"), io.StringIO())
+
+
+def told(section: Section) -> list[dict]:
+    return [json.loads(line) for line in section.channel.getvalue().splitlines()]
+
+
+def test_an_attempt_that_fails_is_told_and_the_section_goes_on(section):
+    def fail(error):
+        raise error
+
+    section.attempt("one", lambda: fail(ValueError("no such kernel")))
+    section.attempt("log", lambda: fail(RuntimeError("it stopped\n  File x\nKeyError: 1")))
+    section.attempt("two", lambda: fail(OutOfTime()))
+    section.attempt("three", lambda: section.figure("three", 3.0, "s", "a note"))
+    section.deadline = 0.0
+    section.attempt("four", lambda: section.figure("four", 4.0))
+    late = "not measured: the section's time was over"
+    assert told(section) == [
+        {"name": "one", "error": "ValueError: no such kernel"},
+        {"name": "log", "error": "RuntimeError: it stopped ... KeyError: 1"},
+        {"name": "two", "error": late},
+        {"name": "three", "value": 3.0, "unit": "s", "note": "a note"},
+        {"name": "four", "error": late},
+    ]
+
+
+def test_a_figure_replaces_its_older_self_and_is_on_the_disk_at_once(report, tmp_path):
+    report.begin("update", 30.0)
+    report.add("update", {"name": "PPO", "value": 2.0, "unit": "s", "note": "median of 1"})
+    assert figures(tmp_path)["update"]["figures"]["PPO"]["value"] == 2.0
+    report.add("update", {"name": "PPO", "value": 1.5, "unit": "s", "note": "median | of 2"})
+    report.add("update", {"name": "GRPO", "error": "RunError: it\nstopped"})
+    record = figures(tmp_path)["update"]
+    assert list(record["figures"]) == ["PPO", "GRPO"] and record["state"] == "running"
+    written = (tmp_path / "figures.md").read_text(encoding="utf-8")
+    assert "| PPO | 1.5 s | median \\| of 2 |" in written and "| GRPO | failed | RunError: it stopped |" in written
+
+
+def test_numbers_for_people():
+    assert [number(v) for v in (12345.6, 0.12345, 3.0, 99.94, "differs")] == [
+        "12,346",
+        "0.123",
+        "3",
+        "99.9",
+        "differs",
+    ]
+
+
+# --- what sections make of what they find ----------------------------------------------------------------------------
+
+
+class Ended:
+    """A pytest report."""
+
+    def __init__(self, name: str, outcome: str, when: str = "call", longrepr=""):
+        self.nodeid, self.outcome, self.when, self.longrepr = name, outcome, when, longrepr
+        self.failed, self.skipped, self.longreprtext = outcome == "failed", outcome == "skipped", str(longrepr)
+
+
+def test_outcomes_of_the_gpu_tests_are_counted(section):
+    outcomes = Outcomes(section)
+    outcomes.selected = 4
+    outcomes.pytest_runtest_logreport(Ended("a", "passed", "setup"))
+    outcomes.pytest_runtest_logreport(Ended("a", "passed"))
+    outcomes.pytest_runtest_logreport(Ended("b", "failed", longrepr="def test():\nE   assert 1 == 2\nE   and more"))
+    outcomes.pytest_runtest_logreport(Ended("c", "skipped", "setup", ("file", 1, "Skipped: no CUDA GPU")))
+    last = told(section)[-1]
+    assert (last["value"], last["unit"]) == (1, "of 4")
+    assert last["note"] == "1 passed, 1 failed, 1 skipped, 1 not run; Skipped: no CUDA GPU"
+    assert {"name": "b", "error": "assert 1 == 2"} in told(section)
+    assert last_line("no marked line") == "no marked line"
+
+
+def test_the_first_difference_of_two_runs():
+    one = {"loss": [(1, 0.5), (2, 0.4), (3, 0.3)], "kl": [(1, 0.0), (2, 0.1)], "time/update_s": [(1, 9.0)]}
+    assert first_difference(one, one) is None
+    other = {**one, "loss": [(1, 0.5), (2, 0.4), (3, 0.2)], "kl": [(1, 0.0), (2, 0.2)], "time/update_s": [(1, 8.0)]}
+    assert first_difference(one, other) == (2, "kl")
+
+
+def test_a_finished_demo_and_one_without_the_time_to_end(section, runs, tmp_path):
+    learned = {
+        "gold_before": 0.476, "gold_after": 0.734, "gold_rise_interval": [0.157, 0.356], "kl_last_10_updates": 2.68,
+        "kl_unit": "nats/sequence", "kl_target": 3.0, "seconds": 117.0, "score_rise_in_start_sd": 1.11,
+    }  # fmt: skip
+    tell_learning(section, "PPO, seed 42", {"figures": learned, "spent": {"updates": 150, "episodes": 9600}})
+    tell_stopped(section, "PPO, seed 1", runs["ppo", 1])
+    tell_stopped(section, "PPO, seed 3", tmp_path)
+    finished, stopped, nothing = told(section)
+    assert finished["value"] == 1.11 and "gold quality 0.476 -> 0.734" in finished["note"]
+    assert "stopped by the section's time after update 2 of 2; evaluated after update 2" in stopped["note"]
+    assert nothing["error"].endswith("before the first update ended")

@@ -1,0 +1,134 @@
+"""Files of a run that somebody or something changed: one line, and an older checkpoint is used if there is one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+
+import pytest
+
+import train_ppo
+from rlhf.checkpoints.manifest import MANIFEST, find_checkpoints, sha256
+from rlhf.checkpoints.run_folder import read_run
+from rlhf.data.examples import load_examples
+from rlhf.utils.errors import UserError
+from tests.trainer.test_nan import run, stop_after
+
+DEEP = "[" * 200_000
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, start_model, reward_folder, pairs_file):
+    """A run of 6 updates that was stopped after 2, with checkpoints of both."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file, "--output", folder,
+             "--num-iterations", 6, "--reply-length", 8, "--prompt-length", 100, "--eval-prompts", 6, "--save-every",
+             1, "--eval-every", 99, "--allow-weak-reward-model"]  # fmt: skip
+    stop_after(2, lambda: run(words, 128 + signal.SIGINT))
+    return folder
+
+
+@pytest.fixture
+def folder(stopped, tmp_path):
+    return shutil.copytree(stopped, tmp_path / "run")
+
+
+def reseal(place, name: str, text: str) -> None:
+    """Change a checkpoint's file, and its manifest with it."""
+    (place / name).write_text(text)
+    manifest = json.loads((place / MANIFEST).read_text())
+    manifest["files"][name] = {"size": (place / name).stat().st_size, "sha256": sha256(place / name)}
+    (place / MANIFEST).write_text(json.dumps(manifest))
+
+
+def manifest_of(place, **changed) -> str:
+    return json.dumps({**json.loads((place / MANIFEST).read_text()), **changed})
+
+
+MANIFESTS = {
+    "an infinite update": lambda place: manifest_of(place, update=float("inf")),
+    "an infinite size": lambda place: manifest_of(
+        place, files={"training.json": {"size": float("inf"), "sha256": ""}}
+    ),
+    "nested deep": lambda _: DEEP,
+    "no files": lambda place: manifest_of(place, files={}),
+    "files as a list": lambda place: manifest_of(place, files=[]),
+    "a list": lambda _: "[]",
+    "a name that is no path": lambda place: manifest_of(place, files={"a\0b": {"size": 1, "sha256": ""}}),
+}
+
+
+@pytest.mark.parametrize("damage", MANIFESTS)
+def test_a_bad_manifest_does_not_stop_the_search(folder, damage):
+    place = folder / "checkpoint-2"
+    (place / MANIFEST).write_text(MANIFESTS[damage](place))
+    (place / "training.json").unlink()
+    found = find_checkpoints(folder, read_run(folder)["id"])
+    assert list(found.sound) == [1] and found.skipped[0].startswith("checkpoint-2: ")
+
+
+STATES = {
+    "not JSON": "{",
+    "a list": "[]",
+    "an object without keys": "{}",
+    "nested deep": DEEP,
+}
+
+
+@pytest.mark.parametrize("damage", STATES)
+def test_a_checkpoint_that_cannot_be_loaded_is_skipped(folder, capsys, damage):
+    """Its checksums hold; what is in it is of no use."""
+    reseal(folder / "checkpoint-2", "training.json", STATES[damage])
+    run(["--resume", "--output", folder])
+    said = capsys.readouterr().out
+    assert "warning: skipped a checkpoint: checkpoint-2 cannot be loaded (" in said
+    assert "resuming after update 1 of 6, from" in said and read_run(folder)["status"] == "finished"
+
+
+def test_weights_of_no_use_are_skipped_too(folder, capsys):
+    reseal(folder / "checkpoint-2", "training.safetensors", "none")
+    run(["--resume", "--output", folder])
+    assert "resuming after update 1 of 6, from" in capsys.readouterr().out
+
+
+def test_without_a_valid_one_each_is_named(folder, capsys):
+    for name in ("checkpoint-1", "checkpoint-2"):
+        reseal(folder / name, "training.json", "{}")
+    run(["--resume", "--output", folder], 2)
+    said = capsys.readouterr().err
+    assert said.count("error: no valid checkpoint: --resume, checkpoint-") == 2 and "Traceback" not in said
+
+
+RUNS = {
+    "settings are a list": lambda record: {**record, "settings": []},
+    "no data": lambda record: {k: v for k, v in record.items() if k != "data"},
+    "no versions": lambda record: {k: v for k, v in record.items() if k != "versions"},
+    "no recipe": lambda record: {**record, "settings": {"model": {}}},
+    "settings of another kind": lambda record: {
+        **record,
+        "settings": {**record["settings"], "batch": {"batch_size": {}}},
+    },
+    "nested deep": lambda _: None,
+    "a list": lambda _: [],
+}
+
+
+@pytest.mark.parametrize("damage", RUNS)
+def test_a_damaged_run_json_is_a_line(folder, capsys, damage):
+    changed = RUNS[damage](json.loads((folder / "run.json").read_text()))
+    (folder / "run.json").write_text(DEEP if changed is None else json.dumps(changed))
+    run(["--resume", "--output", folder], 2)
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "Traceback" not in said and "run" in said
+
+
+def test_a_key_that_stands_twice_in_a_row_of_data_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "prompt": "c"}\n')
+    with pytest.raises(UserError, match=r"the key 'prompt' is there twice.*a\.jsonl:2"):
+        load_examples(str(tmp_path / "a.jsonl"))
+
+
+def test_a_resume_of_an_undamaged_run_uses_the_newest(folder, capsys):
+    train_ppo.main(["--resume", "--output", str(folder)])
+    assert "resuming after update 2 of 6, from" in capsys.readouterr().out

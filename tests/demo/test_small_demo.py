@@ -1,0 +1,78 @@
+"""The demo's steps from nothing to the verdict, smaller: tests/demo/test_demo.py has the real one."""
+
+from __future__ import annotations
+
+import json
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+import compare_runs
+import evaluate_generations
+import plot_training_progress
+import train_grpo
+import train_ppo
+from rlhf.demo import parts
+
+FEW = ["--recipe", "demo", "--num-iterations", "4", "--eval-every", "2", "--eval-prompts", "16", "--record-tokens",
+       "--allow-weak-reward-model"]  # fmt: skip
+RUNS = ["ppo_training_output", "grpo_training_output"]
+
+
+@pytest.fixture
+def small(made_once, monkeypatch) -> Path:
+    """The folder in which the demo ran; the working folder of the test."""
+    folder = made_once("small_demo", train_both)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def train_both(folder: Path) -> None:
+    """PPO from nothing, then GRPO; what each printed goes to a file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(parts, "QUESTIONS", parts.QUESTIONS // 5)
+        patch.setattr(parts, "SAMPLES_PER_QUESTION", parts.SAMPLES_PER_QUESTION // 2)
+        for name, script in (("ppo", train_ppo), ("grpo", train_grpo)):
+            with Path(f"{name}.txt").open("w", encoding="utf-8") as printed, redirect_stdout(printed):
+                script.main(FEW)
+
+
+def finished(name: str) -> dict:
+    run = json.loads(Path(name, "run.json").read_text(encoding="utf-8"))
+    assert run["status"] == "finished"
+    return run
+
+
+def test_ppo_is_trained_from_nothing(small):
+    printed = Path("ppo.txt").read_text(encoding="utf-8")
+    assert "demo: the start model answers 600 questions" in printed
+    record = json.loads(Path("demo_parts", "reward_model", "metrics.json").read_text(encoding="utf-8"))
+    assert len(record["by_flaw"]) >= 3 and record["accuracy"] > 0.5
+    run = finished(RUNS[0])
+    assert run["spent"]["episodes"] == 4 * 64 and run["figures"]["prompts"] == 16
+    assert 0 <= run["figures"]["gold_before"] <= 1 and len(run["figures"]["gold_rise_interval"]) == 2
+
+
+def test_grpo_takes_the_same_parts_and_as_many_episodes(small):
+    printed = Path("grpo.txt").read_text(encoding="utf-8")
+    assert "demo parts: cached" in printed
+    for words in ("before -> after", "drawn at random", "gold quality", "no training saw it", "saved:", "next:"):
+        assert words in printed
+    ppo, grpo = map(finished, RUNS)
+    assert ppo["spent"]["episodes"] == grpo["spent"]["episodes"]
+    assert ppo["spent"]["optimizer_steps"] == grpo["spent"]["optimizer_steps"]
+
+
+def test_the_runs_are_evaluated_drawn_and_compared(small):
+    evaluate_generations.main(["--model-path", RUNS[0], "--num-prompts", "8"])
+    evaluation = json.loads(Path("evaluation_output", "evaluation.json").read_text(encoding="utf-8"))
+    assert evaluation["facts"]["judge"] == "gold quality" and len(evaluation["prompts"]) == 8
+    evaluate_generations.main(["--tokens", RUNS[0]])
+    assert Path("evaluation_output", "tokens.html").is_file()
+    plot_training_progress.main(RUNS)
+    assert Path("training_progress.png").is_file()
+    compare_runs.main([*RUNS, "--num-prompts", "8"])
+    verdict = json.loads(Path("comparison_output", "comparison.json").read_text(encoding="utf-8"))["verdict"]
+    assert "by the gold quality, which no training saw" in verdict[0]

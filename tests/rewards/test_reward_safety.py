@@ -1,0 +1,241 @@
+"""Reward functions are the user's code: they receive copies and the dataset's columns, and may raise anything."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+import evaluate_generations
+import train_grpo
+import train_ppo
+from config import parse_cli
+from rlhf.api import make_trainer
+from rlhf.checkpoints.run_folder import read_run
+from rlhf.data.examples import Example, examples_of, load_examples
+from rlhf.data.prompts import Prompt
+from rlhf.rewards.functions import find_rule
+from rlhf.rewards.rewards import Rewards, check_columns, required_columns
+from rlhf.utils.errors import RunError, UserError, run_command
+from tests.trainer.test_nan import run
+
+CHAT = ({"role": "user", "content": "2 + 2?"},)
+REPLIES = (["4", "five"], [[5, 2], [5, 6, 7]], [True, False])
+
+
+def score(*functions, prompts=None, limit_s=None):
+    prompts = prompts or [Prompt((1,), Example(CHAT, columns={"answer": 4}))] * 2
+    return Rewards(functions, None, None, limit_s).score(prompts, *REPLIES)
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+def spoil(prompts, completions, completion_ids, messages, ended, answer):
+    for chat in messages:
+        chat[-1]["content"] += " !"
+        chat.append({"role": "user", "content": "more"})
+    for row in completion_ids:
+        row.append(99)
+    completions.clear()
+    prompts.clear()
+    ended.clear()
+    answer.clear()
+    return [0.0, 0.0]
+
+
+def test_what_a_function_changes_reaches_nobody_else():
+    seen = {}
+
+    def watch(**given):
+        seen.update(given)
+        return [1.0, 2.0]
+
+    prompts = [Prompt((1,), Example(({"role": "user", "content": "2 + 2?"},), columns={"answer": [4]}))] * 2
+    assert score(spoil, watch, prompts=prompts).total == [1.0, 2.0]
+    assert seen["messages"] == [[{"role": "user", "content": "2 + 2?"}]] * 2
+    assert seen["completions"] == ["4", "five"] and seen["completion_ids"] == [[5, 2], [5, 6, 7]]
+    assert seen["prompts"] == ["2 + 2?"] * 2 and seen["ended"] == [True, False] and seen["answer"] == [[4], [4]]
+    assert prompts[0].example.messages[0]["content"] == "2 + 2?"
+
+
+def test_rows_of_one_prompt_share_nothing():
+    """GRPO's group: what is done to one row of a prompt is not done to the others."""
+
+    def shout(messages, **_):
+        for chat in messages:
+            chat[-1]["content"] += "!"
+        return [float(chat[-1]["content"].count("!")) for chat in messages]
+
+    assert score(shout).total == [1.0, 1.0]
+
+
+def test_a_column_that_cannot_be_copied_is_passed_as_it_is():
+    lock = threading.Lock()
+    prompts = [Prompt((1,), Example(CHAT, columns={"lock": lock}))] * 2
+    assert score(lambda lock, **_: [float(one.locked()) for one in lock], prompts=prompts).total == [0.0, 0.0]
+
+
+def test_a_function_that_changes_the_chats_moves_no_evaluation(build):
+    """The reward model's score of an unchanged policy stays what it is."""
+
+    def shout(messages, **_):
+        for chat in messages:
+            chat[-1]["content"] += " !"
+        return [0.0] * len(messages)
+
+    trainer = build("--learning-rate", "1e-12", "--num-iterations", 1)
+    trainer.rewards.functions.append(shout)
+    trainer.rewards.names.append("shout")
+    trainer.rewards.weights.append(0.0)
+    trainer.rewards.limits_s.append(None)
+    scores = [trainer.evaluate()["eval/score"] for _ in range(3)]
+    assert scores[0] == scores[1] == scores[2]
+
+
+def test_what_a_function_prints_goes_to_a_file(run_flags, tmp_path, capsys):
+    file = tmp_path / "rules.py"
+    file.write_text(
+        "import sys\ndef loud(completions):\n    print('stdout \\udcff here')\n"
+        "    print('stderr here', file=sys.stderr)\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    run(run_flags("--reward-func", f"{file}:loud"))
+    said = capsys.readouterr()
+    kept = (tmp_path / "run" / "reward_output.txt").read_text()
+    assert kept.count("stderr here") == 4 and "stdout \\udcff here" in kept, "two evaluations, two updates"
+    assert "stderr here" not in said.out + said.err
+    assert said.err.count("reward function loud prints: its output goes to") == 1
+
+
+# --- whatever they raise ---------------------------------------------------------------------------------------------
+
+RAISED = {
+    "sys.exit(0)": "SystemExit: 0",
+    "sys.exit('bye')": "SystemExit: bye",
+    "raise Odd('odd')": "Odd: odd",
+    "raise KeyboardInterrupt": "RuntimeError: KeyboardInterrupt",
+    "raise GeneratorExit": "GeneratorExit",
+    "return [10**400] * len(completions)": "a number beyond the largest float is no score",
+    "return [Fraction(10**400)] * len(completions)": "a number beyond the largest float is no score",
+    "import torch; return [torch.ones(2)] * len(completions)": "RuntimeError: a Tensor with 2 elements cannot be",
+    "return [-(10**400)] * len(completions)": "a number beyond the largest float is no score",
+}
+
+
+@pytest.mark.parametrize("line", RAISED)
+@pytest.mark.parametrize("script", [train_ppo, train_grpo])
+def test_whatever_a_function_raises_is_one_line_and_status_1(run_flags, tmp_path, capsys, script, line):
+    file = tmp_path / "rules.py"
+    head = "import sys\nfrom fractions import Fraction\nclass Odd(BaseException): pass\n"
+    file.write_text(f"{head}def f(completions):\n    {line}\n")
+    groups = ["--batch-size", 2, "--K", 2] if script is train_grpo else []
+    words = run_flags("--rm-model", "none", "--reward-func", f"{file}:f", *groups)
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: script.main(words))
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and read_run(tmp_path / "run")["status"] == "failed"
+    assert said.startswith("error: ") and said.count("\n") == 1 and RAISED[line] in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("code", ["import sys\nsys.exit(0)", "raise BaseException('no')", "def f(: pass"])
+def test_a_file_that_ends_the_program_while_it_is_read_is_a_line(tmp_path, code):
+    (tmp_path / "rules.py").write_text(code)
+    with pytest.raises(UserError, match=r"the file cannot be run: --reward-func .*rules\.py"):
+        find_rule(f"{tmp_path}/rules.py:f", ())
+
+
+def test_a_failing_seed_stops_the_command_with_status_1(run_flags, tmp_path):
+    file = tmp_path / "rules.py"
+    file.write_text("import sys\ndef f(completions):\n    sys.exit(0)\n")
+    run(run_flags("--rm-model", "none", "--reward-func", f"{file}:f", "--seeds", 1, 2), 1)
+
+
+def test_a_function_without_a_signature_is_called():
+    with pytest.raises(RunError, match="TypeError"):
+        score(dict.fromkeys)
+
+
+# --- the dataset's columns -------------------------------------------------------------------------------------------
+
+
+def exact(completions, answer):
+    return [float(text == str(right)) for text, right in zip(completions, answer, strict=True)]
+
+
+def test_a_function_receives_the_columns_that_it_names():
+    assert score(exact).total == [1.0, 0.0]
+    assert score(lambda **given: [float(a) for a in given["answer"]]).total == [4.0, 4.0]
+    assert required_columns(exact) == ["answer"]
+    assert required_columns(lambda completions, weight=2, **_: 0) == []
+
+
+def test_a_row_without_the_column_gives_none(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b"}\n')
+    assert [e.columns["answer"] for e in load_examples(str(file))] == [1, None]
+    assert [e.columns["answer"] for e in examples_of([{"prompt": "a", "answer": 1}, {"prompt": "b"}])] == [1, None]
+
+
+def test_a_required_column_that_the_data_lacks_is_named():
+    rows = examples_of([{"prompt": "a", "anwser": "1"}])
+    expected = (
+        r"reward function exact requires the column 'answer', which the data lacks: prompts\. The data has .*'anw"
+    )
+    with pytest.raises(UserError, match=expected):
+        check_columns([exact], rows, "prompts")
+
+
+@pytest.fixture
+def sums(tmp_path):
+    """Rows with an answer and a rule that needs it."""
+    rows = [{"prompt": f"{i} + 1?", "answer": i + 1} for i in range(60)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "rules.py").write_text(
+        "def right(completions, prompts, answer):\n"
+        "    assert all(int(p.split()[0]) + 1 == a for p, a in zip(prompts, answer)), (prompts, answer)\n"
+        "    return [float(a) for a in answer]\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("script", [train_ppo, train_grpo])
+def test_columns_reach_training_and_evaluation_from_a_file(run_flags, sums, script):
+    groups = ["--batch-size", 2, "--K", 2] if script is train_grpo else []
+    rule = f"{sums}/rules.py:right"
+    script.main(run_flags("--prompts", sums / "sums.jsonl", "--rm-model", "none", "--reward-func", rule, *groups))
+    figures = read_run(sums / "run")["figures"]
+    assert figures["score_before"] == figures["score_after"] > 1
+    out = ["--output", str(sums / "evaluated"), "--num-prompts", "3"]
+    evaluate_generations.main(["--model-path", str(sums / "run"), "--reward-func", rule, *out])
+    report = json.loads((sums / "evaluated" / "evaluation.json").read_text())
+    for prompt in report["prompts"]:
+        answer = int(prompt["messages"][-1]["content"].split()[0]) + 1
+        assert {c["score"] for side in prompt["sides"] for c in side["completions"]} == {answer}
+
+
+def test_a_missing_column_is_refused_before_a_model_is_loaded(run_flags, sums, monkeypatch, capsys):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
+    rule = f"{sums}/rules.py:right"
+    run(run_flags("--rm-model", "none", "--reward-func", rule), 2)
+    assert "reward function right requires the column 'answer', which the data lacks" in capsys.readouterr().err
+
+
+def test_columns_reach_a_function_given_in_python(start_model, tmp_path):
+    seen = []
+
+    def right(completions, answer):
+        seen.extend(answer)
+        return [float(a) for a in answer]
+
+    flags = ["--actor-model", start_model, "--output", tmp_path, "--num-iterations", 1, "--reply-length", 4]
+    config = parse_cli([str(flag) for flag in flags])
+    rows = [{"prompt": f"{i} + 1?", "answer": i + 1} for i in range(8)]
+    trainer = make_trainer(config, rows, rewards=[right])
+    trainer.train()
+    assert set(seen) <= set(range(1, 9)) and len(seen) == 8 + 4 + 8
+    with pytest.raises(UserError, match="requires the column 'answer', which the data lacks: prompts"):
+        make_trainer(config, ["1 + 1?"] * 4, rewards=[right])

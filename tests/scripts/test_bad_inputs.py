@@ -1,0 +1,759 @@
+"""Bad inputs, by number, and what each gets: one line that names the culprit and the way out, the right exit status,
+no traceback, nothing half-written, and nothing loaded for a fault that can be found without.
+
+Exit status 2: found before the run; 1: a run that had begun and cannot go on; 0: a warning, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from huggingface_hub.errors import RepositoryNotFoundError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import reward_model.train
+import train_grpo
+import train_ppo
+from config import parse_cli
+from rlhf.api import make_trainer
+from rlhf.callbacks import checkpointing
+from rlhf.checkpoints.run_folder import INPUTS_FILE, read_status
+from rlhf.checkpoints.run_record import RunLog
+from rlhf.data.examples import load_examples
+from rlhf.data.splits import question_hash
+from rlhf.rewards.reward_model import METRICS_FILE
+from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.utils import files, hub
+from rlhf.utils.errors import run_command
+from tests.models.test_models import Hub
+from tests.shapes import make_base_model, make_reward_model, smollm2_tokenizer
+
+FORM = re.compile(r"error: .+: .+\. \S.*|and \d+ more")  # what: where. way out
+
+
+class World:
+    """What a row's command is run on: a folder of its own, and makers of what lies there."""
+
+    def __init__(self, folder: Path, start: Path, reward: Path, pairs: Path, monkeypatch: pytest.MonkeyPatch):
+        self.folder, self.start, self.reward, self.pairs = folder, start, reward, pairs
+        self.monkeypatch = monkeypatch
+
+    def write(self, name: str, text: str | bytes) -> Path:
+        path = self.folder / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    def copy_of(self, model: Path) -> Path:
+        return Path(shutil.copytree(model, self.folder / "copy"))
+
+    def files(self) -> dict[Path, bytes]:
+        """Everything that lies there."""
+        return {path: path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
+
+
+Given = str | Callable[[World], Sequence[object]]  # flags, or what makes them
+
+
+@dataclass(frozen=True)
+class Row:
+    number: int
+    words: str
+    given: Given = ""
+    says: str = ""
+    status: int = 2
+    main: Callable[[list[str]], None] = train_ppo.main
+    loads: bool = False  # the fault can be found in the weights alone
+
+    def flags(self, world: World) -> list[str]:
+        given = self.given.split() if isinstance(self.given, str) else self.given(world)
+        return [str(word) for word in [*BASE[self.main](world), *given]]
+
+
+def training(world: World) -> list[object]:
+    return ["--actor-model", world.start, "--rm-model", world.reward, "--allow-weak-reward-model", "--prompts",
+            world.pairs, "--output", world.folder / "run", "--batch-size", 4, "--num-iterations", 2, "--ppo-epochs", 1,
+            "--reply-length", 6, "--prompt-length", 100, "--eval-prompts", 6]  # fmt: skip
+
+
+def reward_training(world: World) -> list[object]:
+    return ["--base-model", world.start, "--actor-model", world.start, "--pairs", world.pairs, "--rm-output",
+            world.folder / "run", "--reply-length", 6]  # fmt: skip
+
+
+def from_python(argv: list[str]) -> None:
+    """A trainer whose evaluation prompts are trained on."""
+    make_trainer(parse_cli(argv), ["a cat?", "a dog?", "a fox?", "a cow?"], evaluation_prompts=["A  cat?", "a hen?"])
+
+
+BASE = {
+    train_ppo.main: training,
+    train_grpo.main: lambda world: [*training(world), "--K", 2, "--batch-size", 2],
+    reward_model.train.main: reward_training,
+    from_python: training,
+}
+
+
+# --- makers of bad inputs --------------------------------------------------------------------------------------------
+
+
+def yaml(text: str) -> Given:
+    return lambda world: ["--config", world.write("a.yaml", text)]
+
+
+def data(*rows: object, flag: str = "--prompts", end: str = "\n") -> Given:
+    """A JSONL file of one good row and these."""
+    good = {"prompt": "fine?", "chosen": "yes", "rejected": "no"}
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in (good, *rows)]
+    return lambda world: [flag, world.write("rows.jsonl", "\n".join(lines) + end)]
+
+
+def pairs(*rows: object) -> Given:
+    return data(*rows, flag="--pairs")
+
+
+def prompts(count: int, repeated: int = 0, words: str = "") -> Given:
+    """Prompts without pairs, some of them again."""
+    rows = [{"prompt": f"question {i % count}{words}"} for i in range(count + repeated)]
+    return lambda world: ["--prompts", world.write("rows.jsonl", "\n".join(map(json.dumps, rows)))]
+
+
+def topics(rare: int) -> Given:
+    """Sixty prompts of one topic, and then a few of another."""
+    rows = [{"prompt": f"question {i}?", "topic": "rare" if i >= 60 else "common"} for i in range(60 + rare)]
+    return lambda world: ["--prompts", world.write("rows.jsonl", "\n".join(map(json.dumps, rows))),
+                          "--steps-per-topic", 2]  # fmt: skip
+
+
+def tokenizer(flag: str, change: Callable, **attributes: object) -> Given:
+    """A model whose tokenizer is changed, and then has `attributes`."""
+
+    def make(world: World) -> list[object]:
+        folder = world.copy_of(world.start if flag == "--actor-model" else world.reward)
+        changed = change(AutoTokenizer.from_pretrained(folder))
+        for name, value in attributes.items():
+            setattr(changed, name, value)
+        changed.save_pretrained(folder)
+        return [flag, folder]
+
+    return make
+
+
+def larger(given):
+    given.add_tokens([f"<extra {i}>" for i in range(9)])
+    return given
+
+
+def without_spare_token(given):
+    given.chat_template += "<|endoftext|>"  # so that the one that is left is in use
+    return given
+
+
+def weights(flag: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Given:
+    """A model whose tensors are changed."""
+
+    def make(world: World) -> list[object]:
+        folder = world.copy_of(world.start if flag == "--actor-model" else world.reward)
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return [flag, folder]
+
+    return make
+
+
+def pickled(world: World) -> list[object]:
+    folder = world.copy_of(world.start)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return ["--actor-model", folder]
+
+
+def with_code(world: World) -> list[object]:
+    folder = world.copy_of(world.start)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "homemade",
+        "auto_map": {"AutoConfig": "home.Config", "AutoModelForCausalLM": "home.Model"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "home.py").write_text("raise SystemExit('this code was run')")
+    return ["--actor-model", folder]
+
+
+def adapter(world: World) -> list[object]:
+    (world.folder / "adapter").mkdir()
+    world.write("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "some/base"}))
+    return ["--actor-model", world.folder / "adapter"]
+
+
+def reward_folder(**changes: object) -> Given:
+    return lambda world: ["--rm-model", make_reward_model(world.folder / "bad", **changes)]
+
+
+def judged_before(world: World) -> list[object]:
+    """A reward model that was trained on all questions."""
+    folder = world.copy_of(world.reward)
+    record = {"accuracy": 0.9, "length_baseline": 0.5, "calibration": {}}
+    record["train_questions"] = [question_hash(e) for e in load_examples(str(world.pairs))]
+    (folder / METRICS_FILE).write_text(json.dumps(record))
+    return ["--rm-model", folder, "--dry-run"]
+
+
+def other_tokenizer(world: World) -> list[object]:
+    folder = world.copy_of(world.reward)
+    other = smollm2_tokenizer(300)
+    other.pad_token = "<|endoftext|>"
+    other.save_pretrained(folder)
+    return ["--rm-model", folder, "--dry-run"]
+
+
+def base_model(*more: object) -> Given:
+    return lambda world: ["--actor-model", make_base_model(world.folder / "base"), *more]
+
+
+def answer(reply: object) -> Given:
+    """The hub's answer is injected: there is none here."""
+
+    def make(world: World) -> list[object]:
+        world.monkeypatch.setattr(hub, "HfApi", lambda: Hub(reply))
+        return ["--actor-model", "someone/model"]
+
+    return make
+
+
+def rule(code: str, *more: object) -> Given:
+    """A reward function f(completions) with these lines."""
+    source = "import time\n\ndef f(completions):\n" + "".join(f"    {line}\n" for line in code.splitlines())
+    return lambda world: ["--rm-model", "none", "--reward-func", f"{world.write('my_rewards.py', source)}:f", *more]
+
+
+def old_card(world: World) -> list[object]:
+    """A card without bfloat16, injected."""
+    world.monkeypatch.setattr("rlhf.models.device.start_device", lambda screen, deterministic: torch.device("cuda"))
+    world.monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    world.monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GTX 1080")
+    return ["--bf16"]
+
+
+def read_only(world: World) -> list[object]:
+    world.monkeypatch.setattr(os, "access", lambda *_: False)  # injected: root may write everywhere
+    return []
+
+
+def windows(world: World) -> list[object]:
+    world.monkeypatch.setattr(files, "LONGEST_PATH", 259)  # injected: what Windows allows
+    return ["--output", world.folder / ("a" * 90) / ("b" * 90)]
+
+
+def output_holds(name: str, finished: bool | None = None) -> Given:
+    """A run's folder, or, where it is neither finished nor not, a folder of something else."""
+
+    def make(world: World) -> list[object]:
+        folder = world.folder / name
+        folder.mkdir()
+        if finished is None:
+            (folder / "thesis.txt").write_text("years of work")
+        else:
+            log = RunLog(folder)
+            log.add(status="finished" if finished else "running")
+        return ["--output", folder]
+
+    return make
+
+
+def output_is_a_file(world: World) -> list[object]:
+    return ["--output", world.write("taken", "words")]
+
+
+def little_space(world: World) -> list[object]:
+    usage = shutil.disk_usage(world.folder)
+    world.monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**20))  # injected
+    return []
+
+
+def full_during_a_save(world: World) -> list[object]:
+    """A file of the second checkpoint is a link to a device that is always full."""
+    really = checkpointing.write_checkpoint
+
+    def write_checkpoint(folder, run, update, keep, write):
+        def fill(beside):
+            if update == 2:
+                (beside / "training.json").symlink_to("/dev/full")
+            write(beside)
+
+        return really(folder, run, update, keep, fill)
+
+    world.monkeypatch.setattr(checkpointing, "write_checkpoint", write_checkpoint)
+    return ["--save-every", 1]
+
+
+def live_run(world: World) -> list[object]:
+    (world.folder / "run").mkdir()
+    world.held = RunLog(world.folder / "run")
+    return []
+
+
+def broken_off(change: Callable[[World, Path], object] = lambda world, run: None, *more: object) -> Given:
+    """A run that ended in its fourth update, with checkpoints of updates 1, 2 and 3; and what is changed then."""
+
+    class Killed(BaseException):
+        """In place of a signal that nobody can catch."""
+
+    def make(world: World) -> list[object]:
+        pairs = world.write("pairs.jsonl", world.pairs.read_text())
+        flags = ["--num-iterations", 4, "--save-every", 1, "--keep", 3, "--prompts", pairs]
+        really = OnPolicyLoop.one_update
+
+        def one_update(trainer, number):
+            if number == 4:
+                raise Killed
+            return really(trainer, number)
+
+        with world.monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(OnPolicyLoop, "one_update", one_update)
+            train_ppo.main([str(word) for word in [*training(world), *flags]])
+        change(world, world.folder / "run")
+        return [*flags, "--resume", *more]
+
+    return make
+
+
+def tear(*updates: int) -> Callable[[World, Path], object]:
+    def change(world: World, run: Path) -> None:
+        for update in updates:
+            file = run / f"checkpoint-{update}" / "training.safetensors"
+            file.write_bytes(file.read_bytes()[:-1])
+
+    return change
+
+
+def other_version(world: World, run: Path) -> None:
+    told = json.loads((run / "run.json").read_text())
+    told["versions"]["peft"] = "0.0.1"
+    (run / "run.json").write_text(json.dumps(told))
+
+
+def other_data(world: World, run: Path) -> None:
+    world.write("pairs.jsonl", world.pairs.read_text().replace("number", "No."))
+
+
+def no_memory(world: World) -> list[object]:
+    """A processor is never out of memory in this way, so it is injected."""
+
+    def gradients(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    world.monkeypatch.setattr(OnPolicyLoop, "gradients", gradients)
+    return ["--micro-batch-size", 1]
+
+
+def installed(name: str, version: str | None) -> Given:
+    """Another version of a library, or none, injected."""
+    real = importlib.metadata.version
+
+    def found(asked: str) -> str:
+        if asked == name and version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version if asked == name else real(asked)
+
+    def make(world: World) -> list[object]:
+        world.monkeypatch.setattr(importlib.metadata, "version", found)
+        return []
+
+    return make
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+GRPO, REWARD_MODEL = train_grpo.main, reward_model.train.main
+NOT_HERE = RepositoryNotFoundError("no", response=SimpleNamespace(headers={}, request=None))
+
+CONFIGURATION = [
+    Row(1, "misspelt flag", "--learning-rat 1",
+        r"unknown flag --learning-rat: command line\. Did you mean --learning-rate\?"),
+    Row(2, "abbreviated flag", "--learning_r 3", r"unknown flag --learning_r: .* Did you mean --learning-rate\?"),
+    Row(3, "text for a number", "--gamma much", r"gamma is 'much': --gamma\. Give a number"),
+    Row(3, "a fraction for a count", "--batch-size 2.5", r"batch_size is '2.5': --batch-size\. Give a whole number"),
+    Row(4, "unknown recipe", "--recipe smolm2-orca", r"unknown recipe 'smolm2-orca': --recipe\. Did you mean smollm2"),
+    Row(5, "unknown YAML key", yaml("ppo:\n  gama: 1\n"), r"unknown key gama: .*a\.yaml:2\. Did you mean gamma\?"),
+    Row(6, "YAML syntax", yaml("gamma: 1\nlam: [1\nb: 2\n"),
+        r"not YAML \(.*\): .*a\.yaml:\d+:\d+\. Correct that line"),
+    Row(7, "YAML missing", "--config nowhere.yaml",
+        r"cannot read the configuration file: nowhere\.yaml \(.*\)\. Check --config"),
+    Row(8, "YAML is a list", yaml("- 1\n- 2\n"),
+        r"not a mapping of names to values: .*a\.yaml:1\. Write lines such as"),
+    Row(9, "a key twice", yaml("gamma: 1\ngamma: 0.5\n"),
+        r"gamma is set twice: .*a\.yaml:2 and .*a\.yaml:1\. Keep one"),
+    Row(10, "learning rate 0", "--learning-rate 0", r"learning_rate is 0: --learning-rate\. It must be above 0"),
+    Row(10, "learning rate below 0", "--learning-rate=-1e-4", r"learning_rate is -1e-4: .*\. It must be above 0"),
+    Row(10, "learning rate NaN", "--learning-rate nan", r"learning_rate is nan: --learning-rate\. It must be above 0"),
+    Row(11, "temperature 0", "--temperature 0", r"temperature is 0: --temperature\. It must be above 0"),
+    Row(12, "negative KL coefficient", "--kl-coef -0.1", r"kl_coef is -0.1: --kl-coef\. It must be at least 0"),
+    Row(13, "negative missing-EOS penalty", "--missing-eos-penalty -1",
+        r"missing_eos_penalty is -1: --missing-eos-penalty\. It must be at least 0"),
+    Row(14, "reply length 0", "--reply-length 0", r"reply_length is 0: --reply-length\. It must be at least 1"),
+    Row(15, "K is 1", "--K 1", r"K is 1: --K\. It must be at least 2", main=GRPO),
+    Row(16, "K replies do not fill minibatches", "--K 3 --batch-size 4 --minibatches 8",
+        r"minibatches 8 does not divide batch_size x K = 12: --minibatches\. Try 6", main=GRPO),
+    Row(17, "minibatches do not divide the batch", "--batch-size 8 --minibatches 3",
+        r"minibatches 3 does not divide batch_size 8: --minibatches\. Try 2"),
+    Row(18, "fewer episodes than a batch", "--episodes 3",
+        r"episodes 3 do not fill one update of 4: --episodes\. Try 4, or a smaller --batch-size"),
+    Row(19, "clip range 1", "--clip-range 1", r"clip_range is 1: --clip-range\. It must be above 0 and below 1"),
+    Row(19, "gamma above 1", "--gamma 1.1", r"gamma is 1.1: --gamma\. It must be at least 0 and at most 1"),
+    Row(19, "lambda below 0", "--lam -0.5", r"lam is -0.5: --lam\. It must be at least 0 and at most 1"),
+    Row(20, "bf16 and fp16", "--bf16 --fp16", r"unknown flag --fp16: .* bfloat16 \(--bf16\) or float32 \(--no-bf16\)"),
+    Row(20, "fp16 in YAML", yaml("fp16: true"),
+        r"unknown key fp16: .*a\.yaml:1\. Precision is bfloat16 \(--bf16\) or"),
+    Row(21, "bf16 on a device without it", old_card, r"no bfloat16 on this card \(GTX 1080\): --bf16\. Leave it out"),
+    Row(22, "LoRA targets match nothing", "--use-lora --lora-targets qproj",
+        r"no module named qproj: --lora-targets, .*\. Did you mean q_proj\? There are down_proj, .*, v_proj"),
+    Row(23, "4-bit without LoRA", "--load-in-4bit",
+        r"4-bit weights cannot be trained: --load-in-4bit\. Add --use-lora"),
+    Row(24, "one weight for two rewards", "--reward-func length_penalty --reward-weights 1",
+        r"1 weights for 2 rewards: --reward-weights\. Give one for each of, in this order: reward model, length_pen"),
+]  # fmt: skip
+
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
+AT_LINE_2 = r".*rows\.jsonl:2, '.+'"  # with an excerpt
+DATA = [
+    Row(25, "file missing", lambda world: ["--prompts", world.write("prompts.jsonl", "{}").with_name("promts.jsonl")],
+        r"data file not found: .*promts\.jsonl\. Did you mean .*prompts\.jsonl\? Give a JSONL file"),
+    Row(26, "empty file", lambda world: ["--prompts", world.write("empty.jsonl", "")],
+        r"no rows: .*empty\.jsonl\. Each line is a JSON object with"),
+    Row(27, "malformed line", data("{oops", {"prompt": "b"}),
+        r"not JSON \(.+\): .*rows\.jsonl:2, '\{oops'\. One JSON object per line$"),
+    Row(27, "a number of 5,000 digits", data(f'{{"prompt": {"1" * 5000}}}'),
+        rf"not JSON \(.+\): {AT_LINE_2}\. One JSON"),
+    Row(27, "twelve malformed lines", data(*["{oops"] * 12), r"rows\.jsonl:6, '\{oops'.*\nand 7 more\n"),
+    Row(28, "last line cut off", data('{"prompt": "is it', end=""),
+        rf"not JSON \(Unterminated string.*\): {AT_LINE_2}\. One JSON object per line\. Was the file cut off there\?"),
+    Row(29, "not UTF-8", lambda world: ["--prompts", world.write("latin.jsonl", b'{"prompt": "caf\xe9"}')],
+        r"not UTF-8: .*latin\.jsonl, byte 15\. Save the file as UTF-8"),
+    Row(30, "no prompt column", data({"text": "a"}),
+        rf"no prompt: {AT_LINE_2}, columns \['text'\]\. A row has \"question\""),
+    Row(30, "no topic in some rows",
+        lambda world: [*data({"prompt": "a", "topic": " "})(world), "--steps-per-topic", 2],
+        r"no topic: .*rows\.jsonl:1, '.+', columns \['chosen', 'prompt', 'rejected'\]\. Give every row one, "
+        r"or leave out --steps-per-topic\n.*no topic: .*rows\.jsonl:2, '.+', columns \['prompt', 'topic'\]"),
+    Row(30, "a topic of fewer prompts than a batch", lambda world: [*topics(2)(world), "--dry-run"],
+        r"warning: 1 topics have fewer prompts than a batch of 4 \(rare [12]\): --steps-per-topic\. Some will stand",
+        status=0),
+    Row(30, "a topic that the split leaves nothing of",
+        lambda world: [*topics(2)(world), "--max-prompts", 30, "--dry-run"],
+        r"warning: no prompt left to train on of 1 topics \(rare\): .*rows\.jsonl\. Give more rows of them, another",
+        status=0),
+    Row(31, "prompt misspelt in some rows", data({"promt": "a", "chosen": "b", "rejected": "c"}),
+        rf"unknown column 'promt': {AT_LINE_2}\. Did you mean 'prompt', as in other rows\?"),
+    Row(31, "chosen misspelt in some rows", pairs({"prompt": "a", "choosen": "b", "rejected": "c"}),
+        rf"unknown column 'choosen': {AT_LINE_2}\. Did you mean 'chosen', as in other rows\?", main=REWARD_MODEL),
+    Row(32, "null prompt", data({"prompt": None}), rf"prompt is null, not text: {AT_LINE_2}\. Correct or remove that"),
+    Row(33, "prompt is a number", data({"prompt": 7}),
+        rf"prompt is 7, not text: {AT_LINE_2}\. Correct or remove that"),
+    Row(33, "prompt is NaN", data('{"prompt": NaN}'), rf"prompt is NaN, not text: {AT_LINE_2}\. Correct or remove"),
+    Row(34, "empty prompt", data({"prompt": "  "}), rf"prompt is empty: {AT_LINE_2}\. Correct or remove that row"),
+    Row(35, "prompts longer than the context",
+        lambda world: [*prompts(40, words=" and so on" * 200)(world), "--prompt-length", 5000],
+        r"(\d+) of \1 prompts are longer than the start model's context of 512 tokens, the longest prompt of \d{3,}: "
+        r"--prompts .*\. Try --prompt-length 506 \(longer ones are left out\)"),
+    Row(36, "prompt and reply longer than the context", "--reply-length 490",
+        r"\d+ of \d+ prompts, with --reply-length 490 are longer than the start model's context of 512 tokens, the "
+        r"longest prompt of \d+: --prompts .*\. Try --reply-length \d+ or --prompt-length 22 \(longer"),
+    Row(37, "fewer prompts than a batch", "--max-prompts 3",
+        r"3 prompts to train on, fewer than a batch of 4: --prompts .*\. Give more .*, or a smaller --batch-size"),
+    Row(37, "fewer prompts than GRPO's batch", "--max-prompts 1",
+        r"1 prompts to train on, fewer than a batch of 2: --prompts .*\. Give more .*, or a smaller", main=GRPO),
+    Row(38, "chosen equals rejected", pairs({"prompt": "a", "chosen": "b", "rejected": "b"}),
+        rf"chosen equals rejected: {AT_LINE_2}\. Correct or remove that row", main=REWARD_MODEL),
+    Row(39, "rejected missing", pairs({"prompt": "a", "chosen": "b"}),
+        rf"no 'rejected': {AT_LINE_2}, columns \['chosen', 'prompt'\]\. A pair has both replies", main=REWARD_MODEL),
+    Row(39, "chosen and rejected missing", pairs({"prompt": "a"}),
+        rf"no \"chosen\" and \"rejected\": {AT_LINE_2}, columns \['prompt'\]\. A reward model", main=REWARD_MODEL),
+    Row(40, "unknown chat role", data({"messages": [{"role": "robot", "content": "a"}]}),
+        rf"unknown chat role 'robot': {AT_LINE_2}\. Roles are system, user, assistant, tool"),
+    Row(41, "chats without a chat template", base_model(),
+        r"no chat template, and \d+ prompts are chats of several messages: --prompts .*, start model .*base\. Give"),
+    Row(41, "a chat template that refuses a chat",
+        tokenizer("--actor-model", lambda given: given, chat_template=NO_SYSTEM),
+        r"the chat template refuses it \(no system messages\): a prompt of system, user, '.*'\. Give chats as"),
+    Row(41, "plain prompts without a chat template",
+        lambda world: [*base_model("--dry-run")(world), *prompts(60)(world)],
+        r"base has no chat template: the model reads prompts as plain text", status=0),
+    Row(42, "evaluation prompts also trained on", "",
+        r"warning: 1 of the 2 evaluation prompts are trained on, too: .*\. Give others", status=0, main=from_python),
+    Row(42, "the reward model was trained on them", judged_before,
+        r"warning: the reward model was trained on 6 of the 6 evaluation prompts' questions\. Give both commands",
+        status=0),
+    Row(43, "over 5% duplicates", lambda world: [*prompts(60, repeated=10)(world), "--dry-run"],
+        r"warning: 10 of 70 rows repeat another: .*rows\.jsonl\. Remove them", status=0),
+    Row(44, "NUL", data({"prompt": "a\0b"}), rf"prompt holds a NUL character \(character 2\): {AT_LINE_2}\. Correct"),
+    Row(44, "a lone surrogate", data({"prompt": "a?", "chosen": "b", "rejected": "\ud800"}),
+        rf"rejected holds a lone surrogate \(character 1\): {AT_LINE_2}\. Correct or remove that row"),
+]  # fmt: skip
+
+MODELS = [
+    Row(45, "not found", answer(NOT_HERE),
+        r"model not found: someone/model, neither a folder here nor on the hub\. Check the name, or use --actor"),
+    Row(45, "gated", answer("manual"),
+        r"model is gated: someone/model\. Accept its terms on the hub and run `hf auth"),
+    Row(45, "offline", "--actor-model someone/model",
+        r"model cannot be fetched: someone/model \(not on this disk, and .*offline.*\)\. Go online, or use"),
+    Row(46, "a LoRA folder as a full model", adapter,
+        r"an adapter, not a whole model: --actor-model .*adapter\. Merge it into its base \(some/base\): peft\.Auto"),
+    Row(47, "tokenizer larger than the policy", tokenizer("--actor-model", larger),
+        r"tokenizer of \d+ tokens, model of \d+ embeddings: .*copy\. Give them as one folder"),
+    Row(48, "tokenizer larger than the reward model", tokenizer("--rm-model", larger),
+        r"tokenizer of \d+ tokens, model of \d+ embeddings: .*copy\. Give them as one folder"),
+    Row(49, "tokenizers differ", other_tokenizer,
+        r"warning: the reward model's tokenizer is not the start model's: --rm-model .*\. Replies reach it as text, "
+        r"encoded again", status=0),
+    Row(50, "reward model with 2 outputs", reward_folder(outputs=2),
+        r"2 outputs per reply, a reward model has exactly one: --rm-model .*\. Train one with", main=GRPO),
+    Row(51, "reward head freshly initialised", weights("--rm-model", lambda tensors: tensors.pop("score.weight")),
+        r"no trained score head \(score\.weight is missing\): .*\. Train one with", loads=True),
+    Row(52, "reward model without pad", reward_folder(pad=None),
+        r"no pad token, .*: --rm-model .*\. Set pad_token_id in its config\.json to a token other than EOS"),
+    Row(53, "no pad token", tokenizer("--actor-model", without_spare_token, pad_token=None),
+        r"no pad token other than EOS, and no spare special token: tokenizer of .*\. Name a token that no text needs"),
+    Row(54, "pad equals EOS", tokenizer("--actor-model", without_spare_token, pad_token="<|im_end|>"),
+        r"no pad token other than EOS, and no spare special token: tokenizer of .*\. Name a token that no text needs"),
+    Row(55, "no EOS", tokenizer("--actor-model", lambda given: given, eos_token=None),
+        r"no EOS token: tokenizer of .*\. Set eos_token in its tokenizer_config\.json"),
+    Row(56, "reward model is a causal LM", lambda world: ["--rm-model", world.start],
+        r"a language model \(LlamaForCausalLM\), not a reward model: --rm-model .*\. Train one with"),
+    Row(57, "policy's weights with NaN",
+        weights("--actor-model", lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3].fill_(float("nan"))),
+        r"NaN or infinity in model\.layers\.1\.mlp\.up_proj\.weight: weights of .*\. Take an earlier", loads=True),
+    Row(57, "reward model's weights with infinity",
+        weights("--rm-model", lambda tensors: tensors["score.weight"][0, 1:3].fill_(float("inf"))),
+        r"NaN or infinity in score\.weight: weights of .*\. Take an earlier checkpoint of it", loads=True),
+    Row(58, "pickled weights only", pickled,
+        r"cannot be loaded: .*copy \(.*safetensors.*\)\. Give a whole model folder with safetensors", loads=True),
+    Row(59, "needs code of its own", with_code,
+        r"needs code that comes with it, and such code is never run here: .*copy\. Give a model whose architecture"),
+]  # fmt: skip
+
+KEPT = r"\. Fix it; what it was given is in .*failed_inputs\.json$"
+REWARDS = [
+    Row(60, "NaN", rule("return [0.0] * (len(completions) - 1) + [float('nan')]"),
+        rf"score nan is not a finite number: reward function f, reply '.*'{KEPT}", status=1),
+    Row(60, "NaN under GRPO", rule("return [float('nan')] * len(completions)"),
+        rf"score nan is not a finite number: reward function f, reply '.*'{KEPT}", status=1, main=GRPO),
+    Row(61, "infinity", rule("return [float('-inf')] * len(completions)"),
+        rf"score -inf is not a finite number: reward function f, reply '.*'{KEPT}", status=1),
+    Row(61, "1e38", rule("return [1e38] * len(completions)"),
+        rf"score 1e\+38 is beyond 1e\+09, too large to learn from: reward function f, reply '.*'{KEPT}", status=1),
+    Row(62, "all None", rule("return [None] * len(completions)"),
+        rf"score None is not a finite number: reward function f, reply '.*'{KEPT}", status=1),
+    Row(63, "text", rule("return 'good'"),
+        r"6 replies, but it gave \['g', 'o', 'o', 'd'\]: reward function f, first reply '.*'\. One", status=1),
+    Row(63, "a scalar", rule("return 1.0"), r"6 replies, but it gave 1\.0: reward function f, first reply", status=1),
+    Row(63, "nothing", rule("return None"), r"6 replies, but it gave None: reward function f, first reply", status=1),
+    Row(64, "wrong count", rule("return [1.0] * 4"),
+        r"6 replies, but it gave \[1\.0, 1\.0, 1\.0, 1\.0\]: reward function f, first reply '.*'\. One", status=1),
+    Row(65, "raises", rule("return [1 / (len(c) - len(c)) for c in completions]"),
+        r"^error: my_rewards\.py:4 `return \[1 / \(len\(c\) - len\(c\)\) for c in completions\]` raised "
+        rf"ZeroDivisionError: .*: reward function f, reply '.*'{KEPT}", status=1),
+    Row(65, "raises inside a library", rule("import json\nreturn [json.loads('\\n{') for c in completions]"),
+        rf"^error: my_rewards\.py:5 `return .*` raised JSONDecodeError: .*: reward function f, reply '.*'{KEPT}",
+        status=1),
+    Row(66, "hangs", rule("time.sleep(20)", "--reward-timeout", 0.1),
+        r"no answer in 0\.1 s: reward function f, 6 replies, of which the first is '.*'\. Fix it, or raise "
+        r"--reward-timeout; what it was given is in .*failed_inputs\.json$", status=1),
+    Row(67, "the same for the whole run", rule("return [1.0] * len(completions)"),
+        r"warning: every reply of 2 updates scored 1: 1 x f\. There is nothing to learn from it", status=0),
+]  # fmt: skip
+
+DISK_AND_ENVIRONMENT = [
+    Row(68, "read-only output", read_only,
+        r"cannot write there: --output .*run \(.* is read-only\)\. Name another with"),
+    Row(69, "too little space for the checkpoints", little_space,
+        r"0\.00 GiB free in .*, 0\.00 GiB needed by 3 checkpoints, best/ and the final weights: free disk\. Free some",
+        loads=True),
+    Row(70, "full during a save", full_during_a_save,
+        r"the checkpoint of update 2 could not be saved \(.*No space left.*\): .*run; "
+        r"the newest checkpoint is checkpoint-1\. Make room there\. Resume with: python train_ppo\.py --resume --out",
+        status=1),
+    Row(71, "output in use by a live run", live_run,
+        rf"in use by a live run \(process {os.getpid()}, since 20.*\): --output .*run\. Stop that one, or name"),
+    Row(72, "output holds a finished run", output_holds("mine", finished=True),
+        r"a finished run is there: --output .*mine\. Add --overwrite to replace it, or name another folder with"),
+    Row(72, "output holds an unfinished run", output_holds("mine", finished=False),
+        r"an unfinished run is there: --output .*mine\. Add --resume to go on with it, or --overwrite to"),
+    Row(72, "output holds something else", output_holds("mine"),
+        r"holds files of something else \(no run\.json\): --output .*mine\. Name another with --output"),
+    Row(73, "newest checkpoint torn", broken_off(tear(3)),
+        r"warning: skipped a checkpoint that is not sound: checkpoint-3: training\.safetensors has [\d,]+ bytes, not "
+        r"[\d,]+; checkpoint-2 is used", status=0),
+    Row(74, "no sound checkpoint", broken_off(tear(1, 2, 3)),
+        r"no sound checkpoint: --output .*run, checkpoint-1: training\.safetensors has .*\. Add --over.*"
+        r"\n.*checkpoint-2.*\n.*checkpoint-3"),
+    Row(75, "settings changed on resume", broken_off(lambda *_: None, "--learning-rate", 0.5, "--gamma", 0.5),
+        r"not the run that was begun: --resume, gamma was 1\.0, is 0\.5\. Take that back, or add --resume-anyway\n"
+        r"error: not the run that was begun: --resume, learning_rate was .*, is 0\.5\. Take that back, or add"),
+    Row(75, "data changed on resume", broken_off(other_data),
+        r"not the run that was begun: --resume, train_sha256 was .*, is .*\. Take that back, or add", loads=True),
+    Row(75, "versions changed on resume", broken_off(other_version),
+        r"not the run that was begun: --resume, peft was 0\.0\.1, is .*\. Take that back, or add --resume-anyway"),
+    Row(76, "output is a file", output_is_a_file,
+        r"cannot be a folder: --output .*taken \(.*taken is a file\)\. Name another with --output"),
+    Row(76, "output is too long for Windows", windows,
+        r"too long a path \(\d+ .* 259 .*\): --output .*\. Name a short"),
+    Row(76, "a name is too long", lambda world: ["--output", world.folder / ("a" * 300)],
+        r"too long a path \(.* 255 for a name\): --output .*\. Name a shorter one with --output"),
+    Row(77, "out of memory", no_memory,
+        r"out of memory with one reply at a time: the backward pass \(CUDA out of memory\..*\)\. What would help "
+        r"most: (--[a-z0-9 -]+ \(about \d+\.\d\d GiB less\)(, )?){3}$", status=1),
+    Row(78, "another trl", installed("trl", "1.13.0"),
+        r'another trl \(1\.13\.0\): requirements\.txt\. PPO needs this one: pip install "trl==1\.12\.0"$'),
+    Row(78, "requests missing", installed("requests", None),
+        r'requests is not installed: requirements\.txt\. Install it with: pip install "requests==2\.34\.2"$'),
+    Row(78, "trl missing for the reward model", installed("trl", None),
+        r'trl is not installed: requirements\.txt\. Install it with: pip install "trl==1\.12\.0"$', main=REWARD_MODEL),
+]  # fmt: skip
+
+
+def template(text: str) -> Given:
+    """A start model whose chat template is this."""
+
+    def make(world: World) -> list[object]:
+        model = world.copy_of(world.start)
+        (model / "chat_template.jinja").write_text(text)
+        return ["--actor-model", model]
+
+    return make
+
+
+def link(target: str) -> Given:
+    """An output folder that is a link."""
+
+    def make(world: World) -> list[object]:
+        (world.folder / "linked").symlink_to(target)
+        return ["--output", world.folder / "linked"]
+
+    return make
+
+
+def circle(flag: str) -> Given:
+    def make(world: World) -> list[object]:
+        (world.folder / "circle").symlink_to("circle")
+        return [flag, world.folder / "circle"]
+
+    return make
+
+
+def file(name: str, content: str | bytes) -> Given:
+    return lambda world: ["--prompts", world.write(name, content)]
+
+
+def folder_of_data(world: World) -> list[object]:
+    (world.folder / "saved").mkdir()
+    return ["--prompts", world.folder / "saved"]
+
+
+TEMPLATE_FAILS = r"the chat template fails, {} \(.*\): a prompt of .*Give chats as the start model's template wants"
+REVIEWED = [
+    Row(79, "a template that divides by zero", template("{{ 1/0 }}"), TEMPLATE_FAILS.format("ZeroDivisionError")),
+    Row(79, "a template that counts too far", template("{{ range(10000000)|list }}"),
+        TEMPLATE_FAILS.format("OverflowError")),
+    Row(79, "a template that adds text and number", template("{{ messages[0]['content'] + 1 }}"),
+        TEMPLATE_FAILS.format("TypeError")),
+    Row(80, "output is a link in a circle", link("linked"),
+        r"a link that leads nowhere: --output .*linked.*Remove it"),
+    Row(80, "output is a link to nothing", link("nowhere"),
+        r"a link that leads nowhere: --output .*linked.*Remove it"),
+    Row(80, "data is a link in a circle", circle("--prompts"), r"not a usable path \(.*\): .*circle\. Name another"),
+    Row(80, "the start model is a link in a circle", circle("--actor-model"), r"not a usable path \(.*circle.*\): "),
+    Row(80, "nobody's home", "--actor-model ~nobody_here/model", r"not a usable path \(.*\): ~nobody_here/model\. Na"),
+    Row(81, "a name that is not UTF-8", lambda world: ["--output", f"{world.folder}/\udcff"],
+        r"not valid text: command line, '.*\\udcff'\. Name files with"),
+    Row(82, "a seed that numpy does not take", "--seed 1e30",
+        r"seed is 1e30: --seed\. It must be at least 0 and at most 4,294,967,295"),
+    Row(82, "a seed that a float rounds", "--seed 9007199254740993",
+        r"seed is 9007199254740993: --seed\. It must be at"),
+    Row(82, "a seed among several", "--seeds 1 4294967296",
+        r"seeds is 4294967296: --seeds\. It must be at least 0 and"),
+    Row(83, "updates without end", "--num-iterations 1e18",
+        r"num_iterations is 1e18: --num-iterations\. It must be at least 1 and at most 10,000,000"),
+    Row(83, "episodes without end", "--episodes 1e9 --batch-size 1",
+        r"episodes 1000000000 are more than 10,000,000 upd"),
+    Row(83, "a batch without end", "--batch-size 1e12",
+        r"batch_size is 1e12: --batch-size\. It must be at most 1,000,0"),
+    Row(84, "an alpha beyond float32", "--use-lora --lora-alpha 1e308",
+        r"lora_alpha is 1e308: --lora-alpha\. It must be above 0 and at most 1,?e?"),
+    Row(85, "a CSV file", file("a.csv", "prompt,answer\na,b\n"),
+        r"a CSV file, not JSONL: .*a\.csv:1\. Convert it to a"),
+    Row(85, "a Parquet file", file("a.jsonl", b"PAR1\x15\x04"),
+        r"a Parquet file, not JSONL: .*a\.jsonl:1\. Convert it"),
+    Row(85, "a JSON array", file("a.json", '[\n{"prompt": "a"}\n]'),
+        r"a JSON array, not JSONL: .*a\.json:1\. Convert"),
+    Row(85, "a folder of data", folder_of_data, r"a folder, not a data file: .*saved\. Give a JSONL file or a hub"),
+    Row(86, "many bad rows", data(*['{"prompt": ""}'] * 9), r"(error: prompt is empty: .*\n){5}and 4 more$"),
+    Row(87, "names of other trainers", "--lr 1 --beta 1 --report-to none --warmup-ratio 0.1",
+        r"unknown flag --lr: command line\. Did you mean --learning-rate\?\n"
+        r"error: unknown flag --beta: command line\. Did you mean --kl-coef\?\n"
+        r"error: unknown flag --report-to: command line\. --help lists them all\.\n"
+        r"error: unknown flag --warmup-ratio: command line\. --help lists them all\."),
+]  # fmt: skip
+
+ROWS = [*CONFIGURATION, *DATA, *MODELS, *REWARDS, *DISK_AND_ENVIRONMENT, *REVIEWED]
+
+
+# --- what is asked of every row --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world(tmp_path, start_model, reward_folder, pairs_file, monkeypatch) -> World:
+    return World(tmp_path, start_model, reward_folder, pairs_file, monkeypatch)
+
+
+def refuse_loading(monkeypatch) -> None:
+    for kind in (AutoModelForCausalLM, AutoModelForSequenceClassification):
+        monkeypatch.setattr(kind, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded first"))
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=f"{row.number} {row.words}") for row in ROWS])
+def test_a_bad_input_gets_one_line_and_the_way_out(row, world, capsys):
+    argv = row.flags(world)
+    if row.status == 2 and not row.loads:
+        refuse_loading(world.monkeypatch)
+    before = world.files()
+    capsys.readouterr()
+    status = 0
+    try:
+        run_command(lambda: row.main(argv))
+    except SystemExit as ended:
+        status = ended.code
+    said = capsys.readouterr()
+    assert status == row.status, said.err
+    assert "Traceback" not in said.out + said.err
+    if status == 0:
+        assert re.search(row.says, said.out), said.out
+        assert said.err == ""
+        return
+    assert re.search(row.says, said.err, flags=re.MULTILINE), said.err
+    assert all(FORM.fullmatch(line) for line in said.err.splitlines()), said.err
+    if status == 2:
+        assert world.files() == before, "nothing is written"
+        return
+    assert read_status(world.folder / "run") == "failed"
+    if row in REWARDS:
+        kept = json.loads((world.folder / "run" / INPUTS_FILE).read_text(encoding="utf-8"))
+        assert len(kept["completions"]) == len(kept["messages"]) == 6, "what the function was given"
+
+
+def test_every_number_has_a_row():
+    assert {row.number for row in ROWS} == set(range(1, 88))
+    assert all(row.says for row in ROWS)
+    assert len({(row.number, row.words) for row in ROWS}) == len(ROWS)

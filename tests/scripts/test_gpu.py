@@ -1,0 +1,134 @@
+"""Tests that only a GPU can run: kernels against the CPU's numbers, whole runs, determinism, predicted memory.
+
+`python -m pytest -m gpu` selects these and the GPU tests of other files.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from subprocess import STDOUT, Popen
+
+import psutil
+import pytest
+import torch
+from torch.testing import assert_close
+
+from config import SamplingSettings
+from rlhf.models.actor_critic import Actor
+from rlhf.models.determinism import parallel_scan
+from rlhf.rollout.engine import sample_replies
+from rlhf.rollout.sampling import draw, nucleus_of, uniforms
+from rlhf.utils.errors import Notice
+from tests.gpu_runs import GROUPS, LOOKS, RUNS
+from tests.kills import differing
+from tests.rollout.test_engine import EOS, make_eos_likely, model, prompts  # noqa: F401  (a fixture among them)
+from tests.scripts.test_scripts import ROOT
+
+pytestmark = pytest.mark.gpu
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["plain", "slots", "graph"])
+def test_an_engine_samples_the_tokens_of_the_cpu(model, engine):  # noqa: F811
+    """Float32 on both: a token differs only if a random number falls between two roundings."""
+    make_eos_likely(model)
+    noise, sampling = uniforms(1, 2, "rollout", range(9), 40), SamplingSettings(40, 1.0, 0, 0.9)
+
+    def rows(policy, device, engine):
+        return sample_replies(
+            policy, prompts(), noise, sampling, eos=EOS, pad=0, device=device, engine=engine, slots=3
+        ).rows()
+
+    expected = rows(model, CPU, "plain")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Notice)  # a graph that cannot be captured falls back to slots with a Notice
+        assert rows(copy.deepcopy(model).to(GPU), GPU, engine) == expected
+
+
+def test_log_probs_are_those_of_the_cpu(model):  # noqa: F811
+    noise, sampling = uniforms(1, 2, "rollout", range(9), 20), SamplingSettings(20, 1.0)
+    found = {}
+    for device in (CPU, GPU):
+        policy = copy.deepcopy(model).to(device)
+        replies = sample_replies(policy, prompts(), noise, sampling, eos=EOS, pad=0, device=device)
+        rows = range(len(replies.mask))
+        for packed in (True, False):
+            with torch.no_grad():
+                logprobs, _, _ = Actor(policy)(replies.passage(rows, packed), 1.0)
+            found[device.type, packed] = logprobs.cpu()
+    for key, logprobs in found.items():
+        assert_close(logprobs, found["cpu", False], rtol=1e-4, atol=1e-4, msg=lambda said, key=key: f"{key}: {said}")
+
+
+def test_sampling_of_large_vocabularies_agrees_with_the_cpu():
+    logits = torch.randn(64, 49_152, generator=torch.Generator().manual_seed(0)) * 3
+    uniform = torch.rand(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert torch.equal(draw(logits.to(GPU), uniform.to(GPU)).cpu(), draw(logits, uniform))
+    probabilities = logits.double().softmax(-1)
+    assert_close(parallel_scan(probabilities.to(GPU)).cpu(), probabilities.cumsum(-1))
+    allowed, expected = nucleus_of(logits.to(GPU), 50, 0.9).cpu(), nucleus_of(logits, 50, 0.9)
+    assert (allowed != expected).sum() <= 64, "at most one token per row, at the edge of the nucleus"
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def gpu_runs(start_model, reward_folder, pairs_file, made_once) -> Path:
+    """The folder of all runs. Their process is started once for all workers, and runs on beside the tests."""
+    return made_once("gpu_runs", partial(start_runs, start_model, reward_folder, pairs_file))
+
+
+def start_runs(start_model: Path, reward_folder: Path, pairs_file: Path, folder: Path) -> None:
+    words = ["-m", "tests.gpu_runs", *map(str, (folder, start_model, reward_folder, pairs_file))]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "ACCELERATE_USE_CPU": "false"}
+    with (folder / "log").open("w", encoding="utf-8") as printed:
+        process = Popen([sys.executable, *words], cwd=ROOT, env=environment, stdout=printed, stderr=STDOUT)
+    (folder / "pid").write_text(str(process.pid), encoding="utf-8")
+
+
+def result(folder: Path, name: str) -> dict:
+    """The status and output of one run, when it has ended."""
+    file, pid = folder / "results" / f"{name}.json", int((folder / "pid").read_text(encoding="utf-8"))
+    while not file.exists():
+        alive = psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        assert alive or file.exists(), (folder / "log").read_text(encoding="utf-8")[-3000:]
+        time.sleep(0.2)
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_on_the_gpu(gpu_runs, name):
+    ended = result(gpu_runs, name)
+    assert ended["status"] == 0, ended["output"]
+    capable = torch.cuda.is_bf16_supported(including_emulation=False)
+    expected = f"cuda, {'bfloat16 autocast' if capable else 'float32'}"
+    assert expected in ended["output"].replace("cuda:0", "cuda") and "update 2/2" in ended["output"]
+    assert "no CUDA graph" not in ended["output"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_run_is_looked_at_on_the_gpu(gpu_runs, look, name):
+    ended = result(gpu_runs, f"{look}_{name}")
+    assert ended["status"] == 0, ended["output"]
+
+
+@pytest.mark.parametrize("algorithm", GROUPS)
+def test_deterministic_runs_of_one_seed_give_the_same_bits(gpu_runs, algorithm):
+    """An operator that prevents it stops the run, and its name is in what the run printed."""
+    names = [f"{algorithm}_same_{number}" for number in (1, 2)]
+    for name in names:
+        ended = result(gpu_runs, name)
+        assert ended["status"] == 0, ended["output"]
+    assert differing(*(gpu_runs / name for name in names)) == []

@@ -1,0 +1,463 @@
+"""The five reference systems' own kinds of command, with tiny models in the places of theirs: a section each."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.image import imread
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import evaluate_generations
+import plot_training_progress
+import reward_model.train
+import train_grpo
+import train_ppo
+from config import LENGTHS, Config, make_config, parse_cli
+from recipes import RECIPES
+from rlhf.algorithms.kl_control import kl_controller
+from rlhf.analysis.curves import read_curves
+from rlhf.api import make_trainer
+from rlhf.checkpoints.run_folder import read_run
+from rlhf.checkpoints.token_record import read_tokens, recorded_updates
+from rlhf.data.chat_template import encode_prompt
+from rlhf.rewards.functions import find_rule
+from rlhf.rewards.reward_model import METRICS_FILE
+from rlhf.settings.fields import knobs_of
+from rlhf.utils.errors import UserError
+from tests.shapes import make_base_model, make_reward_model, make_start_model
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--num-iterations", "3", "--reply-length", "6", "--eval-prompts", "6"]  # nothing but size
+
+
+def value(config: Config, name: str) -> object:
+    return getattr(getattr(config, knobs_of(Config)[name].group), name)
+
+
+def values(config: Config, names) -> dict[str, object]:
+    return {name: value(config, name) for name in names}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_names_what_its_source_leaves_open(recipe):
+    named = {"reply_length", "prompt_length", "minibatches", "save_every"}
+    assert named <= RECIPES[recipe]["training"].keys()
+
+
+# --- seed_001: SmolLM2-135M on orca pairs, the default recipe --------------------------------------------------------
+
+
+@pytest.fixture
+def orca(tmp_path, pairs_file, monkeypatch) -> Path:
+    """A folder where the recipe's hub names are folders and files."""
+    monkeypatch.chdir(tmp_path)
+    make_start_model(tmp_path / "HuggingFaceTB" / "smollm2-135M-SFT-Only")
+    (tmp_path / "Intel").mkdir()
+    shutil.copy(pairs_file, tmp_path / "Intel" / "orca_dpo_pairs")
+    return tmp_path
+
+
+def test_seed_001s_walk(orca, capsys):
+    """Reward model, PPO whole and with LoRA, GRPO, evaluation, curves: each with nothing but its size named."""
+    reward_model.train.main(["--reply-length", "6"])
+    record = orca / "reward_model_output" / METRICS_FILE
+    record.write_text(json.dumps({**json.loads(record.read_text()), "accuracy": 0.95}))  # random weights learn little
+    train_ppo.main(SMALL)
+    run, output = read_run(orca / "ppo_training_output"), orca / "ppo_training_output"
+    AutoModelForCausalLM.from_pretrained(output)
+    AutoTokenizer.from_pretrained(output)
+    assert (output / "config.json").is_file() and (output / "checkpoint-3").is_dir()
+    scalars = read_curves(output).scalars
+    assert {"loss", "rewards/mean", "kl_divergence", "learning_rate", "advantage/mean"} <= scalars.keys()
+    assert run["status"] == "finished" and run["settings"]["recipe"] == "smollm2-orca"
+
+    train_ppo.main(["--use-lora", *SMALL])
+    assert "moved the finished run" in capsys.readouterr().out
+    assert (output / "adapter_model.safetensors").is_file() and not (output / "model.safetensors").exists()
+    train_grpo.main([*SMALL, "--batch-size", "2"])
+
+    evaluate_generations.main(["--model-path", "./ppo_training_output", "--num-prompts", "5"])
+    report = json.loads((orca / "evaluation_output" / "evaluation.json").read_text(encoding="utf-8"))
+    of_the_run = [prompt["sides"][1]["completions"] for prompt in report["prompts"]]
+    assert len(of_the_run) == 5 and all(len(completions) == 4 for completions in of_the_run)
+    assert {one["label"] for completions in of_the_run for one in completions} == {"BEST", "MEDIUM", "WORST"}
+    assert all(one["text"] is not None and one["score"] is not None for one in of_the_run[0])
+    assert {"score", "score_of_best", "score_of_worst"} <= report["models"][0]["figures"].keys()
+
+    plot_training_progress.main([])
+    assert imread(orca / "training_progress.png").shape[1] == 1500
+    assert (orca / "training_progress.csv").read_text().splitlines()[0].startswith("run,algorithm,seed,update")
+
+
+SEED_001 = """
+per_device_train_batch_size: 4
+mini_batch_size: 2
+gradient_accumulation_steps: 2
+ppo_epochs: 4
+init_kl_coef: 0.05
+target: 6.0
+gamma: 1.0
+lam: 0.95
+temperature: 0.7
+top_p: 0.9
+max_new_tokens: 128
+gradient_checkpointing: true
+bf16: false
+save_total_limit: 1
+use_lora: true
+r: 16
+lora_alpha: 32
+target_modules: [q_proj, k_proj, v_proj, o_proj]
+"""
+
+
+def test_what_seed_001s_configuration_names_is_a_knob_of_that_meaning(tmp_path):
+    (tmp_path / "a.yaml").write_text(SEED_001)
+    config = parse_cli(["--config", str(tmp_path / "a.yaml")])
+    expected = {
+        "batch_size": 4, "ppo_epochs": 4, "kl_coef": 0.05, "gamma": 1.0, "lam": 0.95, "temperature": 0.7,
+        "top_p": 0.9, "reply_length": 128, "gradient_checkpointing": True, "bf16": False, "keep": 1, "use_lora": True,
+        "lora_r": 16, "lora_alpha": 32, "lora_targets": ("q_proj", "k_proj", "v_proj", "o_proj"),
+        "micro_batch_size": 2, "minibatches": 1,
+    }  # fmt: skip
+    assert values(config, expected) == expected
+    assert [str(t) for t in config.kl.targets] == ["6/sequence"] and config.kl.kl_schedule == "adaptive"
+
+
+# words -> optimizer steps a pass, episodes of a forward pass, of 8 episodes; as in TRL's first PPO, whose names they
+# are: an optimizer step is on mini_batch_size x gradient_accumulation_steps episodes, mini_batch_size at a time
+ACCUMULATION = {
+    "--mini-batch-size 2 --gradient-accumulation-steps 4": (1, 2),
+    "--mini-batch-size 2 --gradient-accumulation-steps 2": (2, 2),
+    "--mini-batch-size 2": (4, 2),
+    "--gradient-accumulation-steps 4": (1, 2),
+    "--micro-batch-size 2": (1, 2),
+    "--minibatches 2 --micro-batch-size 1": (2, 1),
+}
+
+
+@pytest.mark.parametrize("words", ACCUMULATION)
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_accumulation_in_seed_001s_words(words, algorithm):
+    size = ["--batch-size", "8"] if algorithm == "ppo" else ["--batch-size", "2", "--K", "4"]
+    config = parse_cli([*size, *words.split()], algorithm)
+    assert (config.batch.minibatches, config.batch.micro_batch_size) == ACCUMULATION[words]
+    assert config.batch.gradient_accumulation_steps is None, "what is stored is said in one way"
+
+
+def test_accumulation_is_said_once(tmp_path):
+    (tmp_path / "a.yaml").write_text("batch_size: 8\nmini_batch_size: 2\nminibatches: 1\n")
+    with pytest.raises(UserError, match=r"gradient_accumulation_steps say one thing twice: .*a.yaml:3"):
+        parse_cli(["--config", str(tmp_path / "a.yaml")])
+    (tmp_path / "a.yaml").write_text("batch_size: 8\nmini_batch_size: 2\n")
+    later = parse_cli(["--config", str(tmp_path / "a.yaml"), "--minibatches", "2"])
+    assert (later.batch.minibatches, later.batch.micro_batch_size) == (2, 2), "the later layer wins"
+    with pytest.raises(UserError, match=r"3 episodes \(--micro-batch-size\) x 1 micro-batches .* do not divide"):
+        parse_cli(["--mini-batch-size", "3"])
+    with pytest.raises(UserError, match="mini_batch_size is set twice: --mini-batch-size and --micro-batch-size"):
+        parse_cli(["--micro-batch-size", "1", "--mini-batch-size", "1"])
+
+
+# --- seed_000 and seed_002: phased KL, PPO and GRPO ------------------------------------------------------------------
+
+PHASED = {
+    "ppo": """--actor-model checkpoints/sft_merged_model --rm-model checkpoints/rm_model_bt
+        --prompts data/processed/rl/rl_prompts.jsonl --seed 42 --num-iterations 800
+        --clip-range 0.2 --value-coef 0.5 --entropy-coef 0.01 --kl-schedule phased --output checkpoints/ppo_seed42""",
+    "grpo": """--actor-model checkpoints/sft_merged_model --rm-model checkpoints/rm_model_bt
+        --prompts data/processed/rl/rl_prompts.jsonl --seed 42 --K 6 --num-iterations 800
+        --clip-range 0.2 --kl-schedule phased --output checkpoints/grpo_seed42""",
+}
+MAINS = {"ppo": train_ppo.main, "grpo": train_grpo.main}
+
+
+@pytest.fixture
+def phased(tmp_path, start_model, monkeypatch) -> Path:
+    """Their folders, with tiny models in them; 200 prompts without pairs."""
+    monkeypatch.chdir(tmp_path)
+    make_start_model(tmp_path / "checkpoints" / "sft_merged_model")
+    make_reward_model(tmp_path / "checkpoints" / "rm_model_bt")
+    prompts = tmp_path / "data" / "processed" / "rl" / "rl_prompts.jsonl"
+    prompts.parent.mkdir(parents=True)
+    prompts.write_text("\n".join(json.dumps({"prompt": f"question {i}?"}) for i in range(200)))
+    return tmp_path
+
+
+@pytest.mark.parametrize("algorithm", MAINS)
+def test_the_phased_commands_as_written(algorithm):
+    """Without the recipe, `--kl-schedule phased` means their three targets, in equal thirds."""
+    config = parse_cli(shlex.split(PHASED[algorithm]), algorithm)
+    said = {"actor_model": "checkpoints/sft_merged_model", "num_iterations": 800, "clip_range": 0.2, "seed": 42}
+    assert values(config, said) == said
+    phases = kl_controller(config, 800).phases
+    assert [(a, b, str(target)) for a, b, target in phases] == [
+        (1, 267, "0.05/token"), (268, 533, "0.02/token"), (534, 800, "0.01/token")
+    ]  # fmt: skip
+    own = {"K": 6} if algorithm == "grpo" else {"value_coef": 0.5, "entropy_coef": 0.01}
+    assert values(config, own) == own
+
+
+@pytest.mark.parametrize("algorithm", MAINS)
+def test_the_phased_commands_run(phased, algorithm):
+    """And every evaluation, each 50 updates, tells perplexity, KL and peak memory."""
+    words = [*shlex.split(PHASED[algorithm]), *SMALL, "--batch-size", "2", "--eval-every", "2"]
+    MAINS[algorithm](words)
+    output = phased / "checkpoints" / f"{algorithm}_seed42"
+    assert parse_cli([], algorithm).run.eval_every == 50
+    looked = read_run(output)["best"]["evaluations"]
+    assert [one["update"] for one in looked] == [0, 2, 3]
+    assert all(one["perplexity"] > 1 and one["kl"] is not None and one["peak_memory_gib"] > 0 for one in looked)
+    scalars = read_curves(output).scalars
+    assert {"eval/perplexity", "eval/kl_divergence/token", "memory/peak_gib"} <= scalars.keys()
+
+
+@pytest.mark.parametrize("algorithm", MAINS)
+def test_their_tables_are_the_recipe(phased, algorithm):
+    """4-bit, LoRA of rank 16, score at EOS, best checkpoint by KL gate and then perplexity; seeds in one command."""
+    config = parse_cli(["--recipe", "phased-kl"], algorithm)
+    table = {"clip_range": 0.2, "ppo_epochs": 1, "max_grad_norm": 0.5, "lora_r": 16, "load_in_4bit": True,
+             "use_lora": True, "normalize_scores": True, "score_ema": 0.99, "best_rule": "perplexity",
+             "num_iterations": 800, "entropy_coef": 0.01 if algorithm == "ppo" else 0.0}  # fmt: skip
+    table |= {"gamma": 0.99, "lam": 0.95, "kl_penalty_at": "eos"} if algorithm == "ppo" else {"K": 6}
+    assert values(config, table) == table
+    MAINS[algorithm](["--recipe", "phased-kl", *SMALL, "--batch-size", "2", "--seeds", "42", "123"])
+    outputs = [phased / f"{algorithm}_training_output_seed{seed}" for seed in (42, 123)]
+    assert all(read_run(output)["status"] == "finished" for output in outputs)
+    assert (outputs[0] / "adapter_model.safetensors").is_file()
+
+
+def test_the_names_of_their_tables(tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "kl_schedule: phased\ngae_gamma: 0.99\ngae_lambda: 0.9\ntarget_kl: [0.05, 0.02, 0.01]\nnormalizer_alpha: 0.9\n"
+        "max_grad_norm: 0.5\nclip_range: 0.1\nvalue_coef: 0.5\nentropy_coef: 0.01\nppo_epochs: 1\ngroup_size: 6\n"
+    )
+    config = parse_cli(["--config", str(tmp_path / "a.yaml")])
+    expected = {"gamma": 0.99, "lam": 0.9, "score_ema": 0.9, "normalize_scores": True, "max_grad_norm": 0.5,
+                "clip_range": 0.1, "value_coef": 0.5, "entropy_coef": 0.01, "ppo_epochs": 1, "K": 6}  # fmt: skip
+    assert values(config, expected) == expected
+    assert [str(target) for target in config.kl.targets] == ["0.05/token", "0.02/token", "0.01/token"]
+
+
+# --- seed_003: tokens, Python, plain text ----------------------------------------------------------------------------
+
+TLDR = [f"SUBREDDIT: r/advice\nTITLE: question {i}\nPOST: it is a long story about {i}\nTL;DR:" for i in range(30)]
+
+
+@pytest.fixture
+def base_model(tmp_path) -> Path:
+    """A base model whose tokenizer has a chat template all the same, as Qwen's."""
+    folder = make_base_model(tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def tldr(base_model, reward_folder, tmp_path):
+    """A function from knobs, by its PPOConfig's names, to the recipe's configuration of a tiny run."""
+
+    def make(**knobs):
+        tiny = {"model_name": str(base_model), "rm_model": str(reward_folder), "max_new_tokens": 6, "save_every": 1,
+                "num_iterations": 2, "output": str(tmp_path / "run"), "allow_weak_reward_model": True}  # fmt: skip
+        return make_config("qwen3-tldr", **{**tiny, **knobs})
+
+    return make
+
+
+def test_seed_003s_configuration_by_its_own_names():
+    names = {"model_name": "Qwen/Qwen3-0.6B-Base", "max_new_tokens": 50, "batch_size": 4, "learning_rate": 1e-5,
+             "kl_coef": 0.1, "gamma": 0.99, "lam": 0.95, "clip_epsilon": 0.2, "lora_r": 16, "lora_alpha": 32,
+             "lora_dropout": 0.1}  # fmt: skip
+    assert make_config("qwen3-tldr") == make_config("qwen3-tldr", **names), "the recipe is its PPOConfig"
+    other = make_config("qwen3-tldr", max_new_tokens=100, kl_coef=0.2, clip_epsilon=0.1, num_epochs=20)
+    assert (other.sampling.reply_length, other.batch.clip_range, other.run.epochs) == (100, 0.1, 20)
+    assert not other.kl.steered, "its beta is fixed"
+
+
+def test_seed_003s_rules_are_its_custom_reward_model(tldr):
+    """-0.1 a word, +0.2 for "helpful", beside the score: worked by hand."""
+    config = tldr()
+    assert config.reward.reward_weights == (1.0, 0.1, 0.2)
+    rules = [find_rule(name, config.reward.keywords) for name in config.reward.reward_func]
+    for text, added in (("a helpful, short one", -0.4 + 0.2), ("two words", -0.2), ("", 0.0)):
+        given = [rule(completions=[text])[0] for rule in rules]
+        assert sum(w * g for w, g in zip((0.1, 0.2), given, strict=True)) == pytest.approx(added)
+
+
+def test_seed_003s_command(base_model, reward_folder, tmp_path):
+    """Plain text although the tokenizer has a template; every token recorded; the saved model reads the same."""
+    (tmp_path / "posts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in TLDR))
+    words = ["--recipe", "qwen3-tldr", "--actor-model", base_model, "--rm-model", reward_folder, "--prompts",
+             tmp_path / "posts.jsonl", "--output", tmp_path / "run", "--record-tokens", *SMALL]  # fmt: skip
+    train_ppo.main([str(word) for word in words])
+    run = read_run(tmp_path / "run")
+    assert run["status"] == "finished" and run["settings"]["model"]["lora_dropout"] == 0.1
+    row = read_tokens(recorded_updates(tmp_path / "run", "-")[0])[0]
+    assert row["state"].endswith("TL;DR:") and "<|im_start|>" not in row["state"]
+    saved = AutoTokenizer.from_pretrained(tmp_path / "run")
+    assert saved.chat_template is None
+    assert saved.decode(encode_prompt(saved, [{"role": "user", "content": TLDR[0]}])).endswith("TL;DR:")
+
+
+# its SAPair, and what its advantage module computes -> our column
+SAPAIR = {
+    "state_text": "state", "action_token": "token", "action_token_id": "token_id", "logprob": "logprob",
+    "ref_logprob": "ref_logprob", "kl_div": "kl", "value": "value", "advantage": "advantage",
+    "reward_to_go": "return", "prompt_idx": "prompt_index", "step": "step", "td_error": "td_error",
+}  # fmt: skip
+
+
+def test_seed_003s_state_action_pairs_are_in_the_token_record(runs):
+    rows = read_tokens(recorded_updates(runs["ppo", 1], "-")[0])
+    for theirs, ours in SAPAIR.items():
+        kind = (str,) if theirs in ("state_text", "action_token") else (int, float)
+        assert all(isinstance(row[ours], kind) for row in rows), theirs
+    for row, after in pairwise(rows):
+        if row["episode"] == after["episode"]:
+            assert (after["step"], after["prompt_index"]) == (row["step"] + 1, row["prompt_index"])
+            assert after["state"].startswith(row["state"][:20])
+        assert row["kl"] == pytest.approx(row["logprob"] - row["ref_logprob"], abs=1e-6)
+        assert row["return"] == pytest.approx(row["advantage"] + row["value"], abs=1e-5), "G_t = A_t + V(s_t)"
+
+
+# its metrics -> ours
+METRICS = {"avg_reward": "rewards/mean", "policy_loss": "policy/loss", "value_loss": "value/loss",
+           "kl_div": "kl_divergence"}  # fmt: skip
+
+
+class CustomRewardModel(torch.nn.Module):
+    """As theirs: a learned part and rules, from ids. Theirs reads the first row alone; a batch has several."""
+
+    def __init__(self, tokenizer):
+        super().__init__()
+        self.tokenizer, self.weight = tokenizer, torch.nn.Parameter(torch.tensor(0.01))
+
+    def forward(self, input_ids, attention_mask=None):
+        texts = [self.tokenizer.decode(row) for row in input_ids]
+        rules = torch.tensor([-0.1 * len(text.split()) + 0.2 * ("helpful" in text.lower()) for text in texts])
+        return self.weight * (input_ids * attention_mask).sum(1) / 1000 + rules
+
+
+def test_seed_003s_python(tldr, base_model, tmp_path):
+    """prompts, num_epochs, a reward model of one's own, on_epoch_end; evaluate(prompts), save_model, load_model."""
+    told = []
+
+    def on_epoch_end(epoch, metrics):
+        told.append((epoch, {theirs: metrics[ours] for theirs, ours in METRICS.items()}))
+
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    tokenizer.pad_token, tokenizer.chat_template = "<|endoftext|>", None
+    trainer = make_trainer(
+        tldr(num_epochs=2, num_iterations=None), TLDR[:8], rewards=[CustomRewardModel(tokenizer)],
+        callbacks=[on_epoch_end],
+    )  # fmt: skip
+    results = trainer.train()
+    assert [epoch for epoch, _ in told] == [1, 2]
+    assert all(isinstance(number, float) for _, metrics in told for number in metrics.values())
+    assert set(METRICS.values()) <= results.keys()
+    before = trainer.evaluate(TLDR[8:12])
+    assert {"eval/score", "eval/kl_divergence"} <= before.keys()
+    trainer.save_model(tmp_path / "saved")
+    with torch.no_grad():
+        for weight in trainer.model.parameters():
+            if weight.requires_grad:
+                weight.add_(0.1)
+    assert trainer.evaluate(TLDR[8:12]) != before
+    trainer.load_model(tmp_path / "saved")
+    assert trainer.evaluate(TLDR[8:12])["eval/score"] == pytest.approx(before["eval/score"], abs=1e-6)
+
+
+# --- seed_004: rank 1, topic by topic --------------------------------------------------------------------------------
+
+SEED_004 = """
+# configs/ppo.yaml
+
+ppo:
+  learning_rate: 1.41e-5
+  batch_size: 4
+  ppo_epochs: 4
+  init_kl_coef: 0.2
+  target_kl: 6.0
+  cliprange: 0.2
+  steps_per_topic: 50
+
+lora:
+  rank: 1
+  alpha: 1.0
+  target_modules: ["o_proj", "v_proj", "up_proj", "down_proj"]
+"""
+SAID_BY_SEED_004 = {
+    "learning_rate": 1.41e-5, "batch_size": 4, "ppo_epochs": 4, "kl_coef": 0.2, "clip_range": 0.2,
+    "steps_per_topic": 50, "use_lora": True, "lora_r": 1, "lora_alpha": 1.0,
+    "lora_targets": ("o_proj", "v_proj", "up_proj", "down_proj"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def seed_004(tmp_path) -> Path:
+    file = tmp_path / "configs" / "ppo.yaml"
+    file.parent.mkdir()
+    file.write_text(SEED_004)
+    return file
+
+
+@pytest.mark.parametrize("algorithm", MAINS)
+def test_seed_004s_file_as_written_nested_or_flat(seed_004, tmp_path, algorithm):
+    flat = tmp_path / "flat.yaml"
+    lines = [line.strip() for line in SEED_004.splitlines() if line.startswith("  ")]
+    flat.write_text("\n".join([*lines, "use_lora: true"]))
+    recipe = parse_cli(["--recipe", "rank1-voice"], algorithm)
+    for config in (*(parse_cli(["--config", str(file)], algorithm) for file in (seed_004, flat)), recipe):
+        assert values(config, SAID_BY_SEED_004) == SAID_BY_SEED_004
+        assert [str(target) for target in config.kl.targets] == ["6/sequence"]
+        assert config.kl.kl_schedule == "adaptive" and values(config, LENGTHS) == dict.fromkeys(LENGTHS)
+        assert config.updates(1_000, topics=7) == 350
+
+
+def test_the_shipped_file_is_seed_004s():
+    assert (ROOT / "configs" / "ppo.yaml").read_text(encoding="utf-8") == SEED_004.lstrip("\n")
+
+
+def test_a_lora_block_turns_adapters_on_where_nothing_says_otherwise(seed_004, tmp_path):
+    def use_lora(text, *words):
+        seed_004.write_text(text)
+        return parse_cli(["--config", str(seed_004), *words]).model.use_lora
+
+    assert use_lora(SEED_004) and not use_lora(SEED_004, "--no-use-lora")
+    assert not use_lora(SEED_004 + "  use_lora: false\n") and not use_lora("use_lora: false" + SEED_004)
+    assert not use_lora("rank: 1\n") and use_lora("model:\n  lora:\n    rank: 1\n")
+
+
+def test_a_bare_target_is_read_only_under_the_references_names(seed_004):
+    for text, expected in (("target_kl: 6.0", ["6/sequence"]), ("target: 5", ["5/sequence"]),
+                           ("target_kl: 0.1/token", ["0.1/token"])):  # fmt: skip
+        seed_004.write_text(text)
+        assert [str(t) for t in parse_cli(["--config", str(seed_004)]).kl.targets] == expected
+    assert [str(t) for t in parse_cli(["--target-kl", "6"]).kl.targets] == ["6/sequence"]
+    for words in (["--kl-target", "6"], ["--target-kl", "-6"], ["--target", "six"]):
+        with pytest.raises(UserError, match=r"Give a number of nats above 0 with its unit|expected at least one"):
+            parse_cli(words)
+
+
+def test_seed_004s_command(seed_004, start_model, reward_folder, tmp_path, capsys):
+    rows = [{"prompt": f"Say {i} about {topic}.", "topic": topic} for i in range(20) for topic in ("bread", "boats")]
+    (tmp_path / "voice.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["--config", seed_004, "--actor-model", start_model, "--rm-model", reward_folder, "--prompts",
+             tmp_path / "voice.jsonl", "--output", tmp_path / "run", *SMALL, "--steps-per-topic", 2,
+             "--num-iterations", 5]  # fmt: skip
+    train_ppo.main([str(word) for word in words])
+    said = capsys.readouterr().out
+    assert "LoRA r 1, alpha 1 on o_proj, v_proj, up_proj, down_proj" in said
+    assert "2, 2 updates on each in turn, round and round: bread (" in said
+    scalars = read_curves(tmp_path / "run").scalars
+    assert scalars["topic/bread/score"].updates.tolist() == [1, 2, 5]
+    assert scalars["topic/boats/score"].updates.tolist() == [3, 4]
+    adapter = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"]) == (1, 1.0)

@@ -1,0 +1,188 @@
+"""The scripts end to end, as a user runs them: in a process of their own, in a copy of the project."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).parents[2]
+SKIP = shutil.ignore_patterns(
+    ".git", ".venv", "*_output*", "demo_parts", "__pycache__", ".pytest_cache", ".ruff_cache", "build"
+)
+
+
+def copy_project(folder: Path) -> Path:
+    return Path(shutil.copytree(ROOT, folder / "project", ignore=SKIP))
+
+
+def run(command: list[str], cwd: Path, typed: str = "", **environment: str) -> subprocess.CompletedProcess:
+    """A python command, offline and on one thread, its output as text; `typed` is all that it gets to read."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **environment}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=env,
+        input=typed,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    return copy_project(tmp_path_factory.mktemp("scripts"))
+
+
+@pytest.fixture
+def flags(start_model, reward_folder, pairs_file) -> list[str]:
+    words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file, "--num-iterations", 3,
+             "--reply-length", 8, "--eval-every", 2, "--allow-weak-reward-model"]  # fmt: skip
+    return [str(word) for word in words]
+
+
+ALGORITHMS = {
+    "ppo": ([], "4 prompts in 1 minibatches"),
+    "grpo": (["--K", "2", "--batch-size", "2"], "2 prompts x 2 replies in 1 minibatches"),
+}
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.ci)])
+def test_a_run_from_start_to_saved_model(project, flags, algorithm):
+    more, batch = ALGORITHMS[algorithm]
+    script, flags, name = f"train_{algorithm}.py", [*flags, *more], f"{algorithm}_training_output"
+    done = run([script, *flags], project)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "no warnings, progress bars or retries of libraries"
+    assert "{'" not in done.stdout, "no raw dictionaries"
+    for words in ("first prompt, as the model reads it: '<|im_start|>", batch,
+                  "3 updates x 4 = 12 episodes, 12 optimizer steps, 96 reply tokens at most",
+                  "update 3/3 | score", "(target 6/sequence) | beta", "tokens/s", "evaluation after 0 updates",
+                  "evaluation prompts, drawn at random", "before -> after", "tensorboard --logdir",
+                  "the other algorithm, same budget"):  # fmt: skip
+        assert words in done.stdout
+    output = project / name
+    log = json.loads((output / "run.json").read_text())
+    assert (log["status"], log["algorithm"]) == ("finished", algorithm)
+    assert log["plan"] == {"updates": 3, "episodes": 12, "optimizer_steps": 12, "reply_tokens_at_most": 96}
+    spent = log["spent"]
+    assert (spent["updates"], spent["episodes"], spent["optimizer_steps"]) == (3, 12, 12)
+    assert 12 <= spent["reply_tokens"] <= 96
+    assert log["figures"]["perplexity_text"].endswith("held-out chosen replies")
+    assert log["best"]["update"] in (0, 2, 3) and (output / "best" / "model.safetensors").is_file()
+    assert sorted(p.name for p in (output / "samples").iterdir()) == [f"update-00000{n}.jsonl" for n in (0, 2, 3)]
+    events = EventAccumulator(str(output / "logs"), size_guidance={"scalars": 0}).Reload()
+    assert {"loss", "rewards/mean", "kl_divergence", "learning_rate", "eval/score"} <= set(events.Tags()["scalars"])
+    assert [e.step for e in events.Scalars("loss")] == [1, 2, 3]
+    assert [e.step for e in events.Scalars("eval/score")] == [0, 2, 3]
+
+    again = run([script, *flags], project, PYTHONIOENCODING="cp1252")  # as a console of Windows may have
+    assert again.returncode == 0 and f"moved the finished run in {name} to {name}_1" in again.stdout
+
+
+def test_seeds_in_one_command(project, flags):
+    """Two seeds from an empty folder, then a third beside them: the table, and what is skipped."""
+    few = [*flags, "--num-iterations", "1", "--K", "2", "--batch-size", "2", "--output", "many"]
+    done = run(["train_grpo.py", *few, "--seeds", "1", "2"], project)
+    assert done.returncode == 0, done.stderr
+    assert "GRPO, 2 seeds" in done.stdout and "sd over seeds" in done.stdout
+    again = run(["train_grpo.py", *few, "--seeds", "1", "2", "3"], project)
+    assert again.returncode == 0, again.stderr
+    assert "seed 2: finished before, in many_seed2" in again.stdout and "GRPO, 3 seeds" in again.stdout
+    rises = json.loads((project / "many_seeds.json").read_text())["figures"]["score_rise_in_start_sd"]
+    assert list(rises["by_seed"]) == ["1", "2", "3"] and rises["sd"] is not None
+
+
+def test_the_scripts_read_as_a_diff_of_each_other():
+    ppo, grpo = ((ROOT / f"train_{a}.py").read_text().splitlines() for a in ("ppo", "grpo"))
+    assert len(ppo) == len(grpo)
+    renamed = [line.replace("GRPO", "PPO").replace("grpo", "ppo") for line in grpo]
+    assert sorted(renamed) == sorted(ppo), "the names of the algorithm are all that differs (and the imports' order)"
+
+
+@pytest.mark.ci
+def test_an_equal_budget_for_both(project, flags):
+    plans = []
+    for algorithm, more in (("ppo", ["--batch-size", "4"]), ("grpo", ["--batch-size", "2", "--K", "2"])):
+        done = run([f"train_{algorithm}.py", *flags, *more, "--episodes", "30", "--dry-run"], project)
+        assert done.returncode == 0, done.stderr
+        plans.append(next(line for line in done.stdout.splitlines() if line.startswith("  budget")))
+    assert plans[0] == plans[1]
+    assert "8 updates x 4 = 32 episodes (30 asked for, rounded up to whole updates), 32 optimizer steps" in plans[0]
+
+
+def test_a_killed_run_is_not_trodden_on(project, flags):
+    folder = project / "mine"
+    folder.mkdir()
+    (folder / "run.json").write_text('{"status": "running"}')
+    done = run(["train_ppo.py", *flags, "--output", "mine"], project)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: an unfinished run is there: --output mine. "
+        "Add --resume to go on with it, or --overwrite to replace it, or name another folder with --output\n"
+    )
+
+
+FAULTS = {
+    "no model folder": (["--actor-model", "./nowhere"], "model not found: ./nowhere"),
+    "no reward model folder": (["--rm-model", "./nowhere"], "no reward model: --rm-model ./nowhere. Make one with: "),
+    "no prompts file": (["--prompts", "nowhere.jsonl"], "data file not found: nowhere.jsonl"),
+    "no hub": (["--actor-model", "someone/model"], "model cannot be fetched: someone/model (not on this disk, and the "
+               "hub cannot be reached: offline mode is on). Go online, or use --actor-model FOLDER"),
+    "no prompt fits": (["--prompt-length", "3"], "no prompt left to train on"),
+    "a weak reward model": (["--no-allow-weak-reward-model", "--rm-model", "weak"], "a weak reward model"),
+}  # fmt: skip
+
+
+# tests/scripts/test_bad_inputs.py has every error in the first tier, without a process for each
+PROCESSES = [pytest.param(what, marks=[] if what == "no hub" else pytest.mark.ci) for what in FAULTS]
+
+
+@pytest.mark.parametrize("what", PROCESSES)
+def test_faults_are_one_line_and_exit_status_2(project, flags, reward_folder, what):
+    weak = project / "weak"
+    if not weak.exists():
+        shutil.copytree(reward_folder, weak)
+        (weak / "metrics.json").write_text('{"accuracy": 0.4, "length_baseline": 0.5, "calibration": {}}')
+    more, message = FAULTS[what]
+    done = run(["train_ppo.py", *flags, "--output", "unused", *more], project)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+    assert not (project / "unused").exists()
+
+
+def test_ten_prompts_that_do_not_parse_are_named_by_line(project, flags):
+    (project / "bad.jsonl").write_text('{"prompt": "fine"}\n' + "{oops\n" * 12)
+    done = run(["train_ppo.py", *flags, "--output", "unused", "--prompts", "bad.jsonl"], project)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("error: not JSON") and "bad.jsonl:2" in lines[0]
+    assert len(lines) == 6 and lines[-1] == "and 7 more"
+
+
+@pytest.mark.ci
+def test_a_run_survives_a_cp1252_console(project, flags):
+    done = run(["train_ppo.py", *flags, "--output", "cp1252"], project, PYTHONIOENCODING="cp1252")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_failing_reward_ends_the_run_with_status_1(build, capsys):
+    from rlhf.utils.errors import run_command
+
+    def broken(completions, **_):
+        return [float("nan")] * len(completions)
+
+    trainer = build(rewards=[broken])
+    with pytest.raises(SystemExit) as ended:
+        run_command(trainer.train)
+    assert ended.value.code == 1
+    assert "score nan is not a finite number: reward function broken" in capsys.readouterr().err

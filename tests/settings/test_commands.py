@@ -1,0 +1,157 @@
+"""Every command that is printed runs as printed, whatever the names in it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import compare_runs
+import evaluate_generations
+import plot_training_progress
+import reward_model.train
+import rlhf.run.command
+import train_grpo
+import train_ppo
+from config import parse_cli, parse_reward_cli
+from recipes import RECIPES
+from rlhf.rewards import training
+from rlhf.run.summary import other_algorithm
+from rlhf.settings import commands
+from rlhf.settings.commands import reward_model_command, training_command
+from rlhf.utils import system
+from tests.conftest import typed
+
+ROOT = Path(__file__).resolve().parents[2]
+ODD = "q'u\"o te$x_{ü}"
+SCRIPTS = {
+    "evaluate_generations.py": evaluate_generations, "plot_training_progress.py": plot_training_progress,
+    "compare_runs.py": compare_runs, "train_grpo.py": train_grpo, "train_ppo.py": train_ppo,
+}  # fmt: skip
+
+
+def printed(said: str) -> list[str]:
+    """The commands among printed lines."""
+    starts = ("python ", "tensorboard ")
+    return [line[line.index(s) :] for line in said.splitlines() for s in starts if f"  {s}" in line]
+
+
+@pytest.mark.ci
+def test_the_next_commands_of_a_run_with_an_odd_name_work(run_flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train_ppo.main(run_flags("--output", ODD, "--record-tokens", "--clip-range", 0.3))
+    lines = printed(capsys.readouterr().out)
+    names = [shlex.split(line)[1 if line.startswith("python") else 0] for line in lines]
+    assert names == ["evaluate_generations.py", "evaluate_generations.py", "plot_training_progress.py", "tensorboard",
+                     "train_grpo.py", "compare_runs.py", "evaluate_generations.py"]  # fmt: skip
+    for line in lines:
+        words = shlex.split(line)
+        if words[0] == "tensorboard":
+            assert Path(words[2]).is_dir()
+        elif "--chat" in words:
+            assert words[-1] == ODD
+        else:
+            SCRIPTS[words[1]].main(words[2:])
+    record = json.loads((tmp_path / "grpo_training_output" / "run.json").read_text())
+    mine = json.loads((tmp_path / ODD / "run.json").read_text())
+    assert record["settings"]["batch"]["clip_range"] == 0.3
+    assert record["spent"]["episodes"] >= mine["spent"]["episodes"]
+    assert record["data"] == mine["data"]
+
+
+def test_the_other_algorithms_command_carries_the_settings(tmp_path):
+    words = ["--recipe", "demo", "--batch-size", "32", "--learning-rate", "1e-4", "--use-lora", "--no-bf16"]
+    config = parse_cli(words)
+    line = other_algorithm(config, {"updates": 10, "episodes": 320})
+    other = parse_cli(typed(line), "grpo")
+    assert other.episodes_per_update == 32 and other.group_size == 4
+    assert other.optimizer.learning_rate == 1e-4 and other.model.use_lora and other.model.bf16 is False
+    assert other.run.episodes == 320 and other.ppo == parse_cli(["--recipe", "demo"], "grpo").ppo
+    back = other_algorithm(parse_cli(["--recipe", "demo"], "grpo"), {"updates": 150, "episodes": 9600})
+    assert back == "python train_ppo.py --recipe demo --seed 42 --episodes 9600"
+    assert other_algorithm(parse_cli(["--batch-size", "1"]), {"updates": 2, "episodes": 2}) is None, "not one update"
+
+
+# --- the reward model ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_two_commands_lead_to_each_other(recipe):
+    """From training settings to the reward model's command, and from its settings to training's."""
+    start = parse_cli(["--recipe", recipe, "--rm-model", "./my judge", "--prompts", "pairs$.jsonl", "--split",
+                       "30/60/10", "--actor-model", "./start"])  # fmt: skip
+    made = parse_reward_cli(shlex.split(reward_model_command(start))[3:])
+    assert (made.training.rm_output, made.data.pairs) == ("./my judge", "pairs$.jsonl")
+    assert (made.training.base_model, made.calibration.actor_model) == ("./start", "./start")
+    again = parse_cli(typed(training_command(made)))
+    assert (again.model.rm_model, again.model.actor_model) == ("./my judge", "./start")
+    assert (again.data.prompts, str(again.data.split)) == ("pairs$.jsonl", "30/60/10")
+    assert reward_model_command(parse_cli(["--recipe", recipe])).startswith("python -m reward_model.train")
+    assert "--rm-output" not in reward_model_command(parse_cli(["--recipe", recipe]))
+
+
+def test_no_next_command_for_a_model_that_training_refuses(start_model, pairs_file, tmp_path, capsys, monkeypatch):
+    words = ["--base-model", start_model, "--actor-model", "none", "--pairs", pairs_file, "--rm-output",
+             tmp_path / "judge"]  # fmt: skip
+    for accuracy in (0.4, 0.9):
+        monkeypatch.setattr(reward_model.train, "training_command", lambda _: "THE COMMAND")
+        monkeypatch.setattr(training, "read_record", lambda _, a=accuracy: {"accuracy": a, "length_baseline": 0.5})
+        reward_model.train.main([str(word) for word in [*words, "--rm-overwrite"]])
+        said = capsys.readouterr().out
+        assert ("next: THE COMMAND" in said) == (accuracy > 0.6)
+        assert ("training refuses this model: a weak reward model" in said) == (accuracy < 0.6)
+
+
+def test_a_missing_reward_model_is_named_at_once_with_the_command_that_makes_one(tmp_path):
+    """In a folder with a package of that name, as the project's own; in under two seconds, so without torch."""
+    (tmp_path / "reward_model").mkdir()
+    (tmp_path / "reward_model" / "train.py").write_text("")
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, ROOT / "train_ppo.py"], cwd=tmp_path, capture_output=True, text=True)
+    took = time.monotonic() - begun
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (
+        "error: no reward model: --rm-model ./reward_model_output. Make one with: python -m reward_model.train\n"
+    )
+    assert took < 2
+
+
+def test_missing_inputs_are_all_named_before_torch(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    from rlhf.utils.errors import UserError
+
+    words = "--actor-model ./start --prompts rows.jsonl --eval-text a.txt --reward-func my.py:f".split()
+    monkeypatch.setattr(rlhf.run.command, "check_libraries", lambda: pytest.fail("libraries were looked at"))
+    with pytest.raises(UserError) as raised:
+        train_ppo.main(words)
+    assert len(raised.value.faults) == 5
+
+
+# --- quoting ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["plain", "a b", "a'b", 'a"b', "$HOME", "`x`", "a;b", "", "ü", "new\nline"])
+def test_words_are_quoted_for_a_posix_shell(word):
+    assert shlex.split(system.command("python", word)) == ["python", word]
+
+
+def test_words_are_quoted_for_windows(monkeypatch):
+    monkeypatch.setattr(system, "WINDOWS", True)
+    quoted = system.command("python", r"C:\a b\c", "plain-1.2", "it's", "$x", "a;b", "a,b", "")
+    assert quoted == 'python "C:\\a b\\c" plain-1.2 "it\'s" \'$x\' "a;b" "a,b" ""'
+
+
+def test_settings_become_words_and_settings_again():
+    config = parse_cli(["--seeds", "1", "2", "--kl-target", "3/sequence", "--rm-model", "none", "--reward-func",
+                        "length_penalty", "--use-lora"])  # fmt: skip
+    words = [
+        *commands.flag_words("seeds", config.run.seeds), *commands.flag_words("kl_target", config.kl.kl_target),
+        *commands.flag_words("rm_model", None), *commands.flag_words("reward_func", config.reward.reward_func),
+        *commands.flag_words("use_lora", True), *commands.flag_words("bf16", None),
+    ]  # fmt: skip
+    assert parse_cli(words) == config

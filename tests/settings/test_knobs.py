@@ -1,0 +1,596 @@
+"""No dead settings: every knob, turned, changes something that can be seen. A knob without a row fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import evaluate_generations
+from config import (
+    ComparisonConfig,
+    Config,
+    EvaluationConfig,
+    PlotConfig,
+    RewardModelConfig,
+    parse_reward_cli,
+)
+from rlhf.checkpoints.run_record import RunLog
+from rlhf.data.examples import Example
+from rlhf.data.prompts import Prompt
+from rlhf.models import logprobs
+from rlhf.models.device import start_device
+from rlhf.rewards.build import find_rewards, make_rewards
+from rlhf.rewards.reward_model import METRICS_FILE
+from rlhf.rewards.training import train_reward_model
+from rlhf.rollout import continuous_batching, engine
+from rlhf.run.seeds import for_each_seed
+from rlhf.run.train import check_run_folder
+from rlhf.settings.fields import knobs_of
+from rlhf.setup.build import load_parts
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import RunError, UserError
+from tests.conftest import attach
+from tests.shapes import make_reward_model, make_start_model
+
+CPU = torch.device("cpu")
+MEASURED_APART = ("time/", "throughput/", "memory/")  # what the clock and the machine change by themselves
+
+
+@pytest.fixture
+def run(build):
+    """Everything that a short run logs, beta included, the best checkpoint, and its weights' sum."""
+
+    def observe(*flags, algorithm="ppo") -> str:
+        trainer = build(
+            "--num-iterations", 3, "--learning-rate", "1e-2", "--kl-horizon", 40, *flags, algorithm=algorithm
+        )
+        with attach(trainer) as log:
+            trainer.train()
+        logged = [{k: v for k, v in entry.items() if not k.startswith(MEASURED_APART)}
+                  for entry in trainer.state.log_history]  # fmt: skip
+        weights = sum(float(w.detach().double().abs().sum()) for w in trainer.model.parameters())
+        return json.dumps([logged, weights, log.data["best"]["update"]])
+
+    return observe
+
+
+# knob -> flags whose run must differ from the run without them; a second list is what both sides have
+BY_RUN = {
+    "use_lora": (["--use-lora"], []),
+    "lora_r": (["--lora-r", "2"], ["--use-lora"]),
+    "lora_alpha": (["--lora-alpha", "2"], ["--use-lora"]),
+    "lora_targets": (["--lora-targets", "down_proj"], ["--use-lora"]),
+    "lora_dropout": (["--lora-dropout", "0.3"], ["--use-lora"]),
+    "load_in_4bit": (["--load-in-4bit"], ["--use-lora"]),
+    "bf16": (["--bf16"], []),
+    "split": (["--split", "10/80/10"], []),
+    "prompt_length": (["--prompt-length", "40"], []),
+    "eval_text": (["--eval-text", "README.md"], []),
+    "max_prompts": (["--max-prompts", "5"], []),
+    "eval_prompts": (["--eval-prompts", "2"], []),
+    "reply_length": (["--reply-length", "5"], []),
+    "temperature": (["--temperature", "0.9"], []),
+    "top_k": (["--top-k", "5"], []),
+    "top_p": (["--top-p", "0.5"], []),
+    "batch_size": (["--batch-size", "6"], []),
+    "ppo_epochs": (["--ppo-epochs", "3"], []),
+    "minibatches": (["--minibatches", "2"], []),
+    "clip_range": (["--clip-range", "0.01"], []),
+    "critic": (["--critic", "separate"], []),
+    "value_coef": (["--value-coef", "0.7"], []),
+    "value_clip_range": (["--value-clip-range", "0.001"], []),
+    "entropy_coef": (["--entropy-coef", "0.1"], []),
+    "gamma": (["--gamma", "0.8"], []),
+    "lam": (["--lam", "0.5"], []),
+    "whiten_rewards": (["--whiten-rewards"], []),
+    "whiten_advantages": (["--no-whiten-advantages"], []),
+    "missing_eos_penalty": (["--missing-eos-penalty", "2"], []),
+    "reward_func": (["--reward-func", "length_penalty"], []),
+    "reward_weights": (["--reward-weights", "0.5"], []),
+    "keywords": (["--keywords", "e"], ["--reward-func", "keyword_bonus"]),
+    "normalize_scores": (["--normalize-scores"], []),
+    "score_ema": (["--score-ema", "0.1"], ["--normalize-scores"]),
+    "kl_coef": (["--kl-coef", "0.5"], []),
+    "kl_placement": (["--kl-placement", "loss"], []),
+    "kl_schedule": (["--kl-schedule", "fixed"], []),
+    "kl_boundaries": (
+        ["--kl-boundaries", "0.9"],
+        ["--kl-schedule", "phased", "--kl-target", "9/token", "0.0001/token"],
+    ),
+    "kl_target": (["--kl-target", "0.001/token"], []),
+    "kl_horizon": (["--kl-horizon", "20"], []),
+    "kl_penalty_at": (["--kl-penalty-at", "eos"], ["--kl-coef", "0.5"]),
+    "learning_rate": (["--learning-rate", "3e-3"], []),
+    "lr_schedule": (["--lr-schedule", "constant"], []),
+    "max_grad_norm": (["--max-grad-norm", "0.01"], []),
+    "seed": (["--seed", "7"], []),
+    "num_iterations": (["--num-iterations", "2"], []),
+    "episodes": (["--episodes", "8"], []),
+    "eval_every": (["--eval-every", "1"], []),
+}
+
+# the same for what GRPO alone reads
+BY_GRPO_RUN = {
+    "K": (["--K", "4"], []),
+    "scale_rewards": (["--scale-rewards", "group"], ["--kl-placement", "loss"]),
+    "loss_type": (["--loss-type", "dr_grpo"], []),
+}
+# and for what names the best checkpoint of two evaluations: (score, perplexity) 1, 10 and 2, 12
+BY_BEST = {
+    "best_rule": (["--best-rule", "perplexity"], ["--perplexity-gate", "1.3"]),
+    "perplexity_gate": (["--perplexity-gate", "1.3"], []),
+}
+
+
+@pytest.fixture
+def differs(run):
+    """Whether flags change a run. The run without them is made once for all tests: it is the same every time."""
+
+    def compare(flags, both, algorithm="ppo") -> bool:
+        key = (*map(str, both), algorithm)
+        if key not in PLAIN_RUNS:
+            PLAIN_RUNS[key] = run(*both, algorithm=algorithm)
+        return run(*both, *flags, algorithm=algorithm) != PLAIN_RUNS[key]
+
+    return compare
+
+
+PLAIN_RUNS: dict[tuple[str, ...], str] = {}
+
+
+@pytest.mark.parametrize("name", BY_RUN)
+def test_a_run_differs(differs, name):
+    assert differs(*BY_RUN[name])
+
+
+@pytest.mark.parametrize("name", BY_GRPO_RUN)
+def test_a_grpo_run_differs(differs, name):
+    assert differs(*BY_GRPO_RUN[name], algorithm="grpo")
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", [name for name in BY_RUN if knobs_of(Config)[name].group != "ppo"])
+def test_grpo_reads_every_shared_knob(differs, name):
+    """Whatever is not PPO's own changes a GRPO run as well."""
+    flags, both = BY_RUN[name]
+    both = [*both, "--seed", 2]  # with this one the KL is above 0 after the first update, as it is on average
+    assert differs(flags, both, algorithm="grpo")
+
+
+@pytest.mark.parametrize("name", BY_BEST)
+def test_another_checkpoint_is_the_best(build, monkeypatch, name):
+    def best(*flags):
+        scores, perplexities = iter([1.0, 2.0]), iter([10.0, 12.0])
+        monkeypatch.setattr("rlhf.trainer.evaluation.perplexity", lambda *_: next(perplexities))
+        scripted = [lambda completions, **_: [next(scores) if len(completions) == 6 else 0.0] * len(completions)]
+        trainer = build("--num-iterations", 1, "--kl-schedule", "fixed", *flags, rewards=scripted)
+        with attach(trainer) as log:
+            trainer.train()
+        return log.data["best"]["update"]
+
+    flags, both = BY_BEST[name]
+    assert best(*both, *flags) != best(*both)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_the_same_run_twice_does_not_differ(run, algorithm):
+    assert run(algorithm=algorithm) == run(algorithm=algorithm)
+
+
+def seen_actor_model(configured, tmp_path):
+    def first_weight(*flags):
+        policy = load_parts(configured(*flags), CPU, Screen()).policy
+        return float(next(policy.parameters()).detach().flatten()[0])
+
+    return first_weight("--actor-model", make_start_model(tmp_path / "other", seed=9)), first_weight()
+
+
+def seen_rm_model(configured, tmp_path):
+    def score(*flags):
+        parts = load_parts(configured(*flags), CPU, Screen())
+        return parts.reward_model.score([({"role": "user", "content": "a"},)], ["b"], [True])
+
+    return score("--rm-model", make_reward_model(tmp_path / "other", seed=9)), score()
+
+
+def seen_allow_weak_reward_model(configured, tmp_path):
+    folder = make_reward_model(tmp_path / "weak")
+    (folder / METRICS_FILE).write_text(json.dumps({"accuracy": 0.5, "length_baseline": 0.9, "calibration": {}}))
+
+    def outcome(*flags):
+        try:
+            return type(load_parts(configured("--rm-model", folder, *flags), CPU, Screen())).__name__
+        except UserError as error:
+            return str(error)
+
+    return outcome(), outcome("--no-allow-weak-reward-model")
+
+
+def seen_reward_timeout(configured, tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ndef f(completions):\n    time.sleep(0.5)\n    return [1.0]\n")
+
+    def outcome(*flags):
+        config = configured("--rm-model", "none", "--reward-func", f"{tmp_path / 'slow.py'}:f", *flags)
+        rewards, _ = make_rewards(config, find_rewards(config), None, CPU)
+        try:
+            return rewards.score([Prompt((1,), Example(({"role": "user", "content": "a"},)))], ["b"], [[1]], [True])
+        except RunError as error:
+            return str(error)
+
+    return outcome("--reward-timeout", 0.01), outcome()
+
+
+def seen_prompts(configured, tmp_path):
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": f"another {i}"}) for i in range(50)))
+
+    def first(*flags):
+        return load_parts(configured(*flags), CPU, Screen()).prompts.train[0].example
+
+    return first("--prompts", tmp_path / "p.jsonl"), first()
+
+
+def seen_plain_prompts(configured, tmp_path):
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": f"text {i} TL;DR:"}) for i in range(50)))
+
+    def first(*flags):
+        parts = load_parts(configured("--prompts", tmp_path / "p.jsonl", *flags), CPU, Screen())
+        return parts.tokenizer.decode(list(parts.prompts.train[0].ids))
+
+    return first("--plain-prompts"), first()
+
+
+def seen_epochs(configured, tmp_path):
+
+    def updates(epochs):
+        return configured("--num-iterations", "none", "--epochs", epochs).updates(100)
+
+    return updates(3), updates(1)
+
+
+def passes_in_training(build, *flags):
+    trainer = build("--num-iterations", 1, *flags)
+    passes = []
+    losses = trainer.losses
+    trainer.losses = lambda *a: passes.append(1) or losses(*a)
+    trainer.one_update(1)
+    return len(passes)
+
+
+def seen_overwrite(configured, tmp_path):
+    (tmp_path / "run").mkdir()
+    RunLog(tmp_path / "run")
+
+    def outcome(*flags):
+        try:
+            return check_run_folder(configured(*flags))
+        except UserError as error:
+            return str(error)
+
+    return outcome("--overwrite"), outcome()
+
+
+def seen_seeds(configured, tmp_path):
+    def folders(*flags):
+        outputs = []
+        for_each_seed(
+            lambda config, screen: outputs.append(config.run.output), configured("--dry-run", *flags), Screen()
+        )
+        return outputs
+
+    return folders("--seeds", 1, 2), folders()
+
+
+def seen_deterministic(configured, tmp_path):
+    def switched_on(*flags):
+        try:
+            start_device(Screen(), configured(*flags).run.deterministic)
+            return torch.are_deterministic_algorithms_enabled()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return switched_on("--deterministic"), switched_on()
+
+
+SEEN = {
+    f.__name__.removeprefix("seen_"): f
+    for f in (
+        seen_actor_model,
+        seen_rm_model,
+        seen_allow_weak_reward_model,
+        seen_prompts,
+        seen_plain_prompts,
+        seen_reward_timeout,
+        seen_epochs,
+        seen_overwrite,
+        seen_seeds,
+        seen_deterministic,
+    )
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_something_else_differs(configured, tmp_path, name):
+    turned, plain = SEEN[name](configured, tmp_path)
+    assert turned != plain
+
+
+def test_micro_batch_size_changes_the_number_of_passes(build):
+    assert passes_in_training(build, "--micro-batch-size", "1") == 4 * passes_in_training(build)
+
+
+def test_gradient_accumulation_steps_are_micro_batches_of_an_optimizer_step(build):
+    """Four episodes in pairs: two passes, and two optimizer steps or one."""
+
+    def steps_and_passes(*flags):
+        flags = ("--ppo-epochs", 1, *flags)
+        return build(*flags).one_update(1)["optimizer_steps"], passes_in_training(build, *flags)
+
+    assert steps_and_passes("--micro-batch-size", 2, "--gradient-accumulation-steps", 1) == (2, 2)
+    assert steps_and_passes("--micro-batch-size", 2, "--gradient-accumulation-steps", 2) == (1, 2)
+    assert steps_and_passes("--gradient-accumulation-steps", 4) == (1, 4)
+    assert steps_and_passes() == (1, 1)
+
+
+def test_gradient_checkpointing_recomputes(build):
+    def layer_passes(*flags):
+        trainer, passes = build("--num-iterations", 1, *flags), []
+        trainer.model.policy.model.layers[0].self_attn.register_forward_hook(lambda *_: passes.append(1))
+        trainer.one_update(1)
+        return len(passes)
+
+    assert layer_passes("--gradient-checkpointing") > layer_passes()
+
+
+def test_output_is_where_samples_go(build, tmp_path):
+    trainer = build("--output", tmp_path / "elsewhere", "--num-iterations", 1)
+    attach(trainer)
+    trainer.train()
+    assert (tmp_path / "elsewhere" / "samples").is_dir()
+
+
+def test_dry_run_leaves_no_folder(configured, tmp_path, capsys):
+    import train_ppo
+
+    config = configured("--dry-run")
+    words = [f"--{f.name.replace('_', '-')}={getattr(config.model, f.name)}" for f in dataclasses.fields(config.model)
+             if f.name in ("actor_model", "rm_model")]  # fmt: skip
+    train_ppo.main([*words, "--prompts", config.data.prompts, "--output", config.run.output, "--dry-run",
+                    "--allow-weak-reward-model"])  # fmt: skip
+    assert "budget" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_rollout_engine_chooses_the_loop(build, monkeypatch):
+    plain, called = engine._plain, []
+    monkeypatch.setattr(engine, "_plain", lambda *a: called.append(1) or plain(*a))
+    build("--num-iterations", 1).one_update(1)
+    assert not called
+    build("--num-iterations", 1, "--rollout-engine", "plain").one_update(1)
+    assert called
+
+
+def test_rollout_slots_is_the_number_of_rows_in_a_step(build, monkeypatch):
+    rows, decode = [], continuous_batching.Slots._decode
+    monkeypatch.setattr(
+        continuous_batching.Slots, "_decode", lambda desk, span: rows.append(len(desk.token)) or decode(desk, span)
+    )
+    for slots in (0, 3):
+        rows.clear()
+        build("--num-iterations", 1, "--rollout-slots", slots).one_update(1)
+        assert max(rows) == (slots or 6), "the evaluation has six prompts"
+
+
+def test_packed_takes_the_padding_out_of_the_layers(build):
+    def tokens(*flags):
+        trainer, seen = build("--num-iterations", 1, *flags), []
+        rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+        batch = trainer.advantages(rollout, torch.arange(4.0))
+        trainer.model.policy.model.layers[0].register_forward_hook(
+            lambda _m, inputs, _o: seen.append(inputs[0].shape[0] * inputs[0].shape[1])
+        )
+        trainer.update(batch, 1)
+        return seen[0]
+
+    assert tokens() < tokens("--no-packed")
+
+
+def test_fused_head_changes_how_and_not_what(build, monkeypatch):
+    fused, called = logprobs._FusedLogprobs.apply, []
+    monkeypatch.setattr(logprobs._FusedLogprobs, "apply", lambda *a: called.append(1) or fused(*a))
+    weights = []
+    for flags in ((), ("--no-fused-head",)):
+        called.clear()
+        trainer = build("--num-iterations", 1, *flags)
+        trainer.one_update(1)
+        assert bool(called) == (not flags)
+        weights.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters()]))
+    assert float((weights[0] - weights[1]).abs().max()) < 1e-5
+
+
+def test_check_tries_the_run_out_and_makes_none(configured, capsys):
+    import train_ppo
+
+    config = configured()
+    words = ["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--prompts",
+             config.data.prompts, "--output", config.run.output, "--reply-length", "8", "--eval-prompts", "6",
+             "--allow-weak-reward-model", "--num-iterations", "1"]  # fmt: skip
+    train_ppo.main([*words, "--check"])
+    assert "optimizer steps  ok" in capsys.readouterr().out and not Path(config.run.output).exists()
+    train_ppo.main(words)
+    assert "optimizer steps  ok" not in capsys.readouterr().out and Path(config.run.output).exists()
+
+
+APART = {"micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "output", "dry_run", "check",
+         "rollout_engine", "rollout_slots", "packed", "fused_head"}  # each has its own test above  # fmt: skip
+DEALT = {"steps_per_topic"}  # tests/data/test_sampler.py
+RESUMED = {"save_every", "keep", "resume", "resume_anyway"}  # tests/run/test_resume.py
+GUARDED = {"replay", "rollback_on_kl"}  # tests/trainer/test_safety.py
+RECORDED = {
+    "record_tokens",
+    "record_format",
+    "record_every",
+    "record_prompts",
+}  # tests/callbacks/test_token_recorder.py
+EXPORTED = {"merge_lora", "export_from", "push_to_hub", "hub_private"}  # tests/run/test_export.py
+
+
+def test_every_knob_has_a_row():
+    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED, *DEALT}
+    assert set(knobs_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *SEEN, *APART, *elsewhere}
+
+
+# --- python -m reward_model.train ------------------------------------------------------------------------------------
+
+REWARD_KNOBS = {
+    "split": ["--split", "60/30/10"],
+    "plain_prompts": ["--plain-prompts"],
+    "pair_length": ["--pair-length", "50"],
+    "rm_learning_rate": ["--rm-learning-rate", "1e-2"],
+    "rm_epochs": ["--rm-epochs", "2"],
+    "rm_batch_size": ["--rm-batch-size", "2"],
+    "rm_bf16": ["--rm-bf16"],
+    "rm_seed": ["--rm-seed", "5"],
+    "actor_model": ["--actor-model", "none"],
+    "calibration_prompts": ["--calibration-prompts", "7"],
+    "calibration_prompt_length": ["--calibration-prompt-length", "40"],
+    "reply_length": ["--reply-length", "3"],
+    "temperature": ["--temperature", "0.1"],
+    "top_k": ["--top-k", "2"],
+    "top_p": ["--top-p", "0.2"],
+}
+
+
+@pytest.fixture(scope="module")
+def reward_record(start_model, pairs_file, tmp_path_factory):
+    """The metrics.json of a tiny training run, less its settings."""
+
+    def observe(*flags) -> str:
+        folder = tmp_path_factory.mktemp("rm") / "out"
+        words = ["--base-model", start_model, "--actor-model", start_model, "--pairs", pairs_file, "--rm-output",
+                 folder, "--reply-length", 6, *flags]  # fmt: skip
+        train_reward_model(parse_reward_cli([str(w) for w in words]), Screen(), CPU)
+        record = json.loads((folder / METRICS_FILE).read_text())
+        record.pop("settings")
+        return json.dumps(record)
+
+    return observe
+
+
+@pytest.fixture(scope="module")
+def plain_record(reward_record):
+    return reward_record()
+
+
+@pytest.mark.parametrize("name", REWARD_KNOBS)
+def test_a_reward_model_differs(reward_record, plain_record, name):
+    assert reward_record(*REWARD_KNOBS[name]) != plain_record
+
+
+def test_the_same_reward_model_twice_does_not_differ(reward_record, plain_record):
+    assert reward_record() == plain_record
+
+
+def test_base_model_and_pairs_are_read(reward_record, plain_record, tmp_path, pairs_file):
+    other = make_start_model(tmp_path / "base", seed=8)
+    assert reward_record("--base-model", other) != plain_record
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("\n".join(pairs_file.read_text().splitlines()[:80]))
+    assert reward_record("--pairs", fewer) != plain_record
+
+
+def test_rm_output_and_rm_overwrite(start_model, pairs_file, tmp_path):
+    def train(*flags):
+        words = ["--base-model", start_model, "--actor-model", "none", "--pairs", pairs_file, *flags]
+        return train_reward_model(parse_reward_cli([str(w) for w in words]), Screen(), CPU)
+
+    mine = tmp_path / "mine"
+    assert train("--rm-output", mine) == mine and (mine / METRICS_FILE).is_file()
+    with pytest.raises(UserError, match="a reward model is there: --rm-output .*Add --rm-overwrite"):
+        train("--rm-output", mine)
+    train("--rm-output", mine, "--rm-overwrite")
+
+
+def test_every_reward_knob_has_a_row():
+    apart = {"pairs", "base_model", "rm_output", "rm_overwrite"}
+    assert set(knobs_of(RewardModelConfig)) == {*REWARD_KNOBS, *apart}
+
+
+# --- looking at runs -------------------------------------------------------------------------------------------------
+
+# knob of an evaluation -> flags that must change what it says; a folder's name is made by `made`
+MEASURE_KNOBS = {
+    "which": ["--which", "best"],
+    "baseline": ["--baseline", "START"],
+    "judge_model": ["--judge-model", "REWARD"],
+    "num_prompts": ["--num-prompts", "2"],
+    "completions": ["--completions", "1"],
+    "seed": ["--seed", "7"],
+    "rm_model": ["--rm-model", "REWARD"],
+    "prompts": ["--prompts", "FEWER"],
+    "split": ["--split", "45/25/30"],
+    "prompt_length": ["--prompt-length", "44"],
+    "eval_text": ["--eval-text", "README.md"],
+    "reply_length": ["--reply-length", "4"],
+    "temperature": ["--temperature", "2"],
+    "top_k": ["--top-k", "3"],
+    "top_p": ["--top-p", "0.2"],
+    "reward_func": ["--reward-func", "length_penalty"],
+    "reward_weights": ["--reward-weights", "3"],
+}
+
+
+@pytest.fixture(scope="module")
+def evaluated(runs, start_model, reward_folder, pairs_file, tmp_path_factory):
+    """What evaluate_generations.py says of a run, or of a model, with flags; less when and by what command."""
+    folder = tmp_path_factory.mktemp("looking")
+    fewer = folder / "fewer.jsonl"
+    fewer.write_text("\n".join(pairs_file.read_text().splitlines()[40:]))
+    made = {
+        "START": make_start_model(folder / "start", seed=6),
+        "REWARD": make_reward_model(folder / "reward", seed=6),
+        "FEWER": fewer,
+    }
+
+    def observe(*flags, model=runs["ppo", 1]) -> str:
+        words = ["--model-path", model, "--num-prompts", 4, "--completions", 2, "--output", folder / "out"]
+        given = {flag for flag in flags if str(flag).startswith("--")}
+        kept = [w for pair in zip(words[::2], words[1::2], strict=True) if pair[0] not in given for w in pair]
+        evaluate_generations.main([str(made.get(w, w)) for w in [*kept, *flags]])
+        report = json.loads((folder / "out" / "evaluation.json").read_text(encoding="utf-8"))
+        return json.dumps({k: v for k, v in report.items() if k in ("models", "start", "prompts")})
+
+    return observe
+
+
+@pytest.fixture(scope="module")
+def plainly_evaluated(evaluated):
+    return evaluated()
+
+
+@pytest.mark.parametrize("name", MEASURE_KNOBS)
+def test_an_evaluation_differs(evaluated, plainly_evaluated, name):
+    assert evaluated(*MEASURE_KNOBS[name]) != plainly_evaluated
+
+
+def test_the_same_evaluation_twice_does_not_differ(evaluated, plainly_evaluated):
+    assert evaluated() == plainly_evaluated
+
+
+def test_like_names_the_settings_of_a_model_that_is_not_of_a_run(evaluated, start_model, reward_folder, pairs_file):
+    """Under the demo's, temperature 1 and not 0.7."""
+    words = ["--rm-model", reward_folder, "--prompts", pairs_file, "--split", "45/45/10"]
+    one, other = (evaluated(*words, "--like", name, model=start_model) for name in ("demo", "smollm2-orca"))
+    assert one != other
+
+
+def test_every_knob_of_the_looking_commands_is_tested():
+    measured = {*MEASURE_KNOBS, "like"}
+    measured.add("trust_reward_code")  # tests/rewards/test_reward_code.py
+    apart = {"model_path", "output", "tokens", "chat"}  # tests/reports/test_reports.py, tests/analysis/test_chat.py
+    assert set(knobs_of(EvaluationConfig)) == {*measured, *apart}
+    assert set(knobs_of(ComparisonConfig)) == {*measured, "runs", "output"}  # tests/reports/test_reports.py
+    assert set(knobs_of(PlotConfig)) == {"runs", "x", "smooth", "output"}  # tests/reports/test_curve_plots.py

@@ -1,0 +1,77 @@
+"""What a user sees, on any console."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.models import device
+from rlhf.utils.console import Screen, clock
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (61, "1:01"), (3725, "1:02:05")])
+def test_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_a_cp1252_console_survives_any_reply():
+    code = (
+        "from rlhf.utils.console import Screen\n"
+        "s = Screen()\n"
+        "s.say('caf\\u00e9 \\u4f60\\u597d \\ufffd [/red] [bold]')\n"
+        "s.table('t', ['a'], [['\\u4f60 [/] \\u2192']])\n"
+        "s.progress('KL \\u4f60', last=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "cp1252"}
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert "café ?? ? [/red] [bold]" in done.stdout.decode("cp1252")
+
+
+def test_text_of_a_model_is_never_markup(capsys):
+    Screen().table("replies", ["reply"], [["[link=x]click[/link] [bold red]loud"]])
+    assert "[link=x]click[/link] [bold red]loud" in " ".join(capsys.readouterr().out.split())
+
+
+def test_in_a_pipe_the_live_line_comes_now_and_then_and_at_the_end(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    screen = Screen()
+    for i in range(50):
+        screen.progress(f"update {i}")
+    screen.progress("update 50", last=True)
+    assert sys.stdout.getvalue().split("\n") == ["update 0", "update 50", ""]
+
+
+# --- a card that torch cannot use: the faults are injected, as there is none here ------------------------------------
+
+
+def test_a_card_beside_a_torch_without_cuda_gives_one_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(device.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    line = device.unused_card()
+    assert "an NVIDIA card is here" in line and "pip install --force-reinstall torch --index-url" in line
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "driver is too old" in device.unused_card()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device.unused_card() is None, "hidden on purpose"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(device.shutil, "which", lambda name: None)
+    assert device.unused_card() is None
+
+
+@pytest.mark.parametrize(("capability", "bad"), [((12, 0), True), ((9, 0), False), ((8, 9), False), ((6, 1), True)])
+def test_a_card_that_torch_has_no_code_for_gives_one_line(monkeypatch, capability, bad):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_86", "sm_90"])
+    assert (device.unused_card() is not None) is bad

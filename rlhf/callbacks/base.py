@@ -1,4 +1,8 @@
-"""The callback interface: what a trainer reports, and when."""
+"""The callback interface: what a trainer reports, and when.
+
+Most callbacks only watch. Those that change a run: KLControl and KLGuard set the next update's beta, KLGuard may load
+the weights of an older checkpoint, and Checkpoints ends a run that was asked to stop.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from rlhf.trainer.safety import Dropped
 
 
 class Callback:
-    """What a trainer tells, and when. Everything is optional: any object with one of these methods will do."""
+    """What a trainer reports, and when. Everything is optional: any object with one of these methods will do."""
 
     def on_train_begin(self, trainer: Any) -> None:
         """Before the first evaluation."""

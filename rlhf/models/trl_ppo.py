@@ -1,6 +1,8 @@
-"""The only file that imports `trl.experimental`: hands on the three names that we use.
+"""The only file that imports `trl.experimental`, for the three names that we use.
 
-TRL dropped PPO in release 1.13. The day PPO must leave TRL, this file changes and no other.
+TRL dropped PPO in release 1.13. More than this import depends on it: `PPO` in rlhf/trainer/ppo.py is a PPOTrainer, the
+loop uses that trainer's accelerator, optimizer, scheduler, state and callback handler, and rlhf/models/actor_critic.py
+reads its value head.
 """
 
 import os

@@ -106,7 +106,7 @@ Forward = tuple[Passage, Tensor]  # a passage and the hidden states (M, H) from 
 
 @dataclass
 class Rollout:
-    """One update's batch, as the rollout policy left it."""
+    """One update's batch: sampled, measured and, once the reward functions ran, scored."""
 
     replies: Replies
     prompts: list[Prompt]
@@ -117,7 +117,7 @@ class Rollout:
     values: Tensor | None  # (B, T) score units; None where there is no critic
     # the forward pass that measured it, with its graph, where it is the first optimizer step's as well
     begun: Forward | None = None
-    scores: Tensor | None = None  # (B,) as the reward functions gave them, once they have
+    scores: Tensor | None = None  # (B,) of the reward functions; None before they ran
 
     @property
     def mask(self) -> Tensor:

@@ -25,11 +25,11 @@ from rlhf.utils.paths import check_inputs_outside
 
 
 def settle_resume(config: Config, screen: Screen) -> Config | None:
-    """What --resume comes to, before anything is loaded: the configuration to train with; None for a finished run,
-    which only hands out what it is asked for.
+    """What --resume comes to, before models are loaded: the configuration to train with; None for a finished run.
 
-    A run that saved nothing before it stopped is begun anew. Raises UserError where there is no run to go on with,
-    where it is another one, or where none of its checkpoints is sound.
+    A finished run exports what the settings ask for (merged adapter, card, upload). The files of a run that saved no
+    checkpoint are moved aside, and it starts again. Raises UserError if there is no run, if its settings or data are
+    others, or if none of its checkpoints is valid.
     """
     run = require_run(Path(config.run.output), "--resume, --output")
     fault = run_fault(run)

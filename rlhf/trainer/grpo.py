@@ -31,8 +31,9 @@ class GRPO(OnPolicyLoop, GRPOTrainer):
     """TRL's GRPOTrainer, with `train()` in the steps of OnPolicyLoop, so that prompts are dealt, replies sampled and
     minibatches drawn as under PPO.
 
-    TRL is handed finished rollouts (through `rollout_func`) and scores (through reward functions that pass them on),
-    and gives advantages and loss. Only two of its methods are used so; one is replaced, its forward pass.
+    TRL receives finished rollouts (through `rollout_func`) and scores (through reward functions that return them), and
+    computes advantages and loss: `_generate_and_score_completions` and `_compute_loss`. Its forward pass is replaced.
+    We set its `reward_weights`, `beta` (always 0) and `current_gradient_accumulation_steps`, and clear its `_metrics`.
     """
 
     def build_trl(self, policy: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -60,7 +60,8 @@ EVENTS = (
 
 
 class OnPolicyLoop(ABC):
-    """Mixed into a TRL trainer, before it. Randomness comes from (seed, update, purpose), never a global stream.
+    """Mixed into a TRL trainer, before it. Randomness comes from (seed, update, purpose). Dropout alone draws from
+    torch's global streams, which `dropout_stream` seeds.
 
     An algorithm gives `build_trl`, `actor`, `advantages` and `losses`.
     """
@@ -504,7 +505,7 @@ class OnPolicyLoop(ABC):
             self.this_epoch = []
 
     def set_kl_coef(self, beta: float) -> None:
-        """The one door through which a callback may steer training: beta of the next update."""
+        """Set the next update's beta, as KL control does."""
         self.kl_coef = beta
 
     def note_memory(self) -> None:

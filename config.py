@@ -114,6 +114,11 @@ class SamplingSettings:
         """Whether any token is kept from being sampled."""
         return self.top_k > 0 or self.top_p < 1
 
+    def __str__(self) -> str:
+        limits = [f"top-k {self.top_k}"] if self.top_k else []
+        limits += [f"top-p {self.top_p:g}"] if self.top_p < 1 else []
+        return ", ".join([f"at most {self.reply_length} tokens", f"temperature {self.temperature:g}", *limits])
+
 
 @dataclass(frozen=True)
 class BatchSettings:

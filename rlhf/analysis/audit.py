@@ -15,6 +15,7 @@ from rlhf.analysis.statistics import (
     Estimate,
     correlation,
     distinct,
+    interval,
     over_prompts,
     repetition,
     win_rates,
@@ -168,17 +169,6 @@ def _kl_outside(replies: Generations, mine: dict, target: tuple[float, str] | No
     if not over_prompts(of_prompts, seed, null=most).above(most):
         return []
     return [f"the KL to the start model is {kl:.3g}/{per}, above its band ({most:.3g} = {KL_BAND[1]:g} x the target)"]
-
-
-def interval(low: float, high: float, sign: str = "+") -> str:
-    """In words."""
-    return f"{low:{sign}.3f} to {high:{sign}.3f}"
-
-
-def interval_of(found: dict[str, float | None], sign: str = "+") -> str:
-    """An estimate with its interval, where it has one."""
-    within = "" if found["low"] is None else f" ({interval(found['low'], found['high'], sign)})"
-    return f"{found['value']:{sign}.3f}{within}"
 
 
 def as_json(values: dict[str, Estimate | float | None]) -> dict:

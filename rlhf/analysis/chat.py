@@ -143,15 +143,13 @@ def room_for_prompt(model: Trained, config: Config) -> int | None:
 
 def facts(model: Trained, config: Config, conversation: Conversation) -> list[tuple[str, str]]:
     """Who is talked to, how it replies, and how to end it."""
-    s, room = config.sampling, conversation.room
-    limits = [f"top-k {s.top_k}"] if s.top_k else []
-    limits += [f"top-p {s.top_p:g}"] if s.top_p < 1 else []
+    room = conversation.room
     remembered = f"the newest {room:,} tokens" if room is not None else "all"
     memory = f"{remembered} of the conversation" if conversation.remembers else "nothing: it has no chat template"
     return [
         ("model", model.label),
         *([("base", model.base)] if model.base is not None else []),
-        ("replies", ", ".join([f"at most {s.reply_length} tokens", f"temperature {s.temperature:g}", *limits])),
+        ("replies", str(config.sampling)),
         ("remembers", memory),
         (NEW, "begins a new conversation"),
         (EXIT, "ends; so does Ctrl-C, or the end of the input"),

@@ -181,17 +181,11 @@ class Bench:
         """How models are measured here, in words."""
         s, c = self.settings, self.config
         whiches = sorted({model.which for model in self.models if model.run is not None})
-        limits = [f"top-k {c.sampling.top_k}"] if c.sampling.top_k else []
-        limits += [f"top-p {c.sampling.top_p:g}"] if c.sampling.top_p < 1 else []
         return [
             *([("start model", self.start.name)] if self.start else []),
             *([("weights", f"of runs: {', '.join(whiches)}")] if whiches else []),
             ("prompts", f"{self.prompts_line} ({c.data.prompts}, seed {s.seed})"),
-            (
-                "replies",
-                f"{s.completions} to each prompt, at most {c.sampling.reply_length} tokens, "
-                + ", ".join([f"temperature {c.sampling.temperature:g}", *limits]),
-            ),
+            ("replies", f"{s.completions} to each prompt, {c.sampling}"),
             ("score", str(self.rewards) + (f", reward model {c.model.rm_model}" if c.model.rm_model else "")),
             ("judge", self.judge_name or "none (--judge-model names a reward model that training never saw)"),
             ("perplexity", f"at temperature 1 on {self.text.source}" if self.text else "no text (--eval-text FILE)"),

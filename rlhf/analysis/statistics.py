@@ -158,6 +158,17 @@ def correlation(scores: Sequence[float], lengths: Sequence[float]) -> float | No
     return float(stats.spearmanr(scores, lengths).statistic)
 
 
+def interval(low: float, high: float, sign: str = "+") -> str:
+    """An interval as text."""
+    return f"{low:{sign}.3f} to {high:{sign}.3f}"
+
+
+def interval_of(found: dict[str, float | None], sign: str = "+") -> str:
+    """An estimate, as a plain object, with its interval if it has one."""
+    within = "" if found["low"] is None else f" ({interval(found['low'], found['high'], sign)})"
+    return f"{found['value']:{sign}.3f}{within}"
+
+
 # --- texts -----------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhf.analysis.audit import figures
 from rlhf.analysis.evaluator import Generations
-from rlhf.analysis.statistics import A_SHARE, EVEN, OVER_PROMPTS, Estimate, over_seeds_if_any, win_rates
+from rlhf.analysis.statistics import A_SHARE, EVEN, OVER_PROMPTS, Estimate, interval, over_seeds_if_any, win_rates
 
 MEASURES = ("scores", "judged")
 ENOUGH_SEEDS = 5
@@ -107,9 +107,7 @@ def said(estimate: Estimate, over: str, sign: str = "+") -> str:
     """A figure with its interval, named."""
     if estimate.low is None:
         return f"{estimate.value:{sign}.3f}, without an interval"
-    return (
-        f"{estimate.value:{sign}.3f}, 95% interval over {over} {estimate.low:{sign}.3f} to {estimate.high:{sign}.3f}"
-    )
+    return f"{estimate.value:{sign}.3f}, 95% interval over {over} {interval(estimate.low, estimate.high, sign)}"
 
 
 def _between(sides: Sequence[Side], found: Contrast, by: str) -> str:

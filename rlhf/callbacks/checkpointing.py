@@ -37,7 +37,7 @@ class BestCheckpoint(Callback):
             Candidate(
                 update=evaluation.update,
                 score=said["eval/score"],
-                kl=said["eval/kl_divergence" if target.per == "sequence" else "eval/kl_divergence/token"],
+                kl=said[f"eval/{target.metric}"],
                 target=target.nats if self.config.kl.steered else None,
                 perplexity=said["eval/perplexity"],
             )

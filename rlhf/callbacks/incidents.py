@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from config import IN_A_ROW, Config, known_settings, make_config
+from config import IN_A_ROW, Config, config_of_run
 from rlhf.callbacks.base import Callback
 from rlhf.checkpoints.run_record import environment
 from rlhf.data.examples import Example
@@ -87,8 +87,7 @@ class Incident:
 
     def config(self, output: str) -> Config:
         """The run's settings, with another place for output."""
-        knobs = {**known_settings(self.said), "output": output, "resume": False, "replay": str(self.folder)}
-        return make_config(self.said["settings"]["recipe"], self.said["algorithm"], **knobs)
+        return config_of_run(self.said, output=output, resume=False, replay=str(self.folder))
 
     def rollout(self, trainer: Any) -> Rollout:
         """The batch as it was sampled and measured."""

@@ -45,7 +45,7 @@ class KLGuard(Callback):
 
     def on_update_end(self, update, metrics):
         target = self.controller.target_of(update)
-        kl = metrics["kl_divergence" if target.per == "sequence" else "kl_divergence/token"]
+        kl = metrics[target.metric]
         if kl <= RUNAWAY * target.nats:
             self.in_a_row = 0
             return

@@ -64,7 +64,7 @@ class ProgressLine(Callback):
     def on_update_end(self, update, metrics):
         updates, target = self.trainer.updates, self.controller.target_of(update)
         left = (time.monotonic() - self.started) / (update - self.first) * (updates - update)
-        kl = metrics["kl_divergence" if target.per == "sequence" else "kl_divergence/token"]
+        kl = metrics[target.metric]
         aim = "no target" if self.controller.horizon is None else f"target {target}"
         topic = self.trainer.dealing.topic_of(update)
         of = "" if topic is None else f"topic {one_line(topic)} | "

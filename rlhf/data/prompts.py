@@ -25,6 +25,11 @@ class Prompt:
     example: Example
 
 
+def ids_alone(ids: Sequence[int]) -> Prompt:
+    """A prompt of which only the ids are read: a beginning of a text, not a row of data."""
+    return Prompt(tuple(ids), Example(({"role": "user", "content": ""},)))
+
+
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], longest: int
 ) -> tuple[list[Prompt], int]:

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf.demo.families import FAMILIES
 from rlhf.demo.tasks import FLAWS, ask, demonstration, flawed
+from rlhf.rollout.completions import padded
 
 WEIGHTS = Path(__file__).parent / "weights"
 PAD, TURN, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -107,11 +108,9 @@ def training_batches(
 
 def pad_rows(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, labels) of encoded examples, right-padded to the longest."""
-    longest = max(len(ids) for ids, _ in rows)
-    return tuple(
-        torch.tensor([row[part] + [filler] * (longest - len(row[part])) for row in rows])
-        for part, filler in enumerate((pad, -100))
-    )
+    ids, labels = zip(*rows, strict=True)
+    cpu = torch.device("cpu")
+    return padded(ids, pad, cpu), padded(labels, -100, cpu)
 
 
 def new_model(tokenizer) -> LlamaForCausalLM:

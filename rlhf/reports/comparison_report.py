@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from config import GRPOSettings, PPOSettings, config_of_run
-from rlhf.analysis.audit import against, as_json, figures, interval_of, target_at_end, warnings
+from rlhf.analysis.audit import against, as_json, figures, target_at_end, warnings
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import Look, at_equal
 from rlhf.analysis.evaluator import Bench, Generations
 from rlhf.analysis.models import Trained, episodes_of
+from rlhf.analysis.statistics import interval_of
 from rlhf.analysis.verdict import Side, judge_runs
 from rlhf.checkpoints.run_record import MAY_DIFFER, differences, environment, flat_settings, now
 from rlhf.reports.evaluation_report import sides_of

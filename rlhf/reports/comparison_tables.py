@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from rlhf.analysis.audit import LABELS, interval_of, shown
+from rlhf.analysis.audit import LABELS, shown
+from rlhf.analysis.statistics import interval_of
 from rlhf.analysis.verdict import Side
 from rlhf.utils.console import clock
 

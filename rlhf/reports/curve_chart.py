@@ -11,6 +11,7 @@ import numpy as np
 from rlhf.algorithms.kl_control import KLController
 from rlhf.analysis.curves import Curve, RunCurves
 from rlhf.reports.plot_style import COLOURS, MARKERS
+from rlhf.settings.types import KL_METRICS
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,11 @@ class Chart:
     @property
     def panels(self) -> list[Panel]:
         own = "" if len(self.groups) == 1 else " (each its own: not comparable)"
-        kl = "kl_divergence" if self.per == "sequence" else "kl_divergence/token"
         return [
             Panel(f"Loss{own}", "no unit", "loss"),
             Panel("Learning rate", "per optimizer step", "learning_rate", smoothed=False),
             Panel("Mean reward (score of the replies)", "score units", "rewards/mean", evaluation="eval/score"),
-            Panel("KL from the start model", f"nats per {self.per}", kl),
+            Panel("KL from the start model", f"nats per {self.per}", KL_METRICS[self.per]),
         ]
 
     @cached_property

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from config import config_of_run
-from rlhf.analysis.audit import LABELS, against, as_json, figures, interval_of, shown, target_at_end, warnings
+from rlhf.analysis.audit import LABELS, against, as_json, figures, shown, target_at_end, warnings
 from rlhf.analysis.evaluator import Bench, Generations
 from rlhf.analysis.models import Trained
-from rlhf.analysis.statistics import ranks
+from rlhf.analysis.statistics import interval_of, ranks
 from rlhf.checkpoints.run_record import environment, now
 from rlhf.reports.plot_style import as_data_url
 from rlhf.reports.report_plots import distributions

@@ -27,6 +27,7 @@ from rlhf.models.load import (
     readable,
 )
 from rlhf.models.reference import let_go_of_files, store_frozen_weights
+from rlhf.rollout.completions import padded
 from rlhf.utils.errors import RunError, UserError
 
 METRICS_FILE = "metrics.json"
@@ -45,10 +46,7 @@ def right_padded(
     sequences: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and attention mask, both (B, T) int64, padded on the right."""
-    width = max(len(s) for s in sequences)
-    ids = torch.tensor([[*s, *[pad] * (width - len(s))] for s in sequences], device=device)
-    attention = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in sequences], device=device)
-    return ids, attention
+    return padded(sequences, pad, device), padded([[1] * len(s) for s in sequences], 0, device)
 
 
 class RewardModel:

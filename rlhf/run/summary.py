@@ -9,7 +9,7 @@ from typing import Any
 
 from config import ALGORITHMS, LENGTHS, Config, make_config, parse_cli
 from rlhf.algorithms.kl_control import in_band, kl_controller, with_horizon
-from rlhf.analysis.statistics import over_prompts
+from rlhf.analysis.statistics import interval, over_prompts
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_record import MAY_DIFFER, RunLog, differences
 from rlhf.data.prompts import Prompt
@@ -71,7 +71,7 @@ def last_kl(history: Sequence[dict], target: KLTarget, first: int = 1, last: flo
 
     Skipped updates have no KL. None if no update of these was logged.
     """
-    name = "kl_divergence" if target.per == "sequence" else "kl_divergence/token"
+    name = target.metric
     values = [entry[name] for entry in history if name in entry and first <= entry["step"] <= last]
     return fmean(values[-LAST_UPDATES:]) if values else None
 
@@ -98,23 +98,21 @@ def gold_scores(evaluation: Evaluation, prompts: Sequence[Prompt], gold: Gold) -
 
 def show_figures(figures: dict, screen: Screen) -> None:
     """The comparison in lines."""
-    low, high = figures["score_rise_interval"]
-    rise = figures["score_after"] - figures["score_before"]
+    rise, rise_in_sd = figures["score_after"] - figures["score_before"], figures["score_rise_in_start_sd"]
     rows = [
         (
             "score",
             f"{figures['score_before']:+.3f} -> {figures['score_after']:+.3f}, change {rise:+.3f} (95% interval "
-            f"{low:+.3f} to {high:+.3f}); that is {figures['score_rise_in_start_sd']:+.2f} standard deviations of the "
-            "start model's scores",
+            f"{interval(*figures['score_rise_interval'])}); that is {rise_in_sd:+.2f} standard deviations "
+            "of the start model's scores",
         )
     ]
     if "gold_before" in figures:
-        low, high = figures["gold_rise_interval"]
         rows.append(
             (
                 "gold quality",
                 f"{figures['gold_before']:.3f} -> {figures['gold_after']:.3f} "
-                f"(95% interval of the rise {low:+.3f} to {high:+.3f}); no training saw it",
+                f"(95% interval of the rise {interval(*figures['gold_rise_interval'])}); no training saw it",
             )
         )
     rows += _kl_rows(figures)

@@ -25,7 +25,7 @@ from rlhf.run.summary import finish_run
 from rlhf.settings.fields import as_plain
 from rlhf.setup.build import Parts, load_parts, prepare_demo_parts
 from rlhf.setup.inputs import inputs_of
-from rlhf.setup.memory import forecaster, what_helps
+from rlhf.setup.memory import forecaster_of, what_helps
 from rlhf.setup.plan import budget, show_plan
 from rlhf.setup.trial import check_run, check_start
 from rlhf.trainer.loop import OnPolicyLoop
@@ -77,7 +77,7 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
     controller = kl_controller(config, trainer.updates)
     output = Path(config.run.output)
     trainer.rewards.printed = output / PRINTED_FILE
-    trainer.limits.advise = lambda: what_helps(config, trainer.actor.policy, forecaster(trainer))
+    trainer.limits.advise = lambda: what_helps(config, trainer.actor.policy, forecaster_of(trainer))
     trainer.add_callback(TensorBoardLog(output / "logs"))
     trainer.add_callback(Samples(output / "samples", trainer.evaluation_prompts))
     if config.record.record_tokens:

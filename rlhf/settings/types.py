@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+KL_METRICS = {"sequence": "kl_divergence", "token": "kl_divergence/token"}  # unit -> metric, as logged
+
 
 @dataclass(frozen=True)
 class KLTarget:
@@ -23,6 +25,11 @@ class KLTarget:
         if per not in ("sequence", "token") or not 0 < target.nats < math.inf:
             raise ValueError(text)
         return target
+
+    @property
+    def metric(self) -> str:
+        """The metric that is in this target's unit."""
+        return KL_METRICS[self.per]
 
     def __str__(self) -> str:
         return f"{self.nats:g}/{self.per}"

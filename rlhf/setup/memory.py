@@ -18,6 +18,7 @@ from rlhf.models.device import autocast_dtype, installed
 from rlhf.models.logprobs import base_of
 from rlhf.models.packing import Passage
 from rlhf.rewards.functions import LearnedReward
+from rlhf.rewards.rewards import Rewards
 from rlhf.setup.footprint import Network, weights_of
 from rlhf.setup.peak_memory import MemoryPlan, scoring
 from rlhf.trainer.loop import EVALUATED_AT_ONCE, OnPolicyLoop
@@ -107,14 +108,34 @@ def forecast(
     return Forecast(plan.held(reward_model), phases, largest)
 
 
-def forecaster(trainer: OnPolicyLoop) -> Callable[[Config], Forecast]:
-    """What a trainer's updates would hold under one configuration or another."""
-    learned = [f.model.model for f in trainer.rewards.functions if isinstance(f, LearnedReward)]
+def forecaster(
+    updates: int,
+    device: torch.device,
+    policy: PreTrainedModel | PeftModel,
+    rewards: Rewards,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    train: Sequence[Prompt],
+    evaluation: Sequence[Prompt] = (),
+) -> Callable[[Config], Forecast]:
+    """What a run would hold under one configuration or another; without `evaluation` prompts, its updates alone."""
+    learned = [f.model.model for f in rewards.functions if isinstance(f, LearnedReward)]
     return partial(
-        forecast, updates=trainer.updates, device=trainer.accelerator.device, policy=trainer.actor.policy,
-        reward_model=learned[0] if learned else None, tokenizer=trainer.processing_class,
-        train=trainer.train_prompts, evaluation=[],
-    )  # fmt: skip
+        forecast,
+        updates=updates,
+        device=device,
+        policy=policy,
+        reward_model=learned[0] if learned else None,
+        tokenizer=tokenizer,
+        train=train,
+        evaluation=evaluation,
+    )
+
+
+def forecaster_of(trainer: OnPolicyLoop) -> Callable[[Config], Forecast]:
+    """What a trainer's updates would hold under one configuration or another."""
+    device, policy, tokenizer = trainer.accelerator.device, trainer.actor.policy, trainer.processing_class
+    return forecaster(trainer.updates, device, policy, trainer.rewards, tokenizer, train=trainer.train_prompts)
 
 
 def what_helps(config: Config, policy: PreTrainedModel | PeftModel, foretell: Callable[[Config], Forecast]) -> str:

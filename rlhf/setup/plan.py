@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from rlhf.models.logprobs import base_of
 from rlhf.rollout.logprobs import tokens_at_once
 from rlhf.settings.fields import as_plain
 from rlhf.setup.build import Parts
-from rlhf.setup.memory import Forecast, forecast, what_helps
+from rlhf.setup.memory import Forecast, forecaster, what_helps
 from rlhf.utils.console import Screen, gib
 
 MOST_TOPICS = 12  # named
@@ -33,7 +32,9 @@ MOST_TOPICS = 12  # named
 def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, screen: Screen) -> None:
     """What is about to happen, in numbers."""
     m, sets = config.model, parts.prompts
-    foretell = forecaster(parts, updates, device)
+    foretell = forecaster(
+        updates, device, parts.policy, parts.rewards, parts.tokenizer, train=sets.train, evaluation=sets.evaluation
+    )
     trained = sum(w.numel() for w in parts.policy.parameters() if w.requires_grad)
     total = base_parameters(parts.policy)
     dropout = f", dropout {m.lora_dropout:g}" if m.lora_dropout else ""
@@ -127,20 +128,6 @@ def batch_line(config: Config, updates: int, device: torch.device) -> str:
         f"{b.batch_size} prompts{group} in {b.minibatches} minibatches of {episodes} episodes, an optimizer step "
         f"each; {b.ppo_epochs} passes over each rollout: {config.optimizer_steps(1):,} optimizer steps per update, "
         f"{config.optimizer_steps(updates):,} in all; at most {at_once} in a forward pass (the micro-batch)"
-    )
-
-
-def forecaster(parts: Parts, updates: int, device: torch.device) -> Callable[[Config], Forecast]:
-    """What a run would hold under one configuration or another."""
-    return partial(
-        forecast,
-        updates=updates,
-        device=device,
-        policy=parts.policy,
-        reward_model=parts.reward_model.model if parts.reward_model is not None else None,
-        tokenizer=parts.tokenizer,
-        train=parts.prompts.train,
-        evaluation=parts.prompts.evaluation,
     )
 
 

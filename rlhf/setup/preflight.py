@@ -19,6 +19,7 @@ from rlhf.models.logprobs import base_of
 from rlhf.rewards.functions import LearnedReward, ModuleReward
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
+from rlhf.utils.console import gib
 
 COPIES = 3  # of the trained weights in a checkpoint: themselves, and AdamW's two moments
 WITHOUT_MOMENTS = 2  # best/ and the final weights
@@ -111,7 +112,7 @@ def disk_has_room(config: Config, policy: PreTrainedModel | PeftModel) -> Check:
         free += sum(file.stat().st_size for file in output.glob("checkpoint-*/*.safetensors"))
     return Check(
         "free disk",
-        f"{free / 2**30:.2f} GiB free in {there}, {needed / 2**30:.2f} GiB needed by {copies} checkpoints, best/"
+        f"{gib(free)} GiB free in {there}, {gib(needed)} GiB needed by {copies} checkpoints, best/"
         + (", the final weights and the merged model" if merged else " and the final weights"),
         free >= needed,
         "Free some, name another folder with --output, or train adapters with --use-lora",

@@ -19,7 +19,7 @@ from rlhf.models.save import load_policy_weights
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.logprobs import tokens_at_once
 from rlhf.setup.build import Parts
-from rlhf.setup.memory import forecaster
+from rlhf.setup.memory import forecaster_of
 from rlhf.setup.preflight import Check, determinism, padding_changes_no_score, prompt_is_rendered, start_checks
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, gib
@@ -184,7 +184,7 @@ def memory_is_as_foretold(trainer: OnPolicyLoop, parts: Parts) -> Check:
     """What the update took, against the plan's forecast of updates: of full replies, so that it is seldom reached."""
     device = trainer.accelerator.device
     measured = memory_in_use(device) - parts.memory_before
-    foretold, there = forecaster(trainer)(trainer.config), available(device)
+    foretold, there = forecaster_of(trainer)(trainer.config), available(device)
     return Check(
         "memory",
         f"about {gib(foretold.peak)} GiB foretold for full replies, {gib(measured)} GiB taken by one update, "

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.objectives import kl_k1
 from rlhf.data.chat_template import encode_reply, encode_text
-from rlhf.data.examples import Example, read_text
-from rlhf.data.prompts import Prompt
+from rlhf.data.examples import read_text
+from rlhf.data.prompts import Prompt, ids_alone
 from rlhf.models.actor_critic import Actor
 from rlhf.models.attention import packable
 from rlhf.models.device import autocast
@@ -118,8 +118,9 @@ def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
     rows = [ids for p in paragraphs if len(ids := encode_text(tokenizer, p.strip())) > 1]
     if not rows:
         raise UserError(f"no paragraph of two tokens or more: --eval-text {file}. Give a text file")
-    prompts = [Prompt((row[0],), Example(({"role": "user", "content": ""},))) for row in rows]
-    return FixedText(prompts, [row[1:] for row in rows], f"{len(rows)} paragraphs of {file}")
+    return FixedText(
+        [ids_alone(row[:1]) for row in rows], [row[1:] for row in rows], f"{len(rows)} paragraphs of {file}"
+    )
 
 
 @torch.no_grad()

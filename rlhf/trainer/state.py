@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlhf.data.examples import Example
-from rlhf.data.prompts import Prompt
+from rlhf.data.prompts import ids_alone
 from rlhf.models.save import load_policy_weights
 from rlhf.trainer.evaluation import Evaluation, FixedText
 from rlhf.trainer.loop import OnPolicyLoop
@@ -140,8 +139,7 @@ def _plain_text(text: FixedText) -> dict[str, Any]:
 
 
 def _text_of(said: dict[str, Any]) -> FixedText:
-    nothing = Example(({"role": "user", "content": ""},))  # of these prompts only the ids are read
-    return FixedText([Prompt(tuple(ids), nothing) for ids in said["prompts"]], said["replies"], said["source"])
+    return FixedText([ids_alone(ids) for ids in said["prompts"]], said["replies"], said["source"])
 
 
 # --- random states ---------------------------------------------------------------------------------------------------

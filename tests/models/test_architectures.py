@@ -39,7 +39,7 @@ from rlhf.models.load import load_tokenizer
 from rlhf.rollout.completions import Replies
 from rlhf.rollout.engine import default_engine, sample_replies
 from rlhf.rollout.sampling import uniforms
-from rlhf.setup.memory import forecaster
+from rlhf.setup.memory import forecaster_of
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.errors import UserError
 from tests import shapes
@@ -321,7 +321,7 @@ def test_the_critic_learns(run):
 
 
 def test_its_memory_can_be_foretold(run):
-    foretold = forecaster(run.trainer)(run.trainer.config)
+    foretold = forecaster_of(run.trainer)(run.trainer.config)
     parts = [*foretold.held.values(), *(size for phase in foretold.phases for size in phase.parts.values())]
     assert all(size >= 0 for size in parts)
     assert foretold.held["policy"] > 0 and foretold.peak > foretold.held["policy"] + foretold.held["optimizer"]

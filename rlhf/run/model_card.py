@@ -12,7 +12,7 @@ from huggingface_hub import ModelCardData
 from config import Config
 from rlhf.checkpoints.run_record import HARMLESS, flat_settings
 from rlhf.models.load import ADAPTER_CONFIG, load_tokenizer
-from rlhf.settings.fields import knobs_of
+from rlhf.settings.fields import as_text, knobs_of
 from rlhf.utils.html import render
 from rlhf.utils.system import command
 
@@ -119,10 +119,4 @@ def settings_that_decide(run: dict[str, Any]) -> list[tuple[str, str]]:
     foreign = {"ppo", "grpo", "speed"} - {run["algorithm"]}
     aside = {*HARMLESS, *([] if told["use_lora"] else ADAPTER_KNOBS)}
     mine = [n for n, k in knobs.items() if n in told and n not in aside and k.group not in foreign]
-    return [("recipe", told["recipe"]), *((name, _shown(told[name])) for name in mine)]
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "none"
-    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return [("recipe", told["recipe"]), *((name, as_text(told[name], " ", "none")) for name in mine)]

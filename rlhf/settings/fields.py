@@ -183,6 +183,13 @@ def range_text(knob: Knob) -> str:
     return " and ".join(parts) or "a finite number"
 
 
+def as_text(value: Any, between: str = ",", empty: str = "unset") -> str:
+    """A setting's value as text; a list's entries with `between` them, or `empty`."""
+    if isinstance(value, (tuple, list)):
+        return between.join(map(str, value)) or empty
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def as_plain(config: Any) -> dict[str, Any]:
     """A configuration as JSON-ready data, group by group."""
 

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from rlhf.settings.fields import Knob, knobs_of, range_text, way_out
+from rlhf.settings.fields import Knob, as_text, knobs_of, range_text, way_out
 from rlhf.utils.errors import UserError, raise_if
 
 
@@ -76,7 +76,7 @@ def _add_flag(group, k: Knob, special: Collection[str]) -> None:
         group.add_argument(*spellings([alias]), dest=alias, metavar=alias.upper(), help=meant, nargs=nargs)
     flags = spellings(names)
     bounds = f", {range_text(k)}" if any(v is not None for v in k.bounds.values()) else ""
-    help = f"{k.help} (default: {_show(k.default)}{bounds})".replace("%", "%%")
+    help = f"{k.help} (default: {as_text(k.default)}{bounds})".replace("%", "%%")
     if k.positional:
         group.add_argument(k.name, metavar=k.name.upper(), help=help, nargs="*")
     elif k.is_bool:
@@ -91,12 +91,6 @@ def _add_flag(group, k: Knob, special: Collection[str]) -> None:
 def spellings(names: Iterable[str]) -> list[str]:
     """Each name as a flag with dashes and, where that differs, with underscores."""
     return list(dict.fromkeys("--" + spelt for name in names for spelt in (name.replace("_", "-"), name)))
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return ",".join(map(str, value)) or "unset"
-    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def read_flags(

@@ -36,12 +36,17 @@ def printed_to(file: Path | None, who: str) -> Iterator[None]:
     if file is None:
         yield
         return
-    buffer, before = io.StringIO(), (sys.stdout, sys.stderr)
-    sys.stdout, sys.stderr = (_OneThreadApart(stream, threading.get_ident(), buffer) for stream in before)
+    buffer, thread = io.StringIO(), threading.get_ident()
+    before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    apart = {name: _OneThreadApart(stream, thread, buffer) for name, stream in before.items()}
+    for name, stream in apart.items():
+        setattr(sys, name, stream)
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = before
+        for name, stream in apart.items():
+            if getattr(sys, name) is stream:  # a function that ran too long may end when others are in place
+                setattr(sys, name, before[name])
         if buffer.getvalue():
             if not file.exists():
                 warnings.warn(f"reward function {who} prints: its output goes to {file}", Notice, stacklevel=2)

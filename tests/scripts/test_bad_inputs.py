@@ -240,7 +240,7 @@ def rule(code: str, *more: object) -> Given:
 
 def old_card(world: World) -> list[object]:
     """A card without bfloat16, injected."""
-    world.monkeypatch.setattr("rlhf.models.device.start_device", lambda screen, deterministic: torch.device("cuda"))
+    world.monkeypatch.setattr("rlhf.run.train.start_device", lambda screen, deterministic: torch.device("cuda"))
     world.monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     world.monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GTX 1080")
     return ["--bf16"]

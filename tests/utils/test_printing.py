@@ -1,0 +1,29 @@
+"""What a reward function prints goes to a file, and the standard streams are what they were."""
+
+import io
+import sys
+
+import pytest
+
+from rlhf.utils.errors import Notice
+from rlhf.utils.printing import printed_to
+
+
+def test_the_streams_come_back(tmp_path, capsys):
+    before = sys.stdout, sys.stderr
+    with pytest.warns(Notice, match="mine prints"), printed_to(tmp_path / "out.txt", "mine"):
+        print("hello")
+    assert (sys.stdout, sys.stderr) == before
+    assert (tmp_path / "out.txt").read_text() == "hello\n" and capsys.readouterr().out == ""
+
+
+def test_a_function_that_ends_late_does_not_bring_back_a_closed_stream(tmp_path, monkeypatch):
+    """One that ran too long is left behind on its thread. When it ends, somebody else may have replaced the streams."""
+    old, new = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", old)
+    late = printed_to(tmp_path / "out.txt", "late")
+    late.__enter__()
+    old.close()
+    sys.stdout = new
+    late.__exit__(None, None, None)
+    assert sys.stdout is new

@@ -33,8 +33,8 @@ def compare(config: ComparisonConfig, screen) -> None:
         write_comparison,
     )
     from rlhf.reports.comparison_tables import tables
+    from rlhf.rewards.printing import PRINTED_FILE
     from rlhf.utils.files import check_folder
-    from rlhf.utils.printing import PRINTED_FILE
 
     folder = check_folder(config.comparison.output)
     check_named(config.comparison.runs)

@@ -29,8 +29,8 @@ def evaluate(config: EvaluationConfig, screen) -> None:
     from rlhf.analysis.models import find_models
     from rlhf.models.device import start_device
     from rlhf.reports.evaluation_report import make_report, show_report, write_report
+    from rlhf.rewards.printing import PRINTED_FILE
     from rlhf.utils.files import check_folder
-    from rlhf.utils.printing import PRINTED_FILE
 
     measure, output = config.measure, check_folder(config.evaluation.output)
     models = find_models(config.evaluation.model_path, measure, "--model-path")

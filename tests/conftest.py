@@ -173,14 +173,13 @@ def build(configured):
 
     GRPO's batch is 2 prompts x 2 replies where the flags name no other: as many episodes as PPO's 4 prompts.
     """
-    from rlhf.run.train import trainer_class
-    from rlhf.setup.build import load_parts
+    from rlhf.setup.build import TRAINERS, load_parts
 
     def make(*flags: object, algorithm: str = "ppo", **parts_changed):
         groups = ("--batch-size", 2, "--K", 2) if algorithm == "grpo" else ()
         config = configured(*groups, *flags, algorithm=algorithm)
         parts = load_parts(config, torch.device("cpu"), Screen())
-        return trainer_class(algorithm)(config, **{**parts.for_trainer, **parts_changed})
+        return TRAINERS[algorithm](config, **{**parts.for_trainer, **parts_changed})
 
     return make
 

@@ -184,7 +184,7 @@ def main(kills: int, seed: int, folder: Path, script_name: str, flags: list[str]
     from rlhf.checkpoints.run_folder import read_run
 
     script, draw = importlib.import_module(script_name), random.Random(seed)
-    importlib.import_module("rlhf.setup.build")
+    importlib.import_module("rlhf.run.train")
     plain, status = whole_run(script, [*flags, "--keep", "99", "--output", str(folder / "plain")])
     assert status == 0, "the unharmed run failed"
     told = {"killed": 0, "in_a_save": 0, "in_best": 0, "resumed": 0, "begun_anew": 0, "faults": []}

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlhf.checkpoints.replacing import free_name
 from rlhf.utils import system
 from rlhf.utils.errors import Notice
-from rlhf.utils.replacing import free_name
 
 MANIFEST = "manifest.json"
 GOING = "manifest.going"  # what a manifest is called once its checkpoint is being removed

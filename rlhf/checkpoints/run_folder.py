@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf.utils import replacing, system
+from rlhf.checkpoints import replacing
+from rlhf.utils import system
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import check_folder
 

@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+from rlhf.checkpoints import replacing
 from rlhf.checkpoints.run_folder import INPUTS_FILE, RUN_FILE, hold, require_run
-from rlhf.utils import replacing
 from rlhf.utils.errors import Notice, RunError, UserError
 from rlhf.utils.files import write_json
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from config import Config, parse_reward_cli
 from recipes import RECIPES
+from rlhf.checkpoints.replacing import foreign_files
 from rlhf.checkpoints.run_folder import read_status
 from rlhf.demo import families, pairs, start_model, tasks
 from rlhf.demo.tasks import Gold
@@ -22,7 +23,6 @@ from rlhf.rewards.training import show_record, train_reward_model
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
-from rlhf.utils.replacing import foreign_files
 
 FOLDER = Path("demo_parts")
 QUESTIONS = 3_000

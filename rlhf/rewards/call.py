@@ -6,7 +6,6 @@ import asyncio
 import copy
 import inspect
 import math
-import os
 import sys
 import sysconfig
 import threading
@@ -22,13 +21,13 @@ from typing import Any
 import torch
 
 from rlhf.rewards.functions import RewardFunction
+from rlhf.rewards.printing import printed_to
 from rlhf.utils.errors import RunError
-from rlhf.utils.printing import printed_to
 
 LARGEST = 1e9  # score, either way: squares of larger ones, summed over a batch, leave float32
-# where code is that is not the user's own: ours and the libraries'
-OURS = f"{Path(__file__).parents[1]}{os.sep}"
-LIBRARIES = (OURS, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+# paths of code that the user did not write: the files here that call a function, and the libraries
+CALLERS = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("call", "functions", "rewards"))
+LIBRARIES = (*CALLERS, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
 
 class BadScore(RunError):

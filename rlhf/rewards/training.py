@@ -18,6 +18,15 @@ from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig, RewardTrainer
 
 from config import RewardModelConfig, RewardTrainingSettings, parse_cli
+from rlhf.checkpoints.replacing import (
+    check_inputs_outside,
+    numbered_name,
+    put_folder_in_place,
+    remove_replaced,
+    remove_unfinished,
+    restore_replaced,
+    unfinished_name,
+)
 from rlhf.checkpoints.run_folder import RUN_FILE, check_output
 from rlhf.checkpoints.run_record import environment
 from rlhf.data.chat_template import encode_prompt
@@ -42,15 +51,6 @@ from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import disk_errors, write_json
-from rlhf.utils.paths import check_inputs_outside
-from rlhf.utils.replacing import (
-    numbered_name,
-    put_folder_in_place,
-    remove_replaced,
-    remove_unfinished,
-    restore_replaced,
-    unfinished_name,
-)
 from rlhf.utils.system import sync_file
 
 DEFAULT_SPLIT = Split(45, 45, 10)

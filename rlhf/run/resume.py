@@ -10,6 +10,7 @@ import torch
 
 from config import Config
 from rlhf.checkpoints.manifest import Found, find_checkpoints
+from rlhf.checkpoints.replacing import check_inputs_outside
 from rlhf.checkpoints.run_folder import BEST_FOLDER, RUN_FILE, move_aside, require_run
 from rlhf.checkpoints.run_record import HARMLESS, RunLog, differences, environment, flat_settings, run_fault
 from rlhf.run.export import check_export, export_run
@@ -21,7 +22,6 @@ from rlhf.trainer.state import load_trainer
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import link_folder, replace_folder
-from rlhf.utils.paths import check_inputs_outside
 
 
 def settle_resume(config: Config, screen: Screen) -> Config | None:

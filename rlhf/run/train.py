@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 from config import Config
@@ -13,17 +12,19 @@ from rlhf.callbacks.kl import KLControl, KLGuard
 from rlhf.callbacks.logging import ProgressLine, SameScores, TensorBoardLog
 from rlhf.callbacks.samples import Samples
 from rlhf.callbacks.token_recorder import TokenRecord
+from rlhf.checkpoints.replacing import check_inputs_outside
 from rlhf.checkpoints.run_folder import check_output, claim_output, require_run, require_unused
 from rlhf.checkpoints.run_record import RunLog
 from rlhf.checkpoints.token_record import TOKENS_FOLDER
 from rlhf.data.prompts import fingerprint, topics_fingerprint
 from rlhf.data.sampler import planned_updates
 from rlhf.models.device import start_device
+from rlhf.rewards.printing import PRINTED_FILE
 from rlhf.run.export import check_export, export_run
 from rlhf.run.resume import check_same_run, resume_run
 from rlhf.run.summary import finish_run
 from rlhf.settings.fields import as_plain
-from rlhf.setup.build import Parts, load_parts, prepare_demo_parts
+from rlhf.setup.build import TRAINERS, Parts, load_parts, prepare_demo_parts
 from rlhf.setup.inputs import inputs_of
 from rlhf.setup.memory import forecaster_of, what_helps
 from rlhf.setup.plan import budget, show_plan
@@ -32,17 +33,7 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.files import files_print
 from rlhf.utils.hub import is_on_hub
-from rlhf.utils.paths import check_inputs_outside
-from rlhf.utils.printing import PRINTED_FILE
 from rlhf.utils.signals import StopRequest
-
-TRAINERS = {"ppo": "rlhf.trainer.ppo:PPO", "grpo": "rlhf.trainer.grpo:GRPO"}
-
-
-def trainer_class(algorithm: str) -> type[OnPolicyLoop]:
-    """The trainer of an algorithm. Imports that algorithm alone, because TRL's trainers take seconds to import."""
-    module, _, name = TRAINERS[algorithm].partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def train(config: Config, screen: Screen) -> None:
@@ -57,7 +48,7 @@ def train(config: Config, screen: Screen) -> None:
     show_plan(config, parts, updates, device, screen)
     if config.run.dry_run:
         return
-    make = trainer_class(config.algorithm)
+    make = TRAINERS[config.algorithm]
     if config.run.check:
         return check_run(make, config, parts, screen)
     check_start(config, parts)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlhf.checkpoints.replacing import restore_replaced
 from rlhf.settings.commands import names_code, reward_model_command
 from rlhf.utils.errors import raise_if
 from rlhf.utils.paths import is_path, missing_path, place_of
-from rlhf.utils.replacing import restore_replaced
 
 if TYPE_CHECKING:
     from config import Config

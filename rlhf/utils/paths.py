@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf.utils.errors import CLOSE, UserError, raise_if
-from rlhf.utils.replacing import replaced_of
+from rlhf.utils.errors import CLOSE, UserError
 
 
 def is_path(name: str) -> bool:
@@ -47,17 +45,3 @@ def _may_be(place: Path, what: str) -> bool:
     if what == "model":
         return any((place / name).is_file() for name in ("config.json", "adapter_config.json"))
     return place.is_dir() if what == "run" else place.is_file()
-
-
-def check_inputs_outside(output: str, inputs: Sequence[tuple[str, str]], flag: str) -> None:
-    """Raise UserError if an input lies in the output folder, or in an older version beside it: replacing the folder
-    would remove it."""
-    folder = place_of(output)
-    removed = {folder, *map(Path.resolve, replaced_of(folder))}
-    raise_if(
-        [
-            f"the output folder {output} holds an input: {input_flag} {name}. Name another folder with {flag}"
-            for input_flag, name in inputs
-            if not removed.isdisjoint((place := place_of(name), *place.parents))
-        ]
-    )

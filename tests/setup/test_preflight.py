@@ -22,10 +22,9 @@ from rlhf.data.prompts import Prompt
 from rlhf.models.load import load_tokenizer
 from rlhf.models.save import VALUE_HEAD_FILE, WEIGHTS_FILE
 from rlhf.rewards.rewards import Rewards
-from rlhf.run.train import TRAINERS, trainer_class
 from rlhf.settings.fields import as_plain
 from rlhf.setup import trial
-from rlhf.setup.build import load_parts
+from rlhf.setup.build import TRAINERS, load_parts
 from rlhf.setup.preflight import (
     determinism,
     disk_has_room,
@@ -72,7 +71,7 @@ def tried(loaded):
 
     def make(*flags, algorithm="ppo"):
         config, parts = loaded(*flags, algorithm=algorithm)
-        trainer = trainer_class(algorithm)(config, **parts.for_trainer)
+        trainer = TRAINERS[algorithm](config, **parts.for_trainer)
         return trainer, parts, trainer.rollout(trainer.prompts_of(1), 1, "rollout")
 
     return make
@@ -105,7 +104,7 @@ def test_a_sound_run_passes_and_is_left_as_it_was(loaded, capsys, what):
     before = {}
 
     def make(*given, **named):  # over 4-bit weights TRL rounds fresh adapters: here, as in a run
-        trainer = trainer_class(algorithm)(*given, **named)
+        trainer = TRAINERS[algorithm](*given, **named)
         before.update((name, weight.clone()) for name, weight in trainer.actor.policy.state_dict().items())
         return trainer
 

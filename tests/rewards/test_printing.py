@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from rlhf.rewards.printing import printed_to
 from rlhf.utils.errors import Notice
-from rlhf.utils.printing import printed_to
 
 
 def test_the_streams_come_back(tmp_path, capsys):
@@ -18,7 +18,7 @@ def test_the_streams_come_back(tmp_path, capsys):
 
 
 def test_a_function_that_ends_late_does_not_bring_back_a_closed_stream(tmp_path, monkeypatch):
-    """One that ran too long is left behind on its thread. When it ends, somebody else may have replaced the streams."""
+    """One that ran too long is left behind on its thread, and ends when somebody else has replaced the streams."""
     old, new = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", old)
     late = printed_to(tmp_path / "out.txt", "late")
@@ -27,3 +27,14 @@ def test_a_function_that_ends_late_does_not_bring_back_a_closed_stream(tmp_path,
     sys.stdout = new
     late.__exit__(None, None, None)
     assert sys.stdout is new
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_functions_may_end_in_any_order(tmp_path, order):
+    before = sys.stdout
+    both = [printed_to(tmp_path / "out.txt", name) for name in ("first", "second")]
+    for one in both:
+        one.__enter__()
+    for i in order:
+        both[i].__exit__(None, None, None)
+    assert sys.stdout is before

@@ -20,13 +20,21 @@ class _OneThreadApart:
     """A standard stream, except that the text of one thread goes to a buffer."""
 
     def __init__(self, stream: TextIO, thread: int, buffer: io.StringIO):
-        self.stream, self.thread, self.buffer = stream, thread, buffer
+        self.stream, self.thread, self.buffer, self.is_over = stream, thread, buffer, False
 
     def write(self, text: str) -> int:
         return (self.buffer if threading.get_ident() == self.thread else self.stream).write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def _in_use(stream: TextIO) -> TextIO:
+    """The stream under those that are over. A function that ran too long may end after later ones began, or after
+    somebody else replaced the stream: that one stays."""
+    while isinstance(stream, _OneThreadApart) and stream.is_over:
+        stream = stream.stream
+    return stream
 
 
 @contextmanager
@@ -37,16 +45,15 @@ def printed_to(file: Path | None, who: str) -> Iterator[None]:
         yield
         return
     buffer, thread = io.StringIO(), threading.get_ident()
-    before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
-    apart = {name: _OneThreadApart(stream, thread, buffer) for name, stream in before.items()}
+    apart = {name: _OneThreadApart(getattr(sys, name), thread, buffer) for name in ("stdout", "stderr")}
     for name, stream in apart.items():
         setattr(sys, name, stream)
     try:
         yield
     finally:
         for name, stream in apart.items():
-            if getattr(sys, name) is stream:  # a function that ran too long may end when others are in place
-                setattr(sys, name, before[name])
+            stream.is_over = True
+            setattr(sys, name, _in_use(getattr(sys, name)))
         if buffer.getvalue():
             if not file.exists():
                 warnings.warn(f"reward function {who} prints: its output goes to {file}", Notice, stacklevel=2)

@@ -10,10 +10,12 @@ import re
 import shutil
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf.utils import system
-from rlhf.utils.errors import UserError
+from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.paths import place_of
 
 REPLACED = ".replaced"
 HOUR_S = 3_600
@@ -122,3 +124,17 @@ def put_folder_in_place(beside: Path, folder: Path, keep: Path | None = None) ->
             system.replace(older, folder)
         raise
     system.sync_folder(folder.parent)
+
+
+def check_inputs_outside(output: str, inputs: Sequence[tuple[str, str]], flag: str) -> None:
+    """Raise UserError if an input lies in the output folder, or in an older version beside it: replacing the folder
+    would remove it."""
+    folder = place_of(output)
+    removed = {folder, *map(Path.resolve, replaced_of(folder))}
+    raise_if(
+        [
+            f"the output folder {output} holds an input: {input_flag} {name}. Name another folder with {flag}"
+            for input_flag, name in inputs
+            if not removed.isdisjoint((place := place_of(name), *place.parents))
+        ]
+    )

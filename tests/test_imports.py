@@ -40,7 +40,9 @@ def level(module: str) -> int:
     """The place of a module's folder in ORDER; commands are above all folders, other libraries below."""
     package, _, rest = module.partition(".")
     if package == "rlhf" and rest:
-        return ORDER.index(rest.split(".")[0])
+        folder = rest.split(".")[0]
+        assert folder in ORDER, f"rlhf/{folder} is new: give it its place in ORDER"
+        return ORDER.index(folder)
     if package in ("config", "recipes"):
         return ORDER.index(package)
     return len(ORDER) if package in (*SCRIPTS, "reward_model") else -1

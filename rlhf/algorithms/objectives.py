@@ -1,6 +1,7 @@
 """PPO's equations, and the KL estimates and penalties of every algorithm: pure functions of tensors and floats.
 
-The group advantages and the losses of GRPO are TRL's, in its GRPOTrainer (rlhf/trainer/grpo.py).
+They read no settings and no trainer. The group advantages and the losses of GRPO are TRL's, in its GRPOTrainer
+(rlhf/trainer/grpo.py).
 
 Shapes: B episodes, T reply tokens. `mask` (B, T) is True on the tokens of a reply up to and including its EOS; what
 stands under a False is never read. Unless said otherwise all tensors are float32.

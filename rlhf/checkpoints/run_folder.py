@@ -11,11 +11,9 @@ from rlhf.utils import system
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import check_folder
 
-BEST_FOLDER = "best"
-MERGED_FOLDER = "merged"
-
 RUN_FILE = "run.json"
 LOCK_FILE, INPUTS_FILE = "run.lock", "failed_inputs.json"
+BEST_FOLDER, MERGED_FOLDER = "best", "merged"
 
 
 def check_output(folder: Path, *, overwrite: bool, is_default: bool, flag: str = "--output") -> None:

@@ -27,7 +27,6 @@ QUANTITIES = {
     "td_error": "TD error: reward + gamma x next value - value",
     "return": "the critic's target (reward to go), score units",
 }
-
 ALWAYS = {"update", "episode", "prompt_index", "prompt", "score", "step", "state", "token_id", "token",
           "logprob", "ref_logprob", "kl", "advantage", "weight"}  # fmt: skip
 

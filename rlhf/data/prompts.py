@@ -26,7 +26,7 @@ class Prompt:
 
 
 def ids_alone(ids: Sequence[int]) -> Prompt:
-    """A prompt of which only the ids are read: a beginning of a text, not a row of data."""
+    """A prompt for code that reads ids alone, such as the first token of a text. It belongs to no row of the data."""
     return Prompt(tuple(ids), Example(({"role": "user", "content": ""},)))
 
 

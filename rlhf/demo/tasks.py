@@ -15,6 +15,7 @@ from zlib import crc32
 
 from rlhf.demo.families import FAMILIES, OFF_TOPIC, TOPIC_WORDS, Sort, Verdict, mentioned
 
+Gold = Callable[[str, str, bool], float]  # question, reply, whether it ended -> quality in [0, 1]
 FLAWS = ("wrong", "off_topic", "incomplete", "rambling", "format")
 SPLITS = ("train", "demo")
 LIST_FORM = re.compile(r"[a-z]+(?:, [a-z]+)*(?: and [a-z]+)?|first [a-z]+(?:, then [a-z]+)*")
@@ -167,6 +168,3 @@ def gold_quality(question: str, reply: str, ended: bool = True) -> float:
 def flaw_of(question: str, reply: str, ended: bool = True) -> str | None:
     """The reply's main flaw, one of FLAWS; None where it is good (gold quality 1)."""
     return _assess(question, reply, ended)[1]
-
-
-Gold = Callable[[str, str, bool], float]

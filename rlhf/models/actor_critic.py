@@ -1,4 +1,4 @@
-"""Actor, critic and reference: one backbone or two, two heads, and log-probs on reply positions only."""
+"""Actor and critic: one backbone or two, and two heads, on reply positions only."""
 
 from __future__ import annotations
 

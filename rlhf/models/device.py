@@ -15,6 +15,8 @@ from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.system import cap_card_memory
 
+CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
+
 
 def installed(device: torch.device) -> int:
     """Bytes of the card's memory, or of the machine's."""
@@ -45,9 +47,6 @@ def autocast_dtype(wanted: bool | None, device: torch.device) -> torch.dtype | N
 def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
     """The forward's precision. PPOConfig(bf16=True) leaves accelerate's mixed precision at "no": so we set it here."""
     return torch.autocast(device.type, dtype=dtype) if dtype is not None else contextlib.nullcontext()
-
-
-CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
 
 
 def start_device(screen: Screen, deterministic: bool = False) -> torch.device:

@@ -1,4 +1,4 @@
-"""Save and load a policy's weights."""
+"""Save and load a policy's weights: plain Hugging Face files, and the value head beside them."""
 
 from __future__ import annotations
 

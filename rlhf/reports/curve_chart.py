@@ -1,4 +1,4 @@
-"""What a picture of training curves shows: panels, groups of runs, and the x axis."""
+"""The contents of a picture of training curves: panels, groups of runs, and the x axis."""
 
 from __future__ import annotations
 

@@ -12,13 +12,7 @@ from config import RewardModelConfig
 from rlhf.data.examples import Example
 from rlhf.data.prompts import encode_prompts
 from rlhf.models.device import autocast
-from rlhf.models.load import (
-    context_of,
-    find_model,
-    load_config,
-    load_policy,
-    load_tokenizer,
-)
+from rlhf.models.load import context_of, find_model, load_config, load_policy, load_tokenizer
 from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
 from rlhf.rewards.reward_model import ROWS_AT_ONCE, Calibration, RewardModel
 from rlhf.rollout.engine import sample_replies
@@ -26,8 +20,6 @@ from rlhf.rollout.sampling import uniforms
 from rlhf.utils.errors import UserError
 
 SMALLEST_STD = 1e-3  # raw scores that spread less than this are one score: nothing to calibrate
-
-
 Reply = tuple[tuple[dict[str, str], ...], str, bool]  # messages, text, whether it ended
 
 

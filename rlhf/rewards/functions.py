@@ -1,4 +1,9 @@
-"""Reward functions: the built-in rules, a reward model, an nn.Module, and functions in a user's file."""
+"""Reward functions: the built-in rules, a reward model, an nn.Module, and functions in a user's file.
+
+A reward function has TRL's signature. It is called as `f(prompts=, completions=, completion_ids=, messages=, ended=,
+COLUMN=, ...)`: lists with one entry per completion, and a keyword for each column of the dataset. It returns one
+number per completion. It receives copies, so nothing that it changes reaches the trainer or another function.
+"""
 
 from __future__ import annotations
 

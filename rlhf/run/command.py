@@ -11,7 +11,7 @@ from rlhf.utils.requirements import check_libraries
 
 
 def train_command(algorithm: str, argv: list[str] | None = None) -> None:
-    """Train with `algorithm` as the command line says: one run, several seeds, or a skipped update once more."""
+    """Train with `algorithm` and the command line's settings: one run, several seeds, or a skipped update again."""
     config = parse_cli(argv, algorithm=algorithm)
     if config.run.replay is None and not config.run.resume:
         check_inputs(config)

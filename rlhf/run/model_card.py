@@ -1,5 +1,5 @@
 """The card of a saved model: where it comes from, what it came to, and code that loads it. Markdown, as the hub reads
-it, from `templates/card.md`."""
+it, from `rlhf/utils/templates/card.md`."""
 
 from __future__ import annotations
 

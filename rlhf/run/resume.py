@@ -25,7 +25,8 @@ from rlhf.utils.files import link_folder, replace_folder
 
 
 def settle_resume(config: Config, screen: Screen) -> Config | None:
-    """What --resume comes to, before models are loaded: the configuration to train with; None for a finished run.
+    """Decide what --resume does, before models are loaded. Return the configuration to train with; None for a finished
+    run.
 
     A finished run exports what the settings ask for (merged adapter, card, upload). The files of a run that saved no
     checkpoint are moved aside, and it starts again. Raises UserError if there is no run, if its settings or data are

@@ -1,4 +1,4 @@
-"""What a setting is: a dataclass field with a meaning, a unit and a range; and how text becomes its value."""
+"""A setting is a dataclass field with a meaning, a unit and a range. How text becomes its value, and back."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def name_table(knobs: dict[str, Knob]) -> dict[str, str]:
     return {alias: k.name for k in knobs.values() for alias in (k.name, *k.aliases)}
 
 
-# --- text to value ---------------------------------------------------------------------------------------------------
+# --- text to value, and back -----------------------------------------------------------------------------------------
 
 
 def is_unset(value: Any) -> bool:

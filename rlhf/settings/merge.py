@@ -1,6 +1,7 @@
 """From defaults, recipe, YAML file and flags to a checked, frozen configuration. Later layers win.
 
-All faults of one command are reported together.
+All errors of one command are reported together. argparse reads the flags and PyYAML's safe loader the file; these
+modules add the nearest known name, the place of each error, and booleans in every spelling.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The peak memory to expect of a run, and which settings reduce it."""
+"""The peak memory to expect of a run, and which settings reduce it.
+
+The forecast is computed before the run begins, from shapes alone: weights, settings, lengths of prompts. Completions
+are taken to have their full length. The peak is that of the phase that needs most. On a GPU it is what torch
+allocates; on a CPU what the process holds above what it held after its imports.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +123,7 @@ def forecaster(
     train: Sequence[Prompt],
     evaluation: Sequence[Prompt] = (),
 ) -> Callable[[Config], Forecast]:
-    """What a run would hold under one configuration or another; without `evaluation` prompts, its updates alone."""
+    """Return a function from settings to this run's forecast; without `evaluation` prompts, of its updates alone."""
     learned = [f.model.model for f in rewards.functions if isinstance(f, LearnedReward)]
     return partial(
         forecast,
@@ -133,7 +138,7 @@ def forecaster(
 
 
 def forecaster_of(trainer: OnPolicyLoop) -> Callable[[Config], Forecast]:
-    """What a trainer's updates would hold under one configuration or another."""
+    """Return a function from settings to the forecast of a trainer's updates."""
     device, policy, tokenizer = trainer.accelerator.device, trainer.actor.policy, trainer.processing_class
     return forecaster(trainer.updates, device, policy, trainer.rewards, tokenizer, train=trainer.train_prompts)
 

@@ -1,4 +1,7 @@
-"""`--check`: all checks of a run, and one update tried out. Every check is a function that returns one `Check`."""
+"""`--check`: all checks of a run, and one update tried out. Every check is a function that returns one `Check`.
+
+Every start runs those of `preflight.start_checks`, which cost nothing; it prints nothing unless one fails.
+"""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ EVENTS = (
 
 
 class OnPolicyLoop(ABC):
-    """Mixed into a TRL trainer, before it. Randomness comes from (seed, update, purpose). Dropout alone draws from
-    torch's global streams, which `dropout_stream` seeds.
+    """Mixed into a TRL trainer, before it. Randomness comes from (seed, update, purpose). Dropout draws from torch's
+    global streams, which `dropout_stream` seeds; vLLM has a stream of its own.
 
     An algorithm gives `build_trl`, `actor`, `advantages` and `losses`.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# of a minibatch's mean ratio to the rollout policy, either way; the ratio_threshold of TRL's first PPO
+# limit of a minibatch's mean ratio to the rollout policy, above and below 1; ratio_threshold in TRL's first PPO
 MOST_RATIO = 10.0
 
 

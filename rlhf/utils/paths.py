@@ -1,4 +1,4 @@
-"""Paths that the user names: what is one, where it is, and the error if nothing is there. Imports no torch."""
+"""Paths that the user gives: whether a name is a path, and the error if nothing is there. Imports no torch."""
 
 from __future__ import annotations
 

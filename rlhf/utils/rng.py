@@ -1,4 +1,7 @@
-"""Random numbers: each one depends on the seed, the update, the purpose and the episode, and on nothing else."""
+"""Random numbers: each one depends on the seed, the update, the purpose and the episode, and on nothing else.
+
+So a completion does not depend on the batch that it is sampled in, and a resumed run needs no stored random state.
+"""
 
 from __future__ import annotations
 

@@ -198,9 +198,9 @@ class GRPOSettings:
     )
     loss_type: str = knob(
         "dapo",
-        "TRL's loss: averaged over tokens (dapo), over each reply's and then the replies (grpo), over a constant "
-        "length (dr_grpo); soft clipping (sapo), capped weights (cispo), whole-reply weights (luspo, vespo)",
-        choices=("dapo", "grpo", "dr_grpo", "sapo", "cispo", "luspo", "vespo"),
+        "the clipped loss averaged over tokens (dapo), over each completion's tokens and then the completions (grpo), "
+        "or over a constant length (dr_grpo); one ratio per completion (gspo); capped ratios as weights (cispo)",
+        choices=("dapo", "grpo", "dr_grpo", "cispo", "gspo"),
     )
 
 

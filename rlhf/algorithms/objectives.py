@@ -1,7 +1,4 @@
-"""PPO's equations, and the KL estimates and penalties of every algorithm: pure functions of tensors and floats.
-
-They read no settings and no trainer. The group advantages and the losses of GRPO are TRL's, in its GRPOTrainer
-(rlhf/trainer/grpo.py).
+"""The equations of PPO and GRPO on text: pure functions of tensors and floats. They read no settings and no trainer.
 
 Shapes: B episodes, T reply tokens. `mask` (B, T) is True on the tokens of a reply up to and including its EOS; what
 stands under a False is never read. Unless said otherwise all tensors are float32.
@@ -119,6 +116,61 @@ def clipped_policy_loss(
     clipped = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
     loss = masked_mean(torch.maximum(unclipped, clipped), mask, total)
     return loss, masked_mean((clipped > unclipped).float(), mask, total)
+
+
+def group_advantages(scores: Tensor, group_size: int, scale: str = "none") -> Tensor:
+    """GRPO's advantages of scores, both (B,), score units: A = score - mean of its group (Shao et al. 2024, arXiv
+    2402.03300, sec. 4.1.2).
+
+    A group's `group_size` completions of one prompt are neighbours. `scale`: divide by the standard deviation + 1e-4
+    of the "group" (Shao et al.) or of the "batch", or by nothing, "none" (Liu et al. 2025, arXiv 2503.20783: division
+    by the group's favours prompts that are too easy or too hard).
+    """
+    groups = scores.view(-1, group_size)
+    advantages = (groups - groups.mean(1, keepdim=True)).flatten()
+    if scale == "none":
+        return advantages
+    spread = groups.std(1).repeat_interleave(group_size) if scale == "group" else scores.std()
+    return advantages / (spread + 1e-4)
+
+
+def grpo_policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_range: float, loss_type: str
+) -> tuple[Tensor, Tensor]:
+    """GRPO's policy term per token, as a loss, before `grpo_token_weights`: PPO-clip with the group's advantages.
+
+    All tensors (n, T). `dapo`, `grpo` and `dr_grpo` differ in their weights alone. `gspo` has one ratio per
+    completion, the geometric mean of its tokens' (Zheng et al. 2025, arXiv 2507.18071). `cispo` weights the
+    log-probability by the ratio, clipped from above and without a gradient (MiniMax 2025, arXiv 2506.13585). Returns
+    the loss and whether the ratio was clipped, both (n, T), 0 and False off the mask.
+    """
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
+    if loss_type == "gspo":
+        log_ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand_as(mask)
+    ratio = torch.exp(log_ratio)
+    if loss_type == "cispo":
+        loss, is_clipped = -ratio.clamp(max=1 + clip_range).detach() * advantages * logprobs, ratio > 1 + clip_range
+    else:
+        unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
+        loss, is_clipped = torch.maximum(unclipped, clipped), clipped > unclipped
+    return torch.where(mask, loss, 0.0), mask & is_clipped
+
+
+def grpo_token_weights(
+    loss_type: str, lengths: Tensor, completions: int, rollout_tokens: Tensor, longest: int
+) -> Tensor:
+    """The weight of one token's loss in its minibatch, (n, 1), for completions of `lengths` (n,) tokens.
+
+    dapo, cispo:  1 / tokens                                           (Yu et al. 2025, arXiv 2503.14476)
+    grpo, gspo:   1 / (completions x the completion's tokens)          (Shao et al. 2024, arXiv 2402.03300)
+    dr_grpo:      1 / (completions x the longest completion possible)  (Liu et al. 2025, arXiv 2503.20783)
+
+    `completions` is the number in the minibatch; `rollout_tokens` those of the whole rollout / minibatches, as in TRL.
+    """
+    if loss_type in ("dapo", "cispo"):
+        return (1 / rollout_tokens).expand(len(lengths), 1)
+    tokens = torch.full_like(lengths, longest) if loss_type == "dr_grpo" else lengths
+    return 1 / (tokens.unsqueeze(1) * completions)
 
 
 def clipped_value_loss(

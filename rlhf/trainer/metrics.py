@@ -36,15 +36,15 @@ def rollout_metrics(batch: Batch, scored: Scored, group_size: int) -> dict[str, 
     return {**dict(zip(values, stacked.tolist(), strict=True)), **each}
 
 
-def policy_metrics(
-    logprobs: Tensor, entropy: Tensor, batch: Batch, rows: Tensor, clip_range: float, tokens: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped policy term of some rows, and what there is to say of the policy, detached.
+def policy_stats(
+    loss: Tensor, clipfrac: Tensor, logprobs: Tensor, entropy: Tensor, batch: Batch, rows: Tensor, tokens: Tensor
+) -> dict[str, Tensor]:
+    """Statistics of the policy on some rows, detached: its term of the loss, the share of clipped tokens, and how far
+    it has moved from the rollout policy.
 
-    logprobs, entropy (N, T) of the policy as it is now; each figure is divided by the minibatch's `tokens`.
+    logprobs, entropy (n, T) of the policy as it is now. Means are over the minibatch's `tokens`, so parts add up.
     """
     mask, old = batch.rollout.mask[rows], batch.rollout.logprobs[rows]
-    loss, clipfrac = objectives.clipped_policy_loss(logprobs, old, batch.weights[rows], mask, clip_range, tokens)
     figures = {
         "policy/loss": loss,
         "policy/clipfrac": clipfrac,
@@ -52,4 +52,4 @@ def policy_metrics(
         "policy/entropy": objectives.masked_mean(entropy, mask, tokens),
         "policy/ratio": objectives.masked_mean(torch.exp(logprobs - old), mask, tokens),
     }
-    return loss, {name: value.detach() for name, value in figures.items()}
+    return {name: value.detach() for name, value in figures.items()}

@@ -14,7 +14,7 @@ from rlhf.models.trl_ppo import PPOConfig, PPOTrainer
 from rlhf.rollout.completions import Rollout
 from rlhf.trainer.batch import Batch
 from rlhf.trainer.loop import OnPolicyLoop
-from rlhf.trainer.metrics import policy_metrics
+from rlhf.trainer.metrics import policy_stats
 
 
 class _SharedBackboneCritic(nn.Module):
@@ -92,7 +92,9 @@ class PPO(OnPolicyLoop, PPOTrainer):
         """The PPO loss of some rows, each term divided by the minibatch's `tokens`, and its statistics, detached."""
         config, rollout, (logprobs, entropy, values) = self.config, batch.rollout, now
         mask, entropy_coef = rollout.mask[rows], config.batch.entropy_coef
-        policy_loss, stats = policy_metrics(logprobs, entropy, batch, rows, config.batch.clip_range, tokens)
+        policy_loss, clipfrac = objectives.clipped_policy_loss(
+            logprobs, rollout.logprobs[rows], batch.weights[rows], mask, config.batch.clip_range, tokens
+        )
         value_loss, value_clipfrac = objectives.clipped_value_loss(
             values, rollout.values[rows], batch.returns[rows], mask, config.ppo.value_clip_range, tokens
         )
@@ -106,7 +108,7 @@ class PPO(OnPolicyLoop, PPOTrainer):
         )
         return loss, {
             "loss": loss.detach(),
-            **stats,
+            **policy_stats(policy_loss, clipfrac, logprobs, entropy, batch, rows, tokens),
             "value/loss": value_loss.detach(),
             "value/clipfrac": value_clipfrac.detach(),
         }

@@ -240,20 +240,12 @@ class StockGRPO:
         ),
         (["--kl-placement", "loss", "--kl-coef", "0.4", "--minibatches", "2"], {"beta": 0.4, "scale_rewards": "none"}),
         (
-            ["--kl-placement", "none", "--loss-type", "sapo"],
-            {"beta": 0.0, "scale_rewards": "none", "loss_type": "sapo"},
-        ),
-        (
             ["--kl-placement", "none", "--loss-type", "cispo"],
             {"beta": 0.0, "scale_rewards": "none", "loss_type": "cispo", "epsilon_high": 1.2},
         ),
         (
-            ["--kl-placement", "none", "--loss-type", "luspo"],
-            {"beta": 0.0, "scale_rewards": "none", "loss_type": "luspo", "importance_sampling_level": "sequence"},
-        ),
-        (
-            ["--kl-placement", "none", "--loss-type", "vespo"],
-            {"beta": 0.0, "scale_rewards": "none", "loss_type": "vespo"},
+            ["--kl-placement", "none", "--loss-type", "gspo", "--minibatches", "2"],
+            {"beta": 0.0, "scale_rewards": "none", "loss_type": "grpo", "importance_sampling_level": "sequence"},
         ),
     ],
 )

@@ -43,9 +43,8 @@ def divisor(loss_type: str | None, length: int, tokens: int, completions: int, r
     """What one token's loss is divided by, as docs/kl.md states it. `tokens` and `completions` are the minibatch's,
     `rollout_tokens` those of the rollout / minibatches."""
     return {
-        None: tokens, "dapo": rollout_tokens, "cispo": rollout_tokens, "vespo": rollout_tokens,
-        "grpo": completions * length, "sapo": completions * length, "dr_grpo": completions * LENGTH,
-        "luspo": completions,
+        None: tokens, "dapo": rollout_tokens, "cispo": rollout_tokens,
+        "grpo": completions * length, "gspo": completions * length, "dr_grpo": completions * LENGTH,
     }[loss_type]  # fmt: skip
 
 

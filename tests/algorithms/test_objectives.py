@@ -8,7 +8,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from config import Config
 from rlhf.algorithms import objectives as o
+from rlhf.settings.fields import knobs_of
+
+GRPO_LOSSES = knobs_of(Config)["loss_type"].choices
 
 
 def row(*values: float) -> torch.Tensor:
@@ -112,6 +116,11 @@ def test_what_stands_behind_eos_never_changes_anything(seed):
         return [
             kl, o.kl_k3(f["new"], f["ref"], on), rewards, advantages, returns, o.whiten(f["advantages"], on),
             *o.clipped_policy_loss(f["new"], f["old"], f["advantages"], on, 0.2),
+            *(
+                x
+                for kind in GRPO_LOSSES
+                for x in o.grpo_policy_loss(f["new"], f["old"], f["advantages"], on, 0.2, kind)
+            ),
             *o.clipped_value_loss(f["values"], f["old_values"], f["returns"], on, 0.2),
             o.explained_variance(f["values"], f["returns"], on), o.approximate_kl(f["new"], f["old"], on),
         ]  # fmt: skip
@@ -128,3 +137,73 @@ def test_micro_batches_add_up_to_the_minibatch():
     parts = [o.clipped_policy_loss(new[i : i + 1], old[i : i + 1], advantages[i : i + 1], on[i : i + 1], 0.2, on.sum())
              for i in range(2)]  # fmt: skip
     assert_close(whole, parts[0][0] + parts[1][0])
+
+
+# --- GRPO ------------------------------------------------------------------------------------------------------------
+
+
+def test_group_advantages_by_hand():
+    """Groups (1, 3) and (4, 8): means 2 and 6; standard deviations sqrt(2) and sqrt(8), of all four sqrt(26 / 3)."""
+    scores = torch.tensor([1.0, 3.0, 4.0, 8.0])
+    assert_close(o.group_advantages(scores, 2), torch.tensor([-1.0, 1.0, -2.0, 2.0]))
+    small, large, batch = (x**0.5 + 1e-4 for x in (2, 8, 26 / 3))
+    by_group = torch.tensor([-1 / small, 1 / small, -2 / large, 2 / large])
+    assert_close(o.group_advantages(scores, 2, "group"), by_group)
+    assert_close(o.group_advantages(scores, 2, "batch"), torch.tensor([-1.0, 1.0, -2.0, 2.0]) / batch)
+    assert_close(o.group_advantages(torch.full((4,), 7.0), 2, "group"), torch.zeros(4))
+
+
+def ratios(*values: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs now and at the rollout (log 0.1), so that the ratios are `values`."""
+    return row(*(math.log(0.1 * v) for v in values)), row(*(math.log(0.1) for _ in values))
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_the_clipped_loss_by_hand(loss_type):
+    """Ratios 1.5, 0.5, 1.1 at clip 0.2. A = 2: min(3, 2.4), min(1, 1.6), min(2.2, 2.2). A = -2: as a loss max(3, 2.4),
+    max(1, 1.6), 2.2. So only the first is clipped for a good completion, and only the second for a bad one."""
+    new, old = ratios(1.5, 0.5, 1.1)
+    loss, clipped = o.grpo_policy_loss(new, old, row(2, 2, 2), mask(1, 1, 1), 0.2, loss_type)
+    assert_close(loss, row(-2.4, -1.0, -2.2))
+    assert clipped.tolist() == [[True, False, False]]
+    loss, clipped = o.grpo_policy_loss(new, old, row(-2, -2, -2), mask(1, 1, 1), 0.2, loss_type)
+    assert_close(loss, row(3.0, 1.6, 2.2))
+    assert clipped.tolist() == [[False, True, False]]
+
+
+def test_gspo_has_one_ratio_per_completion_by_hand():
+    """Ratios 2 and 0.5 have the geometric mean 1; 2 and 2 have 2, which is clipped at 1.2. Off the mask: nothing."""
+    new, old = ratios(2.0, 0.5, 9.0)
+    loss, clipped = o.grpo_policy_loss(new, old, row(3, 3, 3), mask(1, 1, 0), 0.2, "gspo")
+    assert_close(loss, row(-3.0, -3.0, 0.0))
+    assert not clipped.any()
+    new, old = ratios(2.0, 2.0)
+    loss, clipped = o.grpo_policy_loss(new, old, row(3, 3), mask(1, 1), 0.2, "gspo")
+    assert_close(loss, row(-3.6, -3.6))
+    assert clipped.all()
+
+
+def test_cispo_keeps_the_gradient_of_a_clipped_token():
+    """Its loss is -min(ratio, 1.2) x A x log p: gradient -min(ratio, 1.2) x A for log p, where PPO-clip's is 0."""
+    new, old = ratios(1.5, 0.5)
+    new.requires_grad_()
+    loss, clipped = o.grpo_policy_loss(new, old, row(2, 2), mask(1, 1), 0.2, "cispo")
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    assert_close(gradient, row(-2.4, -1.0))
+    assert clipped.tolist() == [[True, False]]
+    ppo, _ = o.grpo_policy_loss(new, old, row(2, 2), mask(1, 1), 0.2, "dapo")
+    (gradient,) = torch.autograd.grad(ppo.sum(), new)
+    assert_close(gradient, row(0.0, -1.0))
+
+
+def test_token_weights_by_hand():
+    """Completions of 2 and 6 tokens, 4 completions in the minibatch, 16 tokens, none longer than 10."""
+    lengths, tokens = torch.tensor([2, 6]), torch.tensor(16.0)
+    expected = {
+        "dapo": [1 / 16, 1 / 16], "cispo": [1 / 16, 1 / 16], "grpo": [1 / 8, 1 / 24], "gspo": [1 / 8, 1 / 24],
+        "dr_grpo": [1 / 40, 1 / 40],
+    }  # fmt: skip
+    assert expected.keys() == set(GRPO_LOSSES)
+    for loss_type, weights in expected.items():
+        found = o.grpo_token_weights(loss_type, lengths, 4, tokens, 10)
+        assert_close(found, torch.tensor(weights).unsqueeze(1), msg=loss_type)

@@ -1,4 +1,4 @@
-"""What is GRPO's own: groups, TRL's advantages and losses on our rollouts, the KL in the reward, PPO's logged KL."""
+"""What only GRPO has: groups, their advantages and losses, the KL in the reward; and the KL that PPO logs, too."""
 
 from __future__ import annotations
 

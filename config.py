@@ -266,6 +266,10 @@ class KLSettings:
         phased = self.kl_schedule == "phased"
         return self.kl_target or tuple(map(KLTarget.parse, PHASED_TARGETS if phased else (ADAPTIVE_TARGET,)))
 
+    def coef_in(self, placement: str, kl_coef: float) -> float:
+        """`kl_coef` at the placement where it is charged, "reward" or "loss"; 0 elsewhere."""
+        return kl_coef if self.kl_placement == placement else 0.0
+
     @property
     def steered(self) -> bool:
         """Whether beta follows the measured KL, so that a target is in force."""
@@ -450,6 +454,11 @@ class Config(Command):
     @property
     def episodes_per_update(self) -> int:
         return self.batch.batch_size * self.group_size
+
+    @property
+    def minibatch_size(self) -> int:
+        """Episodes per optimizer step."""
+        return self.episodes_per_update // self.batch.minibatches
 
     def updates(self, prompts: int, topics: int = 1) -> int:
         """Updates in a run over `prompts` training prompts of so many topics: by episodes, else num_iterations, else

@@ -161,14 +161,14 @@ def title(found: dict[str, Any], over: str) -> str:
 
 def draw(found: dict[str, Any]):
     """Milliseconds per reply token over the batch and over the length, both axes in doublings."""
-    from rlhf.reports.plot_style import COLOURS, MARKERS, new_figure, style
+    from rlhf.reports.plot_style import colour_of, marker_of, new_figure, style
 
     algorithm = found["settings"]["algorithm"]
     with style():
         figure = new_figure(10, 4.2)
         for axes, (over, points) in zip(figure.subplots(1, 2), found["curves"].items(), strict=True):
             x, y = [p["size"] for p in points], [p["seconds_per_token"] * 1e3 for p in points]
-            axes.plot(x, y, marker=MARKERS[algorithm], color=COLOURS[algorithm], linewidth=2)
+            axes.plot(x, y, marker=marker_of(algorithm), color=colour_of(algorithm), linewidth=2)
             axes.set_xscale("log", base=2)
             axes.set_xticks(x, [f"{size:,}" for size in x])
             axes.set_ylim(bottom=0)

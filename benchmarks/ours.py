@@ -11,7 +11,7 @@ from benchmarks.work import KL_COEF, LEARNING_RATE, SEED, TEMPERATURE, Work, pro
 from config import Config, make_config
 from rlhf.models.load import load_tokenizer
 from rlhf.rewards.build import find_rewards, make_rewards
-from rlhf.setup.build import TRAINERS, load_start_policy
+from rlhf.setup.build import load_start_policy
 from rlhf.trainer.loop import OnPolicyLoop
 
 PARTS = ("rollout", "score", "update")
@@ -56,7 +56,7 @@ def build(work: Work) -> OnPolicyLoop:
     rewards, _ = make_rewards(config, find_rewards(config), tokenizer, device)
     policy = load_start_policy(config, start, tokenizer, device)
     prompts = random_prompts(prompt_lengths(work), policy.config.vocab_size, SEED)
-    return TRAINERS[work.algorithm](
+    return OnPolicyLoop(
         config, policy=policy, tokenizer=tokenizer, train=prompts, evaluation=prompts[:1], rewards=rewards
     )
 

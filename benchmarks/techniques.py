@@ -46,8 +46,8 @@ from rlhf.utils.errors import RunError, run_command
 from rlhf.utils.files import write_json
 
 if TYPE_CHECKING:
+    from rlhf.algorithms.experience import Experience
     from rlhf.data.prompts import Prompt
-    from rlhf.trainer.batch import Batch
     from rlhf.trainer.loop import OnPolicyLoop
 
 TWINS = ("ours", "plain")
@@ -259,7 +259,7 @@ def replies(bench: Bench, engine: str, prompts: Sequence[Prompt], uniform):
 # --- optimizer steps -------------------------------------------------------------------------------------------------
 
 
-def made_batch(bench: Bench, trainer: OnPolicyLoop, prompts: Sequence[Prompt], lengths: Sequence[int]) -> Batch:
+def made_batch(bench: Bench, trainer: OnPolicyLoop, prompts: Sequence[Prompt], lengths: Sequence[int]) -> Experience:
     """A batch as a rollout would have left it, of replies of random ids with these lengths and random scores."""
     import torch
 
@@ -276,7 +276,7 @@ def made_batch(bench: Bench, trainer: OnPolicyLoop, prompts: Sequence[Prompt], l
     return trainer.advantages(made, scores.to(device))
 
 
-def step(trainer: OnPolicyLoop, batch: Batch, packed: bool = True) -> int:
+def step(trainer: OnPolicyLoop, batch: Experience, packed: bool = True) -> int:
     """One pass over the batch as one minibatch."""
     lengths = batch.rollout.replies.reply_lengths
     trainer.packed = packed

@@ -17,7 +17,7 @@ from rlhf.rewards.build import find_rewards, load_rewards
 from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.rewards import Rewards, check_columns
 from rlhf.settings.types import Split
-from rlhf.setup.build import FEW_PROMPTS, TRAINERS, find_start_model, load_start_policy
+from rlhf.setup.build import FEW_PROMPTS, find_start_model, load_start_policy
 from rlhf.setup.input_checks import check_overlap, check_prompts, check_topics
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
@@ -72,7 +72,7 @@ def make_trainer(
         functions = [rewards] if callable(rewards) else rewards
         check_columns(functions, used, "prompts")
         chosen = Rewards(functions, reward_weights, tokenizer, config.reward.reward_timeout)
-    trainer = TRAINERS[config.algorithm](
+    trainer = OnPolicyLoop(
         config,
         load_start_policy(config, start.folder, tokenizer, device),
         tokenizer,

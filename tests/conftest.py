@@ -173,13 +173,14 @@ def build(configured):
 
     GRPO's batch is 2 prompts x 2 replies where the flags name no other: as many episodes as PPO's 4 prompts.
     """
-    from rlhf.setup.build import TRAINERS, load_parts
+    from rlhf.setup.build import load_parts
+    from rlhf.trainer.loop import OnPolicyLoop
 
     def make(*flags: object, algorithm: str = "ppo", **parts_changed):
         groups = ("--batch-size", 2, "--K", 2) if algorithm == "grpo" else ()
         config = configured(*groups, *flags, algorithm=algorithm)
         parts = load_parts(config, torch.device("cpu"), Screen())
-        return TRAINERS[algorithm](config, **{**parts.for_trainer, **parts_changed})
+        return OnPolicyLoop(config, **{**parts.for_trainer, **parts_changed})
 
     return make
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.audit import figures
 from rlhf.analysis.evaluator import Generations
 from rlhf.analysis.statistics import A_SHARE, EVEN, OVER_PROMPTS, Estimate, interval, over_seeds_if_any, win_rates
@@ -96,7 +97,7 @@ def judge_runs(
     if between:
         sentences = [_between(sides, between[measures[-1]], by), _against_start(sides, deciding, start)]
     else:
-        other = "GRPO" if sides[0].algorithm == "ppo" else "PPO"
+        other = " or ".join(name.upper() for name in ALGORITHMS if name != sides[0].algorithm)
         alone = f"Whether {other} would do better cannot be told from {sides[0].name}'s runs alone."
         sentences = [_against_start(sides, deciding, start, f"{by}, "), alone]
     contrasts = [c for m in measures for c in (*against_start[m], *([between[m]] if between else []))]

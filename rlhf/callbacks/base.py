@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlhf.algorithms.experience import Experience
 from rlhf.rollout.completions import Rollout
-from rlhf.trainer.batch import Batch, Scored
 from rlhf.trainer.evaluation import Evaluation
 from rlhf.trainer.safety import Dropped
+from rlhf.trainer.scores import Scored
 
 
 class Callback:
@@ -20,13 +21,13 @@ class Callback:
     def on_train_begin(self, trainer: Any) -> None:
         """Before the first evaluation."""
 
-    def on_batch(self, update: int, batch: Batch, scored: Scored) -> None:
+    def on_batch(self, update: int, batch: Experience, scored: Scored) -> None:
         """Before an update's optimizer steps, with what they will be made from."""
 
     def on_update_end(self, update: int, metrics: dict[str, float]) -> None:
         """After an update's optimizer steps, with what was logged of it."""
 
-    def on_drop(self, update: int, rollout: Rollout, batch: Batch | None, found: Dropped) -> None:
+    def on_drop(self, update: int, rollout: Rollout, batch: Experience | None, found: Dropped) -> None:
         """In place of on_update_end, where the rest of an update was dropped: what was `found`, and on what."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:

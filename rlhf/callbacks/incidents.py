@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from config import IN_A_ROW, Config, config_of_run
+from rlhf.algorithms.experience import Experience
 from rlhf.callbacks.base import Callback
 from rlhf.checkpoints.run_record import environment
 from rlhf.data.examples import Example
@@ -20,7 +21,6 @@ from rlhf.data.prompts import Prompt
 from rlhf.rollout.completions import Replies, Rollout
 from rlhf.settings.commands import replay_command
 from rlhf.settings.fields import as_plain
-from rlhf.trainer.batch import Batch
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.safety import Dropped
 from rlhf.utils.console import Screen
@@ -31,7 +31,7 @@ INCIDENT_FILE, BATCH_FILE, TENSORS_FILE, WEIGHTS = "incident.json", "batch.jsonl
 
 
 def save_incident(
-    trainer: Any, folder: Path, update: int, rollout: Rollout, batch: Batch | None, found: Dropped
+    trainer: Any, folder: Path, update: int, rollout: Rollout, batch: Experience | None, found: Dropped
 ) -> None:
     """The batch as text and ids, what was measured of it, settings, versions, and the trainable weights as they were
     when it was `found`: after the optimizer steps of this update that came before."""

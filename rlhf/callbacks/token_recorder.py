@@ -11,16 +11,16 @@ from transformers import PreTrainedTokenizerBase
 
 from config import Config
 from rlhf.algorithms import objectives
+from rlhf.algorithms.experience import Experience
 from rlhf.callbacks.base import Callback
 from rlhf.checkpoints.token_record import write_tokens
 from rlhf.data.prompts import Prompt
-from rlhf.trainer.batch import Batch
 
 
 def token_rows(
     update: int,
     numbers: Sequence[int],
-    batch: Batch,
+    batch: Experience,
     scores: Tensor,
     tokenizer: PreTrainedTokenizerBase,
     gamma: float,
@@ -50,7 +50,7 @@ def token_rows(
     ]
 
 
-def _quantities(batch: Batch, gamma: float) -> dict[str, Tensor]:
+def _quantities(batch: Experience, gamma: float) -> dict[str, Tensor]:
     """Everything that there is a number of at each token, (B, T)."""
     rollout = batch.rollout
     found = {

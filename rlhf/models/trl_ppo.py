@@ -1,8 +1,8 @@
 """The only file that imports `trl.experimental`, for the three names that we use.
 
-TRL dropped PPO in release 1.13. More than this import depends on it: `PPO` in rlhf/trainer/ppo.py is a PPOTrainer, the
-loop uses that trainer's accelerator, optimizer, scheduler, state and callback handler, and rlhf/models/actor_critic.py
-reads its value head.
+TRL dropped PPO in release 1.13. More than this import depends on it: rlhf/trainer/trl_host.py constructs a PPOTrainer,
+whose accelerator, optimizer, scheduler, state and callback handler the loop uses, and rlhf/models/actor_critic.py
+reads the value head of AutoModelForCausalLMWithValueHead.
 """
 
 import os

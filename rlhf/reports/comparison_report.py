@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from config import GRPOSettings, PPOSettings, config_of_run
+from rlhf.algorithms.table import in_order
 from rlhf.analysis.audit import against, as_json, figures, target_at_end, warnings
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import Look, at_equal
@@ -39,7 +40,7 @@ def check_sides(models: Sequence[Trained]) -> None:
     """Refuse what cannot be pooled: an algorithm's runs of unlike settings, a seed twice, what is no run."""
     faults = [f"not a run: {m.name}. compare_runs.py takes run folders" for m in models if m.run is None]
     raise_if(faults)
-    for algorithm in ("ppo", "grpo"):
+    for algorithm in in_order(m.run["algorithm"] for m in models):
         runs = [m for m in models if m.run["algorithm"] == algorithm]
         for other in runs[1:]:
             unlike = differences(runs[0].run["settings"], other.run["settings"], MAY_DIFFER)
@@ -55,14 +56,13 @@ def check_sides(models: Sequence[Trained]) -> None:
 
 
 def make_sides(models: Sequence[Trained], measured: Sequence[Generations]) -> list[Side]:
-    """PPO's runs and GRPO's, those that there are, by seed."""
+    """The runs of each algorithm, by seed."""
     pairs = sorted(zip(models, measured, strict=True), key=lambda pair: pair[0].run["seed"])
     sides = []
-    for algorithm in ("ppo", "grpo"):
+    for algorithm in in_order(m.run["algorithm"] for m in models):
         mine = [(m, replies) for m, replies in pairs if m.run["algorithm"] == algorithm]
-        if mine:
-            runs, replies = [m.run for m, _ in mine], [replies for _, replies in mine]
-            sides.append(Side(algorithm, runs, replies, [episodes_of(m) for m, _ in mine]))
+        runs, replies = [m.run for m, _ in mine], [replies for _, replies in mine]
+        sides.append(Side(algorithm, runs, replies, [episodes_of(m) for m, _ in mine]))
     return sides
 
 

@@ -9,8 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from rlhf.algorithms.kl_control import KLController
+from rlhf.algorithms.table import in_order
 from rlhf.analysis.curves import Curve, RunCurves
-from rlhf.reports.plot_style import COLOURS, MARKERS
+from rlhf.reports.plot_style import colour_of
 from rlhf.settings.types import KL_METRICS
 
 
@@ -64,7 +65,7 @@ class Group:
 
     @property
     def colour(self) -> str:
-        return COLOURS[self.algorithm]
+        return colour_of(self.algorithm)
 
     def with_tag(self, tag: str) -> list[tuple[RunCurves, Curve]]:
         return [(run, run.scalars[tag]) for run in self.runs if tag in run.scalars]
@@ -80,8 +81,8 @@ class Chart:
 
     @cached_property
     def groups(self) -> list[Group]:
-        made = [Group(name, [run for run in self.runs if run.algorithm == name]) for name in MARKERS]
-        return [group for group in made if group.runs]
+        names = in_order(run.algorithm for run in self.runs)
+        return [Group(name, [run for run in self.runs if run.algorithm == name]) for name in names]
 
     @cached_property
     def axis(self) -> XAxis:

@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from rlhf.algorithms.kl_control import KL_BAND
 from rlhf.analysis.curves import Curve, RunCurves, running_mean, seeds_band
 from rlhf.reports.curve_chart import Chart, Group, Panel
-from rlhf.reports.plot_style import COLOURS, MARKERS, new_figure, style
+from rlhf.reports.plot_style import colour_of, marker_of, new_figure, style
 
 FAR = 10  # a panel whose values reach this many times farther than 96% of them do shows the 96%
 WIDE = 98  # letters that fit beside each other in two columns of the legend
@@ -180,7 +180,7 @@ def _draw_evaluations(axes: Axes, chart: Chart, panel: Panel, group: Group) -> l
     x, y = _means_at(chart, found, shared)
     name = f"{group.name}, evaluation" if len(chart.groups) > 1 else "evaluation"
     look = {"mfc": group.colour, "mec": "black", "ms": 6, "ls": "none", "zorder": 3}
-    axes.plot(x, y, MARKERS[group.algorithm], label=f"{name} on held-out prompts", **look)
+    axes.plot(x, y, marker_of(group.algorithm), label=f"{name} on held-out prompts", **look)
     return [y]
 
 
@@ -200,7 +200,7 @@ def _draw_target(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
         held = run.targets
         x = np.append(0, chart.axis.of(run, curve))  # in force from the beginning of the first update
         nats = np.array([held.target_of(int(update)).nats for update in (0, *curve.updates)])
-        colour = COLOURS["target" if len(lines) == 1 else run.algorithm]
+        colour = colour_of("target" if len(lines) == 1 else run.algorithm)
         whose = "" if len(lines) == 1 else f"{run.algorithm.upper()}, "
         of = "beta fixed" if held.horizon is None else f"band: {KL_BAND[0]:g} to {KL_BAND[1]:g} times"
         label = f"{whose}KL target {', '.join(f'{t.nats:g}' for t in held.targets)}/{chart.per}; {of}"

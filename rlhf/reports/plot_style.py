@@ -9,11 +9,11 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.utils.files import put_in_place
 
 # Okabe & Ito 2008, "Color Universal Design": told apart with any kind of colour vision, and in grey
-COLOURS = {"start": "#666666", "ppo": "#0072B2", "grpo": "#D55E00", "target": "#009E73"}
-MARKERS = {"ppo": "o", "grpo": "s"}  # and told apart without any colour
+COLOURS = {"start": "#666666", "target": "#009E73", "above": "#0072B2", "below": "#D55E00"}
 OTHER_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of the same set
 DOTS = 150  # per inch: 8 inches wide are 1,200 pixels, and half of that on a page
 STYLE = {
@@ -26,6 +26,15 @@ STYLE = {
     "legend.frameon": False,
     "text.parse_math": False,  # a folder's name may hold a dollar sign
 }
+
+
+def colour_of(kind: str) -> str:
+    """The colour of an algorithm, or of a role in COLOURS; one that is in neither has a colour of the others."""
+    return COLOURS.get(kind) or (ALGORITHMS[kind].colour if kind in ALGORITHMS else OTHER_COLOURS[0])
+
+
+def marker_of(algorithm: str) -> str:
+    return ALGORITHMS[algorithm].marker if algorithm in ALGORITHMS else "^"
 
 
 def new_figure(width: float, height: float) -> Figure:

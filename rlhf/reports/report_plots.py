@@ -8,20 +8,21 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from rlhf.algorithms.table import ALGORITHMS, in_order
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.evaluator import Generations
-from rlhf.reports.plot_style import COLOURS, MARKERS, OTHER_COLOURS, new_figure, style
+from rlhf.reports.plot_style import COLOURS, OTHER_COLOURS, colour_of, marker_of, new_figure, style
 
 BINS = 24
-SEED_ABOVE = {"ppo": 6, "grpo": -15}  # points: so that the seeds of runs that ended alike can be read
+SEED_ABOVE = (6, -15)  # points, algorithm by algorithm: so that the seeds of runs that ended alike can be read
 FAR = 3  # times the KL of nine tenths of the evaluations
 
 
 def colours_of(kinds: Sequence[str]) -> list[str]:
-    """A colour a model: "start", "ppo" and "grpo" have their own, once; others and repeats take further ones."""
+    """One colour per model: "start" and each algorithm have their own, once; others and repeats take further ones."""
     spare, taken = iter(OTHER_COLOURS), []
     for kind in kinds:
-        own = COLOURS.get(kind)
+        own = colour_of(kind) if kind in COLOURS or kind in ALGORITHMS else None
         taken.append(own if own is not None and own not in taken else next(spare, COLOURS["start"]))
     return taken
 
@@ -72,14 +73,16 @@ def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
                 kl, score = (run.scalars[tag].values for tag in ("eval/kl_divergence", "eval/score"))
                 count = min(len(kl), len(score))  # of a run that is being written
                 drawn.append((run, kl[:count], score[:count]))
+        algorithms = in_order(run.algorithm for run in runs)
         for i, (run, kl, score) in enumerate(drawn):
             first = run.algorithm not in [other.algorithm for other, _, _ in drawn[:i]]
-            look = {"color": COLOURS[run.algorithm], "label": run.algorithm.upper() if first else None}
+            look = {"color": colour_of(run.algorithm), "label": run.algorithm.upper() if first else None}
             axes.plot(kl, score, ".-", color=look["color"], linewidth=1.5, markersize=7, alpha=0.7)
             axes.plot(kl[0], score[0], "D", color=COLOURS["start"], markersize=8, zorder=3,
                       label=None if i else "start model")  # fmt: skip
-            axes.plot(kl[-1], score[-1], MARKERS[run.algorithm], markersize=9, **look)
-            where = {"xytext": (5, SEED_ABOVE[run.algorithm]), "textcoords": "offset points"}
+            axes.plot(kl[-1], score[-1], marker_of(run.algorithm), markersize=9, **look)
+            above = SEED_ABOVE[algorithms.index(run.algorithm) % len(SEED_ABOVE)]
+            where = {"xytext": (5, above), "textcoords": "offset points"}
             axes.annotate(str(run.run["seed"]), (kl[-1], score[-1]), fontsize=10, color=look["color"], **where)
         if drawn:
             _keep_in_sight(axes, np.concatenate([kl for _, kl, _ in drawn]))

@@ -76,6 +76,6 @@ def _reply(tokens: list[dict[str, Any]], names: Sequence[str], scales: dict[str,
 def colour(value: float, scale: float) -> str:
     """Orange below 0, blue above, white at 0, as CSS: told apart with any kind of colour vision."""
     strength = STRONGEST * min(abs(value) / scale, 1.0)
-    strongest = COLOURS["ppo"] if value > 0 else COLOURS["grpo"]
+    strongest = COLOURS["above" if value > 0 else "below"]
     parts = [int(strongest[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(255 + (part - 255) * strength):02x}" for part in parts)

@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from config import Config
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import HARMLESS, flat_settings
 from rlhf.models.load import ADAPTER_CONFIG, load_tokenizer
 from rlhf.settings.fields import as_text, knobs_of
@@ -17,7 +18,6 @@ from rlhf.utils.html import render
 from rlhf.utils.system import command
 
 CARD_FILE = "README.md"
-ALGORITHM_NAMES = {"ppo": "Proximal Policy Optimization", "grpo": "Group Relative Policy Optimization"}
 ADAPTER_KNOBS = ("lora_r", "lora_alpha", "lora_targets")
 SHOWN_DIGITS = 12  # of a fingerprint's 64
 
@@ -52,7 +52,7 @@ def model_card(run: dict[str, Any], saved: Saved, name: str) -> str:
         run=run,
         settings=settings,
         saved=saved,
-        algorithm=f"{run['algorithm'].upper()} ({ALGORITHM_NAMES[run['algorithm']]})",
+        algorithm=f"{run['algorithm'].upper()} ({ALGORITHMS[run['algorithm']].title})",
         chat=load_tokenizer(str(saved.folder)).chat_template is not None,
         rewards=reward_line(settings),
         columns=columns(run),
@@ -116,7 +116,7 @@ def number(value: float | None, form: str) -> str:
 def settings_that_decide(run: dict[str, Any]) -> list[tuple[str, str]]:
     """Knob and value of all that decides what is learned: not the other algorithm's, not how fast it is done."""
     told, knobs = flat_settings(run["settings"]), knobs_of(Config)
-    foreign = {"ppo", "grpo", "speed"} - {run["algorithm"]}
+    foreign = {*ALGORITHMS, "speed"} - {run["algorithm"]}
     aside = {*HARMLESS, *([] if told["use_lora"] else ADAPTER_KNOBS)}
     mine = [n for n, k in knobs.items() if n in told and n not in aside and k.group not in foreign]
     return [("recipe", told["recipe"]), *((name, as_text(told[name], " ", "none")) for name in mine)]

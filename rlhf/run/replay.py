@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from config import Config
+from rlhf.algorithms.experience import Experience
 from rlhf.callbacks.incidents import INCIDENT_FILE, WEIGHTS, Incident
 from rlhf.checkpoints.run_record import flat_settings
 from rlhf.models.device import start_device
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.commands import names_code, replay_command
-from rlhf.setup.build import TRAINERS, load_parts
-from rlhf.trainer.batch import Batch
+from rlhf.setup.build import load_parts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
@@ -36,7 +36,7 @@ def replay_incident(config: Config, screen: Screen) -> None:
     with tempfile.TemporaryDirectory(prefix="rlhf_replay_", ignore_cleanup_errors=True) as folder:
         config = incident.config(folder)
         parts = load_parts(config, start_device(screen, config.run.deterministic), screen)
-        screen.facts(replay(TRAINERS[config.algorithm](config, **parts.for_trainer), incident))
+        screen.facts(replay(OnPolicyLoop(config, **parts.for_trainer), incident))
 
 
 def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
@@ -71,12 +71,14 @@ def scores_again(trainer: OnPolicyLoop, rollout: Rollout) -> dict[str, list[floa
     return trainer.rewards.ask(rollout.prompts, rollout.texts, replies.rows(), replies.ended.tolist(), finite=False)
 
 
-def batch_of(trainer: OnPolicyLoop, incident: Incident, rollout: Rollout, scores: dict[str, list[float]]) -> Batch:
+def batch_of(
+    trainer: OnPolicyLoop, incident: Incident, rollout: Rollout, scores: dict[str, list[float]]
+) -> Experience:
     """The batch as it was; where the fault was found before there was one, made from the scores of now."""
     held = {name: tensor.to(rollout.mask.device) for name, tensor in incident.tensors.items()}
     if "advantages" in held:
         known = ("kl", "advantages", "weights", "returns", "rewards")
-        return Batch(rollout, **{name: held.get(name) for name in known})
+        return Experience(rollout, incident.said["kl_coef"], **{name: held.get(name) for name in known})
     rows = zip(*scores.values(), strict=True)
     total = torch.tensor([sum(w * s for w, s in zip(trainer.rewards.weights, row, strict=True)) for row in rows])
     penalty = trainer.config.reward.missing_eos_penalty * (~rollout.replies.ended).float()

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from config import ALGORITHMS, LENGTHS, Config, make_config, parse_cli
+from config import LENGTHS, Config, make_config, parse_cli
 from rlhf.algorithms.kl_control import in_band, kl_controller, with_horizon
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.statistics import interval, over_prompts
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_record import MAY_DIFFER, RunLog, differences

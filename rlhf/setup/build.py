@@ -20,13 +20,10 @@ from rlhf.rollout.engine import check_engine
 from rlhf.rollout.vllm import require_vllm
 from rlhf.setup.input_checks import StartModel, check_prompts, check_topics
 from rlhf.trainer.evaluation import text_of_file
-from rlhf.trainer.grpo import GRPO
-from rlhf.trainer.ppo import PPO
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 
 FEW_PROMPTS = 20
-TRAINERS = {"ppo": PPO, "grpo": GRPO}
 
 
 def prepare_demo_parts(config: Config, screen: Screen, device: torch.device) -> None:

@@ -10,6 +10,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from config import Config
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.prompts import Prompt
 from rlhf.models.attention import packable
 from rlhf.models.device import installed
@@ -53,7 +54,7 @@ class MemoryPlan:
     @property
     def trained(self) -> int:
         """Trained weights, the value head's among them; as much for their gradients, and for each of two moments."""
-        head = (self.network.hidden + 1) * FLOAT if self.config.algorithm == "ppo" else 0
+        head = (self.network.hidden + 1) * FLOAT if ALGORITHMS[self.config.algorithm].has_critic else 0
         return weights_of(self.policy, trained=True) + self.critic(trained=True) + head
 
     def critic(self, trained: bool | None = None) -> int:
@@ -83,7 +84,7 @@ class MemoryPlan:
             "policy": whole - adapted,
             "adapters": adapted,
             "critic": self.critic(),
-            "value head": (self.network.hidden + 1) * FLOAT if self.config.algorithm == "ppo" else 0,
+            "value head": (self.network.hidden + 1) * FLOAT if ALGORITHMS[self.config.algorithm].has_critic else 0,
             "reference": 0 if lora else whole - self.rounding,
             "reward model": weights_of(reward_model) if reward_model is not None else 0,
             "optimizer": 2 * self.trained,

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from config import LENGTHS, Config, PPOSettings, make_config
+from config import LENGTHS, Config, make_config
 from recipes import SIGNS
 from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_controller, move_in
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import (
     MAY_DIFFER,
     flat_settings,
@@ -56,7 +57,7 @@ def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, 
         *foretell(config).rows(device),
         ("output", config.run.output),
     ]
-    if config.algorithm == "ppo":
+    if ALGORITHMS[config.algorithm].has_critic:
         own = "a backbone of its own" if config.separate_critic else "a head on the policy's backbone"
         rows.insert(3, ("critic", own))
     if m.rm_model is not None:
@@ -190,7 +191,8 @@ def recipe_hint(config: Config) -> str | None:
         return None
     mine, its = (flat_settings(as_plain(c)) for c in (config, make_config(name, config.algorithm)))
     aside = {*MAY_DIFFER, *LENGTHS, "recipe", "actor_model", "rm_model", "prompts", "split", "eval_every"}
-    aside |= {"K"} if config.algorithm == "ppo" else {f.name for f in dataclasses.fields(PPOSettings)}
+    others = (getattr(config, name) for name in ALGORITHMS if name != config.algorithm)
+    aside |= {f.name for settings in others for f in dataclasses.fields(settings)}
     differ = [f"{n} {its[n]} (here {mine[n]})" for n in mine if n not in aside and mine[n] != its[n]]
     if not differ:
         return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,8 @@ from transformers.trainer_callback import ProgressCallback
 
 from config import IN_A_ROW, Config
 from rlhf.algorithms import objectives
+from rlhf.algorithms.experience import Experience, PolicyOutputs
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.examples import GivenPrompt, examples_of
 from rlhf.data.prompts import Prompt, encode_prompts
 from rlhf.data.sampler import Dealing, tag_names
@@ -42,11 +43,12 @@ from rlhf.rollout.engine import check_engine, sample_replies
 from rlhf.rollout.logprobs import measure, tokens_at_once
 from rlhf.rollout.sampling import uniforms
 from rlhf.rollout.vllm import VLLMEngine
-from rlhf.trainer.batch import Batch, Scored
 from rlhf.trainer.evaluation import Evaluation, FixedText, evaluate, fixed_text
 from rlhf.trainer.metrics import rollout_metrics
 from rlhf.trainer.micro_batch import Limits
 from rlhf.trainer.safety import Dropped, Drops, check_finite, check_step
+from rlhf.trainer.scores import Scored
+from rlhf.trainer.trl_host import host_of
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.rng import generator
 from rlhf.utils.system import keep_freed_memory
@@ -59,11 +61,11 @@ EVENTS = (
 )
 
 
-class OnPolicyLoop(ABC):
-    """Mixed into a TRL trainer, before it. Randomness comes from (seed, update, purpose). Dropout draws from torch's
-    global streams, which `dropout_stream` seeds; vLLM has a stream of its own.
+class OnPolicyLoop:
+    """Trains with one algorithm of the table. A TRL trainer, `host`, owns accelerator, optimizer, scheduler and state.
 
-    An algorithm gives `build_trl`, `actor`, `advantages` and `losses`.
+    Randomness comes from (seed, update, purpose). Dropout draws from torch's global streams, which `dropout_stream`
+    seeds; vLLM has a stream of its own.
     """
 
     # what is counted over a run, for checkpoints
@@ -110,46 +112,44 @@ class OnPolicyLoop(ABC):
         self.trained = False
         self.listeners: list = []
         self.this_epoch: list[dict[str, float]] = []
-        self.build_trl(policy, tokenizer)
+        self.algorithm = ALGORITHMS[config.algorithm].build(config)
+        self.processing_class = tokenizer
+        host = host_of(config)(config, policy, tokenizer, self.reference, self.train_prompts, self.updates)
+        self.host, self.model, self.accelerator = host, host.model, host.accelerator
+        self.optimizer, self.lr_scheduler = host.optimizer, host.lr_scheduler
+        self.args, self.state, self.control, self.callback_handler = (
+            host.args, host.state, host.control, host.callback_handler
+        )  # fmt: skip
         set_adapter_dropout(policy, config.model.lora_dropout)
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
             parts = (self.actor.policy, self.accelerator, tokenizer, self.sampling, config.data.prompt_length)
             self.vllm = VLLMEngine(*parts)
         for printer in (PrinterCallback, ProgressCallback):
-            self.remove_callback(printer)  # the console is ours
+            host.remove_callback(printer)  # the console is ours
         self.state.max_steps = self.updates
         for callback in callbacks:
             self.add_callback(callback)
 
-    @abstractmethod
-    def build_trl(self, policy: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Call TRL's __init__; afterwards there are optimizer, scheduler and accelerator."""
-
     @property
-    @abstractmethod
     def actor(self) -> Actor:
-        """The policy, and the critic where there is one, in one forward."""
+        """The policy, and the critic if there is one, in one forward."""
+        return self.host.actor
 
-    @abstractmethod
-    def advantages(self, rollout: Rollout, scores: Tensor) -> Batch:
-        """From scores (B,) to what the optimizer needs."""
+    def advantages(self, rollout: Rollout, scores: Tensor) -> Experience:
+        """The algorithm's experience from scores (B,), at the present KL coefficient."""
+        return self.algorithm.advantages(rollout, scores, self.kl_coef)
 
-    @abstractmethod
-    def losses(
-        self, batch: Batch, rows: Tensor, now: tuple[Tensor, Tensor, Tensor | None], tokens: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of some rows of a minibatch of `tokens` reply tokens, so that parts add up; detached statistics.
-
-        `now`: log-probs, entropy and values of these rows under the policy as it is, each (n, T).
-        """
+    def log(self, metrics: dict[str, float]) -> None:
+        """Hand metrics to TRL's log, which keeps the history and calls transformers' callbacks."""
+        self.host.log(metrics)
 
     def add_callback(self, callback) -> None:
         """One of ours (rlhf.callbacks.base.Callback), a function of (epoch, metrics), or one of transformers'."""
         if isinstance(callback, TrainerCallback) or (
             isinstance(callback, type) and issubclass(callback, TrainerCallback)
         ):
-            super().add_callback(callback)
+            self.host.add_callback(callback)
         elif callable(callback) or any(hasattr(callback, event) for event in EVENTS):
             self.listeners.append(callback)
         else:
@@ -221,7 +221,7 @@ class OnPolicyLoop(ABC):
         kinds = {"score": "rewards/mean", "kl": "kl_divergence"} if topic is not None else {}
         return {f"topic/{self.topic_tags[topic]}/{kind}": said[name] for kind, name in kinds.items()}
 
-    def drop(self, update: int, rollout: Rollout, batch: Batch | None, found: Dropped) -> dict[str, float]:
+    def drop(self, update: int, rollout: Rollout, batch: Experience | None, found: Dropped) -> dict[str, float]:
         """The rest of an update is left out, and callbacks hear of it; optimizer steps that were taken stay. Raises
         RunError after some in a row."""
         self.optimizer.zero_grad()
@@ -318,7 +318,7 @@ class OnPolicyLoop(ABC):
         """Whether optimizer steps drop some of the adapters' inputs."""
         return self.config.model.use_lora and self.config.model.lora_dropout > 0
 
-    def corrected(self, batch: Batch) -> Batch:
+    def corrected(self, batch: Experience) -> Experience:
         """The batch with its advantages weighted for the gap between the sampler's probabilities and ours, where the
         sampler was not the policy's own forward."""
         rollout, sampled = batch.rollout, batch.rollout.replies.sampled_logprobs
@@ -347,13 +347,9 @@ class OnPolicyLoop(ABC):
             used = torch.tensor(self.normalizer(used.tolist()), dtype=torch.float32, device=raw.device)
         return Scored(raw, used, {name: fmean(scores) for name, scores in given.by_function.items()})
 
-    def beta_in(self, placement: str) -> float:
-        """The price of a nat at one placement, "reward" or "loss": 0 where it is charged elsewhere or not at all."""
-        return self.kl_coef if self.config.kl.kl_placement == placement else 0.0
-
     # --- optimization ------------------------------------------------------------------------------------------------
 
-    def update(self, batch: Batch, update: int) -> dict[str, float]:
+    def update(self, batch: Experience, update: int) -> dict[str, float]:
         """E passes of shuffled minibatches, an optimizer step each; returns their mean statistics."""
         self.model.train()  # gradient checkpointing asks for it, and the adapters' dropout; a model's own is off
         self.learning_rate, steps = self.lr_scheduler.get_last_lr()[0], []
@@ -377,18 +373,13 @@ class OnPolicyLoop(ABC):
             torch.manual_seed(int(generator(self.config.run.seed, update, "dropout").integers(2**63)))
             yield
 
-    @property
-    def minibatch_size(self) -> int:
-        """Episodes per optimizer step."""
-        return self.config.episodes_per_update // self.config.batch.minibatches
-
     def minibatches(self, update: int, epoch: int) -> Iterator[list[int]]:
         """Rows of each minibatch, shuffled by (seed, update, epoch)."""
         size = self.config.episodes_per_update
         order = generator(self.config.run.seed, update, "minibatches", epoch).permutation(size).tolist()
-        return (order[at : at + self.minibatch_size] for at in range(0, size, self.minibatch_size))
+        return (order[at : at + self.config.minibatch_size] for at in range(0, size, self.config.minibatch_size))
 
-    def optimizer_step(self, batch: Batch, rows: Sequence[int]) -> dict[str, Tensor]:
+    def optimizer_step(self, batch: Experience, rows: Sequence[int]) -> dict[str, Tensor]:
         """Gradients of one minibatch, clipped; then one step. Raises Dropped, with the weights as they were, where the
         gradients are not fit for one."""
         stats = self.minibatch_gradients(batch, rows)
@@ -400,7 +391,7 @@ class OnPolicyLoop(ABC):
         self.optimizer_steps += 1
         return stats
 
-    def minibatch_gradients(self, batch: Batch, rows: Sequence[int]) -> dict[str, Tensor]:
+    def minibatch_gradients(self, batch: Experience, rows: Sequence[int]) -> dict[str, Tensor]:
         """Those of one minibatch, micro-batch by micro-batch, clipped; its statistics."""
         replies = batch.rollout.replies
         tokens = torch.tensor(float(sum(replies.reply_lengths[r] for r in rows)), device=batch.kl.device)
@@ -420,7 +411,7 @@ class OnPolicyLoop(ABC):
         return stats
 
     def gradients(
-        self, batch: Batch, passage: Passage, tokens: Tensor, hidden: Tensor | None = None
+        self, batch: Experience, passage: Passage, tokens: Tensor, hidden: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Adds one micro-batch's gradients to the weights'; returns its statistics.
 
@@ -438,11 +429,11 @@ class OnPolicyLoop(ABC):
         for rows, cells in self.chunks(passage) if fused else [(slice(None), slice(None))]:
             limits = None if allowed is None else allowed[cells]
             with autocast(self.accelerator.device, self.dtype):
-                now = self.actor.heads(
+                outputs = self.actor.heads(
                     leaf[cells], passage.tokens[cells], passage.mask[rows], self.sampling.temperature, limits, entropy,
                     fused,
                 )  # fmt: skip
-            loss, part = self.losses(batch, passage.index[rows], now, tokens)
+            loss, part = self.algorithm.loss(batch, passage.index[rows], PolicyOutputs(*outputs), tokens)
             self.accelerator.backward(loss)
             add(stats, part)
         if fused:

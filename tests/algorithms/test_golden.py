@@ -20,7 +20,7 @@ from rlhf.models.actor_critic import with_value_head
 from rlhf.models.load import load_tokenizer
 from rlhf.rollout.completions import Replies
 from rlhf.trainer import loop
-from rlhf.trainer.ppo import _SharedBackboneCritic
+from rlhf.trainer.trl_host import _SharedBackboneCritic
 
 BATCH, LENGTH, UPDATES, EPOCHS = 4, 8, 3, 2
 SETTINGS = {"kl_coef": 0.3, "cliprange": 0.2, "vf_coef": 0.5, "cliprange_value": 0.2, "gamma": 0.97, "lam": 0.9}
@@ -266,8 +266,8 @@ def test_three_updates_of_two_epochs_match_trls_grpo(build, start_model, tmp_pat
     ours.advantages = noted
     # TRL shuffles from torch's global stream: neither side does here, so that minibatches are the same
     monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda batch: batch)
-    ours.minibatches = lambda update, epoch: iter(torch.arange(4).view(-1, ours.minibatch_size).tolist())
-    settings = {"per_device_train_batch_size": ours.minibatch_size, **settings}
+    ours.minibatches = lambda update, epoch: iter(torch.arange(4).view(-1, ours.config.minibatch_size).tolist())
+    settings = {"per_device_train_batch_size": ours.config.minibatch_size, **settings}
     for update in range(1, UPDATES + 1):
         ours.one_update(update)
     stock = StockGRPO(start_model, tmp_path, rollouts, scores, **settings)

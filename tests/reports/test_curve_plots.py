@@ -20,7 +20,7 @@ from plot_training_progress import main
 from rlhf.analysis.curves import Curve, read_runs
 from rlhf.reports.curve_chart import Chart
 from rlhf.reports.curve_plots import draw, power_of_ten, shortened
-from rlhf.reports.plot_style import COLOURS
+from rlhf.reports.plot_style import colour_of
 from tests.analysis.test_curves import make_run, write_events
 
 ROOT = Path(__file__).parents[2]
@@ -257,8 +257,8 @@ def test_ppo_and_grpo_have_their_colours_and_names(made):
     figure = draw(Chart(read_runs(runs), "updates", 10))
     names = {a: f"{a.upper()}, mean of 2 seeds; band: lowest to highest" for a in ("ppo", "grpo")}
     for axes in figure.axes:
-        assert {a: line(axes, n).get_color() for a, n in names.items()} == {a: COLOURS[a] for a in names}
-        assert {tuple(c.get_facecolor()[0]) for c in axes.collections} >= {to_rgba(COLOURS[a], 0.2) for a in names}
+        assert {a: line(axes, n).get_color() for a, n in names.items()} == {a: colour_of(a) for a in names}
+        assert {tuple(c.get_facecolor()[0]) for c in axes.collections} >= {to_rgba(colour_of(a), 0.2) for a in names}
     assert points(figure.axes[2], f"GRPO, {EVALUATION}") == [(0, 1.5)]
     assert legend(figure) == [
         names["ppo"], names["grpo"], f"PPO, {EVALUATION}", f"GRPO, {EVALUATION}",

@@ -254,8 +254,8 @@ def seen_epochs(configured, tmp_path):
 def passes_in_training(build, *flags):
     trainer = build("--num-iterations", 1, *flags)
     passes = []
-    losses = trainer.losses
-    trainer.losses = lambda *a: passes.append(1) or losses(*a)
+    losses = trainer.algorithm.loss
+    trainer.algorithm.loss = lambda *a: passes.append(1) or losses(*a)
     trainer.one_update(1)
     return len(passes)
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import train_grpo
 import train_ppo
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import MAY_DIFFER, differences
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.prompts import Prompt
@@ -24,7 +25,7 @@ from rlhf.models.save import VALUE_HEAD_FILE, WEIGHTS_FILE
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.fields import as_plain
 from rlhf.setup import trial
-from rlhf.setup.build import TRAINERS, load_parts
+from rlhf.setup.build import load_parts
 from rlhf.setup.preflight import (
     determinism,
     disk_has_room,
@@ -43,6 +44,7 @@ from rlhf.setup.trial import (
     steps_are_as_planned,
     weights_come_back,
 )
+from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, run_command
 
@@ -71,7 +73,7 @@ def tried(loaded):
 
     def make(*flags, algorithm="ppo"):
         config, parts = loaded(*flags, algorithm=algorithm)
-        trainer = TRAINERS[algorithm](config, **parts.for_trainer)
+        trainer = OnPolicyLoop(config, **parts.for_trainer)
         return trainer, parts, trainer.rollout(trainer.prompts_of(1), 1, "rollout")
 
     return make
@@ -104,7 +106,7 @@ def test_a_sound_run_passes_and_is_left_as_it_was(loaded, capsys, what):
     before = {}
 
     def make(*given, **named):  # over 4-bit weights TRL rounds fresh adapters: here, as in a run
-        trainer = TRAINERS[algorithm](*given, **named)
+        trainer = OnPolicyLoop(*given, **named)
         before.update((name, weight.clone()) for name, weight in trainer.actor.policy.state_dict().items())
         return trainer
 
@@ -292,7 +294,7 @@ def test_a_reward_that_reads_its_padding(loaded, monkeypatch):
 # --- before the first step -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", TRAINERS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_reference_that_is_not_the_start_model(tried, algorithm):
     trainer, _, rollout = tried(algorithm=algorithm)
     assert first_kl_is_zero(rollout, None).ok
@@ -304,7 +306,7 @@ def test_a_reference_that_is_not_the_start_model(tried, algorithm):
     assert not first_kl_is_zero(dataclasses.replace(changed, ref_logprobs=changed.logprobs * torch.nan), None).ok
 
 
-@pytest.mark.parametrize("algorithm", TRAINERS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_training_forward_that_differs(tried, algorithm):
     """Dropout that acts in train mode alone, and an episode that sees its neighbour."""
     trainer, _, rollout = tried("--minibatches", 2, algorithm=algorithm)
@@ -322,7 +324,7 @@ def test_a_training_forward_that_differs(tried, algorithm):
 # --- one update ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", TRAINERS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_steps_that_are_not_taken(tried, algorithm):
     flags = ("--minibatches", 2, "--ppo-epochs", 3)
     trainer, _, rollout = tried(*flags, algorithm=algorithm)
@@ -354,7 +356,7 @@ def test_memory_beyond_the_forecast_or_the_machine(tried, monkeypatch):
     assert not check.ok and "--micro-batch-size 1" in check.way_out
 
 
-@pytest.mark.parametrize("algorithm", TRAINERS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_weights_that_do_not_come_back(tried, tmp_path, monkeypatch, algorithm):
     trainer, _, rollout = tried(algorithm=algorithm)
     with torch.no_grad():

@@ -18,8 +18,8 @@ from rlhf.callbacks.base import Callback
 from rlhf.models.logprobs import backbone_of
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.logprobs import measure
-from rlhf.trainer.batch import Scored
 from rlhf.trainer.metrics import rollout_metrics
+from rlhf.trainer.scores import Scored
 from rlhf.utils.errors import RunError, UserError
 from tests.conftest import attach, whole_gradient
 
@@ -353,7 +353,7 @@ def test_a_beta_at_its_floor_under_placement_loss_comes_back(make):
     assert logged["kl_divergence/k3"] > 0
     trainer.tell("on_update_end", 11, {**logged, "kl_divergence": 2000.0})
     assert trainer.kl_coef == pytest.approx(LOWEST_BETA * (1 + 0.2 * 4 / 1))
-    assert trainer.beta_in("loss") == trainer.kl_coef
+    assert trainer.config.kl.coef_in("loss", trainer.kl_coef) == trainer.kl_coef
 
 
 def test_one_pass_over_the_reference_per_rollout(make):

@@ -68,13 +68,13 @@ def spoil_gradients(trainer, value):
 
 
 def spoil_loss(trainer, value):
-    really = trainer.losses
+    really = trainer.algorithm.loss
 
     def losses(*given):
         loss, stats = really(*given)
         return loss + value, {**stats, "loss": stats["loss"] + value}
 
-    trainer.losses = losses
+    trainer.algorithm.loss = losses
 
 
 WAYS = {"scores": spoil_scores, "logits": spoil_logits, "gradients": spoil_gradients, "loss": spoil_loss}
@@ -97,14 +97,14 @@ def test_nothing_bad_reaches_the_weights(build, algorithm, way, value):
 
 def test_the_run_goes_on_after_a_drop(build):
     trainer = build("--num-iterations", 4)
-    really, calls = trainer.losses, []
+    really, calls = trainer.algorithm.loss, []
 
     def once(*given):
         calls.append(1)
         loss, stats = really(*given)
         return (loss * math.nan, {**stats, "loss": stats["loss"] * math.nan}) if len(calls) == 3 else (loss, stats)
 
-    trainer.losses = once
+    trainer.algorithm.loss = once
     heard = Heard()
     trainer.add_callback(heard)
     metrics = trainer.train()
@@ -115,14 +115,14 @@ def test_the_run_goes_on_after_a_drop(build):
 
 def test_earlier_steps_of_the_update_stay(build):
     trainer = build("--ppo-epochs", 2)
-    before, really, calls = weights(trainer), trainer.losses, []
+    before, really, calls = weights(trainer), trainer.algorithm.loss, []
 
     def second(*given):
         calls.append(1)
         loss, stats = really(*given)
         return (loss * math.nan, {**stats, "loss": stats["loss"] * math.nan}) if len(calls) == 2 else (loss, stats)
 
-    trainer.losses = second
+    trainer.algorithm.loss = second
     trainer.one_update(1)
     assert trainer.optimizer_steps == 1
     assert not torch.equal(weights(trainer), before) and weights(trainer).isfinite().all()

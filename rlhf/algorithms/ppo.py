@@ -1,0 +1,62 @@
+"""Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) with a critic and GAE."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from config import Config
+from rlhf.algorithms import objectives
+from rlhf.algorithms.experience import Experience, PolicyOutputs, policy_stats
+from rlhf.rollout.completions import Rollout
+
+
+class PPO:
+    """Advantages by GAE on rewards per token; the clipped policy and value losses."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def advantages(self, rollout: Rollout, scores: Tensor, kl_coef: float) -> Experience:
+        """Rewards per token from scores (B,) and KL, then GAE."""
+        ppo, mask = self.config.ppo, rollout.mask
+        kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, mask)
+        beta = self.config.kl.coef_in("reward", kl_coef)
+        rewards = objectives.shape_rewards(kl, scores, mask, beta, ppo.kl_penalty_at)
+        if ppo.whiten_rewards:
+            rewards = objectives.whiten(rewards, mask, shift_mean=False)
+        advantages, returns = objectives.generalized_advantage_estimate(
+            rewards, rollout.values, mask, ppo.gamma, ppo.lam
+        )
+        weights = objectives.whiten(advantages, mask) if ppo.whiten_advantages else advantages
+        return Experience(rollout, kl_coef, kl, advantages, weights, returns, rewards)
+
+    def loss(
+        self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The PPO loss of some rows, each term divided by the minibatch's tokens, and its statistics, detached."""
+        config, rollout = self.config, experience.rollout
+        mask, old = rollout.mask[rows], rollout.logprobs[rows]
+        policy_loss, clipfrac = objectives.clipped_policy_loss(
+            outputs.logprobs, old, experience.weights[rows], mask, config.batch.clip_range, total_tokens
+        )
+        value_loss, value_clipfrac = objectives.clipped_value_loss(
+            outputs.values,
+            rollout.values[rows],
+            experience.returns[rows],
+            mask,
+            config.ppo.value_clip_range,
+            total_tokens,
+        )
+        kl = objectives.kl_loss_per_token(outputs.logprobs, old, rollout.ref_logprobs[rows], mask)
+        loss = (
+            policy_loss
+            + config.ppo.value_coef * value_loss
+            - config.batch.entropy_coef * objectives.masked_mean(outputs.entropy, mask, total_tokens)
+            + config.kl.coef_in("loss", experience.kl_coef) * objectives.masked_mean(kl, mask, total_tokens)
+        )
+        return loss, {
+            "loss": loss.detach(),
+            **policy_stats(policy_loss, clipfrac, outputs, experience, rows, total_tokens),
+            "value/loss": value_loss.detach(),
+            "value/clipfrac": value_clipfrac.detach(),
+        }

@@ -43,12 +43,11 @@ class GRPO:
         )
         policy_loss = (per_token * weights).sum()
         clipfrac = objectives.masked_mean(clipped.float(), mask, total_tokens)
-        kl = objectives.kl_loss_per_token(outputs.logprobs, old, rollout.ref_logprobs[rows], mask)
-        loss = (
-            policy_loss
-            - config.batch.entropy_coef * objectives.masked_mean(outputs.entropy, mask, total_tokens)
-            + config.kl.coef_in("loss", experience.kl_coef) * (kl * weights).sum()
-        )
+        loss = policy_loss - config.batch.entropy_coef * objectives.masked_mean(outputs.entropy, mask, total_tokens)
+        beta = config.kl.coef_in("loss", experience.kl_coef)
+        if beta:
+            kl = objectives.kl_loss_per_token(outputs.logprobs, old, rollout.ref_logprobs[rows], mask)
+            loss = loss + beta * (kl * weights).sum()
         return loss, {
             "loss": loss.detach(),
             **policy_stats(policy_loss, clipfrac, outputs, experience, rows, total_tokens),

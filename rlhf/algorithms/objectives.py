@@ -103,19 +103,26 @@ def generalized_advantage_estimate(
     return torch.where(mask, advantages, 0.0), torch.where(mask, advantages + values, 0.0)
 
 
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_range: float) -> tuple[Tensor, Tensor]:
+    """PPO-clip per token (Schulman et al. 2017, eq. 7), as a loss: max(-A r, -A clip(r, 1 - c, 1 + c)).
+
+    Returns the loss and whether the clipped branch is the larger one, both of the shape of `ratio` (B, T).
+    """
+    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
 def clipped_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_range: float, total=None
 ) -> tuple[Tensor, Tensor]:
-    """PPO-clip objective (Schulman et al. 2017, eq. 7), as a loss.
+    """PPO's policy term: the mean of `clipped_surrogate` over tokens.
 
     All tensors (B, T). `old_logprobs` come from the rollout policy, not from the reference. `total` as in
     `masked_mean`. Returns (loss, fraction of tokens where the clipped branch is the larger loss), both scalars.
     """
     ratio = torch.exp(torch.where(mask, logprobs - old_logprobs, 0.0))
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
-    loss = masked_mean(torch.maximum(unclipped, clipped), mask, total)
-    return loss, masked_mean((clipped > unclipped).float(), mask, total)
+    loss, is_clipped = clipped_surrogate(ratio, advantages, clip_range)
+    return masked_mean(loss, mask, total), masked_mean(is_clipped.float(), mask, total)
 
 
 def group_advantages(scores: Tensor, group_size: int, scale: str = "none") -> Tensor:
@@ -151,8 +158,7 @@ def grpo_policy_loss(
     if loss_type == "cispo":
         loss, is_clipped = -ratio.clamp(max=1 + clip_range).detach() * advantages * logprobs, ratio > 1 + clip_range
     else:
-        unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
-        loss, is_clipped = torch.maximum(unclipped, clipped), clipped > unclipped
+        loss, is_clipped = clipped_surrogate(ratio, advantages, clip_range)
     return torch.where(mask, loss, 0.0), mask & is_clipped
 
 

@@ -48,7 +48,7 @@ from rlhf.trainer.metrics import rollout_metrics
 from rlhf.trainer.micro_batch import Limits
 from rlhf.trainer.safety import Dropped, Drops, check_finite, check_step
 from rlhf.trainer.scores import Scored
-from rlhf.trainer.trl_host import host_of
+from rlhf.trainer.trl_host import make_host
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.rng import generator
 from rlhf.utils.system import keep_freed_memory
@@ -114,7 +114,7 @@ class OnPolicyLoop:
         self.this_epoch: list[dict[str, float]] = []
         self.algorithm = ALGORITHMS[config.algorithm].build(config)
         self.processing_class = tokenizer
-        host = host_of(config)(config, policy, tokenizer, self.reference, self.train_prompts, self.updates)
+        host = make_host(config, policy, tokenizer, self.updates, self.reference, self.train_prompts)
         self.host, self.model, self.accelerator = host, host.model, host.accelerator
         self.optimizer, self.lr_scheduler = host.optimizer, host.lr_scheduler
         self.args, self.state, self.control, self.callback_handler = (

@@ -41,9 +41,9 @@ class PPOHost(PPOTrainer):
         config: Config,
         policy: PreTrainedModel | PeftModel,
         tokenizer: PreTrainedTokenizerBase,
+        updates: int,
         reference: Reference,
         train: Sequence[Prompt],
-        updates: int,
     ):
         self._container = with_value_head(policy)
         self._critic = critic_backbone(policy) if config.separate_critic else None
@@ -88,13 +88,7 @@ class GRPOHost(GRPOTrainer):
     """TRL's GRPOTrainer around our actor."""
 
     def __init__(
-        self,
-        config: Config,
-        policy: PreTrainedModel | PeftModel,
-        tokenizer: PreTrainedTokenizerBase,
-        reference: Reference,
-        train: Sequence[Prompt],
-        updates: int,
+        self, config: Config, policy: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, updates: int
     ):
         super().__init__(
             model=policy,
@@ -127,6 +121,15 @@ class GRPOHost(GRPOTrainer):
         self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
 
 
-def host_of(config: Config) -> type[PPOHost] | type[GRPOHost]:
-    """The host for the algorithm of these settings."""
-    return PPOHost if ALGORITHMS[config.algorithm].has_critic else GRPOHost
+def make_host(
+    config: Config,
+    policy: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    updates: int,
+    reference: Reference,
+    train: Sequence[Prompt],
+) -> PPOHost | GRPOHost:
+    """Construct the host of these settings' algorithm. TRL's PPOTrainer requires a reference and prompts, too."""
+    if ALGORITHMS[config.algorithm].has_critic:
+        return PPOHost(config, policy, tokenizer, updates, reference, train)
+    return GRPOHost(config, policy, tokenizer, updates)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from recipes import RECIPES
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_folder import RUN_FILE, read_run, seed_folder
 from rlhf.checkpoints.run_record import flat_settings, run_fault
 from rlhf.settings.commands import names_code, resume_command
@@ -125,9 +126,9 @@ class BatchSettings:
     """One update: a rollout and the optimizer steps on it."""
 
     batch_size: int = knob(
-        4, "prompts per update; GRPO samples K replies to each", low=1, aliases=("per_device_train_batch_size",)
+        4, "prompts per update; with --K, so many completions of each", low=1, aliases=("per_device_train_batch_size",)
     )
-    ppo_epochs: int = knob(4, "passes over each rollout, in both algorithms", low=1, aliases=("num_ppo_epochs",))
+    ppo_epochs: int = knob(4, "passes over each rollout, in every algorithm", low=1, aliases=("num_ppo_epochs",))
     minibatches: int = knob(
         1, "optimizer steps per pass; must divide the episodes of an update", low=1, aliases=("num_mini_batches",)
     )
@@ -187,10 +188,19 @@ class PPOSettings:
 
 
 @dataclass(frozen=True)
-class GRPOSettings:
-    """GRPO (Shao et al. 2024, arXiv 2402.03300): groups of replies to one prompt."""
+class GroupSettings:
+    """Groups of completions to one prompt."""
 
-    K: int = knob(8, "replies per prompt: a group", low=2, aliases=("num_generations", "group_size"))
+    K: int | None = knob(
+        None, "completions per prompt: a group, compared with each other", low=2,
+        aliases=("num_generations", "group_size"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GRPOSettings:
+    """GRPO (Shao et al. 2024, arXiv 2402.03300): advantages relative to the group's mean."""
+
     scale_rewards: str = knob(
         "none",
         "divide the advantages r - mean(r) by the standard deviation of the group or of the batch, or not at all",
@@ -313,7 +323,7 @@ class RunSettings:
     )
     num_iterations: int | None = knob(None, "updates, in place of --epochs", low=1, high=MOST_UPDATES)
     episodes: int | None = knob(
-        None, "generated replies, in place of --num-iterations: an equal budget for both algorithms", low=1
+        None, "generated replies, in place of --num-iterations: an equal budget for all algorithms", low=1
     )
     eval_every: int = knob(50, "updates between evaluations; the start and the end are always evaluated", low=1)
     best_rule: str = knob(
@@ -406,7 +416,7 @@ LENGTHS = ("epochs", "num_iterations", "episodes")
 
 @dataclass(frozen=True)
 class Config(Command):
-    """Everything `train_ppo.py` and `train_grpo.py` can be told."""
+    """All settings of a training run. Groups that the algorithm does not read keep their defaults."""
 
     exclusive: ClassVar = (LENGTHS,)
     rivals: ClassVar = (("minibatches", "gradient_accumulation_steps"),)
@@ -426,6 +436,7 @@ class Config(Command):
     batch: BatchSettings = field(default_factory=BatchSettings)
     speed: SpeedSettings = field(default_factory=SpeedSettings)
     ppo: PPOSettings = field(default_factory=PPOSettings)
+    group: GroupSettings = field(default_factory=GroupSettings)
     grpo: GRPOSettings = field(default_factory=GRPOSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)
     kl: KLSettings = field(default_factory=KLSettings)
@@ -437,7 +448,7 @@ class Config(Command):
     @property
     def separate_critic(self) -> bool:
         """Whether there is a critic with a backbone of its own."""
-        return self.algorithm == "ppo" and self.ppo.critic == "separate"
+        return self.ppo.critic == "separate"
 
     @property
     def built_by_recipe(self) -> tuple[str, ...]:
@@ -448,8 +459,8 @@ class Config(Command):
 
     @property
     def group_size(self) -> int:
-        """Replies per prompt."""
-        return self.grpo.K if self.algorithm == "grpo" else 1
+        """Completions per prompt."""
+        return self.group.K or 1
 
     @property
     def episodes_per_update(self) -> int:
@@ -554,7 +565,7 @@ class Config(Command):
                 f"{len(marks)} boundaries for {count} KL targets: --kl-boundaries. "
                 "Give one fewer than targets, rising, such as 0.33 0.67"
             )
-        if self.algorithm == "grpo" and kl.kl_placement == "reward" and self.grpo.scale_rewards != "none":
+        if kl.kl_placement == "reward" and self.grpo.scale_rewards != "none":
             faults.append(
                 f"a KL in the reward would be divided by the spread of the {self.grpo.scale_rewards}, and beta would "
                 f"have no unit: --scale-rewards {self.grpo.scale_rewards}. "
@@ -706,7 +717,7 @@ class EvaluationConfig(Command):
 class ComparisonSettings:
     """What is compared, and where to."""
 
-    runs: tuple[str, ...] = knob((), "run folders, of PPO, of GRPO, or of both, over seeds", positional=True)
+    runs: tuple[str, ...] = knob((), "run folders, of one algorithm or of several, over seeds", positional=True)
     output: str = knob("./comparison_output", "folder of the reports and the pictures", aliases=("output_dir",))
 
 
@@ -738,29 +749,23 @@ class PlotConfig(Command):
     plot: PlotSettings = field(default_factory=PlotSettings)
 
 
-ALGORITHMS = {
-    "ppo": "PPO on one workstation, on TRL's PPOTrainer.",
-    "grpo": "GRPO on one workstation, on TRL's GRPOTrainer.",
-}
-
-
-def _layers(algorithm: str) -> tuple[dict, dict]:
-    """The recipes as one algorithm reads them, and what its defaults are where they are not the field's."""
-    recipes = {name: {**recipe["training"], **recipe[algorithm]} for name, recipe in RECIPES.items()}
-    return recipes, {"output": f"./{algorithm}_training_output"}
+def recipes_for(algorithm: str) -> dict[str, dict[str, Any]]:
+    """The recipes as one algorithm reads them: the values for all, then those for this one."""
+    return {name: {**recipe["training"], **recipe.get(algorithm, {})} for name, recipe in RECIPES.items()}
 
 
 def parse_cli(argv: list[str] | None = None, algorithm: str = "ppo") -> Config:
-    """The configuration of `train_ppo.py` or `train_grpo.py`. Raises UserError with all faults of the command line."""
-    recipes, defaults = _layers(algorithm)
-    said = sys.argv[1:] if argv is None else argv
-    foreign = {other: f"train_{other}.py" for other in ALGORITHMS if other != algorithm}
+    """The configuration of `train_ppo.py`, or of another algorithm's script. Raises UserError with all faults of the
+    command line."""
+    row, said = ALGORITHMS[algorithm], sys.argv[1:] if argv is None else argv
 
-    def resolved(beneath: dict, fit: bool = True) -> Config:
-        named, own = (f"train_{algorithm}.py", ALGORITHMS[algorithm]), {"fit": fit, "algorithm": algorithm}
-        return resolve(Config, recipes, said, *named, defaults=defaults, foreign=foreign, beneath=beneath, **own)
+    def resolved(beneath: dict, checks: tuple = (Config.faults, row.faults)) -> Config:
+        return resolve(
+            Config, recipes_for(algorithm), said, row.script, f"{row.title} on one workstation, on TRL.",
+            defaults=row.defaults, foreign=row.foreign, beneath=beneath, checks=checks, algorithm=algorithm,
+        )  # fmt: skip
 
-    config = resolved({}, fit=False)  # of a run that goes on only some settings stand here, and the rest in its folder
+    config = resolved({}, checks=())  # if it resumes, the rest of its settings is in the run's folder
     return resolved(settings_to_resume(config) if config.run.resume else {})
 
 
@@ -796,9 +801,13 @@ def make_config(recipe: str = "smollm2-orca", algorithm: str = "ppo", **knobs: A
         raise UserError(
             f"unknown algorithm {algorithm!r}: make_config(algorithm=). {did_you_mean(algorithm, ALGORITHMS)}"
         )
-    recipes, defaults = _layers(algorithm)
+    row = ALGORITHMS[algorithm]
     values = {name: (value, f"make_config({name}=)") for name, value in knobs.items()}
-    return build(Config, recipes, [{**values, "recipe": (recipe, "make_config")}], defaults, algorithm=algorithm)
+    layers = [{**values, "recipe": (recipe, "make_config")}]
+    return build(
+        Config, recipes_for(algorithm), layers, row.defaults, row.foreign, (Config.faults, row.faults),
+        algorithm=algorithm,
+    )  # fmt: skip
 
 
 def config_of_run(run: dict[str, Any], **changed: Any) -> Config:
@@ -830,13 +839,13 @@ def parse_evaluation_cli(argv: list[str] | None = None) -> EvaluationConfig:
 
 def parse_comparison_cli(argv: list[str] | None = None) -> ComparisonConfig:
     """The configuration of `compare_runs.py`. Raises UserError with all faults of the command line."""
-    said = "Start model, PPO and GRPO over seeds, on the same prompts: a report with a verdict."
+    said = "Compares algorithms over seeds, and the start model, on the same prompts: a report with a verdict."
     return _parse(ComparisonConfig, argv, "compare_runs.py", said, {"num_prompts": 128})
 
 
 def parse_plot_cli(argv: list[str] | None = None) -> PlotConfig:
     """The configuration of `plot_training_progress.py`. Raises UserError with all faults of the command line."""
-    said = "The training curves of one run, or of PPO against GRPO over seeds: a picture and a table."
+    said = "The training curves of one run, or of several algorithms over seeds: a picture and a table."
     return _parse(PlotConfig, argv, "plot_training_progress.py", said)
 
 

@@ -1,7 +1,7 @@
 """The recipes: each is a diff from the defaults in config.py and names its source. What is not named is the default.
 
-`training` is for both algorithms, so that they are compared under one recipe; `ppo` and `grpo` are what only one of
-them is told; `reward_model` is for `python -m reward_model.train`.
+`training` is for all algorithms, so that they are compared under one recipe; `ppo`, `grpo` and `rloo` are for one of
+them; `reward_model` is for `python -m reward_model.train`.
 """
 
 # how a command is recognised that has a reference document's flags, but not its recipe
@@ -39,6 +39,7 @@ RECIPES = {
         },
         "ppo": {"gamma": 1.0, "lam": 0.95},
         "grpo": {"K": 8},
+        "rloo": {"K": 8},
         "reward_model": {
             "base_model": "HuggingFaceTB/smollm2-135M-SFT-Only",
             "pairs": "Intel/orca_dpo_pairs",
@@ -83,6 +84,7 @@ RECIPES = {
             "kl_penalty_at": "eos",  # "EOS-only reward shaping"
         },
         "grpo": {"K": 6, "scale_rewards": "none", "kl_horizon": 480},  # 20 updates of 4 x 6 episodes
+        "rloo": {"K": 6, "kl_horizon": 480},
         "reward_model": {
             "base_model": "checkpoints/sft_merged_model",
             "actor_model": "checkpoints/sft_merged_model",
@@ -119,6 +121,7 @@ RECIPES = {
         },
         "ppo": {"gamma": 1.0, "lam": 0.95},
         "grpo": {"K": 8, "kl_horizon": 640},  # 20 updates of 4 x 8 episodes
+        "rloo": {"K": 8, "kl_horizon": 640},
         "reward_model": {
             "base_model": "checkpoints/sft_merged_model",
             "actor_model": "checkpoints/sft_merged_model",
@@ -160,6 +163,7 @@ RECIPES = {
         },
         "ppo": {"critic": "separate", "gamma": 0.99, "lam": 0.95},
         "grpo": {"K": 8, "kl_horizon": 640},
+        "rloo": {"K": 8, "kl_horizon": 640},
         "reward_model": {
             "base_model": "Qwen/Qwen3-0.6B-Base",
             "actor_model": "Qwen/Qwen3-0.6B-Base",
@@ -196,6 +200,7 @@ RECIPES = {
         },
         "ppo": {},
         "grpo": {"batch_size": 16, "K": 4},  # 64 episodes an update, as under PPO
+        "rloo": {"batch_size": 16, "K": 4},
         "reward_model": {
             "base_model": "./demo_parts/start_model",
             "actor_model": "./demo_parts/start_model",

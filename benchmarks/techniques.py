@@ -278,7 +278,7 @@ def made_batch(bench: Bench, trainer: OnPolicyLoop, prompts: Sequence[Prompt], l
 
 def step(trainer: OnPolicyLoop, batch: Experience, packed: bool = True) -> int:
     """One pass over the batch as one minibatch."""
-    lengths = batch.rollout.replies.reply_lengths
+    lengths = batch.replies.reply_lengths
     trainer.packed = packed
     trainer.optimizer_step(batch, range(len(lengths)))
     return sum(lengths)
@@ -306,8 +306,7 @@ def shared_prompt(bench: Bench, name: str) -> dict[str, Any]:
     trainer = ours.build(replace(bench.work, algorithm="grpo", batch_size=GROUPS, K=K, prompt_length=length))
     prompts = [prompt for prompt in bench.prompts([length] * GROUPS) for _ in range(K)]
     batch = made_batch(bench, trainer, prompts, [bench.work.reply_length] * len(prompts))
-    apart = replace(batch.rollout.replies, groups=list(range(len(prompts))))
-    alone = replace(batch, rollout=replace(batch.rollout, replies=apart))
+    alone = replace(batch, replies=replace(batch.replies, groups=list(range(len(prompts)))))
     trainer.model.train()
     return in_pairs(
         bench, trainer, name, {"ours": lambda: step(trainer, batch), "plain": lambda: step(trainer, alone)}

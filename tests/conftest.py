@@ -22,6 +22,7 @@ from filelock import FileLock
 from tensorboard.summary.writer import event_file_writer
 
 from config import Config, parse_cli
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import RunLog
 from rlhf.run.train import attach_callbacks
 from rlhf.utils.console import Screen, quiet_libraries
@@ -169,15 +170,15 @@ def train_runs(start_model: Path, reward_folder: Path, pairs_file: Path, folder:
 
 @pytest.fixture
 def build(configured):
-    """A function from flags to a trainer, PPO's unless `algorithm` says "grpo", ready to train, without callbacks.
+    """A function from flags to a trainer, PPO's unless `algorithm` names another, ready to train, without callbacks.
 
-    GRPO's batch is 2 prompts x 2 replies where the flags name no other: as many episodes as PPO's 4 prompts.
+    With groups the batch is 2 prompts x 2 completions unless the flags name another: as many episodes as PPO's 4.
     """
     from rlhf.setup.build import load_parts
     from rlhf.trainer.loop import OnPolicyLoop
 
     def make(*flags: object, algorithm: str = "ppo", **parts_changed):
-        groups = ("--batch-size", 2, "--K", 2) if algorithm == "grpo" else ()
+        groups = ("--batch-size", 2, "--K", 2) if ALGORITHMS[algorithm].group_size > 1 else ()
         config = configured(*groups, *flags, algorithm=algorithm)
         parts = load_parts(config, torch.device("cpu"), Screen())
         return OnPolicyLoop(config, **{**parts.for_trainer, **parts_changed})
@@ -188,7 +189,7 @@ def build(configured):
 def whole_gradient(trainer, batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Of one micro-batch that holds all rows: its statistics, and the gradients of all weights in a row."""
     trainer.model.zero_grad()
-    replies = batch.rollout.replies
+    replies = batch.replies
     passage = replies.passage(range(len(replies.mask)), trainer.packed)
     stats = trainer.gradients(batch, passage, replies.mask.sum().float())
     return stats, torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None])

@@ -1,33 +1,61 @@
-"""What an algorithm makes of a rollout and its scores, and what its loss reads."""
+"""What an algorithm learns from: the rollout, the scores and what the algorithm made of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlhf.algorithms import objectives
-from rlhf.rollout.completions import Rollout
+from rlhf.data.prompts import Prompt
+from rlhf.rollout.completions import Replies, Rollout
 
 
 @dataclass
 class Experience:
-    """A rollout with advantages. B episodes, T completion tokens."""
+    """One update's batch. B episodes, T completion tokens; tensors are 0 off the mask unless noted."""
 
-    rollout: Rollout
+    # what was sampled
+    prompts: list[Prompt]
+    replies: Replies  # ids, lengths and groups
+    mask: Tensor  # (B, T) True on completion tokens, EOS included
+    # log pi(a|s), nats; undefined off the mask
+    logprobs: Tensor  # (B, T) rollout policy
+    ref_logprobs: Tensor  # (B, T) frozen reference
+    # the KL to the reference
+    kl: Tensor  # (B, T) k1, nats
     kl_coef: float  # beta of this update, score units per nat
-    kl: Tensor  # (B, T) k1 to the reference, nats
+    # what is learned from, score units
     advantages: Tensor  # (B, T) before whitening
-    weights: Tensor  # (B, T) advantages as the loss takes them: whitened if asked
-    # only if the algorithm has a critic
-    returns: Tensor | None = None  # (B, T) its target
-    rewards: Tensor | None = None  # (B, T) score units, as GAE took them
+    weights: Tensor  # (B, T) advantages as the loss takes them: whitened and corrected for the sampler, if asked
+    # only if the algorithm has a critic, score units
+    values: Tensor | None = None  # (B, T) at rollout time; undefined off the mask
+    returns: Tensor | None = None  # (B, T) the critic's target
+    rewards: Tensor | None = None  # (B, T) as GAE took them
+
+    @classmethod
+    def of(cls, rollout: Rollout, *, weights: Tensor, one_action: bool = False, **learned: Any) -> Experience:
+        """The experience of a rollout. `weights` are corrected by `sampler_weights` if another program sampled, token
+        by token, or completion by completion if a completion is `one_action`."""
+        sampled = rollout.replies.sampled_logprobs
+        if sampled is not None:
+            weights = weights * objectives.sampler_weights(rollout.logprobs, sampled, rollout.mask, one_action)
+        return cls(
+            prompts=rollout.prompts,
+            replies=rollout.replies,
+            mask=rollout.mask,
+            logprobs=rollout.logprobs,
+            ref_logprobs=rollout.ref_logprobs,
+            values=rollout.values,
+            weights=weights,
+            **learned,
+        )
 
 
 class PolicyOutputs(NamedTuple):
-    """The policy as it is now on some rows: each (n, T)."""
+    """The present policy's outputs on some rows: each (n, T)."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -37,9 +65,9 @@ class PolicyOutputs(NamedTuple):
 def policy_stats(
     loss: Tensor, clipfrac: Tensor, outputs: PolicyOutputs, experience: Experience, rows: Tensor, tokens: Tensor
 ) -> dict[str, Tensor]:
-    """Statistics of the policy on some rows, detached: its term of the loss, the share of clipped tokens, and how far
-    it has moved from the rollout policy. Means are over the minibatch's `tokens`, so that parts add up."""
-    mask, old, logprobs = experience.rollout.mask[rows], experience.rollout.logprobs[rows], outputs.logprobs
+    """Statistics of the policy on some rows, detached: its term of the loss, the clipped share, and how far it has
+    moved from the rollout policy. Means are over the minibatch's `tokens`, so that micro-batches add up."""
+    mask, old, logprobs = experience.mask[rows], experience.logprobs[rows], outputs.logprobs
     figures = {
         "policy/loss": loss,
         "policy/clipfrac": clipfrac,

@@ -21,21 +21,21 @@ class GRPO:
         """Group advantages of scores (B,), less beta x each completion's KL if the reward is charged with it."""
         kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
         rewards = scores - self.config.kl.coef_in("reward", kl_coef) * kl.sum(1)
-        groups = objectives.group_advantages(rewards, self.config.grpo.K, self.config.grpo.scale_rewards)
+        groups = objectives.group_advantages(rewards, self.config.group_size, self.config.grpo.scale_rewards)
         advantages = torch.where(rollout.mask, groups.unsqueeze(1), 0.0)
-        return Experience(rollout, kl_coef, kl, advantages, advantages)
+        return Experience.of(rollout, kl=kl, kl_coef=kl_coef, advantages=advantages, weights=advantages)
 
     def loss(
         self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The GRPO loss of some rows, so that parts add up to the minibatch's, and its statistics, detached."""
-        config, rollout, loss_type = self.config, experience.rollout, self.config.grpo.loss_type
-        mask, old = rollout.mask[rows], rollout.logprobs[rows]
+        config, loss_type = self.config, self.config.grpo.loss_type
+        mask, old = experience.mask[rows], experience.logprobs[rows]
         weights = objectives.grpo_token_weights(
             loss_type,
             mask.sum(1),
             config.minibatch_size,
-            rollout.mask.sum() / config.batch.minibatches,
+            experience.mask.sum() / config.batch.minibatches,
             config.sampling.reply_length,
         )
         per_token, clipped = objectives.grpo_policy_loss(
@@ -46,7 +46,7 @@ class GRPO:
         loss = policy_loss - config.batch.entropy_coef * objectives.masked_mean(outputs.entropy, mask, total_tokens)
         beta = config.kl.coef_in("loss", experience.kl_coef)
         if beta:
-            kl = objectives.kl_loss_per_token(outputs.logprobs, old, rollout.ref_logprobs[rows], mask)
+            kl = objectives.kl_loss_per_token(outputs.logprobs, old, experience.ref_logprobs[rows], mask)
             loss = loss + beta * (kl * weights).sum()
         return loss, {
             "loss": loss.detach(),

@@ -1,4 +1,4 @@
-"""The equations of PPO and GRPO on text: pure functions of tensors and floats. They read no settings and no trainer.
+"""The equations of PPO, GRPO and RLOO on text: pure functions of tensors and floats, without settings or trainer.
 
 Shapes: B episodes, T reply tokens. `mask` (B, T) is True on the tokens of a reply up to and including its EOS; what
 stands under a False is never read. Unless said otherwise all tensors are float32.
@@ -179,6 +179,28 @@ def grpo_token_weights(
     return 1 / (tokens.unsqueeze(1) * completions)
 
 
+def leave_one_out_advantages(scores: Tensor, group_size: int) -> Tensor:
+    """RLOO's advantages of scores, both (B,), score units: A_i = R_i - mean of the other R_j of its group (Ahmadian
+    et al. 2024, arXiv 2402.14740, eq. 8). A group's `group_size` completions of one prompt are neighbours.
+    """
+    groups = scores.view(-1, group_size)
+    others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
+    return (groups - others).flatten()
+
+
+def rloo_policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_range: float
+) -> tuple[Tensor, Tensor]:
+    """RLOO's policy term per completion, as a loss: PPO-clip with the completion as one action (Ahmadian et al. 2024,
+    arXiv 2402.14740, sec. 3.2; clipped as in TRL's RLOOTrainer).
+
+    Log-probabilities and mask (n, T), advantages (n,). Returns the loss and whether it was clipped, both (n,).
+    """
+    # r = pi_new(completion) / pi_rollout(completion) = exp(sum_t log r_t)
+    ratio = torch.exp(torch.where(mask, logprobs - old_logprobs, 0.0).sum(1))
+    return clipped_surrogate(ratio, advantages, clip_range)
+
+
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_range: float, total=None
 ) -> tuple[Tensor, Tensor]:
@@ -193,14 +215,21 @@ def clipped_value_loss(
     return loss, masked_mean((held_error > free_error).float(), mask, total)
 
 
-def sampler_weights(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, most: float) -> Tensor:
-    """min(pi_train / pi_sample, most) per token, (B, T), 0 off the mask: truncated importance sampling.
+LARGEST_SAMPLER_WEIGHT = 2.0
 
-    For replies whose sampler computed other probabilities than the training forward does (Ionides 2008; Yao et al.
-    2025, "Your efficient RL framework secretly brings you off-policy RL training").
+
+def sampler_weights(
+    logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, one_action: bool = False, most: float | None = None
+) -> Tensor:
+    """min(pi_train / pi_sample, most) per token, (B, T), 0 off the mask: truncated importance sampling. If the
+    completion is `one_action`, the ratio is that of the whole completion, at all its tokens.
+
+    For completions whose sampler computed other probabilities than the training forward does (Ionides 2008; Yao et
+    al. 2025, "Your efficient RL framework secretly brings you off-policy RL training").
     """
     gap = torch.where(mask, logprobs - sampled_logprobs, 0.0)
-    return torch.where(mask, gap.exp().clamp(max=most), 0.0)
+    gap = gap.sum(1, keepdim=True) if one_action else gap
+    return torch.where(mask, gap.exp().clamp(max=LARGEST_SAMPLER_WEIGHT if most is None else most), 0.0)
 
 
 def approximate_kl(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, total=None) -> Tensor:

@@ -28,26 +28,27 @@ class PPO:
             rewards, rollout.values, mask, ppo.gamma, ppo.lam
         )
         weights = objectives.whiten(advantages, mask) if ppo.whiten_advantages else advantages
-        return Experience(rollout, kl_coef, kl, advantages, weights, returns, rewards)
+        return Experience.of(
+            rollout, kl=kl, kl_coef=kl_coef, advantages=advantages, weights=weights, returns=returns, rewards=rewards
+        )
 
     def loss(
         self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The PPO loss of some rows, each term divided by the minibatch's tokens, and its statistics, detached."""
-        config, rollout = self.config, experience.rollout
-        mask, old = rollout.mask[rows], rollout.logprobs[rows]
+        config, mask, old = self.config, experience.mask[rows], experience.logprobs[rows]
         policy_loss, clipfrac = objectives.clipped_policy_loss(
             outputs.logprobs, old, experience.weights[rows], mask, config.batch.clip_range, total_tokens
         )
         value_loss, value_clipfrac = objectives.clipped_value_loss(
             outputs.values,
-            rollout.values[rows],
+            experience.values[rows],
             experience.returns[rows],
             mask,
             config.ppo.value_clip_range,
             total_tokens,
         )
-        kl = objectives.kl_loss_per_token(outputs.logprobs, old, rollout.ref_logprobs[rows], mask)
+        kl = objectives.kl_loss_per_token(outputs.logprobs, old, experience.ref_logprobs[rows], mask)
         loss = (
             policy_loss
             + config.ppo.value_coef * value_loss

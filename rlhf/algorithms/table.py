@@ -12,9 +12,11 @@ from typing import Any
 class Algorithm:
     """One algorithm."""
 
-    name: str  # of its commands, settings and run folders
+    name: str  # of its script and run folders
     title: str
+    group_size: int  # completions per prompt unless --K is set; 1: no groups, and --K is refused
     has_critic: bool
+    settings: tuple[str, ...]  # groups of settings that not every algorithm reads, and this one does
     colour: str  # in pictures; Okabe & Ito 2008: told apart with any kind of colour vision, and in grey
     marker: str  # of matplotlib, to tell it apart without colours
     source: str  # "module:Class", imported when a trainer is built
@@ -24,12 +26,65 @@ class Algorithm:
         module, _, name = self.source.partition(":")
         return getattr(importlib.import_module(module), name)(config)
 
+    @property
+    def script(self) -> str:
+        return f"train_{self.name}.py"
+
+    @property
+    def foreign(self) -> dict[str, str]:
+        """Groups of settings that only other algorithms read -> the scripts that have their flags."""
+        groups = dict.fromkeys(group for row in ALGORITHMS.values() for group in row.settings)
+        return {
+            group: " and ".join(row.script for row in ALGORITHMS.values() if group in row.settings)
+            for group in groups
+            if group not in self.settings
+        }
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Settings whose default differs between algorithms."""
+        return {"output": f"./{self.name}_training_output", **({"K": self.group_size} if self.group_size > 1 else {})}
+
+    def faults(self, config: Any) -> list[str]:
+        """Errors in the settings for this algorithm alone, one line each."""
+        if self.group_size > 1 and config.group_size == 1:
+            return ["K is unset: --K none. Give at least 2 completions per prompt: they are compared with each other"]
+        return []
+
 
 ALGORITHMS = {
     row.name: row
     for row in (
-        Algorithm("ppo", "Proximal Policy Optimization", True, "#0072B2", "o", "rlhf.algorithms.ppo:PPO"),
-        Algorithm("grpo", "Group Relative Policy Optimization", False, "#D55E00", "s", "rlhf.algorithms.grpo:GRPO"),
+        Algorithm(
+            name="ppo",
+            title="Proximal Policy Optimization",
+            group_size=1,
+            has_critic=True,
+            settings=("ppo",),
+            colour="#0072B2",
+            marker="o",
+            source="rlhf.algorithms.ppo:PPO",
+        ),
+        Algorithm(
+            name="grpo",
+            title="Group Relative Policy Optimization",
+            group_size=8,
+            has_critic=False,
+            settings=("group", "grpo"),
+            colour="#D55E00",
+            marker="s",
+            source="rlhf.algorithms.grpo:GRPO",
+        ),
+        Algorithm(
+            name="rloo",
+            title="REINFORCE Leave-One-Out",
+            group_size=8,
+            has_critic=False,
+            settings=("group",),
+            colour="#009E73",
+            marker="D",
+            source="rlhf.algorithms.rloo:RLOO",
+        ),
     )
 }
 

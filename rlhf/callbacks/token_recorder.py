@@ -29,7 +29,7 @@ def token_rows(
 
     `state` is all that the model had read when it chose the token. `scores` (B,), before normalisation.
     """
-    prompts, replies = batch.rollout.prompts, batch.rollout.replies.rows()
+    prompts, replies = batch.prompts, batch.replies.rows()
     values = {name: v[: len(numbers)].float().tolist() for name, v in _quantities(batch, gamma).items()}
     return [
         {
@@ -52,10 +52,9 @@ def token_rows(
 
 def _quantities(batch: Experience, gamma: float) -> dict[str, Tensor]:
     """Everything that there is a number of at each token, (B, T)."""
-    rollout = batch.rollout
     found = {
-        "logprob": rollout.logprobs,
-        "ref_logprob": rollout.ref_logprobs,
+        "logprob": batch.logprobs,
+        "ref_logprob": batch.ref_logprobs,
         "kl": batch.kl,
         "advantage": batch.advantages,
         "weight": batch.weights,
@@ -63,8 +62,8 @@ def _quantities(batch: Experience, gamma: float) -> dict[str, Tensor]:
     if batch.returns is not None:
         found |= {
             "reward": batch.rewards,
-            "value": rollout.values,
-            "td_error": objectives.td_errors(batch.rewards, rollout.values, rollout.mask, gamma),
+            "value": batch.values,
+            "td_error": objectives.td_errors(batch.rewards, batch.values, batch.mask, gamma),
             "return": batch.returns,
         }
     return found
@@ -82,7 +81,7 @@ class TokenRecord(Callback):
         record = self.config.record
         if update == 1 or update % record.record_every == 0:
             count = record.record_prompts * self.config.group_size  # a group's replies stand together
-            numbers = [self.number_of[id(prompt)] for prompt in batch.rollout.prompts[:count]]
+            numbers = [self.number_of[id(prompt)] for prompt in batch.prompts[:count]]
             gamma = self.config.ppo.gamma
             rows = token_rows(update, numbers, batch, scored.raw, self.tokenizer, gamma)
             write_tokens(self.folder, update, rows, record.record_format)

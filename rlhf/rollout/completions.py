@@ -115,18 +115,11 @@ class Rollout:
     logprobs: Tensor  # (B, T) the policy that sampled
     ref_logprobs: Tensor  # (B, T) frozen reference
     values: Tensor | None  # (B, T) score units; None where there is no critic
-    # the forward pass that measured it, with its graph, where it is the first optimizer step's as well
-    begun: Forward | None = None
     scores: Tensor | None = None  # (B,) of the reward functions; None before they ran
 
     @property
     def mask(self) -> Tensor:
         return self.replies.mask
-
-    def take_begun(self, rows: Sequence[int]) -> Forward | None:
-        """That pass, if it is over these rows: once, since weights change after."""
-        begun, self.begun = self.begun, None
-        return begun if begun is not None and begun[0].rows == list(rows) else None
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -116,7 +116,7 @@ def number(value: float | None, form: str) -> str:
 def settings_that_decide(run: dict[str, Any]) -> list[tuple[str, str]]:
     """Knob and value of all that decides what is learned: not the other algorithm's, not how fast it is done."""
     told, knobs = flat_settings(run["settings"]), knobs_of(Config)
-    foreign = {*ALGORITHMS, "speed"} - {run["algorithm"]}
+    foreign = {*ALGORITHMS[run["algorithm"]].foreign, "speed"}
     aside = {*HARMLESS, *([] if told["use_lora"] else ADAPTER_KNOBS)}
     mine = [n for n, k in knobs.items() if n in told and n not in aside and k.group not in foreign]
     return [("recipe", told["recipe"]), *((name, as_text(told[name], " ", "none")) for name in mine)]

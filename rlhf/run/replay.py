@@ -45,7 +45,7 @@ def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
     trainer.kl_coef = incident.said["kl_coef"]
     rollout, said = incident.rollout(trainer), [("found", incident.said["found"])]
     said += [(f"weight {n}", state_of(w)) for n, w in trainer.actor.named_parameters() if not w.isfinite().all()]
-    measured = dict(zip(("logprobs", "ref_logprobs", "values"), trainer.measure(rollout.replies), strict=True))
+    measured = dict(zip(("logprobs", "ref_logprobs", "values"), trainer.logprobs(rollout.replies), strict=True))
     for name, again in measured.items():
         if again is not None:
             said += [
@@ -78,7 +78,7 @@ def batch_of(
     held = {name: tensor.to(rollout.mask.device) for name, tensor in incident.tensors.items()}
     if "advantages" in held:
         known = ("kl", "advantages", "weights", "returns", "rewards")
-        return Experience(rollout, incident.said["kl_coef"], **{name: held.get(name) for name in known})
+        return Experience.of(rollout, kl_coef=incident.said["kl_coef"], **{name: held.get(name) for name in known})
     rows = zip(*scores.values(), strict=True)
     total = torch.tensor([sum(w * s for w, s in zip(trainer.rewards.weights, row, strict=True)) for row in rows])
     penalty = trainer.config.reward.missing_eos_penalty * (~rollout.replies.ended).float()

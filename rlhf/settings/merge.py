@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from rlhf.settings.fields import Layer, convert, is_unset, knobs_of, name_table, way_out
 from rlhf.settings.flags import make_parser, read_flags, special_names, spellings
 from rlhf.settings.yaml_file import read_yaml
 from rlhf.utils.errors import UserError, did_you_mean, raise_if
+
+Check = Callable[[Any], list[str]]  # from a configuration to its faults, one line each
 
 
 def resolve(
@@ -26,14 +29,14 @@ def resolve(
     defaults: dict | None = None,
     foreign: dict[str, str] | None = None,
     beneath: Layer | None = None,
-    fit: bool = True,
+    checks: Sequence[Check] | None = None,
     **top: Any,
 ) -> Any:
     """The configuration that defaults, recipe, `beneath`, YAML file and flags make together. All faults in one
     UserError.
 
-    `foreign` groups (group -> the command that reads them) have no flags here; recipes and YAML files may set them,
-    as one file serves both algorithms. `fit` as in build. `top` are fields beside the groups.
+    `foreign` groups (group -> the commands that read them) have no flags here; recipes and YAML files may set them,
+    because one file serves all algorithms. `checks` as in build. `top` are fields beside the groups.
     """
     raise_if(
         [
@@ -55,7 +58,7 @@ def resolve(
     yaml_path = flags.pop("config", (None, ""))[0] if recipes is not None else None
     names = {**name_table(knobs), **{name: name for name in ("recipe", *special_names(config_class))}}
     from_yaml = read_yaml(yaml_path, names, config_class.blocks) if yaml_path else {}
-    return build(config_class, recipes, [beneath or {}, from_yaml, flags], defaults, fit, **top)
+    return build(config_class, recipes, [beneath or {}, from_yaml, flags], defaults, foreign, checks, **top)
 
 
 def _is_text(word: str) -> bool:
@@ -76,11 +79,16 @@ def build(
     recipes: dict | None,
     layers: list[Layer],
     defaults: dict | None = None,
-    fit: bool = True,
+    foreign: Collection[str] = (),
+    checks: Sequence[Check] | None = None,
     **top: Any,
 ) -> Any:
     """A configuration from layers, "recipe" among their names, over the recipe's settings, over `defaults`, over the
-    fields' own. Checks every name and value, then how they `fit` (`config.faults()`)."""
+    fields' own.
+
+    Every name and value is checked; `foreign` groups then keep the fields' own defaults. `checks` return the faults
+    of the whole configuration, one line each (None: its own `faults`).
+    """
     knobs = knobs_of(config_class)
     below: list[Layer] = [{name: (value, "default") for name, value in (defaults or {}).items()}]
     if recipes is not None:
@@ -98,9 +106,9 @@ def build(
             faults += error.faults
     raise_if(faults)
     hints = typing.get_type_hints(config_class)
-    groups = {group: hints[group](**leaves) for group, leaves in converted.items()}
+    groups = {group: hints[group](**leaves) for group, leaves in converted.items() if group not in foreign}
     config = config_class(**top, **groups)
-    raise_if(config.faults() if fit else [])
+    raise_if([fault for check in ((config_class.faults,) if checks is None else checks) for fault in check(config)])
     return config.settled()
 
 

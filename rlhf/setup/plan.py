@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -122,7 +121,7 @@ def budget_line(config: Config, updates: int) -> str:
 def batch_line(config: Config, updates: int, device: torch.device) -> str:
     """From prompts to optimizer steps, in the order in which an update goes through them."""
     b = config.batch
-    group = f" x {config.grpo.K} replies" if config.group_size > 1 else ""
+    group = f" x {config.group_size} replies" if config.group_size > 1 else ""
     episodes = config.episodes_per_update // b.minibatches
     at_once = f"{b.micro_batch_size} episodes" if b.micro_batch_size else f"{tokens_at_once(device):,} tokens"
     return (
@@ -191,8 +190,6 @@ def recipe_hint(config: Config) -> str | None:
         return None
     mine, its = (flat_settings(as_plain(c)) for c in (config, make_config(name, config.algorithm)))
     aside = {*MAY_DIFFER, *LENGTHS, "recipe", "actor_model", "rm_model", "prompts", "split", "eval_every"}
-    others = (getattr(config, name) for name in ALGORITHMS if name != config.algorithm)
-    aside |= {f.name for settings in others for f in dataclasses.fields(settings)}
     differ = [f"{n} {its[n]} (here {mine[n]})" for n in mine if n not in aside and mine[n] != its[n]]
     if not differ:
         return None

@@ -170,7 +170,7 @@ def steps_are_as_planned(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     taken: list[int] = []
     hook = register_optimizer_step_post_hook(lambda *_: taken.append(1))
     try:
-        trainer.update(trainer.corrected(trainer.advantages(rollout, trainer.score(rollout).used)), 1)
+        trainer.update(trainer.advantages(rollout, trainer.score(rollout).used), 1)
     finally:
         hook.remove()
     planned = trainer.config.optimizer_steps(1)

@@ -1,4 +1,4 @@
-"""The run that PPO and GRPO share, in named steps: rollout, score, advantages, update, finish.
+"""The run that all algorithms share, in named steps: rollout, score, advantages, update, finish.
 
 What differs is an algorithm's own: how scores become advantages, and the loss. A difference between two runs at the
 same budget is then a difference between two algorithms.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -21,7 +20,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 from transformers.trainer_callback import ProgressCallback
 
 from config import IN_A_ROW, Config
-from rlhf.algorithms import objectives
 from rlhf.algorithms.experience import Experience, PolicyOutputs
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.examples import GivenPrompt, examples_of
@@ -43,6 +41,7 @@ from rlhf.rollout.engine import check_engine, sample_replies
 from rlhf.rollout.logprobs import measure, tokens_at_once
 from rlhf.rollout.sampling import uniforms
 from rlhf.rollout.vllm import VLLMEngine
+from rlhf.trainer.cached_forward import CachedForward
 from rlhf.trainer.evaluation import Evaluation, FixedText, evaluate, fixed_text
 from rlhf.trainer.metrics import rollout_metrics
 from rlhf.trainer.micro_batch import Limits
@@ -54,7 +53,6 @@ from rlhf.utils.rng import generator
 from rlhf.utils.system import keep_freed_memory
 
 EVALUATED_AT_ONCE = 32  # prompts
-MOST_WEIGHT = 2.0  # of a token whose sampler was another program
 EVENTS = (
     *("on_train_begin", "on_batch", "on_update_end", "on_evaluation", "on_epoch_end", "on_update_done"),
     *("on_drop", "on_train_end"),
@@ -103,6 +101,7 @@ class OnPolicyLoop:
         self.packed = config.speed.packed and packable(base_of(policy))
         self.reference = Reference.before_training(policy, self.dtype)
         self.limits = Limits(config.batch.micro_batch_size, tokens_at_once(PartialState().device))
+        self.cached_forward = CachedForward()
         self.drops = Drops()
         self.proved = 0  # the weights from after this update gave a finite gradient in the next one
         # returns the advice for a run that gives up; the argument: whether reward functions are the reason
@@ -200,7 +199,7 @@ class OnPolicyLoop:
             check_finite(logprobs=rollout.logprobs, ref_logprobs=rollout.ref_logprobs, values=rollout.values)
             scored = self.score(rollout)
             judged = time.perf_counter()
-            batch = self.corrected(self.advantages(rollout, scored.used))
+            batch = self.advantages(rollout, scored.used)
             self.tell("on_batch", update, batch, scored)
             stats = self.update(batch, update)
         except Dropped as found:
@@ -225,6 +224,7 @@ class OnPolicyLoop:
         """The rest of an update is left out, and callbacks hear of it; optimizer steps that were taken stay. Raises
         RunError after some in a row."""
         self.optimizer.zero_grad()
+        self.cached_forward.clear()
         self.lr_scheduler.step()
         self.drops.note(dropped=True)
         self.require_finite_weights(update)
@@ -273,59 +273,48 @@ class OnPolicyLoop:
                     engine="auto" if self.vllm is not None else self.config.speed.rollout_engine,
                     slots=self.config.speed.rollout_slots,
                 )
-        begun = self.begin(replies) if purpose == "rollout" else None
-        measured = None
-        with contextlib.suppress(*([] if begun is None else [torch.OutOfMemoryError])):
-            measured = self.measure(replies, begun)
-        if measured is None:  # what has begun takes the room: let go of it, and measure alone
-            begun = None
-            measured = self.measure(replies)
-        return Rollout(replies, prompts, replies.texts(self.processing_class), *measured, begun)
+        logprobs, ref_logprobs, values = self.logprobs(replies, keep_forward=purpose == "rollout")
+        return Rollout(replies, prompts, replies.texts(self.processing_class), logprobs, ref_logprobs, values)
 
-    def measure(self, replies: Replies, begun: Forward | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, reference log-probs and values of sampled replies, each (B, T), as the loss will compute them,
-        with nothing dropped at random; from the hidden states of a pass that has `begun`, or in as many passes as
-        memory asks for."""
+    def logprobs(self, replies: Replies, keep_forward: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs, reference log-probs and values of sampled completions, each (B, T), as the loss computes them but
+        without dropout, in as many forward passes as the memory requires. With `keep_forward`, the pass is kept for
+        the first optimizer step if that step runs the same one."""
         self.model.eval()
-
-        def in_parts(limits: Limits) -> tuple[Tensor, Tensor, Tensor | None]:
-            most = limits.rows, self.packed, begun, limits.tokens
-            with autocast(self.accelerator.device, self.dtype):
-                return measure(self.actor, self.reference, replies, self.sampling.temperature, *most)
-
-        if begun is not None:
-            return in_parts(self.limits)
+        self.cached_forward.clear()
+        if keep_forward and self.first_step_is_one_pass(replies):
+            try:
+                return self.measure(replies, self.limits, self.start_forward(replies))
+            except torch.OutOfMemoryError:  # a pass that is not kept takes less memory
+                self.cached_forward.clear()
         rows = range(len(replies.mask))
-        return self.limits.fitted("measuring", replies, rows, self.packed, in_parts)
+        return self.limits.fitted("measuring", replies, rows, self.packed, lambda most: self.measure(replies, most))
 
-    def begin(self, replies: Replies) -> Forward | None:
-        """The first optimizer step's forward pass, where it is one pass over the whole rollout and drops nothing at
-        random: it measures, too, and is kept. Under an autocast of its own, whose rounded weights know the way back to
-        the weights."""
+    def measure(self, replies: Replies, limits: Limits, begun: Forward | None = None):
+        with autocast(self.accelerator.device, self.dtype):
+            return measure(
+                self.actor, self.reference, replies, self.sampling.temperature,
+                limits.rows, self.packed, begun, limits.tokens,
+            )  # fmt: skip
+
+    def first_step_is_one_pass(self, replies: Replies) -> bool:
+        """Whether the first optimizer step is one forward pass over the whole rollout, without dropout."""
         batch, model = self.config.batch, self.config.model
         parts = self.limits.parts(replies, range(len(replies.mask)), self.packed)
-        if batch.minibatches > 1 or len(parts) > 1 or model.gradient_checkpointing or self.drops_inputs:
-            return None
-        passage = replies.passage(parts[0], self.packed)
-        try:
-            with autocast(self.accelerator.device, self.dtype):
-                return passage, self.actor.hidden(passage)
-        except torch.OutOfMemoryError:
-            return None  # measuring alone takes less
+        return not (batch.minibatches > 1 or len(parts) > 1 or model.gradient_checkpointing or self.drops_inputs)
+
+    def start_forward(self, replies: Replies) -> Forward:
+        """Run the first optimizer step's forward pass and keep it. It needs its own autocast context, so that the
+        cached bfloat16 weights keep their graph."""
+        (rows,) = self.limits.parts(replies, range(len(replies.mask)), self.packed)
+        passage = replies.passage(rows, self.packed)
+        with autocast(self.accelerator.device, self.dtype):
+            return self.cached_forward.keep(replies, (passage, self.actor.hidden(passage)))
 
     @property
     def drops_inputs(self) -> bool:
         """Whether optimizer steps drop some of the adapters' inputs."""
         return self.config.model.use_lora and self.config.model.lora_dropout > 0
-
-    def corrected(self, batch: Experience) -> Experience:
-        """The batch with its advantages weighted for the gap between the sampler's probabilities and ours, where the
-        sampler was not the policy's own forward."""
-        rollout, sampled = batch.rollout, batch.rollout.replies.sampled_logprobs
-        if sampled is None:
-            return batch
-        weights = objectives.sampler_weights(rollout.logprobs, sampled, rollout.mask, MOST_WEIGHT)
-        return replace(batch, weights=batch.weights * weights)
 
     def score(self, rollout: Rollout) -> Scored:
         """Scores as the reward functions gave them, and as the algorithm takes them: less the missing-EOS penalty,
@@ -393,14 +382,14 @@ class OnPolicyLoop:
 
     def minibatch_gradients(self, batch: Experience, rows: Sequence[int]) -> dict[str, Tensor]:
         """Those of one minibatch, micro-batch by micro-batch, clipped; its statistics."""
-        replies = batch.rollout.replies
+        replies = batch.replies
         tokens = torch.tensor(float(sum(replies.reply_lengths[r] for r in rows)), device=batch.kl.device)
 
         def all_parts(limits: Limits) -> dict[str, Tensor]:
             stats: dict[str, Tensor] = {}
             self.optimizer.zero_grad()  # of a pass that ran out of memory
             for part in limits.parts(replies, rows, self.packed):
-                passage, hidden = batch.rollout.take_begun(part) or (replies.passage(part, self.packed), None)
+                passage, hidden = self.cached_forward.take(replies, part) or (replies.passage(part, self.packed), None)
                 add(stats, self.gradients(batch, passage, tokens, hidden))
             return stats
 
@@ -423,7 +412,7 @@ class OnPolicyLoop:
         if hidden is None:
             with autocast(self.accelerator.device, self.dtype):
                 hidden = self.actor.hidden(passage)
-        allowed = batch.rollout.replies.allowed(passage)
+        allowed = batch.replies.allowed(passage)
         leaf = hidden.detach().requires_grad_() if fused else hidden
         stats: dict[str, Tensor] = {}
         for rows, cells in self.chunks(passage) if fused else [(slice(None), slice(None))]:

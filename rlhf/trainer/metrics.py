@@ -11,8 +11,8 @@ from rlhf.trainer.scores import Scored
 
 def rollout_metrics(batch: Experience, scored: Scored, group_size: int) -> dict[str, float]:
     """Scores, KL, advantages, replies. `group_size` is the number of replies to a prompt."""
-    rollout, mask, scores = batch.rollout, batch.rollout.mask, scored.raw
-    k3 = objectives.kl_k3(rollout.logprobs, rollout.ref_logprobs, mask)
+    mask, scores = batch.mask, scored.raw
+    k3 = objectives.kl_k3(batch.logprobs, batch.ref_logprobs, mask)
     tokens = mask.sum()
     values = {
         "rewards/mean": scores.mean(),
@@ -23,11 +23,11 @@ def rollout_metrics(batch: Experience, scored: Scored, group_size: int) -> dict[
         "advantage/mean": objectives.masked_mean(batch.advantages, mask),
         "advantage/std": objectives.masked_var(batch.advantages, mask).sqrt(),
         "reply/length": tokens / len(mask),
-        "reply/eos_rate": rollout.replies.ended.float().mean(),
+        "reply/eos_rate": batch.replies.ended.float().mean(),
         "reply/tokens": tokens,
     }
     if batch.returns is not None:
-        values["value/explained_variance"] = objectives.explained_variance(rollout.values, batch.returns, mask)
+        values["value/explained_variance"] = objectives.explained_variance(batch.values, batch.returns, mask)
     if group_size > 1:
         groups = scored.used.view(-1, group_size)
         values["rewards/equal_groups"] = (groups == groups[:, :1]).all(1).float().mean()

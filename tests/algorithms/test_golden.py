@@ -10,7 +10,7 @@ import torch
 import trl.experimental.ppo.ppo_trainer as trl_ppo
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 import rlhf.models.trl_ppo  # noqa: F401  (silences TRL's warning that its PPO is experimental)
 from rlhf.data.chat_template import encode_prompt, encode_text
@@ -187,20 +187,37 @@ def theirs_score_squares(stock: StockRun) -> float:
     return sum(squares) / len(squares)
 
 
-# --- GRPO ------------------------------------------------------------------------------------------------------------
+# --- GRPO and RLOO ---------------------------------------------------------------------------------------------------
 
 
-class StockGRPO:
-    """TRL's GRPOTrainer, whose prompts, replies and scores are those of a run of ours."""
+class StockRLOO(RLOOTrainer):
+    """TRL's RLOOTrainer, whose completions come from `rollout_func`."""
 
-    def __init__(self, start_model, tmp_path, rollouts: list, scores: list, **settings):
+    def __init__(self, rollout_func, **given):
+        self.rollout_func = rollout_func
+        super().__init__(**given)
+
+    def _generate(self, prompts: list):
+        found = self.rollout_func(prompts, self)
+        texts = self.processing_class.batch_decode(found["completion_ids"], skip_special_tokens=True)
+        return found["prompt_ids"], found["completion_ids"], texts
+
+
+STOCK = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (StockRLOO, RLOOConfig)}
+
+
+class StockGroups:
+    """TRL's GRPOTrainer or RLOOTrainer, whose prompts, completions and scores are those of a run of ours."""
+
+    def __init__(self, algorithm, start_model, tmp_path, rollouts: list, scores: list, **settings):
         self.rollouts, self.scores, self.at = rollouts, scores, -1
         tokenizer = load_tokenizer(str(start_model))
         episodes = len(rollouts[0].texts)
-        self.trainer = GRPOTrainer(
+        trainer_class, config_class = STOCK[algorithm]
+        self.trainer = trainer_class(
             model=AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32),
             reward_funcs=[self.score],
-            args=GRPOConfig(
+            args=config_class(
                 output_dir=str(tmp_path / "stock"), generation_batch_size=episodes, num_generations=2,
                 num_iterations=EPOCHS, learning_rate=1e-3,
                 max_steps=UPDATES * EPOCHS * episodes // settings["per_device_train_batch_size"],
@@ -250,11 +267,28 @@ class StockGRPO:
     ],
 )
 def test_three_updates_of_two_epochs_match_trls_grpo(build, start_model, tmp_path, monkeypatch, flags, settings):
-    """Same replies: the weights stay TRL's, under KL in the loss, scaling, entropy bonus and clipped gradients."""
+    """Same completions: the weights stay TRL's, under KL in the loss, scaling, entropy bonus and clipped gradients."""
+    compare_with_stock("grpo", build, start_model, tmp_path, monkeypatch, flags, settings)
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        (["--kl-placement", "none"], {"beta": 0.0}),
+        (["--kl-placement", "reward", "--kl-coef", "0.4"], {"beta": 0.4}),
+        (["--kl-placement", "none", "--minibatches", "2", "--clip-range", "0.01"], {"beta": 0.0, "epsilon": 0.01}),
+    ],
+)
+def test_three_updates_of_two_epochs_match_trls_rloo(build, start_model, tmp_path, monkeypatch, flags, settings):
+    """Same completions: the weights stay TRL's, under a KL in the reward, minibatches, and ratios that are clipped."""
+    compare_with_stock("rloo", build, start_model, tmp_path, monkeypatch, flags, settings)
+
+
+def compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, flags, settings):
     ours = build(
         *flags, "--kl-schedule", "fixed", "--temperature", 1, "--max-grad-norm", 0.5, "--lr-schedule", "constant",
         "--learning-rate", 1e-3, "--ppo-epochs", EPOCHS, "--num-iterations", UPDATES, "--reply-length", LENGTH,
-        algorithm="grpo", rewards=[lambda completions, **_: [float(len(text) % 7) for text in completions]],
+        algorithm=algorithm, rewards=[lambda completions, **_: [float(len(text) % 7) for text in completions]],
     )  # fmt: skip
     rollouts, scores, advantages = [], [], ours.advantages
 
@@ -265,12 +299,12 @@ def test_three_updates_of_two_epochs_match_trls_grpo(build, start_model, tmp_pat
 
     ours.advantages = noted
     # TRL shuffles from torch's global stream: neither side does here, so that minibatches are the same
-    monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda batch: batch)
+    monkeypatch.setattr(f"trl.trainer.{algorithm}_trainer.shuffle_sequence_dict", lambda batch: batch)
     ours.minibatches = lambda update, epoch: iter(torch.arange(4).view(-1, ours.config.minibatch_size).tolist())
     settings = {"per_device_train_batch_size": ours.config.minibatch_size, **settings}
     for update in range(1, UPDATES + 1):
         ours.one_update(update)
-    stock = StockGRPO(start_model, tmp_path, rollouts, scores, **settings)
+    stock = StockGroups(algorithm, start_model, tmp_path, rollouts, scores, **settings)
     stock.trainer.train()
     start = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32)
     mine, theirs, begun = (

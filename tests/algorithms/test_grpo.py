@@ -20,7 +20,7 @@ def grpo(build):
 
 def per_reply(batch) -> torch.Tensor:
     """Each reply's advantage, (B,): the same at all its tokens."""
-    mask, advantages = batch.rollout.mask, batch.advantages
+    mask, advantages = batch.mask, batch.advantages
     assert torch.equal(torch.where(mask, advantages, 0.0), advantages), "0 off the mask"
     first = advantages[:, 0]
     assert_close(torch.where(mask, advantages, first.unsqueeze(1)), first.unsqueeze(1).expand_as(advantages))

@@ -64,7 +64,6 @@ def test_gradient_against_a_plain_forward_after_the_policy_has_moved(build, loss
     rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
     batch = trainer.advantages(rollout, torch.tensor([0.0, 1.0, 3.0, 2.0]))
     trainer.update(batch, 1)  # the policy leaves the rollout policy
-    rollout.begun = None
     batch.weights.zero_()
     trainer.model.train()
     stats = trainer.minibatch_gradients(batch, rows)

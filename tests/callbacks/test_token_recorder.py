@@ -39,21 +39,21 @@ def test_a_record_is_what_the_trainer_saw(build, tmp_path, algorithm, form):
     assert [f.name for f in files] == [f"update-{n:06d}.{form}" for n in (1, 2)], "the first, and every second"
     for update, file in zip((1, 2), files, strict=True):
         batch, scored = spy.batches[update]
-        rollout, rows = batch.rollout, read_tokens(file)
+        rows = read_tokens(file)
         replies = 2 * trainer.config.group_size  # GRPO's whole groups
-        assert len(rows) == int(rollout.mask[:replies].sum())
+        assert len(rows) == int(batch.mask[:replies].sum())
         for row in rows:
             e, t = row["episode"], row["step"]
             prompt = trainer.train_prompts[row["prompt_index"]]
-            assert prompt is rollout.prompts[e] and row["prompt"] == prompt.example.messages[-1]["content"]
-            assert row["token_id"] == int(rollout.replies.reply_ids[e, t])
+            assert prompt is batch.prompts[e] and row["prompt"] == prompt.example.messages[-1]["content"]
+            assert row["token_id"] == int(batch.replies.reply_ids[e, t])
             assert row["state"] == trainer.processing_class.decode(
-                [*prompt.ids, *rollout.replies.reply_ids[e, :t].tolist()]
+                [*prompt.ids, *batch.replies.reply_ids[e, :t].tolist()]
             )
-            seen = {"logprob": rollout.logprobs, "ref_logprob": rollout.ref_logprobs, "kl": batch.kl,
+            seen = {"logprob": batch.logprobs, "ref_logprob": batch.ref_logprobs, "kl": batch.kl,
                     "advantage": batch.advantages, "weight": batch.weights}  # fmt: skip
             if algorithm == "ppo":
-                seen |= {"reward": batch.rewards, "value": rollout.values, "return": batch.returns}
+                seen |= {"reward": batch.rewards, "value": batch.values, "return": batch.returns}
             assert {k: row[k] for k in seen} == {k: float(v[e, t]) for k, v in seen.items()}
             assert row["kl"] == pytest.approx(row["logprob"] - row["ref_logprob"], abs=1e-6)
             assert row["score"] == float(scored.raw[e]) and row["update"] == update

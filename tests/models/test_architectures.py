@@ -274,7 +274,7 @@ def test_it_begins_where_the_start_model_is(run):
 def test_log_probs_are_those_of_plain_transformers(run, engine="slots"):
     """Packed, in slots, by our head: the same as each row alone through the saved model as anyone would load it."""
     model, replies = run.plain(), run.replies(engine)
-    ours, _, _ = run.trainer.measure(replies)
+    ours, _, _ = run.trainer.logprobs(replies)
     temperature = run.trainer.sampling.temperature
     for row, ids in enumerate(replies.rows()):
         prompt = replies.prompt_ids[row][replies.prompt_mask[row]].tolist()
@@ -312,7 +312,7 @@ def test_the_fast_engine_writes_the_plain_replies(run):
 
 def test_the_critic_learns(run):
     """Under PPO: a value per token from hidden states of this family's width. GRPO has none."""
-    logprobs, _, values = run.trainer.measure(run.replies("slots"))
+    logprobs, _, values = run.trainer.logprobs(run.replies("slots"))
     if run.algorithm == "grpo":
         assert values is None
         return

@@ -50,11 +50,11 @@ def test_it_acts_in_optimizer_steps_and_never_in_measuring(make):
             if "lora_B" in name:
                 weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
     rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
-    assert rollout.begun is None, "the measuring pass is not the first step's"
+    assert not trainer.cached_forward, "the first step's pass has dropout"
     again = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
     assert torch.equal(rollout.logprobs, again.logprobs)
     trainer.model.train()
-    assert torch.equal(trainer.measure(rollout.replies)[0], rollout.logprobs), "in whatever mode it is asked"
+    assert torch.equal(trainer.logprobs(rollout.replies)[0], rollout.logprobs), "in whatever mode it is asked"
     logged = trainer.one_update(1)
     assert abs(logged["policy/ratio"] - 1) > 1e-4 or logged["policy/approx_kl"] > 1e-6
     found = trial.first_ratio_is_one(trainer, trainer.rollout(trainer.prompts_of(2), 2, "rollout"))

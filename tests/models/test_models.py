@@ -175,12 +175,12 @@ def test_a_critic_of_its_own_learns_the_values_alone(build, tmp_path, kind):
     trainer.one_update(1)
     trainer.save_model(tmp_path / "saved")
     assert set(load_file(tmp_path / "saved" / "critic.safetensors")) == set(trained_of(actor.critic))
-    values = trainer.measure(rollout.replies)[2]
+    values = trainer.logprobs(rollout.replies)[2]
     assert float((values - rollout.values).abs().max()) > 1e-4
     other = build(*flags)
-    assert not torch.equal(other.measure(rollout.replies)[2], values)
+    assert not torch.equal(other.logprobs(rollout.replies)[2], values)
     other.load_model(tmp_path / "saved")
-    assert torch.equal(other.measure(rollout.replies)[2], values)
+    assert torch.equal(other.logprobs(rollout.replies)[2], values)
 
 
 def test_a_critic_of_another_kind_is_refused(build, tmp_path):

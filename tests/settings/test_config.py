@@ -92,12 +92,23 @@ def test_the_runs_length_is_what_the_latest_layer_says(tmp_path):
 def test_flags_of_the_other_algorithm_are_named_as_such(tmp_path):
     with pytest.raises(UserError, match=r"--lam belongs to train_ppo.py: command line"):
         parse_cli(["--lam", "0.9"], "grpo")
-    with pytest.raises(UserError, match=r"--num-generations belongs to train_grpo.py: command line"):
+    with pytest.raises(UserError, match=r"--num-generations belongs to train_grpo.py and train_rloo.py: command line"):
         parse_cli(["--num-generations", "4"], "ppo")
     (tmp_path / "both.yaml").write_text("lam: 0.5\nK: 3\n")
-    for algorithm in ("ppo", "grpo"):
+    read = {"ppo": (0.5, None), "grpo": (0.95, 3), "rloo": (0.95, 3)}
+    for algorithm, (lam, completions) in read.items():
         config = parse_cli(["--config", str(tmp_path / "both.yaml")], algorithm)
-        assert (config.ppo.lam, config.grpo.K) == (0.5, 3), "one file serves both"
+        assert (config.ppo.lam, config.group.K) == (lam, completions), "one file serves all; each reads its own groups"
+    (tmp_path / "wrong.yaml").write_text("lam: 7\n")
+    with pytest.raises(UserError, match=r"lam is 7: .*wrong.yaml:1"):
+        parse_cli(["--config", str(tmp_path / "wrong.yaml")], "grpo")
+
+
+def test_an_algorithm_that_compares_completions_needs_a_group():
+    for algorithm in ("grpo", "rloo"):
+        with pytest.raises(UserError, match="K is unset: --K none. Give at least 2"):
+            parse_cli(["--K", "none"], algorithm)
+    assert parse_cli([], "ppo").group_size == 1 and parse_cli([], "rloo").group_size == 8
 
 
 def test_lists_of_numbers_in_yaml(tmp_path):

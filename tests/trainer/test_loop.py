@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -144,9 +145,26 @@ def test_the_pass_that_measures_is_the_first_steps(make, monkeypatch, flags):
 )
 def test_a_pass_is_kept_where_it_is_the_whole_first_step(make, flags):
     trainer, plain = make(*flags), make()
-    kept = [t.rollout(t.prompts_of(1), 1, "rollout").begun is not None for t in (trainer, plain)]
-    assert kept == [False, True]
-    assert plain.rollout(plain.prompts_of(1), 0, "evaluate").begun is None
+    for one in (trainer, plain):
+        one.rollout(one.prompts_of(1), 1, "rollout")
+    assert (bool(trainer.cached_forward), bool(plain.cached_forward)) == (False, True)
+    plain.rollout(plain.prompts_of(1), 0, "evaluate")
+    assert not plain.cached_forward
+
+
+def test_a_cached_forward_is_taken_once_and_for_its_own_completions_only(build):
+    trainer = build()
+    replies = trainer.rollout(trainer.prompts_of(1), 1, "rollout").replies
+    cached, rows = trainer.cached_forward, [0, 1, 2, 3]
+    order = cached._kept[1][0].rows
+    assert sorted(order) == rows
+    assert cached.take(replace(replies), order) is None, "other completions, though the rows are the same"
+    trainer.logprobs(replies, keep_forward=True)
+    assert cached.take(replies, order[:2]) is None and cached.take(replies, order) is None, "taken"
+    trainer.logprobs(replies, keep_forward=True)
+    passage, hidden = cached.take(replies, order)
+    assert passage.rows == order and hidden.requires_grad
+    assert not cached
 
 
 def test_eos_is_in_the_loss_and_nothing_after_it_is(make):

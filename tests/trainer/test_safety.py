@@ -371,10 +371,10 @@ def test_measuring_is_halved_too(build, monkeypatch):
 
 
 def test_a_pass_that_has_begun_makes_room_for_measuring(build, monkeypatch):
-    """A device that holds the graph of the first step's pass, or what measuring takes, and not both."""
+    """The device has memory for the graph of the first step's pass or for computing log-probs, not for both."""
     trainer, really, begun, tried = build(), loop.measure, [], []
 
-    def begin(replies):
+    def start(replies):
         forward = plain(replies)
         begun.append(weakref.ref(forward[1]))
         return forward
@@ -385,8 +385,8 @@ def test_a_pass_that_has_begun_makes_room_for_measuring(build, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return really(*given)
 
-    plain = trainer.begin
-    monkeypatch.setattr(trainer, "begin", begin)
+    plain = trainer.start_forward
+    monkeypatch.setattr(trainer, "start_forward", start)
     monkeypatch.setattr(loop, "measure", measure)
     trainer.one_update(1)
     assert tried == [True, False] and trainer.optimizer_steps == 2

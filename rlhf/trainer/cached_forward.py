@@ -1,0 +1,34 @@
+"""The forward pass that the rollout's log-probabilities and the first optimizer step share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf.rollout.completions import Forward, Replies
+
+
+class CachedForward:
+    """Keeps one forward pass with its graph, from the rollout to the first optimizer step on that rollout."""
+
+    def __init__(self):
+        self._kept: tuple[Replies, Forward] | None = None
+
+    def keep(self, replies: Replies, forward: Forward) -> Forward:
+        """Keep `forward`, a pass over all of `replies`, and return it."""
+        self._kept = replies, forward
+        return forward
+
+    def take(self, replies: Replies, rows: Sequence[int]) -> Forward | None:
+        """Return the kept pass if it covers exactly these rows of `replies`, else None. It is valid once: the weights
+        change afterwards."""
+        kept, self._kept = self._kept, None
+        if kept is None or kept[0] is not replies or kept[1][0].rows != list(rows):
+            return None
+        return kept[1]
+
+    def clear(self) -> None:
+        """Free the memory of the kept pass."""
+        self._kept = None
+
+    def __bool__(self) -> bool:
+        return self._kept is not None

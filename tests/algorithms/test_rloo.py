@@ -1,0 +1,144 @@
+"""What only RLOO has: the leave-one-out baseline, and the completion as one action."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from config import Config
+from rlhf.algorithms import objectives
+from rlhf.settings.fields import knobs_of
+from tests.conftest import whole_gradient
+
+
+@pytest.fixture
+def rloo(build):
+    return lambda *flags, **parts: build(*flags, algorithm="rloo", **parts)
+
+
+def rolled(trainer):
+    return trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+
+
+def test_leave_one_out_advantages_by_hand():
+    """Group 1, 2, 3, 6: the others' means are 11/3, 10/3, 3, 2. A group of equal scores has advantages 0."""
+    found = objectives.leave_one_out_advantages(torch.tensor([1.0, 2, 3, 6, 5, 5, 5, 5]), 4)
+    assert_close(found, torch.tensor([1 - 11 / 3, 2 - 10 / 3, 0.0, 4.0, 0, 0, 0, 0]))
+
+
+def test_advantages_are_k_over_k_minus_1_times_grpos():
+    scores = torch.randn(12, generator=torch.Generator().manual_seed(0))
+    for group_size in (2, 3, 6):
+        ours = objectives.leave_one_out_advantages(scores, group_size)
+        assert_close(ours, objectives.group_advantages(scores, group_size) * group_size / (group_size - 1))
+
+
+def test_the_ratio_is_that_of_the_whole_completion_by_hand():
+    """Two tokens of log ratio log 1.1 each: the ratio is 1.21, above the clip at 1.2. The second completion has one
+    token of log ratio log 0.9. The third one's advantage is negative, so a ratio of 1.21 is not clipped."""
+    old = torch.zeros(3, 2)
+    new = torch.tensor([[math.log(1.1), math.log(1.1)], [math.log(0.9), 50.0], [math.log(1.1), math.log(1.1)]])
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    loss, clipped = objectives.rloo_policy_loss(new, old, torch.tensor([2.0, 3.0, -2.0]), mask, 0.2)
+    assert_close(loss, torch.tensor([-2 * 1.2, -3 * 0.9, 2 * 1.21]))
+    assert clipped.tolist() == [True, False, False]
+
+
+def test_the_loss_is_a_mean_over_completions_by_hand(rloo):
+    """At ratio 1 the loss is -mean(A) whatever the lengths; A of the groups (1, 4) and (0, 2): -3, 3, -2, 2."""
+    trainer = rloo("--kl-placement", "none", "--reply-length", 12)
+    batch = trainer.advantages(rolled(trainer), torch.tensor([1.0, 4.0, 0.0, 2.0]))
+    assert batch.advantages[:, 0].tolist() == [-3, 3, -2, 2]
+    batch.weights = torch.where(batch.mask, torch.tensor([[1.0], [2.0], [4.0], [9.0]]), 0.0)
+    trainer.model.train()
+    stats, _ = whole_gradient(trainer, batch)
+    assert_close(stats["loss"], torch.tensor(-4.0))
+    assert_close(stats["policy/loss"], torch.tensor(-4.0))
+
+
+def test_the_kl_is_charged_before_the_baseline(rloo):
+    """A = R - mean of the others' R, R = score - beta x the completion's KL, under a reference that differs."""
+    trainer = rloo("--kl-coef", 0.7, "--kl-schedule", "fixed")
+    with torch.no_grad():
+        for weight in trainer.reference.copy.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
+    rollout = rolled(trainer)
+    found = trainer.advantages(rollout, torch.arange(4.0)).advantages[:, 0]
+    kl = [
+        float((p - q)[m].sum()) for p, q, m in zip(rollout.logprobs, rollout.ref_logprobs, rollout.mask, strict=True)
+    ]
+    a, b, c, d = (score - 0.7 * nats for score, nats in zip(range(4), kl, strict=True))
+    assert_close(found, torch.tensor([a - b, b - a, c - d, d - c]), rtol=0, atol=1e-5)
+    assert max(map(abs, kl)) > 0.05
+
+
+def gradient(policy_loss, logprobs: torch.Tensor) -> torch.Tensor:
+    """The gradient of a loss of log-probabilities (n, T), as one vector."""
+    leaf = logprobs.clone().requires_grad_()
+    policy_loss(leaf).backward()
+    return leaf.grad.flatten()
+
+
+def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(one, other, dim=0))
+
+
+@pytest.mark.parametrize("loss_type", knobs_of(Config)["loss_type"].choices)
+def test_its_gradient_is_no_multiple_of_grpos(loss_type):
+    """Completions of one length at ratio 1: one direction. At other ratios: a different one under every GRPO loss."""
+    noise = torch.Generator().manual_seed(3)
+    old, mask = torch.randn(4, 6, generator=noise), torch.ones(4, 6, dtype=torch.bool)
+    scores = torch.tensor([1.0, 4.0, 0.0, 2.0])
+
+    def rloo(logprobs):
+        advantages = objectives.leave_one_out_advantages(scores, 2)
+        return objectives.rloo_policy_loss(logprobs, old, advantages, mask, 0.9)[0].sum() / 4
+
+    def grpo(logprobs):
+        advantages = objectives.group_advantages(scores, 2).unsqueeze(1).expand(4, 6)
+        weights = objectives.grpo_token_weights(loss_type, mask.sum(1), 4, mask.sum(), 6)
+        return (objectives.grpo_policy_loss(logprobs, old, advantages, mask, 0.9, loss_type)[0] * weights).sum()
+
+    assert cosine(gradient(rloo, old), gradient(grpo, old)) == pytest.approx(1, abs=1e-6)
+    moved = old + 0.2 * torch.randn(4, 6, generator=noise)
+    assert cosine(gradient(rloo, moved), gradient(grpo, moved)) < 0.99
+
+
+def test_sampler_weights_of_one_action_by_hand():
+    """Gaps of 0.1 and 0.2 nats, and of 5 nats: exp(0.3) at both tokens, and the cap of 2."""
+    new = torch.tensor([[0.1, 0.2, 9.0], [5.0, 9.0, 9.0]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    found = objectives.sampler_weights(new, torch.zeros(2, 3), mask, one_action=True)
+    assert_close(found, torch.tensor([[math.exp(0.3), math.exp(0.3), 0], [2, 0, 0]]))
+
+
+@pytest.mark.parametrize("placement", ["reward", "loss"])
+def test_micro_batches_add_up(rloo, placement):
+    flags = ("--reply-length", 24, "--minibatches", 1, "--entropy-coef", 0.5, "--kl-placement", placement)
+    moved = []
+    for size in (0, 1, 3):
+        trainer = rloo("--ppo-epochs", 2, "--micro-batch-size", size, *flags)
+        trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+        trainer.one_update(1)
+        moved.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters()]))
+    assert_close(moved[1], moved[0], rtol=0, atol=1e-6)
+    assert_close(moved[2], moved[0], rtol=0, atol=1e-6)
+
+
+def test_a_kl_in_the_loss_is_the_completions_kl(rloo):
+    """With advantages 0 the loss is beta x the mean over completions of the sum of (p_new / p_old) k3; at the rollout
+    policy that is k3 alone."""
+    trainer = rloo("--kl-placement", "loss", "--kl-coef", 0.7, "--kl-schedule", "fixed")
+    with torch.no_grad():
+        for weight in trainer.reference.copy.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
+    rollout = rolled(trainer)
+    batch = trainer.advantages(rollout, torch.ones(4))
+    trainer.model.train()
+    stats, _ = whole_gradient(trainer, batch)
+    log_ratio = (rollout.ref_logprobs - rollout.logprobs)[rollout.mask].double()
+    expected = 0.7 * float((log_ratio.exp() - 1 - log_ratio).sum()) / 4
+    assert float(stats["loss"]) == pytest.approx(expected, rel=1e-4) and expected > 1e-3

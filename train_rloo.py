@@ -1,0 +1,14 @@
+"""`python train_rloo.py`: RLOO from a start model and a reward to a better model."""
+
+from __future__ import annotations
+
+from rlhf.run.command import train_command
+from rlhf.utils.errors import run_command
+
+
+def main(argv: list[str] | None = None) -> None:
+    train_command("rloo", argv)
+
+
+if __name__ == "__main__":
+    run_command(main, "stopped; a run that has a checkpoint resumes from it with --resume")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from config import make_config
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.api import make_trainer
 from rlhf.utils.errors import UserError
 
@@ -26,12 +27,14 @@ def config(start_model, reward_folder, tmp_path):
     def make(algorithm="ppo", **knobs):
         tiny = {"actor_model": str(start_model), "rm_model": str(reward_folder), "output": str(tmp_path / "run"),
                 "batch_size": 2, "reply_length": 6, "num_iterations": 2, "ppo_epochs": 1}  # fmt: skip
-        return make_config(algorithm=algorithm, **{**tiny, **({"K": 2} if algorithm == "grpo" else {}), **knobs})
+        return make_config(
+            algorithm=algorithm, **{**tiny, **({"K": 2} if ALGORITHMS[algorithm].group_size > 1 else {}), **knobs}
+        )
 
     return make
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_a_trainer_from_a_config_and_a_list_of_prompts(config, algorithm, tmp_path):
     epochs = []
     trainer = make_trainer(

@@ -114,7 +114,7 @@ def number(value: float | None, form: str) -> str:
 
 
 def settings_that_decide(run: dict[str, Any]) -> list[tuple[str, str]]:
-    """Knob and value of all that decides what is learned: not the other algorithm's, not how fast it is done."""
+    """Name and value of the settings that decide what is learned: not other algorithms', not those about speed."""
     told, knobs = flat_settings(run["settings"]), knobs_of(Config)
     foreign = {*ALGORITHMS[run["algorithm"]].foreign, "speed"}
     aside = {*HARMLESS, *([] if told["use_lora"] else ADAPTER_KNOBS)}

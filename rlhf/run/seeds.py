@@ -117,6 +117,6 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     screen.facts(
         [
             ("the curves", command("python", "plot_training_progress.py", *folders)),
-            ("the verdict; add the other algorithm's runs", command("python", "compare_runs.py", *folders)),
+            ("the verdict; add other algorithms' runs", command("python", "compare_runs.py", *folders)),
         ]
     )

@@ -224,7 +224,6 @@ def show_where(config: Config, run: dict[str, Any], screen: Screen) -> None:
         ]
     )
     tokens = command("python", "evaluate_generations.py", "--tokens", output)
-    other = other_algorithm(config, run["spent"])
     screen.say("next:")
     screen.facts(
         [
@@ -232,32 +231,36 @@ def show_where(config: Config, run: dict[str, Any], screen: Screen) -> None:
             *([("every token", tokens)] if config.record.record_tokens else []),
             ("the curves", command("python", "plot_training_progress.py", output)),
             ("the curves, live", command("tensorboard", "--logdir", f"{output}/logs")),
-            *([("the other algorithm, same budget", other)] if other else []),
-            ("the verdict; add the other algorithm's run", command("python", "compare_runs.py", output)),
+            *same_budget_commands(config, run["spent"]),
+            ("the verdict; add other algorithms' runs", command("python", "compare_runs.py", output)),
             ("talk to it", command("python", "evaluate_generations.py", "--chat", "--model-path", output)),
         ]
     )
 
 
-def other_algorithm(config: Config, spent: dict[str, int]) -> str | None:
-    """The command that trains with the other algorithm under the same settings, on as many episodes as were `spent`;
-    None if there is no such command."""
-    other = next(name for name in ALGORITHMS if name != config.algorithm)
-    plain = with_horizon(make_config(config.recipe, config.algorithm), spent["updates"])
+def same_budget_commands(config: Config, spent: dict[str, int]) -> list[tuple[str, str]]:
+    """Rows of (label, command): the other algorithms under the same settings, on as many episodes as were `spent`.
+    An algorithm for which there is no such command is left out."""
+    found = {name: same_budget_command(config, spent, name) for name in ALGORITHMS if name != config.algorithm}
+    return [(f"{name.upper()}, same budget", line) for name, line in found.items() if line is not None]
+
+
+def same_budget_command(config: Config, spent: dict[str, int], other: str) -> str | None:
+    """The command that trains with the algorithm `other` on as many episodes; None if the settings do not fit it."""
+    row, plain = ALGORITHMS[other], with_horizon(make_config(config.recipe, config.algorithm), spent["updates"])
     differ = differences(as_plain(config), as_plain(plain), (*MAY_DIFFER, *LENGTHS, "batch_size"))
     knobs = knobs_of(Config)
     words = ["--recipe", config.recipe, "--seed", str(config.run.seed), "--episodes", str(spent["episodes"])]
-    for name in differ:
-        group = knobs[name].group
-        if group not in ALGORITHMS:
-            words += flag_words(name, getattr(getattr(config, group), name))
-    prompts = max(1, config.episodes_per_update // make_config(config.recipe, other).group_size)
-    as_many = ["--batch-size", str(prompts)]  # as many episodes per update as here
+    carried = [name for name in differ if knobs[name].group not in row.foreign]
+    for name in carried:
+        words += flag_words(name, getattr(getattr(config, knobs[name].group), name))
+    group_size = config.group_size if "K" in carried else make_config(config.recipe, other).group_size
+    as_many = ["--batch-size", str(max(1, config.episodes_per_update // group_size))]  # as many episodes per update
     own_batch = config.batch.batch_size != plain.batch.batch_size
     for more in [as_many] if own_batch else [[], as_many]:
         try:
             parse_cli([*words, *more], other)
         except UserError:
             continue
-        return command("python", f"train_{other}.py", *words, *more)
+        return command("python", row.script, *words, *more)
     return None

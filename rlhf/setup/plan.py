@@ -206,7 +206,7 @@ def first_prompt(tokenizer: PreTrainedTokenizerBase, sets: PromptSets) -> str:
 
 
 def budget(config: Config, updates: int) -> dict[str, int]:
-    """What a run may spend: the same words for both algorithms."""
+    """What a run may spend: the same words for all algorithms."""
     episodes = updates * config.episodes_per_update
     return {
         "updates": updates,

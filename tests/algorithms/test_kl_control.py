@@ -17,6 +17,7 @@ from rlhf.algorithms.kl_control import (
     kl_controller,
     with_horizon,
 )
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.rewards.normalizer import ScoreNormalizer
 from rlhf.settings.types import KLTarget
 from rlhf.setup.plan import kl_line, kl_warnings, recipe_hint
@@ -164,7 +165,7 @@ DOCUMENTED = [
 ]
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 @pytest.mark.parametrize("words", DOCUMENTED)
 def test_beta_can_move_enough_in_every_recipe_and_documented_command(words, algorithm):
     """At least 3-fold in the shortest phase; about 11-fold with the default horizon."""
@@ -216,7 +217,7 @@ def test_flags_of_a_reference_document_name_its_recipe():
     assert recipe_hint(parse_cli([])) is None
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_phased_kl_acts_over_about_20_updates(algorithm):
     config = parse_cli(["--recipe", "phased-kl"], algorithm)
     assert config.kl.kl_horizon / config.episodes_per_update == 20

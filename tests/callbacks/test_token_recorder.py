@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlhf.algorithms.objectives import td_errors
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.token_record import QUANTITIES, TOKENS_FOLDER, read_tokens, recorded_updates
 from rlhf.utils.errors import UserError
 from tests.conftest import attach
@@ -26,7 +27,7 @@ class Spy:
         self.batches[update] = batch, scored
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_a_record_is_what_the_trainer_saw(build, tmp_path, algorithm, form):
     trainer = build("--record-tokens", "--record-format", form, "--record-every", 2, "--record-prompts", 2,

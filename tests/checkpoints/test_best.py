@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.best import Candidate, choose
 from rlhf.utils.files import replace_folder
 from tests.conftest import attach
@@ -81,7 +82,7 @@ def test_without_a_target_in_force_there_is_no_kl_gate():
 # --- the folder ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 @pytest.mark.parametrize("flags", [(), ("--use-lora",)])
 def test_best_holds_the_chosen_model_and_run_json_says_why(build, algorithm, flags):
     """The scores are scripted: the second of three evaluations is the best, the third does not replace it."""

@@ -11,6 +11,7 @@ import pytest
 
 import train_ppo
 from config import make_config, parse_cli
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.curves import read_runs
 from rlhf.api import make_trainer
 from rlhf.checkpoints.run_folder import read_run
@@ -85,7 +86,7 @@ def test_without_steps_topics_are_not_looked_at():
     assert [[p.ids for p in dealing.prompts_of(u)] for u in range(1, 16)] == [[p.ids for p in b] for b in batches]
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_the_loop_deals_so_and_a_group_stands_together(build, topic_file, algorithm):
     trainer = build("--prompts", topic_file, "--steps-per-topic", 2, "--num-iterations", 7, algorithm=algorithm)
     group = trainer.config.group_size

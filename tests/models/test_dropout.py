@@ -9,18 +9,17 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-import train_grpo
-import train_ppo
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.models import actor_critic
+from rlhf.run.command import train_command
 from rlhf.setup import trial
 from tests.kills import differing
 from tests.run.test_resume import Killed, interrupt
 
-SCRIPTS = {"ppo": train_ppo, "grpo": train_grpo}
 DROPOUT = ("--use-lora", "--lora-dropout", "0.3")
 
 
-@pytest.fixture(params=["ppo", "grpo"])
+@pytest.fixture(params=list(ALGORITHMS))
 def make(build, request):
     """`build` for each algorithm."""
     return functools.partial(build, algorithm=request.param)
@@ -83,23 +82,23 @@ def test_two_updates_drop_not_the_same(make):
     assert drawn[0] == drawn[2] != drawn[1]
 
 
-@pytest.mark.parametrize("algorithm", SCRIPTS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_resumed_run_is_the_uninterrupted_one(configured, tmp_path, monkeypatch, algorithm):
     config = configured()
-    more = ["--batch-size", 2, "--K", 2] if algorithm == "grpo" else []
+    more = ["--batch-size", 2, "--K", 2] if ALGORITHMS[algorithm].group_size > 1 else []
     words = [*DROPOUT, *more, "--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model,
              "--prompts", config.data.prompts, "--allow-weak-reward-model", "--num-iterations", 5, "--save-every", 2,
              "--eval-every", 3, "--reply-length", 8, "--eval-prompts", 6, "--learning-rate", "1e-2"]  # fmt: skip
 
     def train(output):
-        SCRIPTS[algorithm].main([str(word) for word in (*words, "--output", tmp_path / output)])
+        train_command(algorithm, [str(word) for word in (*words, "--output", tmp_path / output)])
 
     train("whole")
     with monkeypatch.context() as patch, pytest.raises(Killed):
         interrupt(patch, 4, Killed())
         train("broken")
     torch.manual_seed(99)  # as a new process has another stream
-    SCRIPTS[algorithm].main(["--resume", "--output", str(tmp_path / "broken")])
+    train_command(algorithm, ["--resume", "--output", str(tmp_path / "broken")])
     assert differing(tmp_path / "whole", tmp_path / "broken") == []
 
 

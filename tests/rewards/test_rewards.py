@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.chat_template import encode_prompt, encode_reply
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
@@ -138,7 +139,7 @@ def test_a_function_that_raises_stops_the_run_with_the_reply_that_did_it(score):
         score(picky)
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_the_optimizer_never_sees_a_bad_score(build, algorithm):
     """NaN for one reply of one function beside a good one, which TRL's GRPO would sum away."""
 
@@ -214,7 +215,7 @@ def test_a_module_reads_ids_padded_on_the_right_and_returns_scores(score, tokeni
     assert rows[0][-1] == tokenizer.eos_token_id != rows[1][-1]
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_rules_serve_training_and_evaluation_alike(build, tmp_path, algorithm):
     flags = ["--rm-model", "none", "--reward-func", "length_penalty", "keyword_bonus", "--keywords", "cat"]
     trainer = build(*flags, "--reward-weights", 0.5, 2, algorithm=algorithm)

@@ -18,10 +18,11 @@ import reward_model.train
 import rlhf.run.command
 import train_grpo
 import train_ppo
+import train_rloo
 from config import parse_cli, parse_reward_cli
 from recipes import RECIPES
 from rlhf.rewards import training
-from rlhf.run.summary import other_algorithm
+from rlhf.run.summary import same_budget_command, same_budget_commands
 from rlhf.settings import commands
 from rlhf.settings.commands import reward_model_command, training_command
 from rlhf.utils import system
@@ -32,6 +33,7 @@ ODD = "q'u\"o te$x_{ü}"
 SCRIPTS = {
     "evaluate_generations.py": evaluate_generations, "plot_training_progress.py": plot_training_progress,
     "compare_runs.py": compare_runs, "train_grpo.py": train_grpo, "train_ppo.py": train_ppo,
+    "train_rloo.py": train_rloo,
 }  # fmt: skip
 
 
@@ -48,7 +50,7 @@ def test_the_next_commands_of_a_run_with_an_odd_name_work(run_flags, tmp_path, m
     lines = printed(capsys.readouterr().out)
     names = [shlex.split(line)[1 if line.startswith("python") else 0] for line in lines]
     assert names == ["evaluate_generations.py", "evaluate_generations.py", "plot_training_progress.py", "tensorboard",
-                     "train_grpo.py", "compare_runs.py", "evaluate_generations.py"]  # fmt: skip
+                     "train_grpo.py", "train_rloo.py", "compare_runs.py", "evaluate_generations.py"]  # fmt: skip
     for line in lines:
         words = shlex.split(line)
         if words[0] == "tensorboard":
@@ -64,17 +66,26 @@ def test_the_next_commands_of_a_run_with_an_odd_name_work(run_flags, tmp_path, m
     assert record["data"] == mine["data"]
 
 
-def test_the_other_algorithms_command_carries_the_settings(tmp_path):
+def test_the_other_algorithms_commands_carry_the_settings(tmp_path):
     words = ["--recipe", "demo", "--batch-size", "32", "--learning-rate", "1e-4", "--use-lora", "--no-bf16"]
     config = parse_cli(words)
-    line = other_algorithm(config, {"updates": 10, "episodes": 320})
-    other = parse_cli(typed(line), "grpo")
-    assert other.episodes_per_update == 32 and other.group_size == 4
-    assert other.optimizer.learning_rate == 1e-4 and other.model.use_lora and other.model.bf16 is False
-    assert other.run.episodes == 320 and other.ppo == parse_cli(["--recipe", "demo"], "grpo").ppo
-    back = other_algorithm(parse_cli(["--recipe", "demo"], "grpo"), {"updates": 150, "episodes": 9600})
-    assert back == "python train_ppo.py --recipe demo --seed 42 --episodes 9600"
-    assert other_algorithm(parse_cli(["--batch-size", "1"]), {"updates": 2, "episodes": 2}) is None, "not one update"
+    for algorithm in ("grpo", "rloo"):
+        line = same_budget_command(config, {"updates": 10, "episodes": 320}, algorithm)
+        assert line.startswith(f"python train_{algorithm}.py ")
+        other = parse_cli(typed(line), algorithm)
+        assert other.episodes_per_update == 32 and other.group_size == 4
+        assert other.optimizer.learning_rate == 1e-4 and other.model.use_lora and other.model.bf16 is False
+        assert other.run.episodes == 320 and other.ppo == parse_cli(["--recipe", "demo"], "grpo").ppo
+    spent = {"updates": 150, "episodes": 9600}
+    assert same_budget_commands(parse_cli(["--recipe", "demo"], "grpo"), spent) == [
+        ("PPO, same budget", "python train_ppo.py --recipe demo --seed 42 --episodes 9600"),
+        ("RLOO, same budget", "python train_rloo.py --recipe demo --seed 42 --episodes 9600"),
+    ]
+    grouped = parse_cli(["--recipe", "demo", "--K", "8", "--scale-rewards", "none"], "grpo")
+    assert "--K 8" in same_budget_command(grouped, spent, "rloo"), "RLOO has groups, too"
+    assert "--K" not in same_budget_command(grouped, spent, "ppo")
+    one_episode = parse_cli(["--batch-size", "1"])
+    assert same_budget_commands(one_episode, {"updates": 2, "episodes": 2}) == [], "not one update"
 
 
 # --- the reward model ------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from config import (
     RewardModelConfig,
     parse_reward_cli,
 )
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import RunLog
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
@@ -176,7 +177,7 @@ def test_another_checkpoint_is_the_best(build, monkeypatch, name):
     assert best(*both, *flags) != best(*both)
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_the_same_run_twice_does_not_differ(run, algorithm):
     assert run(algorithm=algorithm) == run(algorithm=algorithm)
 

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from rlhf.algorithms.kl_control import LOWEST_BETA
 from rlhf.algorithms.objectives import kl_k3
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.callbacks.base import Callback
 from rlhf.models.logprobs import backbone_of
 from rlhf.rollout.completions import Rollout
@@ -25,7 +26,7 @@ from rlhf.utils.errors import RunError, UserError
 from tests.conftest import attach, whole_gradient
 
 
-@pytest.fixture(params=["ppo", "grpo"])
+@pytest.fixture(params=list(ALGORITHMS))
 def make(build, request):
     """`build` for each algorithm: 4 prompts, or 2 prompts x 2 replies."""
     return functools.partial(build, algorithm=request.param)
@@ -129,7 +130,7 @@ def test_the_pass_that_measures_is_the_first_steps(make, monkeypatch, flags):
     for kept in (True, False):
         trainer, count = make(*flags), []
         if not kept:
-            monkeypatch.setattr(type(trainer), "begin", lambda *_: None)
+            monkeypatch.setattr(type(trainer), "first_step_is_one_pass", lambda *_: False)
         backbone_of(trainer.actor.policy).register_forward_hook(
             lambda module, given, named, output, count=count: count.append(named.get("use_cache")), with_kwargs=True
         )
@@ -318,8 +319,8 @@ def test_drifting_scores_do_not_move_the_advantages_scale(make, drift):
         batch = trainer.advantages(rollout, trainer.score(rollout).used)
     per_reply = torch.stack([row[mask][-1] for row, mask in zip(batch.advantages, rollout.mask, strict=True)])
     spread = float((per_reply - per_reply.mean()).abs().max())
-    deviation = (14 / 3) ** 0.5  # of 0 1 2 5, whose mean is 2; the groups' are (0 1) and (2 5)
-    expected = 3 / deviation if trainer.config.algorithm == "ppo" else 1.5 / deviation
+    deviation = (14 / 3) ** 0.5  # of 0 1 2 5, whose mean is 2; the groups are (0 1) and (2 5)
+    expected = {"ppo": 3, "grpo": 1.5, "rloo": 3}[trainer.config.algorithm] / deviation
     assert spread == pytest.approx(expected, rel=1e-4)
 
 

@@ -6,22 +6,22 @@ import json
 import math
 import re
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-import train_grpo
 import train_ppo
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.callbacks.base import Callback
 from rlhf.callbacks.incidents import Incident, save_incident
 from rlhf.checkpoints.run_folder import read_run
+from rlhf.run.command import train_command
 from rlhf.run.replay import replay
 from rlhf.trainer import loop, safety
 from rlhf.utils.errors import Notice, RunError, UserError, run_command
 from tests.conftest import attach
-
-ALGORITHMS = ("ppo", "grpo")
 
 
 def weights(trainer) -> torch.Tensor:
@@ -166,7 +166,7 @@ def test_a_controller_does_not_hear_of_a_dropped_update(build):
 def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
     configured, tmp_path, monkeypatch, capsys, algorithm
 ):
-    script = {"ppo": train_ppo, "grpo": train_grpo}[algorithm]
+    train, others = partial(train_command, algorithm), [name for name in ALGORITHMS if name != algorithm]
     plain, from_update = loop.OnPolicyLoop.gradients, 1
 
     def spoilt(self, batch, passage, tokens, hidden=None):
@@ -176,14 +176,14 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
         return stats
 
     config = configured(algorithm=algorithm)
-    groups = ["--batch-size", "2", "--K", "2"] if algorithm == "grpo" else []
+    groups = ["--batch-size", "2", "--K", "2"] if ALGORITHMS[algorithm].group_size > 1 else []
     argv = ["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--prompts",
             config.data.prompts, "--allow-weak-reward-model", "--num-iterations", "9", "--reply-length", "8",
             "--prompt-length", "100", "--eval-prompts", "6", *groups]  # fmt: skip
     output = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
         patch.setattr(loop.OnPolicyLoop, "gradients", spoilt)
-        run_command(lambda: script.main([*argv, "--output", str(output)]))
+        run_command(lambda: train([*argv, "--output", str(output)]))
     said = capsys.readouterr()
     assert ended.value.code == 1 and "3 updates in a row were skipped: update 4" in said.err
     folder = output / "incidents" / "update-000004"
@@ -195,17 +195,17 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
     rows = [json.loads(line) for line in (folder / "batch.jsonl").read_text().splitlines()]
     assert len(rows) == 4 and all(row["reply_ids"] and row["prompt_ids"] for row in rows)
 
-    other = {"ppo": train_grpo, "grpo": train_ppo}[algorithm]
-    with pytest.raises(UserError, match=f"an incident of train_{algorithm}.py: --replay"):
-        other.main(["--replay", str(folder)])
+    for other in others:
+        with pytest.raises(UserError, match=f"an incident of train_{algorithm}.py: --replay"):
+            train_command(other, ["--replay", str(folder)])
     before = sorted(Path().iterdir())
-    script.main(["--replay", str(folder)])
+    train(["--replay", str(folder)])
     assert sorted(Path().iterdir()) == before, "a replay leaves nothing"
     said = capsys.readouterr().out
     assert "policy/grad_norm" in said and "gradient of" not in said, "here the fault was in the code, not in the files"
     from_update = 0
     monkeypatch.setattr(loop.OnPolicyLoop, "gradients", spoilt)
-    script.main(["--replay", str(folder)])
+    train(["--replay", str(folder)])
     assert "gradient of" in capsys.readouterr().out
 
 

@@ -63,6 +63,11 @@ class ModelSettings:
     bf16: bool | None = knob(None, "bfloat16 autocast; unset: on a CUDA card that really has it, else float32")
     gradient_checkpointing: bool = knob(False, "recompute activations in the backward pass: less memory, slower")
 
+    @property
+    def drops_inputs(self) -> bool:
+        """Whether optimizer steps drop some of the adapters' inputs."""
+        return self.use_lora and self.lora_dropout > 0
+
 
 @dataclass(frozen=True)
 class DataSettings:

@@ -63,11 +63,11 @@ def build(work: Work) -> OnPolicyLoop:
 
 def measured_update(trainer: OnPolicyLoop, update: int, device: str) -> dict[str, Any]:
     """One update: its seconds and those of its parts, and the reply tokens it sampled."""
-    before, begun = trainer.reply_tokens, seconds(device)
+    before, begun = trainer.progress.reply_tokens, seconds(device)
     metrics = trainer.one_update(update)
     return {
         "seconds": seconds(device) - begun,
         "parts": {part: metrics[f"time/{part}_s"] for part in PARTS},
-        "reply_tokens": trainer.reply_tokens - before,
-        "optimizer_steps": trainer.optimizer_steps,
+        "reply_tokens": trainer.progress.reply_tokens - before,
+        "optimizer_steps": trainer.progress.optimizer_steps,
     }

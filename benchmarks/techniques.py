@@ -247,7 +247,7 @@ def replies(bench: Bench, engine: str, prompts: Sequence[Prompt], uniform):
             trainer.actor.policy,
             prompts,
             uniform,
-            trainer.sampling,
+            trainer.config.sampling,
             eos=PAD,
             pad=PAD,
             device=trainer.accelerator.device,
@@ -270,7 +270,7 @@ def made_batch(bench: Bench, trainer: OnPolicyLoop, prompts: Sequence[Prompt], l
     rows = [[*row, EOS] for row in random_rows([n - 1 for n in lengths], vocabulary, SEED + 2)]
     replies = Replies.of(prompts, padded(rows, EOS, device), eos=EOS, pad=PAD, vocabulary=vocabulary)
     with bench.autocast:
-        measured = measure(trainer.actor, trainer.reference, replies, TEMPERATURE, packed=trainer.packed)
+        measured = measure(trainer.actor, trainer.reference, replies, TEMPERATURE, packed=trainer.micro_batches.packed)
     made = Rollout(replies, list(prompts), replies.texts(trainer.processing_class), *measured)
     scores = torch.randn(len(rows), generator=torch.Generator().manual_seed(SEED))
     return trainer.advantages(made, scores.to(device))
@@ -279,8 +279,8 @@ def made_batch(bench: Bench, trainer: OnPolicyLoop, prompts: Sequence[Prompt], l
 def step(trainer: OnPolicyLoop, batch: Experience, packed: bool = True) -> int:
     """One pass over the batch as one minibatch."""
     lengths = batch.replies.reply_lengths
-    trainer.packed = packed
-    trainer.optimizer_step(batch, range(len(lengths)))
+    trainer.micro_batches.packed = packed
+    trainer.learner.step(batch, range(len(lengths)))
     return sum(lengths)
 
 

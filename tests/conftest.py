@@ -190,6 +190,6 @@ def whole_gradient(trainer, batch) -> tuple[dict[str, torch.Tensor], torch.Tenso
     """Of one micro-batch that holds all rows: its statistics, and the gradients of all weights in a row."""
     trainer.model.zero_grad()
     replies = batch.replies
-    passage = replies.passage(range(len(replies.mask)), trainer.packed)
-    stats = trainer.gradients(batch, passage, replies.mask.sum().float())
+    passage = replies.passage(range(len(replies.mask)), trainer.micro_batches.packed)
+    stats = trainer.learner.gradients(batch, passage, replies.mask.sum().float())
     return stats, torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None])

@@ -42,7 +42,7 @@ class BestCheckpoint(Callback):
                 perplexity=said["eval/perplexity"],
             )
         )
-        self.memory.append(self.trainer.peak_memory / 2**30)
+        self.memory.append(self.trainer.progress.peak_memory / 2**30)
         best, why = choose(self.candidates, run.best_rule, run.perplexity_gate)
         if best == len(self.candidates) - 1:
             replace_folder(Path(run.output) / BEST_FOLDER, self.trainer.save_model)
@@ -52,7 +52,7 @@ class BestCheckpoint(Callback):
                 "why": why,
                 "rule": run.best_rule,
                 "kl_unit": f"nats/{target.per}",
-                "perplexity_text": self.trainer.text.source,
+                "perplexity_text": self.trainer.evaluator.text.source,
                 "evaluations": [
                     {**asdict(c), "peak_memory_gib": gib} for c, gib in zip(self.candidates, self.memory, strict=True)
                 ],
@@ -80,7 +80,7 @@ class Checkpoints(Callback):
 
     def on_update_done(self, update):
         self.log.check_place()
-        last, by, skipped = update == self.trainer.updates, self.stop.by, self.trainer.drops.in_a_row > 0
+        last, by, skipped = update == self.trainer.updates, self.stop.by, self.trainer.progress.skipped_in_a_row > 0
         if last and skipped:
             self.screen.say(f"warning: the last update, {update}, was skipped; the weights are finite and are saved")
         due = self.overdue or by is not None or update % self.config.run.save_every == 0
@@ -123,7 +123,7 @@ class Checkpoints(Callback):
         """
         if by_score:
             return f"Fix the reward function, then {self.way_on()[0].lower()}{self.way_on()[1:]}"
-        names = set_aside(self.folder, self.log.data["id"], self.trainer.proved)
+        names = set_aside(self.folder, self.log.data["id"], self.trainer.progress.proved)
         aside = ""
         if names:
             aside = f"Set aside, because no optimizer step could be taken from its weights: {', '.join(names)}. "

@@ -118,7 +118,7 @@ class Incidents(Callback):
         self.trainer, self.config, self.screen = trainer, config, screen
 
     def on_drop(self, update, rollout, batch, found):
-        if self.trainer.drops.in_a_row == IN_A_ROW:
+        if self.trainer.progress.skipped_in_a_row == IN_A_ROW:
             folder = Path(self.config.run.output) / "incidents" / f"update-{update:06d}"
             save_incident(self.trainer, folder, update, rollout, batch, found)
             self.screen.say(f"the update, to look at: {folder}")

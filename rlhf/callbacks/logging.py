@@ -21,10 +21,10 @@ class TensorBoardLog(Callback):
     """Every logged number under its own name, over updates."""
 
     def __init__(self, folder: Path):
-        self.folder, self.done, self.drops = folder, 0, None
+        self.folder, self.done, self.progress = folder, 0, None
 
     def on_train_begin(self, trainer):
-        self.done, self.drops = trainer.state.global_step, trainer.drops
+        self.done, self.progress = trainer.state.global_step, trainer.progress
 
     @cached_property
     def writer(self) -> SummaryWriter:
@@ -42,7 +42,7 @@ class TensorBoardLog(Callback):
 
     def on_drop(self, update, rollout, batch, found):
         self.writer.add_text("dropped", str(found), update)
-        self.writer.add_scalar("updates/dropped", self.drops.count, update)
+        self.writer.add_scalar("updates/dropped", self.progress.skipped, update)
 
     def on_evaluation(self, evaluation):
         self.on_update_end(evaluation.update, evaluation.metrics())
@@ -83,7 +83,7 @@ class ProgressLine(Callback):
         self.screen.say(
             f"evaluation after {evaluation.update} updates: score {said['eval/score']:+.2f}, "
             f"KL {said['eval/kl_divergence']:.2f}/sequence, "
-            f"perplexity {number(said['eval/perplexity'])} on {self.trainer.text.source}, "
+            f"perplexity {number(said['eval/perplexity'])} on {self.trainer.evaluator.text.source}, "
             f"reply {said['eval/reply_length']:.0f} tokens, {said['eval/eos_rate']:.0%} end"
         )
 

@@ -45,7 +45,9 @@ def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
     trainer.kl_coef = incident.said["kl_coef"]
     rollout, said = incident.rollout(trainer), [("found", incident.said["found"])]
     said += [(f"weight {n}", state_of(w)) for n, w in trainer.actor.named_parameters() if not w.isfinite().all()]
-    measured = dict(zip(("logprobs", "ref_logprobs", "values"), trainer.logprobs(rollout.replies), strict=True))
+    measured = dict(
+        zip(("logprobs", "ref_logprobs", "values"), trainer.collector.logprobs(rollout.replies), strict=True)
+    )
     for name, again in measured.items():
         if again is not None:
             said += [
@@ -56,8 +58,8 @@ def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
     said += [(f"scores of {name}", state_of(torch.tensor(given))) for name, given in scores.items()]
     batch = batch_of(trainer, incident, rollout, scores)
     trainer.model.train()
-    with trainer.dropout_stream(incident.said["update"]):
-        stats = trainer.minibatch_gradients(batch, incident.said["rows"] or list(range(len(incident.rows))))
+    with trainer.learner.dropout_stream(incident.said["update"]):
+        stats = trainer.learner.minibatch_gradients(batch, incident.said["rows"] or list(range(len(incident.rows))))
     said += [(name, f"{float(value):.6g}") for name, value in stats.items()]
     gradients = [(name, w.grad) for name, w in trainer.actor.named_parameters() if w.grad is not None]
     said += [(f"gradient of {name}", state_of(grad)) for name, grad in gradients if not grad.isfinite().all()]

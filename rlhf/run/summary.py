@@ -188,15 +188,15 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
         "kl_target": target.nats if config.kl.steered else None,
         "kl_unit": f"nats/{target.per}",
         "kl_phases": kl_of_phases(trainer.state.log_history, kl_controller(config, trainer.updates).phases),
-        "perplexity_text": trainer.text.source,
-        "peak_memory_gib": trainer.peak_memory / 2**30,
+        "perplexity_text": trainer.evaluator.text.source,
+        "peak_memory_gib": trainer.progress.peak_memory / 2**30,
         "seconds": log.seconds(),
     }
     spent = {
         "updates": trainer.updates,
         "episodes": trainer.updates * config.episodes_per_update,
-        "optimizer_steps": trainer.optimizer_steps,
-        "reply_tokens": trainer.reply_tokens,
+        "optimizer_steps": trainer.progress.optimizer_steps,
+        "reply_tokens": trainer.progress.reply_tokens,
     }
     log.add(figures=figures, spent=spent)
     show_samples(before, after, prompts, gold, config.run.seed, screen)

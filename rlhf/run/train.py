@@ -67,7 +67,7 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
     controller = kl_controller(config, trainer.updates)
     output = Path(config.run.output)
     trainer.rewards.printed = output / PRINTED_FILE
-    trainer.limits.advise = lambda: what_helps(config, trainer.actor.policy, forecaster_of(trainer))
+    trainer.micro_batches.advise = lambda: what_helps(config, trainer.actor.policy, forecaster_of(trainer))
     trainer.add_callback(TensorBoardLog(output / "logs"))
     trainer.add_callback(Samples(output / "samples", trainer.evaluation_prompts))
     if config.record.record_tokens:

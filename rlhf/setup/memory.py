@@ -26,7 +26,8 @@ from rlhf.rewards.functions import LearnedReward
 from rlhf.rewards.rewards import Rewards
 from rlhf.setup.footprint import Network, weights_of
 from rlhf.setup.peak_memory import MemoryPlan, scoring
-from rlhf.trainer.loop import EVALUATED_AT_ONCE, OnPolicyLoop
+from rlhf.trainer.evaluation import EVALUATED_AT_ONCE
+from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import gib
 
 

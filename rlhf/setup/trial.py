@@ -85,7 +85,7 @@ def _start_checks(config: Config, parts: Parts) -> list[Check]:
 
 def update_checks(trainer: OnPolicyLoop, parts: Parts, folder: Path) -> Iterator[Check]:
     """On one rollout, before any step; on one update; on the weights, saved before it and loaded after."""
-    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     yield first_kl_is_zero(rollout, trainer.dtype)
     yield first_ratio_is_one(trainer, rollout)
     before = outputs(trainer, rollout)
@@ -120,10 +120,10 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     set_adapter_dropout(trainer.actor.policy, 0.0)
     plain = _apart_from_one(trainer, rollout)
     said = ""
-    if trainer.drops_inputs:
+    if trainer.config.model.drops_inputs:
         share = trainer.config.model.lora_dropout
         set_adapter_dropout(trainer.actor.policy, share)
-        with trainer.dropout_stream(1):
+        with trainer.learner.dropout_stream(1):
             dropped = float(_apart_from_one(trainer, rollout).mean())
         said = f" without dropout; {dropped:.2g} on average with --lora-dropout {share:g}"
     return Check(
@@ -139,11 +139,11 @@ def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
     """How far from 1 the ratio is, of each reply token, (N,)."""
     device, replies, most = trainer.accelerator.device, rollout.replies, trainer.config.batch.micro_batch_size
     apart = []
-    for rows in trainer.minibatches(1, 0):
-        for part in replies.parts(rows, most, tokens_at_once(device), trainer.packed):
-            passage = replies.passage(part, trainer.packed)
+    for rows in trainer.learner.minibatches(1, 0):
+        for part in replies.parts(rows, most, tokens_at_once(device), trainer.micro_batches.packed):
+            passage = replies.passage(part, trainer.micro_batches.packed)
             with autocast(device, trainer.dtype):
-                logprobs, _, _ = trainer.actor(passage, trainer.sampling.temperature, replies.allowed(passage))
+                logprobs, _, _ = trainer.actor(passage, trainer.config.sampling.temperature, replies.allowed(passage))
             apart.append((torch.exp(logprobs - rollout.logprobs[passage.index]) - 1)[passage.mask].abs())
     return torch.cat(apart)
 
@@ -152,7 +152,7 @@ def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
 def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
     """Logits (M, V) of the first reply, and under PPO its values (1, T); kept off the device."""
     trainer.model.eval()
-    passage = rollout.replies.passage([0], trainer.packed)
+    passage = rollout.replies.passage([0], trainer.micro_batches.packed)
     with autocast(trainer.accelerator.device, trainer.dtype):
         hidden = trainer.actor.hidden(passage)
         found = [
@@ -170,15 +170,15 @@ def steps_are_as_planned(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     taken: list[int] = []
     hook = register_optimizer_step_post_hook(lambda *_: taken.append(1))
     try:
-        trainer.update(trainer.advantages(rollout, trainer.score(rollout).used), 1)
+        trainer.learner.run(trainer.advantages(rollout, trainer.collector.score(rollout).used), 1)
     finally:
         hook.remove()
     planned = trainer.config.optimizer_steps(1)
     return Check(
         "optimizer steps",
-        f"{planned:,} planned in an update, {len(taken):,} taken, {trainer.optimizer_steps:,} logged; "
+        f"{planned:,} planned in an update, {len(taken):,} taken, {trainer.progress.optimizer_steps:,} logged; "
         f"{trainer.config.optimizer_steps(trainer.updates):,} planned in {trainer.updates:,} updates",
-        planned == len(taken) == trainer.optimizer_steps,
+        planned == len(taken) == trainer.progress.optimizer_steps,
         "The plan is not what is trained: report it with these settings",
     )
 

@@ -12,6 +12,7 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from config import Config
 from rlhf.algorithms.objectives import kl_k1
 from rlhf.data.chat_template import encode_reply, encode_text
 from rlhf.data.examples import read_text
@@ -23,9 +24,11 @@ from rlhf.models.logprobs import base_of
 from rlhf.models.packing import Packed, Padded
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout, episodes_of
+from rlhf.trainer.collect import RolloutCollector
 from rlhf.utils.errors import UserError
 
 ROWS_AT_ONCE = 32
+EVALUATED_AT_ONCE = 32  # prompts
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,46 @@ def perplexity(policy, text: FixedText, pad: int, device: torch.device, dtype: t
         return math.exp(total / tokens)
     except OverflowError:
         return math.inf
+
+
+class PolicyEvaluator:
+    """Evaluates the policy as it is, with the same random numbers every time."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        collector: RolloutCollector,
+        prompts: Sequence[Prompt],
+        topic_tags: dict[str, str],
+    ):
+        """`prompts` are the run's evaluation prompts; `topic_tags` maps a topic to its name among the metrics."""
+        self.config, self.tokenizer, self.collector = config, tokenizer, collector
+        self.prompts, self.topic_tags = prompts, topic_tags
+        self.text: FixedText | None = None
+
+    def evaluate(self, prompts: Sequence[Prompt], update: int) -> Evaluation:
+        """Completions to `prompts`, scored; perplexity on the run's fixed text."""
+        self.fix_text()
+        rollouts, topics = self.rollouts(prompts), [self.topic_tags.get(p.example.topic) for p in prompts]
+        host, collector = self.collector.host, self.collector
+        with collector.micro_batches.within("an evaluation"):
+            parts = host.actor, collector.rewards, self.text, self.tokenizer.pad_token_id, collector.dtype, topics
+            return evaluate(rollouts, update, *parts)
+
+    def rollouts(self, prompts: Sequence[Prompt]) -> list[Rollout]:
+        """A completion to every prompt, some prompts at a time."""
+        rows = list(enumerate(prompts))
+        return [
+            self.collector.collect(rows[start : start + EVALUATED_AT_ONCE], 0, "evaluate")
+            for start in range(0, len(rows), EVALUATED_AT_ONCE)
+        ]
+
+    def fix_text(self) -> None:
+        """Choose the text of this run's perplexity, if it is not chosen yet. The policy must still be the start
+        model."""
+        if self.text is None:
+            self.text = fixed_text(self.tokenizer, self.prompts, self.rollouts, self.config.data.eval_text)
 
 
 def evaluate(

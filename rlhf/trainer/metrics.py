@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 
 from rlhf.algorithms import objectives
@@ -9,8 +12,9 @@ from rlhf.algorithms.experience import Experience
 from rlhf.trainer.scores import Scored
 
 
-def rollout_metrics(batch: Experience, scored: Scored, group_size: int) -> dict[str, float]:
-    """Scores, KL, advantages, replies. `group_size` is the number of replies to a prompt."""
+def rollout_metrics(batch: Experience, scored: Scored, group_size: int, topic: str | None = None) -> dict[str, float]:
+    """Scores, KL, advantages, lengths. `group_size` is the number of completions per prompt. If the batch is on one
+    `topic`, its score and KL have that name, too."""
     mask, scores = batch.mask, scored.raw
     k3 = objectives.kl_k3(batch.logprobs, batch.ref_logprobs, mask)
     tokens = mask.sum()
@@ -33,4 +37,19 @@ def rollout_metrics(batch: Experience, scored: Scored, group_size: int) -> dict[
         values["rewards/equal_groups"] = (groups == groups[:, :1]).all(1).float().mean()
     stacked = torch.stack([v.float() for v in values.values()])  # one copy from the device
     each = {f"rewards/each/{name}": mean for name, mean in scored.means.items()} if len(scored.means) > 1 else {}
-    return {**dict(zip(values, stacked.tolist(), strict=True)), **each}
+    metrics = {**dict(zip(values, stacked.tolist(), strict=True)), **each}
+    of_topic = {"score": "rewards/mean", "kl": "kl_divergence"} if topic is not None else {}
+    return {**metrics, **{f"topic/{topic}/{kind}": metrics[name] for kind, name in of_topic.items()}}
+
+
+def speed_metrics(times: Sequence[float], tokens: int, episodes: int) -> dict[str, float]:
+    """Seconds of an update's parts, and what they processed per second. `times` are the seconds at which rollout,
+    scoring and optimizer steps began, and at which the optimizer steps ended."""
+    rollout, score, update = (end - start for start, end in pairwise(times))
+    return {
+        "time/rollout_s": rollout,
+        "time/score_s": score,
+        "time/update_s": update,
+        "throughput/tokens_per_s": tokens / (rollout + score + update),
+        "throughput/episodes_per_s": episodes / (rollout + score + update),
+    }

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from rlhf.models.packing import Passage
 from rlhf.rollout.completions import Replies
 from rlhf.utils.errors import Notice, RunError
 
@@ -17,37 +18,43 @@ T = TypeVar("T")
 
 
 @dataclass
-class Limits:
-    """How large a micro-batch may be. It changes memory, and not the result."""
+class MicroBatches:
+    """How completions are cut into forward passes. It changes memory, and not the result."""
 
-    rows: int  # 0: no matter
-    tokens: int
-    # in words, what helps where one reply is too much
+    rows: int  # completions at most; 0: no limit
+    tokens: int  # prompt and completion tokens at most
+    packed: bool  # without padding
+    # returns the hint if even one completion does not fit
     advise: Callable[[], str] = lambda: "Try --use-lora, --gradient-checkpointing, or half of --reply-length"
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """For what cannot be done in smaller parts. Raises RunError where it is out of memory."""
+        """For work that cannot be done in smaller parts. Raises RunError if it is out of memory."""
         try:
             yield
         except torch.OutOfMemoryError as error:
             raise RunError(f"out of memory: {phase} ({str(error).splitlines()[0]}). {self.advise()}") from None
 
-    def parts(self, replies: Replies, rows: Sequence[int], packed: bool) -> list[list[int]]:
-        """`rows` in micro-batches."""
-        return replies.parts(rows, self.rows, self.tokens, packed)
+    def split(self, replies: Replies, rows: Sequence[int] | None = None) -> list[list[int]]:
+        """`rows` (None: all) in micro-batches."""
+        return replies.parts(range(len(replies.mask)) if rows is None else rows, self.rows, self.tokens, self.packed)
 
-    def fitted(self, phase: str, replies: Replies, rows: Sequence[int], packed: bool, run: Callable[[Limits], T]) -> T:
-        """`run` within these limits; each time it is out of memory again with half of them, for good.
+    def passage(self, replies: Replies, rows: Sequence[int]) -> Passage:
+        """What the forward pass of one micro-batch reads."""
+        return replies.passage(rows, self.packed)
 
-        Raises RunError where a micro-batch is one reply already.
+    def retry(self, phase: str, replies: Replies, run: Callable[[], T], rows: Sequence[int] | None = None) -> T:
+        """Return `run()`, which splits `rows` (None: all) by these limits. Whenever it is out of memory, the limit is
+        halved for the rest of the training run, and `run` is called again.
+
+        Raises RunError if a micro-batch is one completion already.
         """
         while True:
             try:
-                return run(self)
+                return run()
             except torch.OutOfMemoryError as error:
                 fault = str(error).splitlines()[0]
-            largest = max(map(len, self.parts(replies, rows, packed)))
+            largest = max(map(len, self.split(replies, rows)))
             if largest == 1:
                 raise RunError(f"out of memory with one reply at a time: {phase} ({fault}). {self.advise()}")
             self.rows = -(-largest // 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,18 +18,6 @@ class Dropped(Exception):
         super().__init__(what)
         self.rows = list(rows)  # of the minibatch in which it was found; none: in all
         self.by_score = by_score  # a reward function gave the bad number, so the weights are not the reason
-
-
-@dataclass
-class Drops:
-    """Updates that were dropped, over a run."""
-
-    count: int = 0
-    in_a_row: int = 0
-
-    def note(self, dropped: bool) -> None:
-        self.count += dropped
-        self.in_a_row = self.in_a_row + 1 if dropped else 0
 
 
 def check_finite(**tensors: Tensor | None) -> None:

@@ -22,7 +22,6 @@ from rlhf.data.prompts import ids_alone
 from rlhf.models.save import load_policy_weights
 from rlhf.trainer.evaluation import Evaluation, FixedText
 from rlhf.trainer.loop import OnPolicyLoop
-from rlhf.trainer.safety import Drops
 from rlhf.utils.files import disk_errors
 
 TENSORS_FILE, STATE_FILE = "training.safetensors", "training.json"
@@ -31,7 +30,7 @@ TENSORS_FILE, STATE_FILE = "training.safetensors", "training.json"
 def save_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
     """Into an empty folder: weights as `save_model` writes them, optimizer, scheduler, counters, random states."""
     trainer.save_model(folder)
-    optimizer = trainer.optimizer.state_dict()
+    optimizer, normalizer = trainer.optimizer.state_dict(), trainer.collector.normalizer
     tensors = {
         f"optimizer/{number}/{name}": value.detach().cpu().contiguous()
         for number, state in optimizer["state"].items()
@@ -44,12 +43,12 @@ def save_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
         "episode": trainer.state.episode,
         "epoch": trainer.state.epoch,
         "log_history": trainer.state.log_history,
-        "counters": {name: getattr(trainer, name) for name in trainer.COUNTERS},
-        "drops": asdict(trainer.drops),
+        "kl_coef": trainer.kl_coef,
+        "progress": asdict(trainer.progress),
         "this_epoch": trainer.this_epoch,
-        "normalizer": trainer.normalizer.state_dict() if trainer.normalizer is not None else None,
+        "normalizer": normalizer.state_dict() if normalizer is not None else None,
         "evaluations": [asdict(evaluation) for evaluation in trainer.evaluations],
-        "text": _plain_text(trainer.text),
+        "text": _plain_text(trainer.evaluator.text),
         "param_groups": optimizer["param_groups"],
         "scheduler": trainer.lr_scheduler.state_dict(),
         "listeners": {name: one.state_dict() for name, one in _stateful(trainer).items()},
@@ -66,14 +65,14 @@ def load_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
     set_learning_rates(trainer)
     trainer.state.global_step, trainer.state.episode = state["update"], state["episode"]
     trainer.state.epoch, trainer.state.log_history = state["epoch"], state["log_history"]
-    trainer.proved = max(0, state["update"] - 1)  # of a checkpoint that was written before this was counted
-    for name, value in state["counters"].items():
-        setattr(trainer, name, value)
-    trainer.drops, trainer.this_epoch = Drops(**state["drops"]), state["this_epoch"]
-    if trainer.normalizer is not None and state["normalizer"] is not None:  # with --resume-anyway it may be new
-        trainer.normalizer.load_state_dict(state["normalizer"])
+    trainer.kl_coef, trainer.this_epoch = state["kl_coef"], state["this_epoch"]
+    for name, value in state["progress"].items():
+        setattr(trainer.progress, name, value)
+    normalizer = trainer.collector.normalizer
+    if normalizer is not None and state["normalizer"] is not None:  # with --resume-anyway it may be new
+        normalizer.load_state_dict(state["normalizer"])
     trainer.evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
-    trainer.text = _text_of(state["text"])
+    trainer.evaluator.text = _text_of(state["text"])
     for name, one in _stateful(trainer).items():
         if name in state["listeners"]:
             one.load_state_dict(state["listeners"][name])
@@ -117,7 +116,7 @@ def _stateful(trainer: OnPolicyLoop) -> dict[str, Any]:
     """Callbacks that remember something: KL control, the best checkpoint, a user's own. By class, and by their order
     where several are of one."""
     found: dict[str, Any] = {}
-    for one in trainer.listeners:
+    for one in trainer.events.callbacks:
         if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
             name = type(one).__name__
             found[f"{name} {sum(k.split()[0] == name for k in found) + 1}"] = one

@@ -95,8 +95,8 @@ class GRPOHost(GRPOTrainer):
             reward_funcs=[no_reward],
             args=GRPOConfig(
                 output_dir=config.run.output,
-                per_device_train_batch_size=config.episodes_per_update,
-                num_generations=config.group_size,
+                per_device_train_batch_size=2,  # TRL requires a group of two; our loop samples and cuts minibatches
+                num_generations=2,
                 max_completion_length=config.sampling.reply_length,
                 temperature=config.sampling.temperature,
                 num_iterations=1,  # passes over a rollout are our loop's
@@ -121,6 +121,9 @@ class GRPOHost(GRPOTrainer):
         self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
 
 
+Host = PPOHost | GRPOHost
+
+
 def make_host(
     config: Config,
     policy: PreTrainedModel | PeftModel,
@@ -128,7 +131,7 @@ def make_host(
     updates: int,
     reference: Reference,
     train: Sequence[Prompt],
-) -> PPOHost | GRPOHost:
+) -> Host:
     """Construct the host of these settings' algorithm. TRL's PPOTrainer requires a reference and prompts, too."""
     if ALGORITHMS[config.algorithm].has_critic:
         return PPOHost(config, policy, tokenizer, updates, reference, train)

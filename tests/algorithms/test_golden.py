@@ -19,7 +19,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.models.actor_critic import with_value_head
 from rlhf.models.load import load_tokenizer
 from rlhf.rollout.completions import Replies
-from rlhf.trainer import loop
+from rlhf.trainer import collect
 from rlhf.trainer.trl_host import _SharedBackboneCritic
 
 BATCH, LENGTH, UPDATES, EPOCHS = 4, 8, 3, 2
@@ -102,7 +102,7 @@ def replayed(monkeypatch):
             return Replies.of(prompts, reply, eos=eos, pad=pad, vocabulary=len(stock.tokenizer))
 
         monkeypatch.setattr(trainer, "prompts_of", prompts_of)
-        monkeypatch.setattr(loop, "sample_replies", sample)
+        monkeypatch.setattr(collect, "sample_replies", sample)
         monkeypatch.setattr(trainer, "evaluate", lambda: None)
 
     return replay
@@ -300,7 +300,9 @@ def compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, fla
     ours.advantages = noted
     # TRL shuffles from torch's global stream: neither side does here, so that minibatches are the same
     monkeypatch.setattr(f"trl.trainer.{algorithm}_trainer.shuffle_sequence_dict", lambda batch: batch)
-    ours.minibatches = lambda update, epoch: iter(torch.arange(4).view(-1, ours.config.minibatch_size).tolist())
+    ours.learner.minibatches = lambda update, epoch: iter(
+        torch.arange(4).view(-1, ours.config.minibatch_size).tolist()
+    )
     settings = {"per_device_train_batch_size": ours.config.minibatch_size, **settings}
     for update in range(1, UPDATES + 1):
         ours.one_update(update)

@@ -28,7 +28,7 @@ def per_reply(batch) -> torch.Tensor:
 
 
 def rolled(trainer):
-    return trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    return trainer.collector.collect(trainer.prompts_of(1), 1)
 
 
 def test_group_advantages_by_hand(grpo):
@@ -81,7 +81,7 @@ def test_ppo_and_grpo_log_the_same_kl_of_the_same_replies(build, tmp_path):
             trainer = build("--kl-placement", placement, algorithm=algorithm)
             trainer.load_model(tmp_path / "moved")
             trainer.prompts_of = lambda update, t=trainer: list(enumerate(t.train_prompts[:4]))
-            replies.append(trainer.rollout(trainer.prompts_of(1), 1, "rollout").texts)
+            replies.append(trainer.collector.collect(trainer.prompts_of(1), 1).texts)
             trainer.one_update(1)
             (logged,) = [entry for entry in trainer.state.log_history if "kl_divergence" in entry]
             said.append({name: value for name, value in logged.items() if name.startswith("kl_divergence")})
@@ -123,7 +123,7 @@ def test_a_group_whose_penalties_differ_has_spread(grpo):
     trainer = grpo("--K", 2, "--missing-eos-penalty", 5, rewards=[lambda **_: [1.0] * 4])
     rollout = rolled(trainer)
     rollout.replies.ended = torch.tensor([True, False, False, False])
-    scored = trainer.score(rollout)
+    scored = trainer.collector.score(rollout)
     said = rollout_metrics(trainer.advantages(rollout, scored.used), scored, 2)
     assert said["rewards/equal_groups"] == 0.5
 

@@ -61,12 +61,12 @@ def test_gradient_against_a_plain_forward_after_the_policy_has_moved(build, loss
     with torch.no_grad():
         for weight in trainer.reference.copy.parameters():
             weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
-    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     batch = trainer.advantages(rollout, torch.tensor([0.0, 1.0, 3.0, 2.0]))
-    trainer.update(batch, 1)  # the policy leaves the rollout policy
+    trainer.learner.run(batch, 1)  # the policy leaves the rollout policy
     batch.weights.zero_()
     trainer.model.train()
-    stats = trainer.minibatch_gradients(batch, rows)
+    stats = trainer.learner.minibatch_gradients(batch, rows)
     policy = trainer.actor.policy
     found = {name: weight.grad.clone() for name, weight in policy.named_parameters()}
     assert float(stats["policy/approx_kl"]) > 1e-5, "the ratios must differ from 1, or the test shows nothing"

@@ -33,7 +33,7 @@ def test_every_metric_of_the_glossary_is_logged(build):
 def test_whitened_rewards_keep_their_mean(build):
     """Two-token replies by hand: without a shift r becomes (r - mean) / std + mean; then GAE with V = 0."""
     trainer = build("--whiten-rewards", "--no-whiten-advantages", "--kl-coef", "1e-9", "--gamma", "1", "--lam", "1")
-    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     rollout.replies.mask = torch.zeros_like(rollout.mask)
     rollout.replies.mask[:, :2] = True
     batch = trainer.advantages(rollout, torch.tensor([1.0, 2.0, 3.0, 4.0]))

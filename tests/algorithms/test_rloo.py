@@ -20,7 +20,7 @@ def rloo(build):
 
 
 def rolled(trainer):
-    return trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    return trainer.collector.collect(trainer.prompts_of(1), 1)
 
 
 def test_leave_one_out_advantages_by_hand():

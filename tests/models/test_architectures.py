@@ -210,7 +210,7 @@ class Run:
         noise = uniforms(1, 2, "a test", range(7), 12)
 
         def sampled(engine: str, eos: int) -> Replies:
-            policy, sampling = self.trainer.actor.policy.eval(), self.trainer.sampling
+            policy, sampling = self.trainer.actor.policy.eval(), self.trainer.config.sampling
             return sample_replies(policy, prompts, noise, sampling, eos=eos, pad=0, device=CPU, engine=engine, slots=4)
 
         found = sampled(engine, sampled("plain", -1).rows()[0][3])
@@ -274,8 +274,8 @@ def test_it_begins_where_the_start_model_is(run):
 def test_log_probs_are_those_of_plain_transformers(run, engine="slots"):
     """Packed, in slots, by our head: the same as each row alone through the saved model as anyone would load it."""
     model, replies = run.plain(), run.replies(engine)
-    ours, _, _ = run.trainer.logprobs(replies)
-    temperature = run.trainer.sampling.temperature
+    ours, _, _ = run.trainer.collector.logprobs(replies)
+    temperature = run.trainer.config.sampling.temperature
     for row, ids in enumerate(replies.rows()):
         prompt = replies.prompt_ids[row][replies.prompt_mask[row]].tolist()
         theirs = log_probs_of(model, prompt, ids, temperature)
@@ -312,7 +312,7 @@ def test_the_fast_engine_writes_the_plain_replies(run):
 
 def test_the_critic_learns(run):
     """Under PPO: a value per token from hidden states of this family's width. GRPO has none."""
-    logprobs, _, values = run.trainer.logprobs(run.replies("slots"))
+    logprobs, _, values = run.trainer.collector.logprobs(run.replies("slots"))
     if run.algorithm == "grpo":
         assert values is None
         return
@@ -346,7 +346,7 @@ def test_without_the_fast_paths_it_is_as_exact(name, algorithm, words, start, tm
     output, killed = tmp_path / "run", tmp_path / "killed"
     seen = train(words(name, "full", algorithm, "--no-fused-head"), algorithm, output, killed)
     run = Run(FAMILIES[name], "full", algorithm, start(name), output, killed, **seen)
-    assert not run.trainer.packed and default_engine(run.trainer.actor.policy, CPU) == "plain"
+    assert not run.trainer.micro_batches.packed and default_engine(run.trainer.actor.policy, CPU) == "plain"
     test_it_begins_where_the_start_model_is(run)
     test_log_probs_are_those_of_plain_transformers(run, engine="plain")
 
@@ -430,7 +430,7 @@ def test_what_cannot_be_packed_falls_back_by_itself(what, words, tmp_path):
     output, killed = tmp_path / "run", tmp_path / "killed"
     seen = train([*words("llama"), "--actor-model", str(folder)], "ppo", output, killed)
     run = Run(FAMILIES["llama"], "full", "ppo", folder, output, killed, **seen)
-    assert not run.trainer.packed
+    assert not run.trainer.micro_batches.packed
     test_it_begins_where_the_start_model_is(run)
     test_log_probs_are_those_of_plain_transformers(run, engine="plain")
 

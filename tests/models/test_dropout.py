@@ -48,15 +48,17 @@ def test_it_acts_in_optimizer_steps_and_never_in_measuring(make):
         for name, weight in trainer.actor.policy.named_parameters():
             if "lora_B" in name:
                 weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
-    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
-    assert not trainer.cached_forward, "the first step's pass has dropout"
-    again = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    assert not trainer.collector.cached_forward, "the first step's pass has dropout"
+    again = trainer.collector.collect(trainer.prompts_of(1), 1)
     assert torch.equal(rollout.logprobs, again.logprobs)
     trainer.model.train()
-    assert torch.equal(trainer.logprobs(rollout.replies)[0], rollout.logprobs), "in whatever mode it is asked"
+    assert torch.equal(trainer.collector.logprobs(rollout.replies)[0], rollout.logprobs), (
+        "in whatever mode it is asked"
+    )
     logged = trainer.one_update(1)
     assert abs(logged["policy/ratio"] - 1) > 1e-4 or logged["policy/approx_kl"] > 1e-6
-    found = trial.first_ratio_is_one(trainer, trainer.rollout(trainer.prompts_of(2), 2, "rollout"))
+    found = trial.first_ratio_is_one(trainer, trainer.collector.collect(trainer.prompts_of(2), 2))
     assert found.ok and " without dropout; " in found.found and found.found.endswith("with --lora-dropout 0.3")
     assert shares(trainer) == {0.3}, "the check leaves it as it was"
 
@@ -77,7 +79,7 @@ def test_two_updates_drop_not_the_same(make):
     trainer = make(*DROPOUT)
     drawn = []
     for update in (1, 2, 1):
-        with trainer.dropout_stream(update):
+        with trainer.learner.dropout_stream(update):
             drawn.append(torch.rand(3).tolist())
     assert drawn[0] == drawn[2] != drawn[1]
 

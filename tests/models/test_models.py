@@ -140,7 +140,7 @@ def test_actor_and_critic_share_one_backbone(build):
     trainer = build()
     passes = []
     trainer.model.policy.model.register_forward_hook(lambda *_: passes.append(1))
-    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     batch = trainer.advantages(rollout, torch.ones(4))
     passes.clear()
     whole_gradient(trainer, batch)
@@ -162,7 +162,7 @@ def test_a_critic_of_its_own_learns_the_values_alone(build, tmp_path, kind):
     flags = ["--critic", "separate", *CRITICS[kind], "--learning-rate", "1e-2"]
     trainer = build(*flags)
     actor = trainer.actor
-    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     batch = trainer.advantages(rollout, torch.ones(4))
     batch.weights.zero_()  # no policy gradient is left
     trainer.model.train()
@@ -175,12 +175,12 @@ def test_a_critic_of_its_own_learns_the_values_alone(build, tmp_path, kind):
     trainer.one_update(1)
     trainer.save_model(tmp_path / "saved")
     assert set(load_file(tmp_path / "saved" / "critic.safetensors")) == set(trained_of(actor.critic))
-    values = trainer.logprobs(rollout.replies)[2]
+    values = trainer.collector.logprobs(rollout.replies)[2]
     assert float((values - rollout.values).abs().max()) > 1e-4
     other = build(*flags)
-    assert not torch.equal(other.logprobs(rollout.replies)[2], values)
+    assert not torch.equal(other.collector.logprobs(rollout.replies)[2], values)
     other.load_model(tmp_path / "saved")
-    assert torch.equal(other.logprobs(rollout.replies)[2], values)
+    assert torch.equal(other.collector.logprobs(rollout.replies)[2], values)
 
 
 def test_a_critic_of_another_kind_is_refused(build, tmp_path):
@@ -206,7 +206,7 @@ def test_full_logits_are_never_kept(build, monkeypatch):
     probabilities, seen = logprobs._probabilities, []
     monkeypatch.setattr(logprobs, "_probabilities", lambda z, *a: seen.append(len(z)) or probabilities(z, *a))
     trainer = build("--reply-length", 8)
-    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     batch = trainer.advantages(rollout, torch.arange(4.0))
     assert max(seen) <= 8 and sum(seen) == 2 * rollout.mask.sum(), "policy and reference, all positions, in parts"
     seen.clear()
@@ -224,7 +224,7 @@ def test_chunks_change_nothing(build, monkeypatch, flags):
 
 def gradient(trainer) -> torch.Tensor:
     """Of the loss on a first batch, all parameters in a row, in the mode of a real update."""
-    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     batch = trainer.advantages(rollout, torch.arange(4.0))
     trainer.model.train(trainer.config.model.gradient_checkpointing)
     return whole_gradient(trainer, batch)[1]
@@ -235,10 +235,10 @@ def test_gradient_checkpointing_recomputes_and_changes_no_gradient(build):
     for flags in ((), ("--gradient-checkpointing",)):
         grads.append(gradient(build("--ppo-epochs", "1", *flags)))
         trainer, count = build("--ppo-epochs", "1", *flags), []
-        rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+        rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
         batch = trainer.advantages(rollout, torch.arange(4.0))
         trainer.model.policy.model.layers[0].self_attn.register_forward_hook(lambda *_, c=count: c.append(1))
-        trainer.update(batch, 1)
+        trainer.learner.run(batch, 1)
         passes.append(len(count))
     assert passes == [0, 2], "the measuring pass serves; forward, and forward again in the backward pass"
     assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-7)

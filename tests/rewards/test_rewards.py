@@ -152,7 +152,7 @@ def test_the_optimizer_never_sees_a_bad_score(build, algorithm):
     trainer.add_callback(SimpleNamespace(on_drop=lambda *given: heard.append(str(given[-1]))))
     trainer.one_update(1)
     assert len(heard) == 1 and "reward function sometimes" in heard[0]
-    assert trainer.optimizer_steps == 0
+    assert trainer.progress.optimizer_steps == 0
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 

@@ -214,7 +214,7 @@ def test_vllm_samples_and_the_loss_is_corrected_for_its_probabilities(build, mon
     seen = []
     trainer.add_callback(type("Ear", (), {"on_batch": lambda _, update, batch, scored: seen.append(batch)})())
     metrics = trainer.train()
-    assert trainer.vllm.generation.synced == 2, "before each rollout; evaluations sample with our own engine"
+    assert trainer.collector.vllm.generation.synced == 2, "before each rollout; evaluations sample with our own engine"
     for batch in seen:
         plain = objectives.whiten(batch.advantages, batch.mask)
         expected = plain * torch.where(batch.mask, 0.5, 0.0).exp()

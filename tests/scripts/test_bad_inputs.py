@@ -34,6 +34,7 @@ from rlhf.data.examples import load_examples
 from rlhf.data.splits import question_hash
 from rlhf.rewards.reward_model import METRICS_FILE
 from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.optimize import PolicyOptimizer
 from rlhf.utils import files, hub
 from rlhf.utils.errors import run_command
 from tests.models.test_models import Hub
@@ -354,7 +355,7 @@ def no_memory(world: World) -> list[object]:
     def gradients(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    world.monkeypatch.setattr(OnPolicyLoop, "gradients", gradients)
+    world.monkeypatch.setattr(PolicyOptimizer, "gradients", gradients)
     return ["--micro-batch-size", 1]
 
 

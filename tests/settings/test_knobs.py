@@ -388,12 +388,12 @@ def test_rollout_slots_is_the_number_of_rows_in_a_step(build, monkeypatch):
 def test_packed_takes_the_padding_out_of_the_layers(build):
     def tokens(*flags):
         trainer, seen = build("--num-iterations", 1, *flags), []
-        rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+        rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
         batch = trainer.advantages(rollout, torch.arange(4.0))
         trainer.model.policy.model.layers[0].register_forward_hook(
             lambda _m, inputs, _o: seen.append(inputs[0].shape[0] * inputs[0].shape[1])
         )
-        trainer.update(batch, 1)
+        trainer.learner.run(batch, 1)
         return seen[0]
 
     assert tokens() < tokens("--no-packed")

@@ -74,7 +74,7 @@ def tried(loaded):
     def make(*flags, algorithm="ppo"):
         config, parts = loaded(*flags, algorithm=algorithm)
         trainer = OnPolicyLoop(config, **parts.for_trainer)
-        return trainer, parts, trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+        return trainer, parts, trainer.collector.collect(trainer.prompts_of(1), 1)
 
     return make
 
@@ -300,7 +300,7 @@ def test_a_reference_that_is_not_the_start_model(tried, algorithm):
     assert first_kl_is_zero(rollout, None).ok
     with torch.no_grad():
         next(trainer.reference.copy.parameters()).mul_(1.5)
-    changed = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    changed = trainer.collector.collect(trainer.prompts_of(1), 1)
     check = first_kl_is_zero(changed, None)
     assert not check.ok and "nats/sequence" in check.found
     assert not first_kl_is_zero(dataclasses.replace(changed, ref_logprobs=changed.logprobs * torch.nan), None).ok
@@ -331,8 +331,8 @@ def test_steps_that_are_not_taken(tried, algorithm):
     check = steps_are_as_planned(trainer, rollout)
     assert check.ok and check.found.startswith("6 planned in an update, 6 taken, 6 logged; 12 planned in 2 updates")
     trainer, _, rollout = tried(*flags, algorithm=algorithm)
-    plain = trainer.minibatches
-    trainer.minibatches = lambda *a: itertools.islice(plain(*a), 1)  # the last one is dropped
+    plain = trainer.learner.minibatches
+    trainer.learner.minibatches = lambda *a: itertools.islice(plain(*a), 1)  # the last one is dropped
     check = steps_are_as_planned(trainer, rollout)
     assert not check.ok and "3 taken, 3 logged" in check.found
     trainer, _, rollout = tried(*flags, algorithm=algorithm)

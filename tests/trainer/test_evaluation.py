@@ -69,9 +69,9 @@ def test_without_pairs_the_perplexity_is_of_the_start_models_replies_and_says_so
     trainer.train()
     kept = len(trainer.evaluation_prompts)
     source = f"one fixed sample of the start model's replies ({kept})"
-    assert trainer.text.source == source == log.data["best"]["perplexity_text"]
+    assert trainer.evaluator.text.source == source == log.data["best"]["perplexity_text"]
     start = [json.loads(line)["reply"] for line in (Path(log.path.parent) / "samples" / "update-000000.jsonl").open()]
-    decoded = [decode_reply(trainer.processing_class, ids) for ids in trainer.text.replies]
+    decoded = [decode_reply(trainer.processing_class, ids) for ids in trainer.evaluator.text.replies]
     assert decoded == start, "EOS where the reply had one, no other change"
     assert capsys.readouterr().out.count(f"on {source}") == 2, "before and after"
 
@@ -83,8 +83,10 @@ def test_a_named_text_is_the_perplexitys(build, start_model, tmp_path):
     trainer.evaluate()
     tokenizer = load_tokenizer(str(start_model))
     ids = [encode_text(tokenizer, p) for p in ("the cat sat", "Paris is a city\non a river")]
-    assert trainer.text.source == f"2 paragraphs of {file}"
-    assert [[*p.ids, *r] for p, r in zip(trainer.text.prompts, trainer.text.replies, strict=True)] == ids
+    assert trainer.evaluator.text.source == f"2 paragraphs of {file}"
+    assert [
+        [*p.ids, *r] for p, r in zip(trainer.evaluator.text.prompts, trainer.evaluator.text.replies, strict=True)
+    ] == ids
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(UserError, match="no paragraph of two tokens or more: --eval-text"):
         build("--eval-text", tmp_path / "empty.txt")

@@ -20,6 +20,7 @@ from rlhf.callbacks.base import Callback
 from rlhf.models.logprobs import backbone_of
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.logprobs import measure
+from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.metrics import rollout_metrics
 from rlhf.trainer.scores import Scored
 from rlhf.utils.errors import RunError, UserError
@@ -65,7 +66,7 @@ def test_optimizer_steps_are_updates_x_epochs_x_minibatches(make, updates, epoch
     step = trainer.optimizer.optimizer.step
     trainer.optimizer.optimizer.step = lambda *a, **k: (counted.append(1), step(*a, **k))[1]
     trainer.train()
-    assert len(counted) == trainer.optimizer_steps == updates * epochs * minibatches
+    assert len(counted) == trainer.progress.optimizer_steps == updates * epochs * minibatches
 
 
 def test_fewer_prompts_than_a_batch_does_not_hang(make):
@@ -113,12 +114,12 @@ def test_the_micro_batch_changes_memory_and_not_the_result(make):
 
 def batch_with_early_eos(trainer):
     """A rollout of which the first reply ends at its third token, and the batch made from it."""
-    rollout: Rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    rollout: Rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     replies = rollout.replies
     replies.nucleus = None
     replies.reply_lengths[0] = 3
     replies.reply_ids[0, 2], replies.mask[0, 3:], replies.ended[0] = trainer.processing_class.eos_token_id, False, True
-    measured = measure(trainer.actor, trainer.reference, replies, trainer.sampling.temperature, 4)
+    measured = measure(trainer.actor, trainer.reference, replies, trainer.config.sampling.temperature, 4)
     rollout.logprobs, rollout.ref_logprobs, rollout.values = measured
     return rollout, trainer.advantages(rollout, torch.arange(1.0, 5.0))
 
@@ -130,7 +131,7 @@ def test_the_pass_that_measures_is_the_first_steps(make, monkeypatch, flags):
     for kept in (True, False):
         trainer, count = make(*flags), []
         if not kept:
-            monkeypatch.setattr(type(trainer), "first_step_is_one_pass", lambda *_: False)
+            monkeypatch.setattr(RolloutCollector, "first_step_is_one_pass", lambda *_: False)
         backbone_of(trainer.actor.policy).register_forward_hook(
             lambda module, given, named, output, count=count: count.append(named.get("use_cache")), with_kwargs=True
         )
@@ -147,22 +148,22 @@ def test_the_pass_that_measures_is_the_first_steps(make, monkeypatch, flags):
 def test_a_pass_is_kept_where_it_is_the_whole_first_step(make, flags):
     trainer, plain = make(*flags), make()
     for one in (trainer, plain):
-        one.rollout(one.prompts_of(1), 1, "rollout")
-    assert (bool(trainer.cached_forward), bool(plain.cached_forward)) == (False, True)
-    plain.rollout(plain.prompts_of(1), 0, "evaluate")
-    assert not plain.cached_forward
+        one.collector.collect(one.prompts_of(1), 1)
+    assert (bool(trainer.collector.cached_forward), bool(plain.collector.cached_forward)) == (False, True)
+    plain.collector.collect(plain.prompts_of(1), 0, "evaluate")
+    assert not plain.collector.cached_forward
 
 
 def test_a_cached_forward_is_taken_once_and_for_its_own_completions_only(build):
     trainer = build()
-    replies = trainer.rollout(trainer.prompts_of(1), 1, "rollout").replies
-    cached, rows = trainer.cached_forward, [0, 1, 2, 3]
+    replies = trainer.collector.collect(trainer.prompts_of(1), 1).replies
+    cached, rows = trainer.collector.cached_forward, [0, 1, 2, 3]
     order = cached._kept[1][0].rows
     assert sorted(order) == rows
     assert cached.take(replace(replies), order) is None, "other completions, though the rows are the same"
-    trainer.logprobs(replies, keep_forward=True)
+    trainer.collector.logprobs(replies, keep_forward=True)
     assert cached.take(replies, order[:2]) is None and cached.take(replies, order) is None, "taken"
-    trainer.logprobs(replies, keep_forward=True)
+    trainer.collector.logprobs(replies, keep_forward=True)
     passage, hidden = cached.take(replies, order)
     assert passage.rows == order and hidden.requires_grad
     assert not cached
@@ -177,14 +178,14 @@ def test_eos_is_in_the_loss_and_nothing_after_it_is(make):
         if values is not None:  # GRPO has no critic
             values[0, 3:] = 1e3
     assert_close(whole_gradient(trainer, batch)[1], base, rtol=0, atol=0)
-    batch.weights[0, 2] += 1.0  # EOS itself
+    batch.logprobs[0, 2] += 0.1  # EOS itself
     assert float((whole_gradient(trainer, batch)[1] - base).abs().max()) > 1e-6
 
 
 def test_a_reply_without_eos_pays_the_penalty(make):
     trainer = make("--missing-eos-penalty", "2.5", rewards=[lambda completions, **_: [1.0] * len(completions)])
     rollout, _ = batch_with_early_eos(trainer)
-    scored = trainer.score(rollout)
+    scored = trainer.collector.score(rollout)
     assert scored.raw.tolist() == [1.0] * 4
     assert scored.used.tolist() == [1.0 if ended else -1.5 for ended in rollout.replies.ended.tolist()]
     assert not rollout.replies.ended.all()
@@ -229,7 +230,7 @@ def test_the_entropy_bonus_lowers_the_loss_by_coefficient_times_entropy(make):
     losses, grads = {}, {}
     for coef in (0.0, 0.5):
         trainer = make("--entropy-coef", coef)
-        rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+        rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
         batch = trainer.advantages(rollout, torch.arange(4.0))
         stats, grads[coef] = whole_gradient(trainer, batch)
         losses[coef], entropy = float(stats["loss"]), float(stats["policy/entropy"])
@@ -239,7 +240,7 @@ def test_the_entropy_bonus_lowers_the_loss_by_coefficient_times_entropy(make):
 
 def test_what_a_rollout_says_of_itself_by_hand(make):
     trainer = make()
-    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     mask = torch.zeros_like(rollout.mask)
     mask[0, :2], mask[1:, :1] = True, True  # five reply tokens in four replies
     rollout.replies.mask, rollout.replies.ended = mask, torch.tensor([True, False, False, False])
@@ -295,8 +296,8 @@ def test_scores_are_normalised_where_asked(make):
     """Scores 3, 3, 5, 9: mean 5, variance 8. With a decay of 0 each batch is its own measure."""
     given = iter([[3.0, 3, 5, 9], [4.0, 4, 6, 10]])
     trainer = make("--normalize-scores", "--score-ema", 0, rewards=[lambda **_: next(given)])
-    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
-    first, second = trainer.score(rollout), trainer.score(rollout)
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    first, second = trainer.collector.score(rollout), trainer.collector.score(rollout)
     assert first.raw.tolist() == [3, 3, 5, 9], "what is logged stays in score units"
     assert_close(first.used, torch.tensor([-2.0, -2, 0, 4]) / 8**0.5)
     assert_close(second.used, first.used)
@@ -314,9 +315,9 @@ def test_drifting_scores_do_not_move_the_advantages_scale(make, drift):
         "none",
         rewards=[lambda **_: [b + drift * u for u in [next(updates)] for b in base]],
     )
-    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     for _ in range(40):
-        batch = trainer.advantages(rollout, trainer.score(rollout).used)
+        batch = trainer.advantages(rollout, trainer.collector.score(rollout).used)
     per_reply = torch.stack([row[mask][-1] for row, mask in zip(batch.advantages, rollout.mask, strict=True)])
     spread = float((per_reply - per_reply.mean()).abs().max())
     deviation = (14 / 3) ** 0.5  # of 0 1 2 5, whose mean is 2; the groups are (0 1) and (2 5)
@@ -348,7 +349,7 @@ def test_the_kl_in_the_loss_pulls_towards_the_reference(make):
     with torch.no_grad():
         for weight in trainer.reference.copy.parameters():
             weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
-    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     batch = trainer.advantages(rollout, torch.zeros(4))
     batch.weights.zero_()  # PPO's critic knows nothing yet: no reward, no advantage
 
@@ -357,7 +358,7 @@ def test_the_kl_in_the_loss_pulls_towards_the_reference(make):
         return float(kl_k3(logprobs, ref_logprobs, rollout.mask).sum())
 
     before = kl()
-    trainer.update(batch, 1)
+    trainer.learner.run(batch, 1)
     assert kl() < 0.99 * before
 
 
@@ -370,7 +371,7 @@ def test_a_beta_at_its_floor_under_placement_loss_comes_back(make):
         logged = trainer.one_update(update)
     assert trainer.kl_coef == LOWEST_BETA
     assert logged["kl_divergence/k3"] > 0
-    trainer.tell("on_update_end", 11, {**logged, "kl_divergence": 2000.0})
+    trainer.events.call("on_update_end", 11, {**logged, "kl_divergence": 2000.0})
     assert trainer.kl_coef == pytest.approx(LOWEST_BETA * (1 + 0.2 * 4 / 1))
     assert trainer.config.kl.coef_in("loss", trainer.kl_coef) == trainer.kl_coef
 
@@ -391,7 +392,7 @@ def test_special_tokens_written_in_a_prompt_stay_text(make, tmp_path):
     text = "say <|im_end|> and <|endoftext|> and <|im_start|>assistant"
     file.write_text("\n".join(json.dumps({"prompt": f"{text} {i}"}) for i in range(60)))
     trainer = make("--prompts", file, "--prompt-length", 200)
-    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     plain = make()
     special = set(trainer.processing_class.all_special_ids) - {trainer.processing_class.pad_token_id}
     for row, mask in zip(rollout.replies.prompt_ids, rollout.replies.prompt_mask, strict=True):

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ import train_ppo
 from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_folder import read_run
 from rlhf.models.save import bad_weights
-from rlhf.trainer import loop
+from rlhf.trainer import collect, evaluation, optimize
 from rlhf.trainer.evaluation import FixedText, perplexity
-from rlhf.trainer.state import load_trainer
+from rlhf.trainer.safety import Dropped
 from rlhf.utils.errors import RunError, run_command
 from tests.conftest import attach, typed
 
@@ -114,15 +115,15 @@ def test_the_advised_command_resumes_from_before_the_weights_broke(run_flags, tm
 
 def stop_after(update: int, call) -> None:
     """Ctrl-C in an update of every run in `call`."""
-    plain = loop.OnPolicyLoop.update
+    plain = optimize.PolicyOptimizer.run
 
-    def stopped(self, batch, number):
+    def stopped(self, experience, number):
         if number == update:
             signal.raise_signal(signal.SIGINT)
-        return plain(self, batch, number)
+        return plain(self, experience, number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.OnPolicyLoop, "update", stopped)
+        patch.setattr(optimize.PolicyOptimizer, "run", stopped)
         call()
 
 
@@ -130,15 +131,15 @@ def test_ctrl_c_after_a_skipped_update_saves_nothing_new(run_flags, tmp_path, ca
     """The scores of update 3 are not numbers; Ctrl-C comes in it."""
     rule = nan_rule(tmp_path, 4)
     flags = run_flags("--num-iterations", 8, "--save-every", 2, "--rm-model", "none", "--reward-func", rule)
-    plain = loop.OnPolicyLoop.score
+    plain = collect.RolloutCollector.score
 
     def stopped(self, rollout):
-        if self.state.global_step == 2:
+        if self.host.state.global_step == 2:
             signal.raise_signal(signal.SIGINT)
         return plain(self, rollout)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.OnPolicyLoop, "score", stopped)
+        patch.setattr(collect.RolloutCollector, "score", stopped)
         run(flags, 128 + signal.SIGINT)
     said = capsys.readouterr().err
     assert "stopped after update 3 of 8, which was skipped, so nothing new is saved; the newest checkpoint is " in said
@@ -149,14 +150,14 @@ def test_ctrl_c_after_a_skipped_update_saves_nothing_new(run_flags, tmp_path, ca
 def test_an_overdue_checkpoint_is_written_by_the_next_update_that_succeeds(build, tmp_path):
     trainer = build("--num-iterations", 9, "--save-every", 2, "--keep", 9)
     log = attach(trainer)
-    plain = trainer.score
+    plain = trainer.collector.score
 
     def score(rollout):
         if trainer.state.global_step in (1, 2, 4):  # updates 2, 3 and 5
-            raise loop.Dropped("a test", by_score=True)
+            raise Dropped("a test", by_score=True)
         return plain(rollout)
 
-    trainer.score = score
+    trainer.collector.score = score
     trainer.train()
     assert sorted(find_checkpoints(tmp_path / "run", log.data["id"]).sound) == [4, 6, 8, 9]
 
@@ -183,15 +184,15 @@ def test_three_skipped_updates_at_the_end_fail(run_flags, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["kl", "perplexity"])
 def test_an_evaluation_that_is_not_finite_ends_the_run(build, monkeypatch, name):
-    plain = loop.evaluate
+    plain = evaluation.evaluate
 
     def evaluated(*given):
         result = plain(*given)
         bad = {"kl": [math.nan, *result.kl[1:]], "perplexity": math.inf}
-        return loop.replace(result, **{name: bad[name]})
+        return replace(result, **{name: bad[name]})
 
     trainer = build()
-    monkeypatch.setattr(loop, "evaluate", evaluated)
+    monkeypatch.setattr(evaluation, "evaluate", evaluated)
     said = {"kl": "the KL is nan", "perplexity": "the perplexity is inf"}[name]
     with pytest.raises(RunError, match=rf"{said}: the evaluation after update 0\. The model is not saved"):
         trainer.train()
@@ -205,17 +206,3 @@ def test_a_perplexity_beyond_a_float_is_infinite(build):
     text = FixedText([prompt], [[5, 6, 7]], "three tokens")
     value = perplexity(trainer.actor.policy, text, 0, torch.device("cpu"), None)
     assert value == math.inf
-
-
-def test_a_checkpoint_from_before_the_count_sets_nothing_older_aside(build, tmp_path):
-    """Written by an older release, without `proved`: a resume from it must not take all checkpoints for suspect."""
-    trainer = build("--num-iterations", 3)
-    attach(trainer)
-    trainer.train()
-    file = tmp_path / "run" / "checkpoint-3" / "training.json"
-    state = json.loads(file.read_text())
-    assert state["counters"].pop("proved") == 2
-    file.write_text(json.dumps(state))
-    again = build("--num-iterations", 3)
-    load_trainer(again, file.parent)
-    assert again.proved == 2

@@ -19,7 +19,7 @@ from rlhf.callbacks.incidents import Incident, save_incident
 from rlhf.checkpoints.run_folder import read_run
 from rlhf.run.command import train_command
 from rlhf.run.replay import replay
-from rlhf.trainer import loop, safety
+from rlhf.trainer import collect, evaluation, optimize, safety
 from rlhf.utils.errors import Notice, RunError, UserError, run_command
 from tests.conftest import attach
 
@@ -90,7 +90,7 @@ def test_nothing_bad_reaches_the_weights(build, algorithm, way, value):
     WAYS[way](trainer, value)
     metrics = trainer.one_update(1)
     assert torch.equal(weights(trainer), before)
-    assert metrics["updates/dropped"] == 1 and trainer.optimizer_steps == 0
+    assert metrics["updates/dropped"] == 1 and trainer.progress.optimizer_steps == 0
     assert heard.ends == [] and [u for u, _ in heard.drops] == [1]
     assert all(w.grad is None or not w.grad.any() for w in trainer.model.parameters())
 
@@ -109,8 +109,8 @@ def test_the_run_goes_on_after_a_drop(build):
     trainer.add_callback(heard)
     metrics = trainer.train()
     assert heard.ends == [1, 3, 4] and [u for u, _ in heard.drops] == [2]
-    assert metrics["updates/dropped"] == 1 and trainer.drops.in_a_row == 0
-    assert trainer.optimizer_steps == 6, "2 in each update, none in the second"
+    assert metrics["updates/dropped"] == 1 and trainer.progress.skipped_in_a_row == 0
+    assert trainer.progress.optimizer_steps == 6, "2 in each update, none in the second"
 
 
 def test_earlier_steps_of_the_update_stay(build):
@@ -124,7 +124,7 @@ def test_earlier_steps_of_the_update_stay(build):
 
     trainer.algorithm.loss = second
     trainer.one_update(1)
-    assert trainer.optimizer_steps == 1
+    assert trainer.progress.optimizer_steps == 1
     assert not torch.equal(weights(trainer), before) and weights(trainer).isfinite().all()
 
 
@@ -133,20 +133,25 @@ def test_a_ratio_far_out_of_range_drops_the_update(build, monkeypatch, shift, se
     """As if the replies had been sampled from another policy, e^3 times less or more likely to say them."""
 
     def from_another(trainer):
-        really = trainer.measure
-        trainer.measure = lambda *given: (lambda logprobs, *rest: (logprobs + shift, *rest))(*really(*given))
+        really = trainer.collector.logprobs
+
+        def logprobs(*given, **more):
+            logprobs, *rest = really(*given, **more)
+            return (logprobs + shift, *rest)
+
+        trainer.collector.logprobs = logprobs
         return trainer
 
     trainer, heard = from_another(build("--ppo-epochs", 2)), Heard()
     trainer.add_callback(heard)
     before = weights(trainer)
     trainer.one_update(1)
-    assert f"policy/ratio is {seen}" in heard.drops[0][1] and trainer.optimizer_steps == 0
+    assert f"policy/ratio is {seen}" in heard.drops[0][1] and trainer.progress.optimizer_steps == 0
     assert torch.equal(weights(trainer), before)
     monkeypatch.setattr(safety, "MOST_RATIO", math.inf)
     other = from_another(build("--ppo-epochs", 2))
     other.one_update(1)
-    assert other.optimizer_steps == 2
+    assert other.progress.optimizer_steps == 2
 
 
 def test_a_controller_does_not_hear_of_a_dropped_update(build):
@@ -167,12 +172,12 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
     configured, tmp_path, monkeypatch, capsys, algorithm
 ):
     train, others = partial(train_command, algorithm), [name for name in ALGORITHMS if name != algorithm]
-    plain, from_update = loop.OnPolicyLoop.gradients, 1
+    plain, from_update = optimize.PolicyOptimizer.gradients, 1
 
     def spoilt(self, batch, passage, tokens, hidden=None):
         stats = plain(self, batch, passage, tokens, hidden)
-        if self.state.global_step >= from_update:
-            next(w for w in self.model.parameters() if w.grad is not None).grad.fill_(math.nan)
+        if self.host.state.global_step >= from_update:
+            next(w for w in self.host.model.parameters() if w.grad is not None).grad.fill_(math.nan)
         return stats
 
     config = configured(algorithm=algorithm)
@@ -182,7 +187,7 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
             "--prompt-length", "100", "--eval-prompts", "6", *groups]  # fmt: skip
     output = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr(loop.OnPolicyLoop, "gradients", spoilt)
+        patch.setattr(optimize.PolicyOptimizer, "gradients", spoilt)
         run_command(lambda: train([*argv, "--output", str(output)]))
     said = capsys.readouterr()
     assert ended.value.code == 1 and "3 updates in a row were skipped: update 4" in said.err
@@ -204,7 +209,7 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
     said = capsys.readouterr().out
     assert "policy/grad_norm" in said and "gradient of" not in said, "here the fault was in the code, not in the files"
     from_update = 0
-    monkeypatch.setattr(loop.OnPolicyLoop, "gradients", spoilt)
+    monkeypatch.setattr(optimize.PolicyOptimizer, "gradients", spoilt)
     train(["--replay", str(folder)])
     assert "gradient of" in capsys.readouterr().out
 
@@ -217,10 +222,10 @@ def test_a_replay_gives_the_numbers_that_were_recorded(build, tmp_path, flags):
     """Weights, batch and beta are all that an update's first step depends on."""
     trainer = build("--num-iterations", 3, *flags)
     trainer.one_update(1)
-    rollout = trainer.rollout(trainer.prompts_of(2), 2, "rollout")
-    batch = trainer.advantages(rollout, trainer.score(rollout).used)
+    rollout = trainer.collector.collect(trainer.prompts_of(2), 2)
+    batch = trainer.advantages(rollout, trainer.collector.score(rollout).used)
     save_incident(trainer, tmp_path / "incident", 2, rollout, batch, safety.Dropped("a test", [0, 1, 2, 3]))
-    stats = trainer.minibatch_gradients(batch, [0, 1, 2, 3])
+    stats = trainer.learner.minibatch_gradients(batch, [0, 1, 2, 3])
     trainer.optimizer.zero_grad()
     incident = Incident.read(str(tmp_path / "incident"))
     again = dict(replay(build("--num-iterations", 3, *flags), incident))
@@ -235,7 +240,7 @@ def test_a_replay_gives_the_numbers_that_were_recorded(build, tmp_path, flags):
 def test_a_reply_may_hold_any_character(build, tmp_path):
     """Some of which Python takes for the end of a line."""
     trainer = build()
-    rollout = trainer.rollout(trainer.prompts_of(1), 1, "rollout")
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     rollout.texts[0] = "a\u2028b\u0085c\x0bd"
     save_incident(trainer, tmp_path / "incident", 1, rollout, None, safety.Dropped("a test"))
     assert Incident.read(str(tmp_path / "incident")).rows[0]["reply"] == rollout.texts[0]
@@ -258,15 +263,15 @@ def test_an_evaluation_with_a_bad_score_ends_the_run(build):
 
 def kl_is(trainer, values):
     """What the controllers hear of the KL, update by update."""
-    really = trainer.tell
+    really = trainer.events.call
 
-    def tell(event, *details):
+    def call(event, *details):
         if event == "on_update_end":
             update, metrics = details
             metrics["kl_divergence"] = values[update - 1]
         really(event, *details)
 
-    trainer.tell = tell
+    trainer.events.call = call
 
 
 def test_a_kl_that_runs_away_doubles_beta(build, tmp_path):
@@ -315,7 +320,7 @@ def watch(trainer, seen):
 
 def short_of_memory(trainer, most):
     """A device that holds the graph of at most so many replies."""
-    really, sizes = trainer.gradients, []
+    really, sizes = trainer.learner.gradients, []
 
     def gradients(batch, passage, tokens, hidden=None):
         sizes.append(len(passage.rows))
@@ -323,7 +328,7 @@ def short_of_memory(trainer, most):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
         return really(batch, passage, tokens, hidden)
 
-    trainer.gradients = gradients
+    trainer.learner.gradients = gradients
     return sizes
 
 
@@ -335,7 +340,7 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_no_step(build, algorit
     with pytest.warns(Notice, match="out of memory in the backward pass: micro-batches of at most 2 replies"):
         short.one_update(1)
     assert sizes == [4, 2, 1, 1, 1, 1, 1, 1, 1, 1], "halved twice, and then for good"
-    assert short.optimizer_steps == plain.optimizer_steps == 2
+    assert short.progress.optimizer_steps == plain.progress.optimizer_steps == 2
     assert float((weights(plain) - weights(short)).abs().max()) < 1e-4
 
 
@@ -356,7 +361,7 @@ def test_out_of_memory_with_one_reply_names_what_helps(build, flags):
 
 def test_measuring_is_halved_too(build, monkeypatch):
     trainer = build()
-    really, calls = loop.measure, []
+    really, calls = collect.measure, []
 
     def measure(actor, reference, replies, temperature, rows, *more):
         calls.append(rows)
@@ -364,7 +369,7 @@ def test_measuring_is_halved_too(build, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return really(actor, reference, replies, temperature, rows, *more)
 
-    monkeypatch.setattr(loop, "measure", measure)
+    monkeypatch.setattr(collect, "measure", measure)
     with pytest.warns(Notice, match="in measuring"):
         trainer.one_update(1)
     assert calls == [0, 0, 2, 1], "first from the pass that has begun, then alone, then in parts"
@@ -372,7 +377,7 @@ def test_measuring_is_halved_too(build, monkeypatch):
 
 def test_a_pass_that_has_begun_makes_room_for_measuring(build, monkeypatch):
     """The device has memory for the graph of the first step's pass or for computing log-probs, not for both."""
-    trainer, really, begun, tried = build(), loop.measure, [], []
+    trainer, really, begun, tried = build(), collect.measure, [], []
 
     def start(replies):
         forward = plain(replies)
@@ -385,16 +390,16 @@ def test_a_pass_that_has_begun_makes_room_for_measuring(build, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return really(*given)
 
-    plain = trainer.start_forward
-    monkeypatch.setattr(trainer, "start_forward", start)
-    monkeypatch.setattr(loop, "measure", measure)
+    plain = trainer.collector.start_forward
+    monkeypatch.setattr(trainer.collector, "start_forward", start)
+    monkeypatch.setattr(collect, "measure", measure)
     trainer.one_update(1)
-    assert tried == [True, False] and trainer.optimizer_steps == 2
+    assert tried == [True, False] and trainer.progress.optimizer_steps == 2
 
 
 PHASES = {
-    "the rollout": (loop, "sample_replies"),
-    "an evaluation": (loop, "evaluate"),
+    "the rollout": (collect, "sample_replies"),
+    "an evaluation": (evaluation, "evaluate"),
 }
 
 

@@ -1,0 +1,128 @@
+"""From prompts to a scored rollout: sample completions, compute their log-probabilities, score them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from config import Config
+from rlhf.data.prompts import Prompt
+from rlhf.models.device import autocast, autocast_dtype
+from rlhf.models.reference import Reference
+from rlhf.rewards.call import BadScore
+from rlhf.rewards.normalizer import ScoreNormalizer
+from rlhf.rewards.rewards import Rewards
+from rlhf.rollout.completions import Forward, Replies, Rollout
+from rlhf.rollout.engine import sample_replies
+from rlhf.rollout.logprobs import measure
+from rlhf.rollout.sampling import uniforms
+from rlhf.rollout.vllm import VLLMEngine
+from rlhf.trainer.cached_forward import CachedForward
+from rlhf.trainer.micro_batch import MicroBatches
+from rlhf.trainer.safety import Dropped, check_finite
+from rlhf.trainer.scores import Scored
+from rlhf.trainer.trl_host import Host
+
+
+class RolloutCollector:
+    """Collects rollouts with the policy as it is. Random numbers come from (seed, update, purpose, episode)."""
+
+    def __init__(
+        self,
+        config: Config,
+        host: Host,
+        tokenizer: PreTrainedTokenizerBase,
+        reference: Reference,
+        rewards: Rewards,
+        micro_batches: MicroBatches,
+    ):
+        self.config, self.host, self.tokenizer = config, host, tokenizer
+        self.reference, self.rewards, self.micro_batches = reference, rewards, micro_batches
+        self.device, self.sampling = host.accelerator.device, config.sampling
+        self.dtype = autocast_dtype(config.model.bf16, self.device)
+        self.normalizer = ScoreNormalizer(config.reward.score_ema) if config.reward.normalize_scores else None
+        self.cached_forward = CachedForward()
+        self.vllm = None
+        if config.speed.rollout_engine == "vllm":
+            parts = (host.actor.policy, host.accelerator, tokenizer, self.sampling, config.data.prompt_length)
+            self.vllm = VLLMEngine(*parts)
+
+    def collect(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str = "rollout") -> Rollout:
+        """Sample a completion to the prompt of each episode, (number in the run, prompt), and compute log-probs,
+        values and reference log-probs. The `purpose` "evaluate" draws other random numbers than "rollout"."""
+        prompts, replies = [prompt for _, prompt in episodes], self.sample(episodes, update, purpose)
+        logprobs, ref_logprobs, values = self.logprobs(replies, keep_forward=purpose == "rollout")
+        return Rollout(replies, prompts, replies.texts(self.tokenizer), logprobs, ref_logprobs, values)
+
+    def sample(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Replies:
+        """A completion to the prompt of each episode. vLLM samples rollouts alone: its random numbers are its own, and
+        evaluations draw the same ones every time."""
+        prompts, length = [prompt for _, prompt in episodes], self.sampling.reply_length
+        uniform = uniforms(self.config.run.seed, update, purpose, [number for number, _ in episodes], length)
+        tokens = {"eos": self.tokenizer.eos_token_id, "pad": self.tokenizer.pad_token_id, "device": self.device}
+        self.host.model.eval()  # in train mode, gradient checkpointing would drop the cache
+        with self.micro_batches.within("the rollout"), autocast(self.device, self.dtype):
+            if self.vllm is not None and purpose == "rollout":
+                return self.vllm.sample(prompts, **tokens)
+            speed = self.config.speed
+            engine = "auto" if self.vllm is not None else speed.rollout_engine
+            return sample_replies(
+                self.host.actor.policy, prompts, uniform, self.sampling, **tokens, engine=engine,
+                slots=speed.rollout_slots,
+            )  # fmt: skip
+
+    def logprobs(self, replies: Replies, keep_forward: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs, reference log-probs and values of sampled completions, each (B, T), as the loss computes them but
+        without dropout, in as many forward passes as the memory requires. With `keep_forward`, the pass is kept for
+        the first optimizer step if that step runs the same one."""
+        self.host.model.eval()
+        self.cached_forward.clear()
+        if keep_forward and self.first_step_is_one_pass(replies):
+            try:
+                return self._measure(replies, self.start_forward(replies))
+            except torch.OutOfMemoryError:  # a pass that is not kept takes less memory
+                self.cached_forward.clear()
+        return self.micro_batches.retry("measuring", replies, lambda: self._measure(replies))
+
+    def first_step_is_one_pass(self, replies: Replies) -> bool:
+        """Whether the first optimizer step is one forward pass over the whole rollout, without dropout."""
+        batch, model = self.config.batch, self.config.model
+        one_pass = batch.minibatches == 1 and len(self.micro_batches.split(replies)) == 1
+        return one_pass and not model.gradient_checkpointing and not model.drops_inputs
+
+    def start_forward(self, replies: Replies) -> Forward:
+        """Run the first optimizer step's forward pass and keep it. It needs its own autocast context, so that the
+        cached bfloat16 weights keep their graph."""
+        (rows,) = self.micro_batches.split(replies)
+        passage = self.micro_batches.passage(replies, rows)
+        with autocast(self.device, self.dtype):
+            return self.cached_forward.keep(replies, (passage, self.host.actor.hidden(passage)))
+
+    def _measure(self, replies: Replies, begun: Forward | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        most = self.micro_batches.rows, self.micro_batches.packed, begun, self.micro_batches.tokens
+        with autocast(self.device, self.dtype):
+            return measure(self.host.actor, self.reference, replies, self.sampling.temperature, *most)
+
+    def score(self, rollout: Rollout) -> Scored:
+        """Scores as the reward functions return them, and as the algorithm takes them: less the missing-EOS penalty,
+        normalised if asked. Raises Dropped if one is not finite."""
+        replies, reward = rollout.replies, self.config.reward
+        try:
+            with self.micro_batches.within("scoring"):
+                given = self.rewards.score(rollout.prompts, rollout.texts, replies.rows(), replies.ended.tolist())
+        except BadScore as error:
+            raise Dropped(str(error), by_score=True) from None
+        raw = torch.tensor(given.total, dtype=torch.float32, device=replies.ended.device)
+        rollout.scores = raw
+        try:
+            check_finite(scores=raw)  # a large float64 is infinite in float32
+        except Dropped as found:
+            raise Dropped(str(found), by_score=True) from None
+        used = raw - reward.missing_eos_penalty * (~replies.ended).float()
+        if self.normalizer is not None:
+            used = torch.tensor(self.normalizer(used.tolist()), dtype=torch.float32, device=raw.device)
+        return Scored(raw, used, {name: fmean(scores) for name, scores in given.by_function.items()})

@@ -1,0 +1,50 @@
+"""The events of a training run, and the callbacks that receive them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from rlhf.utils.errors import UserError
+
+# in the order of a run; rlhf.callbacks.base.Callback describes each
+EVENTS = (
+    "on_train_begin",
+    "on_batch",
+    "on_update_end",
+    "on_drop",  # in place of on_update_end
+    "on_epoch_end",
+    "on_evaluation",
+    "on_update_done",
+    "on_train_end",
+)
+
+
+class Events:
+    """Calls the methods of callbacks, in the order in which the callbacks were added."""
+
+    def __init__(self):
+        self.callbacks: list[Any] = []
+
+    def add(self, callback: Any) -> None:
+        """Add an object with a method for some of EVENTS, or a function of (epoch, metrics): on_epoch_end. Raises
+        UserError for anything else."""
+        if not callable(callback) and not any(hasattr(callback, event) for event in EVENTS):
+            raise UserError(f"hears nothing: callback {callback!r:.60}. Give it one of {', '.join(EVENTS)}")
+        self.callbacks.append(callback)
+
+    def call(self, event: str, *details: Any) -> None:
+        """Call `event` on every callback that has it."""
+        for callback in self.callbacks:
+            is_function = event == "on_epoch_end" and callable(callback)
+            method = getattr(callback, event, callback if is_function else None)
+            if method is not None:
+                method(*details)
+
+
+def is_of_transformers(callback: Any) -> bool:
+    """Whether this is a callback of transformers, or the class of one."""
+    return isinstance(callback, TrainerCallback) or (
+        isinstance(callback, type) and issubclass(callback, TrainerCallback)
+    )

@@ -1,0 +1,128 @@
+"""An algorithm that only this file defines: a row in the table is all that the rest of the program needs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import compare_runs
+import evaluate_generations
+import plot_training_progress
+from config import Config, make_config
+from rlhf.algorithms import objectives
+from rlhf.algorithms.experience import Experience, PolicyOutputs, policy_stats
+from rlhf.algorithms.table import ALGORITHMS, Algorithm
+from rlhf.api import make_trainer
+from rlhf.rollout.completions import Rollout
+from rlhf.run.command import train_command
+from rlhf.utils.errors import Stopped
+
+
+class Toy:
+    """REINFORCE (Williams 1992) with the batch's mean score as the baseline, without clipping or groups."""
+
+    stop_in_update: ClassVar[int | None] = None  # press Ctrl-C in it
+
+    def __init__(self, config: Config):
+        self.config, self.updates = config, 0
+
+    def advantages(self, rollout: Rollout, scores: Tensor, kl_coef: float) -> Experience:
+        self.updates += 1
+        if self.updates == self.stop_in_update:
+            signal.raise_signal(signal.SIGINT)
+        kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
+        rewards = scores - self.config.kl.coef_in("reward", kl_coef) * kl.sum(1)
+        advantages = torch.where(rollout.mask, (rewards - rewards.mean()).unsqueeze(1), 0.0)
+        return Experience.of(rollout, kl=kl, kl_coef=kl_coef, advantages=advantages, weights=advantages)
+
+    def loss(
+        self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        mask = experience.mask[rows]
+        loss = -objectives.masked_mean(experience.weights[rows] * outputs.logprobs, mask, total_tokens)
+        nothing_clipped = torch.zeros_like(loss)
+        stats = policy_stats(loss, nothing_clipped, outputs, experience, rows, total_tokens)
+        return loss, {"loss": loss.detach(), **stats}
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    row = Algorithm(
+        name="toy",
+        title="Toy REINFORCE",
+        group_size=1,
+        has_critic=False,
+        settings=(),
+        colour="#CC79A7",
+        marker="^",
+        source="tests.algorithms.test_toy_algorithm:Toy",
+    )
+    monkeypatch.setitem(ALGORITHMS, "toy", row)
+    return row
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    return load_file(run / "model.safetensors")
+
+
+def test_it_trains_resumes_and_is_evaluated_drawn_and_compared(toy, run_flags, runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = ("--num-iterations", 4, "--eval-every", 2, "--save-every", 1, "--seed", 1, "--record-tokens")
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train_command("toy", run_flags(*flags, "--output", whole))
+    assert "python compare_runs.py" in capsys.readouterr().out
+
+    monkeypatch.setattr(Toy, "stop_in_update", 2)
+    with pytest.raises(Stopped):
+        train_command("toy", run_flags(*flags, "--output", stopped))
+    monkeypatch.setattr(Toy, "stop_in_update", None)
+    train_command("toy", ["--resume", "--output", str(stopped)])
+    for name, weight in weights(whole).items():
+        assert torch.equal(weight, weights(stopped)[name]), name
+    assert not torch.equal(weight, load_file(runs["ppo", 1] / "model.safetensors")[name])
+
+    record = json.loads((whole / "run.json").read_text())
+    assert (record["algorithm"], record["status"], record["spent"]["episodes"]) == ("toy", "finished", 16)
+    card = (whole / "README.md").read_text(encoding="utf-8")
+    assert "TOY (Toy REINFORCE)" in card and "| gamma" not in card and "| K " not in card
+
+    evaluate_generations.main(["--model-path", str(whole), "--num-prompts", "4"])
+    (model,) = json.loads(Path("evaluation_output/evaluation.json").read_text())["models"]
+    assert model["name"] == str(whole)
+    evaluate_generations.main(["--tokens", str(whole)])
+    compared = [str(folder) for folder in (whole, runs["ppo", 1], runs["grpo", 1])]
+    plot_training_progress.main(compared)
+    with Path("training_progress.csv").open(encoding="utf-8") as table:
+        assert {row["algorithm"] for row in csv.DictReader(table)} == {"ppo", "grpo", "toy"}
+    compare_runs.main([*compared, "--num-prompts", "4"])
+    report = json.loads(Path("comparison_output/comparison.json").read_text())
+    pairs = {contrast["name"] for contrast in report["contrasts"]}
+    assert pairs >= {"PPO - GRPO", "PPO - TOY", "GRPO - TOY", "TOY - start model"}
+    page = Path("comparison_output/comparison.html").read_text(encoding="utf-8")
+    assert "TOY" in page and "TOY" in Path("comparison_output/comparison.md").read_text(encoding="utf-8")
+
+
+def test_it_trains_from_python(toy, start_model, tmp_path):
+    config = make_config(
+        algorithm="toy", actor_model=str(start_model), rm_model=None, reward_func=["length_penalty"], batch_size=4,
+        num_iterations=2, reply_length=6, ppo_epochs=1, output=str(tmp_path),
+    )  # fmt: skip
+    trainer = make_trainer(config, [f"What is number {i}?" for i in range(8)])
+    assert trainer.train()["optimizer_steps"] == 2
+
+
+def test_its_script_refuses_what_only_others_read(toy, run_flags):
+    from rlhf.utils.errors import UserError
+
+    with pytest.raises(UserError, match=r"--K belongs to train_grpo.py and train_rloo.py"):
+        train_command("toy", run_flags("--K", 4))
+    with pytest.raises(UserError, match=r"--gamma belongs to train_ppo.py"):
+        train_command("toy", run_flags("--gamma", 0.9))

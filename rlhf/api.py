@@ -10,14 +10,14 @@ from config import Config
 from rlhf.algorithms.kl_control import kl_controller
 from rlhf.callbacks.kl import KLControl
 from rlhf.data.examples import GivenPrompt, examples_of
-from rlhf.data.prompts import render_sets
+from rlhf.data.prompts import FEW_PROMPTS, render_sets
 from rlhf.data.splits import split_examples
 from rlhf.models.device import start_device
 from rlhf.rewards.build import find_rewards, load_rewards
 from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.rewards import Rewards, check_columns
 from rlhf.settings.types import Split
-from rlhf.setup.build import FEW_PROMPTS, find_start_model, load_start_policy
+from rlhf.setup.build import find_start_model, load_start_policy
 from rlhf.setup.input_checks import check_overlap, check_prompts, check_topics
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen

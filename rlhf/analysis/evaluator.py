@@ -26,6 +26,7 @@ from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, fingerprint, load_prompts
 from rlhf.models.actor_critic import Actor
+from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.load import load_tokenizer
 from rlhf.models.reference import Reference
@@ -41,7 +42,6 @@ from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.rng import generator
 
-ROWS_AT_ONCE = 64  # replies sampled together
 EVERY_PROMPT = 10**9
 
 
@@ -231,9 +231,9 @@ class Bench:
 
     def _sampled(self, label, policy, tokenizer, reference, rows: Sequence[Prompt], screen: Screen) -> list[list]:
         """A reply to each row's prompt, some at a time: texts, ids, whether they ended, and the KL in nats."""
-        parts = []
-        for at in range(0, len(rows), ROWS_AT_ONCE):
-            part = rows[at : at + ROWS_AT_ONCE]
+        parts, size = [], budget_of(self.device).generation_batch_size
+        for at in range(0, len(rows), size):
+            part = rows[at : at + size]
             done, length = at + len(part), self.config.sampling.reply_length
             uniform = uniforms(self.settings.seed, 0, "generations", range(at, done), length)
             replies = self._sample(policy, tokenizer, part, uniform)

@@ -16,6 +16,8 @@ from rlhf.data.splits import distinct_questions, split_examples
 from rlhf.settings.types import Split
 from rlhf.utils.errors import UserError
 
+FEW_PROMPTS = 20  # with fewer evaluation prompts than this, means and intervals are rough
+
 
 @dataclass(frozen=True)
 class Prompt:

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase
 
 from config import Config
-from rlhf.data.prompts import PromptSets, load_prompts
+from rlhf.data.prompts import FEW_PROMPTS, PromptSets, load_prompts
 from rlhf.demo.parts import prepare_demo
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import check_policy, context_of, find_model, load_policy, load_tokenizer, lora_modules
@@ -22,8 +22,6 @@ from rlhf.setup.input_checks import StartModel, check_prompts, check_topics
 from rlhf.trainer.evaluation import text_of_file
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-
-FEW_PROMPTS = 20
 
 
 def prepare_demo_parts(config: Config, screen: Screen, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from rlhf.models.packing import Packed, Passage
 
-FLOAT = 4  # bytes
+FLOAT = 4  # bytes of a float32
 QKV, GATE_UP, OUT, DOWN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), "o_proj", "down_proj"
 
 

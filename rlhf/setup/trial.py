@@ -16,11 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from config import Config
 from rlhf.models.actor_critic import set_adapter_dropout
+from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype, available, memory_in_use
 from rlhf.models.logprobs import base_of, scaled_logits
 from rlhf.models.save import load_policy_weights
 from rlhf.rollout.completions import Rollout
-from rlhf.rollout.logprobs import tokens_at_once
 from rlhf.setup.build import Parts
 from rlhf.setup.memory import forecaster_of
 from rlhf.setup.preflight import Check, determinism, padding_changes_no_score, prompt_is_rendered, start_checks
@@ -138,9 +138,9 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
 def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
     """How far from 1 the ratio is, of each reply token, (N,)."""
     device, replies, most = trainer.accelerator.device, rollout.replies, trainer.config.batch.micro_batch_size
-    apart = []
+    tokens, apart = budget_of(device).tokens_per_micro_batch, []
     for rows in trainer.minibatches(1, 0):
-        for part in replies.parts(rows, most, tokens_at_once(device), trainer.packed):
+        for part in replies.parts(rows, most, tokens, trainer.packed):
             passage = replies.passage(part, trainer.packed)
             with autocast(device, trainer.dtype):
                 logprobs, _, _ = trainer.actor(passage, trainer.sampling.temperature, replies.allowed(passage))

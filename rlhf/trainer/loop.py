@@ -29,8 +29,9 @@ from rlhf.data.prompts import Prompt, encode_prompts
 from rlhf.data.sampler import Dealing, tag_names
 from rlhf.models.actor_critic import Actor, set_adapter_dropout
 from rlhf.models.attention import packable
+from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype, memory_in_use, reset_peak_memory
-from rlhf.models.logprobs import base_of, logits_at_once
+from rlhf.models.logprobs import base_of
 from rlhf.models.packing import Passage
 from rlhf.models.reference import Reference
 from rlhf.models.save import bad_weights, load_policy_weights, save_policy
@@ -40,7 +41,7 @@ from rlhf.rewards.normalizer import ScoreNormalizer
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Forward, Replies, Rollout
 from rlhf.rollout.engine import check_engine, sample_replies
-from rlhf.rollout.logprobs import measure, tokens_at_once
+from rlhf.rollout.logprobs import measure
 from rlhf.rollout.sampling import uniforms
 from rlhf.rollout.vllm import VLLMEngine
 from rlhf.trainer.evaluation import Evaluation, FixedText, evaluate, fixed_text
@@ -53,7 +54,6 @@ from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.rng import generator
 from rlhf.utils.system import keep_freed_memory
 
-EVALUATED_AT_ONCE = 32  # prompts
 MOST_WEIGHT = 2.0  # of a token whose sampler was another program
 EVENTS = (
     *("on_train_begin", "on_batch", "on_update_end", "on_evaluation", "on_epoch_end", "on_update_done"),
@@ -102,7 +102,7 @@ class OnPolicyLoop:
         check_engine(config.speed.rollout_engine, policy, PartialState().device)
         self.packed = config.speed.packed and packable(base_of(policy))
         self.reference = Reference.before_training(policy, self.dtype)
-        self.limits = Limits(config.batch.micro_batch_size, tokens_at_once(PartialState().device))
+        self.limits = Limits(config.batch.micro_batch_size, budget_of(PartialState().device).tokens_per_micro_batch)
         self.drops = Drops()
         self.proved = 0  # the weights from after this update gave a finite gradient in the next one
         # returns the advice for a run that gives up; the argument: whether reward functions are the reason
@@ -443,7 +443,7 @@ class OnPolicyLoop:
     def chunks(self, passage: Passage) -> Iterator[tuple[slice, slice]]:
         """Whole replies whose logits may exist together: which rows of the passage, which of its reply tokens."""
         vocabulary = base_of(self.actor.policy).get_input_embeddings().num_embeddings
-        most = max(1, logits_at_once(passage.tokens.device) // vocabulary)
+        most = max(1, budget_of(passage.tokens.device).logits_per_chunk // vocabulary)
         first, start, end = 0, 0, 0
         for row, size in enumerate(passage.lengths):
             if end > start and end + size - start > most:
@@ -534,11 +534,8 @@ class OnPolicyLoop:
 
     def replies_to(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """The evaluation's replies, some prompts at a time."""
-        rows = list(enumerate(prompts))
-        return [
-            self.rollout(rows[i : i + EVALUATED_AT_ONCE], 0, "evaluate")
-            for i in range(0, len(rows), EVALUATED_AT_ONCE)
-        ]
+        rows, size = list(enumerate(prompts)), budget_of(self.accelerator.device).eval_batch_size
+        return [self.rollout(rows[i : i + size], 0, "evaluate") for i in range(0, len(rows), size)]
 
     def fix_text(self) -> None:
         """Choose the text of this run's perplexity, while the policy still is the start model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -125,10 +125,9 @@ class Bench:
         """The prompts that the runs followed, whose chosen replies are the perplexity's text, and those drawn to
         measure on: from the others, where they are enough."""
         data, count = self.config.data, self.settings.num_prompts
-        sets = load_prompts(
-            data.prompts, self.tokenizer, data.split, data.prompt_length, data.max_prompts, EVERY_PROMPT, screen.say,
-            topics=data.steps_per_topic is not None and self.settings.prompts is None, evaluation_alone=True,
-        )  # fmt: skip
+        topics = data.steps_per_topic if self.settings.prompts is None else None
+        every = replace(data, eval_prompts=EVERY_PROMPT, steps_per_topic=topics)
+        sets = load_prompts(every, self.tokenizer, screen.say, evaluation_alone=True)
         looked_at = 0
         for model in self.models:
             if model.run is not None:

@@ -9,9 +9,11 @@ from accelerate import PartialState
 from benchmarks.machine import seconds
 from benchmarks.work import KL_COEF, LEARNING_RATE, SEED, TEMPERATURE, Work, prompt_lengths, random_prompts
 from config import Config, make_config
+from rlhf.data.prompts import PromptSets
+from rlhf.models.device import memory_in_use
 from rlhf.models.load import load_tokenizer
 from rlhf.rewards.build import find_rewards, make_rewards
-from rlhf.setup.build import load_start_policy
+from rlhf.setup.build import Parts, build_trainer, load_start_policy
 from rlhf.trainer.loop import OnPolicyLoop
 
 PARTS = ("rollout", "score", "update")
@@ -51,14 +53,13 @@ def build(work: Work) -> OnPolicyLoop:
     """A trainer of the work's algorithm, whole, with its reference and its reward model."""
     config = configuration(work)
     device = PartialState().device
-    start = str(work.policy)
+    before, start = memory_in_use(device), str(work.policy)
     tokenizer = load_tokenizer(start)
-    rewards, _ = make_rewards(config, find_rewards(config), tokenizer, device)
+    rewards, reward_model = make_rewards(config, find_rewards(config), tokenizer, device)
     policy = load_start_policy(config, start, tokenizer, device)
     prompts = random_prompts(prompt_lengths(work), policy.config.vocab_size, SEED)
-    return OnPolicyLoop(
-        config, policy=policy, tokenizer=tokenizer, train=prompts, evaluation=prompts[:1], rewards=rewards
-    )
+    sets = PromptSets(train=prompts, evaluation=prompts[:1], too_long=0)
+    return build_trainer(config, Parts(tokenizer, sets, reward_model, rewards, policy, before))
 
 
 def measured_update(trainer: OnPolicyLoop, update: int, device: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ["ACCELERATE_USE_CPU"] = "true"  # the same figures with or without a card; tests marked gpu ask for it
 
+import dataclasses
 import json
 import random
 import shlex
@@ -170,18 +171,18 @@ def train_runs(start_model: Path, reward_folder: Path, pairs_file: Path, folder:
 
 @pytest.fixture
 def build(configured):
-    """A function from flags to a trainer, PPO's unless `algorithm` names another, ready to train, without callbacks.
+    """A function from flags to a trainer, PPO's unless `algorithm` names another, ready to train, with the given
+    callbacks alone. `parts_changed` are fields of Parts.
 
     With groups the batch is 2 prompts x 2 completions unless the flags name another: as many episodes as PPO's 4.
     """
-    from rlhf.setup.build import load_parts
-    from rlhf.trainer.loop import OnPolicyLoop
+    from rlhf.setup.build import build_trainer, load_parts
 
-    def make(*flags: object, algorithm: str = "ppo", **parts_changed):
+    def make(*flags: object, algorithm: str = "ppo", callbacks=(), **parts_changed):
         groups = ("--batch-size", 2, "--K", 2) if ALGORITHMS[algorithm].group_size > 1 else ()
         config = configured(*groups, *flags, algorithm=algorithm)
         parts = load_parts(config, torch.device("cpu"), Screen())
-        return OnPolicyLoop(config, **{**parts.for_trainer, **parts_changed})
+        return build_trainer(config, dataclasses.replace(parts, **parts_changed), callbacks)
 
     return make
 

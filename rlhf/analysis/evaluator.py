@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, fingerprint, load_prompts
 from rlhf.models.actor_critic import Actor
+from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.load import load_tokenizer
 from rlhf.models.reference import Reference
@@ -41,7 +42,6 @@ from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.rng import generator
 
-ROWS_AT_ONCE = 64  # replies sampled together
 EVERY_PROMPT = 10**9
 
 
@@ -125,10 +125,9 @@ class Bench:
         """The prompts that the runs followed, whose chosen replies are the perplexity's text, and those drawn to
         measure on: from the others, where they are enough."""
         data, count = self.config.data, self.settings.num_prompts
-        sets = load_prompts(
-            data.prompts, self.tokenizer, data.split, data.prompt_length, data.max_prompts, EVERY_PROMPT, screen.say,
-            topics=data.steps_per_topic is not None and self.settings.prompts is None, evaluation_alone=True,
-        )  # fmt: skip
+        topics = data.steps_per_topic if self.settings.prompts is None else None
+        every = replace(data, eval_prompts=EVERY_PROMPT, steps_per_topic=topics)
+        sets = load_prompts(every, self.tokenizer, screen.say, evaluation_alone=True)
         looked_at = 0
         for model in self.models:
             if model.run is not None:
@@ -231,9 +230,9 @@ class Bench:
 
     def _sampled(self, label, policy, tokenizer, reference, rows: Sequence[Prompt], screen: Screen) -> list[list]:
         """A reply to each row's prompt, some at a time: texts, ids, whether they ended, and the KL in nats."""
-        parts = []
-        for at in range(0, len(rows), ROWS_AT_ONCE):
-            part = rows[at : at + ROWS_AT_ONCE]
+        parts, size = [], budget_of(self.device).generation_batch_size
+        for at in range(0, len(rows), size):
+            part = rows[at : at + size]
             done, length = at + len(part), self.config.sampling.reply_length
             uniform = uniforms(self.settings.seed, 0, "generations", range(at, done), length)
             replies = self._sample(policy, tokenizer, part, uniform)

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
+from config import DataSettings
 from rlhf.data.chat_template import encode_prompt
-from rlhf.data.examples import Example, load_examples
+from rlhf.data.examples import Example, GivenPrompt, examples_of, load_examples
 from rlhf.data.splits import distinct_questions, split_examples
 from rlhf.settings.types import Split
 from rlhf.utils.errors import UserError
+
+FEW_PROMPTS = 20  # with fewer evaluation prompts than this, means and intervals are rough
 
 
 @dataclass(frozen=True)
@@ -52,46 +55,79 @@ class PromptSets:
 
 
 def load_prompts(
-    source: str,
+    data: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
-    split: Split | None,
-    longest: int,
-    most: int,
-    most_evaluation: int,
     say: Callable[[str], None] = print,
-    topics: bool = False,
     evaluation_alone: bool = False,
 ) -> PromptSets:
-    """Read, split and render; with `topics` each row has one. Raises UserError if no prompt remains to train on (not
-    with `evaluation_alone`) or to evaluate on. Prints a warning for a topic of which none remains to train on."""
-    examples = load_examples(source, say=say, topics=topics)
+    """Return the prompts of the file or hub dataset that the settings name, split and encoded.
+
+    Prints a warning for a topic of which no prompt remains to train on. Raises UserError if no prompt remains to train
+    on (not with `evaluation_alone`) or to evaluate on.
+    """
+    by_topic = data.steps_per_topic is not None
+    examples = load_examples(data.prompts, say=say, topics=by_topic)
     has_pairs = any(e.chosen is not None for e in examples)
-    split = split or (Split(45, 45, 10) if has_pairs else Split(0, 90, 10))
+    split = data.split or (Split(45, 45, 10) if has_pairs else Split(0, 90, 10))
     parts = split_examples(examples, split)
-    sets = render_sets(tokenizer, parts["rl"], parts["evaluation"], longest, topics)
+    sets = render_sets(tokenizer, parts["rl"], parts["evaluation"], data.prompt_length, by_topic)
     for name, kept, part in (("train", sets.train, parts["rl"]), ("evaluate", sets.evaluation, parts["evaluation"])):
         if not kept and not (evaluation_alone and name == "train"):
             shortest = min((len(encode_prompt(tokenizer, e.messages)) for e in part), default=0)
             raise UserError(
-                f"no prompt left to {name} on: {source}, {len(examples)} rows, split {split}, {len(part)} in this "
-                f"part, the shortest of {shortest} tokens. Give more rows, another --split or a larger --prompt-length"
+                f"no prompt left to {name} on: {data.prompts}, {len(examples)} rows, split {split}, {len(part)} in "
+                f"this part, the shortest of {shortest} tokens. Give more rows, another --split or a larger "
+                "--prompt-length"
             )
-    train = sets.train[:most]
+    train = sets.train[: data.max_prompts]
+    if by_topic:
+        _warn_of_lost_topics(examples, train, data.prompts, say)
+    return dataclasses.replace(
+        sets,
+        train=train,
+        evaluation=sets.evaluation[: data.eval_prompts],
+        rows=len(examples),
+        split=split,
+        parts={name: len(part) for name, part in parts.items()},
+    )
+
+
+def _warn_of_lost_topics(
+    examples: Sequence[Example], train: Sequence[Prompt], source: str, say: Callable[[str], None]
+) -> None:
     left = {p.example.topic for p in train}
-    gone = [topic for topic in dict.fromkeys(e.topic for e in examples) if topic not in left] if topics else []
+    gone = [topic for topic in dict.fromkeys(e.topic for e in examples) if topic not in left]
     if gone:
         say(
             f"warning: no prompt left to train on of {len(gone)} topics ({', '.join(gone)}): {source}. Give more rows "
             "of them, another --split, or a larger --max-prompts or --prompt-length"
         )
-    return dataclasses.replace(
-        sets,
-        train=train,
-        evaluation=sets.evaluation[:most_evaluation],
-        rows=len(examples),
-        split=split,
-        parts={name: len(part) for name, part in parts.items()},
-    )
+
+
+def given_prompts(
+    data: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[GivenPrompt],
+    evaluation: Sequence[GivenPrompt] | None,
+) -> PromptSets:
+    """Return prompts given in Python, encoded. If `evaluation` is None, a tenth of them is held out, by the hash of
+    the question; if there are fewer than FEW_PROMPTS, none is held out, and the training prompts serve. Raises
+    UserError for prompts that cannot be read, and if none fits.
+    """
+    by_topic = data.steps_per_topic is not None
+    train = examples_of(prompts, by_topic)
+    if not train:
+        raise UserError("an empty list: prompts. Give texts, or chats")
+    if evaluation is None:
+        parts = split_examples(train, Split(0, 90, 10))
+        enough = len(train) >= FEW_PROMPTS and parts["rl"] and parts["evaluation"]
+        train, held_out = (parts["rl"], parts["evaluation"]) if enough else (train, train)
+    else:
+        held_out = examples_of(evaluation)
+    sets = render_sets(tokenizer, train, held_out, data.prompt_length, by_topic)
+    if not sets.train or not sets.evaluation:
+        raise UserError(f"no prompt of at most {data.prompt_length} tokens: prompts. Raise prompt_length")
+    return dataclasses.replace(sets, evaluation=sets.evaluation[: data.eval_prompts])
 
 
 def render_sets(

@@ -11,10 +11,10 @@ from config import SamplingSettings
 from rlhf.data.examples import Example
 from rlhf.data.prompts import encode_prompts
 from rlhf.demo.tasks import flaw_of, gold_quality
+from rlhf.models.budget import budget_of
 from rlhf.rollout.engine import sample_replies
 from rlhf.rollout.sampling import uniforms
 
-ROWS_AT_ONCE = 256
 SAMPLING = SamplingSettings(reply_length=32, temperature=1.0)
 CLEAR_DIFFERENCE = 0.25  # gold quality between chosen and rejected
 MISMATCHED_SHARE = 0.15  # of the pairs: the rejected reply is a good answer to another question
@@ -70,8 +70,9 @@ def sample_answers(model, tokenizer, asked: list[str], seed: int, device: torch.
     prompts, _ = encode_prompts(tokenizer, examples, longest=model.config.max_position_embeddings)
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
     answers: list[tuple[str, bool]] = [("", False)] * len(prompts)
-    for start in range(0, len(order), ROWS_AT_ONCE):
-        rows = order[start : start + ROWS_AT_ONCE]
+    size = budget_of(device).demo_batch_size
+    for start in range(0, len(order), size):
+        rows = order[start : start + size]
         noise = uniforms(seed, 0, "demo pairs", rows, SAMPLING.reply_length)
         tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
         replies = sample_replies(model, [prompts[row] for row in rows], noise, SAMPLING, **tokens, device=device)

@@ -192,18 +192,7 @@ def load_policy(
     """
     config = check_policy(name, vocabulary, lora.target_modules if lora is not None else ())
     _drop_nothing(config)
-    quantization = four_bit(dtype) if load_in_4bit else None
-    placement = {"device_map": {"": device}} if load_in_4bit else {}
-    with readable(name):
-        model = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=config,
-            dtype=torch.float32,
-            quantization_config=quantization,
-            use_safetensors=True,
-            trust_remote_code=False,
-            **placement,
-        )
+    model = _read_policy(name, config, four_bit(dtype) if load_in_4bit else None, device)
     check_weights(model, name)
     if load_in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=gradient_checkpointing)
@@ -220,6 +209,23 @@ def load_policy(
     with autocast(device, dtype):
         try_out(model.eval(), name)
     return model
+
+
+def _read_policy(
+    name: str, config: PretrainedConfig, quantization: BitsAndBytesConfig | None, device: torch.device
+) -> PreTrainedModel:
+    """The causal LM in float32 on the CPU; or, quantized, on the device, because quantizing takes place there."""
+    placement = {"device_map": {"": device}} if quantization is not None else {}
+    with readable(name):
+        return AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=torch.float32,
+            quantization_config=quantization,
+            use_safetensors=True,
+            trust_remote_code=False,
+            **placement,
+        )
 
 
 def load_adapter(base: PreTrainedModel, folder: str) -> PeftModel:

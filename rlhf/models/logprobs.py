@@ -7,6 +7,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf.models.budget import budget_of
+
 
 def base_of(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """The causal LM itself; adapters live inside its modules."""
@@ -38,16 +40,6 @@ def upcast(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def logits_at_once(device: torch.device) -> int:
-    """Logits that may exist together in the forward's precision: in bfloat16 64 MiB on a CPU, 256 MiB on a card."""
-    return 2**27 if device.type == "cuda" else 2**25
-
-
-def floats_at_once(device: torch.device) -> int:
-    """Logits that are worked on together in float32: what a processor's caches hold, or all on a card."""
-    return 2**27 if device.type == "cuda" else 2**20
-
-
 def token_logprobs(
     policy: PreTrainedModel | PeftModel,
     hidden: Tensor,
@@ -72,7 +64,7 @@ def token_logprobs(
     dtype = forward_dtype(hidden)
     weight = head.weight.to(dtype) if plain else None  # under autocast rounded once, and not for every block
     parts = []
-    for rows in blocks(len(hidden), head.weight.shape[0], logits_at_once(hidden.device)):
+    for rows in blocks(len(hidden), head.weight.shape[0], budget_of(hidden.device).logits_per_chunk):
         limits = None if allowed is None else allowed[rows]
         if plain:
             logits = hidden[rows].to(dtype) @ weight.t()
@@ -112,7 +104,7 @@ def _probabilities(
     log-probabilities and, if asked, the entropies, (N,)."""
     logprobs = torch.empty(len(logits), dtype=upcast(logits[:0]).dtype, device=logits.device)
     entropies = torch.zeros_like(logprobs)
-    for rows in blocks(*logits.shape, floats_at_once(logits.device)):
+    for rows in blocks(*logits.shape, budget_of(logits.device).floats_per_chunk):
         values = upcast(logits[rows]).div_(temperature)
         if allowed is not None:
             values.masked_fill_(~allowed[rows], torch.finfo(values.dtype).min)

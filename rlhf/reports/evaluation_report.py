@@ -12,13 +12,13 @@ from rlhf.analysis.evaluator import Bench, Generations
 from rlhf.analysis.models import Trained
 from rlhf.analysis.statistics import interval_of, ranks
 from rlhf.checkpoints.run_record import environment, now
+from rlhf.data.prompts import FEW_PROMPTS
 from rlhf.reports.plot_style import as_data_url
 from rlhf.reports.report_plots import distributions
 from rlhf.utils.console import Screen
 from rlhf.utils.files import json_ready, write_json, write_text
 from rlhf.utils.html import render
 
-FEW_PROMPTS = 20
 SHOWN_ON_SCREEN = 3  # prompts; the page has all
 VERSUS = {  # figure -> what it is, and whether its sign is shown
     "win_rate": ("win rate by score", ""),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from config import Config
@@ -12,7 +14,7 @@ from rlhf.data.prompts import PromptSets
 from rlhf.models.device import autocast_dtype
 from rlhf.models.load import find_model
 from rlhf.rewards.checks import check_leaks, check_reward_context, check_reward_model, check_tokenizers
-from rlhf.rewards.functions import LearnedReward, find_rule
+from rlhf.rewards.functions import LearnedReward, RewardFunction, find_rule
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.utils.console import Screen
@@ -23,7 +25,8 @@ class RewardSources:
     """Where the rewards come from, found but not loaded."""
 
     folder: str | None  # the reward model's
-    rules: list
+    rules: list[RewardFunction | nn.Module]  # reward functions: those that the settings name, or those given in Python
+    weights: Sequence[float] | None = None  # one for the reward model, if any, and for each rule; None: all 1
 
 
 def find_rewards(config: Config) -> RewardSources:
@@ -32,7 +35,15 @@ def find_rewards(config: Config) -> RewardSources:
     return RewardSources(
         folder=find_model(name, "--rm-model") if name is not None else None,
         rules=[find_rule(rule, config.reward.keywords) for rule in config.reward.reward_func],
+        weights=config.reward.reward_weights,
     )
+
+
+def given_rewards(
+    functions: Sequence[RewardFunction | nn.Module] | RewardFunction | nn.Module, weights: Sequence[float] | None
+) -> RewardSources:
+    """The sources for one or several reward functions given in Python; they replace those of the settings."""
+    return RewardSources(folder=None, rules=[functions] if callable(functions) else list(functions), weights=weights)
 
 
 def load_rewards(
@@ -65,5 +76,4 @@ def make_rewards(
     if sources.folder is not None:
         model = RewardModel.load(sources.folder, device, autocast_dtype(config.model.bf16, device))
     learned = [LearnedReward(model)] if model is not None else []
-    reward = config.reward
-    return Rewards([*learned, *sources.rules], reward.reward_weights, tokenizer, reward.reward_timeout), model
+    return Rewards([*learned, *sources.rules], sources.weights, tokenizer, config.reward.reward_timeout), model

@@ -11,10 +11,11 @@ import torch
 from config import RewardModelConfig
 from rlhf.data.examples import Example
 from rlhf.data.prompts import encode_prompts
+from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.models.load import context_of, find_model, load_config, load_policy, load_tokenizer
 from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
-from rlhf.rewards.reward_model import ROWS_AT_ONCE, Calibration, RewardModel
+from rlhf.rewards.reward_model import Calibration, RewardModel
 from rlhf.rollout.engine import sample_replies
 from rlhf.rollout.sampling import uniforms
 from rlhf.utils.errors import UserError
@@ -62,8 +63,9 @@ def calibration_replies(
     policy = load_policy(folder, device=device, vocabulary=len(tokenizer)).eval()
     tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
     written: list[Reply] = []
-    for start in range(0, min(most, len(prompts)), ROWS_AT_ONCE):
-        batch = prompts[start : min(start + ROWS_AT_ONCE, most)]
+    size = budget_of(device).eval_batch_size
+    for start in range(0, min(most, len(prompts)), size):
+        batch = prompts[start : min(start + size, most)]
         rows = range(start, start + len(batch))
         noise = uniforms(config.training.rm_seed, 0, "calibrate", rows, config.sampling.reply_length)
         with autocast(device, dtype):

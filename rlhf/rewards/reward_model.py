@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import encode_prompt, encode_reply
+from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.models.load import (
     check_vocabulary,
@@ -31,7 +32,6 @@ from rlhf.rollout.completions import padded
 from rlhf.utils.errors import RunError, UserError
 
 METRICS_FILE = "metrics.json"
-ROWS_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,9 @@ class RewardModel:
             )
         scores = [0.0] * len(sequences)
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
-        for start in range(0, len(order), ROWS_AT_ONCE):
-            rows = order[start : start + ROWS_AT_ONCE]
+        size = budget_of(self.device).scoring_batch_size
+        for start in range(0, len(order), size):
+            rows = order[start : start + size]
             ids, attention = right_padded([sequences[i] for i in rows], self.model.config.pad_token_id, self.device)
             with autocast(self.device, self.dtype):
                 logits = self.model(input_ids=ids, attention_mask=attention).logits

@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from config import SamplingSettings
 from rlhf.data.prompts import Prompt
 from rlhf.models.attention import packable
+from rlhf.models.budget import budget_of
 from rlhf.models.logprobs import backbone_of, base_of, scaled_logits
 from rlhf.rollout.completions import Replies, pad_prompts
 from rlhf.rollout.continuous_batching import LOOK_EVERY, Slots
@@ -52,7 +53,7 @@ def sample_replies(
     if engine == "plain":
         reply_ids, nucleus = _plain(policy, prompts, uniform, sampling, eos, pad)
     else:
-        size = min(slots or slots_for(device), len(prompts))
+        size = min(slots or budget_of(device).rollout_slots, len(prompts))
         with blocked_weights(base_of(policy), size, device):
             reply_ids, nucleus = Slots(policy, prompts, uniform, sampling, eos, size, engine == "graph").run()
     vocabulary = base_of(policy).get_input_embeddings().num_embeddings
@@ -75,11 +76,6 @@ def check_engine(engine: str, policy: PreTrainedModel, device: torch.device) -> 
             f"the attention of {type(base_of(policy)).__name__} cannot be exchanged: --rollout-engine {engine}. "
             "Leave it out"
         )
-
-
-def slots_for(device: torch.device) -> int:
-    """Replies written at a time: on a card the more the better; a processor is busy with 32."""
-    return 256 if device.type == "cuda" else 32
 
 
 def _plain(policy, prompts, uniform: Tensor, sampling: SamplingSettings, eos: int, pad: int):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rlhf.models.actor_critic import Actor
 from rlhf.models.attention import packable
+from rlhf.models.budget import budget_of
 from rlhf.models.logprobs import base_of
 from rlhf.models.reference import Reference
 from rlhf.rollout.completions import Forward, Replies
@@ -29,8 +30,9 @@ def measure(
     With the training forward, not the decoder's: so the first ratio of an update is 1.
     """
     whole, packed = replies.mask, packed and packable(base_of(actor.policy))
+    tokens = tokens or budget_of(whole.device).tokens_per_micro_batch
     parts, order = [], []
-    for part in replies.parts(range(len(whole)), rows, tokens or tokens_at_once(whole.device), packed):
+    for part in replies.parts(range(len(whole)), rows, tokens, packed):
         passage = begun[0] if begun is not None else replies.passage(part, packed)
         hidden = begun[1].detach() if begun is not None else actor.hidden(passage)
         allowed = replies.allowed(passage)
@@ -41,8 +43,3 @@ def measure(
     logprobs, ref_logprobs, values = zip(*parts, strict=True)
     critic = None if values[0] is None else torch.cat(values)[back]
     return torch.cat(logprobs)[back], torch.cat(ref_logprobs)[back], critic
-
-
-def tokens_at_once(device: torch.device) -> int:
-    """Tokens, prompt and reply, of one forward pass, where no number of rows is asked for."""
-    return 16_384 if device.type == "cuda" else 1_024

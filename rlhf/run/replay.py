@@ -14,7 +14,7 @@ from rlhf.checkpoints.run_record import flat_settings
 from rlhf.models.device import start_device
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.commands import names_code, replay_command
-from rlhf.setup.build import load_parts
+from rlhf.setup.build import build_trainer, load_parts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
@@ -36,7 +36,7 @@ def replay_incident(config: Config, screen: Screen) -> None:
     with tempfile.TemporaryDirectory(prefix="rlhf_replay_", ignore_cleanup_errors=True) as folder:
         config = incident.config(folder)
         parts = load_parts(config, start_device(screen, config.run.deterministic), screen)
-        screen.facts(replay(OnPolicyLoop(config, **parts.for_trainer), incident))
+        screen.facts(replay(build_trainer(config, parts), incident))
 
 
 def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:

@@ -24,7 +24,7 @@ from rlhf.run.export import check_export, export_run
 from rlhf.run.resume import check_same_run, resume_run
 from rlhf.run.summary import finish_run
 from rlhf.settings.fields import as_plain
-from rlhf.setup.build import Parts, load_parts, prepare_demo_parts
+from rlhf.setup.build import Parts, build_trainer, load_parts, prepare_demo_parts
 from rlhf.setup.inputs import inputs_of
 from rlhf.setup.memory import forecaster_of, what_helps
 from rlhf.setup.plan import budget, show_plan
@@ -49,10 +49,10 @@ def train(config: Config, screen: Screen) -> None:
     if config.run.dry_run:
         return
     if config.run.check:
-        return check_run(OnPolicyLoop, config, parts, screen)
+        return check_run(config, parts, screen)
     check_start(config, parts)
     with screen, start_run(config, parts, updates, screen) as log, StopRequest(screen.say) as stop:
-        trainer = OnPolicyLoop(config, **parts.for_trainer)
+        trainer = build_trainer(config, parts)
         attach_callbacks(trainer, config, log, screen, stop)
         resume_run(trainer, config, log, screen)
         trainer.train()

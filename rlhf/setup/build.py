@@ -1,29 +1,34 @@
-"""From the settings to the parts of a run: data, models, rewards. Cheap checks come before slow loading."""
+"""From the settings to a trainer: `load_parts` loads data, models and rewards; `build_trainer` makes the trainer.
+
+The scripts, the Python API, the benchmarks and the tests build their trainers here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from peft import LoraConfig
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from config import Config
-from rlhf.data.prompts import PromptSets, load_prompts
+from rlhf.data.examples import GivenPrompt
+from rlhf.data.prompts import FEW_PROMPTS, PromptSets, given_prompts, load_prompts
 from rlhf.demo.parts import prepare_demo
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import check_policy, context_of, find_model, load_policy, load_tokenizer, lora_modules
-from rlhf.rewards.build import find_rewards, load_rewards
+from rlhf.rewards.build import RewardSources, find_rewards, given_rewards, load_rewards
+from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards, check_columns
 from rlhf.rollout.engine import check_engine
 from rlhf.rollout.vllm import require_vllm
-from rlhf.setup.input_checks import StartModel, check_prompts, check_topics
+from rlhf.setup.input_checks import StartModel, check_fills_a_batch, check_overlap, check_prompts, check_topics
 from rlhf.trainer.evaluation import text_of_file
+from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import UserError
-
-FEW_PROMPTS = 20
 
 
 def prepare_demo_parts(config: Config, screen: Screen, device: torch.device) -> None:
@@ -43,52 +48,78 @@ class Parts:
     policy: torch.nn.Module
     memory_before: int  # bytes in use before any of this was loaded
 
-    @property
-    def for_trainer(self) -> dict:
-        """As the trainers' arguments."""
-        return {
-            "policy": self.policy,
-            "tokenizer": self.tokenizer,
-            "train": self.prompts.train,
-            "evaluation": self.prompts.evaluation,
-            "rewards": self.rewards,
-        }
 
+def load_parts(
+    config: Config,
+    device: torch.device,
+    screen: Screen,
+    prompts: Sequence[GivenPrompt] | None = None,
+    evaluation_prompts: Sequence[GivenPrompt] | None = None,
+    rewards: Sequence[RewardFunction | nn.Module] | None = None,
+    reward_weights: Sequence[float] | None = None,
+) -> Parts:
+    """Return the parts of the run that the settings describe, all checked. Raises UserError.
 
-def load_parts(config: Config, device: torch.device, screen: Screen) -> Parts:
-    """Data before models, small models before large: a fault is said before anything slow is done for nothing."""
-    d = config.data
-    autocast_dtype(config.model.bf16, device)  # whether the device has what is asked for
+    Data are loaded before models, and small models before large ones: an error is found before slow work is done.
+
+    Args:
+        prompts: given in Python; None: those of the settings.
+        evaluation_prompts: only with `prompts`; None: a part of them.
+        rewards: one or several functions or modules that replace the settings' reward model and rules.
+        reward_weights: one for each of `rewards`; None: all 1.
+    """
+    autocast_dtype(config.model.bf16, device)  # raises UserError if the device has no bfloat16
     reset_peak_memory(device)
     before = memory_in_use(device)
     if config.speed.rollout_engine == "vllm":
         require_vllm()
-    sources = find_rewards(config)
-    start = find_start_model(config, "--actor-model")
+    sources = find_rewards(config) if rewards is None else given_rewards(rewards, reward_weights)
+    start = find_start_model(config, "--actor-model" if prompts is None else "actor_model")
     tokenizer = start.tokenizer
-    if d.eval_text is not None:
-        text_of_file(tokenizer, d.eval_text)
-    prompts = load_prompts(
-        d.prompts, tokenizer, d.split, d.prompt_length, d.max_prompts, d.eval_prompts, screen.say,
-        topics=d.steps_per_topic is not None,
-    )  # fmt: skip
-    if len(prompts.train) < config.batch.batch_size:  # the same ones, repeated, would fill it
-        raise UserError(
-            f"{len(prompts.train)} prompts to train on, fewer than a batch of {config.batch.batch_size}: --prompts "
-            f"{d.prompts}. Give more (--prompts, --split, --max-prompts), or a smaller --batch-size"
-        )
-    check_prompts(prompts, start, config.sampling.reply_length, f"--prompts {d.prompts}", screen, d.plain_prompts)
-    check_topics(config, prompts.train, screen)
-    used = [p.example for p in (*prompts.train, *prompts.evaluation)]
-    check_columns(sources.rules, used, f"--prompts {d.prompts}")
-    if len(prompts.evaluation) < FEW_PROMPTS:
-        screen.say(
-            f"only {len(prompts.evaluation)} evaluation prompts: all of them are used, and figures are uncertain"
-        )
-    rewards, reward_model = load_rewards(config, sources, tokenizer, prompts, device, screen)
+    if config.data.eval_text is not None:
+        text_of_file(tokenizer, config.data.eval_text)
+    sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts)
+    chosen, reward_model = load_rewards(config, sources, tokenizer, sets, device, screen)
     policy = load_start_policy(config, start.folder, tokenizer, device)
     check_engine(config.speed.rollout_engine, policy, device)
-    return Parts(tokenizer, prompts, reward_model, rewards, policy, before)
+    return Parts(tokenizer, sets, reward_model, chosen, policy, before)
+
+
+def build_trainer(config: Config, parts: Parts, callbacks: Sequence = ()) -> OnPolicyLoop:
+    """Return a trainer of `config.algorithm`, with no callbacks but these."""
+    return OnPolicyLoop(
+        config,
+        policy=parts.policy,
+        tokenizer=parts.tokenizer,
+        train=parts.prompts.train,
+        evaluation=parts.prompts.evaluation,
+        rewards=parts.rewards,
+        callbacks=callbacks,
+    )
+
+
+def _load_prompt_sets(
+    config: Config,
+    start: StartModel,
+    sources: RewardSources,
+    screen: Screen,
+    prompts: Sequence[GivenPrompt] | None,
+    evaluation_prompts: Sequence[GivenPrompt] | None,
+) -> PromptSets:
+    """The prompts given in Python, or those of the settings, checked against the start model and the rewards."""
+    data = config.data
+    if prompts is None:
+        source, sets = f"--prompts {data.prompts}", load_prompts(data, start.tokenizer, screen.say)
+        check_fills_a_batch(config, sets.train)
+    else:
+        source, sets = "prompts", given_prompts(data, start.tokenizer, prompts, evaluation_prompts)
+    check_prompts(sets, start, config.sampling.reply_length, source, screen, data.plain_prompts)
+    check_overlap(sets, screen)
+    check_topics(config, sets.train, screen)
+    check_columns(sources.rules, [p.example for p in (*sets.train, *sets.evaluation)], source)
+    if prompts is None and len(sets.evaluation) < FEW_PROMPTS:
+        screen.say(f"only {len(sets.evaluation)} evaluation prompts: all of them are used, and figures are uncertain")
+    return sets
 
 
 def find_start_model(config: Config, flag: str) -> StartModel:

@@ -16,8 +16,13 @@ from transformers import PreTrainedModel
 
 from rlhf.models.packing import Packed, Passage
 
-FLOAT = 4  # bytes
+FLOAT = 4  # bytes of a float32
 QKV, GATE_UP, OUT, DOWN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), "o_proj", "down_proj"
+
+
+def _first_layer(model: PreTrainedModel, layers: int) -> nn.Module:
+    """The first of a transformer's equal layers: that of its first list of so many modules."""
+    return next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers)[0]
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -73,11 +78,13 @@ class Network:
         heads = c.num_attention_heads
         size = getattr(c, "head_dim", None) or c.hidden_size // heads
         queries, keys = heads * size, (getattr(c, "num_key_value_heads", None) or heads) * size
-        blocks = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == c.num_hidden_layers)
-        layer = dict(next(blocks)[0].named_modules())
+        layer = _first_layer(model, c.num_hidden_layers)
+        adapted = [(name.split(".")[-1], m) for name, m in layer.named_modules() if isinstance(m, LoraLayer)]
         by_head = {"q_norm": (heads, queries), "k_norm": (keys // size, keys)}  # Qwen's
+        norms = [name.split(".")[-1] for name, m in layer.named_modules() if type(m).__name__.endswith("Norm")]
         embeddings, element = model.get_input_embeddings(), FLOAT if dtype is None else dtype.itemsize
-        quantized = any(not w.is_floating_point() for m in layer.values() for w in m.parameters(recurse=False))
+        on_cpu = embeddings.weight.device.type == "cpu"
+        quantized = any(not w.is_floating_point() for w in layer.parameters())
         return cls(
             layers=c.num_hidden_layers,
             hidden=c.hidden_size,
@@ -86,28 +93,15 @@ class Network:
             queries=queries,
             keys=keys,
             vocabulary=embeddings.num_embeddings,
-            norms=tuple(
-                by_head.get(name.split(".")[-1], (1, c.hidden_size))
-                for name, m in layer.items()
-                if type(m).__name__.endswith("Norm")
-            ),
+            norms=tuple(by_head.get(name, (1, c.hidden_size)) for name in norms),
             whole=embeddings.weight.requires_grad,
-            adapters={
-                name.split(".")[-1]: (m.r["default"], m.out_features)
-                for name, m in layer.items()
-                if isinstance(m, LoraLayer)
-            },
+            adapters={name: (m.r["default"], m.out_features) for name, m in adapted},
             element=element,
-            attention_element=FLOAT if embeddings.weight.device.type == "cpu" else element,
+            attention_element=FLOAT if on_cpu else element,
             inner_element=FLOAT if quantized else element,
             checkpointing=checkpointing,
-            dropout=any(
-                isinstance(d, nn.Dropout) and d.p > 0
-                for m in layer.values()
-                if isinstance(m, LoraLayer)
-                for d in m.lora_dropout.values()
-            ),
-            noise=FLOAT if embeddings.weight.device.type == "cpu" else 1,
+            dropout=any(isinstance(d, nn.Dropout) and d.p > 0 for _, m in adapted for d in m.lora_dropout.values()),
+            noise=FLOAT if on_cpu else 1,
         )
 
     @property

@@ -13,7 +13,7 @@ from rlhf.data.sampler import Dealing, one_line
 from rlhf.data.splits import question_hash
 from rlhf.models.load import context_faults
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import raise_if
+from rlhf.utils.errors import UserError, raise_if
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,15 @@ def check_prompts(
             why = "--plain-prompts" if plain else f"{start.name} has no chat template"
             screen.say(f"{why}: the model reads prompts as plain text, and the completion follows at once")
     raise_if(faults)
+
+
+def check_fills_a_batch(config: Config, train: Sequence[Prompt]) -> None:
+    """Raise UserError if a batch has more prompts than there are: the same ones, repeated, would fill it."""
+    if len(train) < config.batch.batch_size:
+        raise UserError(
+            f"{len(train)} prompts to train on, fewer than a batch of {config.batch.batch_size}: --prompts "
+            f"{config.data.prompts}. Give more (--prompts, --split, --max-prompts), or a smaller --batch-size"
+        )
 
 
 def check_topics(config: Config, train: Sequence[Prompt], screen: Screen) -> None:

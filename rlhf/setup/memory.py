@@ -26,7 +26,6 @@ from rlhf.rewards.functions import LearnedReward
 from rlhf.rewards.rewards import Rewards
 from rlhf.setup.footprint import Network, weights_of
 from rlhf.setup.peak_memory import MemoryPlan, scoring
-from rlhf.trainer.evaluation import EVALUATED_AT_ONCE
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import gib
 
@@ -103,11 +102,11 @@ def forecast(
     ]
     if reward_model is not None:
         judge = Network.of(reward_model, dtype)
-        needed = {**scoring(judge, batch, config.sampling.reply_length), **plan.begun(whole), "nucleus": bits}
-        phases.insert(2, Phase("scoring", needed))
+        scored = scoring(judge, batch, config.sampling.reply_length, plan.budget.scoring_batch_size)
+        phases.insert(2, Phase("scoring", {**scored, **plan.begun(whole), "nucleus": bits}))
     if evaluation:
         kept = plan.nucleus(len(evaluation))
-        asked = sorted(evaluation, key=lambda p: len(p.ids))[-EVALUATED_AT_ONCE:]
+        asked = sorted(evaluation, key=lambda p: len(p.ids))[-plan.budget.eval_batch_size :]
         phases.append(Phase("evaluation's rollout", {**plan.rollout(asked), "nucleus": kept}))
         text = plan.reading(tokenizer, evaluation)
         phases.append(Phase("evaluation's text", {**text, "nucleus": kept}))

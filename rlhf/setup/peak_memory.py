@@ -13,18 +13,16 @@ from config import Config
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.prompts import Prompt
 from rlhf.models.attention import packable
+from rlhf.models.budget import Budget, budget_of
 from rlhf.models.device import installed
-from rlhf.models.logprobs import backbone_of, base_of, floats_at_once, logits_at_once
+from rlhf.models.logprobs import backbone_of, base_of
 from rlhf.models.packing import Passage
-from rlhf.rewards.reward_model import ROWS_AT_ONCE as SCORED_AT_ONCE
 from rlhf.rollout.completions import Replies
 from rlhf.rollout.continuous_batching import SPAN
 from rlhf.rollout.cpu_weights import blockable
-from rlhf.rollout.engine import default_engine, slots_for
-from rlhf.rollout.logprobs import tokens_at_once
+from rlhf.rollout.engine import default_engine
 from rlhf.rollout.vllm import MEMORY_SHARE
 from rlhf.setup.footprint import FLOAT, Network, linear_floats, weights_of
-from rlhf.trainer.evaluation import ROWS_AT_ONCE as READ_AT_ONCE
 from rlhf.trainer.evaluation import fixed_text
 
 # Bytes that are no tensor of ours: libraries' code and tables touched in use (found with a tiny model); on a card
@@ -48,6 +46,11 @@ class MemoryPlan:
     device: torch.device
     policy: PreTrainedModel | PeftModel
     network: Network
+
+    @property
+    def budget(self) -> Budget:
+        """How much the device computes at once."""
+        return budget_of(self.device)
 
     # --- what is held ------------------------------------------------------------------------------------------------
 
@@ -100,7 +103,7 @@ class MemoryPlan:
         ids = torch.zeros(len(rows), self.config.sampling.reply_length, dtype=torch.long)
         replies = Replies.of(rows, ids, eos=-1, pad=0, vocabulary=self.network.vocabulary)
         packed = self.config.speed.packed and packable(base_of(self.policy))
-        most = self.config.batch.micro_batch_size, tokens_at_once(self.device)
+        most = self.config.batch.micro_batch_size, self.budget.tokens_per_micro_batch
         parts = replies.parts(range(len(rows)), *most, packed)
         return [replies.passage(part, packed) for part in parts]
 
@@ -113,7 +116,7 @@ class MemoryPlan:
         """Sampling a reply to each."""
         speed, network = self.config.speed, self.network
         plain = speed.rollout_engine == "plain" or default_engine(self.policy, self.device) == "plain"
-        slots = len(prompts) if plain else min(len(prompts), speed.rollout_slots or slots_for(self.device))
+        slots = len(prompts) if plain else min(len(prompts), speed.rollout_slots or self.budget.rollout_slots)
         longest = max(len(p.ids) for p in prompts)
         columns = -(-(longest + self.config.sampling.reply_length) // SPAN) * SPAN
         asked = slots * longest if plain else sum(map(len, {p.ids for p in prompts[:slots]}))
@@ -156,8 +159,8 @@ class MemoryPlan:
     def logits(self, tokens: int, entropy: bool = False) -> int:
         """At once: in the forward's precision; of some the float32 copy, exponentials, and those times the logits."""
         numbers = tokens * self.network.vocabulary
-        together = min(numbers, logits_at_once(self.device)) * self.network.element
-        return together + min(numbers, floats_at_once(self.device)) * FLOAT * (1 + self.network.rounded + entropy)
+        together = min(numbers, self.budget.logits_per_chunk) * self.network.element
+        return together + min(numbers, self.budget.floats_per_chunk) * FLOAT * (1 + self.network.rounded + entropy)
 
     def allowed(self, tokens: int) -> int:
         """The nucleus, a byte to a logit."""
@@ -199,7 +202,7 @@ class MemoryPlan:
     def chunk(self, passage: Passage) -> tuple[int, int]:
         """Of one chunk's logits, with their way back; and the head's gradient where chunks before it have left one."""
         config, vocabulary, length = self.config, self.network.vocabulary, self.config.sampling.reply_length
-        most = max(1, logits_at_once(self.device) // vocabulary // length) * length
+        most = max(1, self.budget.logits_per_chunk // vocabulary // length) * length
         tokens = min(len(passage.tokens), most) if config.speed.fused_head else len(passage.tokens)
         left = self.head_gradient if tokens < len(passage.tokens) else 0
         if not config.speed.fused_head or config.batch.entropy_coef > 0:
@@ -213,7 +216,8 @@ class MemoryPlan:
         text = fixed_text(tokenizer, prompts, lambda _: [], self.config.data.eval_text)
         sizes = [(len(p.ids), len(r)) for p, r in zip(text.prompts, text.replies, strict=True)]
         sizes = sorted(sizes or [(len(p.ids), self.config.sampling.reply_length) for p in prompts], key=lambda s: s[1])
-        parts = [sizes[at : at + READ_AT_ONCE] for at in range(0, len(sizes), READ_AT_ONCE)]
+        most = self.budget.eval_batch_size
+        parts = [sizes[at : at + most] for at in range(0, len(sizes), most)]
         tokens, most = max(sum(map(sum, part)) for part in parts), max(sum(r for _, r in part) for part in parts)
         return {
             "pass, or logits": max(self.network.passing(tokens), self.logits(most)),
@@ -221,8 +225,8 @@ class MemoryPlan:
         }
 
 
-def scoring(judge: Network, prompts: Sequence[Prompt], reply_length: int) -> dict[str, int]:
-    """The reward model's pass; its tokens are taken to be as many as the policy's."""
-    rows = sorted(len(p.ids) + reply_length for p in prompts)[-SCORED_AT_ONCE:]
+def scoring(judge: Network, prompts: Sequence[Prompt], reply_length: int, batch_size: int) -> dict[str, int]:
+    """The reward model's pass over `batch_size` completions; its tokens are taken to be as many as the policy's."""
+    rows = sorted(len(p.ids) + reply_length for p in prompts)[-batch_size:]
     tokens = len(rows) * rows[-1]
     return {"reward model's pass": judge.passing(tokens)}

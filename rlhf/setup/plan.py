@@ -18,9 +18,9 @@ from rlhf.checkpoints.run_record import (
 )
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.sampler import Dealing, one_line
+from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, available
 from rlhf.models.logprobs import base_of
-from rlhf.rollout.logprobs import tokens_at_once
 from rlhf.settings.fields import as_plain
 from rlhf.setup.build import Parts
 from rlhf.setup.memory import Forecast, forecaster, what_helps
@@ -123,7 +123,8 @@ def batch_line(config: Config, updates: int, device: torch.device) -> str:
     b = config.batch
     group = f" x {config.group_size} replies" if config.group_size > 1 else ""
     episodes = config.episodes_per_update // b.minibatches
-    at_once = f"{b.micro_batch_size} episodes" if b.micro_batch_size else f"{tokens_at_once(device):,} tokens"
+    tokens = budget_of(device).tokens_per_micro_batch
+    at_once = f"{b.micro_batch_size} episodes" if b.micro_batch_size else f"{tokens:,} tokens"
     return (
         f"{b.batch_size} prompts{group} in {b.minibatches} minibatches of {episodes} episodes, an optimizer step "
         f"each; {b.ppo_epochs} passes over each rollout: {config.optimizer_steps(1):,} optimizer steps per update, "

@@ -19,11 +19,11 @@ from rlhf.models.logprobs import base_of
 from rlhf.rewards.functions import LearnedReward, ModuleReward
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
+from rlhf.setup.footprint import FLOAT
 from rlhf.utils.console import gib
 
 COPIES = 3  # of the trained weights in a checkpoint: themselves, and AdamW's two moments
 WITHOUT_MOMENTS = 2  # best/ and the final weights
-FLOAT = 4  # bytes
 # how far padding may move a score by rounding, in standard deviations of the start model's scores
 SCORE_ROUNDING = {None: 1e-3, torch.bfloat16: 1e-1}
 MOST_IDS = 64  # of a prompt, shown

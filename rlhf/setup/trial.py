@@ -16,12 +16,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from config import Config
 from rlhf.models.actor_critic import set_adapter_dropout
+from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype, available, memory_in_use
 from rlhf.models.logprobs import base_of, scaled_logits
 from rlhf.models.save import load_policy_weights
 from rlhf.rollout.completions import Rollout
-from rlhf.rollout.logprobs import tokens_at_once
-from rlhf.setup.build import Parts
+from rlhf.setup.build import Parts, build_trainer
 from rlhf.setup.memory import forecaster_of
 from rlhf.setup.preflight import Check, determinism, padding_changes_no_score, prompt_is_rendered, start_checks
 from rlhf.trainer.loop import OnPolicyLoop
@@ -44,12 +44,12 @@ def check_start(config: Config, parts: Parts) -> None:
     raise_if([check.fault for check in _start_checks(config, parts) if not check.ok])
 
 
-def check_run(make: type[OnPolicyLoop], config: Config, parts: Parts, screen: Screen) -> None:
+def check_run(config: Config, parts: Parts, screen: Screen) -> None:
     """All checks, a line each. Raises UserError where one fails. The output folder is not touched."""
     found: list[Check] = []
     with tempfile.TemporaryDirectory(prefix="rlhf_check_", ignore_cleanup_errors=True) as folder:
         try:
-            for check in all_checks(make, config, parts, Path(folder)):
+            for check in all_checks(config, parts, Path(folder)):
                 found.append(check)
         except Exception as error:  # whatever a library or a reward raises at a fault is what a check is to find
             reason = (str(error).strip().splitlines() or [""])[0]
@@ -68,7 +68,7 @@ def show_checks(found: list[Check], screen: Screen) -> None:
     screen.facts([(c.name, f"ok      {c.found}" if c.ok else f"FAILED  {c.found}. {c.way_out}") for c in found])
 
 
-def all_checks(make: type[OnPolicyLoop], config: Config, parts: Parts, folder: Path) -> Iterator[Check]:
+def all_checks(config: Config, parts: Parts, folder: Path) -> Iterator[Check]:
     """One after another; `folder` is for what must be written. The weights are afterwards what they were before."""
     yield from _start_checks(config, parts)
     device = base_of(parts.policy).device
@@ -76,7 +76,7 @@ def all_checks(make: type[OnPolicyLoop], config: Config, parts: Parts, folder: P
     yield determinism(device)
     yield padding_changes_no_score(parts.rewards, parts.prompts.train[0], autocast_dtype(config.model.bf16, device))
     own = dataclasses.replace(config, run=dataclasses.replace(config.run, output=str(folder / "run")))
-    yield from update_checks(make(own, **parts.for_trainer), parts, folder / "saved")
+    yield from update_checks(build_trainer(own, parts), parts, folder / "saved")
 
 
 def _start_checks(config: Config, parts: Parts) -> list[Check]:
@@ -138,9 +138,9 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
 def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
     """How far from 1 the ratio is, of each reply token, (N,)."""
     device, replies, most = trainer.accelerator.device, rollout.replies, trainer.config.batch.micro_batch_size
-    apart = []
+    tokens, apart = budget_of(device).tokens_per_micro_batch, []
     for rows in trainer.learner.minibatches(1, 0):
-        for part in replies.parts(rows, most, tokens_at_once(device), trainer.micro_batches.packed):
+        for part in replies.parts(rows, most, tokens, trainer.micro_batches.packed):
             passage = replies.passage(part, trainer.micro_batches.packed)
             with autocast(device, trainer.dtype):
                 logprobs, _, _ = trainer.actor(passage, trainer.config.sampling.temperature, replies.allowed(passage))

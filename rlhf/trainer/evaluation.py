@@ -19,6 +19,7 @@ from rlhf.data.examples import read_text
 from rlhf.data.prompts import Prompt, ids_alone
 from rlhf.models.actor_critic import Actor
 from rlhf.models.attention import packable
+from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.models.logprobs import base_of
 from rlhf.models.packing import Packed, Padded
@@ -26,9 +27,6 @@ from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout, episodes_of
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.utils.errors import UserError
-
-ROWS_AT_ONCE = 32
-EVALUATED_AT_ONCE = 32  # prompts
 
 
 @dataclass(frozen=True)
@@ -132,8 +130,9 @@ def perplexity(policy, text: FixedText, pad: int, device: torch.device, dtype: t
     large for a float."""
     total, tokens, packed = 0.0, 0, packable(base_of(policy))
     order = sorted(range(len(text.replies)), key=lambda i: len(text.replies[i]))
-    for start in range(0, len(order), ROWS_AT_ONCE):
-        rows = order[start : start + ROWS_AT_ONCE]
+    size = budget_of(device).eval_batch_size
+    for start in range(0, len(order), size):
+        rows = order[start : start + size]
         prompts, replies = [text.prompts[i].ids for i in rows], [text.replies[i] for i in rows]
         passage = (Packed if packed else Padded)(episodes_of(prompts, replies, pad, device), range(len(rows)))
         with autocast(device, dtype):
@@ -173,10 +172,9 @@ class PolicyEvaluator:
 
     def rollouts(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """A completion to every prompt, some prompts at a time."""
-        rows = list(enumerate(prompts))
+        rows, size = list(enumerate(prompts)), budget_of(self.collector.device).eval_batch_size
         return [
-            self.collector.collect(rows[start : start + EVALUATED_AT_ONCE], 0, "evaluate")
-            for start in range(0, len(rows), EVALUATED_AT_ONCE)
+            self.collector.collect(rows[start : start + size], 0, "evaluate") for start in range(0, len(rows), size)
         ]
 
     def fix_text(self) -> None:

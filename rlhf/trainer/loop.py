@@ -25,6 +25,7 @@ from rlhf.data.prompts import Prompt, encode_prompts
 from rlhf.data.sampler import Dealing, tag_names
 from rlhf.models.actor_critic import Actor, set_adapter_dropout
 from rlhf.models.attention import packable
+from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.logprobs import base_of
 from rlhf.models.reference import Reference
@@ -33,7 +34,6 @@ from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.engine import check_engine
-from rlhf.rollout.logprobs import tokens_at_once
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.evaluation import Evaluation, PolicyEvaluator
 from rlhf.trainer.events import Events, is_of_transformers
@@ -92,9 +92,8 @@ class OnPolicyLoop:
         if device.type == "cpu":
             keep_freed_memory()
         check_engine(config.speed.rollout_engine, policy, device)
-        self.micro_batches = MicroBatches(
-            config.batch.micro_batch_size, tokens_at_once(device), config.speed.packed and packable(base_of(policy))
-        )
+        packed, tokens = config.speed.packed and packable(base_of(policy)), budget_of(device).tokens_per_micro_batch
+        self.micro_batches = MicroBatches(config.batch.micro_batch_size, tokens, packed)
         self.dtype = autocast_dtype(config.model.bf16, device)
         self.reference = Reference.before_training(policy, self.dtype)
         host = make_host(config, policy, self.processing_class, self.updates, self.reference, self.train_prompts)
@@ -263,8 +262,6 @@ class OnPolicyLoop:
     def note_memory(self) -> None:
         """Update the peak memory of the run."""
         self.progress.peak_memory = max(self.progress.peak_memory, memory_in_use(self.accelerator.device))
-
-    # --- evaluation and files ----------------------------------------------------------------------------------------
 
     def evaluate(self, prompts: Sequence[GivenPrompt] | None = None) -> dict[str, float]:
         """Metrics on the evaluation prompts, logged and kept in `evaluations`. Other `prompts`, as `examples_of` reads

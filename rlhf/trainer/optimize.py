@@ -11,8 +11,9 @@ from torch import Tensor
 
 from config import Config
 from rlhf.algorithms.experience import Experience, PolicyOutputs
+from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype
-from rlhf.models.logprobs import base_of, logits_at_once
+from rlhf.models.logprobs import base_of
 from rlhf.models.packing import Passage
 from rlhf.trainer.cached_forward import CachedForward
 from rlhf.trainer.micro_batch import MicroBatches
@@ -133,7 +134,7 @@ class PolicyOptimizer:
     def chunks(self, passage: Passage) -> Iterator[tuple[slice, slice]]:
         """Whole completions whose logits may exist together: rows of the passage, and the cells of their tokens."""
         vocabulary = base_of(self.host.actor.policy).get_input_embeddings().num_embeddings
-        most = max(1, logits_at_once(passage.tokens.device) // vocabulary)
+        most = max(1, budget_of(passage.tokens.device).logits_per_chunk // vocabulary)
         first, start, end = 0, 0, 0
         for row, size in enumerate(passage.lengths):
             if end > start and end + size - start > most:

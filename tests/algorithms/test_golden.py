@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 import rlhf.models.trl_ppo  # noqa: F401  (silences TRL's warning that its PPO is experimental)
 from rlhf.data.chat_template import encode_prompt, encode_text
 from rlhf.data.examples import Example
-from rlhf.data.prompts import Prompt
+from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.models.actor_critic import with_value_head
 from rlhf.models.load import load_tokenizer
 from rlhf.rollout.completions import Replies
@@ -122,7 +122,8 @@ def test_three_updates_of_two_epochs_match_trl(
     stock.trainer.train()
 
     policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=dtype)
-    ours = build(*FLAGS, "--critic", critic, train=stock.prompts, evaluation=stock.prompts, policy=policy)
+    prompts = PromptSets(train=stock.prompts, evaluation=stock.prompts, too_long=0)
+    ours = build(*FLAGS, "--critic", critic, prompts=prompts, policy=policy)
     ours.model.to(dtype)
     replayed(ours, stock)
     logged = [ours.one_update(update) for update in range(1, UPDATES + 1)]
@@ -164,8 +165,7 @@ def test_a_score_stands_at_eos_and_not_behind_it_as_in_trl(
     flags = [*FLAGS, "--kl-coef", "0", "--gamma", "0.5", "--lam", "1", "--ppo-epochs", "1", "--num-iterations", "1"]
     ours = build(
         *flags,
-        train=stock.prompts,
-        evaluation=stock.prompts,
+        prompts=PromptSets(train=stock.prompts, evaluation=stock.prompts, too_long=0),
         rewards=[lambda completions, **_: [2.0] * BATCH],
     )
     replayed(ours, stock)

@@ -16,6 +16,7 @@ from rlhf.analysis.evaluator import Bench, Generations
 from rlhf.analysis.models import find_models, find_trained, shared_settings
 from rlhf.analysis.verdict import Side, judge_runs
 from rlhf.data.prompts import Prompt
+from rlhf.models.budget import BUDGETS
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from tests.shapes import make_base_model, make_reward_model, make_start_model
@@ -204,12 +205,12 @@ def test_kl_and_lengths_by_hand(settings, start_model, tmp_path):
 
 def test_every_reply_has_random_numbers_of_its_own(settings, start_model, monkeypatch):
     """However many are sampled at once: a second part is not the first one over again."""
-    monkeypatch.setattr("rlhf.analysis.evaluator.ROWS_AT_ONCE", 4)
     same_prompt = dataclasses.replace(settings, num_prompts=1, completions=8)
     bench, _ = bench_of([start_model], same_prompt)
-    apart = bench.measure_start(Screen()).texts[0]
+    with monkeypatch.context() as patch:
+        patch.setitem(BUDGETS, "cpu", dataclasses.replace(BUDGETS["cpu"], generation_batch_size=4))
+        apart = bench.measure_start(Screen()).texts[0]
     assert apart[:4] != apart[4:]
-    monkeypatch.setattr("rlhf.analysis.evaluator.ROWS_AT_ONCE", 64)
     assert bench.measure_start(Screen()).texts[0] == apart, "and the parts change nothing"
 
 

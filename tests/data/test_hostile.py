@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM
 
-from config import parse_cli, parse_reward_cli
+from config import DataSettings, parse_cli, parse_reward_cli
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.data.chat_template import decode_reply, encode_prompt, encode_reply, encode_text
 from rlhf.data.examples import ROLES, examples_of, load_examples
@@ -84,7 +84,7 @@ def test_a_prompt_of_100_000_characters_is_left_out_and_counted_or_whole(tmp_pat
     rows = [{"prompt": f"question {i}"} for i in range(40)] + [{"prompt": LONG[what]}]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    sets = load_prompts(str(file), tokenizer, Split(0, 50, 50), 256, 1000, 1000)
+    sets = load_prompts(DataSettings(str(file), Split(0, 50, 50)), tokenizer)
     assert sets.too_long == 1 and len(sets.train) + len(sets.evaluation) == 40
     (whole,), _ = encode_prompts(tokenizer, examples_of([LONG[what]]), 10**6)
     assert LONG[what] in tokenizer.decode(list(whole.ids))
@@ -278,7 +278,7 @@ def test_a_question_that_stands_twice_is_asked_once(tmp_path, tokenizer):
     rows = [{"prompt": f"question {i}"} for i in range(60)] + [{"prompt": c} for c in copies for _ in range(3)]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    sets = load_prompts(str(file), tokenizer, Split(0, 50, 50), 256, 1000, 1000)
+    sets = load_prompts(DataSettings(str(file), Split(0, 50, 50)), tokenizer)
     train, held_out = ([p.example.messages[-1]["content"] for p in part] for part in (sets.train, sets.evaluation))
     assert len(set(train)) == len(train) and len(set(held_out)) == len(held_out)
     assert sum(c in train for c in copies) in (0, 4) and len(train) + len(held_out) == 64

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from config import DataSettings
 from rlhf.data import examples
 from rlhf.data.chat_template import encode_prompt, encode_reply, encode_text
 from rlhf.data.examples import Example, load_examples
@@ -111,14 +112,14 @@ def test_a_few_bad_rows_of_a_hub_dataset_are_left_out_and_told(monkeypatch):
 def test_no_prompt_left_after_filtering(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl", *({"prompt": f"question {i}"} for i in range(40)))
     with pytest.raises(UserError, match=r"no prompt left to train on.*the shortest of \d+ tokens"):
-        load_prompts(path, tokenizer, None, 3, 100, 100)
+        load_prompts(DataSettings(path, prompt_length=3), tokenizer)
     with pytest.raises(UserError, match="no prompt left to evaluate on"):
-        load_prompts(path, tokenizer, Split(0, 100, 0), 100, 100, 100)
+        load_prompts(DataSettings(path, Split(0, 100, 0)), tokenizer)
 
 
 def test_long_prompts_are_left_out_and_counted(tmp_path, tokenizer):
     rows = [{"prompt": f"question {i}" + " and so on" * (100 if i % 4 == 0 else 0)} for i in range(80)]
-    sets = load_prompts(write(tmp_path / "rows.jsonl", *rows), tokenizer, None, 120, 1000, 1000)
+    sets = load_prompts(DataSettings(write(tmp_path / "rows.jsonl", *rows), prompt_length=120), tokenizer)
     assert sets.too_long == 20
     assert len(sets.train) + len(sets.evaluation) == 60
     whole = {tuple(encode_prompt(tokenizer, user(r["prompt"]))) for r in rows}
@@ -144,7 +145,7 @@ def test_shares_are_met_and_nothing_is_lost():
 
 def test_prompts_without_pairs_are_not_kept_for_a_reward_model(tmp_path, tokenizer):
     rows = [{"prompt": f"question {i}"} for i in range(60)]
-    assert load_prompts(write(tmp_path / "r.jsonl", *rows), tokenizer, None, 100, 100, 100).parts["reward"] == 0
+    assert load_prompts(DataSettings(write(tmp_path / "r.jsonl", *rows)), tokenizer).parts["reward"] == 0
 
 
 # --- render ----------------------------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ def test_other_questions_stay_others():
 
 def test_an_evaluation_needs_no_prompt_to_train_on(tokenizer, tmp_path):
     file = write(tmp_path / "mine.jsonl", *({"prompt": f"question {i}?"} for i in range(10)))
-    sets = load_prompts(file, tokenizer, Split(0, 0, 100), 100, 50, 50, evaluation_alone=True)
+    sets = load_prompts(DataSettings(file, Split(0, 0, 100)), tokenizer, evaluation_alone=True)
     assert len(sets.evaluation) == 10 and sets.train == []
     with pytest.raises(UserError, match="no prompt left to train on"):
-        load_prompts(file, tokenizer, Split(0, 0, 100), 100, 50, 50)
+        load_prompts(DataSettings(file, Split(0, 0, 100)), tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.models import logprobs
 from rlhf.models.actor_critic import ActorCritic, with_value_head
+from rlhf.models.budget import BUDGETS
 from rlhf.models.device import autocast
 from rlhf.models.load import find_model, four_bit, load_policy, load_tokenizer
 from rlhf.models.packing import Padded
@@ -24,7 +26,6 @@ from rlhf.models.reference import Reference
 from rlhf.models.save import load_policy_weights, trained_of
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rollout.completions import episodes_of
-from rlhf.trainer import loop
 from rlhf.utils import hub
 from rlhf.utils.errors import UserError
 from tests.conftest import whole_gradient
@@ -195,9 +196,8 @@ def test_a_critic_of_another_kind_is_refused(build, tmp_path):
 
 def few_positions_at_once(monkeypatch):
     """Eight positions of this vocabulary together, and two of them in float32."""
-    for module in (logprobs, loop):
-        monkeypatch.setattr(module, "logits_at_once", lambda device: 8 * 400)
-    monkeypatch.setattr(logprobs, "floats_at_once", lambda device: 2 * 400)
+    few = dataclasses.replace(BUDGETS["cpu"], logits_per_chunk=8 * 400, floats_per_chunk=2 * 400)
+    monkeypatch.setitem(BUDGETS, "cpu", few)
 
 
 def test_full_logits_are_never_kept(build, monkeypatch):

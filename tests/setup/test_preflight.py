@@ -25,7 +25,7 @@ from rlhf.models.save import VALUE_HEAD_FILE, WEIGHTS_FILE
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.fields import as_plain
 from rlhf.setup import trial
-from rlhf.setup.build import load_parts
+from rlhf.setup.build import build_trainer, load_parts
 from rlhf.setup.preflight import (
     determinism,
     disk_has_room,
@@ -44,7 +44,6 @@ from rlhf.setup.trial import (
     steps_are_as_planned,
     weights_come_back,
 )
-from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, run_command
 
@@ -73,7 +72,7 @@ def tried(loaded):
 
     def make(*flags, algorithm="ppo"):
         config, parts = loaded(*flags, algorithm=algorithm)
-        trainer = OnPolicyLoop(config, **parts.for_trainer)
+        trainer = build_trainer(config, parts)
         return trainer, parts, trainer.collector.collect(trainer.prompts_of(1), 1)
 
     return make
@@ -100,17 +99,18 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("what", VARIANTS)
-def test_a_sound_run_passes_and_is_left_as_it_was(loaded, capsys, what):
+def test_a_sound_run_passes_and_is_left_as_it_was(loaded, capsys, monkeypatch, what):
     algorithm, flags = VARIANTS[what]
     config, parts = loaded(*flags, algorithm=algorithm)
     before = {}
 
-    def make(*given, **named):  # over 4-bit weights TRL rounds fresh adapters: here, as in a run
-        trainer = OnPolicyLoop(*given, **named)
+    def build(config, parts):  # over 4-bit weights TRL rounds fresh adapters: here, as in a run
+        trainer = build_trainer(config, parts)
         before.update((name, weight.clone()) for name, weight in trainer.actor.policy.state_dict().items())
         return trainer
 
-    check_run(make, config, parts, Screen())
+    monkeypatch.setattr(trial, "build_trainer", build)
+    check_run(config, parts, Screen())
     lines = lines_of(capsys.readouterr().out)
     assert list(lines) == NAMES
     assert all(line[2 + max(map(len, NAMES)) :].startswith("  ok      ") for line in lines.values()), lines

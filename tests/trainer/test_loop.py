@@ -17,6 +17,7 @@ from rlhf.algorithms.kl_control import LOWEST_BETA
 from rlhf.algorithms.objectives import kl_k3
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.callbacks.base import Callback
+from rlhf.data.prompts import PromptSets
 from rlhf.models.logprobs import backbone_of
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.logprobs import measure
@@ -71,7 +72,9 @@ def test_optimizer_steps_are_updates_x_epochs_x_minibatches(make, updates, epoch
 
 def test_fewer_prompts_than_a_batch_does_not_hang(make):
     """The scripts refuse it; from Python it may be meant."""
-    trainer = make("--num-iterations", "1", train=make().train_prompts[:3])
+    whole = make()
+    three = PromptSets(train=whole.train_prompts[:3], evaluation=whole.evaluation_prompts, too_long=0)
+    trainer = make("--num-iterations", "1", prompts=three)
     assert len(trainer.train_prompts) == 3
     assert trainer.one_update(1)["optimizer_steps"] == 2
 

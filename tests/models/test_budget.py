@@ -1,0 +1,40 @@
+"""One budget per device type, which every module reads."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from rlhf.models.budget import BUDGETS, budget_of
+from rlhf.setup.plan import batch_line
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+MiB = 2**20
+
+
+def test_the_device_type_chooses_the_budget():
+    assert budget_of(torch.device("cuda", 1)) == budget_of(GPU) == BUDGETS["cuda"]
+    assert budget_of(torch.device("meta")) == budget_of(CPU) == BUDGETS["cpu"]
+
+
+def test_a_chunk_of_logits_has_the_size_that_is_documented():
+    assert budget_of(CPU).logits_per_chunk * torch.bfloat16.itemsize == 64 * MiB
+    assert budget_of(GPU).logits_per_chunk * torch.bfloat16.itemsize == 256 * MiB
+    for device in (CPU, GPU):
+        assert budget_of(device).floats_per_chunk <= budget_of(device).logits_per_chunk
+
+
+@pytest.mark.parametrize(("device", "tokens"), [(CPU, "1,024"), (GPU, "16,384")])
+def test_the_plan_prints_the_budget_of_the_device(configured, device, tokens):
+    assert f"at most {tokens} tokens in a forward pass" in batch_line(configured(), 1, device)
+
+
+def test_a_micro_batch_has_the_tokens_of_the_budget(build, monkeypatch):
+    few = dataclasses.replace(BUDGETS["cpu"], tokens_per_micro_batch=1)
+    monkeypatch.setitem(BUDGETS, "cpu", few)
+    trainer = build()
+    replies = trainer.collector.collect(trainer.prompts_of(1), 1).replies
+    parts = trainer.micro_batches.split(replies)
+    assert sorted(list(part) for part in parts) == [[0], [1], [2], [3]]

@@ -134,16 +134,20 @@ def test_equal_budgets_by_hand():
     assert by_episodes["sides"]["PPO"] == {"update": 4, "score": 3, "judge": None, "kl": 0.4}
     assert by_episodes["sides"]["GRPO"] == {"update": 4, "score": 1.5, "judge": None, "kl": 0.4}
     assert by_time["sides"]["PPO"]["score"] == 2 and by_time["sides"]["GRPO"]["score"] == 5
-    assert (by_episodes["difference"]["value"], by_time["difference"]["value"]) == (1.5, -3)
-    assert by_time["difference"]["over"] == "prompts"
+    [of_episodes], [of_time] = by_episodes["differences"], by_time["differences"]
+    assert (of_episodes["name"], of_episodes["value"], of_time["value"]) == ("PPO - GRPO", 1.5, -3)
+    assert of_time["over"] == "prompts" and of_time["level"] == 0.95
 
 
 def test_equal_budgets_over_seeds_and_other_prompts():
     ends = [[look(2, 5, (1, 2))], [look(2, 5, (2, 3))]]
     rows = at_equal({"PPO": ends, "GRPO": [[look(2, 5, (0, 0))], [look(2, 5, (0, 1))]]}, None, seed=1)
-    assert rows[0]["difference"]["over"] == "seeds and prompts" and rows[0]["difference"]["value"] == 1.75
+    [found] = rows[0]["differences"]
+    assert found["over"] == "seeds and prompts" and found["value"] == 1.75
     other = at_equal({"PPO": ends, "GRPO": [[look(2, 5, (0, 0), prompts=("b", "a"))]]}, None, seed=1)
-    assert other[0]["difference"] is None, "row by row these are other prompts"
+    missing = "PPO and GRPO evaluated different prompts"
+    assert other[0]["differences"] == [{"name": "PPO - GRPO", "missing": missing}]
+    assert at_equal_in_words(other)[0] == f"at 20 episodes nothing can be said: {missing}"
     assert at_equal({"PPO": ends, "GRPO": [[]]}, None, seed=1) == []
 
 
@@ -151,7 +155,7 @@ def test_a_start_model_is_not_compared_at_an_equal_budget():
     """Where one side had not evaluated itself yet, its last evaluation inside the budget is the start model's."""
     ppo, grpo = [look(0, 0, (0, 0)), look(1, 9, (1, 3))], [look(0, 0, (0, 0)), look(5, 50, (2, 4))]
     rows = at_equal({"PPO": [ppo], "GRPO": [grpo]}, None, seed=1)
-    assert rows[0]["sides"]["GRPO"]["update"] == 0 and all("difference" not in row for row in rows)
+    assert rows[0]["sides"]["GRPO"]["update"] == 0 and all("missing" in row["differences"][0] for row in rows)
     assert at_equal_in_words(rows)[0] == "at 10 episodes nothing can be said: GRPO had not evaluated itself yet"
 
 

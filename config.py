@@ -706,7 +706,7 @@ class EvaluationConfig(Command):
 class ComparisonSettings:
     """What is compared, and where to."""
 
-    runs: tuple[str, ...] = knob((), "run folders, of PPO, of GRPO, or of both, over seeds", positional=True)
+    runs: tuple[str, ...] = knob((), "run folders, of one algorithm or several, over seeds", positional=True)
     output: str = knob("./comparison_output", "folder of the reports and the pictures", aliases=("output_dir",))
 
 
@@ -830,13 +830,13 @@ def parse_evaluation_cli(argv: list[str] | None = None) -> EvaluationConfig:
 
 def parse_comparison_cli(argv: list[str] | None = None) -> ComparisonConfig:
     """The configuration of `compare_runs.py`. Raises UserError with all faults of the command line."""
-    said = "Start model, PPO and GRPO over seeds, on the same prompts: a report with a verdict."
+    said = "Start model and algorithms over seeds, on the same prompts: a report with a verdict."
     return _parse(ComparisonConfig, argv, "compare_runs.py", said, {"num_prompts": 128})
 
 
 def parse_plot_cli(argv: list[str] | None = None) -> PlotConfig:
     """The configuration of `plot_training_progress.py`. Raises UserError with all faults of the command line."""
-    said = "The training curves of one run, or of PPO against GRPO over seeds: a picture and a table."
+    said = "The training curves of one run, or of several algorithms over seeds: a picture and a table."
     return _parse(PlotConfig, argv, "plot_training_progress.py", said)
 
 

@@ -81,7 +81,7 @@ def make_comparison(
         "verdict": verdict.sentences,
         "caveats": [*verdict.caveats, *at_equal_in_words(equal)],
         "warnings": _warnings(sides, start, seed),
-        "facts": dict([*bench.facts(), *_unlike(sides)]),
+        "facts": dict([*bench.facts(), *settings_that_differ(sides)]),
         "figures": {"start": figures(start)}
         | {side.name: dict(zip(map(str, side.seeds), side.figures, strict=True)) for side in sides},
         "contrasts": [asdict(c) for c in verdict.contrasts],
@@ -122,7 +122,7 @@ def _pair_in_words(pair: dict[str, Any]) -> str:
     return f"{pair['name']} {interval_of(pair)}, {'a difference' if shown else 'no difference shown'}"
 
 
-def _unlike(sides: Sequence[Side]) -> list[tuple[str, str]]:
+def settings_that_differ(sides: Sequence[Side]) -> list[tuple[str, str]]:
     """The settings in which the sides' runs differ, without those that only some algorithms read; then each K."""
     if len(sides) < 2:
         return []
@@ -136,21 +136,21 @@ def _unlike(sides: Sequence[Side]) -> list[tuple[str, str]]:
     return [(f"settings that differ, {listed(names)}", f"{text}; K: {', '.join(sizes)}" if sizes else text)]
 
 
-def _own_groups(algorithm: str) -> tuple[str, ...]:
+def own_groups(algorithm: str) -> tuple[str, ...]:
     """Names of the groups of settings that this algorithm reads, and not every algorithm."""
     return (algorithm,)
 
 
 def _own_knobs(sides: Sequence[Side]) -> set[str]:
     """The knobs that only some algorithms read."""
-    groups = {group for name in (*ALGORITHMS, *(s.algorithm for s in sides)) for group in _own_groups(name)}
+    groups = {group for name in (*ALGORITHMS, *(s.algorithm for s in sides)) for group in own_groups(name)}
     return {knob for side in sides for group in groups for knob in side.runs[0]["settings"].get(group, {})}
 
 
 def _group_size(side: Side) -> int | None:
     """K, completions per prompt; None if the algorithm has no groups of completions."""
     settings = side.runs[0]["settings"]
-    own = [settings.get(group, {}) for group in _own_groups(side.algorithm)]
+    own = [settings.get(group, {}) for group in own_groups(side.algorithm)]
     return next((knobs["K"] for knobs in own if "K" in knobs), None)
 
 

@@ -1,4 +1,4 @@
-"""`python compare_runs.py RUN ...`: start model, PPO and GRPO over seeds, on the same prompts: a report, a verdict."""
+"""`python compare_runs.py RUN ...`: start model and algorithms over seeds on the same prompts: a report, a verdict."""
 
 from __future__ import annotations
 

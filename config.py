@@ -722,7 +722,7 @@ class EvaluationConfig(Command):
 class ComparisonSettings:
     """What is compared, and where to."""
 
-    runs: tuple[str, ...] = knob((), "run folders, of one algorithm or of several, over seeds", positional=True)
+    runs: tuple[str, ...] = knob((), "run folders, of one algorithm or several, over seeds", positional=True)
     output: str = knob("./comparison_output", "folder of the reports and the pictures", aliases=("output_dir",))
 
 

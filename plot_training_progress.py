@@ -1,4 +1,4 @@
-"""`python plot_training_progress.py`: the training curves of one run, or of PPO against GRPO over seeds."""
+"""`python plot_training_progress.py`: the training curves of one run, or of several algorithms over seeds."""
 
 from __future__ import annotations
 

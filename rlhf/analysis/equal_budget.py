@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from rlhf.analysis.curves import RunCurves
-from rlhf.analysis.statistics import over_seeds_if_any
+from rlhf.analysis.statistics import level_of_each, over_seeds_if_any
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.rewards.rewards import Rewards
-from rlhf.utils.console import clock
+from rlhf.utils.console import clock, listed
 from rlhf.utils.errors import UserError
 
 
@@ -68,10 +69,11 @@ def judge_again(look: Look, judge: Rewards | None) -> Look:
 
 
 def at_equal(looks: dict[str, list[list[Look]]], judge: Rewards | None, seed: int) -> list[dict[str, Any]]:
-    """Rows of a table: at equal episodes and at equal time, each side's last evaluations inside that budget.
+    """One row at equal episodes and one at equal time: each side's last evaluations inside that budget, and the
+    difference of each pair of sides.
 
     `looks` has a side's runs by name, and a run's evaluations. The budget is the smallest that a run came to. Empty
-    where a run kept no evaluations.
+    if a run kept no evaluations.
     """
     every = [run for side in looks.values() for run in side]
     if not all(every):
@@ -83,10 +85,15 @@ def at_equal(looks: dict[str, list[list[Look]]], judge: Rewards | None, seed: in
             name: [judge_again([look for look in run if getattr(look, of) <= most][-1], judge) for run in side]
             for name, side in looks.items()
         }
-        row = {"budget": show(most), "sides": {name: _summary(found) for name, found in inside.items()}}
-        if len(inside) == 2 and all(look.update > 0 for side in inside.values() for look in side):
-            row["difference"] = _difference(*inside.values(), seed)
-        rows.append(row)
+        pairs = list(combinations(inside, 2))
+        level = level_of_each(len(pairs))
+        rows.append(
+            {
+                "budget": show(most),
+                "sides": {name: _summary(found) for name, found in inside.items()},
+                "differences": [_difference({name: inside[name] for name in pair}, seed, level) for pair in pairs],
+            }
+        )
     return rows
 
 
@@ -100,11 +107,17 @@ def _summary(found: Sequence[Look]) -> dict[str, float | None]:
     }
 
 
-def _difference(one: Sequence[Look], other: Sequence[Look], seed: int) -> dict[str, Any] | None:
-    """One side less the other, by the judge where there is one; None where they evaluated other prompts."""
+def _difference(pair: dict[str, Sequence[Look]], seed: int, level: float) -> dict[str, Any]:
+    """The first side of `pair` less the second one, by the judge if there is one, with its interval; or, under
+    "missing", why the two cannot be compared."""
+    name, (one, other) = " - ".join(pair), pair.values()
+    late = [side for side, found in pair.items() if any(look.update == 0 for look in found)]
+    if late:
+        return {"name": name, "missing": f"{listed(late)} had not evaluated itself yet"}
     if any(look.prompts != one[0].prompts for look in (*one, *other)):
-        return None
-    name = "scores" if one[0].judged is None else "judged"
-    gaps = np.array([[getattr(a, name) - getattr(b, name) for b in other] for a in one])
-    found, over = over_seeds_if_any(gaps, seed)
-    return {"by": "score" if name == "scores" else "judge", "over": over, **asdict(found)}
+        return {"name": name, "missing": f"{listed(list(pair))} evaluated different prompts"}
+    measure = "scores" if one[0].judged is None else "judged"
+    gaps = np.array([[getattr(a, measure) - getattr(b, measure) for b in other] for a in one])
+    found, over = over_seeds_if_any(gaps, seed, level=level)
+    by = "score" if measure == "scores" else "judge"
+    return {"name": name, "by": by, "over": over, "level": level, **asdict(found)}

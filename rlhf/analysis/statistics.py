@@ -19,7 +19,7 @@ OVER_SEEDS, OVER_PROMPTS = "seeds and prompts", "prompts"  # what an interval is
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its 95% interval; without one where there was nothing to resample."""
+    """A mean with its interval (95% unless another level was given); no interval if nothing could be resampled."""
 
     value: float
     low: float | None = None
@@ -34,15 +34,26 @@ class Estimate:
         return self.low is not None and self.low > null
 
 
+def level_of_each(comparisons: int) -> float:
+    """The level of each of several intervals such that all of them hold together at LEVEL (Bonferroni)."""
+    return 1 - (1 - LEVEL) / max(comparisons, 1)
+
+
 def over_prompts(
-    values: Sequence[float], seed: int, null: float = 0.0, limits: tuple[float, float] | None = None
+    values: Sequence[float],
+    seed: int,
+    null: float = 0.0,
+    limits: tuple[float, float] | None = None,
+    level: float = LEVEL,
 ) -> Estimate:
     """Mean of one value per prompt (P,), with a bootstrap interval over prompts (BCa, Efron 1987).
 
     Widened about the mean by t / z at P - 1 degrees of freedom times sqrt(P / (P - 1)), as a bootstrap of few is too
     sure of itself (Hesterberg 2015, "What Teachers Should Know About the Bootstrap"): 1.10 for 20 prompts, 1.01 for
-    128. `limits`: what the mean can be at all. No interval for a single prompt. Where all values are equal there is
-    nothing to resample: one more prompt is imagined that says the opposite, seen from `null` (what no difference is).
+    128. `limits`: what the mean can be at all. `level`: of the interval.
+
+    No interval for a single prompt. Where all values are equal there is nothing to resample: one more prompt is
+    imagined that says the opposite, seen from `null` (what no difference is).
     """
     values = np.asarray(values, dtype=float)
     mean = float(values.mean())
@@ -52,25 +63,27 @@ def over_prompts(
         if mean == null:
             return Estimate(mean, mean, mean)
         values = np.append(values, 2 * null - mean)
-    found = _bootstrapped(values, "BCa", seed)
+    found = _bootstrapped(values, "BCa", seed, level)
     if not np.isfinite(found).all():
-        found = _bootstrapped(values, "percentile", seed)
+        found = _bootstrapped(values, "percentile", seed, level)
     count = len(values)
-    return _widened(mean, found, np.sqrt(count / (count - 1)) * _student(count - 1), limits)
+    return _widened(mean, found, np.sqrt(count / (count - 1)) * _student(count - 1, level), limits)
 
 
-def _bootstrapped(values: np.ndarray, method: str, seed: int) -> np.ndarray:
+def _bootstrapped(values: np.ndarray, method: str, seed: int, level: float) -> np.ndarray:
     """Both ends of scipy's interval of the mean; nan where the method has none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # said by its nan
         rng = np.random.default_rng(seed)
-        found = stats.bootstrap((values,), np.mean, n_resamples=RESAMPLES, method=method, rng=rng)
+        found = stats.bootstrap(
+            (values,), np.mean, n_resamples=RESAMPLES, confidence_level=level, method=method, rng=rng
+        )
     return np.array(found.confidence_interval)
 
 
-def _student(freedom: float) -> float:
-    """How much wider a 95% interval is with Student's t than with the normal distribution."""
-    return float(stats.t.ppf((1 + LEVEL) / 2, freedom) / stats.norm.ppf((1 + LEVEL) / 2))
+def _student(freedom: float, level: float) -> float:
+    """How much wider an interval is with Student's t than with the normal distribution."""
+    return float(stats.t.ppf((1 + level) / 2, freedom) / stats.norm.ppf((1 + level) / 2))
 
 
 def _widened(mean: float, interval: np.ndarray, factor: float, limits: tuple[float, float] | None) -> Estimate:
@@ -81,7 +94,9 @@ def _widened(mean: float, interval: np.ndarray, factor: float, limits: tuple[flo
     return Estimate(mean, float(low), float(high))
 
 
-def over_seeds(values: np.ndarray, seed: int, limits: tuple[float, float] | None = None) -> Estimate | None:
+def over_seeds(
+    values: np.ndarray, seed: int, limits: tuple[float, float] | None = None, level: float = LEVEL
+) -> Estimate | None:
     """Mean of values (S, T, P): training seeds of one side, of the other, prompts; hierarchical bootstrap interval.
 
     Seeds of either side and prompts (which all models share) are drawn with replacement, independently (Saravanan et
@@ -115,7 +130,8 @@ def over_seeds(values: np.ndarray, seed: int, limits: tuple[float, float] | None
     if total == 0:
         return Estimate(mean, mean, mean) if mean == 0 else Estimate(mean)
     freedom = total**2 / sum(variance**2 / df for variance, df in parts)
-    return _widened(mean, np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]), _student(freedom), limits)
+    ends = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return _widened(mean, ends, _student(freedom, level), limits)
 
 
 def over_seeds_if_any(
@@ -124,6 +140,7 @@ def over_seeds_if_any(
     fixed_other: bool = False,
     null: float = 0.0,
     limits: tuple[float, float] | None = None,
+    level: float = LEVEL,
 ) -> tuple[Estimate, str]:
     """Mean of values (S, T, P) as in over_seeds, with the widest interval that there are runs for, and its name.
 
@@ -131,8 +148,8 @@ def over_seeds_if_any(
     not trained); else over the prompts within these very runs.
     """
     if values.shape[0] < 2 or (values.shape[1] < 2 and not fixed_other):
-        return over_prompts(values.mean(axis=(0, 1)), seed, null, limits), OVER_PROMPTS
-    return over_seeds(values, seed, limits), OVER_SEEDS
+        return over_prompts(values.mean(axis=(0, 1)), seed, null, limits, level), OVER_PROMPTS
+    return over_seeds(values, seed, limits, level), OVER_SEEDS
 
 
 def win_rates(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
@@ -156,6 +173,11 @@ def correlation(scores: Sequence[float], lengths: Sequence[float]) -> float | No
     if np.ptp(scores) == 0 or np.ptp(lengths) == 0:
         return None
     return float(stats.spearmanr(scores, lengths).statistic)
+
+
+def percent(level: float) -> str:
+    """An interval's level as text: "95%", "98.3%"."""
+    return f"{100 * level:.3g}%"
 
 
 def interval(low: float, high: float, sign: str = "+") -> str:

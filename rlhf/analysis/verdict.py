@@ -1,19 +1,30 @@
-"""PPO, GRPO and the start model on the same prompts, over seeds: differences, their intervals, and two sentences."""
+"""Algorithms and the start model on the same prompts, over seeds: differences, their intervals, and the verdict."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.audit import figures
 from rlhf.analysis.evaluator import Generations
-from rlhf.analysis.statistics import A_SHARE, EVEN, OVER_PROMPTS, Estimate, interval, over_seeds_if_any, win_rates
+from rlhf.analysis.statistics import (
+    A_SHARE,
+    EVEN,
+    LEVEL,
+    OVER_PROMPTS,
+    Estimate,
+    interval,
+    level_of_each,
+    over_seeds_if_any,
+    percent,
+    win_rates,
+)
 
 MEASURES = ("scores", "judged")
 ENOUGH_SEEDS = 5
@@ -50,14 +61,23 @@ class Side:
 class Contrast:
     """One side less another one, or less the start model, by one measure ("scores" or "judged")."""
 
-    name: str  # such as "PPO - GRPO"
+    name: str  # "ONE - OTHER", the sides' names
     measure: str
     difference: Estimate
     win_rate: Estimate
     over: str  # what the intervals are over
+    level: float  # of the intervals
+
+    @property
+    def text(self) -> str:
+        """The difference with its interval."""
+        value, low, high = self.difference.value, self.difference.low, self.difference.high
+        if low is None:
+            return f"{value:+.3f}, without an interval"
+        return f"{value:+.3f}, {percent(self.level)} interval over {self.over} {interval(low, high)}"
 
 
-def contrast(side: Side, other: Side | Generations, measure: str, seed: int) -> Contrast:
+def contrast(side: Side, other: Side | Generations, measure: str, seed: int, level: float = LEVEL) -> Contrast:
     """Differences per prompt, and win rates of all pairs of completions, ties half.
 
     Intervals as in over_seeds_if_any.
@@ -67,9 +87,10 @@ def contrast(side: Side, other: Side | Generations, measure: str, seed: int) -> 
     theirs = [getattr(replies, measure) for replies in (other.measured if trained else [other])]
     gaps = np.array([[a.mean(axis=1) - b.mean(axis=1) for b in theirs] for a in ours])  # (S, T, P)
     wins = np.array([[win_rates(a, b) for b in theirs] for a in ours])
-    difference, over = over_seeds_if_any(gaps, seed, not trained)
-    win_rate, _ = over_seeds_if_any(wins, seed, not trained, EVEN, A_SHARE)
-    return Contrast(f"{side.name} - {other.name if trained else 'start model'}", measure, difference, win_rate, over)
+    difference, over = over_seeds_if_any(gaps, seed, not trained, level=level)
+    win_rate, _ = over_seeds_if_any(wins, seed, not trained, EVEN, A_SHARE, level)
+    name = f"{side.name} - {other.name if trained else 'start model'}"
+    return Contrast(name, measure, difference, win_rate, over, level)
 
 
 @dataclass(frozen=True)
@@ -88,32 +109,32 @@ def judge_runs(
     seed: int,
     score_name: str = "the reward that was trained on",
 ) -> Verdict:
-    """The verdict in two sentences, by the judge where there is one, else by the score, called `score_name`."""
+    """The verdict, by the judge if there is one, else by the score, called `score_name`.
+
+    One sentence for each pair of sides, then one on all sides against the start model. The pairs' intervals are
+    widened for the number of pairs; those against the start model are not.
+    """
     measures = [m for m in MEASURES if getattr(start, m) is not None]
     against_start = {m: [contrast(side, start, m, seed) for side in sides] for m in measures}
-    between = {m: contrast(*sides, m, seed) for m in measures} if len(sides) == 2 else {}
-    by = f"by the {judge_name}, which no training saw" if judge_name else f"by {score_name}"
+    pairs = list(combinations(sides, 2))
+    level = level_of_each(len(pairs))
+    between = {m: [contrast(*pair, m, seed, level) for pair in pairs] for m in measures}
+    by, unseen = (f"by the {judge_name}", ", which no training saw") if judge_name else (f"by {score_name}", "")
     deciding = against_start[measures[-1]]
-    if between:
-        sentences = [_between(sides, between[measures[-1]], by), _against_start(sides, deciding, start)]
+    if pairs:
+        shown = zip(pairs, between[measures[-1]], strict=True)
+        sentences = [_between(*pair, found, by + ("" if i else unseen)) for i, (pair, found) in enumerate(shown)]
+        sentences.append(_against_start(sides, deciding, start))
     else:
-        other = " or ".join(name.upper() for name in ALGORITHMS if name != sides[0].algorithm)
-        alone = f"Whether {other} would do better cannot be told from {sides[0].name}'s runs alone."
-        sentences = [_against_start(sides, deciding, start, f"{by}, "), alone]
-    contrasts = [c for m in measures for c in (*against_start[m], *([between[m]] if between else []))]
+        alone = f"Whether another algorithm would do better cannot be told from {sides[0].name}'s runs alone."
+        sentences = [_against_start(sides, deciding, start, f"{by}{unseen}, "), alone]
+    contrasts = [c for m in measures for c in (*against_start[m], *between[m])]
     return Verdict(sentences, _caveats(sides, between, judge_name), contrasts)
 
 
-def said(estimate: Estimate, over: str, sign: str = "+") -> str:
-    """A figure with its interval, named."""
-    if estimate.low is None:
-        return f"{estimate.value:{sign}.3f}, without an interval"
-    return f"{estimate.value:{sign}.3f}, 95% interval over {over} {interval(estimate.low, estimate.high, sign)}"
-
-
-def _between(sides: Sequence[Side], found: Contrast, by: str) -> str:
-    one, two = (side.name for side in sides)
-    figure = f"({found.name}: {said(found.difference, found.over)}){_budget(sides)}."
+def _between(first: Side, second: Side, found: Contrast, by: str) -> str:
+    one, two = first.name, second.name
+    figure = f"({found.name}: {found.text}){_budget([first, second])}."
     if not found.difference.excludes(0):
         return f"No difference shown between {one} and {two} {by} {figure}"
     better, worse = (one, two) if found.difference.value > 0 else (two, one)
@@ -137,7 +158,7 @@ def _against_start(sides: Sequence[Side], found: Sequence[Contrast], start: Gene
             shown = f"{side.name} is {'better' if one.difference.value > 0 else 'worse'} than the start model"
         else:
             shown = f"no difference shown between {side.name} and the start model"
-        parts.append(f"{shown} ({said(one.difference, one.over)}){_price(side, start)}")
+        parts.append(f"{shown} ({one.text}){_price(side, start)}")
     text = by + "; ".join(parts)
     return text[0].upper() + text[1:] + "."
 
@@ -150,8 +171,11 @@ def _price(side: Side, start: Generations) -> str:
     return f", at {' and '.join(parts)}" if parts else ""
 
 
-def _caveats(sides: Sequence[Side], between: dict[str, Contrast], judge_name: str | None) -> list[str]:
+def _caveats(sides: Sequence[Side], between: dict[str, list[Contrast]], judge_name: str | None) -> list[str]:
+    """What limits the verdict. `between`: by measure, a contrast for each pair of sides."""
     notes = []
+    if len(between["scores"]) > 1:
+        notes.append(_several_pairs(between["scores"]))
     alone = [f"{side.name}: {side.seeds[0]}" for side in sides if len(side.runs) == 1]
     if alone:
         notes.append(
@@ -166,13 +190,32 @@ def _caveats(sides: Sequence[Side], between: dict[str, Contrast], judge_name: st
             "no judge: the score is what was trained on, and rises under reward hacking too. --judge-model names a "
             "reward model that training never saw"
         )
-    by_score, by_judge = between.get("scores"), between.get("judged")
-    if by_judge is not None and by_judge.difference.excludes(0):
-        if not by_score.difference.excludes(0):
-            notes.append(f"by the score no difference is shown ({said(by_score.difference, by_score.over)})")
-        elif (by_score.difference.value > 0) != (by_judge.difference.value > 0):
-            notes.append("score and judge prefer different sides: the score's winner exploits the reward model")
+    notes += _unlike_the_score(between)
     prompts = len(sides[0].measured[0].scores)
     if prompts < FEW_PROMPTS:
         notes.append(f"only {prompts} prompts: intervals over so few are rough. Raise --num-prompts")
+    return notes
+
+
+def _several_pairs(contrasts: Sequence[Contrast]) -> str:
+    """How the intervals of several pairs are corrected."""
+    count, level = len(contrasts), percent(contrasts[0].level)
+    return (
+        f"{count} pairs of algorithms are compared, so each pair gets a {level} interval (Bonferroni): all {count} of "
+        f"one measure hold together with {percent(LEVEL)} confidence. The {percent(LEVEL)} intervals against the "
+        "start model are not corrected"
+    )
+
+
+def _unlike_the_score(between: dict[str, list[Contrast]]) -> list[str]:
+    """For each pair whose judge shows a difference: whether the score shows none, or the opposite one."""
+    notes = []
+    for by_score, by_judge in zip(between["scores"], between.get("judged", []), strict=False):
+        pair = f"{by_judge.name}: " if len(between["judged"]) > 1 else ""
+        if not by_judge.difference.excludes(0):
+            continue
+        if not by_score.difference.excludes(0):
+            notes.append(f"{pair}by the score no difference is shown ({by_score.text})")
+        elif (by_score.difference.value > 0) != (by_judge.difference.value > 0):
+            notes.append(f"{pair}score and judge prefer different sides: the score's winner exploits the reward model")
     return notes

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from config import GRPOSettings, PPOSettings, config_of_run
-from rlhf.algorithms.table import in_order
+from config import Config, config_of_run
+from rlhf.algorithms.table import ALGORITHMS, in_order
 from rlhf.analysis.audit import against, as_json, figures, target_at_end, warnings
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import Look, at_equal
 from rlhf.analysis.evaluator import Bench, Generations
 from rlhf.analysis.models import Trained, episodes_of
-from rlhf.analysis.statistics import interval_of
+from rlhf.analysis.statistics import LEVEL, interval_of, percent
 from rlhf.analysis.verdict import Side, judge_runs
 from rlhf.checkpoints.run_record import MAY_DIFFER, differences, environment, flat_settings, now
 from rlhf.reports.evaluation_report import sides_of
 from rlhf.reports.plot_style import as_data_url, save_picture
 from rlhf.reports.report_plots import distributions, score_against_kl
-from rlhf.utils.console import Screen
+from rlhf.settings.fields import knobs_of
+from rlhf.utils.console import Screen, listed
 from rlhf.utils.errors import raise_if
 from rlhf.utils.files import json_ready, write_json, write_text
 from rlhf.utils.html import render
@@ -80,7 +82,7 @@ def make_comparison(
         "verdict": verdict.sentences,
         "caveats": [*verdict.caveats, *at_equal_in_words(equal)],
         "warnings": _warnings(sides, start, seed),
-        "facts": dict([*bench.facts(), *_unlike(sides)]),
+        "facts": dict([*bench.facts(), *settings_that_differ(sides)]),
         "figures": {"start": figures(start)}
         | {side.name: dict(zip(map(str, side.seeds), side.figures, strict=True)) for side in sides},
         "contrasts": [asdict(c) for c in verdict.contrasts],
@@ -96,34 +98,49 @@ def make_comparison(
 
 
 def at_equal_in_words(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What the runs' own evaluations say of the two sides at equal budgets, beside the verdict."""
+    """One line per equal budget, to stand beside the verdict: each pair's difference in the runs' own evaluations."""
     if not rows:
         return ["a run kept no evaluations of its own: nothing is said of equal time"]
-    said = []
+    lines = []
     for row in rows:
-        found, late = row.get("difference"), [name for name, s in row["sides"].items() if s["update"] == 0]
-        if late:
-            said.append(f"at {row['budget']} nothing can be said: {' and '.join(late)} had not evaluated itself yet")
-        elif found is not None:
-            shown = found["low"] is not None and (found["low"] > 0 or found["high"] < 0)
-            said.append(
+        found = [pair for pair in row["differences"] if "missing" not in pair]
+        if found:
+            level = "" if found[0]["level"] == LEVEL else f", {percent(found[0]['level'])} intervals"
+            lines.append(
                 f"at {row['budget']}, by the runs' own evaluations (the prompts that they followed, one reply each) "
-                f"and the {found['by']}: {' - '.join(row['sides'])} {interval_of(found)}, "
-                f"{'a difference' if shown else 'no difference shown'}"
+                f"and the {found[0]['by']}{level}: {'; '.join(map(_pair_in_words, row['differences']))}"
             )
-    return said
+        elif row["differences"]:
+            reasons = dict.fromkeys(pair["missing"] for pair in row["differences"])
+            lines.append(f"at {row['budget']} nothing can be said: {'; '.join(reasons)}")
+    return lines
 
 
-def _unlike(sides: Sequence[Side]) -> list[tuple[str, str]]:
-    """The settings in which the two algorithms' runs differ, an algorithm's own aside."""
+def _pair_in_words(pair: dict[str, Any]) -> str:
+    if "missing" in pair:
+        return f"{pair['name']} not compared ({pair['missing']})"
+    shown = pair["low"] is not None and (pair["low"] > 0 or pair["high"] < 0)
+    return f"{pair['name']} {interval_of(pair)}, {'a difference' if shown else 'no difference shown'}"
+
+
+def settings_that_differ(sides: Sequence[Side]) -> list[tuple[str, str]]:
+    """The settings in which the sides' runs differ, without those that only some algorithms read; then each K."""
     if len(sides) < 2:
         return []
-    one, two = (side.runs[0]["settings"] for side in sides)
-    own = {f.name for group in (PPOSettings, GRPOSettings) for f in fields(group)}
-    here, there = flat_settings(one), flat_settings(two)
-    names = differences(one, two, (*MAY_DIFFER, *own, "algorithm"))
-    text = "; ".join(f"{n} {here.get(n)} and {there.get(n)}" for n in names) or "none but each algorithm's own"
-    return [(f"settings that differ, {sides[0].name} and {sides[1].name}", f"{text}; GRPO's K is {there['K']}")]
+    names, settings = [side.name for side in sides], [side.runs[0]["settings"] for side in sides]
+    aside = (*MAY_DIFFER, *_own_knobs(), "algorithm")
+    differ = sorted({knob for pair in combinations(settings, 2) for knob in differences(*pair, aside)})
+    flat = [flat_settings(groups) for groups in settings]
+    parts = [f"{knob} {listed([str(knobs.get(knob, 'unknown')) for knobs in flat])}" for knob in differ]
+    text = "; ".join(parts) or "none but each algorithm's own"
+    sizes = [f"{name} {knobs['K']}" for name, knobs in zip(names, flat, strict=True) if knobs.get("K") is not None]
+    return [(f"settings that differ, {listed(names)}", f"{text}; K: {', '.join(sizes)}" if sizes else text)]
+
+
+def _own_knobs() -> set[str]:
+    """The settings that only some algorithms read."""
+    own = {group for row in ALGORITHMS.values() for group in row.settings}
+    return {name for name, knob in knobs_of(Config).items() if knob.group in own}
 
 
 def _warnings(sides: Sequence[Side], start: Generations, seed: int) -> list[str]:
@@ -197,7 +214,7 @@ def write_comparison(
     write_json(folder / "comparison.json", report)
     pooled = distributions([start, *(s.measured[0] for s in sides)], ["start", *(s.algorithm for s in sides)])
     shared = {
-        "title": "Start model, " + " and ".join(side.name for side in sides),
+        "title": f"Start model, {listed([side.name for side in sides])}",
         "report": report,
         "facts": list(report["facts"].items()),
         "tables": made,

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from rlhf.analysis.audit import LABELS, shown
-from rlhf.analysis.statistics import interval_of
+from rlhf.analysis.statistics import LEVEL, interval_of, percent
 from rlhf.analysis.verdict import Side
 from rlhf.utils.console import clock
 
@@ -58,16 +58,21 @@ def _contrast_table(report: dict[str, Any]) -> dict[str, Any]:
             f"{c['name']}, {MEASURE_NAMES[c['measure']]}",
             interval_of(c["difference"]),
             interval_of(c["win_rate"], ""),
-            c["over"],
+            _level_if_other(c) + c["over"],
         ]
         for c in report["contrasts"]
     ]
     columns = ["", "difference (95% interval)", "win rate, ties half (95% interval)", "interval over"]
-    return {
-        "caption": "Differences (the last column says what the intervals are over)",
-        "columns": columns,
-        "rows": rows,
-    }
+    caption = "Differences (the last column says what the intervals are over)"
+    if any(c["level"] != LEVEL for c in report["contrasts"]):
+        caption = f"{caption[:-1]}, and the level of those that are not 95% intervals)"
+        columns = [column.replace("95% ", "") for column in columns]
+    return {"caption": caption, "columns": columns, "rows": rows}
+
+
+def _level_if_other(found: dict[str, Any]) -> str:
+    """The level of an interval that is not a 95% interval, such as "98.3%, "; else nothing."""
+    return "" if found["level"] == LEVEL else f"{percent(found['level'])}, "
 
 
 def _within_table(report: dict[str, Any]) -> dict[str, Any]:
@@ -108,10 +113,11 @@ def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
             judge = "-" if reached["judge"] is None else f"{reached['judge']:.3f}"
             rows.append([f"{row['budget']}: {name}", f"{reached['score']:+.3f}", judge, f"{reached['kl']:.2f}",
                          f"{reached['update']:.0f}"])  # fmt: skip
-        if row.get("difference") is not None:
-            found, cells = row["difference"], ["", ""]
-            cells[found["by"] == "judge"] = f"{interval_of(found)}, over {found['over']}"
-            rows.append([f"{row['budget']}: {' - '.join(row['sides'])}", *cells, "", ""])
+        for found in row["differences"]:
+            if "missing" not in found:
+                cells = ["", ""]
+                cells[found["by"] == "judge"] = f"{interval_of(found)}, {_level_if_other(found)}over {found['over']}"
+                rows.append([f"{row['budget']}: {found['name']}", *cells, "", ""])
     caption = (
         "At equal budgets: each run's own last evaluation inside the budget (the prompts that it followed, not those "
         "above, and one reply to each)"

@@ -11,7 +11,7 @@ import numpy as np
 from rlhf.algorithms.kl_control import KLController
 from rlhf.algorithms.table import in_order
 from rlhf.analysis.curves import Curve, RunCurves
-from rlhf.reports.plot_style import colour_of
+from rlhf.reports.plot_style import Look, looks_of
 from rlhf.settings.types import KL_METRICS
 
 
@@ -50,6 +50,7 @@ class Group:
 
     algorithm: str
     runs: Sequence[RunCurves]
+    look: Look
 
     @property
     def name(self) -> str:
@@ -65,7 +66,7 @@ class Group:
 
     @property
     def colour(self) -> str:
-        return colour_of(self.algorithm)
+        return self.look.colour
 
     def with_tag(self, tag: str) -> list[tuple[RunCurves, Curve]]:
         return [(run, run.scalars[tag]) for run in self.runs if tag in run.scalars]
@@ -81,8 +82,8 @@ class Chart:
 
     @cached_property
     def groups(self) -> list[Group]:
-        names = in_order(run.algorithm for run in self.runs)
-        return [Group(name, [run for run in self.runs if run.algorithm == name]) for name in names]
+        looks = looks_of(in_order(run.algorithm for run in self.runs))
+        return [Group(name, [run for run in self.runs if run.algorithm == name], look) for name, look in looks.items()]
 
     @cached_property
     def axis(self) -> XAxis:

@@ -4,6 +4,8 @@ target; if topics were trained in turn, score and KL by topic, too."""
 from __future__ import annotations
 
 import math
+import textwrap
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +18,15 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from rlhf.algorithms.kl_control import KL_BAND
 from rlhf.analysis.curves import Curve, RunCurves, running_mean, seeds_band
 from rlhf.reports.curve_chart import Chart, Group, Panel
-from rlhf.reports.plot_style import colour_of, marker_of, new_figure, style
+from rlhf.reports.plot_style import colour_of, new_figure, style
+from rlhf.utils.console import listed
 
 FAR = 10  # a panel whose values reach this many times farther than 96% of them do shows the 96%
 WIDE = 98  # letters that fit beside each other in two columns of the legend
 TOPICS_DRAWN = 8  # lines that can still be told apart
+DASHES = {"solid": "-", "dashed": "--", "dotted": ":", "dash-dotted": "-."}  # of the algorithms in a topic's panel
+THIN, THICKER = 1.8, 1.4  # points: the thinnest line, and the step to the next thicker one
+TITLE_WIDTH = 42  # letters above a panel
 CUT = 0.02  # share of the values at either end that such a panel may leave out
 
 
@@ -49,7 +55,7 @@ def draw(chart: Chart) -> Figure:
 
 
 def title(chart: Chart) -> str:
-    names = " and ".join(group.name for group in chart.groups)
+    names = listed([group.name for group in chart.groups])
     recipes = sorted({run.config.recipe for run in chart.runs})
     what = f"{names}, recipe{'s' if len(recipes) > 1 else ''} {', '.join(recipes)}"
     if len(chart.runs) > 1:
@@ -83,7 +89,7 @@ def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
             of = f" by {len(group.runs) - len(found)} of {len(group.runs)} {group.name} runs" if chart.runs[1:] else ""
             lacking.append(f"nothing was logged{of}\nunder the name {panel.tag}")
         if found:
-            _draw_group(axes, chart, panel, group, found, under=number == 0)
+            _draw_group(axes, chart, panel, group, found, _width(chart, panel, number))
             values += [curve.finite for _, curve in found]
         marks += _draw_evaluations(axes, chart, panel, group)
     if panel.tag.startswith("kl_"):
@@ -103,25 +109,28 @@ def _name_axes(axes: Axes, chart: Chart, title: str, unit: str) -> None:
 
 
 def _draw_topics(axes: Axes, chart: Chart, kind: str, title: str, unit: str) -> None:
-    """A line a topic, broken off where other topics were trained; of a second algorithm dashed. Over seeds, the mean
-    at the updates that all of them have."""
+    """One line per topic and algorithm, with a gap where other topics were trained; an algorithm has its own dashes.
+    Over seeds, the mean at the updates that all of them have."""
     drawn, left = chart.topics[:TOPICS_DRAWN], len(chart.topics) - TOPICS_DRAWN
-    of = f" ({chart.groups[1].name} dashed)" if len(chart.groups) > 1 else ""
-    _name_axes(axes, chart, title + of, unit)
+    groups = list(zip(chart.groups, DASHES, strict=False))
+    dashed = ", ".join(f"{group.name} {dashes}" for group, dashes in groups[1:])
+    _name_axes(axes, chart, textwrap.fill(f"{title} ({dashed})" if dashed else title, TITLE_WIDTH), unit)
     colours = colormaps["viridis"](np.linspace(0, 0.9, len(drawn)))  # told apart in grey, too
     for topic, colour in zip(drawn, colours, strict=True):
-        for group, dashes in zip(chart.groups, ("-", "--"), strict=False):
+        label = f"topic {topic}"
+        for group, dashes in groups:
             found = group.with_tag(f"topic/{topic}/{kind}")
             updates = _shared_updates(found)
             if updates:
                 x, y = _means_at(chart, found, updates, chart.smooth)
                 breaks = np.flatnonzero(np.diff(updates) > 1) + 1
                 x, y = np.insert(x, breaks, np.nan), np.insert(y, breaks, np.nan)
-                label = f"topic {topic}" if group is chart.groups[0] else None
-                _line(axes, x, y, color=colour, ls=dashes, lw=1.8, label=label)
-    if left > 0:
-        said = f"{left} more topics are in the table"
-        axes.text(0.98, 0.98, said, transform=axes.transAxes, ha="right", va="top", fontsize=10)
+                _line(axes, x, y, color=colour, ls=DASHES[dashes], lw=1.8, label=label)
+                label = None  # one entry per topic in the legend
+    more = [f"{left} more topics are in the table"] if left > 0 else []
+    more += [f"{group.name} is not drawn: see the table" for group in chart.groups[len(DASHES) :]]
+    if more:
+        axes.text(0.98, 0.98, "\n".join(more), transform=axes.transAxes, ha="right", va="top", fontsize=10)
 
 
 def _shared_updates(found: Sequence[tuple[RunCurves, Curve]]) -> list[int]:
@@ -147,8 +156,15 @@ def _tell(axes: Axes, lines: Sequence[str], nothing: bool) -> None:
         axes.set_yticks([])
 
 
+def _width(chart: Chart, panel: Panel, number: int) -> float:
+    """The width of a group's line. Lines that lie on each other, as learning rates do, can all be seen: those drawn
+    first are thicker."""
+    drawn_later = max(len(chart.groups), 2) - 1 - number
+    return THIN + THICKER * (int(number == 0) if panel.smoothed else drawn_later)
+
+
 def _draw_group(
-    axes: Axes, chart: Chart, panel: Panel, group: Group, found: list[tuple[RunCurves, Curve]], under: bool
+    axes: Axes, chart: Chart, panel: Panel, group: Group, found: list[tuple[RunCurves, Curve]], width: float
 ) -> None:
     """A group's line; the values behind it where it is the only run, the band of seeds where there are several."""
     places = [chart.axis.of(run, curve) for run, curve in found]
@@ -160,8 +176,7 @@ def _draw_group(
     if len(found) > 1:
         axes.fill_between(x, lowest, highest, color=group.colour, alpha=0.2, lw=0)
     label = group.label if len(chart.runs) > 1 else chart.averaged if panel.smoothed else None
-    # where two lines lie on each other, as learning rates do, both can be seen
-    _line(axes, x, mean, color=group.colour, lw=3.2 if under else 1.8, label=label)
+    _line(axes, x, mean, color=group.colour, lw=width, label=label)
 
 
 def _line(axes: Axes, x: np.ndarray, y: np.ndarray, **look: Any) -> None:
@@ -180,7 +195,7 @@ def _draw_evaluations(axes: Axes, chart: Chart, panel: Panel, group: Group) -> l
     x, y = _means_at(chart, found, shared)
     name = f"{group.name}, evaluation" if len(chart.groups) > 1 else "evaluation"
     look = {"mfc": group.colour, "mec": "black", "ms": 6, "ls": "none", "zorder": 3}
-    axes.plot(x, y, marker_of(group.algorithm), label=f"{name} on held-out prompts", **look)
+    axes.plot(x, y, group.look.marker, label=f"{name} on held-out prompts", **look)
     return [y]
 
 
@@ -190,18 +205,20 @@ def _draw_target(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
         if chart.runs[0].targets is None and len(chart.aims) == 1:
             axes.set_title(f"{panel.title} (beta fixed)")
         return []
-    lines = {}  # the phases of PPO and of GRPO can stand at different places; else one line serves all
-    found = [pair for group in chart.groups for pair in group.with_tag(panel.tag)]
-    for run, curve in sorted(found, key=lambda pair: chart.axis.of(*pair)[-1]):  # the longest stands for the others
-        place = {"updates": run.planned, "episodes": run.run["plan"]["episodes"], "time": run.algorithm}[chart.x]
-        lines[place if len(chart.held.targets) > 1 else None] = run, curve
+    lines = defaultdict(list)  # the phases of runs can be at different places; else one line serves all
+    for group in chart.groups:
+        for run, curve in group.with_tag(panel.tag):
+            place = {"updates": run.planned, "episodes": run.run["plan"]["episodes"], "time": run.algorithm}[chart.x]
+            lines[place if len(chart.held.targets) > 1 else None].append((group, run, curve))
     drawn = []
-    for run, curve in lines.values():
+    for found in lines.values():
+        _, run, curve = max(found, key=lambda entry: chart.axis.of(*entry[1:])[-1])  # the longest serves the others
         held = run.targets
         x = np.append(0, chart.axis.of(run, curve))  # in force from the beginning of the first update
         nats = np.array([held.target_of(int(update)).nats for update in (0, *curve.updates)])
-        colour = colour_of("target" if len(lines) == 1 else run.algorithm)
-        whose = "" if len(lines) == 1 else f"{run.algorithm.upper()}, "
+        names = dict.fromkeys(group.name for group, _, _ in found)
+        colour = colour_of("target") if len(lines) == 1 else found[0][0].colour
+        whose = "" if len(lines) == 1 else f"{listed(list(names))}, "
         of = "beta fixed" if held.horizon is None else f"band: {KL_BAND[0]:g} to {KL_BAND[1]:g} times"
         label = f"{whose}KL target {', '.join(f'{t.nats:g}' for t in held.targets)}/{chart.per}; {of}"
         axes.plot(x, nats, color=colour, lw=1.5, ls="--", drawstyle="steps-pre", label=label, zorder=2.5)

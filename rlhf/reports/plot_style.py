@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Iterable
+from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -15,6 +18,7 @@ from rlhf.utils.files import put_in_place
 # Okabe & Ito 2008, "Color Universal Design": told apart with any kind of colour vision, and in grey
 COLOURS = {"start": "#666666", "target": "#009E73", "above": "#0072B2", "below": "#D55E00"}
 OTHER_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of the same set
+OTHER_MARKERS = ("^", "v", "P", "X", "*")
 DOTS = 150  # per inch: 8 inches wide are 1,200 pixels, and half of that on a page
 STYLE = {
     "font.size": 12,
@@ -28,13 +32,39 @@ STYLE = {
 }
 
 
+class Look(NamedTuple):
+    """How a picture shows an algorithm."""
+
+    colour: str
+    marker: str  # of matplotlib
+
+
+def looks_of(algorithms: Iterable[str]) -> dict[str, Look]:
+    """The look of each algorithm of a picture. Algorithms that the table lacks get colours and markers of no row."""
+    used = {row.marker for row in ALGORITHMS.values()}
+    colours = cycle(spare_colours() or OTHER_COLOURS)
+    markers = cycle([marker for marker in OTHER_MARKERS if marker not in used] or OTHER_MARKERS)
+    looks = {}
+    for name in dict.fromkeys(algorithms):
+        row = ALGORITHMS.get(name)
+        looks[name] = Look(row.colour, row.marker) if row else Look(next(colours), next(markers))
+    return looks
+
+
+def spare_colours() -> list[str]:
+    """The colours that no algorithm of the table has."""
+    used = {row.colour for row in ALGORITHMS.values()}
+    return [colour for colour in OTHER_COLOURS if colour not in used]
+
+
 def colour_of(kind: str) -> str:
-    """The colour of an algorithm, or of a role in COLOURS; one that is in neither has a colour of the others."""
-    return COLOURS.get(kind) or (ALGORITHMS[kind].colour if kind in ALGORITHMS else OTHER_COLOURS[0])
+    """The colour of an algorithm, or of a role in COLOURS."""
+    return COLOURS.get(kind) or looks_of([kind])[kind].colour
 
 
 def marker_of(algorithm: str) -> str:
-    return ALGORITHMS[algorithm].marker if algorithm in ALGORITHMS else "^"
+    """The marker of an algorithm."""
+    return looks_of([algorithm])[algorithm].marker
 
 
 def new_figure(width: float, height: float) -> Figure:

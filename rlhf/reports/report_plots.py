@@ -11,16 +11,18 @@ from matplotlib.figure import Figure
 from rlhf.algorithms.table import ALGORITHMS, in_order
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.evaluator import Generations
-from rlhf.reports.plot_style import COLOURS, OTHER_COLOURS, colour_of, marker_of, new_figure, style
+from rlhf.reports.plot_style import COLOURS, colour_of, looks_of, new_figure, spare_colours, style
 
 BINS = 24
-SEED_ABOVE = (6, -15)  # points, algorithm by algorithm: so that the seeds of runs that ended alike can be read
+LEGEND_WIDTH, LINE_WIDTH = 100, 9  # letters that fit beside each other, and that a legend's line and gaps take
+SEED_AT = ((5, 6), (5, -15), (-16, 6), (-16, -15))  # points from a run's end, algorithm by algorithm: so that the
+# seeds of runs that ended alike can be read
 FAR = 3  # times the KL of nine tenths of the evaluations
 
 
 def colours_of(kinds: Sequence[str]) -> list[str]:
     """One colour per model: "start" and each algorithm have their own, once; others and repeats take further ones."""
-    spare, taken = iter(OTHER_COLOURS), []
+    spare, taken = iter(spare_colours()), []
     for kind in kinds:
         own = colour_of(kind) if kind in COLOURS or kind in ALGORITHMS else None
         taken.append(own if own is not None and own not in taken else next(spare, COLOURS["start"]))
@@ -45,7 +47,7 @@ def distributions(models: Sequence[Generations], kinds: Sequence[str]) -> Figure
         panels[0].set_title("Score (dashed: mean)")
         panels[1].set_title("Reply's length (dashed: mean)")
         handles, labels = panels[0].get_legend_handles_labels()
-        columns = 1 if max(map(len, labels)) > 30 else 4
+        columns = max(1, min(4, LEGEND_WIDTH // (max(map(len, labels)) + LINE_WIDTH)))
         figure.legend(handles, labels, loc="outside lower center", ncols=columns)
     return figure
 
@@ -67,26 +69,32 @@ def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
     with style():
         figure = new_figure(8, 5)
         axes = figure.subplots()
-        drawn = []
+        drawn, lacking = [], []
         for run in runs:
             if {"eval/kl_divergence", "eval/score"} <= run.scalars.keys():
                 kl, score = (run.scalars[tag].values for tag in ("eval/kl_divergence", "eval/score"))
                 count = min(len(kl), len(score))  # of a run that is being written
                 drawn.append((run, kl[:count], score[:count]))
-        algorithms = in_order(run.algorithm for run in runs)
+            else:
+                lacking.append(f"{run.algorithm.upper()}, seed {run.run['seed']}")
+        looks = looks_of(in_order(run.algorithm for run in runs))
         for i, (run, kl, score) in enumerate(drawn):
             first = run.algorithm not in [other.algorithm for other, _, _ in drawn[:i]]
-            look = {"color": colour_of(run.algorithm), "label": run.algorithm.upper() if first else None}
-            axes.plot(kl, score, ".-", color=look["color"], linewidth=1.5, markersize=7, alpha=0.7)
+            colour, marker = looks[run.algorithm]
+            look = {"color": colour, "label": run.algorithm.upper() if first else None}
+            axes.plot(kl, score, ".-", color=colour, linewidth=1.5, markersize=7, alpha=0.7)
             axes.plot(kl[0], score[0], "D", color=COLOURS["start"], markersize=8, zorder=3,
                       label=None if i else "start model")  # fmt: skip
-            axes.plot(kl[-1], score[-1], marker_of(run.algorithm), markersize=9, **look)
-            above = SEED_ABOVE[algorithms.index(run.algorithm) % len(SEED_ABOVE)]
-            where = {"xytext": (5, above), "textcoords": "offset points"}
-            axes.annotate(str(run.run["seed"]), (kl[-1], score[-1]), fontsize=10, color=look["color"], **where)
+            axes.plot(kl[-1], score[-1], marker, markersize=9, **look)
+            place = SEED_AT[list(looks).index(run.algorithm) % len(SEED_AT)]
+            where = {"xytext": place, "textcoords": "offset points", "fontsize": 10}
+            axes.annotate(str(run.run["seed"]), (kl[-1], score[-1]), color=colour, **where)
         if drawn:
             _keep_in_sight(axes, np.concatenate([kl for _, kl, _ in drawn]))
             axes.legend(loc="lower right")
+        if lacking:
+            said = "no evaluation was logged by\n" + "\n".join(lacking)
+            axes.text(0.01, 0.99, said, transform=axes.transAxes, va="top", fontsize=10)
         axes.set_xlabel("KL to the start model, nats per sequence")
         axes.set_ylabel("evaluation score, score units")
         axes.set_title("Score against KL: a line a run, its end large, with its seed")

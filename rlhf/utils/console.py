@@ -124,6 +124,12 @@ class Screen:
             self._live = None
 
 
+def listed(names: Sequence[str]) -> str:
+    """Names as a sentence has them: "PPO", "PPO and GRPO", "PPO, GRPO and RLOO"."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def clock(seconds: float) -> str:
     """Seconds as a person reads them: 45 s, 3:20, 1:02:05."""
     whole = int(seconds)

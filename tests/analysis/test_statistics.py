@@ -11,8 +11,10 @@ from rlhf.analysis.statistics import (
     Estimate,
     correlation,
     distinct,
+    level_of_each,
     over_prompts,
     over_seeds,
+    percent,
     ranks,
     repetition,
     win_rates,
@@ -91,6 +93,17 @@ def test_seeds_that_agree_leave_the_prompts():
     plain = stats.bootstrap((per_prompt,), np.mean, method="percentile", rng=np.random.default_rng(5))
     assert found.low == pytest.approx(plain.confidence_interval.low, abs=0.02)
     assert found.high == pytest.approx(plain.confidence_interval.high, abs=0.02)
+
+
+def test_the_level_of_several_intervals_by_hand():
+    """Three intervals at 1 - 0.05 / 3 each. t(199) at 1 - 0.05 / 6 is 2.414, where a 95% interval has 1.972."""
+    assert [level_of_each(n) for n in (0, 1, 2)] == [0.95, 0.95, pytest.approx(0.975)]
+    assert (percent(0.95), percent(level_of_each(3))) == ("95%", "98.3%")
+    values = np.random.default_rng(1).normal(0, 1, 200)
+    of_mean = values.std(ddof=1) / np.sqrt(200)
+    for level, quantile in ((0.95, 1.972), (level_of_each(3), 2.414)):
+        for found in (over_prompts(values, 0, level=level), over_seeds(np.tile(values, (2, 1, 1)), 0, level=level)):
+            assert found.high - found.low == pytest.approx(2 * quantile * of_mean, rel=0.05)
 
 
 def test_one_seed_a_side_has_no_interval_over_seeds():

@@ -134,16 +134,20 @@ def test_equal_budgets_by_hand():
     assert by_episodes["sides"]["PPO"] == {"update": 4, "score": 3, "judge": None, "kl": 0.4}
     assert by_episodes["sides"]["GRPO"] == {"update": 4, "score": 1.5, "judge": None, "kl": 0.4}
     assert by_time["sides"]["PPO"]["score"] == 2 and by_time["sides"]["GRPO"]["score"] == 5
-    assert (by_episodes["difference"]["value"], by_time["difference"]["value"]) == (1.5, -3)
-    assert by_time["difference"]["over"] == "prompts"
+    [of_episodes], [of_time] = by_episodes["differences"], by_time["differences"]
+    assert (of_episodes["name"], of_episodes["value"], of_time["value"]) == ("PPO - GRPO", 1.5, -3)
+    assert of_time["over"] == "prompts" and of_time["level"] == 0.95
 
 
 def test_equal_budgets_over_seeds_and_other_prompts():
     ends = [[look(2, 5, (1, 2))], [look(2, 5, (2, 3))]]
     rows = at_equal({"PPO": ends, "GRPO": [[look(2, 5, (0, 0))], [look(2, 5, (0, 1))]]}, None, seed=1)
-    assert rows[0]["difference"]["over"] == "seeds and prompts" and rows[0]["difference"]["value"] == 1.75
+    [found] = rows[0]["differences"]
+    assert found["over"] == "seeds and prompts" and found["value"] == 1.75
     other = at_equal({"PPO": ends, "GRPO": [[look(2, 5, (0, 0), prompts=("b", "a"))]]}, None, seed=1)
-    assert other[0]["difference"] is None, "row by row these are other prompts"
+    missing = "PPO and GRPO evaluated different prompts"
+    assert other[0]["differences"] == [{"name": "PPO - GRPO", "missing": missing}]
+    assert at_equal_in_words(other)[0] == f"at 20 episodes nothing can be said: {missing}"
     assert at_equal({"PPO": ends, "GRPO": [[]]}, None, seed=1) == []
 
 
@@ -151,7 +155,7 @@ def test_a_start_model_is_not_compared_at_an_equal_budget():
     """Where one side had not evaluated itself yet, its last evaluation inside the budget is the start model's."""
     ppo, grpo = [look(0, 0, (0, 0)), look(1, 9, (1, 3))], [look(0, 0, (0, 0)), look(5, 50, (2, 4))]
     rows = at_equal({"PPO": [ppo], "GRPO": [grpo]}, None, seed=1)
-    assert rows[0]["sides"]["GRPO"]["update"] == 0 and all("difference" not in row for row in rows)
+    assert rows[0]["sides"]["GRPO"]["update"] == 0 and all("missing" in row["differences"][0] for row in rows)
     assert at_equal_in_words(rows)[0] == "at 10 episodes nothing can be said: GRPO had not evaluated itself yet"
 
 
@@ -166,3 +170,78 @@ def test_few_prompts_are_said():
     few = [Generations("a", [["x"]] * 4, ones * shift, None, None, ones, ones, None) for shift in range(4)]
     caveats = judge_runs([side("ppo", *few[:2]), side("grpo", *few[2:])], few[0], None, 1).caveats
     assert "only 4 prompts: intervals over so few are rough. Raise --num-prompts" in caveats
+
+
+# --- three and more sides --------------------------------------------------------------------------------------------
+
+
+def constant(score: float, judged: float | None = None) -> Generations:
+    """One completion to each of 20 prompts; every score is the same."""
+    ones = np.ones((20, 1))
+    return Generations("made", [["x"]] * 20, ones * score, judged and ones * judged, None, ones, ones > 0, None)
+
+
+def test_three_sides_are_contrasted_in_pairs_by_hand():
+    """Scores 3, 1 and 2 against a start of 0. "toy" is in no table: it is shown under its own name."""
+    sides = [side("ppo", constant(3.0)), side("grpo", constant(1.0)), side("toy", constant(2.0))]
+    verdict = judge_runs(sides, constant(0.0), None, 1)
+    assert [(c.name, c.difference.value) for c in verdict.contrasts] == [
+        ("PPO - start model", 3), ("GRPO - start model", 1), ("TOY - start model", 2),
+        ("PPO - GRPO", 2), ("PPO - TOY", 1), ("GRPO - TOY", -1),
+    ]  # fmt: skip
+    assert [c.level for c in verdict.contrasts] == [*[0.95] * 3, *[pytest.approx(1 - 0.05 / 3)] * 3]
+
+
+def test_three_sides_have_a_sentence_for_every_pair():
+    sides = [side("ppo", *three(0, 0.8)), side("grpo", *three(0, 0.2)), side("toy", *three(0, 0.8))]
+    sides[2].episodes[0] = 50
+    sentences = judge_runs(sides, START, "gold quality", 1).sentences
+    assert len(sentences) == 4
+    assert sentences[0].startswith(
+        "PPO's replies are better than GRPO's by the gold quality, which no training saw (PPO - GRPO: +0."
+    )
+    assert sentences[1].startswith("No difference shown between PPO and TOY by the gold quality (PPO - TOY: ")
+    assert sentences[2].startswith("TOY's replies are better than GRPO's by the gold quality (GRPO - TOY: -0.")
+    assert all("98.3% interval over seeds and prompts" in sentence for sentence in sentences[:3])
+    assert sentences[0].endswith("after 100 episodes each.")
+    assert all(sentence.endswith("after UNEQUAL budgets (50 to 100 episodes).") for sentence in sentences[1:3])
+    assert sentences[3].count("95% interval") == sentences[3].count("better than the start model") == 3
+
+
+def test_the_caveats_of_three_sides():
+    """By the score PPO is better than TOY, by the judge TOY is; GRPO and PPO differ by the judge only."""
+    sides = [side("ppo", *three(1.0, 0.2)), side("grpo", *three(1.0, 0.8)), side("toy", *three(0.5, 0.8))]
+    caveats = judge_runs(sides, START, "gold quality", 1).caveats
+    assert caveats[0] == (
+        "3 pairs of algorithms are compared, so each pair gets a 98.3% interval (Bonferroni): all 3 of one measure "
+        "hold together with 95% confidence. The 95% intervals against the start model are not corrected"
+    )
+    assert any(c.startswith("PPO - GRPO: by the score no difference is shown (") for c in caveats)
+    assert "PPO - TOY: score and judge prefer different sides: the score's winner exploits the reward model" in caveats
+    assert not any(c.startswith("GRPO - TOY") for c in caveats), "by the judge they are equal"
+    assert not any("Bonferroni" in c for c in judge_runs(sides[:2], START, "gold quality", 1).caveats)
+
+
+def test_one_side_says_what_it_cannot_tell():
+    by_score, alone = judge_runs([side("toy", *three(1.0))], replies(0.0), None, 1).sentences
+    assert by_score.startswith("By the reward that was trained on, TOY is better than the start model (+")
+    assert alone == "Whether another algorithm would do better cannot be told from TOY's runs alone."
+
+
+def test_equal_budgets_of_three_sides_by_hand():
+    """All came to 40 episodes; within 20 s GRPO had only measured the start model."""
+    ppo = [look(0, 0, (0, 0)), look(2, 10, (1, 3)), look(4, 20, (2, 4))]
+    grpo = [look(0, 0, (0, 0)), look(4, 90, (1, 2))]
+    toy = [look(0, 0, (0, 0)), look(4, 20, (4, 4))]
+    rows = at_equal({"PPO": [ppo], "GRPO": [grpo], "TOY": [toy]}, None, seed=1)
+    assert [(d["name"], d["value"]) for d in rows[0]["differences"]] == [
+        ("PPO - GRPO", 1.5), ("PPO - TOY", -1), ("GRPO - TOY", -2.5),
+    ]  # fmt: skip
+    assert [d["level"] for d in rows[0]["differences"]] == [pytest.approx(1 - 0.05 / 3)] * 3
+    late = "GRPO had not evaluated itself yet"
+    assert [d.get("missing") for d in rows[1]["differences"]] == [late, None, late]
+    by_episodes, by_time = at_equal_in_words(rows)
+    assert "and the score, 98.3% intervals: PPO - GRPO +1.500 (" in by_episodes
+    assert by_time.startswith("at 20 s of training, by the runs' own evaluations")
+    assert f": PPO - GRPO not compared ({late}); PPO - TOY -1.000 (" in by_time
+    assert by_time.endswith(f"; GRPO - TOY not compared ({late})")

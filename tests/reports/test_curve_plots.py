@@ -21,26 +21,10 @@ from rlhf.analysis.curves import Curve, read_runs
 from rlhf.reports.curve_chart import Chart
 from rlhf.reports.curve_plots import draw, power_of_ten, shortened
 from rlhf.reports.plot_style import colour_of
-from tests.analysis.test_curves import make_run, write_events
+from tests.reports.conftest import TAGS
 
 ROOT = Path(__file__).parents[2]
-TAGS = ("loss", "learning_rate", "rewards/mean", "kl_divergence", "kl_divergence/token")
 EVALUATION = "evaluation on held-out prompts"
-
-
-@pytest.fixture
-def made(tmp_path):
-    """A function that makes a run with logs: `curves` are values by tag, one an update, a second apart."""
-
-    def make(name: str, updates=20, curves=None, evaluations=None, pace=1.0, **facts) -> Path:
-        run = make_run(tmp_path / name, **{"updates": updates, **facts})
-        curves = {tag: np.arange(1.0, updates + 1) for tag in TAGS} if curves is None else curves
-        points = [(pace * u, "eval/score", u, score) for u, score in (evaluations or {}).items()]
-        points += [(pace * (i + 1), tag, i + 1, v) for tag, values in curves.items() for i, v in enumerate(values)]
-        write_events(run / "logs", "1", 0, [(0.0, "start", 0, 0.0), *sorted(points)])
-        return run
-
-    return make
 
 
 def panels(*runs: Path, x="updates", smooth=1) -> list:

@@ -16,7 +16,9 @@ from rlhf.analysis.curves import read_curves
 from rlhf.analysis.equal_budget import read_looks
 from rlhf.analysis.evaluator import Bench
 from rlhf.analysis.models import find_models
+from rlhf.analysis.verdict import Side
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates, write_tokens
+from rlhf.reports import comparison_report
 from rlhf.reports.comparison_report import make_comparison, make_sides, write_comparison
 from rlhf.reports.comparison_tables import tables
 from rlhf.reports.evaluation_report import make_report, show_report, write_report
@@ -126,6 +128,59 @@ def test_a_comparisons_page_and_markdown_with_hostile_replies(bench, runs, tmp_p
     assert not re.search(r"(?<!\\)\]\(javascript", markdown) and "://" not in markdown
     lines = [line for line in markdown.split("\n") if line.startswith("|")]
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines[-5:]}) == 1, "no cell breaks its row"
+
+
+def as_toy(curve):
+    """A run's curves as those of an algorithm that the table lacks."""
+    return dataclasses.replace(curve, config=dataclasses.replace(curve.config, algorithm="toy"))
+
+
+def test_a_comparisons_page_and_markdown_of_three_algorithms(bench, runs, tmp_path, capsys):
+    """GRPO's second run stands for an algorithm that the table lacks: every table, sentence and sample has it."""
+    made, models, start, measured = bench
+    sides = make_sides(models, measured)
+    sides = [sides[0], *(dataclasses.replace(sides[1], algorithm=name) for name in ("grpo", "toy"))]
+    curves = [read_curves(folder) for folder in runs.values()]
+    curves = [*curves[:3], as_toy(curves[3])]
+    report = make_comparison(made, sides, start, [(curve.algorithm, read_looks(curve)) for curve in curves])
+    filled = tables(report, sides)
+    write_comparison(report, filled, sides, start, curves, tmp_path, Screen())
+    assert len(report["verdict"]) == 4 and len(report["caveats"]) >= 3
+    pairs = ["PPO - GRPO", "PPO - TOY", "GRPO - TOY"]
+    assert [found["name"] for found in report["at_equal"][0]["differences"]] == pairs
+    figures, contrasts, within, spent, equal = filled
+    assert [column.split(" (")[0] for column in figures["columns"][1:]] == ["start model", "PPO", "GRPO", "TOY"]
+    assert spent["columns"] == ["", "PPO", "GRPO", "TOY"] and len(within["rows"]) == 6
+    over = {row[0]: row[3] for row in contrasts["rows"]}
+    assert all(over[f"{pair}, score"] == "98.3%, seeds and prompts" for pair in pairs)
+    assert over["TOY - start model, score"] == "seeds and prompts" and "difference (interval)" in contrasts["columns"]
+    assert [row[0] for row in equal["rows"]][3:6] == [f"8 episodes: {pair}" for pair in pairs]
+    assert {len(prompt["sides"]) for prompt in report["samples"]} == {4}
+    page, markdown = Page(tmp_path / "comparison.html"), (tmp_path / "comparison.md").read_text(encoding="utf-8")
+    assert "Start model, PPO, GRPO and TOY" in page.text and "# Start model, PPO, GRPO and TOY\n" in markdown
+    for sentence in report["verdict"]:
+        assert sentence in page.text and markdown_cell(sentence) in markdown
+    assert "3 pairs of algorithms are compared" in page.text and "3 pairs of algorithms are compared" in markdown
+
+
+def side_of(algorithm: str, **groups: dict) -> Side:
+    return Side(algorithm, [{"seed": 1, "settings": {"recipe": "x", "algorithm": algorithm, **groups}}], [], [])
+
+
+def test_settings_that_differ_between_three_sides_by_hand():
+    """Settings that only some algorithms read are not listed, but each K is."""
+    same = {"optimizer": {"learning_rate": 0.1}, "grpo": {"loss_type": "dapo"}}
+    sides = [
+        side_of("ppo", **same, model={"use_lora": True}, group={"K": None}, ppo={"lam": 0.95}),
+        side_of("grpo", **same, model={"use_lora": False}, group={"K": 4}, ppo={"lam": 1.0}),
+        side_of("toy", **same, model={}, group={"K": 6}),
+    ]
+    [(name, text)] = comparison_report.settings_that_differ(sides)
+    assert name == "settings that differ, PPO, GRPO and TOY"
+    assert text == "use_lora True, False and unknown; K: GRPO 4, TOY 6"
+    [(_, text)] = comparison_report.settings_that_differ([sides[0], side_of("ppo", **same, model={"use_lora": True})])
+    assert text == "none but each algorithm's own"
+    assert comparison_report.settings_that_differ(sides[:1]) == []
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,7 @@ def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
     assert [row["run"] for row in report["within"]] == ["PPO, seed 1", "PPO, seed 2", "GRPO, seed 1", "GRPO, seed 2"]
     assert report["spent"]["PPO"]["1"]["episodes"] == 8 and report["spent"]["GRPO"]["2"]["reply_tokens"] > 0
     assert "use_lora False and True" in report["facts"]["settings that differ, PPO and GRPO"]
+    assert report["facts"]["settings that differ, PPO and GRPO"].endswith("; K: GRPO 2")
     markdown = (tmp_path / "out" / "comparison.md").read_text(encoding="utf-8")
     for words in ("over prompts", "peak memory", "win rate", "distinct-2", "reply tokens", "score\\_against\\_kl"):
         assert words.replace("\\", "") in markdown
@@ -153,8 +154,9 @@ def test_equal_budgets_are_taken_from_the_runs_own_evaluations(comparison, runs)
         rows = [json.loads(line) for line in (run / "samples" / "update-000002.jsonl").open()]
         assert by_episodes["sides"][name]["update"] == 2
         assert by_episodes["sides"][name]["score"] == pytest.approx(sum(r["score"] for r in rows) / len(rows))
-    assert by_episodes["difference"]["over"] == "prompts"
-    assert by_episodes["difference"]["value"] == pytest.approx(
+    [found] = by_episodes["differences"]
+    assert (found["name"], found["over"]) == ("PPO - GRPO", "prompts")
+    assert found["value"] == pytest.approx(
         by_episodes["sides"]["PPO"]["score"] - by_episodes["sides"]["GRPO"]["score"]
     )
 
@@ -168,7 +170,7 @@ def test_one_seed_says_what_it_cannot_tell(comparison, runs):
 
 def test_one_algorithm_alone(comparison, runs):
     report, _ = comparison(runs["ppo", 1], runs["ppo", 2])
-    assert report["verdict"][1] == "Whether GRPO would do better cannot be told from PPO's runs alone."
+    assert report["verdict"][1] == "Whether another algorithm would do better cannot be told from PPO's runs alone."
     assert [c["name"] for c in report["contrasts"]] == ["PPO - start model"]
 
 
@@ -179,7 +181,7 @@ def test_a_judge_decides_where_there_is_one(comparison, runs, tmp_path):
     report, _ = comparison(*runs.values(), "--judge-model", judge)
     assert f"by the judge {judge}, which no training saw" in report["verdict"][0]
     assert {c["measure"] for c in report["contrasts"]} == {"scores", "judged"}
-    assert report["at_equal"][0]["difference"]["by"] == "judge"
+    assert report["at_equal"][0]["differences"][0]["by"] == "judge"
 
 
 def changed(run, folder, **knobs):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.audit import figures
 from rlhf.analysis.evaluator import Generations
 from rlhf.analysis.statistics import A_SHARE, EVEN, OVER_PROMPTS, Estimate, interval, over_seeds_if_any, win_rates
+from rlhf.checkpoints.run_record import RunRecord
 
 MEASURES = ("scores", "judged")
 ENOUGH_SEEDS = 5
@@ -25,7 +25,7 @@ class Side:
     """One algorithm's runs: the same settings, one seed each. Lists in the same order."""
 
     algorithm: str
-    runs: list[dict[str, Any]]  # run.json of each
+    runs: list[RunRecord]
     measured: list[Generations]
     episodes: list[int]  # after which the measured weights were kept
 
@@ -35,7 +35,7 @@ class Side:
 
     @property
     def seeds(self) -> list[int]:
-        return [run["seed"] for run in self.runs]
+        return [run.seed for run in self.runs]
 
     @cached_property
     def figures(self) -> list[dict[str, float | None]]:

@@ -53,14 +53,14 @@ def title(chart: Chart) -> str:
     recipes = sorted({run.config.recipe for run in chart.runs})
     what = f"{names}, recipe{'s' if len(recipes) > 1 else ''} {', '.join(recipes)}"
     if len(chart.runs) > 1:
-        open_ends = [run.run["status"] for run in chart.runs if run.run["status"] != "finished"]
+        open_ends = [run.run.status for run in chart.runs if run.run.status != "finished"]
         state = "".join(f", {open_ends.count(s)} of {len(chart.runs)} runs {s}" for s in sorted(set(open_ends)))
         return f"{what}\nlines: {chart.averaged}{state}"
     run = chart.runs[0]
-    status = run.run["status"]
+    status = run.run.status
     length = f"{run.planned:,} updates"
     state = length if status == "finished" else f"{status}, {run.last_update:,} of {length}"
-    return f"{what}, seed {run.run['seed']}\n{shortened(str(run.folder))}: {state}"
+    return f"{what}, seed {run.run.seed}\n{shortened(str(run.folder))}: {state}"
 
 
 def shortened(name: str, most: int = 50) -> str:
@@ -193,7 +193,7 @@ def _draw_target(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
     lines = {}  # the phases of PPO and of GRPO can stand at different places; else one line serves all
     found = [pair for group in chart.groups for pair in group.with_tag(panel.tag)]
     for run, curve in sorted(found, key=lambda pair: chart.axis.of(*pair)[-1]):  # the longest stands for the others
-        place = {"updates": run.planned, "episodes": run.run["plan"]["episodes"], "time": run.algorithm}[chart.x]
+        place = {"updates": run.planned, "episodes": run.run.plan.episodes, "time": run.algorithm}[chart.x]
         lines[place if len(chart.held.targets) > 1 else None] = run, curve
     drawn = []
     for run, curve in lines.values():

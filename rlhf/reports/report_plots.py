@@ -83,7 +83,7 @@ def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
             axes.plot(kl[-1], score[-1], marker_of(run.algorithm), markersize=9, **look)
             above = SEED_ABOVE[algorithms.index(run.algorithm) % len(SEED_ABOVE)]
             where = {"xytext": (5, above), "textcoords": "offset points"}
-            axes.annotate(str(run.run["seed"]), (kl[-1], score[-1]), fontsize=10, color=look["color"], **where)
+            axes.annotate(str(run.run.seed), (kl[-1], score[-1]), fontsize=10, color=look["color"], **where)
         if drawn:
             _keep_in_sight(axes, np.concatenate([kl for _, kl, _ in drawn]))
             axes.legend(loc="lower right")

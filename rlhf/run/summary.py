@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
-from typing import Any
 
 from config import LENGTHS, Config, make_config, parse_cli
 from rlhf.algorithms.kl_control import in_band, kl_controller, with_horizon
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.statistics import interval, over_prompts
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
-from rlhf.checkpoints.run_record import MAY_DIFFER, RunLog, differences
+from rlhf.checkpoints.run_log import RunLog
+from rlhf.checkpoints.run_record import MAY_DIFFER, RunRecord, Spent, differences
 from rlhf.data.prompts import Prompt
 from rlhf.demo.parts import gold_of
 from rlhf.demo.tasks import Gold
@@ -192,39 +192,39 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
         "peak_memory_gib": trainer.peak_memory / 2**30,
         "seconds": log.seconds(),
     }
-    spent = {
-        "updates": trainer.updates,
-        "episodes": trainer.updates * config.episodes_per_update,
-        "optimizer_steps": trainer.optimizer_steps,
-        "reply_tokens": trainer.reply_tokens,
-    }
+    spent = Spent(
+        updates=trainer.updates,
+        episodes=trainer.updates * config.episodes_per_update,
+        optimizer_steps=trainer.optimizer_steps,
+        reply_tokens=trainer.reply_tokens,
+    )
     log.add(figures=figures, spent=spent)
     show_samples(before, after, prompts, gold, config.run.seed, screen)
     show_figures(figures, screen)
 
 
-def show_where(config: Config, run: dict[str, Any], screen: Screen) -> None:
-    """What of a finished run (its run.json) lies where, and the next commands."""
-    output, best, merged = config.run.output, run["best"], run.get("merged")
+def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
+    """Prints what of a finished run lies where, and the next commands."""
+    output, best, merged = config.run.output, run.best, run.merged
     loader = "peft.AutoPeftModelForCausalLM" if config.model.use_lora else "transformers.AutoModelForCausalLM"
     whole = f"{output}/{MERGED_FOLDER}"
     load_whole = f"transformers.AutoModelForCausalLM.from_pretrained({whole!r})"
-    best_model = f"the model after update {best['update']}"
-    if best["update"] == 0:
+    best_model = f"the model after update {best.update}"
+    if best.update == 0:
         best_model = "the start model, because no later evaluation is better"
     screen.say("saved:")
     screen.facts(
         [
             (output, f"model and tokenizer; load with {loader}.from_pretrained({output!r})"),
-            (f"{output}/{BEST_FOLDER}", f"{best_model}: {best['why']}"),
-            *([(whole, f"the {merged['which']} weights as a whole model; load with {load_whole}")] if merged else []),
+            (f"{output}/{BEST_FOLDER}", f"{best_model}: {best.why}"),
+            *([(whole, f"the {merged.which} weights as a whole model; load with {load_whole}")] if merged else []),
             (f"{output}/README.md", "model card: figures, settings, and code to load it"),
             (f"{output}/samples", "every evaluation's replies with their scores"),
             (f"{output}/run.json", "settings, versions, figures"),
         ]
     )
     tokens = command("python", "evaluate_generations.py", "--tokens", output)
-    other = other_algorithm(config, run["spent"])
+    other = other_algorithm(config, vars(run.spent))
     screen.say("next:")
     screen.facts(
         [

@@ -18,6 +18,7 @@ from rlhf.analysis.verdict import Side, judge_runs
 from rlhf.data.prompts import Prompt
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
+from tests.records import record_of
 from tests.shapes import make_base_model, make_reward_model, make_start_model
 
 CPU = torch.device("cpu")
@@ -92,8 +93,9 @@ def test_a_bare_adapters_base_is_its_start_model(runs, start_model, settings, tm
     ("file", "text", "words"),
     [
         ("adapter_config.json", '{"base', "torn: .*adapter_config.json"),
-        ("run.json", '{"status": "fin', "torn, or not of a run that began: .*run.json"),
-        ("run.json", '{"status": "failed"}', "torn, or not of a run that began: .*run.json"),
+        ("run.json", '{"status": "fin', "run.json is incomplete or corrupted: .*torn. Restore the file"),
+        ("run.json", '{"status": "failed"}', "run.json has no settings, so this is not a training run: .*torn"),
+        ("run.json", '{"status": "failed", "format": 2}', "corrupted, without a valid 'id': .*torn. Restore"),
     ],
 )
 def test_a_torn_file_of_a_model_is_named(runs, tmp_path, file, text, words):
@@ -133,8 +135,8 @@ def test_settings_come_from_the_run_and_flags_win(runs):
 
 def test_runs_measured_with_unlike_settings_are_refused_until_a_flag_decides(runs):
     one, other = (find_trained(str(runs[name]), "final", None) for name in (("ppo", 1), ("grpo", 1)))
-    settings = {**other.run["settings"], "sampling": {**other.run["settings"]["sampling"], "temperature": 0.9}}
-    other = dataclasses.replace(other, run={**other.run, "settings": settings})
+    settings = {**other.run.settings, "sampling": {**other.run.settings["sampling"], "temperature": 0.9}}
+    other = dataclasses.replace(other, run=dataclasses.replace(other.run, settings=settings))
     with pytest.raises(UserError, match=r"temperature is 0.7 in .* and 0.9 in .*Decide with --temperature"):
         shared_settings([one, other], MeasureSettings())
     assert shared_settings([one, other], MeasureSettings(temperature=0.8)).sampling.temperature == 0.8
@@ -324,7 +326,7 @@ def test_a_model_against_itself_is_seldom_called_different(settings, start_model
     settings = dataclasses.replace(settings, num_prompts=12, completions=2, reply_length=4)
     bench, _ = bench_of([start_model], settings)
     bench.text = None  # a perplexity draws nothing
-    run, called = {"seed": 1}, 0
+    run, called = record_of(seed=1), 0
     start = sampled(bench, 0)
     for trial in range(100):
         made = [sampled(bench, 2 * trial + i + 1) for i in range(2)]

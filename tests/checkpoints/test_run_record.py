@@ -7,15 +7,17 @@ import os
 
 import pytest
 
-from rlhf.checkpoints.run_folder import LOCK_FILE, check_output, claim_output, move_aside, read_run, read_status
-from rlhf.checkpoints.run_record import RunLog
+from rlhf.checkpoints.run_folder import LOCK_FILE, check_output, claim_output, move_aside, read_status
+from rlhf.checkpoints.run_log import RunLog
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils.errors import UserError
 from rlhf.utils.system import WINDOWS
+from tests.records import facts_of
 
 
 def finished(folder) -> None:
     folder.mkdir()
-    with RunLog(folder, seed=1):
+    with RunLog(folder, **facts_of(seed=1)):
         pass
 
 
@@ -25,7 +27,7 @@ def test_a_finished_run_in_the_default_folder_is_moved_aside(tmp_path):
         finished(folder) if not folder.exists() else None
         held, line = claim_output(folder, overwrite=False, is_default=True)
         assert line == f"moved the finished run in {folder} to {folder}_{n}"
-        with RunLog(folder, held, seed=n):
+        with RunLog(folder, held, **facts_of(seed=n)):
             pass
     assert json.loads((tmp_path / "ppo_training_output_2" / "run.json").read_text())["seed"] == 1
     assert json.loads((folder / "run.json").read_text())["seed"] == 2
@@ -41,7 +43,7 @@ def test_a_finished_run_in_a_named_folder_is_refused(tmp_path):
 def test_an_unfinished_run_is_refused(tmp_path, is_default):
     folder = tmp_path / "run"
     folder.mkdir()
-    RunLog(folder, seed=1)._lock.close()  # as when it was killed
+    RunLog(folder, **facts_of(seed=1))._lock.close()  # as when it was killed
     with pytest.raises(UserError, match="an unfinished run is there.*--overwrite.*--output"):
         check_output(folder, overwrite=False, is_default=is_default)
     held, line = claim_output(folder, overwrite=True, is_default=is_default)
@@ -58,10 +60,10 @@ def test_whoever_claims_a_folder_has_it(tmp_path):
         with pytest.raises(UserError, match="in use by a live run"):
             claim_output(tmp_path / "run", overwrite=overwrite, is_default=True)
     with pytest.raises(UserError, match="in use by a live run"):
-        RunLog(tmp_path / "run")
-    with RunLog(tmp_path / "run", held):
+        RunLog(tmp_path / "run", **facts_of())
+    with RunLog(tmp_path / "run", held, **facts_of()):
         pass
-    RunLog(tmp_path / "run")
+    RunLog(tmp_path / "run", **facts_of())
 
 
 @pytest.mark.skipif(WINDOWS, reason="Windows has no fork")
@@ -77,13 +79,13 @@ def test_of_many_that_claim_at_once_one_gets_it(tmp_path):
             barrier.wait()
             try:
                 held, _ = claim_output(tmp_path / str(n), overwrite=True, is_default=False)
-                log = RunLog(tmp_path / str(n), held)
+                log = RunLog(tmp_path / str(n), held, **facts_of())
                 with owners.get_lock():
                     owners[n] += 1
             except UserError:
                 log = None
             barrier.wait()
-            assert log is None or read_run(tmp_path / str(n))["id"] == log.data["id"]
+            assert log is None or RunRecord.read(tmp_path / str(n)).id == log.record.id
 
     started = [context.Process(target=race) for _ in range(racers)]
     for process in started:
@@ -123,7 +125,7 @@ def test_a_read_only_place_is_named_before_anything_is_loaded(tmp_path, monkeypa
 
 
 def test_run_json_says_how_it_ended(tmp_path):
-    log = RunLog(tmp_path, seed=3)
+    log = RunLog(tmp_path, **facts_of(seed=3))
     assert read_status(tmp_path) == "running"
     with pytest.raises(RuntimeError), log:
         raise RuntimeError("card fell out")

@@ -29,7 +29,7 @@ from config import parse_cli
 from rlhf.api import make_trainer
 from rlhf.callbacks import checkpointing
 from rlhf.checkpoints.run_folder import INPUTS_FILE, read_status
-from rlhf.checkpoints.run_record import RunLog
+from rlhf.checkpoints.run_log import RunLog
 from rlhf.data.examples import load_examples
 from rlhf.data.splits import question_hash
 from rlhf.rewards.reward_model import METRICS_FILE
@@ -37,6 +37,7 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils import files, hub
 from rlhf.utils.errors import run_command
 from tests.models.test_models import Hub
+from tests.records import facts_of
 from tests.shapes import make_base_model, make_reward_model, smollm2_tokenizer
 
 FORM = re.compile(r"error: .+: .+\. \S.*|and \d+ more")  # what: where. way out
@@ -265,7 +266,7 @@ def output_holds(name: str, finished: bool | None = None) -> Given:
         if finished is None:
             (folder / "thesis.txt").write_text("years of work")
         else:
-            log = RunLog(folder)
+            log = RunLog(folder, **facts_of())
             log.add(status="finished" if finished else "running")
         return ["--output", folder]
 
@@ -300,7 +301,7 @@ def full_during_a_save(world: World) -> list[object]:
 
 def live_run(world: World) -> list[object]:
     (world.folder / "run").mkdir()
-    world.held = RunLog(world.folder / "run")
+    world.held = RunLog(world.folder / "run", **facts_of())
     return []
 
 

@@ -768,7 +768,7 @@ def settings_to_resume(config: Config) -> dict[str, tuple[Any, str]]:
     """What the run that goes on was told, as settings beneath this command line's; nothing where none is there."""
     run = config.run
     folders = [run.output] if run.seeds is None else [seed_folder(run.output, seed) for seed in run.seeds]
-    begun = next((run for folder in folders if (run := RunRecord.read(Path(folder))) is not None), None)
+    begun = next(filter(None, (RunRecord.read(Path(folder)) for folder in folders)), None)
     if begun is None:
         return {}
     aside = {"seeds", "output", "overwrite", "dry_run", "resume", "resume_anyway"}

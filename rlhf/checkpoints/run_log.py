@@ -32,7 +32,7 @@ class RunLog:
             facts: the fields of a new RunRecord that depend on the run, or more keys of the new session.
         """
         self._lock = held or hold(folder)
-        self.folder, self.file = folder, folder / RUN_FILE
+        self.folder, self.path = folder, folder / RUN_FILE
         self.begun, self.before = time.monotonic(), 0.0
         self._found: RunRecord | None = None  # a resumed run's record as it was
         if resume:
@@ -52,7 +52,7 @@ class RunLog:
         self.record.write(self.folder)
 
     def check_place(self) -> None:
-        if not self.file.exists():
+        if not self.path.exists():
             raise FileNotFoundError(errno.ENOENT, "The run's folder is no longer there", str(self.folder))
 
     def seconds(self) -> float:

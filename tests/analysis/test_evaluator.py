@@ -299,7 +299,7 @@ def test_runs_that_followed_unlike_numbers_of_prompts(runs):
     bench, _ = bench_of([runs["ppo", 1]], MeasureSettings(num_prompts=2))
     longer = [p for p in bench.followed] + [Prompt((), bench.examples[0])]
     data = {"evaluation_prompts": 8, "evaluation_sha256": "another"}
-    models[1] = dataclasses.replace(models[1], run={**models[1].run, "data": data})
+    models[1] = dataclasses.replace(models[1], run=dataclasses.replace(models[1].run, data=data))
     seen = {p.example.question for p in longer}
     made = Bench(models, MeasureSettings(num_prompts=2), CPU, Screen())
     assert len(seen) == 7 and "held-out prompts that no run looked at" in made.prompts_line

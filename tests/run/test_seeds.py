@@ -57,9 +57,19 @@ def test_after_a_failure_the_same_command_goes_on_where_it_was(ran):
 
 def test_a_finished_run_with_other_settings_is_not_taken_for_this_one(ran):
     ran("--seeds", 1)
-    with pytest.raises(UserError, match=r"other settings \(K, learning_rate\) is there: .*out_seed1"):
+    with pytest.raises(UserError, match=r"other settings \(K, kl_horizon, learning_rate\) is there: .*out_seed1"):
         ran("--seeds", 1, 2, "--K", 4, "--learning-rate", 1e-3)
     assert ran("--seeds", 1, "--K", 4, "--overwrite") == [(1, "out_seed1")]
+
+
+def test_a_finished_run_of_an_older_format_is_refused_or_replaced(ran, tmp_path):
+    ran("--seeds", 1)
+    file = tmp_path / "out_seed1" / "run.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 1}))
+    for flags in ((), ("--resume",)):
+        with pytest.raises(UserError, match="run.json has format 1, and this version reads format 2: .*out_seed1"):
+            ran("--seeds", 1, 2, *flags)
+    assert ran("--seeds", 1, 2, "--overwrite") == [(1, "out_seed1"), (2, "out_seed2")]
 
 
 def test_faults_of_all_seeds_are_found_before_the_first_is_run(ran, tmp_path):

@@ -36,7 +36,7 @@ def settle_resume(config: Config, screen: Screen) -> Config | None:
     output = config.run.output
     run = RunRecord.require(Path(output), "--resume, --output")
     if run.algorithm != config.algorithm:
-        raise UserError(f"a run of train_{run.algorithm}.py: --resume, --output {output}. Go on with that command")
+        raise UserError(f"a run of train_{run.algorithm}.py: --resume, --output {output}. Resume it with that command")
     if run.status == "finished" and not is_extended(config, run):
         screen.say(f"finished already: {output}. There is nothing to train")
         if not (config.run.dry_run or config.run.check):
@@ -47,12 +47,12 @@ def settle_resume(config: Config, screen: Screen) -> Config | None:
     if found.newest is None and found.skipped:
         raise UserError(
             [
-                f"no sound checkpoint: --output {output}, {line}. Add --overwrite to begin anew"
+                f"no valid checkpoint: --output {output}, {line}. Add --overwrite to start again"
                 for line in found.skipped
             ]
         )
     for line in found.skipped:
-        screen.say(f"warning: skipped a checkpoint that is not sound: {line}; {found.newest.name} is used")
+        screen.say(f"warning: skipped an invalid checkpoint: {line}; {found.newest.name} is used")
     check_same_run(config, changes(run, as_plain(config), environment()), screen)
     return start_again(config, screen) if found.newest is None else config
 

@@ -120,7 +120,7 @@ def test_torn_checkpoints_are_named_and_an_older_one_serves(words, whole, tmp_pa
     torn.write_bytes(torn.read_bytes()[:-1])
     train_ppo.main(["--resume", "--output", str(output)])
     said = " ".join(capsys.readouterr().out.split())
-    assert "skipped a checkpoint that is not sound: checkpoint-4: training.safetensors has" in said
+    assert "skipped an invalid checkpoint: checkpoint-4: training.safetensors has" in said
     assert "checkpoint-2 is used" in said
     assert differing(whole / "ppo", output) == []
 
@@ -134,7 +134,7 @@ def test_no_sound_checkpoint_says_why_of_each(words, tmp_path, monkeypatch):
     assert [fault.split(",")[1].split(":")[0].strip() for fault in raised.value.faults] == [
         "checkpoint-2", "checkpoint-4",
     ]  # fmt: skip
-    assert all("no sound checkpoint" in fault and "--overwrite" in fault for fault in raised.value.faults)
+    assert all("no valid checkpoint" in fault and "--overwrite" in fault for fault in raised.value.faults)
 
 
 def test_a_run_that_had_saved_nothing_is_begun_anew(words, whole, tmp_path, monkeypatch, capsys):

@@ -595,10 +595,10 @@ DISK_AND_ENVIRONMENT = [
     Row(72, "output holds something else", output_holds("mine"),
         r"holds files of something else \(no run\.json\): --output .*mine\. Name another with --output"),
     Row(73, "newest checkpoint torn", broken_off(tear(3)),
-        r"warning: skipped a checkpoint that is not sound: checkpoint-3: training\.safetensors has [\d,]+ bytes, not "
+        r"warning: skipped an invalid checkpoint: checkpoint-3: training\.safetensors has [\d,]+ bytes, not "
         r"[\d,]+; checkpoint-2 is used", status=0),
-    Row(74, "no sound checkpoint", broken_off(tear(1, 2, 3)),
-        r"no sound checkpoint: --output .*run, checkpoint-1: training\.safetensors has .*\. Add --over.*"
+    Row(74, "no valid checkpoint", broken_off(tear(1, 2, 3)),
+        r"no valid checkpoint: --output .*run, checkpoint-1: training\.safetensors has .*\. Add --over.*"
         r"\n.*checkpoint-2.*\n.*checkpoint-3"),
     Row(75, "settings changed on resume", broken_off(lambda *_: None, "--learning-rate", 0.5, "--gamma", 0.5),
         r"not the run that was begun: --resume, gamma was 1\.0, is 0\.5\. Take that back, or add --resume-anyway\n"

@@ -17,7 +17,7 @@ from rlhf.utils.errors import run_command
 
 COMMANDS = {  # a command -> its arguments
     "resume": (train_ppo, ["--resume", "--output", "ppo_seed1"]),
-    "resume, other settings": (train_ppo, ["--resume", "--resume-anyway", "--learning-rate", "1e-4", "--output", "ppo_seed1"]),
+    "extend": (train_ppo, ["--resume", "--resume-anyway", "--num-iterations", "4", "--output", "ppo_seed1"]),
     "resume of seeds": (train_ppo, ["--resume", "--seeds", "1", "--output", "ppo"]),
     "export": (train_ppo, ["--resume", "--push-to-hub", "ada/mine", "--output", "ppo_seed1"]),
     "evaluate": (evaluate_generations, ["--model-path", "ppo_seed1"]),

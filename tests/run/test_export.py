@@ -512,7 +512,7 @@ def test_settings_of_an_export_are_harmless(finished):
     run = finished("grpo")
     config = parse_cli(["--resume", "--merge-lora", "--output", str(run)], "grpo")
     assert config.model.use_lora and config.export.merge_lora, "the first from the run, the second from the flags"
-    assert not config_of_run(told(run)).export.merge_lora
+    assert not config_of_run(RunRecord.read(run)).export.merge_lora
 
 
 def test_a_run_remembers_what_it_had_from_the_hub(train, start_model, tmp_path, monkeypatch):

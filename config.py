@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 from recipes import RECIPES
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.checkpoints.run_folder import RUN_FILE, read_run, seed_folder
-from rlhf.checkpoints.run_record import flat_settings, run_fault
+from rlhf.checkpoints.run_folder import seed_folder
+from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, flat_settings
 from rlhf.settings.commands import names_code, resume_command
 from rlhf.settings.fields import as_in, knob
 from rlhf.settings.merge import build, resolve
@@ -778,15 +778,15 @@ def settings_to_resume(config: Config) -> dict[str, tuple[Any, str]]:
     """What the run that goes on was told, as settings beneath this command line's; nothing where none is there."""
     run = config.run
     folders = [run.output] if run.seeds is None else [seed_folder(run.output, seed) for seed in run.seeds]
-    begun = next((r for folder in folders if (r := read_run(Path(folder))) is not None and run_fault(r) is None), None)
+    begun = next(filter(None, (RunRecord.read(Path(folder)) for folder in folders)), None)
     if begun is None:
         return {}
     aside = {"seeds", "output", "overwrite", "dry_run", "resume", "resume_anyway"}
     aside |= {"seed"} if run.seeds is not None else set()
-    knobs = {n: v for n, v in known_settings(begun).items() if n not in aside}
-    only_exported = begun["status"] == "finished" and run.seeds is None and not run.resume_anyway
+    knobs = {n: v for n, v in known_settings(begun.settings).items() if n not in aside}
+    only_exported = begun.status == "finished" and run.seeds is None and not run.resume_anyway
     require_named_code(config, knobs.get("reward_func", ()), only_exported)
-    return {name: (value, RUN_FILE) for name, value in {**knobs, "recipe": begun["settings"]["recipe"]}.items()}
+    return {name: (value, RUN_FILE) for name, value in {**knobs, "recipe": begun.recipe}.items()}
 
 
 def require_named_code(config: Config, rules: Sequence[str], only_exported: bool) -> None:
@@ -815,16 +815,20 @@ def make_config(recipe: str = "smollm2-orca", algorithm: str = "ppo", **knobs: A
     )  # fmt: skip
 
 
-def config_of_run(run: dict[str, Any], **changed: Any) -> Config:
-    """The configuration that a run.json tells of, some knobs `changed`. Settings that there are no more are passed
-    over."""
-    return make_config(run["settings"]["recipe"], run["algorithm"], **{**known_settings(run), **changed})
+def config_of_run(run: RunRecord, **changed: Any) -> Config:
+    """Return a run's configuration, with some knobs `changed`."""
+    return config_of_settings(run.algorithm, run.settings, **changed)
 
 
-def known_settings(run: dict[str, Any]) -> dict[str, Any]:
-    """Knob by knob, what a run.json tells of those that there are."""
+def config_of_settings(algorithm: str, settings: dict[str, Any], **changed: Any) -> Config:
+    """Return the configuration for stored `settings`, with some knobs `changed`. Unknown settings are ignored."""
+    return make_config(settings["recipe"], algorithm, **{**known_settings(settings), **changed})
+
+
+def known_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return stored settings without their groups, and without those that this version does not have."""
     known = {f.name for g in fields(Config) if is_dataclass(g.default_factory) for f in fields(g.default_factory)}
-    return {name: value for name, value in flat_settings(run["settings"]).items() if name in known}
+    return {name: value for name, value in flat_settings(settings).items() if name in known}
 
 
 def parse_reward_cli(argv: list[str] | None = None) -> RewardModelConfig:

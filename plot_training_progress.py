@@ -43,7 +43,7 @@ def output_files(output: str) -> tuple[Path, Path]:
 
 def run_folders(config: PlotConfig) -> list[Path]:
     """The runs that were named, else the last one here."""
-    from rlhf.checkpoints.run_folder import last_run
+    from rlhf.checkpoints.run_record import last_run
 
     return [Path(run) for run in config.plot.runs] or [last_run("plot_training_progress.py")]
 
@@ -60,7 +60,7 @@ def standing(run, chart) -> str:
     """A run's updates, and the ends of its lines."""
     from rlhf.analysis.curves import running_mean
 
-    status = run.run["status"]
+    status = run.run.status
     said = [f"{run.last_update:,} of {run.planned:,} updates{'' if status == 'finished' else f' ({status})'}"]
     for panel in chart.panels:
         value = "not logged"
@@ -86,7 +86,7 @@ def unlike(chart) -> list[str]:
         shown = "; the KL is shown in nats per sequence" if len(units) > 1 else ""
         said.append(f"the runs hold different KL targets: {', '.join(chart.aims)}; none is drawn{shown}")
     for group in chart.groups:
-        updates, first = [run.last_update for run in group.runs], group.runs[0].run["settings"]
+        updates, first = [run.last_update for run in group.runs], group.runs[0].run.settings
         times = [run.seconds for run in group.runs]
         lengths = f"{min(updates):,} to {max(updates):,} updates" if len(set(updates)) > 1 else None
         if chart.x == "time" and clock(min(times)) != clock(max(times)):
@@ -96,7 +96,7 @@ def unlike(chart) -> list[str]:
                 f"the {group.name} runs differ in length, {lengths}: their mean ends with the shortest, and what "
                 "comes after is not drawn"
             )
-        mixed = {name for run in group.runs for name in differences(first, run.run["settings"], MAY_DIFFER)}
+        mixed = {name for run in group.runs for name in differences(first, run.run.settings, MAY_DIFFER)}
         if mixed:
             said.append(
                 f"the {group.name} runs differ in {', '.join(sorted(mixed))}: their mean mixes settings. Draw one "

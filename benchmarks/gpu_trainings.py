@@ -9,7 +9,6 @@ import time
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import psutil
 
@@ -17,7 +16,7 @@ from benchmarks.gpu_commands import TO_STOP, Command, run, stand_ins
 from benchmarks.gpu_section import OUT_OF_TIME, Section
 from recipes import RECIPES
 from rlhf.analysis.curves import read_scalars
-from rlhf.checkpoints.run_folder import read_run
+from rlhf.checkpoints.run_record import RunRecord
 
 ALGORITHMS = ("ppo", "grpo")
 SEEDS = (42, 123, 777)
@@ -75,18 +74,18 @@ def tell_run(section: Section, name: str, status: int | None, command: Command, 
     elif status:
         section.error(name, f"exit status {status}: {command.last_lines()}")
     else:
-        tell_learning(section, name, read_run(output))
+        tell_learning(section, name, RunRecord.require(output, "--output"))
 
 
-def tell_learning(section: Section, name: str, finished: dict[str, Any]) -> None:
+def tell_learning(section: Section, name: str, finished: RunRecord) -> None:
     """Record the figures of a finished run of the demo."""
-    figures, spent = finished["figures"], finished["spent"]
+    figures, spent = finished.figures, finished.spent
     low, high = figures["gold_rise_interval"]
     notes = [
         f"gold quality {figures['gold_before']:.3f} -> {figures['gold_after']:.3f}",
         f"95% interval of its rise {low:+.3f} to {high:+.3f}",
         f"KL {figures['kl_last_10_updates']:.2f} {figures['kl_unit']} (target {figures['kl_target']:g})",
-        f"{spent['updates']} updates, {spent['episodes']:,} episodes in {figures['seconds']:.0f} s, {TOGETHER}",
+        f"{spent.updates} updates, {spent.episodes:,} episodes in {figures['seconds']:.0f} s, {TOGETHER}",
     ]
     rise = figures["score_rise_in_start_sd"]
     section.figure(f"{name}: rise of the score", rise, "sd of the start's", "; ".join(notes), figures=figures)
@@ -98,7 +97,8 @@ def tell_stopped(section: Section, name: str, output: Path) -> None:
     score, rewards = scalars.get("eval/score"), scalars.get("rewards/mean")
     if score is None or rewards is None:
         return section.error(name, f"{OUT_OF_TIME}, before the first update ended")
-    planned = (read_run(output) or {}).get("plan", {}).get("updates", "?")
+    begun = RunRecord.read(output)
+    planned = "?" if begun is None else begun.plan.updates
     notes = [
         f"stopped by the section's time after update {rewards.updates[-1]} of {planned}",
         f"evaluated after update {score.updates[-1]}, at the start {score.values[0]:.3f}",
@@ -127,7 +127,7 @@ def recipe_run(section, name: str, folder: Path, recipe: str, algorithm: str, gi
     run(section, [script, "--recipe", recipe, *given, *length, "--output", output], folder)
     scalars, _ = read_scalars(output / "logs")
     spent = sum(median(scalars[tag].values) for tag in RUN_TIMES)
-    peak = read_run(output)["figures"]["peak_memory_gib"]
+    peak = RunRecord.require(output, "--output").figures["peak_memory_gib"]
     section.figure(name, spent, "s per update", f"sum of the parts' medians over 10 updates; peak {peak:.2f} GiB")
 
 
@@ -227,7 +227,7 @@ def real(section: Section) -> None:
 
     def train(algorithm: str) -> None:
         run(section, [f"train_{algorithm}.py", "--overwrite"], folder, **online)
-        figures = read_run(folder / f"{algorithm}_training_output")["figures"]
+        figures = RunRecord.require(folder / f"{algorithm}_training_output", "--output").figures
         section.figure(
             f"{algorithm.upper()}, rise of the score", figures["score_rise_in_start_sd"], "sd of the start's",
             f"{figures['seconds'] / 60:.0f} min, KL {figures['kl_last_10_updates']:.2f} {figures['kl_unit']}, "

@@ -24,10 +24,11 @@ from tensorboard.summary.writer import event_file_writer
 
 from config import Config, parse_cli
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.checkpoints.run_record import RunLog
+from rlhf.checkpoints.run_log import RunLog
 from rlhf.run.train import attach_callbacks
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.signals import StopRequest
+from tests.records import facts_of
 from tests.shapes import make_reward_model, make_start_model
 
 # TensorBoard numbers the event files of a process and reads them in the order of their names. If a test stops a run
@@ -41,7 +42,7 @@ def attach(trainer) -> RunLog:
     """What a script attaches to its trainer; returns the run's log."""
     output = Path(trainer.config.run.output)
     output.mkdir(parents=True, exist_ok=True)
-    log = RunLog(output)
+    log = RunLog(output, **facts_of(trainer.config, trainer.updates))
     attach_callbacks(trainer, trainer.config, log, Screen(), StopRequest())
     return log
 

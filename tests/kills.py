@@ -157,10 +157,10 @@ def differing(one: Path, other: Path) -> list[str]:
     from safetensors.torch import load_file
 
     from rlhf.checkpoints.manifest import find_checkpoints
-    from rlhf.checkpoints.run_folder import read_run
+    from rlhf.checkpoints.run_record import RunRecord
 
     faults = []
-    ends = [find_checkpoints(run, read_run(run)["id"]).newest for run in (one, other)]
+    ends = [find_checkpoints(run, RunRecord.read(run).id).newest for run in (one, other)]
     pairs = [(one, other), (one / "best", other / "best"), (ends[0], ends[1])]
     for here, there in pairs:
         files = sorted(file.name for file in here.glob("*.safetensors"))
@@ -181,7 +181,7 @@ def differing(one: Path, other: Path) -> list[str]:
 
 def main(kills: int, seed: int, folder: Path, script_name: str, flags: list[str]) -> dict:
     from rlhf.checkpoints.manifest import find_checkpoints
-    from rlhf.checkpoints.run_folder import read_run
+    from rlhf.checkpoints.run_record import RunRecord
 
     script, draw = importlib.import_module(script_name), random.Random(seed)
     importlib.import_module("rlhf.run.train")
@@ -201,8 +201,8 @@ def main(kills: int, seed: int, folder: Path, script_name: str, flags: list[str]
             told[name] += marks.count(began) > marks.count(ended)
         if not best_is_whole(folder / "plain", output, first_model):
             told["faults"].append(f"kill {told['killed']}: best/ is no evaluation's model after {marks}")
-        run = read_run(output)
-        sound = find_checkpoints(output, run["id"]).newest
+        run = RunRecord.read(output)
+        sound = find_checkpoints(output, run.id).newest
         if SAVE[1] in marks and sound is None:
             told["faults"].append(f"kill {told['killed']}: no sound checkpoint after {marks}")
         told["begun_anew" if sound is None else "resumed"] += 1

@@ -15,7 +15,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from config import Config, config_of_run
 from rlhf.algorithms.kl_control import KLController, kl_controller
-from rlhf.checkpoints.run_folder import require_run
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.files import put_in_place
 
@@ -43,7 +43,7 @@ class RunCurves:
     """A run and everything it logged."""
 
     folder: Path
-    run: dict[str, Any]  # its run.json
+    run: RunRecord
     config: Config
     scalars: dict[str, Curve]
     remarks: list[str]  # what a reader of the curves must know, a line each
@@ -55,11 +55,11 @@ class RunCurves:
     @property
     def planned(self) -> int:
         """Updates of the whole run."""
-        return self.run["plan"]["updates"]
+        return self.run.plan.updates
 
     @property
     def episodes_per_update(self) -> int:
-        return self.run["plan"]["episodes"] // self.planned
+        return self.run.plan.episodes // self.planned
 
     @property
     def last_update(self) -> int:
@@ -106,10 +106,8 @@ def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
 
 def read_curves(folder: Path) -> RunCurves:
     """A run's curves. Raises UserError where `folder` is no run, or nothing was logged."""
-    run = require_run(folder, "run")
-    if "plan" not in run:
-        raise UserError(f"tells of no plan: {folder / 'run.json'}. Name another run: this one ended before it began")
-    running = run["status"] == "running"
+    run = RunRecord.require(folder, "run")
+    running = run.status == "running"
     scalars, remarks = read_scalars(folder / "logs", running)
     if not scalars:
         way_out = "Try again after its first update" if running else "Name another run: this one logged none"
@@ -265,6 +263,6 @@ def _rows(run: RunCurves, tags: Sequence[str]) -> Iterable[list[Any]]:
             values[update][tag] = value
             seconds[update] = min(s, seconds.get(update, s))
     for update in sorted(values):
-        facts = [run.folder, run.algorithm, run.run["seed"], update, update * run.episodes_per_update]
+        facts = [run.folder, run.algorithm, run.run.seed, update, update * run.episodes_per_update]
         cells = (values[update].get(tag) for tag in tags)
         yield [*facts, f"{seconds[update]:.3f}", *("" if cell is None else repr(cell) for cell in cells)]

@@ -131,9 +131,9 @@ class Bench:
         looked_at = 0
         for model in self.models:
             if model.run is not None:
-                looked_at = max(looked_at, model.run["data"]["evaluation_prompts"])
-                followed = sets.evaluation[: model.run["data"]["evaluation_prompts"]]
-                if model.run["data"]["evaluation_sha256"] != fingerprint(followed):
+                looked_at = max(looked_at, model.run.data["evaluation_prompts"])
+                followed = sets.evaluation[: model.run.data["evaluation_prompts"]]
+                if model.run.data["evaluation_sha256"] != fingerprint(followed):
                     screen.say(f"warning: the evaluation prompts are no longer those of the run {model.name}")
         fresh = sets.evaluation[looked_at:]
         pool = fresh if len(fresh) >= count else sets.evaluation

@@ -6,15 +6,14 @@ import filecmp
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from config import Config, MeasureSettings, config_of_run, make_config
 from rlhf.checkpoints.manifest import update_of
-from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, RUN_FILE, last_run, read_run
-from rlhf.checkpoints.run_record import differences, flat_settings, run_fault
+from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
+from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, differences, last_run
 from rlhf.demo.parts import gold_of
 from rlhf.models.device import autocast_dtype
 from rlhf.models.load import ADAPTER_CONFIG, base_of_adapter, find_model, load_adapter, load_policy
@@ -41,7 +40,7 @@ class Trained:
     name: str  # as the user wrote it
     source: str  # a folder, or a hub name
     base: str | None = None  # what an adapter was trained on
-    run: dict[str, Any] | None = None  # run.json of the run that it is of
+    run: RunRecord | None = None  # of which it is a model
     which: str = ""  # "final", "best", either of them merged, a checkpoint's name, or "" where it is not of a run
     update: int | None = None  # after which update these weights were kept
 
@@ -76,46 +75,35 @@ def find_trained(name: str, which: str, baseline: str | None, flag: str = "--mod
         if is_path(name):
             raise missing_path(name, "model", f"{flag} takes a run's folder, a model's folder or a hub name")
         return Trained(name, find_model(name, flag))
-    run = _run_of(folder, flag)
+    run = RunRecord.read(folder)
     if run is not None:
         return _of_run(name, folder, run, which, baseline, flag)
     whole, inner = folder.resolve().parent, folder.resolve().name
-    if inner == BEST_FOLDER and (outer := _run_of(whole, flag)) is not None:
+    if inner == BEST_FOLDER and (outer := RunRecord.read(whole)) is not None:
         return _of_run(name, whole, outer, "best", baseline, flag)
-    if inner == MERGED_FOLDER and "merged" in (outer := _run_of(whole, flag) or {}):
-        merged = outer["merged"]
-        return Trained(name, *_weights(folder, baseline, flag), outer, f"{merged['which']}, merged", merged["update"])
+    if inner == MERGED_FOLDER and (outer := RunRecord.read(whole)) is not None and outer.merged is not None:
+        which, kept = f"{outer.merged.which}, merged", outer.merged.update
+        return Trained(name, *_weights(folder, baseline, flag), outer, which, kept)
     update = update_of(inner)
-    if update is not None and (outer := _run_of(whole, flag)) is not None:
+    if update is not None and (outer := RunRecord.read(whole)) is not None:
         return Trained(name, *_weights(folder, baseline, flag), outer, inner, update)
     return Trained(name, *_weights(folder, baseline, flag))
 
 
-def _run_of(folder: Path, flag: str) -> dict[str, Any] | None:
-    """A run's run.json; None where `folder` has none. Raises UserError where it is torn, or tells too little."""
-    if not (folder / RUN_FILE).is_file():
-        return None
-    run = read_run(folder)
-    whole = run is not None and run_fault(run) is None and isinstance(run.get("plan"), dict)
-    if not whole:
-        raise UserError(f"torn, or not of a run that began: {folder / RUN_FILE}. {flag} takes whole runs and models")
-    return run
-
-
-def _of_run(name: str, folder: Path, run: dict, which: str, baseline: str | None, flag: str) -> Trained:
+def _of_run(name: str, folder: Path, run: RunRecord, which: str, baseline: str | None, flag: str) -> Trained:
     if which == "best":
-        if "best" not in run:
+        if run.best is None:
             raise UserError(f"no best checkpoint yet: {flag} {name}. Wait for the run's first evaluation")
-        return Trained(name, *_weights(folder / BEST_FOLDER, baseline, flag), run, which, run["best"]["update"])
+        return Trained(name, *_weights(folder / BEST_FOLDER, baseline, flag), run, which, run.best.update)
     if not any((folder / file).is_file() for file in (WEIGHTS_FILE, ADAPTER_FILE)):
-        raise UserError(f"no final weights, the run is {run['status']}: {flag} {name}. Add --which best")
+        raise UserError(f"no final weights, the run is {run.status}: {flag} {name}. Add --which best")
     return Trained(name, *_weights(folder, baseline, flag), run, which, updates_of(run))
 
 
-def updates_of(run: dict[str, Any]) -> int:
+def updates_of(run: RunRecord) -> int:
     """The update after which a run's final weights were saved. A run that is being extended has the weights of its
     first end, and the plan of its second."""
-    return run.get("spent", run["plan"])["updates"]
+    return (run.spent or run.plan).updates
 
 
 def _weights(folder: Path, baseline: str | None, flag: str) -> tuple[str, str | None]:
@@ -146,10 +134,10 @@ def shared_settings(models: Sequence[Trained], measure: MeasureSettings) -> Conf
         bases = [{"actor_model": m.base} for m in models if m.base is not None]
         return make_config(measure.like, **{**(bases[0] if bases else {}), **given})
     first, run = runs[0]
-    here, faults = flat_settings(run["settings"]), {}
+    here, faults = run.knobs, {}
     for where, other in runs[1:]:
-        there = flat_settings(other["settings"])
-        for name in differences(run["settings"], other["settings"], given):
+        there = other.knobs
+        for name in differences(run.settings, other.settings, given):
             if name in MEASURED_WITH:
                 faults[name] = (
                     f"{name} is {here.get(name)} in {first} and {there.get(name)} in {where}: the runs' settings. "
@@ -166,9 +154,9 @@ def require_trusted_code(models: Sequence[Trained], measure: MeasureSettings) ->
         return
     faults = []
     for model in models:
-        code = names_code(flat_settings(model.run["settings"]).get("reward_func") or ()) if model.run else []
+        code = names_code(model.run.knobs.get("reward_func") or ()) if model.run else []
         if code:
-            rules = command(*code_words(flat_settings(model.run["settings"])["reward_func"]))
+            rules = command(*code_words(model.run.knobs["reward_func"]))
             faults.append(
                 f"reward code that the run's {RUN_FILE} names is not run: {model.name}, {', '.join(code)}. Add {rules}"
                 ", or, if you trust the files, --trust-reward-code"
@@ -183,8 +171,8 @@ def has_start(models: Sequence[Trained], measure: MeasureSettings) -> bool:
 
 def episodes_of(model: Trained) -> int:
     """The episodes after which a run's weights were kept."""
-    plan = model.run["plan"]
-    return model.update * plan["episodes"] // plan["updates"]
+    plan = model.run.plan
+    return model.update * plan.episodes // plan.updates
 
 
 def in_4_bit(model: Trained) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from rlhf.analysis.statistics import (
     percent,
     win_rates,
 )
+from rlhf.checkpoints.run_record import RunRecord
 
 MEASURES = ("scores", "judged")
 ENOUGH_SEEDS = 5
@@ -36,7 +36,7 @@ class Side:
     """One algorithm's runs: the same settings, one seed each. Lists in the same order."""
 
     algorithm: str
-    runs: list[dict[str, Any]]  # run.json of each
+    runs: list[RunRecord]
     measured: list[Generations]
     episodes: list[int]  # after which the measured weights were kept
 
@@ -46,7 +46,7 @@ class Side:
 
     @property
     def seeds(self) -> list[int]:
-        return [run["seed"] for run in self.runs]
+        return [run.seed for run in self.runs]
 
     @cached_property
     def figures(self) -> list[dict[str, float | None]]:

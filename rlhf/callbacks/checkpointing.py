@@ -12,7 +12,8 @@ from rlhf.callbacks.base import Callback
 from rlhf.checkpoints.best import Candidate, choose
 from rlhf.checkpoints.manifest import find_checkpoints, set_aside, write_checkpoint
 from rlhf.checkpoints.run_folder import BEST_FOLDER
-from rlhf.checkpoints.run_record import RunLog
+from rlhf.checkpoints.run_log import RunLog
+from rlhf.checkpoints.run_record import Best
 from rlhf.settings.commands import resume_command
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.state import save_trainer
@@ -47,16 +48,16 @@ class BestCheckpoint(Callback):
         if best == len(self.candidates) - 1:
             replace_folder(Path(run.output) / BEST_FOLDER, self.trainer.save_model)
         self.log.add(
-            best={
-                "update": self.candidates[best].update,
-                "why": why,
-                "rule": run.best_rule,
-                "kl_unit": f"nats/{target.per}",
-                "perplexity_text": self.trainer.evaluator.text.source,
-                "evaluations": [
+            best=Best(
+                update=self.candidates[best].update,
+                why=why,
+                rule=run.best_rule,
+                kl_unit=f"nats/{target.per}",
+                perplexity_text=self.trainer.evaluator.text.source,
+                evaluations=[
                     {**asdict(c), "peak_memory_gib": gib} for c, gib in zip(self.candidates, self.memory, strict=True)
                 ],
-            }
+            )
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,12 +94,12 @@ class Checkpoints(Callback):
 
     def in_force(self) -> str:
         """Names the checkpoint that a resume uses."""
-        newest = find_checkpoints(self.folder, self.log.data["id"]).newest
+        newest = find_checkpoints(self.folder, self.log.record.id).newest
         return "there is no checkpoint yet" if newest is None else f"the newest checkpoint is {newest.name}"
 
     def save(self, update: int) -> None:
         """Raises RunError where the disk does not take it."""
-        run, keep = self.log.data["id"], self.config.run.keep
+        run, keep = self.log.record.id, self.config.run.keep
         try:
             write_checkpoint(self.folder, run, update, keep, self.fill)
         except OSError as error:
@@ -123,7 +124,7 @@ class Checkpoints(Callback):
         """
         if by_score:
             return f"Fix the reward function, then {self.way_on()[0].lower()}{self.way_on()[1:]}"
-        names = set_aside(self.folder, self.log.data["id"], self.trainer.progress.proved)
+        names = set_aside(self.folder, self.log.record.id, self.trainer.progress.proved)
         aside = ""
         if names:
             aside = f"Set aside, because no optimizer step could be taken from its weights: {', '.join(names)}. "

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from config import IN_A_ROW, Config, config_of_run
+from config import IN_A_ROW, Config, config_of_settings
 from rlhf.algorithms.experience import Experience
 from rlhf.callbacks.base import Callback
 from rlhf.checkpoints.run_record import environment
@@ -87,7 +87,8 @@ class Incident:
 
     def config(self, output: str) -> Config:
         """The run's settings, with another place for output."""
-        return config_of_run(self.said, output=output, resume=False, replay=str(self.folder))
+        changed = {"output": output, "resume": False, "replay": str(self.folder)}
+        return config_of_settings(self.said["algorithm"], self.said["settings"], **changed)
 
     def rollout(self, trainer: Any) -> Rollout:
         """The batch as it was sampled and measured."""

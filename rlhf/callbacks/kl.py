@@ -9,7 +9,7 @@ from config import IN_A_ROW, Config
 from rlhf.algorithms.kl_control import RUNAWAY, KLController
 from rlhf.callbacks.base import Callback
 from rlhf.checkpoints.manifest import find_checkpoints
-from rlhf.checkpoints.run_record import RunLog
+from rlhf.checkpoints.run_log import RunLog
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.state import load_weights
 from rlhf.utils.console import Screen
@@ -61,7 +61,7 @@ class KLGuard(Callback):
     def roll_back(self, update: int) -> None:
         """To the newest sound checkpoint from before the KL ran away."""
         begun, self.in_a_row = update - self.in_a_row, 0
-        found = find_checkpoints(Path(self.config.run.output), self.log.data["id"])
+        found = find_checkpoints(Path(self.config.run.output), self.log.record.id)
         # an update's KL is measured on the weights that it begins with: those after update `begun` had run away
         before = [number for number in found.sound if number < begun]
         if not before:

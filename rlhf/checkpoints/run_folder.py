@@ -1,17 +1,16 @@
-"""A run's folder: the names of what lies in it, who may write into it, and finding runs."""
+"""A run's folder: the names of what lies in it, and who may write into it."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from rlhf.checkpoints import replacing
+from rlhf.checkpoints.run_record import RUN_FILE, read_json
 from rlhf.utils import system
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import check_folder
 
-RUN_FILE = "run.json"
 LOCK_FILE, INPUTS_FILE = "run.lock", "failed_inputs.json"
 BEST_FOLDER, MERGED_FOLDER = "best", "merged"
 
@@ -114,48 +113,18 @@ def _move_to(folder: Path, aside: Path) -> Path:
     return aside
 
 
-def read_run(folder: Path) -> dict[str, Any] | None:
-    """A run's run.json; None where there is none that can be read."""
-    try:
-        run = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return run if isinstance(run, dict) and "status" in run else None
-
-
 def read_status(folder: Path) -> str | None:
-    """ "running", "finished", "stopped" or "failed"; None where there is no readable run.json."""
-    run = read_run(folder)
-    return None if run is None else run["status"]
+    """Return "running", "finished", "stopped" or "failed", for a run.json of any format.
+
+    None if there is no run.json, or it cannot be read.
+    """
+    facts = read_json(folder)
+    return None if facts is None else facts["status"]
 
 
 def seed_folder(output: str, seed: int) -> str:
     """Where one of several seeds goes."""
     return f"{Path(output)}_seed{seed}"
-
-
-def require_run(folder: Path, flag: str) -> dict[str, Any]:
-    """A run's run.json. Raises UserError where `folder` is no run of this project."""
-    run = read_run(folder) if folder.is_dir() else None
-    if run is None or not isinstance(run.get("settings"), dict):
-        there = "no such folder" if not folder.is_dir() else f"not a run (no readable {RUN_FILE})"
-        known = ", ".join(map(str, runs_in(Path()))) or "none here"
-        raise UserError(f"{there}: {flag} {folder}. Give the folder of a run ({known})")
-    return run
-
-
-def runs_in(folder: Path) -> list[Path]:
-    """The folders of runs in `folder`, the one that was started last at the end."""
-    found = {file.parent: run for file in folder.glob(f"*/{RUN_FILE}") if (run := read_run(file.parent)) is not None}
-    return sorted(found, key=lambda place: (found[place].get("started", ""), place.name))
-
-
-def last_run(flag: str) -> Path:
-    """The run here that was started last. Raises UserError where there is none."""
-    here = runs_in(Path())
-    if not here:
-        raise UserError(f"no run in this folder: {flag}. Name a run's folder, or train one: python train_ppo.py")
-    return here[-1]
 
 
 def require_unused(folder: Path) -> None:
@@ -168,9 +137,9 @@ def hold(folder: Path) -> IO[bytes]:
     """Lock a run's folder until what is returned is closed. Raises UserError where a live process has it."""
     held = system.lock(folder / LOCK_FILE)
     if held is None:
-        run = read_run(folder) or {}
+        facts = read_json(folder) or {}
         raise UserError(
-            f"in use by a live run (process {run.get('pid', 'unknown')}, since {run.get('started', 'unknown')}): "
+            f"in use by a live run (process {facts.get('pid', 'unknown')}, since {facts.get('started', 'unknown')}): "
             f"--output {folder}. Stop that one, or name another folder with --output"
         )
     return held

@@ -1,28 +1,28 @@
-"""run.json: the settings of a run, its versions and machine, and how it ended."""
+"""run.json: the settings of a run, its data, versions and machine, what it spent, and how it ended.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import sys
-import time
 import uuid
-import warnings
 from collections.abc import Iterable
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, get_type_hints
 
-from rlhf.checkpoints import replacing
-from rlhf.checkpoints.run_folder import INPUTS_FILE, RUN_FILE, hold, require_run
-from rlhf.utils.errors import Notice, RunError, UserError
+from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
 
+RUN_FILE = "run.json"
+FORMAT = 2  # of run.json: add 1 if a key gets another name or meaning, or if a new key is required
 HARMLESS = (  # settings that change nothing of what is learned
     *("seeds", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume", "resume_anyway"),
     "replay",
@@ -33,100 +33,230 @@ MAY_DIFFER = ("seed", *HARMLESS)  # between runs that are seeds of the same
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
 
 
-def run_fault(run: dict[str, Any]) -> str | None:
-    """Return what a run.json lacks that a run which began has, in words; None if it is whole."""
-    kinds = {"settings": dict, "algorithm": str, "data": dict, "versions": dict, "python": str}
-    wrong = [name for name, kind in kinds.items() if not isinstance(run.get(name), kind)]
-    if not wrong and not isinstance(run["settings"].get("recipe"), str):
-        wrong.append("settings.recipe")
-    return f"without a valid {', '.join(map(repr, wrong))}" if wrong else None
+# --- what run.json holds: the fields are its keys --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The budget of a run, known before its first update."""
+
+    updates: int
+    episodes: int
+    optimizer_steps: int
+    reply_tokens_at_most: int
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a finished run used."""
+
+    updates: int
+    episodes: int
+    optimizer_steps: int
+    reply_tokens: int
+
+
+@dataclass(frozen=True)
+class Best:
+    """The evaluation whose model is in best/, and all evaluations that it was chosen from."""
+
+    update: int
+    why: str
+    rule: str
+    kl_unit: str  # "nats/sequence" or "nats/token"
+    perplexity_text: str
+    evaluations: list  # of dicts: update, score, kl, target, perplexity, peak_memory_gib; the start model's first
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The weights in merged/: an adapter and its base as one model."""
+
+    which: str  # "final" or "best"
+    update: int  # after which they were saved
+
+
+PARTS = {"plan": Plan, "best": Best, "spent": Spent, "merged": Merged}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The content of a run.json. A field without a default is there from the start of a run; None: not there yet."""
+
+    status: str  # "running", "finished", "stopped" or "failed"
+    id: str  # the checkpoints of a run carry it
+    started: str  # UTC
+    pid: int
+    command: list  # of words
+    python: str
+    platform: str
+    versions: dict  # package -> version; None if it is not installed
+    commit: str | None  # None if this project is not a git checkout
+    algorithm: str
+    settings: dict  # by group, as in config.py
+    seed: int
+    data: dict  # numbers of prompts, and fingerprints of prompts, models and reward functions
+    plan: Plan
+    prompts: dict  # rows and split of the data file
+    on_hub: list  # of the names of model and data, those that are on the Hugging Face Hub
+    best: Best | None = None
+    figures: dict | None = None  # of a finished run: name -> value; None for a value that is not finite
+    spent: Spent | None = None
+    merged: Merged | None = None
+    ended: str | None = None  # UTC
+    reason: str | None = None  # why the run stopped or failed
+    sessions: list | None = None  # of dicts: start, process and environment of each --resume
+    unknown: dict | None = None  # keys that the user added to the file; they are written back
+
+    @property
+    def recipe(self) -> str:
+        return self.settings["recipe"]
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """The settings without their groups: name -> value."""
+        return flat_settings(self.settings)
+
+    @classmethod
+    def begin(cls, **facts: Any) -> RunRecord:
+        """Return the record of a run that starts now in this process."""
+        return cls(status="running", id=uuid.uuid4().hex, started=now(), pid=os.getpid(), **environment(), **facts)
+
+    @classmethod
+    def read(cls, folder: Path) -> RunRecord | None:
+        """Return the record of the run in `folder`; None if there is no run.json.
+
+        Raises UserError if run.json is incomplete or corrupted, has another format, or is not a training run's.
+        """
+        if not (folder / RUN_FILE).is_file():
+            return None
+        facts = read_json(folder)
+        again = "Restore the file from a copy, or train the run again"
+        if facts is None:
+            raise UserError(f"{RUN_FILE} is incomplete or corrupted: {folder}. {again}")
+        if not facts.keys() & {"format", "settings"}:  # a reward model's
+            raise UserError(
+                f"{RUN_FILE} has no settings, so this is not a training run: {folder}. Name another folder"
+            )
+        if facts.get("format", 1) != FORMAT:
+            raise UserError(
+                f"{RUN_FILE} has format {facts.get('format', 1)}, and this version reads format {FORMAT}: {folder}. "
+                "Train the run again, or use the version that made it"
+            )
+        try:
+            return _from_json(facts)
+        except ValueError as error:
+            name = str(error)
+            raise UserError(
+                f"{RUN_FILE} is incomplete or corrupted, without a valid {name!r}: {folder}. {again}"
+            ) from None
+
+    @classmethod
+    def require(cls, folder: Path, flag: str) -> RunRecord:
+        """Return the record of the run in `folder`. Raises UserError as `read`, and if there is no run."""
+        run = cls.read(folder)
+        if run is None:
+            there = f"not a run (no {RUN_FILE})" if folder.is_dir() else "no such folder"
+            known = ", ".join(map(str, runs_in(Path()))) or "none here"
+            raise UserError(f"{there}: {flag} {folder}. Give the folder of a run ({known})")
+        return run
+
+    def write(self, folder: Path) -> None:
+        """Replace the run.json in `folder`, complete or not at all."""
+        write_json(folder / RUN_FILE, self.as_json())
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys and values of run.json, `format` first."""
+        facts = asdict(self)
+        more = facts.pop("unknown") or {}
+        required = {f.name for f in fields(self) if f.default is MISSING}
+        known = {name: value for name, value in facts.items() if name in required or value is not None}
+        return {"format": FORMAT, **known, **more}
+
+
+def _from_json(facts: dict[str, Any]) -> RunRecord:
+    """Raises ValueError with the name of a key that is missing or has a value of another type."""
+    run = _build(RunRecord, facts)
+    if not isinstance(run.settings.get("recipe"), str):
+        raise ValueError("settings.recipe")
+    names = {"format", *(f.name for f in fields(RunRecord))}
+    return replace(run, unknown={name: value for name, value in facts.items() if name not in names} or None)
+
+
+def _build(kind: type, facts: dict[str, Any], path: str = "") -> Any:
+    """Return a dataclass `kind` with the values of `facts`. Raises ValueError as `_from_json`."""
+    types, values = get_type_hints(kind), {}
+    for field in fields(kind):
+        if field.name not in facts and field.default is not MISSING:
+            continue
+        value = facts.get(field.name)
+        if field.name in PARTS and isinstance(value, dict):
+            value = _build(PARTS[field.name], value, f"{path}{field.name}.")
+        if field.name not in facts or not isinstance(value, types[field.name]):
+            raise ValueError(path + field.name)
+        values[field.name] = value
+    return kind(**values)
+
+
+# --- finding runs ----------------------------------------------------------------------------------------------------
+
+
+def read_json(folder: Path) -> dict[str, Any] | None:
+    """Return the content of a run.json of any format, also a reward model's; None if it cannot be read."""
+    try:
+        facts = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return facts if isinstance(facts, dict) and "status" in facts else None
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the folders of runs in `folder`, runs of another format included; the one that was started last comes
+    last."""
+    found = {file.parent: facts for file in folder.glob(f"*/{RUN_FILE}") if (facts := read_json(file.parent))}
+    runs = {place: str(facts.get("started", "")) for place, facts in found.items() if "settings" in facts}
+    return sorted(runs, key=lambda place: (runs[place], place.name))
+
+
+def last_run(flag: str) -> Path:
+    """Return the run in this folder that was started last. Raises UserError if there is none.
+
+    A run of another format is not skipped: reading it is an error, and no older run is taken for the last one.
+    """
+    here = runs_in(Path())
+    if not here:
+        raise UserError(f"no run in this folder: {flag}. Name a run's folder, or train one: python train_ppo.py")
+    return here[-1]
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
 
 
 def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """A run.json's settings, knob by knob, without their groups."""
+    """Return settings without their groups: name -> value."""
     leaves = {k: v for group in settings.values() if isinstance(group, dict) for k, v in group.items()}
     return leaves | {k: v for k, v in settings.items() if not isinstance(v, dict)}
 
 
 def differences(one: dict[str, Any], other: dict[str, Any], aside: Iterable[str] = ()) -> list[str]:
-    """Names of the knobs in which two runs' settings differ, those named in `aside` left out. A knob that one of them
-    does not know, as it was made before or after it, tells nothing."""
+    """Return the names of the knobs in which two runs' settings differ, without those in `aside`.
+
+    A knob that only one of them has is ignored: the runs were made by different versions of this project.
+    """
     here, there = flat_settings(one), flat_settings(other)
     return [n for n in sorted(here.keys() & there.keys()) if n not in aside and here[n] != there[n]]
 
 
+# --- time and machine ------------------------------------------------------------------------------------------------
+
+
 def now() -> str:
-    """UTC, fine enough to tell which of two runs began first."""
+    """Return the time, UTC, in milliseconds: two runs have an order."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def note(folder: Path, **facts: Any) -> dict[str, Any]:
-    """Adds to the run.json of a run that has ended; returns all of it."""
-    run = {**require_run(folder, "--output"), **facts}
-    write_json(folder / RUN_FILE, run)
-    return run
-
-
-class RunLog:
-    """A run's run.json, rewritten whole at every change; while it is open, the run's folder is locked."""
-
-    def __init__(self, folder: Path, held: IO[bytes] | None = None, *, resume: bool = False, **facts: Any):
-        """`held` is the folder's lock, where it was claimed. With `resume`, the run that is there goes on: what it was
-        told stays, and `sessions` gets another entry."""
-        self._lock = held or hold(folder)
-        self.begun, self.before = time.monotonic(), 0.0
-        self.path = folder / RUN_FILE
-        self._found: dict[str, Any] | None = None  # a resumed run's record as it was
-        began = {"started": now(), "pid": os.getpid(), **environment()}
-        if resume:
-            self.data: dict[str, Any] = require_run(folder, "--resume, --output")
-            self._found = dict(self.data)
-            self.data = {k: v for k, v in self.data.items() if k not in ("ended", "reason")}
-            self.add(status="running", pid=began["pid"], sessions=[*self.data.get("sessions", []), {**began, **facts}])
-        else:
-            self.data = {"status": "running", "id": uuid.uuid4().hex, **began, **facts}
-            write_json(self.path, self.data)
-
-    def add(self, **facts: Any) -> None:
-        """Raises FileNotFoundError where the folder is gone: it would be made anew where a disk was mounted."""
-        self.check_place()
-        self.data.update(facts)
-        write_json(self.path, self.data)
-
-    def check_place(self) -> None:
-        if not self.path.exists():
-            raise FileNotFoundError(errno.ENOENT, "The run's folder is no longer there", str(self.path.parent))
-
-    def seconds(self) -> float:
-        """Of training, in this session and those before it."""
-        return self.before + time.monotonic() - self.begun
-
-    def __enter__(self) -> RunLog:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Finished only if the block ran to its end. What a part that failed was given is kept, and named."""
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(self.path.parent)  # a full disk names no file; what a run writes, it writes there
-        if isinstance(error, RunError) and error.inputs is not None:
-            file = self.path.with_name(INPUTS_FILE)
-            write_json(file, json.loads(json.dumps(error.inputs, default=str)))  # a column may hold any object
-            error.faults[-1] += f"; what it was given is in {file}"
-        if kind is None:
-            self.add(status="finished", ended=now())
-            for line in replacing.remove_replaced(self.path.parent):
-                warnings.warn(line, Notice, stacklevel=2)
-        elif self._found is not None and isinstance(error, UserError) and not isinstance(error, RunError):
-            write_json(self.path, self._found)  # refused before anything was trained: the run stays what it was
-        else:
-            status = getattr(error, "run_status", "failed")
-            with contextlib.suppress(OSError):  # a full disk, perhaps what ended the run: that is told, not this
-                self.add(status=status, ended=now(), reason=f"{kind.__name__}: {error}")
-        self._lock.close()
-
-
 def environment() -> dict[str, Any]:
-    """Command, versions, commit and machine."""
+    """Return command, versions, commit and machine."""
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "python": platform.python_version(),
@@ -137,7 +267,7 @@ def environment() -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    """The installed version; None if the package is not installed."""
+    """Return the installed version; None if the package is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -145,7 +275,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """This project's commit, or None where it is not a git checkout or git is not installed."""
+    """Return this project's commit; None if it is not a git checkout or git is not installed."""
     here = Path(__file__).resolve().parent
     try:
         found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)

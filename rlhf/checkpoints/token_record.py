@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from rlhf.checkpoints.run_folder import require_run
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import put_in_place, write_text
 
@@ -45,7 +45,7 @@ def write_tokens(folder: Path, update: int, rows: Sequence[dict[str, Any]], form
 
 def recorded_updates(run: Path, flag: str) -> list[Path]:
     """The files of a run's records, in order. Raises UserError where there are none."""
-    require_run(run, flag)
+    RunRecord.require(run, flag)
     files = sorted(f for f in (run / TOKENS_FOLDER).glob("update-*") if f.suffix in (".jsonl", ".parquet"))
     if not files:
         raise UserError(f"no recorded tokens in this run: {flag} {run}. Train with --record-tokens")

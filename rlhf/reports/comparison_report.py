@@ -17,7 +17,7 @@ from rlhf.analysis.evaluator import Bench, Generations
 from rlhf.analysis.models import Trained, episodes_of
 from rlhf.analysis.statistics import LEVEL, interval_of, percent
 from rlhf.analysis.verdict import Side, judge_runs
-from rlhf.checkpoints.run_record import MAY_DIFFER, differences, environment, flat_settings, now
+from rlhf.checkpoints.run_record import MAY_DIFFER, RunRecord, differences, environment, flat_settings, now
 from rlhf.reports.evaluation_report import sides_of
 from rlhf.reports.plot_style import as_data_url, save_picture
 from rlhf.reports.report_plots import distributions, score_against_kl
@@ -42,16 +42,16 @@ def check_sides(models: Sequence[Trained]) -> None:
     """Refuse what cannot be pooled: an algorithm's runs of unlike settings, a seed twice, what is no run."""
     faults = [f"not a run: {m.name}. compare_runs.py takes run folders" for m in models if m.run is None]
     raise_if(faults)
-    for algorithm in in_order(m.run["algorithm"] for m in models):
-        runs = [m for m in models if m.run["algorithm"] == algorithm]
+    for algorithm in in_order(m.run.algorithm for m in models):
+        runs = [m for m in models if m.run.algorithm == algorithm]
         for other in runs[1:]:
-            unlike = differences(runs[0].run["settings"], other.run["settings"], MAY_DIFFER)
+            unlike = differences(runs[0].run.settings, other.run.settings, MAY_DIFFER)
             if unlike:
                 faults.append(
                     f"{runs[0].name} and {other.name} differ in {', '.join(unlike)}: the runs. Seeds are pooled, "
                     "settings are not: compare one setting of an algorithm at a time"
                 )
-        seeds = [m.run["seed"] for m in runs]
+        seeds = [m.run.seed for m in runs]
         for seed in sorted({s for s in seeds if seeds.count(s) > 1}):
             faults.append(f"two runs of {algorithm.upper()} have the seed {seed}: the runs. Name each seed once")
     raise_if(faults)
@@ -59,10 +59,10 @@ def check_sides(models: Sequence[Trained]) -> None:
 
 def make_sides(models: Sequence[Trained], measured: Sequence[Generations]) -> list[Side]:
     """The runs of each algorithm, by seed."""
-    pairs = sorted(zip(models, measured, strict=True), key=lambda pair: pair[0].run["seed"])
+    pairs = sorted(zip(models, measured, strict=True), key=lambda pair: pair[0].run.seed)
     sides = []
-    for algorithm in in_order(m.run["algorithm"] for m in models):
-        mine = [(m, replies) for m, replies in pairs if m.run["algorithm"] == algorithm]
+    for algorithm in in_order(m.run.algorithm for m in models):
+        mine = [(m, replies) for m, replies in pairs if m.run.algorithm == algorithm]
         runs, replies = [m.run for m, _ in mine], [replies for _, replies in mine]
         sides.append(Side(algorithm, runs, replies, [episodes_of(m) for m, _ in mine]))
     return sides
@@ -87,10 +87,7 @@ def make_comparison(
         | {side.name: dict(zip(map(str, side.seeds), side.figures, strict=True)) for side in sides},
         "contrasts": [asdict(c) for c in verdict.contrasts],
         "within": _within(sides, start, seed),
-        "spent": {
-            side.name: {str(run["seed"]): {**run.get("spent", {}), **_costs(run)} for run in side.runs}
-            for side in sides
-        },
+        "spent": {side.name: {str(run.seed): _costs(run) for run in side.runs} for side in sides},
         "at_equal": equal,
         "samples": _samples(bench, sides, start),
     }
@@ -127,7 +124,7 @@ def settings_that_differ(sides: Sequence[Side]) -> list[tuple[str, str]]:
     """The settings in which the sides' runs differ, without those that only some algorithms read; then each K."""
     if len(sides) < 2:
         return []
-    names, settings = [side.name for side in sides], [side.runs[0]["settings"] for side in sides]
+    names, settings = [side.name for side in sides], [side.runs[0].settings for side in sides]
     aside = (*MAY_DIFFER, *_own_knobs(), "algorithm")
     differ = sorted({knob for pair in combinations(settings, 2) for knob in differences(*pair, aside)})
     flat = [flat_settings(groups) for groups in settings]
@@ -145,7 +142,7 @@ def _own_knobs() -> set[str]:
 
 def _warnings(sides: Sequence[Side], start: Generations, seed: int) -> list[str]:
     return [
-        f"{side.name}, seed {run['seed']}: {warning}"
+        f"{side.name}, seed {run.seed}: {warning}"
         for side in sides
         for run, replies in zip(side.runs, side.measured, strict=True)
         for warning in warnings(replies, start, seed, target_at_end(config_of_run(run)))
@@ -165,13 +162,14 @@ def _within(sides: Sequence[Side], start: Generations, seed: int) -> list[dict[s
                 "judge_win_rate": "judge_win_rate",
             }
             known = {name: found[figure] for name, figure in kept.items() if found[figure] is not None}
-            rows.append({"run": f"{side.name}, seed {run['seed']}", **known})
+            rows.append({"run": f"{side.name}, seed {run.seed}", **known})
     return rows
 
 
-def _costs(run: dict[str, Any]) -> dict[str, float]:
-    """Time and memory of a finished run."""
-    return {name: run["figures"][name] for name in ("seconds", "peak_memory_gib") if name in run.get("figures", {})}
+def _costs(run: RunRecord) -> dict[str, float]:
+    """Return what a finished run spent, its time and its memory; nothing for another one."""
+    spent, figures = asdict(run.spent) if run.spent else {}, run.figures or {}
+    return spent | {name: figures[name] for name in ("seconds", "peak_memory_gib") if name in figures}
 
 
 def _samples(bench: Bench, sides: Sequence[Side], start: Generations) -> list[dict[str, Any]]:

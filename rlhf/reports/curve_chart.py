@@ -59,8 +59,8 @@ class Group:
     @property
     def label(self) -> str:
         if len(self.runs) == 1:
-            return f"{self.name}, seed {self.runs[0].run['seed']}"
-        seeds = {run.run["seed"] for run in self.runs}
+            return f"{self.name}, seed {self.runs[0].run.seed}"
+        seeds = {run.run.seed for run in self.runs}
         of = f"{len(seeds)} seeds" if len(seeds) == len(self.runs) else f"{len(self.runs)} runs"
         return f"{self.name}, mean of {of}; band: lowest to highest"
 

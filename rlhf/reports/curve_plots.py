@@ -59,14 +59,14 @@ def title(chart: Chart) -> str:
     recipes = sorted({run.config.recipe for run in chart.runs})
     what = f"{names}, recipe{'s' if len(recipes) > 1 else ''} {', '.join(recipes)}"
     if len(chart.runs) > 1:
-        open_ends = [run.run["status"] for run in chart.runs if run.run["status"] != "finished"]
+        open_ends = [run.run.status for run in chart.runs if run.run.status != "finished"]
         state = "".join(f", {open_ends.count(s)} of {len(chart.runs)} runs {s}" for s in sorted(set(open_ends)))
         return f"{what}\nlines: {chart.averaged}{state}"
     run = chart.runs[0]
-    status = run.run["status"]
+    status = run.run.status
     length = f"{run.planned:,} updates"
     state = length if status == "finished" else f"{status}, {run.last_update:,} of {length}"
-    return f"{what}, seed {run.run['seed']}\n{shortened(str(run.folder))}: {state}"
+    return f"{what}, seed {run.run.seed}\n{shortened(str(run.folder))}: {state}"
 
 
 def shortened(name: str, most: int = 50) -> str:
@@ -208,7 +208,7 @@ def _draw_target(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
     lines = defaultdict(list)  # the phases of runs can be at different places; else one line serves all
     for group in chart.groups:
         for run, curve in group.with_tag(panel.tag):
-            place = {"updates": run.planned, "episodes": run.run["plan"]["episodes"], "time": run.algorithm}[chart.x]
+            place = {"updates": run.planned, "episodes": run.run.plan.episodes, "time": run.algorithm}[chart.x]
             lines[place if len(chart.held.targets) > 1 else None].append((group, run, curve))
     drawn = []
     for found in lines.values():

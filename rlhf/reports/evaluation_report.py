@@ -43,7 +43,7 @@ def make_report(
             "source": model.source,
             "base": model.base,
             "which": model.which or None,
-            "algorithm": model.run["algorithm"] if model.run else None,
+            "algorithm": model.run.algorithm if model.run else None,
             "figures": figures(replies),
             "against_start": None,
             "warnings": [],

@@ -76,7 +76,7 @@ def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
                 count = min(len(kl), len(score))  # of a run that is being written
                 drawn.append((run, kl[:count], score[:count]))
             else:
-                lacking.append(f"{run.algorithm.upper()}, seed {run.run['seed']}")
+                lacking.append(f"{run.algorithm.upper()}, seed {run.run.seed}")
         looks = looks_of(in_order(run.algorithm for run in runs))
         for i, (run, kl, score) in enumerate(drawn):
             first = run.algorithm not in [other.algorithm for other, _, _ in drawn[:i]]
@@ -88,7 +88,7 @@ def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
             axes.plot(kl[-1], score[-1], marker, markersize=9, **look)
             place = SEED_AT[list(looks).index(run.algorithm) % len(SEED_AT)]
             where = {"xytext": place, "textcoords": "offset points", "fontsize": 10}
-            axes.annotate(str(run.run["seed"]), (kl[-1], score[-1]), color=colour, **where)
+            axes.annotate(str(run.run.seed), (kl[-1], score[-1]), color=colour, **where)
         if drawn:
             _keep_in_sight(axes, np.concatenate([kl for _, kl, _ in drawn]))
             axes.legend(loc="lower right")

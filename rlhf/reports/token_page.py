@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.checkpoints.run_folder import require_run
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.checkpoints.token_record import QUANTITIES, read_tokens, recorded_updates
 from rlhf.reports.plot_style import COLOURS
 from rlhf.utils.console import Screen
@@ -23,7 +23,7 @@ STRONGEST = 0.75  # share of the full colour: dark text stays readable on it
 
 def write_token_page(run: str, output: str, screen: Screen) -> None:
     """tokens.html in `output`, from a run's records. Raises UserError where it has none."""
-    said, folder = require_run(Path(run), "--tokens"), check_folder(output)
+    record, folder = RunRecord.require(Path(run), "--tokens"), check_folder(output)
     files = recorded_updates(Path(run), "--tokens")
     chosen = [files[i] for i in sorted({round(i) for i in np.linspace(0, len(files) - 1, MOST_UPDATES)})]
     rows = [row for file in chosen for row in read_tokens(file)]
@@ -33,7 +33,7 @@ def write_token_page(run: str, output: str, screen: Screen) -> None:
         "tokens.html",
         title="Token by token",
         facts=[
-            ("run", f"{run}: {said['algorithm'].upper()}, recipe {said['settings']['recipe']}, seed {said['seed']}"),
+            ("run", f"{run}: {record.algorithm.upper()}, recipe {record.recipe}, seed {record.seed}"),
             ("shown", f"{len(chosen)} of {len(files)} recorded updates"),
         ],
         quantities={name: (QUANTITIES[name], scales[name]) for name in names},

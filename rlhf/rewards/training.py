@@ -27,8 +27,8 @@ from rlhf.checkpoints.replacing import (
     restore_replaced,
     unfinished_name,
 )
-from rlhf.checkpoints.run_folder import RUN_FILE, check_output
-from rlhf.checkpoints.run_record import environment
+from rlhf.checkpoints.run_folder import check_output
+from rlhf.checkpoints.run_record import RUN_FILE, environment
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.splits import question_hash, split_examples

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -18,8 +18,8 @@ from transformers.tokenization_utils_base import (
 )
 
 from config import Config
-from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER, RUN_FILE, require_run
-from rlhf.checkpoints.run_record import note
+from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
+from rlhf.checkpoints.run_record import RUN_FILE, Merged, RunRecord
 from rlhf.models.load import (
     ADAPTER_CONFIG,
     base_of_adapter,
@@ -42,15 +42,15 @@ PUSH = "--push-to-hub"
 WEIGHTS = (WEIGHTS_FILE, "config.json", "generation_config.json", ADAPTER_FILE, ADAPTER_CONFIG)
 
 
-def check_export(config: Config, run: dict[str, Any] | None = None) -> None:
+def check_export(config: Config, run: RunRecord | None = None) -> None:
     """Before anything is loaded: whether what is asked for at the end can be done then. Raises UserError.
 
-    A finished `run` (its run.json) remembers what it had from the hub, wherever the command is typed now.
+    The record of a finished `run` names what it had from the hub, wherever the command is typed now.
     """
     model, name = config.model, config.export.push_to_hub
     if name is None:
         return
-    known = is_on_hub(model.actor_model) if run is None else model.actor_model in run.get("on_hub", ())
+    known = is_on_hub(model.actor_model) if run is None else model.actor_model in run.on_hub
     if model.use_lora and not config.export.merge_lora and not known:
         raise UserError(
             f"an adapter whose base is a folder of this disk is of use to nobody else: {PUSH} {name}, --actor-model "
@@ -62,12 +62,14 @@ def check_export(config: Config, run: dict[str, Any] | None = None) -> None:
 def export_run(config: Config, screen: Screen) -> None:
     """What a finished run was asked to hand out; then where everything is, and what to type next."""
     folder, asked = Path(config.run.output), config.export
-    run = require_run(folder, "--output")
+    run = RunRecord.require(folder, "--output")
     if asked.merge_lora:
         screen.say("merging the adapter into its base, in float32")
         source = _chosen(saved_models(folder, run), asked.export_from, "--merge-lora")
         merge_adapter(source.folder, folder / MERGED_FOLDER)
-        run = note(folder, merged={"which": source.which, "update": source.update})
+        run = RunRecord.require(folder, "--output")  # again: merging takes minutes
+        run = replace(run, merged=Merged(source.which, source.update))
+        run.write(folder)
     saved = saved_models(folder, run)
     for one in saved.values():
         write_text(one.folder / CARD_FILE, model_card(run, one, one.folder.as_posix()))
@@ -76,14 +78,14 @@ def export_run(config: Config, screen: Screen) -> None:
         push(config, run, _chosen(saved, MERGED_FOLDER if asked.merge_lora else asked.export_from, PUSH), screen)
 
 
-def saved_models(folder: Path, run: dict[str, Any]) -> dict[str, Saved]:
+def saved_models(folder: Path, run: RunRecord) -> dict[str, Saved]:
     """A finished run's models that are still there, by name: "final", "best", "merged"."""
     found = {
-        "final": Saved(folder, "final", run["spent"]["updates"]),
-        "best": Saved(folder / BEST_FOLDER, "best", run["best"]["update"]),
+        "final": Saved(folder, "final", run.spent.updates),
+        "best": Saved(folder / BEST_FOLDER, "best", run.best.update),
     }
-    if "merged" in run:
-        found[MERGED_FOLDER] = Saved(folder / MERGED_FOLDER, **run["merged"], merged=True)
+    if run.merged is not None:
+        found[MERGED_FOLDER] = Saved(folder / MERGED_FOLDER, run.merged.which, run.merged.update, merged=True)
     return {name: one for name, one in found.items() if one.is_adapter or (one.folder / WEIGHTS_FILE).is_file()}
 
 
@@ -143,17 +145,17 @@ def untie_adapted_head(model: PeftModel) -> None:
 # --- uploading -------------------------------------------------------------------------------------------------------
 
 
-def push(config: Config, run: dict[str, Any], saved: Saved, screen: Screen) -> None:
+def push(config: Config, run: RunRecord, saved: Saved, screen: Screen) -> None:
     """Upload one of a run's models. Raises RunError with the command that does it again."""
     name, folder = config.export.push_to_hub, Path(config.run.output)
     files: dict[str, Path | bytes] = dict(files_of_model(saved.folder))
     if saved.is_adapter:  # whose base may have been loaded from a cache on this disk: the hub knows it by name
         named = json.loads((saved.folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        named["base_model_name_or_path"] = run["settings"]["model"]["actor_model"]
+        named["base_model_name_or_path"] = run.knobs["actor_model"]
         files[ADAPTER_CONFIG] = json.dumps(named, indent=2).encode()
     files[RUN_FILE] = folder / RUN_FILE
     files[CARD_FILE] = model_card(run, saved, name).encode()
-    message = f"{run['algorithm'].upper()}, {saved.what}"
+    message = f"{run.algorithm.upper()}, {saved.what}"
     try:
         url = push_files(name, files, WEIGHTS, config.export.hub_private, message)
     except Exception as error:  # whatever the hub's HTTP library raises: its classes change between releases

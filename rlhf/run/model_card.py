@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 
 from config import Config
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.checkpoints.run_record import HARMLESS, flat_settings
+from rlhf.checkpoints.run_record import HARMLESS, RunRecord
 from rlhf.models.load import ADAPTER_CONFIG, load_tokenizer
 from rlhf.settings.fields import as_text, knobs_of
 from rlhf.utils.html import render
@@ -41,9 +41,9 @@ class Saved:
         return f"{self.which} weights, after update {self.update}" + (", adapter merged" if self.merged else "")
 
 
-def model_card(run: dict[str, Any], saved: Saved, name: str) -> str:
-    """The card of one of a run's models (`run`: its run.json), loaded by `name`: a folder, or a name on the hub."""
-    settings = flat_settings(run["settings"])
+def model_card(run: RunRecord, saved: Saved, name: str) -> str:
+    """The card of one of a run's models, loaded by `name`: a folder, or a name on the hub."""
+    settings = run.knobs
     return render(
         "card.md",
         front_matter=front_matter(run, saved).to_yaml(),
@@ -52,28 +52,28 @@ def model_card(run: dict[str, Any], saved: Saved, name: str) -> str:
         run=run,
         settings=settings,
         saved=saved,
-        algorithm=f"{run['algorithm'].upper()} ({ALGORITHMS[run['algorithm']].title})",
+        algorithm=f"{run.algorithm.upper()} ({ALGORITHMS[run.algorithm].title})",
         chat=load_tokenizer(str(saved.folder)).chat_template is not None,
         rewards=reward_line(settings),
         columns=columns(run),
         rows=figure_rows(run),
-        interval=" to ".join(number(end, "+.3f") for end in run["figures"]["score_rise_interval"]),
-        fingerprints={k: v[:SHOWN_DIGITS] for k, v in run["data"].items() if k.endswith("sha256")},
+        interval=" to ".join(number(end, "+.3f") for end in run.figures["score_rise_interval"]),
+        fingerprints={k: v[:SHOWN_DIGITS] for k, v in run.data.items() if k.endswith("sha256")},
         told=settings_that_decide(run),
-        command=command("python", *run["command"]).replace("\n", " "),
+        command=command("python", *run.command).replace("\n", " "),
     )
 
 
-def front_matter(run: dict[str, Any], saved: Saved) -> ModelCardData:
+def front_matter(run: RunRecord, saved: Saved) -> ModelCardData:
     """What the hub reads of a card. Base and data are named only where the run had them from the hub."""
-    settings = flat_settings(run["settings"])
-    base, data, on_hub = settings["actor_model"], settings["prompts"], run.get("on_hub", ())
+    settings = run.knobs
+    base, data, on_hub = settings["actor_model"], settings["prompts"], run.on_hub
     return ModelCardData(
         base_model=base if base in on_hub else None,
         datasets=[data] if data in on_hub else None,
         library_name="peft" if saved.is_adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["trl", run["algorithm"], "rlhf", *(["lora"] if settings["use_lora"] else [])],
+        tags=["trl", run.algorithm, "rlhf", *(["lora"] if settings["use_lora"] else [])],
     )
 
 
@@ -85,20 +85,20 @@ def reward_line(settings: dict[str, Any]) -> str:
     return " + ".join(n if w == 1 else f"{w:g} x {n}" for n, w in zip(names, weights, strict=True))
 
 
-def columns(run: dict[str, Any]) -> list[str]:
+def columns(run: RunRecord) -> list[str]:
     """Over the figures: the start model, the best checkpoint, the end."""
-    best, last = run["best"]["update"], run["plan"]["updates"]
+    best, last = run.best.update, run.plan.updates
     return ["start model", f"best, after update {best}", f"end, after update {last}"]
 
 
-def figure_rows(run: dict[str, Any]) -> list[list[str]]:
+def figure_rows(run: RunRecord) -> list[list[str]]:
     """A figure a row: at the start, of the best checkpoint, at the end; a gap where it was not kept."""
-    figures, evaluations = run["figures"], run["best"]["evaluations"]
-    best = next(e for e in evaluations if e["update"] == run["best"]["update"])
+    figures, evaluations = run.figures, run.best.evaluations
+    best = next(e for e in evaluations if e["update"] == run.best.update)
     at = [evaluations[0], best, evaluations[-1]]
     rows = [
         ["score, mean", *(number(e["score"], "+.3f") for e in at)],
-        [f"KL to the start model, {run['best']['kl_unit']}", *(number(e["kl"], ".3g") for e in at)],
+        [f"KL to the start model, {run.best.kl_unit}", *(number(e["kl"], ".3g") for e in at)],
         [f"perplexity on {figures['perplexity_text']}", *(number(e["perplexity"], ".2f") for e in at)],
     ]
     at_the_ends = {"length": ("reply, tokens", ".1f"), "eos_rate": ("replies that end", ".0%")}
@@ -113,10 +113,10 @@ def number(value: float | None, form: str) -> str:
     return "not finite" if value is None else format(value, form)
 
 
-def settings_that_decide(run: dict[str, Any]) -> list[tuple[str, str]]:
+def settings_that_decide(run: RunRecord) -> list[tuple[str, str]]:
     """Name and value of the settings that decide what is learned: not other algorithms', not those about speed."""
-    told, knobs = flat_settings(run["settings"]), knobs_of(Config)
-    foreign = {*ALGORITHMS[run["algorithm"]].foreign, "speed"}
+    told, knobs = run.knobs, knobs_of(Config)
+    foreign = {*ALGORITHMS[run.algorithm].foreign, "speed"}
     aside = {*HARMLESS, *([] if told["use_lora"] else ADAPTER_KNOBS)}
     mine = [n for n, k in knobs.items() if n in told and n not in aside and k.group not in foreign]
     return [("recipe", told["recipe"]), *((name, as_text(told[name], " ", "none")) for name in mine)]

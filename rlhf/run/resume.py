@@ -11,8 +11,9 @@ import torch
 from config import Config
 from rlhf.checkpoints.manifest import Found, find_checkpoints
 from rlhf.checkpoints.replacing import check_inputs_outside
-from rlhf.checkpoints.run_folder import BEST_FOLDER, RUN_FILE, move_aside, require_run
-from rlhf.checkpoints.run_record import HARMLESS, RunLog, differences, environment, flat_settings, run_fault
+from rlhf.checkpoints.run_folder import BEST_FOLDER, move_aside
+from rlhf.checkpoints.run_log import RunLog
+from rlhf.checkpoints.run_record import HARMLESS, RunRecord, differences, environment, flat_settings
 from rlhf.run.export import check_export, export_run
 from rlhf.settings.fields import as_plain
 from rlhf.setup.inputs import inputs_of
@@ -32,46 +33,40 @@ def settle_resume(config: Config, screen: Screen) -> Config | None:
     checkpoint are moved aside, and it starts again. Raises UserError if there is no run, if its settings or data are
     others, or if none of its checkpoints is valid.
     """
-    run = require_run(Path(config.run.output), "--resume, --output")
-    fault = run_fault(run)
-    if fault:
-        raise UserError(
-            f"{RUN_FILE} is incomplete or corrupted, {fault}: --resume, --output {config.run.output}. Start a new run"
-        )
-    if run["algorithm"] != config.algorithm:
-        raise UserError(
-            f"a run of train_{run['algorithm']}.py: --resume, --output {config.run.output}. Go on with that command"
-        )
-    if run["status"] == "finished" and not is_extended(config, run):
-        screen.say(f"finished already: {config.run.output}. There is nothing to train")
+    output = config.run.output
+    run = RunRecord.require(Path(output), "--resume, --output")
+    if run.algorithm != config.algorithm:
+        raise UserError(f"a run of train_{run.algorithm}.py: --resume, --output {output}. Resume it with that command")
+    if run.status == "finished" and not is_extended(config, run):
+        screen.say(f"finished already: {output}. There is nothing to train")
         if not (config.run.dry_run or config.run.check):
             check_export(config, run)
             export_run(config, screen)
         return None
-    if "id" not in run:
-        raise UserError(f"a run without checkpoints: --resume, --output {config.run.output}. Begin another")
     found = checkpoints_of(config, run)
-    if found.newest is None and not found.skipped:
-        check_same_run(config, changes(run, as_plain(config), environment()), screen)
-        screen.say(f"nothing was saved before it stopped: {config.run.output}. Starting over")
-        if not (config.run.dry_run or config.run.check):
-            check_inputs_outside(config.run.output, inputs_of(config), "--output")
-            screen.say(move_aside(Path(config.run.output)))
-        return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=False, overwrite=True))
-    if found.newest is None:
+    if found.newest is None and found.skipped:
         raise UserError(
             [
-                f"no sound checkpoint: --output {config.run.output}, {line}. Add --overwrite to begin anew"
+                f"no valid checkpoint: --output {output}, {line}. Add --overwrite to start again"
                 for line in found.skipped
             ]
         )
     for line in found.skipped:
-        screen.say(f"warning: skipped a checkpoint that is not sound: {line}; {found.newest.name} is used")
+        screen.say(f"warning: skipped an invalid checkpoint: {line}; {found.newest.name} is used")
     check_same_run(config, changes(run, as_plain(config), environment()), screen)
-    return config
+    return start_again(config, screen) if found.newest is None else config
 
 
-def is_extended(config: Config, run: dict[str, Any]) -> bool:
+def start_again(config: Config, screen: Screen) -> Config:
+    """Move the files of a run without checkpoints aside. Return the configuration that trains it from the start."""
+    screen.say(f"nothing was saved before it stopped: {config.run.output}. Starting over")
+    if not (config.run.dry_run or config.run.check):
+        check_inputs_outside(config.run.output, inputs_of(config), "--output")
+        screen.say(move_aside(Path(config.run.output)))
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=False, overwrite=True))
+
+
+def is_extended(config: Config, run: RunRecord) -> bool:
     """Whether a finished run is to be trained on with other settings. Raises UserError if they differ without
     --resume-anyway."""
     changed = setting_changes(run, as_plain(config))
@@ -86,22 +81,21 @@ def is_extended(config: Config, run: dict[str, Any]) -> bool:
     return bool(changed)
 
 
-def checkpoints_of(config: Config, run: dict[str, Any]) -> Found:
-    return find_checkpoints(Path(config.run.output), run["id"])
+def checkpoints_of(config: Config, run: RunRecord) -> Found:
+    return find_checkpoints(Path(config.run.output), run.id)
 
 
-def setting_changes(run: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+def setting_changes(run: RunRecord, settings: dict[str, Any]) -> list[str]:
     """In which settings a run differs from those that it is to resume with, each in words."""
-    before, after = flat_settings(run["settings"]), flat_settings(settings)
-    return [
-        f"{name} was {before[name]}, is {after[name]}" for name in differences(run["settings"], settings, HARMLESS)
-    ]
+    before, after = run.knobs, flat_settings(settings)
+    changed = differences(run.settings, settings, HARMLESS)
+    return [f"{name} was {before[name]}, is {after[name]}" for name in changed]
 
 
-def changes(run: dict[str, Any], settings: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def changes(run: RunRecord, settings: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """In which settings and versions a run differs from what it is to resume with, each in words."""
     said = setting_changes(run, settings)
-    versions = {**run["versions"], "python": run["python"]}, {**now["versions"], "python": now["python"]}
+    versions = {**run.versions, "python": run.python}, {**now["versions"], "python": now["python"]}
     said += [
         f"{name} was {versions[0][name]}, is {versions[1][name]}"
         for name in versions[0]
@@ -132,7 +126,7 @@ def restore_best(output: Path, checkpoint: Path) -> None:
 def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -> None:
     """With --resume, bring the trainer, its callbacks attached, to the newest sound checkpoint."""
     if config.run.resume:
-        found = checkpoints_of(config, log.data)
+        found = checkpoints_of(config, log.record)
         newest = load_newest(trainer, found, screen)
         if trainer.state.global_step > trainer.updates:
             raise UserError(

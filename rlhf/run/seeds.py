@@ -12,8 +12,8 @@ import torch
 
 from config import Config
 from rlhf.algorithms.kl_control import with_horizon
-from rlhf.checkpoints.run_folder import RUN_FILE, read_run, seed_folder
-from rlhf.checkpoints.run_record import MAY_DIFFER, differences
+from rlhf.checkpoints.run_folder import read_status, seed_folder
+from rlhf.checkpoints.run_record import MAY_DIFFER, RUN_FILE, RunRecord, differences
 from rlhf.run.resume import settle_resume
 from rlhf.run.train import check_run_folder
 from rlhf.settings.commands import resume_command
@@ -69,24 +69,31 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if not config.run.dry_run and not config.run.check:
-        show_seeds(config, {seed: read_run(Path(one.run.output)) for seed, one in configs.items()}, screen)
+        runs = {seed: RunRecord.require(Path(one.run.output), "--output") for seed, one in configs.items()}
+        show_seeds(config, {seed: run.figures for seed, run in runs.items()}, screen)
 
 
 def with_seed(config: Config, seed: int) -> Config:
     """The configuration of one seed's run."""
     output = seed_folder(config.run.output, seed)
-    resume = config.run.resume and read_run(Path(output)) is not None  # seeds that were not begun are begun
+    resume = config.run.resume and RunRecord.read(Path(output)) is not None  # seeds that were not begun are begun
     changed = {"seed": seed, "seeds": None, "output": output, "resume": resume}
     return dataclasses.replace(config, run=dataclasses.replace(config.run, **changed))
 
 
 def is_finished(config: Config) -> bool:
-    """Whether this very run is done. Raises UserError where another one is in its folder, unless it may go."""
-    run = read_run(Path(config.run.output))
-    if run is None or run["status"] != "finished" or config.run.dry_run:
+    """Return whether this very run is done. Raises UserError if its folder has another finished run, or one of another
+    format, and --overwrite does not replace it."""
+    folder = Path(config.run.output)
+    if config.run.dry_run or read_status(folder) != "finished":
         return False
-    config = with_horizon(config, run["plan"]["updates"]) if "plan" in run else config
-    differ = differences(run.get("settings", {}), as_plain(config), MAY_DIFFER)
+    try:
+        run = RunRecord.require(folder, "--output")
+    except UserError:
+        if config.run.overwrite:
+            return False
+        raise
+    differ = differences(run.settings, as_plain(with_horizon(config, run.plan.updates)), MAY_DIFFER)
     if differ and not config.run.overwrite:
         raise UserError(
             f"a finished run with other settings ({', '.join(differ)}) is there: {config.run.output}. "
@@ -96,10 +103,11 @@ def is_finished(config: Config) -> bool:
 
 
 def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
-    """Every figure by seed, with mean and spread (standard deviation over seeds), on the screen and as JSON."""
+    """Every figure by seed, with mean and spread (standard deviation over seeds), on the screen and as JSON. `runs`:
+    seed -> figures of its run."""
     table, summary = [], {}
     for name, label in SHOWN.items():
-        values = [v for run in runs.values() if (v := run["figures"].get(name)) is not None]
+        values = [v for figures in runs.values() if (v := figures.get(name)) is not None]
         if len(values) < len(runs):
             continue
         spread = stdev(values) if len(values) > 1 else None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
-from typing import Any
 
 from config import LENGTHS, Config, make_config, parse_cli
 from rlhf.algorithms.kl_control import in_band, kl_controller, with_horizon
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.statistics import interval, over_prompts
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
-from rlhf.checkpoints.run_record import MAY_DIFFER, RunLog, differences
+from rlhf.checkpoints.run_log import RunLog
+from rlhf.checkpoints.run_record import MAY_DIFFER, RunRecord, Spent, differences
 from rlhf.data.prompts import Prompt
 from rlhf.demo.parts import gold_of
 from rlhf.demo.tasks import Gold
@@ -192,32 +192,32 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
         "peak_memory_gib": trainer.progress.peak_memory / 2**30,
         "seconds": log.seconds(),
     }
-    spent = {
-        "updates": trainer.updates,
-        "episodes": trainer.updates * config.episodes_per_update,
-        "optimizer_steps": trainer.progress.optimizer_steps,
-        "reply_tokens": trainer.progress.reply_tokens,
-    }
+    spent = Spent(
+        updates=trainer.updates,
+        episodes=trainer.updates * config.episodes_per_update,
+        optimizer_steps=trainer.progress.optimizer_steps,
+        reply_tokens=trainer.progress.reply_tokens,
+    )
     log.add(figures=figures, spent=spent)
     show_samples(before, after, prompts, gold, config.run.seed, screen)
     show_figures(figures, screen)
 
 
-def show_where(config: Config, run: dict[str, Any], screen: Screen) -> None:
-    """What of a finished run (its run.json) lies where, and the next commands."""
-    output, best, merged = config.run.output, run["best"], run.get("merged")
+def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
+    """Prints what of a finished run lies where, and the next commands."""
+    output, best, merged = config.run.output, run.best, run.merged
     loader = "peft.AutoPeftModelForCausalLM" if config.model.use_lora else "transformers.AutoModelForCausalLM"
     whole = f"{output}/{MERGED_FOLDER}"
     load_whole = f"transformers.AutoModelForCausalLM.from_pretrained({whole!r})"
-    best_model = f"the model after update {best['update']}"
-    if best["update"] == 0:
+    best_model = f"the model after update {best.update}"
+    if best.update == 0:
         best_model = "the start model, because no later evaluation is better"
     screen.say("saved:")
     screen.facts(
         [
             (output, f"model and tokenizer; load with {loader}.from_pretrained({output!r})"),
-            (f"{output}/{BEST_FOLDER}", f"{best_model}: {best['why']}"),
-            *([(whole, f"the {merged['which']} weights as a whole model; load with {load_whole}")] if merged else []),
+            (f"{output}/{BEST_FOLDER}", f"{best_model}: {best.why}"),
+            *([(whole, f"the {merged.which} weights as a whole model; load with {load_whole}")] if merged else []),
             (f"{output}/README.md", "model card: figures, settings, and code to load it"),
             (f"{output}/samples", "every evaluation's replies with their scores"),
             (f"{output}/run.json", "settings, versions, figures"),
@@ -231,26 +231,26 @@ def show_where(config: Config, run: dict[str, Any], screen: Screen) -> None:
             *([("every token", tokens)] if config.record.record_tokens else []),
             ("the curves", command("python", "plot_training_progress.py", output)),
             ("the curves, live", command("tensorboard", "--logdir", f"{output}/logs")),
-            *same_budget_commands(config, run["spent"]),
+            *same_budget_commands(config, run.spent),
             ("the verdict; add other algorithms' runs", command("python", "compare_runs.py", output)),
             ("talk to it", command("python", "evaluate_generations.py", "--chat", "--model-path", output)),
         ]
     )
 
 
-def same_budget_commands(config: Config, spent: dict[str, int]) -> list[tuple[str, str]]:
+def same_budget_commands(config: Config, spent: Spent) -> list[tuple[str, str]]:
     """Rows of (label, command): the other algorithms under the same settings, on as many episodes as were `spent`.
     An algorithm for which there is no such command is left out."""
     found = {name: same_budget_command(config, spent, name) for name in ALGORITHMS if name != config.algorithm}
     return [(f"{name.upper()}, same budget", line) for name, line in found.items() if line is not None]
 
 
-def same_budget_command(config: Config, spent: dict[str, int], other: str) -> str | None:
+def same_budget_command(config: Config, spent: Spent, other: str) -> str | None:
     """The command that trains with the algorithm `other` on as many episodes; None if the settings do not fit it."""
-    row, plain = ALGORITHMS[other], with_horizon(make_config(config.recipe, config.algorithm), spent["updates"])
+    row, plain = ALGORITHMS[other], with_horizon(make_config(config.recipe, config.algorithm), spent.updates)
     differ = differences(as_plain(config), as_plain(plain), (*MAY_DIFFER, *LENGTHS, "batch_size"))
     knobs = knobs_of(Config)
-    words = ["--recipe", config.recipe, "--seed", str(config.run.seed), "--episodes", str(spent["episodes"])]
+    words = ["--recipe", config.recipe, "--seed", str(config.run.seed), "--episodes", str(spent.episodes)]
     carried = [name for name in differ if knobs[name].group not in row.foreign]
     for name in carried:
         words += flag_words(name, getattr(getattr(config, knobs[name].group), name))

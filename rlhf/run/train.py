@@ -13,8 +13,9 @@ from rlhf.callbacks.logging import ProgressLine, SameScores, TensorBoardLog
 from rlhf.callbacks.samples import Samples
 from rlhf.callbacks.token_recorder import TokenRecord
 from rlhf.checkpoints.replacing import check_inputs_outside
-from rlhf.checkpoints.run_folder import check_output, claim_output, require_run, require_unused
-from rlhf.checkpoints.run_record import RunLog
+from rlhf.checkpoints.run_folder import check_output, claim_output, require_unused
+from rlhf.checkpoints.run_log import RunLog
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.checkpoints.token_record import TOKENS_FOLDER
 from rlhf.data.prompts import fingerprint, topics_fingerprint
 from rlhf.data.sampler import planned_updates
@@ -117,7 +118,7 @@ def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> Run
         data["topics_sha256"] = topics_fingerprint(parts.prompts.train)
     if config.run.resume:
         folder = Path(config.run.output)
-        before = require_run(folder, "--resume, --output")["data"]
+        before = RunRecord.require(folder, "--resume, --output").data
         known = before.keys() & data.keys()
         changed = [f"{n} was {before[n]}, is {data[n]}" for n in data if n in known and before[n] != data[n]]
         check_same_run(config, changed, screen)

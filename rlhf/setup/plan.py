@@ -12,10 +12,7 @@ from config import LENGTHS, Config, make_config
 from recipes import SIGNS
 from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_controller, move_in
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.checkpoints.run_record import (
-    MAY_DIFFER,
-    flat_settings,
-)
+from rlhf.checkpoints.run_record import MAY_DIFFER, Plan, flat_settings
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.sampler import Dealing, one_line
 from rlhf.models.budget import budget_of
@@ -111,10 +108,10 @@ def topics_rows(config: Config, train: Sequence[Prompt]) -> list[tuple[str, str]
 def budget_line(config: Config, updates: int) -> str:
     plan = budget(config, updates)
     asked = config.run.episodes
-    more = f" ({asked:,} asked for, rounded up to whole updates)" if asked not in (None, plan["episodes"]) else ""
+    more = f" ({asked:,} asked for, rounded up to whole updates)" if asked not in (None, plan.episodes) else ""
     return (
-        f"{updates:,} updates x {config.episodes_per_update} = {plan['episodes']:,} episodes{more}, "
-        f"{plan['optimizer_steps']:,} optimizer steps, {plan['reply_tokens_at_most']:,} reply tokens at most"
+        f"{updates:,} updates x {config.episodes_per_update} = {plan.episodes:,} episodes{more}, "
+        f"{plan.optimizer_steps:,} optimizer steps, {plan.reply_tokens_at_most:,} reply tokens at most"
     )
 
 
@@ -206,12 +203,12 @@ def first_prompt(tokenizer: PreTrainedTokenizerBase, sets: PromptSets) -> str:
     return repr(tokenizer.decode(list(sets.train[0].ids)))
 
 
-def budget(config: Config, updates: int) -> dict[str, int]:
-    """What a run may spend: the same words for all algorithms."""
+def budget(config: Config, updates: int) -> Plan:
+    """Return what a run of `updates` may spend, in the same units for all algorithms."""
     episodes = updates * config.episodes_per_update
-    return {
-        "updates": updates,
-        "episodes": episodes,
-        "optimizer_steps": config.optimizer_steps(updates),
-        "reply_tokens_at_most": episodes * config.sampling.reply_length,
-    }
+    return Plan(
+        updates=updates,
+        episodes=episodes,
+        optimizer_steps=config.optimizer_steps(updates),
+        reply_tokens_at_most=episodes * config.sampling.reply_length,
+    )

@@ -23,7 +23,7 @@ from rlhf.algorithms.table import ALGORITHMS, Algorithm
 from rlhf.api import make_trainer
 from rlhf.rollout.completions import Rollout
 from rlhf.run.command import train_command
-from rlhf.utils.errors import Stopped
+from rlhf.utils.signals import Stopped
 
 
 class Toy:

@@ -19,8 +19,8 @@ from torch.utils.tensorboard import SummaryWriter
 from config import make_config
 from plot_training_progress import main
 from rlhf.analysis.curves import read_curves, read_runs, read_scalars, running_mean, seeds_band, write_table
-from rlhf.settings.fields import as_plain
 from rlhf.utils.errors import UserError
+from tests.records import record_of
 
 
 def write_events(logs: Path, name: str, opened: float, points, damaged_at: int | None = None) -> Path:
@@ -46,9 +46,7 @@ def make_run(folder: Path, algorithm="ppo", seed=42, updates=20, status="finishe
     """A run's folder without logs. The demo recipe's update is 64 episodes."""
     folder.mkdir(parents=True)
     config = make_config(recipe, algorithm, seed=seed, **knobs)
-    plan = {"updates": updates, "episodes": updates * config.episodes_per_update}
-    run = {"status": status, "algorithm": algorithm, "settings": as_plain(config), "seed": seed, "plan": plan}
-    (folder / "run.json").write_text(json.dumps(run), encoding="utf-8")
+    record_of(config, updates, status=status).write(folder)
     return folder
 
 
@@ -206,7 +204,7 @@ def test_a_run_that_failed_before_its_plan_is_one_line(tmp_path):
     facts = json.loads((run / "run.json").read_text())
     del facts["plan"]
     (run / "run.json").write_text(json.dumps(facts))
-    with pytest.raises(UserError, match="tells of no plan: "):
+    with pytest.raises(UserError, match="run.json is incomplete or corrupted, without a valid 'plan': "):
         read_curves(run)
 
 

@@ -19,6 +19,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.models.budget import BUDGETS
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
+from tests.records import record_of
 from tests.shapes import make_base_model, make_reward_model, make_start_model
 
 CPU = torch.device("cpu")
@@ -93,8 +94,9 @@ def test_a_bare_adapters_base_is_its_start_model(runs, start_model, settings, tm
     ("file", "text", "words"),
     [
         ("adapter_config.json", '{"base', "torn: .*adapter_config.json"),
-        ("run.json", '{"status": "fin', "torn, or not of a run that began: .*run.json"),
-        ("run.json", '{"status": "failed"}', "torn, or not of a run that began: .*run.json"),
+        ("run.json", '{"status": "fin', "run.json is incomplete or corrupted: .*torn. Restore the file"),
+        ("run.json", '{"status": "failed"}', "run.json has no settings, so this is not a training run: .*torn"),
+        ("run.json", '{"status": "failed", "format": 2}', "corrupted, without a valid 'id': .*torn. Restore"),
     ],
 )
 def test_a_torn_file_of_a_model_is_named(runs, tmp_path, file, text, words):
@@ -134,8 +136,8 @@ def test_settings_come_from_the_run_and_flags_win(runs):
 
 def test_runs_measured_with_unlike_settings_are_refused_until_a_flag_decides(runs):
     one, other = (find_trained(str(runs[name]), "final", None) for name in (("ppo", 1), ("grpo", 1)))
-    settings = {**other.run["settings"], "sampling": {**other.run["settings"]["sampling"], "temperature": 0.9}}
-    other = dataclasses.replace(other, run={**other.run, "settings": settings})
+    settings = {**other.run.settings, "sampling": {**other.run.settings["sampling"], "temperature": 0.9}}
+    other = dataclasses.replace(other, run=dataclasses.replace(other.run, settings=settings))
     with pytest.raises(UserError, match=r"temperature is 0.7 in .* and 0.9 in .*Decide with --temperature"):
         shared_settings([one, other], MeasureSettings())
     assert shared_settings([one, other], MeasureSettings(temperature=0.8)).sampling.temperature == 0.8
@@ -298,7 +300,7 @@ def test_runs_that_followed_unlike_numbers_of_prompts(runs):
     bench, _ = bench_of([runs["ppo", 1]], MeasureSettings(num_prompts=2))
     longer = [p for p in bench.followed] + [Prompt((), bench.examples[0])]
     data = {"evaluation_prompts": 8, "evaluation_sha256": "another"}
-    models[1] = dataclasses.replace(models[1], run={**models[1].run, "data": data})
+    models[1] = dataclasses.replace(models[1], run=dataclasses.replace(models[1].run, data=data))
     seen = {p.example.question for p in longer}
     made = Bench(models, MeasureSettings(num_prompts=2), CPU, Screen())
     assert len(seen) == 7 and "held-out prompts that no run looked at" in made.prompts_line
@@ -325,7 +327,7 @@ def test_a_model_against_itself_is_seldom_called_different(settings, start_model
     settings = dataclasses.replace(settings, num_prompts=12, completions=2, reply_length=4)
     bench, _ = bench_of([start_model], settings)
     bench.text = None  # a perplexity draws nothing
-    run, called = {"seed": 1}, 0
+    run, called = record_of(seed=1), 0
     start = sampled(bench, 0)
     for trial in range(100):
         made = [sampled(bench, 2 * trial + i + 1) for i in range(2)]

@@ -9,6 +9,7 @@ from rlhf.analysis.equal_budget import Look, at_equal
 from rlhf.analysis.evaluator import Generations
 from rlhf.analysis.verdict import Side, contrast, judge_runs
 from rlhf.reports.comparison_report import at_equal_in_words
+from tests.records import record_of
 
 RNG = np.random.default_rng(0)
 PROMPTS = RNG.normal(0, 1, (64, 1))
@@ -30,7 +31,8 @@ def replies(score: float, judged: float | None = None, kl: float = 2.0, perplexi
 
 
 def side(algorithm: str, *measured: Generations, episodes: int = 100) -> Side:
-    return Side(algorithm, [{"seed": i} for i in range(len(measured))], list(measured), [episodes] * len(measured))
+    runs = [record_of(seed=i) for i in range(len(measured))]
+    return Side(algorithm, runs, list(measured), [episodes] * len(measured))
 
 
 def three(score: float, judged: float | None = None) -> list[Generations]:

@@ -21,8 +21,10 @@ from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report, number
 from benchmarks.gpu_section import OutOfTime, Plan, Section
 from benchmarks.gpu_trainings import first_difference, tell_learning, tell_stopped
 from recipes import RECIPES
+from rlhf.checkpoints.run_record import Spent
 from rlhf.utils.errors import UserError
 from rlhf.utils.system import WINDOWS
+from tests.records import record_of
 from tests.scripts.test_scripts import ROOT, run
 
 
@@ -279,7 +281,7 @@ def test_a_finished_demo_and_one_without_the_time_to_end(section, runs, tmp_path
         "gold_before": 0.476, "gold_after": 0.734, "gold_rise_interval": [0.157, 0.356], "kl_last_10_updates": 2.68,
         "kl_unit": "nats/sequence", "kl_target": 3.0, "seconds": 117.0, "score_rise_in_start_sd": 1.11,
     }  # fmt: skip
-    tell_learning(section, "PPO, seed 42", {"figures": learned, "spent": {"updates": 150, "episodes": 9600}})
+    tell_learning(section, "PPO, seed 42", record_of(figures=learned, spent=Spent(150, 9600, 600, 200_000)))
     tell_stopped(section, "PPO, seed 1", runs["ppo", 1])
     tell_stopped(section, "PPO, seed 3", tmp_path)
     finished, stopped, nothing = told(section)

@@ -10,7 +10,7 @@ import pytest
 
 import train_ppo
 from rlhf.checkpoints.manifest import MANIFEST, find_checkpoints, sha256
-from rlhf.checkpoints.run_folder import read_run
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.data.examples import load_examples
 from rlhf.utils.errors import UserError
 from tests.trainer.test_nan import run, stop_after
@@ -64,7 +64,7 @@ def test_a_bad_manifest_does_not_stop_the_search(folder, damage):
     place = folder / "checkpoint-2"
     (place / MANIFEST).write_text(MANIFESTS[damage](place))
     (place / "training.json").unlink()
-    found = find_checkpoints(folder, read_run(folder)["id"])
+    found = find_checkpoints(folder, RunRecord.read(folder).id)
     assert list(found.sound) == [1] and found.skipped[0].startswith("checkpoint-2: ")
 
 
@@ -83,7 +83,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_skipped(folder, capsys, damage):
     run(["--resume", "--output", folder])
     said = capsys.readouterr().out
     assert "warning: skipped a checkpoint: checkpoint-2 cannot be loaded (" in said
-    assert "resuming after update 1 of 6, from" in said and read_run(folder)["status"] == "finished"
+    assert "resuming after update 1 of 6, from" in said and RunRecord.read(folder).status == "finished"
 
 
 def test_weights_of_no_use_are_skipped_too(folder, capsys):

@@ -15,7 +15,7 @@ import reward_model.train
 import train_ppo
 from config import parse_reward_cli
 from rlhf.checkpoints import replacing
-from rlhf.checkpoints.run_folder import read_run
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.demo import parts
 from rlhf.rewards import training
 from rlhf.rewards.reward_model import METRICS_FILE, RewardModel
@@ -30,7 +30,7 @@ FAST = ("--num-iterations", 1)
 
 
 def started(folder: Path) -> str:
-    return read_run(folder)["started"]
+    return RunRecord.read(folder).started
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -44,9 +44,9 @@ def test_the_old_run_is_there_until_the_new_one_is_finished(run_flags, tmp_path)
     rule = nan_rule(tmp_path, 1)
     run(run_flags(*FAST, "--rm-model", "none", "--reward-func", rule, "--overwrite"), 1)
     assert started(aside) == first and (aside / "model.safetensors").is_file()
-    assert read_run(folder)["status"] == "failed"
+    assert RunRecord.read(folder).status == "failed"
     run(run_flags(*FAST, "--overwrite"))
-    assert read_run(folder)["status"] == "finished" and started(folder) != first
+    assert RunRecord.read(folder).status == "finished" and started(folder) != first
     assert not list(tmp_path.glob("run.replaced*"))
 
 
@@ -241,7 +241,7 @@ def test_an_export_that_failed_is_done_by_the_next_command(run_flags, tmp_path, 
         patch.setattr(export, "replace_folder", full)
         run(run_flags(*FAST, "--use-lora", "--merge-lora"), 1)
     assert "Traceback" not in capsys.readouterr().err
-    assert read_run(tmp_path / "run")["status"] == "finished"
+    assert RunRecord.read(tmp_path / "run").status == "finished"
     train_ppo.main(typed(f"python train_ppo.py --resume --merge-lora --output {tmp_path / 'run'}"))
     assert (tmp_path / "run" / "merged" / "model.safetensors").is_file()
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoints.run_folder import LOCK_FILE, check_output, claim_output, move_aside, read_run, read_status
-from rlhf.checkpoints.run_record import RunLog
+from config import make_config
+from rlhf.checkpoints.run_folder import LOCK_FILE, check_output, claim_output, move_aside, read_status
+from rlhf.checkpoints.run_log import RunLog
+from rlhf.checkpoints.run_record import FORMAT, Best, Merged, RunRecord, Spent, last_run
 from rlhf.utils.errors import UserError
 from rlhf.utils.system import WINDOWS
+from tests.records import facts_of, record_of
 
 
 def finished(folder) -> None:
     folder.mkdir()
-    with RunLog(folder, seed=1):
+    with RunLog(folder, **facts_of(seed=1)):
         pass
 
 
@@ -25,7 +30,7 @@ def test_a_finished_run_in_the_default_folder_is_moved_aside(tmp_path):
         finished(folder) if not folder.exists() else None
         held, line = claim_output(folder, overwrite=False, is_default=True)
         assert line == f"moved the finished run in {folder} to {folder}_{n}"
-        with RunLog(folder, held, seed=n):
+        with RunLog(folder, held, **facts_of(seed=n)):
             pass
     assert json.loads((tmp_path / "ppo_training_output_2" / "run.json").read_text())["seed"] == 1
     assert json.loads((folder / "run.json").read_text())["seed"] == 2
@@ -41,7 +46,7 @@ def test_a_finished_run_in_a_named_folder_is_refused(tmp_path):
 def test_an_unfinished_run_is_refused(tmp_path, is_default):
     folder = tmp_path / "run"
     folder.mkdir()
-    RunLog(folder, seed=1)._lock.close()  # as when it was killed
+    RunLog(folder, **facts_of(seed=1))._lock.close()  # as when it was killed
     with pytest.raises(UserError, match="an unfinished run is there.*--overwrite.*--output"):
         check_output(folder, overwrite=False, is_default=is_default)
     held, line = claim_output(folder, overwrite=True, is_default=is_default)
@@ -58,10 +63,10 @@ def test_whoever_claims_a_folder_has_it(tmp_path):
         with pytest.raises(UserError, match="in use by a live run"):
             claim_output(tmp_path / "run", overwrite=overwrite, is_default=True)
     with pytest.raises(UserError, match="in use by a live run"):
-        RunLog(tmp_path / "run")
-    with RunLog(tmp_path / "run", held):
+        RunLog(tmp_path / "run", **facts_of())
+    with RunLog(tmp_path / "run", held, **facts_of()):
         pass
-    RunLog(tmp_path / "run")
+    RunLog(tmp_path / "run", **facts_of())
 
 
 @pytest.mark.skipif(WINDOWS, reason="Windows has no fork")
@@ -77,13 +82,13 @@ def test_of_many_that_claim_at_once_one_gets_it(tmp_path):
             barrier.wait()
             try:
                 held, _ = claim_output(tmp_path / str(n), overwrite=True, is_default=False)
-                log = RunLog(tmp_path / str(n), held)
+                log = RunLog(tmp_path / str(n), held, **facts_of())
                 with owners.get_lock():
                     owners[n] += 1
             except UserError:
                 log = None
             barrier.wait()
-            assert log is None or read_run(tmp_path / str(n))["id"] == log.data["id"]
+            assert log is None or RunRecord.read(tmp_path / str(n)).id == log.record.id
 
     started = [context.Process(target=race) for _ in range(racers)]
     for process in started:
@@ -123,7 +128,7 @@ def test_a_read_only_place_is_named_before_anything_is_loaded(tmp_path, monkeypa
 
 
 def test_run_json_says_how_it_ended(tmp_path):
-    log = RunLog(tmp_path, seed=3)
+    log = RunLog(tmp_path, **facts_of(seed=3))
     assert read_status(tmp_path) == "running"
     with pytest.raises(RuntimeError), log:
         raise RuntimeError("card fell out")
@@ -131,3 +136,157 @@ def test_run_json_says_how_it_ended(tmp_path):
     assert (data["status"], data["reason"]) == ("failed", "RuntimeError: card fell out")
     assert data["versions"]["trl"] == "1.12.0"
     assert {"python", "platform", "command", "commit", "started", "ended"} <= set(data)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+PARTS = {
+    "best": Best(2, "the highest score", "score", "nats/sequence", "6 replies", [{"update": 0, "score": 0.5}]),
+    "figures": {"score_after": 1.5, "kl_last_10_updates": None},
+    "spent": Spent(2, 128, 8, 1024),
+    "merged": Merged("best", 2),
+    "ended": "2026-01-01T01:00:00.000+00:00",
+    "reason": "Stopped: asked to",
+    "sessions": [{"started": "2026-01-01T00:30:00.000+00:00", "pid": 2}],
+}
+
+
+def write_json(folder, facts) -> None:
+    (folder / "run.json").write_text(facts if isinstance(facts, str) else json.dumps(facts))
+
+
+@pytest.mark.parametrize("parts", [{}, PARTS])
+def test_what_is_written_is_read(tmp_path, parts):
+    record = record_of(make_config("demo", "grpo", seed=3), updates=10, **parts)
+    record.write(tmp_path)
+    read = RunRecord.read(tmp_path)
+    assert read.as_json() == json.loads(json.dumps(record.as_json())), "tuples among the settings become lists"
+    assert dataclasses.replace(read, settings=record.settings) == record
+    assert (read.recipe, read.seed, read.plan.updates, read.plan.episodes) == ("demo", 3, 10, 640)
+    assert read.knobs["K"] == make_config("demo", "grpo").grpo.K and "grpo" not in read.knobs
+
+
+def test_the_keys_of_run_json(tmp_path):
+    """They are a promise to everybody who reads the file; another name or meaning needs another format."""
+    start = {"status", "id", "started", "pid", "command", "python", "platform", "versions", "commit"}
+    start |= {"algorithm", "settings", "seed", "data", "plan", "prompts", "on_hub"}
+    RunLog(tmp_path, **facts_of())
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert next(iter(facts)) == "format" and facts["format"] == FORMAT == 2 and set(facts) == {"format", *start}
+    assert set(facts["plan"]) == {"updates", "episodes", "optimizer_steps", "reply_tokens_at_most"}
+    whole = record_of(**PARTS).as_json()
+    assert set(whole) == {"format", *start, *PARTS} and whole["commit"] is None, "null, but there"
+    assert set(whole["best"]) == {"update", "why", "rule", "kl_unit", "perplexity_text", "evaluations"}
+    assert set(whole["spent"]) == {"updates", "episodes", "optimizer_steps", "reply_tokens"}
+    assert whole["merged"] == {"which": "best", "update": 2}
+
+
+def test_keys_that_a_user_added_are_kept(tmp_path):
+    write_json(tmp_path, {**record_of(status="stopped").as_json(), "my_note": {"lr": "too high"}})
+    with RunLog(tmp_path, resume=True):
+        pass
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert facts["my_note"] == {"lr": "too high"} and facts["status"] == "finished" and len(facts["sessions"]) == 1
+
+
+def test_a_resumed_run_forgets_how_it_ended_and_remembers_if_it_is_refused(tmp_path):
+    record_of(status="failed", ended="then", reason="RunError: x").write(tmp_path)
+    before = (tmp_path / "run.json").read_bytes()
+    with pytest.raises(UserError), RunLog(tmp_path, resume=True) as log:
+        assert (log.record.status, log.record.ended, log.record.reason) == ("running", None, None)
+        assert not json.loads((tmp_path / "run.json").read_text()).keys() & {"ended", "reason"}
+        raise UserError("refused")
+    assert (tmp_path / "run.json").read_bytes() == before
+
+
+OTHER_FORMATS = {"none": None, "older": 1, "newer": 3, "text": "two"}
+
+
+@pytest.mark.parametrize("found", OTHER_FORMATS.values(), ids=OTHER_FORMATS)
+def test_another_format_is_one_line(tmp_path, found):
+    facts = record_of().as_json()
+    facts.pop("format")
+    write_json(tmp_path, facts if found is None else {"format": found, **facts})
+    for read in (RunRecord.read, lambda folder: RunRecord.require(folder, "--output")):
+        with pytest.raises(UserError) as refused:
+            read(tmp_path)
+        assert str(refused.value) == (
+            f"run.json has format {found or 1}, and this version reads format 2: {tmp_path}. "
+            "Train the run again, or use the version that made it"
+        )
+
+
+def without(name: str):
+    return lambda facts: {key: value for key, value in facts.items() if key != name}
+
+
+DAMAGED = {  # what is done to run.json -> what the line prints
+    "cut off": (lambda facts: json.dumps(facts)[:-20], "corrupted: "),
+    "a list": (lambda facts: [facts], "corrupted: "),
+    "nested deep": (lambda facts: "[" * 200_000, "corrupted: "),
+    "not UTF-8": (lambda facts: "\udcff", "corrupted: "),
+    "no id": (without("id"), "without a valid 'id'"),
+    "no plan": (without("plan"), "without a valid 'plan'"),
+    "no data": (without("data"), "without a valid 'data'"),
+    "a plan without episodes": (lambda facts: {**facts, "plan": {"updates": 2}}, "without a valid 'plan.episodes'"),
+    "a number in words": (lambda facts: {**facts, "seed": "one"}, "without a valid 'seed'"),
+    "best is a list": (lambda facts: {**facts, "best": []}, "without a valid 'best'"),
+    "best without an update": (lambda facts: {**facts, "best": {"why": "so"}}, "without a valid 'best.update'"),
+    "settings are a list": (lambda facts: {**facts, "settings": []}, "without a valid 'settings'"),
+    "no recipe": (lambda facts: {**facts, "settings": {"run": {}}}, "without a valid 'settings.recipe'"),
+    "a reward model's": (lambda facts: {"status": "finished", "python": "3.12"}, "not a training run: "),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_file_is_one_line(tmp_path, damage):
+    change, words = DAMAGED[damage]
+    changed = change(record_of().as_json())
+    text = changed if isinstance(changed, str) else json.dumps(changed)
+    (tmp_path / "run.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(UserError) as refused:
+        RunRecord.read(tmp_path)
+    line = str(refused.value)
+    assert line.startswith("run.json ") and words in line and str(tmp_path) in line and "\n" not in line
+
+
+def test_a_folder_without_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert RunRecord.read(Path("empty")) is None and RunRecord.read(Path("nowhere")) is None
+    with pytest.raises(UserError, match=r"^no such folder: --output nowhere. Give the folder of a run \(none here\)$"):
+        RunRecord.require(Path("nowhere"), "--output")
+    finished(Path("mine"))
+    with pytest.raises(UserError, match=r"^not a run \(no run.json\): --output empty. Give .* \(mine\)$"):
+        RunRecord.require(Path("empty"), "--output")
+
+
+def test_the_last_run_is_the_one_that_was_started_last_whatever_its_format(tmp_path, monkeypatch):
+    """If the last one cannot be read, no other run is taken for it. Reward models and damaged files are no runs."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no run in this folder: --model-path"):
+        last_run("--model-path")
+    older, newer = record_of(started="2026-01-01"), record_of(started="2026-01-02").as_json()
+    later = {"started": "2026-01-03", "status": "finished"}
+    for name, facts in {"b_older": older.as_json(), "judge": later, "torn": '{"status": "fin'}.items():
+        Path(name).mkdir()
+        write_json(Path(name), facts)
+    assert last_run("--model-path") == Path("b_older")
+    Path("a_newer").mkdir()
+    write_json(Path("a_newer"), {**newer, "format": 1})
+    assert last_run("--model-path") == Path("a_newer")
+    with pytest.raises(UserError, match="has format 1, and this version reads format 2: a_newer"):
+        RunRecord.require(last_run("--model-path"), "--model-path")
+
+
+def test_a_run_of_another_format_makes_room_for_a_new_one(tmp_path):
+    """What is only moved or replaced need not be read."""
+    folder = tmp_path / "ppo_training_output"
+    finished(folder)
+    write_json(folder, without("format")(json.loads((folder / "run.json").read_text())))
+    with pytest.raises(UserError, match="a finished run is there.*--overwrite"):
+        check_output(folder, overwrite=False, is_default=False)
+    check_output(folder, overwrite=True, is_default=False)
+    held, line = claim_output(folder, overwrite=False, is_default=True)
+    held.close()
+    assert line == f"moved the finished run in {folder} to {folder}_1"

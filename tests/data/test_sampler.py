@@ -14,7 +14,7 @@ from config import make_config, parse_cli
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.curves import read_runs
 from rlhf.api import make_trainer
-from rlhf.checkpoints.run_folder import read_run
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
@@ -242,7 +242,7 @@ def test_other_topics_are_not_the_run_that_was_begun(words, topic_file, tmp_path
     mine.write_text(topic_file.read_text().replace('"topic": "rain"', '"topic": "snow"'))
     with pytest.raises(UserError, match=r"topics_sha256 was .*, is "):
         train_ppo.main(["--resume", "--output", str(tmp_path / "run")])
-    assert "topics_sha256" in read_run(tmp_path / "run")["data"]
+    assert "topics_sha256" in RunRecord.read(tmp_path / "run").data
 
 
 def test_at_the_end_of_a_round_callbacks_hear_of_every_topic(build, topic_file):

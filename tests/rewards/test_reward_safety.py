@@ -12,7 +12,7 @@ import train_grpo
 import train_ppo
 from config import parse_cli
 from rlhf.api import make_trainer
-from rlhf.checkpoints.run_folder import read_run
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.data.examples import Example, examples_of, load_examples
 from rlhf.data.prompts import Prompt
 from rlhf.rewards.functions import find_rule
@@ -135,7 +135,7 @@ def test_whatever_a_function_raises_is_one_line_and_status_1(run_flags, tmp_path
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: script.main(words))
     said = capsys.readouterr().err
-    assert ended.value.code == 1 and read_run(tmp_path / "run")["status"] == "failed"
+    assert ended.value.code == 1 and RunRecord.read(tmp_path / "run").status == "failed"
     assert said.startswith("error: ") and said.count("\n") == 1 and RAISED[line] in said and "Traceback" not in said
 
 
@@ -205,7 +205,7 @@ def test_columns_reach_training_and_evaluation_from_a_file(run_flags, sums, scri
     groups = ["--batch-size", 2, "--K", 2] if script is train_grpo else []
     rule = f"{sums}/rules.py:right"
     script.main(run_flags("--prompts", sums / "sums.jsonl", "--rm-model", "none", "--reward-func", rule, *groups))
-    figures = read_run(sums / "run")["figures"]
+    figures = RunRecord.read(sums / "run").figures
     assert figures["score_before"] == figures["score_after"] > 1
     out = ["--output", str(sums / "evaluated"), "--num-prompts", "3"]
     evaluate_generations.main(["--model-path", str(sums / "run"), "--reward-func", rule, *out])

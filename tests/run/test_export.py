@@ -5,6 +5,7 @@ There is no hub here: a stand-in takes its place.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -25,6 +26,7 @@ import train_grpo
 import train_ppo
 from config import config_of_run, parse_cli
 from rlhf.analysis.models import find_trained, in_4_bit, load_trained
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.models.load import load_tokenizer
 from rlhf.run.export import files_of_model, merge_adapter, saved_models
 from rlhf.run.model_card import model_card, settings_that_decide
@@ -63,6 +65,12 @@ def finished(runs, tmp_path):
 
 def told(run: Path) -> dict:
     return json.loads((run / "run.json").read_text(encoding="utf-8"))
+
+
+def rewritten(run: Path, facts: dict) -> RunRecord:
+    """The record of a run whose run.json was changed."""
+    (run / "run.json").write_text(json.dumps(facts), encoding="utf-8")
+    return RunRecord.read(run)
 
 
 def over_its_base(adapter: Path, start: Path) -> torch.nn.Module:
@@ -258,14 +266,15 @@ def test_a_card_names_base_and_data_that_the_hub_has(finished):
     run = finished("ppo")
     facts = told(run)
     facts["settings"]["model"]["actor_model"], facts["settings"]["data"]["prompts"] = "some/base", "some/data"
-    saved = saved_models(run, facts)["final"]
-    card = ModelCard(model_card(facts, saved, "me/mine"))
+    record = rewritten(run, facts)
+    saved = saved_models(run, record)["final"]
+    card = ModelCard(model_card(record, saved, "me/mine"))
     assert (card.data.base_model, card.data.datasets) == (None, None), "folders that are not here today"
-    facts["on_hub"] = ["some/base", "some/data"]
-    card = ModelCard(model_card(facts, saved, "me/mine"))
+    record = dataclasses.replace(record, on_hub=["some/base", "some/data"])
+    card = ModelCard(model_card(record, saved, "me/mine"))
     assert (card.data.base_model, card.data.datasets) == ("some/base", ["some/data"])
     assert card.data.library_name == "transformers" and "name = 'me/mine'" in card.text
-    assert "adapter" not in card.text and "lora_r" not in dict(settings_that_decide(facts))
+    assert "adapter" not in card.text and "lora_r" not in dict(settings_that_decide(record))
 
 
 def test_nothing_in_a_card_acts(finished):
@@ -274,7 +283,8 @@ def test_nothing_in_a_card_acts(finished):
     evil = "<script>alert(1)</script> [x](http://evil.example) | @everyone\n# heading {{ 7 * 7 }}\x1b[31m"
     facts["settings"]["model"]["actor_model"] = facts["settings"]["model"]["rm_model"] = f"./{evil}"
     facts["settings"]["data"]["prompts"], facts["best"]["why"] = f"./{evil}", evil
-    card = model_card(facts, saved_models(run, facts)["final"], f"./{evil}")
+    record = rewritten(run, facts)
+    card = model_card(record, saved_models(run, record)["final"], f"./{evil}")
     shown = re.sub(r"```(python|bash)\n.*?```", "", card, flags=re.DOTALL)
     assert "<script>" not in shown and "](http://" not in shown and "49" not in shown and "\x1b" not in card
     assert "@everyone" not in shown and "\n# heading" not in shown
@@ -285,7 +295,8 @@ def test_a_figure_that_was_not_finite_is_told(finished):
     run = finished("ppo")
     facts = told(run)
     facts["best"]["evaluations"][-1]["perplexity"] = facts["figures"]["score_rise_interval"][0] = None
-    card = model_card(facts, saved_models(run, facts)["final"], "x")
+    record = rewritten(run, facts)
+    card = model_card(record, saved_models(run, record)["final"], "x")
     assert card.count("not finite") == (3 if facts["best"]["update"] == 2 else 2)
 
 
@@ -365,7 +376,7 @@ def test_what_is_uploaded(finished, stand_in, capsys, monkeypatch, case):
     assert (run / "tokens").is_dir() and (run / "checkpoint-2").is_dir() and (run / "logs").is_dir()
     facts = told(run)
     facts["settings"]["model"]["actor_model"], facts["on_hub"] = "some/base", ["some/base"]
-    (run / "run.json").write_text(json.dumps(facts))
+    rewritten(run, facts)
     api = stand_in(there=there, info=RepositoryNotFoundError("no", response=RESPONSE))
     SCRIPTS[algorithm](["--resume", "--push-to-hub", "ada/mine", "--output", str(run), *flags])
     ((name, operations, message),) = api.commits
@@ -501,7 +512,7 @@ def test_settings_of_an_export_are_harmless(finished):
     run = finished("grpo")
     config = parse_cli(["--resume", "--merge-lora", "--output", str(run)], "grpo")
     assert config.model.use_lora and config.export.merge_lora, "the first from the run, the second from the flags"
-    assert not config_of_run(told(run)).export.merge_lora
+    assert not config_of_run(RunRecord.read(run)).export.merge_lora
 
 
 def test_a_run_remembers_what_it_had_from_the_hub(train, start_model, tmp_path, monkeypatch):

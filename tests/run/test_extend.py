@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 import train_ppo
 from rlhf.analysis.models import find_trained
-from rlhf.checkpoints.run_folder import read_run
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils.errors import UserError
 from tests.checkpoints.test_damaged import reseal
 from tests.trainer.test_nan import run, stop_after
@@ -24,16 +24,16 @@ def finished(run_flags, tmp_path):
 def test_another_length_is_refused_by_name(finished):
     with pytest.raises(UserError, match=r"a finished run with other settings: --resume, num_iterations was 2, is 4\."):
         train_ppo.main(["--resume", "--num-iterations", "4", "--output", str(finished)])
-    assert read_run(finished)["plan"]["updates"] == 2
+    assert RunRecord.read(finished).plan.updates == 2
 
 
 def test_with_resume_anyway_it_is_trained_on(finished, run_flags, tmp_path, capsys):
     """To the bit what a run of that length gives: neither schedule nor KL control depend on the length here."""
     train_ppo.main(["--resume", "--resume-anyway", "--num-iterations", "4", "--output", str(finished)])
     assert "resuming after update 2 of 4" in capsys.readouterr().out
-    record = read_run(finished)
-    assert record["status"] == "finished" and record["plan"]["updates"] == 4 == record["spent"]["updates"]
-    assert record["settings"]["run"]["num_iterations"] == 4 and record["settings"]["run"]["resume"] is False
+    record = RunRecord.read(finished)
+    assert record.status == "finished" and record.plan.updates == 4 == record.spent.updates
+    assert record.knobs["num_iterations"] == 4 and record.knobs["resume"] is False
     train_ppo.main(run_flags("--num-iterations", 4, *FLAGS, "--output", tmp_path / "whole"))
     one, other = (load_file(folder / "model.safetensors") for folder in (finished, tmp_path / "whole"))
     assert all((one[name] == other[name]).all() for name in one)
@@ -64,6 +64,6 @@ def test_an_extension_that_was_interrupted_keeps_the_final_weights_update(finish
     """The weights at the top are still those of update 2, whatever is planned now."""
     words = ["--resume", "--resume-anyway", "--num-iterations", "9", "--output", str(finished)]
     stop_after(4, lambda: run(words, 130))
-    record = read_run(finished)
-    assert record["status"] == "stopped" and record["plan"]["updates"] == 9
+    record = RunRecord.read(finished)
+    assert record.status == "stopped" and record.plan.updates == 9
     assert find_trained(str(finished), "final", None).update == 2

@@ -17,7 +17,8 @@ import train_grpo
 import train_ppo
 from rlhf.callbacks import checkpointing, kl, logging
 from rlhf.checkpoints.manifest import MANIFEST, find_checkpoints
-from rlhf.checkpoints.run_folder import LOCK_FILE, read_run
+from rlhf.checkpoints.run_folder import LOCK_FILE
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils import system
 from rlhf.utils.errors import UserError, run_command
 from tests.kills import differing, shown
@@ -95,15 +96,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(words, whole, tmp_path, monkeypa
     said = capsys.readouterr().out
     assert f"resuming after update {(update - 1) // 2 * 2} of 6" in said
     assert differing(whole / algorithm, output) == []
-    run, plain = read_run(output), read_run(whole / algorithm)
-    assert (
-        run["status"] == "finished" and len(run["sessions"]) == 1 and run["best"]["update"] == plain["best"]["update"]
-    )
+    run, plain = RunRecord.read(output), RunRecord.read(whole / algorithm)
+    assert run.status == "finished" and len(run.sessions) == 1 and run.best.update == plain.best.update
     unlike = {"seconds", "peak_memory_gib"}
-    assert {k: v for k, v in run["figures"].items() if k not in unlike} == {
-        k: v for k, v in plain["figures"].items() if k not in unlike
-    }
-    assert run["spent"] == plain["spent"]
+    same = [{k: v for k, v in record.figures.items() if k not in unlike} for record in (run, plain)]
+    assert same[0] == same[1] and run.spent == plain.spent
     samples = [sorted((one / "samples").iterdir()) for one in (output, whole / algorithm)]
     assert [f.read_bytes() for f in samples[0]] == [f.read_bytes() for f in samples[1]]
 
@@ -123,7 +120,7 @@ def test_torn_checkpoints_are_named_and_an_older_one_serves(words, whole, tmp_pa
     torn.write_bytes(torn.read_bytes()[:-1])
     train_ppo.main(["--resume", "--output", str(output)])
     said = " ".join(capsys.readouterr().out.split())
-    assert "skipped a checkpoint that is not sound: checkpoint-4: training.safetensors has" in said
+    assert "skipped an invalid checkpoint: checkpoint-4: training.safetensors has" in said
     assert "checkpoint-2 is used" in said
     assert differing(whole / "ppo", output) == []
 
@@ -137,7 +134,7 @@ def test_no_sound_checkpoint_says_why_of_each(words, tmp_path, monkeypatch):
     assert [fault.split(",")[1].split(":")[0].strip() for fault in raised.value.faults] == [
         "checkpoint-2", "checkpoint-4",
     ]  # fmt: skip
-    assert all("no sound checkpoint" in fault and "--overwrite" in fault for fault in raised.value.faults)
+    assert all("no valid checkpoint" in fault and "--overwrite" in fault for fault in raised.value.faults)
 
 
 def test_a_run_that_had_saved_nothing_is_begun_anew(words, whole, tmp_path, monkeypatch, capsys):
@@ -198,7 +195,7 @@ def test_best_is_what_the_checkpoint_knew(words, tmp_path, monkeypatch):
     """Kept after the checkpoint that the run goes on from: of a time that is done again, perhaps otherwise."""
     output = broken_off(words, tmp_path / "run", monkeypatch, update=4, more=["--eval-every", 1, "--save-every", 2])
     kept = output / "checkpoint-2" / "best" / "model.safetensors"
-    assert read_run(output)["best"]["update"] is not None and kept.stat().st_ino != 0
+    assert RunRecord.read(output).best.update is not None and kept.stat().st_ino != 0
     then = kept.read_bytes()
     (output / "best" / "model.safetensors").unlink()
     (output / "best" / "model.safetensors").write_bytes(b"of another time")
@@ -230,7 +227,7 @@ def test_harmless_settings_may_change(words, whole, tmp_path, monkeypatch):
     output = broken_off(words, tmp_path / "run", monkeypatch, update=3)
     train_ppo.main(["--resume", "--output", str(output), "--save-every", "1", "--keep", "5", "--record-tokens"])
     assert differing(whole / "ppo", output) == []
-    assert len(find_checkpoints(output, read_run(output)["id"]).sound) == 5
+    assert len(find_checkpoints(output, RunRecord.read(output).id).sound) == 5
 
 
 def test_other_data_and_versions_are_refused(words, tmp_path, monkeypatch, pairs_file):
@@ -301,9 +298,9 @@ def test_asked_to_stop_a_run_saves_and_says_how_to_go_on(words, tmp_path, which)
     assert "this update is brought to its end and saved" in out
     assert "stopped after update" in err and f"python train_ppo.py --resume --output {output}" in err
     assert "Traceback" not in err
-    run = read_run(output)
-    assert run["status"] == "stopped"
-    newest = find_checkpoints(output, run["id"]).newest
+    run = RunRecord.read(output)
+    assert run.status == "stopped"
+    newest = find_checkpoints(output, run.id).newest
     assert f"stopped after update {newest.name.removeprefix('checkpoint-')} of" in err
 
 
@@ -331,7 +328,7 @@ def test_asked_to_stop_in_the_last_update_a_run_is_finished(words, tmp_path, mon
 
     monkeypatch.setattr(kl.KLControl, "on_update_end", late)
     train_ppo.main([*words("ppo"), "--output", str(output)])
-    assert read_run(output)["status"] == "finished"
+    assert RunRecord.read(output).status == "finished"
 
 
 def test_a_second_run_into_the_same_folder_is_refused(words, tmp_path):
@@ -391,7 +388,7 @@ def test_every_file_of_a_save_that_does_not_fit(words, whole, tmp_path, monkeypa
         assert ended.value.code == 1 and "Traceback" not in err, name
         assert "of update 6 could not be saved" in err and "the newest checkpoint is checkpoint-4" in err, name
         assert any(said in err for said in ("No space left", "os error 28", "os error 27")), (name, err)
-        assert sorted(find_checkpoints(output, read_run(output)["id"]).sound) == [2, 4]
+        assert sorted(find_checkpoints(output, RunRecord.read(output).id).sound) == [2, 4]
         failed.append(name)
     assert failed == files
     train_ppo.main(["--resume", "--output", str(tmp_path / files[0])])
@@ -433,7 +430,7 @@ def test_a_folder_that_vanishes_is_a_line_and_is_not_made_anew(words, tmp_path, 
     assert not output.exists()
     (tmp_path / "elsewhere").rename(output)
     train_ppo.main(["--resume", "--output", str(output)])
-    assert read_run(output)["status"] == "finished"
+    assert RunRecord.read(output).status == "finished"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")

@@ -11,7 +11,7 @@ import pytest
 import compare_runs
 import evaluate_generations
 import train_ppo
-from rlhf.checkpoints.run_folder import read_run
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils.errors import UserError
 from tests.conftest import typed
 from tests.trainer.test_nan import nan_rule, run
@@ -97,7 +97,7 @@ def test_the_printed_resume_command_names_the_code_and_works(run_flags, tmp_path
     assert str(refused.value).endswith(f"Resume with: {printed}")
     nan_rule(tmp_path, 10**5)  # the user fixes it
     run([*typed(printed), "--resume-anyway"])  # because the file has changed
-    assert read_run(tmp_path / "run")["status"] == "finished"
+    assert RunRecord.read(tmp_path / "run").status == "finished"
     (replay,) = (line.split("step by step: ")[1] for line in said.out.splitlines() if "step by step: " in line)
     run(typed(replay))
     assert "found" in capsys.readouterr().out

@@ -9,11 +9,12 @@ from statistics import fmean, stdev
 import pytest
 
 from config import parse_cli
-from rlhf.checkpoints.run_record import RunLog
+from rlhf.algorithms.kl_control import with_horizon
+from rlhf.checkpoints.run_log import RunLog
 from rlhf.run.seeds import for_each_seed, show_seeds
-from rlhf.settings.fields import as_plain
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
+from tests.records import facts_of
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def ran(tmp_path, capsys):
                 raise UserError("as told")
             seen.append((config.run.seed, Path(config.run.output).name))
             Path(config.run.output).mkdir(parents=True, exist_ok=True)
-            with RunLog(Path(config.run.output), settings=as_plain(config)) as log:
+            with RunLog(Path(config.run.output), **facts_of(with_horizon(config, 2))) as log:
                 log.add(figures={"score_after": float(config.run.seed), "seconds": 60.0})
 
         config = parse_cli(["--output", str(tmp_path / "out"), *map(str, flags)], "grpo")
@@ -56,14 +57,24 @@ def test_after_a_failure_the_same_command_goes_on_where_it_was(ran):
 
 def test_a_finished_run_with_other_settings_is_not_taken_for_this_one(ran):
     ran("--seeds", 1)
-    with pytest.raises(UserError, match=r"other settings \(K, learning_rate\) is there: .*out_seed1"):
+    with pytest.raises(UserError, match=r"other settings \(K, kl_horizon, learning_rate\) is there: .*out_seed1"):
         ran("--seeds", 1, 2, "--K", 4, "--learning-rate", 1e-3)
     assert ran("--seeds", 1, "--K", 4, "--overwrite") == [(1, "out_seed1")]
 
 
+def test_a_finished_run_of_an_older_format_is_refused_or_replaced(ran, tmp_path):
+    ran("--seeds", 1)
+    file = tmp_path / "out_seed1" / "run.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 1}))
+    for flags in ((), ("--resume",)):
+        with pytest.raises(UserError, match="run.json has format 1, and this version reads format 2: .*out_seed1"):
+            ran("--seeds", 1, 2, *flags)
+    assert ran("--seeds", 1, 2, "--overwrite") == [(1, "out_seed1"), (2, "out_seed2")]
+
+
 def test_faults_of_all_seeds_are_found_before_the_first_is_run(ran, tmp_path):
     (tmp_path / "out_seed3").mkdir()
-    RunLog(tmp_path / "out_seed3")  # a run that did not finish
+    RunLog(tmp_path / "out_seed3", **facts_of())  # a run that did not finish
     with pytest.raises(UserError, match="an unfinished run is there: .*out_seed3"):
         ran("--seeds", 1, 2, 3)
     assert not (tmp_path / "out_seed1").exists()
@@ -83,8 +94,8 @@ def test_a_seed_named_twice_is_a_fault():
 def test_the_table_has_mean_and_spread(tmp_path, capsys):
     scores = {42: 1.0, 123: 2.0, 777: 4.5}
     config = parse_cli(["--output", str(tmp_path / "out")], "grpo")
-    runs = {seed: {"figures": {"score_after": score, "seconds": 90.0}} for seed, score in scores.items()}
-    del runs[777]["figures"]["seconds"]
+    runs = {seed: {"score_after": score, "seconds": 90.0} for seed, score in scores.items()}
+    del runs[777]["seconds"]
     show_seeds(config, runs, Screen())
     said = capsys.readouterr().out
     assert "GRPO, 3 seeds" in said and "sd over seeds" in said

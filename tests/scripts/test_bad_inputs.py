@@ -29,7 +29,7 @@ from config import parse_cli
 from rlhf.api import make_trainer
 from rlhf.callbacks import checkpointing
 from rlhf.checkpoints.run_folder import INPUTS_FILE, read_status
-from rlhf.checkpoints.run_record import RunLog
+from rlhf.checkpoints.run_log import RunLog
 from rlhf.data.examples import load_examples
 from rlhf.data.splits import question_hash
 from rlhf.rewards.reward_model import METRICS_FILE
@@ -38,6 +38,7 @@ from rlhf.trainer.optimize import PolicyOptimizer
 from rlhf.utils import files, hub
 from rlhf.utils.errors import run_command
 from tests.models.test_models import Hub
+from tests.records import facts_of
 from tests.shapes import make_base_model, make_reward_model, smollm2_tokenizer
 
 FORM = re.compile(r"error: .+: .+\. \S.*|and \d+ more")  # what: where. way out
@@ -266,7 +267,7 @@ def output_holds(name: str, finished: bool | None = None) -> Given:
         if finished is None:
             (folder / "thesis.txt").write_text("years of work")
         else:
-            log = RunLog(folder)
+            log = RunLog(folder, **facts_of())
             log.add(status="finished" if finished else "running")
         return ["--output", folder]
 
@@ -301,7 +302,7 @@ def full_during_a_save(world: World) -> list[object]:
 
 def live_run(world: World) -> list[object]:
     (world.folder / "run").mkdir()
-    world.held = RunLog(world.folder / "run")
+    world.held = RunLog(world.folder / "run", **facts_of())
     return []
 
 
@@ -595,10 +596,10 @@ DISK_AND_ENVIRONMENT = [
     Row(72, "output holds something else", output_holds("mine"),
         r"holds files of something else \(no run\.json\): --output .*mine\. Name another with --output"),
     Row(73, "newest checkpoint torn", broken_off(tear(3)),
-        r"warning: skipped a checkpoint that is not sound: checkpoint-3: training\.safetensors has [\d,]+ bytes, not "
+        r"warning: skipped an invalid checkpoint: checkpoint-3: training\.safetensors has [\d,]+ bytes, not "
         r"[\d,]+; checkpoint-2 is used", status=0),
-    Row(74, "no sound checkpoint", broken_off(tear(1, 2, 3)),
-        r"no sound checkpoint: --output .*run, checkpoint-1: training\.safetensors has .*\. Add --over.*"
+    Row(74, "no valid checkpoint", broken_off(tear(1, 2, 3)),
+        r"no valid checkpoint: --output .*run, checkpoint-1: training\.safetensors has .*\. Add --over.*"
         r"\n.*checkpoint-2.*\n.*checkpoint-3"),
     Row(75, "settings changed on resume", broken_off(lambda *_: None, "--learning-rate", 0.5, "--gamma", 0.5),
         r"not the run that was begun: --resume, gamma was 1\.0, is 0\.5\. Take that back, or add --resume-anyway\n"

@@ -23,7 +23,7 @@ from recipes import RECIPES
 from rlhf.algorithms.kl_control import kl_controller
 from rlhf.analysis.curves import read_curves
 from rlhf.api import make_trainer
-from rlhf.checkpoints.run_folder import read_run
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.data.chat_template import encode_prompt
 from rlhf.rewards.functions import find_rule
@@ -69,13 +69,13 @@ def test_seed_001s_walk(orca, capsys):
     record = orca / "reward_model_output" / METRICS_FILE
     record.write_text(json.dumps({**json.loads(record.read_text()), "accuracy": 0.95}))  # random weights learn little
     train_ppo.main(SMALL)
-    run, output = read_run(orca / "ppo_training_output"), orca / "ppo_training_output"
+    run, output = RunRecord.read(orca / "ppo_training_output"), orca / "ppo_training_output"
     AutoModelForCausalLM.from_pretrained(output)
     AutoTokenizer.from_pretrained(output)
     assert (output / "config.json").is_file() and (output / "checkpoint-3").is_dir()
     scalars = read_curves(output).scalars
     assert {"loss", "rewards/mean", "kl_divergence", "learning_rate", "advantage/mean"} <= scalars.keys()
-    assert run["status"] == "finished" and run["settings"]["recipe"] == "smollm2-orca"
+    assert run.status == "finished" and run.recipe == "smollm2-orca"
 
     train_ppo.main(["--use-lora", *SMALL])
     assert "moved the finished run" in capsys.readouterr().out
@@ -210,7 +210,7 @@ def test_the_phased_commands_run(phased, algorithm):
     MAINS[algorithm](words)
     output = phased / "checkpoints" / f"{algorithm}_seed42"
     assert parse_cli([], algorithm).run.eval_every == 50
-    looked = read_run(output)["best"]["evaluations"]
+    looked = RunRecord.read(output).best.evaluations
     assert [one["update"] for one in looked] == [0, 2, 3]
     assert all(one["perplexity"] > 1 and one["kl"] is not None and one["peak_memory_gib"] > 0 for one in looked)
     scalars = read_curves(output).scalars
@@ -228,7 +228,7 @@ def test_their_tables_are_the_recipe(phased, algorithm):
     assert values(config, table) == table
     MAINS[algorithm](["--recipe", "phased-kl", *SMALL, "--batch-size", "2", "--seeds", "42", "123"])
     outputs = [phased / f"{algorithm}_training_output_seed{seed}" for seed in (42, 123)]
-    assert all(read_run(output)["status"] == "finished" for output in outputs)
+    assert all(RunRecord.read(output).status == "finished" for output in outputs)
     assert (outputs[0] / "adapter_model.safetensors").is_file()
 
 
@@ -297,8 +297,8 @@ def test_seed_003s_command(base_model, reward_folder, tmp_path):
     words = ["--recipe", "qwen3-tldr", "--actor-model", base_model, "--rm-model", reward_folder, "--prompts",
              tmp_path / "posts.jsonl", "--output", tmp_path / "run", "--record-tokens", *SMALL]  # fmt: skip
     train_ppo.main([str(word) for word in words])
-    run = read_run(tmp_path / "run")
-    assert run["status"] == "finished" and run["settings"]["model"]["lora_dropout"] == 0.1
+    run = RunRecord.read(tmp_path / "run")
+    assert run.status == "finished" and run.knobs["lora_dropout"] == 0.1
     row = read_tokens(recorded_updates(tmp_path / "run", "-")[0])[0]
     assert row["state"].endswith("TL;DR:") and "<|im_start|>" not in row["state"]
     saved = AutoTokenizer.from_pretrained(tmp_path / "run")

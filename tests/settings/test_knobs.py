@@ -19,7 +19,7 @@ from config import (
     parse_reward_cli,
 )
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.checkpoints.run_record import RunLog
+from rlhf.checkpoints.run_log import RunLog
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.models import logprobs
@@ -35,6 +35,7 @@ from rlhf.setup.build import load_parts
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from tests.conftest import attach
+from tests.records import facts_of
 from tests.shapes import make_reward_model, make_start_model
 
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ def run(build):
         logged = [{k: v for k, v in entry.items() if not k.startswith(MEASURED_APART)}
                   for entry in trainer.state.log_history]  # fmt: skip
         weights = sum(float(w.detach().double().abs().sum()) for w in trainer.model.parameters())
-        return json.dumps([logged, weights, log.data["best"]["update"]])
+        return json.dumps([logged, weights, log.record.best.update])
 
     return observe
 
@@ -171,7 +172,7 @@ def test_another_checkpoint_is_the_best(build, monkeypatch, name):
         trainer = build("--num-iterations", 1, "--kl-schedule", "fixed", *flags, rewards=scripted)
         with attach(trainer) as log:
             trainer.train()
-        return log.data["best"]["update"]
+        return log.record.best.update
 
     flags, both = BY_BEST[name]
     assert best(*both, *flags) != best(*both)
@@ -263,7 +264,7 @@ def passes_in_training(build, *flags):
 
 def seen_overwrite(configured, tmp_path):
     (tmp_path / "run").mkdir()
-    RunLog(tmp_path / "run")
+    RunLog(tmp_path / "run", **facts_of())
 
     def outcome(*flags):
         try:

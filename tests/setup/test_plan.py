@@ -10,7 +10,7 @@ import torch
 import train_ppo
 from config import parse_cli
 from recipes import RECIPES
-from rlhf.checkpoints.run_folder import read_run
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.setup.build import load_parts
 from rlhf.setup.plan import base_parameters, kl_line, show_plan
 from rlhf.utils.console import Screen
@@ -51,9 +51,9 @@ def test_the_plan_of_the_longest_run_takes_seconds(configured, capsys):
 
 def test_the_default_horizon_is_a_number_in_run_json(run_flags, tmp_path):
     train_ppo.main(run_flags("--num-iterations", 3))
-    assert read_run(tmp_path / "run")["settings"]["kl"]["kl_horizon"] == 8, "two updates' episodes"
+    assert RunRecord.read(tmp_path / "run").settings["kl"]["kl_horizon"] == 8, "two updates' episodes"
     train_ppo.main(run_flags("--num-iterations", 3, "--kl-horizon", 77, "--overwrite"))
-    assert read_run(tmp_path / "run")["settings"]["kl"]["kl_horizon"] == 77
+    assert RunRecord.read(tmp_path / "run").settings["kl"]["kl_horizon"] == 77
 
 
 def test_help_prints_what_runs(monkeypatch, capsys):

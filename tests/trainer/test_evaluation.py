@@ -69,7 +69,7 @@ def test_without_pairs_the_perplexity_is_of_the_start_models_replies_and_says_so
     trainer.train()
     kept = len(trainer.evaluation_prompts)
     source = f"one fixed sample of the start model's replies ({kept})"
-    assert trainer.evaluator.text.source == source == log.data["best"]["perplexity_text"]
+    assert trainer.evaluator.text.source == source == log.record.best.perplexity_text
     start = [json.loads(line)["reply"] for line in (Path(log.path.parent) / "samples" / "update-000000.jsonl").open()]
     decoded = [decode_reply(trainer.processing_class, ids) for ids in trainer.evaluator.text.replies]
     assert decoded == start, "EOS where the reply had one, no other change"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import train_ppo
 from rlhf.checkpoints.manifest import find_checkpoints
-from rlhf.checkpoints.run_folder import read_run
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.models.save import bad_weights
 from rlhf.trainer import collect, evaluation, optimize
 from rlhf.trainer.evaluation import FixedText, perplexity
@@ -66,7 +66,7 @@ def test_a_step_that_breaks_the_weights_ends_the_run_and_saves_nothing(run_flags
     run(words, 1)
     said = capsys.readouterr().err
     assert re.search(r"error: \d+ weights are not finite, the first is \S+: after update 1\. They are not saved", said)
-    assert read_run(tmp_path / "run")["status"] == "failed"
+    assert RunRecord.read(tmp_path / "run").status == "failed"
     assert names(tmp_path / "run") == []
     saved = list((tmp_path / "run").rglob("*.safetensors"))
     assert saved, "best/ has the start model"
@@ -96,7 +96,7 @@ def test_the_advised_command_works(run_flags, tmp_path, capsys):
     (advised,) = re.findall(r"Use a smaller learning rate: (.*)", said.err)
     assert "--learning-rate 5e-06" in advised, "a tenth would be a typo, too"
     run(typed(advised))
-    assert read_run(tmp_path / "run")["status"] == "finished"
+    assert RunRecord.read(tmp_path / "run").status == "finished"
 
 
 def test_the_advised_command_resumes_from_before_the_weights_broke(run_flags, tmp_path, capsys):
@@ -110,7 +110,7 @@ def test_the_advised_command_resumes_from_before_the_weights_broke(run_flags, tm
     (advised,) = re.findall(r"Use a smaller learning rate: (.*)", said)
     run(typed(advised))
     assert "after update 2 of 8, from" in capsys.readouterr().out
-    assert read_run(tmp_path / "run")["status"] == "finished"
+    assert RunRecord.read(tmp_path / "run").status == "finished"
 
 
 def stop_after(update: int, call) -> None:
@@ -159,7 +159,7 @@ def test_an_overdue_checkpoint_is_written_by_the_next_update_that_succeeds(build
 
     trainer.collector.score = score
     trainer.train()
-    assert sorted(find_checkpoints(tmp_path / "run", log.data["id"]).sound) == [4, 6, 8, 9]
+    assert sorted(find_checkpoints(tmp_path / "run", log.record.id).sound) == [4, 6, 8, 9]
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -169,8 +169,8 @@ def test_a_run_that_skips_all_of_its_few_updates_finishes_with_a_warning(run_fla
     said = capsys.readouterr().out
     assert f"warning: the last update, {updates}, was skipped; the weights are finite and are saved" in said
     assert "not measured, because every update was skipped" in said
-    record = read_run(tmp_path / "run")
-    assert record["status"] == "finished" and record["figures"]["kl_last_10_updates"] is None
+    record = RunRecord.read(tmp_path / "run")
+    assert record.status == "finished" and record.figures["kl_last_10_updates"] is None
     assert json.loads((tmp_path / "run" / "run.json").read_text())["spent"]["optimizer_steps"] == 0
 
 
@@ -178,7 +178,7 @@ def test_three_skipped_updates_at_the_end_fail(run_flags, tmp_path, capsys):
     rule = nan_rule(tmp_path, 2)
     run(run_flags("--num-iterations", 3, "--rm-model", "none", "--reward-func", rule), 1)
     assert "Fix the reward function, then resume with: python train_ppo.py --resume" in capsys.readouterr().err
-    assert read_run(tmp_path / "run")["status"] == "failed"
+    assert RunRecord.read(tmp_path / "run").status == "failed"
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 

@@ -16,7 +16,7 @@ import train_ppo
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.callbacks.base import Callback
 from rlhf.callbacks.incidents import Incident, save_incident
-from rlhf.checkpoints.run_folder import read_run
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.run.command import train_command
 from rlhf.run.replay import replay
 from rlhf.trainer import collect, evaluation, optimize, safety
@@ -193,7 +193,7 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
     assert ended.value.code == 1 and "3 updates in a row were skipped: update 4" in said.err
     folder = output / "incidents" / "update-000004"
     assert f"python train_{algorithm}.py --replay {folder}" in said.out
-    assert read_run(output)["status"] == "failed"
+    assert RunRecord.read(output).status == "failed"
     incident = json.loads((folder / "incident.json").read_text())
     assert incident["versions"]["trl"] == "1.12.0"
     assert incident["settings"]["model"]["actor_model"] == config.model.actor_model

@@ -1,0 +1,84 @@
+"""Writes a run's run.json while the run is going, and locks its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from rlhf.checkpoints import replacing
+from rlhf.checkpoints.run_folder import INPUTS_FILE, hold
+from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, environment, now
+from rlhf.utils.errors import Notice, RunError, UserError
+from rlhf.utils.files import write_json
+
+
+class RunLog:
+    """A run's record, written to run.json at every change. While the log is open, the run's folder is locked."""
+
+    def __init__(self, folder: Path, held: IO[bytes] | None = None, *, resume: bool = False, **facts: Any):
+        """Begin a record with `facts` (see RunRecord), or with `resume` continue the one in `folder`.
+
+        Args:
+            folder: the run's folder.
+            held: the folder's lock, if it was claimed before.
+            resume: keep what the record holds, and add to its `sessions`.
+            facts: the fields of a new RunRecord that depend on the run, or more keys of the new session.
+        """
+        self._lock = held or hold(folder)
+        self.folder, self.path = folder, folder / RUN_FILE
+        self.begun, self.before = time.monotonic(), 0.0
+        self._found: RunRecord | None = None  # a resumed run's record as it was
+        if resume:
+            self.record = self._found = RunRecord.require(folder, "--resume, --output")
+            session = {"started": now(), "pid": os.getpid(), **environment(), **facts}
+            sessions = [*(self.record.sessions or ()), session]
+            self.add(status="running", pid=session["pid"], ended=None, reason=None, sessions=sessions)
+        else:
+            self.record = RunRecord.begin(**facts)
+            self.record.write(folder)
+
+    def add(self, **facts: Any) -> None:
+        """Set fields of the record and write it. Raises FileNotFoundError if the folder is gone: creating it again
+        would write below the mount point of a disk that was removed."""
+        self.check_place()
+        self.record = replace(self.record, **facts)
+        self.record.write(self.folder)
+
+    def check_place(self) -> None:
+        if not self.path.exists():
+            raise FileNotFoundError(errno.ENOENT, "The run's folder is no longer there", str(self.folder))
+
+    def seconds(self) -> float:
+        """Return the seconds of training, in this session and those before it."""
+        return self.before + time.monotonic() - self.begun
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Write how the run ended; "finished" only if the block had no error. The inputs of a reward function that
+        failed are stored in a file, which the error names."""
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(self.folder)  # a full disk names no file; what a run writes, it writes there
+        if isinstance(error, RunError) and error.inputs is not None:
+            file = self.folder / INPUTS_FILE
+            write_json(file, json.loads(json.dumps(error.inputs, default=str)))  # a column may hold any object
+            error.faults[-1] += f"; what it was given is in {file}"
+        if kind is None:
+            self.add(status="finished", ended=now())
+            for line in replacing.remove_replaced(self.folder):
+                warnings.warn(line, Notice, stacklevel=2)
+        elif self._found is not None and isinstance(error, UserError) and not isinstance(error, RunError):
+            self._found.write(self.folder)  # refused before anything was trained: the record stays what it was
+        else:
+            status = getattr(error, "run_status", "failed")
+            with contextlib.suppress(OSError):  # perhaps the full disk that ended the run: the first error is reported
+                self.add(status=status, ended=now(), reason=f"{kind.__name__}: {error}")
+        self._lock.close()

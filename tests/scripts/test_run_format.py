@@ -1,0 +1,70 @@
+"""Every command that reads a run refuses a run.json of another format, or a damaged one, in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import compare_runs
+import evaluate_generations
+import plot_training_progress
+import train_ppo
+from rlhf.utils.errors import run_command
+
+COMMANDS = {  # a command -> its arguments
+    "resume": (train_ppo, ["--resume", "--output", "ppo_seed1"]),
+    "extend": (train_ppo, ["--resume", "--resume-anyway", "--num-iterations", "4", "--output", "ppo_seed1"]),
+    "resume of seeds": (train_ppo, ["--resume", "--seeds", "1", "--output", "ppo"]),
+    "export": (train_ppo, ["--resume", "--push-to-hub", "ada/mine", "--output", "ppo_seed1"]),
+    "evaluate": (evaluate_generations, ["--model-path", "ppo_seed1"]),
+    "evaluate the last run": (evaluate_generations, []),
+    "evaluate best": (evaluate_generations, ["--model-path", "ppo_seed1/best"]),
+    "evaluate a checkpoint": (evaluate_generations, ["--model-path", "ppo_seed1/checkpoint-2"]),
+    "chat": (evaluate_generations, ["--chat", "--model-path", "ppo_seed1"]),
+    "tokens": (evaluate_generations, ["--tokens", "ppo_seed1"]),
+    "compare": (compare_runs, ["ppo_seed1"]),
+    "plot": (plot_training_progress, ["ppo_seed1"]),
+    "plot the last run": (plot_training_progress, []),
+}
+
+
+@pytest.fixture
+def here(runs, tmp_path, monkeypatch, capsys):
+    """A folder with a finished run, and a function that changes its run.json."""
+    folder = shutil.copytree(runs["ppo", 1], tmp_path / "ppo_seed1")
+    monkeypatch.chdir(tmp_path)
+
+    def change(text) -> None:
+        (folder / "run.json").write_text(text(json.loads((folder / "run.json").read_text())))
+        capsys.readouterr()
+
+    return change
+
+
+def refusal(module, argv, capsys) -> str:
+    with pytest.raises(SystemExit) as ended:
+        run_command(partial(module.main, argv))
+    assert ended.value.code == 2
+    return capsys.readouterr().err.replace(f"{Path.cwd()}/", "")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_of_an_older_format_is_refused_in_one_line(here, capsys, command):
+    here(lambda facts: json.dumps({name: value for name, value in facts.items() if name != "format"}))
+    assert refusal(*COMMANDS[command], capsys) == (
+        "error: run.json has format 1, and this version reads format 2: ppo_seed1. Train the run again, or use the "
+        "version that made it\n"
+    )
+    assert {path.name for path in Path().iterdir()} == {"ppo_seed1"}, "nothing was written"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_with_a_damaged_file_is_refused_in_one_line(here, capsys, command):
+    here(lambda facts: json.dumps({**facts, "plan": {}}))
+    line = refusal(*COMMANDS[command], capsys)
+    assert line.startswith("error: run.json is incomplete or corrupted, without a valid 'plan.updates': ppo_seed1. ")
+    assert line.count("\n") == 1

@@ -20,7 +20,11 @@ def main(argv: list[str] | None = None) -> None:
     with Screen() as screen:
         folder = train_reward_model(config, screen, start_device(screen))
     why = refusal(config, folder)
-    screen.say(f"next: {training_command(config)}" if why is None else f"warning: training refuses this model: {why}")
+    screen.say(
+        f"next: {training_command(config, 'train_ppo.py')}"
+        if why is None
+        else f"warning: training refuses this model: {why}"
+    )
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from rlhf.algorithms.table import ALGORITHMS
 
 ROOT = Path(__file__).parent.parent
 # The folders of rlhf/, bottom first, with the modules beside them and the root's at their places among them.
@@ -132,3 +135,33 @@ def test_help_and_mistakes_do_not_wait_for_torch(command):
         code = watch.format(argv=["x", argument], run=run, name=name)
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
+
+def strings_of(tree: ast.AST) -> Iterator[str]:
+    """The strings of a file, without its docstrings."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value
+
+
+NAMES = re.compile(rf"(?<![a-z_])(train_)?({'|'.join(ALGORITHMS)})(?![a-z_])", re.IGNORECASE)
+NAMED_IN = {"rlhf.trainer.trl_host", "rlhf.models.trl_ppo"}  # where TRL's classes are imported
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("**/*.py")), ids=module_of)
+def test_only_the_table_names_an_algorithm(path):
+    if path.parent.name == "algorithms" or module_of(path) in NAMED_IN:
+        return
+    named = [text for text in strings_of(ast.parse(path.read_text(encoding="utf-8"))) if NAMES.search(text)]
+    assert named == []
+
+
+def test_the_check_sees_a_name():
+    tree = ast.parse('"""PPO"""\ndef f():\n    "GRPO"\n    return "ppo" if x else f"python train_{y}.py grpo_"')
+    assert [text for text in strings_of(tree) if NAMES.search(text)] == ["ppo"]

@@ -225,7 +225,7 @@ def last_run(flag: str) -> Path:
     """
     here = runs_in(Path())
     if not here:
-        raise UserError(f"no run in this folder: {flag}. Name a run's folder, or train one: python train_ppo.py")
+        raise UserError(f"no run in this folder: {flag}. Name a run's folder, or train one first")
     return here[-1]
 
 

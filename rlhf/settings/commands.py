@@ -66,9 +66,9 @@ def _may_have_pairs(source: str) -> bool:
         return '"chosen"' in stream.readline()
 
 
-def training_command(config: Any) -> str:
+def training_command(config: Any, script: str) -> str:
     """Return the command that trains a policy with the reward model that was just made."""
-    return command("python", "train_ppo.py", *training_words(config))
+    return command("python", script, *training_words(config))
 
 
 def training_words(config: Any) -> list[str]:

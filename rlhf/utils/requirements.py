@@ -27,5 +27,7 @@ def check_libraries() -> None:
             faults.append(f'{name} is not installed: {REQUIREMENTS.name}. Install it with: pip install "{line}"')
             continue
         if name == "trl" and line != f"trl=={version}":
-            faults.append(f'another trl ({version}): {REQUIREMENTS.name}. PPO needs this one: pip install "{line}"')
+            faults.append(
+                f'another trl ({version}): {REQUIREMENTS.name}. This project needs this one: pip install "{line}"'
+            )
     raise_if(faults)

@@ -96,7 +96,7 @@ def test_it_trains_resumes_and_is_evaluated_drawn_and_compared(toy, run_flags, r
 
     evaluate_generations.main(["--model-path", str(whole), "--num-prompts", "4"])
     (model,) = json.loads(Path("evaluation_output/evaluation.json").read_text())["models"]
-    assert model["name"] == str(whole)
+    assert model["label"].startswith(str(whole))
     evaluate_generations.main(["--tokens", str(whole)])
     compared = [str(folder) for folder in (whole, runs["ppo", 1], runs["grpo", 1])]
     plot_training_progress.main(compared)

@@ -25,6 +25,7 @@ from rlhf.reports.evaluation_report import make_report, show_report, write_repor
 from rlhf.reports.token_page import colour, write_token_page
 from rlhf.utils.console import Screen, visible
 from rlhf.utils.html import markdown_cell
+from tests.records import record_of
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -164,7 +165,7 @@ def test_a_comparisons_page_and_markdown_of_three_algorithms(bench, runs, tmp_pa
 
 
 def side_of(algorithm: str, **groups: dict) -> Side:
-    return Side(algorithm, [{"seed": 1, "settings": {"recipe": "x", "algorithm": algorithm, **groups}}], [], [])
+    return Side(algorithm, [record_of(settings={"recipe": "x", "algorithm": algorithm, **groups})], [], [])
 
 
 def test_settings_that_differ_between_three_sides_by_hand():

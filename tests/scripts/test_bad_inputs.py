@@ -618,7 +618,7 @@ DISK_AND_ENVIRONMENT = [
         r"out of memory with one reply at a time: the backward pass \(CUDA out of memory\..*\)\. What would help "
         r"most: (--[a-z0-9 -]+ \(about \d+\.\d\d GiB less\)(, )?){3}$", status=1),
     Row(78, "another trl", installed("trl", "1.13.0"),
-        r'another trl \(1\.13\.0\): requirements\.txt\. PPO needs this one: pip install "trl==1\.12\.0"$'),
+        r'another trl \(1\.13\.0\): requirements\.txt\. This project needs this one: pip install "trl==1\.12\.0"$'),
     Row(78, "requests missing", installed("requests", None),
         r'requests is not installed: requirements\.txt\. Install it with: pip install "requests==2\.34\.2"$'),
     Row(78, "trl missing for the reward model", installed("trl", None),

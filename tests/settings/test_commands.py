@@ -99,7 +99,7 @@ def test_the_two_commands_lead_to_each_other(recipe):
     made = parse_reward_cli(shlex.split(reward_model_command(start))[3:])
     assert (made.training.rm_output, made.data.pairs) == ("./my judge", "pairs$.jsonl")
     assert (made.training.base_model, made.calibration.actor_model) == ("./start", "./start")
-    again = parse_cli(typed(training_command(made)))
+    again = parse_cli(typed(training_command(made, "train_ppo.py")))
     assert (again.model.rm_model, again.model.actor_model) == ("./my judge", "./start")
     assert (again.data.prompts, str(again.data.split)) == ("pairs$.jsonl", "30/60/10")
     assert reward_model_command(parse_cli(["--recipe", recipe])).startswith("python -m reward_model.train")
@@ -110,7 +110,7 @@ def test_no_next_command_for_a_model_that_training_refuses(start_model, pairs_fi
     words = ["--base-model", start_model, "--actor-model", "none", "--pairs", pairs_file, "--rm-output",
              tmp_path / "judge"]  # fmt: skip
     for accuracy in (0.4, 0.9):
-        monkeypatch.setattr(reward_model.train, "training_command", lambda _: "THE COMMAND")
+        monkeypatch.setattr(reward_model.train, "training_command", lambda *_: "THE COMMAND")
         monkeypatch.setattr(training, "read_record", lambda _, a=accuracy: {"accuracy": a, "length_baseline": 0.5})
         reward_model.train.main([str(word) for word in [*words, "--rm-overwrite"]])
         said = capsys.readouterr().out

@@ -21,6 +21,7 @@ import train_ppo
 import train_rloo
 from config import parse_cli, parse_reward_cli
 from recipes import RECIPES
+from rlhf.checkpoints.run_record import Spent
 from rlhf.rewards import training
 from rlhf.run.summary import same_budget_command, same_budget_commands
 from rlhf.settings import commands
@@ -66,17 +67,21 @@ def test_the_next_commands_of_a_run_with_an_odd_name_work(run_flags, tmp_path, m
     assert record["data"] == mine["data"]
 
 
+def spent_on(updates: int, episodes: int) -> Spent:
+    return Spent(updates, episodes, optimizer_steps=0, reply_tokens=0)
+
+
 def test_the_other_algorithms_commands_carry_the_settings(tmp_path):
     words = ["--recipe", "demo", "--batch-size", "32", "--learning-rate", "1e-4", "--use-lora", "--no-bf16"]
     config = parse_cli(words)
     for algorithm in ("grpo", "rloo"):
-        line = same_budget_command(config, {"updates": 10, "episodes": 320}, algorithm)
+        line = same_budget_command(config, spent_on(10, 320), algorithm)
         assert line.startswith(f"python train_{algorithm}.py ")
         other = parse_cli(typed(line), algorithm)
         assert other.episodes_per_update == 32 and other.group_size == 4
         assert other.optimizer.learning_rate == 1e-4 and other.model.use_lora and other.model.bf16 is False
         assert other.run.episodes == 320 and other.ppo == parse_cli(["--recipe", "demo"], "grpo").ppo
-    spent = {"updates": 150, "episodes": 9600}
+    spent = spent_on(150, 9600)
     assert same_budget_commands(parse_cli(["--recipe", "demo"], "grpo"), spent) == [
         ("PPO, same budget", "python train_ppo.py --recipe demo --seed 42 --episodes 9600"),
         ("RLOO, same budget", "python train_rloo.py --recipe demo --seed 42 --episodes 9600"),
@@ -85,7 +90,7 @@ def test_the_other_algorithms_commands_carry_the_settings(tmp_path):
     assert "--K 8" in same_budget_command(grouped, spent, "rloo"), "RLOO has groups, too"
     assert "--K" not in same_budget_command(grouped, spent, "ppo")
     one_episode = parse_cli(["--batch-size", "1"])
-    assert same_budget_commands(one_episode, {"updates": 2, "episodes": 2}) == [], "not one update"
+    assert same_budget_commands(one_episode, spent_on(2, 2)) == [], "not one update"
 
 
 # --- the reward model ------------------------------------------------------------------------------------------------

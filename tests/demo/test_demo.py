@@ -1,8 +1,8 @@
 """The demo, as its command is written in the README: it must show real learning, in the time that it promises.
 
-`.ci/run` trains with seed 42, PPO from nothing and GRPO after it. Seeds 123 and 777, and the runs whose KL follows a
-falling target, are proofs: `python -m pytest -n 0 -m proof`. tests/demo/test_small_demo.py has the same steps in
-seconds.
+`.ci/run` trains with seed 42, PPO from nothing and GRPO and RLOO after it. Seeds 123 and 777, and the runs whose KL
+follows a falling target, are proofs: `python -m pytest -n 0 -m proof`. tests/demo/test_small_demo.py has the same steps
+in seconds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.algorithms.table import ALGORITHMS
 from tests.scripts.test_scripts import copy_project, run
 
 pytestmark = pytest.mark.demo
@@ -31,9 +32,9 @@ def demo(project):
 
 
 @pytest.fixture(scope="module")
-def grpo_demo(project, demo):
-    """The same of `python train_grpo.py --recipe demo`."""
-    return run_demo(project, "grpo")
+def other_demos(project, demo):
+    """The same of `python train_grpo.py --recipe demo` and of every other algorithm, by name."""
+    return {name: run_demo(project, name) for name in ALGORITHMS if name != "ppo"}
 
 
 def run_demo(project: Path, algorithm: str, *flags: str):
@@ -67,8 +68,9 @@ def test_ppo_really_learns(demo):
     check_learning(demo[2]["figures"])
 
 
-def test_grpo_really_learns_from_as_many_episodes(demo, grpo_demo):
-    seconds, output, log, _ = grpo_demo
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ppo"])
+def test_others_really_learn_from_as_many_episodes(demo, other_demos, algorithm):
+    seconds, output, log, _ = other_demos[algorithm]
     assert "demo parts: cached" in output
     assert seconds <= CACHED_S
     check_learning(log["figures"])
@@ -76,9 +78,9 @@ def test_grpo_really_learns_from_as_many_episodes(demo, grpo_demo):
         assert log["spent"][spent] == demo[2]["spent"][spent] == log["plan"][spent]
 
 
-def test_the_demos_runs_are_looked_at_with_the_readmes_commands(project, demo, grpo_demo):
-    """Evaluation, curves and verdict on the two runs of seed 42, and the page of recorded tokens."""
-    run_names = [f"{algorithm}_training_output" for algorithm in ("ppo", "grpo")]
+def test_the_demos_runs_are_looked_at_with_the_readmes_commands(project, demo, other_demos):
+    """Evaluation, curves and verdict on the runs of seed 42, and the page of recorded tokens."""
+    run_names = [f"{algorithm}_training_output" for algorithm in ALGORITHMS]
     done = run(["evaluate_generations.py", "--model-path", run_names[0]], project)
     assert done.returncode == 0, done.stderr
     report = json.loads((project / "evaluation_output" / "evaluation.json").read_text(encoding="utf-8"))
@@ -90,10 +92,12 @@ def test_the_demos_runs_are_looked_at_with_the_readmes_commands(project, demo, g
     done = run(["compare_runs.py", *run_names], project)
     assert done.returncode == 0, done.stderr
     compared = json.loads((project / "comparison_output" / "comparison.json").read_text(encoding="utf-8"))
-    assert "by the gold quality, which no training saw" in compared["verdict"][0]
-    assert "after 9,600 episodes each" in compared["verdict"][0]
-    assert "PPO is better than the start model" in compared["verdict"][1]
-    assert "GRPO is better than the start model" in compared["verdict"][1]
+    *pairs, against_start = compared["verdict"]
+    assert len(pairs) == 3, "PPO and GRPO, PPO and RLOO, GRPO and RLOO"
+    for sentence in pairs:
+        assert "by the gold quality, which no training saw" in sentence and "after 9,600 episodes each" in sentence
+    for algorithm in ALGORITHMS:
+        assert f"{algorithm.upper()} is better than the start model" in against_start
     train = ["train_ppo.py", "--recipe", "demo", "--num-iterations", "2", "--record-tokens", "--output", "./recorded"]
     for command in (train, ["evaluate_generations.py", "--tokens", "./recorded"]):
         done = run(command, project)
@@ -121,7 +125,7 @@ def test_there_are_enough_questions_and_none_is_shared_by_two_parts(project, dem
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("seed", ["123", "777"])
 def test_other_seeds_learn_too(project, demo, algorithm, seed):
     seconds, output, log, _ = run_demo(project, algorithm, "--seed", seed)
@@ -138,7 +142,7 @@ PHASED = [
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_kl_follows_a_falling_target_into_the_band_of_each_third(project, demo, algorithm):
     """0.05, 0.02, 0.01 nats a token: the last 10 updates of each third within 0.5 to 1.5 x its target."""
     _, output, log, _ = run_demo(project, algorithm, *PHASED)

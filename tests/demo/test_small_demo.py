@@ -11,32 +11,32 @@ import pytest
 import compare_runs
 import evaluate_generations
 import plot_training_progress
-import train_grpo
-import train_ppo
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.demo import parts
+from rlhf.run.command import train_command
 
 FEW = ["--recipe", "demo", "--num-iterations", "4", "--eval-every", "2", "--eval-prompts", "16", "--record-tokens",
        "--allow-weak-reward-model"]  # fmt: skip
-RUNS = ["ppo_training_output", "grpo_training_output"]
+RUNS = [f"{algorithm}_training_output" for algorithm in ALGORITHMS]
 
 
 @pytest.fixture
 def small(made_once, monkeypatch) -> Path:
     """The folder in which the demo ran; the working folder of the test."""
-    folder = made_once("small_demo", train_both)
+    folder = made_once("small_demo", train_all)
     monkeypatch.chdir(folder)
     return folder
 
 
-def train_both(folder: Path) -> None:
-    """PPO from nothing, then GRPO; what each printed goes to a file."""
+def train_all(folder: Path) -> None:
+    """PPO from nothing, then the others; what each printed goes to a file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(parts, "QUESTIONS", parts.QUESTIONS // 5)
         patch.setattr(parts, "SAMPLES_PER_QUESTION", parts.SAMPLES_PER_QUESTION // 2)
-        for name, script in (("ppo", train_ppo), ("grpo", train_grpo)):
+        for name in ALGORITHMS:
             with Path(f"{name}.txt").open("w", encoding="utf-8") as printed, redirect_stdout(printed):
-                script.main(FEW)
+                train_command(name, FEW)
 
 
 def finished(name: str) -> dict:
@@ -55,14 +55,15 @@ def test_ppo_is_trained_from_nothing(small):
     assert 0 <= run["figures"]["gold_before"] <= 1 and len(run["figures"]["gold_rise_interval"]) == 2
 
 
-def test_grpo_takes_the_same_parts_and_as_many_episodes(small):
-    printed = Path("grpo.txt").read_text(encoding="utf-8")
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ppo"])
+def test_others_take_the_same_parts_and_as_many_episodes(small, algorithm):
+    printed = Path(f"{algorithm}.txt").read_text(encoding="utf-8")
     assert "demo parts: cached" in printed
     for words in ("before -> after", "drawn at random", "gold quality", "no training saw it", "saved:", "next:"):
         assert words in printed
-    ppo, grpo = map(finished, RUNS)
-    assert ppo["spent"]["episodes"] == grpo["spent"]["episodes"]
-    assert ppo["spent"]["optimizer_steps"] == grpo["spent"]["optimizer_steps"]
+    ppo, other = finished(RUNS[0]), finished(f"{algorithm}_training_output")
+    assert ppo["spent"]["episodes"] == other["spent"]["episodes"]
+    assert ppo["spent"]["optimizer_steps"] == other["spent"]["optimizer_steps"]
 
 
 def test_the_runs_are_evaluated_drawn_and_compared(small):
@@ -75,4 +76,4 @@ def test_the_runs_are_evaluated_drawn_and_compared(small):
     assert Path("training_progress.png").is_file()
     compare_runs.main([*RUNS, "--num-prompts", "8"])
     verdict = json.loads(Path("comparison_output", "comparison.json").read_text(encoding="utf-8"))["verdict"]
-    assert "by the gold quality, which no training saw" in verdict[0]
+    assert len(verdict) == 4 and all("by the gold quality, which no training saw" in pair for pair in verdict[:3])

@@ -17,6 +17,7 @@ import torch
 from benchmarks import on_gpu
 from benchmarks.work import add_flags
 from config import ComparisonConfig, Config, EvaluationConfig, PlotConfig, RewardModelConfig, parse_cli
+from rlhf.algorithms.table import ALGORITHMS
 from tests.scripts.test_scripts import ROOT, copy_project, run
 from tests.shapes import make_base_model, make_start_model
 
@@ -151,7 +152,7 @@ def _flags(make_parser, command) -> list[str]:
 def test_the_glossary_names_what_is_logged(build):
     logged = {"rewards/each/NAME"}  # where there are several reward functions
     logged |= {f"topic/NAME/{kind}" for kind in ("score", "kl", "eval_score")}  # with --steps-per-topic
-    for algorithm in ("ppo", "grpo"):
+    for algorithm in ALGORITHMS:
         trainer = build(algorithm=algorithm)
         trainer.train()
         logged |= set().union(*trainer.state.log_history) - {"epoch", "step"}

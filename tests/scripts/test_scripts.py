@@ -52,10 +52,12 @@ def flags(start_model, reward_folder, pairs_file) -> list[str]:
 ALGORITHMS = {
     "ppo": ([], "4 prompts in 1 minibatches"),
     "grpo": (["--K", "2", "--batch-size", "2"], "2 prompts x 2 replies in 1 minibatches"),
+    "rloo": (["--K", "2", "--batch-size", "2"], "2 prompts x 2 replies in 1 minibatches"),
 }
+OTHERS = [pytest.param(name, marks=pytest.mark.ci) for name in ALGORITHMS if name != "ppo"]
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("algorithm", ["ppo", *OTHERS])
 def test_a_run_from_start_to_saved_model(project, flags, algorithm):
     more, batch = ALGORITHMS[algorithm]
     script, flags, name = f"train_{algorithm}.py", [*flags, *more], f"{algorithm}_training_output"
@@ -102,20 +104,21 @@ def test_seeds_in_one_command(project, flags):
 
 
 def test_the_scripts_read_as_a_diff_of_each_other():
-    ppo, grpo = ((ROOT / f"train_{a}.py").read_text().splitlines() for a in ("ppo", "grpo"))
-    assert len(ppo) == len(grpo)
-    renamed = [line.replace("GRPO", "PPO").replace("grpo", "ppo") for line in grpo]
-    assert sorted(renamed) == sorted(ppo), "the names of the algorithm are all that differs (and the imports' order)"
+    ppo = (ROOT / "train_ppo.py").read_text()
+    for name in ALGORITHMS:
+        text = (ROOT / f"train_{name}.py").read_text()
+        assert text.replace(name.upper(), "PPO").replace(name, "ppo") == ppo, "only the algorithm's name differs"
 
 
 @pytest.mark.ci
-def test_an_equal_budget_for_both(project, flags):
+def test_an_equal_budget_for_all(project, flags):
     plans = []
-    for algorithm, more in (("ppo", ["--batch-size", "4"]), ("grpo", ["--batch-size", "2", "--K", "2"])):
+    for algorithm, (more, _) in ALGORITHMS.items():
+        more = [*more, "--batch-size", "4"] if algorithm == "ppo" else more
         done = run([f"train_{algorithm}.py", *flags, *more, "--episodes", "30", "--dry-run"], project)
         assert done.returncode == 0, done.stderr
         plans.append(next(line for line in done.stdout.splitlines() if line.startswith("  budget")))
-    assert plans[0] == plans[1]
+    assert len(plans) == 3 and len(set(plans)) == 1
     assert "8 updates x 4 = 32 episodes (30 asked for, rounded up to whole updates), 32 optimizer steps" in plans[0]
 
 

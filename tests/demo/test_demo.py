@@ -1,8 +1,8 @@
 """The demo, as its command is written in the README: it must show real learning, in the time that it promises.
 
 `.ci/run` trains with seed 42, PPO from nothing and GRPO and RLOO after it. Seeds 123 and 777, and the runs whose KL
-follows a falling target, are proofs: `python -m pytest -n 0 -m proof`. tests/demo/test_small_demo.py has the same steps
-in seconds.
+follows a falling target, are proofs: `python -m pytest -n 0 -m proof`. tests/demo/test_small_demo.py has the same
+steps in seconds.
 """
 
 from __future__ import annotations

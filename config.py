@@ -775,12 +775,14 @@ def parse_cli(argv: list[str] | None = None, algorithm: str = "ppo") -> Config:
 
 
 def settings_to_resume(config: Config) -> dict[str, tuple[Any, str]]:
-    """What the run that goes on was told, as settings beneath this command line's; nothing where none is there."""
+    """Settings stored in the run.json of the run that is resumed, by name; empty if there is no run. Raises UserError
+    if it is a run of another algorithm, or names reward code that the command line does not name."""
     run = config.run
     folders = [run.output] if run.seeds is None else [seed_folder(run.output, seed) for seed in run.seeds]
-    begun = next(filter(None, (RunRecord.read(Path(folder)) for folder in folders)), None)
+    begun, folder = next(((r, f) for f in folders if (r := RunRecord.read(Path(f))) is not None), (None, None))
     if begun is None:
         return {}
+    begun.require_algorithm(config.algorithm, folder)
     aside = {"seeds", "output", "overwrite", "dry_run", "resume", "resume_anyway"}
     aside |= {"seed"} if run.seeds is not None else set()
     knobs = {n: v for n, v in known_settings(begun.settings).items() if n not in aside}

@@ -24,11 +24,11 @@ from rlhf.utils.errors import run_command
 from rlhf.utils.files import write_json
 
 UPDATES = 2
-# a trainer's methods, and the phases of the forecast that fall into each
+# methods of a trainer's parts, and the phases of the forecast that each contains
 METHODS = {
-    "rollout": ("rollout", "measuring"),
-    "score": ("scoring",),
-    "optimizer_step": ("backward pass", "optimizer step"),
+    "collector.collect": ("rollout", "measuring"),
+    "collector.score": ("scoring",),
+    "learner.step": ("backward pass", "optimizer step"),
 }
 
 
@@ -118,7 +118,8 @@ def foretell(trainer):
 
 
 def tensors_in(trainer, methods: Iterable[str], run: Callable[[], Any]) -> dict[str, int]:
-    """Bytes: the most that tensors took in each of some methods while `run` ran, above what they took before it."""
+    """Bytes: the most that tensors took in each of some `methods` (PART.METHOD) while `run` ran, above what they took
+    before it."""
     from benchmarks.machine import tensor_peak
 
     most, device = dict.fromkeys(methods, 0), trainer.accelerator.device.type
@@ -133,7 +134,9 @@ def tensors_in(trainer, methods: Iterable[str], run: Callable[[], Any]) -> dict[
 
     with ExitStack() as stack:
         for name in most:
-            stack.enter_context(patch.object(trainer, name, watched(name, getattr(trainer, name))))
+            part, method = name.split(".")
+            owner = getattr(trainer, part)
+            stack.enter_context(patch.object(owner, method, watched(name, getattr(owner, method))))
         run()
     return most
 

@@ -161,6 +161,13 @@ class RunRecord:
             raise UserError(f"{there}: {flag} {folder}. Give the folder of a run ({known})")
         return run
 
+    def require_algorithm(self, algorithm: str, folder: str) -> None:
+        """Raise UserError if another algorithm's command resumes this run, which is in `folder`."""
+        if self.algorithm != algorithm:
+            raise UserError(
+                f"a run of train_{self.algorithm}.py: --resume, --output {folder}. Resume it with that command"
+            )
+
     def write(self, folder: Path) -> None:
         """Replace the run.json in `folder`, complete or not at all."""
         write_json(folder / RUN_FILE, self.as_json())

@@ -35,8 +35,7 @@ def settle_resume(config: Config, screen: Screen) -> Config | None:
     """
     output = config.run.output
     run = RunRecord.require(Path(output), "--resume, --output")
-    if run.algorithm != config.algorithm:
-        raise UserError(f"a run of train_{run.algorithm}.py: --resume, --output {output}. Resume it with that command")
+    run.require_algorithm(config.algorithm, output)
     if run.status == "finished" and not is_extended(config, run):
         screen.say(f"finished already: {output}. There is nothing to train")
         if not (config.run.dry_run or config.run.check):

@@ -41,6 +41,7 @@ from rlhf.rollout.engine import default_engine, sample_replies
 from rlhf.rollout.sampling import uniforms
 from rlhf.setup.memory import forecaster_of
 from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.optimize import PolicyOptimizer
 from rlhf.utils.errors import UserError
 from tests import shapes
 from tests.kills import differing
@@ -221,7 +222,7 @@ class Run:
 def train(words: list[str], algorithm: str, output: Path, killed: Path) -> dict[str, Any]:
     """Run a script to its end; what was seen on the way, and a copy of its folder as a kill would leave it."""
     seen: dict[str, Any] = {"steps": []}
-    update, step, advantages = OnPolicyLoop.one_update, OnPolicyLoop.optimizer_step, OnPolicyLoop.corrected
+    update, advantages, step = OnPolicyLoop.one_update, OnPolicyLoop.advantages, PolicyOptimizer.step
 
     def one_update(trainer, number):
         seen["trainer"] = trainer
@@ -229,17 +230,19 @@ def train(words: list[str], algorithm: str, output: Path, killed: Path) -> dict[
             shutil.copytree(output, killed)
         return update(trainer, number)
 
-    def optimizer_step(trainer, batch, rows):
-        seen["steps"].append(step(trainer, batch, rows))
+    def advantages_of(trainer, rollout, scores):
+        experience = advantages(trainer, rollout, scores)
+        seen.setdefault("first_kl", experience.kl)
+        return experience
+
+    def step_of(optimizer, experience, rows):
+        seen["steps"].append(step(optimizer, experience, rows))
         return seen["steps"][-1]
 
-    def corrected(trainer, batch):
-        seen.setdefault("first_kl", batch.kl)
-        return advantages(trainer, batch)
-
     with pytest.MonkeyPatch.context() as patch:
-        for replacement in (one_update, optimizer_step, corrected):
-            patch.setattr(OnPolicyLoop, replacement.__name__, replacement)
+        patch.setattr(OnPolicyLoop, "one_update", one_update)
+        patch.setattr(OnPolicyLoop, "advantages", advantages_of)
+        patch.setattr(PolicyOptimizer, "step", step_of)
         SCRIPTS[algorithm].main([*words, "--output", str(output)])
     return seen
 

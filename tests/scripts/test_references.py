@@ -238,8 +238,9 @@ def test_the_names_of_their_tables(tmp_path):
         "max_grad_norm: 0.5\nclip_range: 0.1\nvalue_coef: 0.5\nentropy_coef: 0.01\nppo_epochs: 1\ngroup_size: 6\n"
     )
     config = parse_cli(["--config", str(tmp_path / "a.yaml")])
+    assert parse_cli(["--config", str(tmp_path / "a.yaml")], "grpo").group.K == 6
     expected = {"gamma": 0.99, "lam": 0.9, "score_ema": 0.9, "normalize_scores": True, "max_grad_norm": 0.5,
-                "clip_range": 0.1, "value_coef": 0.5, "entropy_coef": 0.01, "ppo_epochs": 1, "K": 6}  # fmt: skip
+                "clip_range": 0.1, "value_coef": 0.5, "entropy_coef": 0.01, "ppo_epochs": 1}  # fmt: skip
     assert values(config, expected) == expected
     assert [str(target) for target in config.kl.targets] == ["0.05/token", "0.02/token", "0.01/token"]
 

@@ -62,4 +62,4 @@ def test_help_prints_what_runs(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         parse_cli(["--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "GRPO samples K replies to each (default: 6, at least 1)" in said
+    assert "with --K, so many completions of each (default: 6, at least 1)" in said

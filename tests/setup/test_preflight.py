@@ -336,8 +336,8 @@ def test_steps_that_are_not_taken(tried, algorithm):
     check = steps_are_as_planned(trainer, rollout)
     assert not check.ok and "3 taken, 3 logged" in check.found
     trainer, _, rollout = tried(*flags, algorithm=algorithm)
-    step = trainer.optimizer_step
-    trainer.optimizer_step = lambda *a: (step(*a), trainer.optimizer.step())[0]  # as TRL's last batch does
+    step = trainer.learner.step
+    trainer.learner.step = lambda *a: (step(*a), trainer.optimizer.step())[0]  # as TRL's last batch does
     check = steps_are_as_planned(trainer, rollout)
     assert not check.ok and "12 taken, 6 logged" in check.found
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from recipes import RECIPES
-from rlhf.algorithms.table import ALGORITHMS
+from rlhf.algorithms.table import ALGORITHMS, Algorithm
 from rlhf.checkpoints.run_folder import seed_folder
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, flat_settings
 from rlhf.settings.commands import names_code, resume_command
-from rlhf.settings.fields import as_in, knob
+from rlhf.settings.fields import as_in, knob, knobs_of
 from rlhf.settings.merge import build, resolve
 from rlhf.settings.types import HubName, KLTarget, Split, bare_targets
-from rlhf.utils.errors import UserError, did_you_mean
+from rlhf.utils.errors import UserError, raise_if
 
 LARGEST_SEED = 2**32 - 1  # that numpy and transformers take
 MOST_UPDATES = 10_000_000
@@ -172,8 +172,8 @@ class SpeedSettings:
 
 
 @dataclass(frozen=True)
-class PPOSettings:
-    """PPO (Schulman et al. 2017): critic and advantages."""
+class CriticSettings:
+    """The critic, and generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438)."""
 
     critic: str = knob(
         "shared",
@@ -187,6 +187,12 @@ class PPOSettings:
     )
     gamma: float = knob(1.0, "discount per token", low=0, high=1, aliases=("gae_gamma",))
     lam: float = knob(0.95, "GAE lambda", low=0, high=1, aliases=("gae_lambda",))
+
+
+@dataclass(frozen=True)
+class PPOSettings:
+    """PPO (Schulman et al. 2017, arXiv 1707.06347): rewards per token and advantages."""
+
     whiten_rewards: bool = knob(False, "divide the rewards by their standard deviation over the batch")
     whiten_advantages: bool = knob(True, "shift and scale the advantages to mean 0, variance 1 over the batch")
     kl_penalty_at: str = knob("token", "charge the KL at each token, or its sum at EOS", choices=("token", "eos"))
@@ -440,6 +446,7 @@ class Config(Command):
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
     speed: SpeedSettings = field(default_factory=SpeedSettings)
+    critic: CriticSettings = field(default_factory=CriticSettings)
     ppo: PPOSettings = field(default_factory=PPOSettings)
     group: GroupSettings = field(default_factory=GroupSettings)
     grpo: GRPOSettings = field(default_factory=GRPOSettings)
@@ -453,7 +460,7 @@ class Config(Command):
     @property
     def separate_critic(self) -> bool:
         """Whether there is a critic with a backbone of its own."""
-        return self.ppo.critic == "separate"
+        return self.critic.critic == "separate"
 
     @property
     def built_by_recipe(self) -> tuple[str, ...]:
@@ -804,11 +811,14 @@ def require_named_code(config: Config, rules: Sequence[str], only_exported: bool
 
 def make_config(recipe: str = "smollm2-orca", algorithm: str = "ppo", **knobs: Any) -> Config:
     """A configuration from Python: a recipe, and knobs by their names. Raises UserError as the command line does."""
-    if algorithm not in ALGORITHMS:
-        raise UserError(
-            f"unknown algorithm {algorithm!r}: make_config(algorithm=). {did_you_mean(algorithm, ALGORITHMS)}"
-        )
-    row = ALGORITHMS[algorithm]
+    row, foreign = algorithm_row(algorithm, "make_config(algorithm=)"), foreign_knobs(algorithm)
+    raise_if(
+        [
+            f"{name} belongs to {foreign[name]}: make_config({name}=), algorithm {algorithm!r}. Leave it out"
+            for name in knobs
+            if name in foreign
+        ]
+    )
     values = {name: (value, f"make_config({name}=)") for name, value in knobs.items()}
     layers = [{**values, "recipe": (recipe, "make_config")}]
     return build(
@@ -817,14 +827,33 @@ def make_config(recipe: str = "smollm2-orca", algorithm: str = "ppo", **knobs: A
     )  # fmt: skip
 
 
+def algorithm_row(name: str, where: str) -> Algorithm:
+    """The row of an algorithm in the table. Raises UserError with `where` it was named if there is none."""
+    if name not in ALGORITHMS:
+        raise UserError(f"unknown algorithm {name!r}: {where}. Known: {', '.join(ALGORITHMS)}")
+    return ALGORITHMS[name]
+
+
+def foreign_knobs(algorithm: str) -> dict[str, str]:
+    """Every name of the knobs that only other algorithms read -> the scripts that have their flags."""
+    foreign = ALGORITHMS[algorithm].foreign
+    knobs = [knob for knob in knobs_of(Config).values() if knob.group in foreign]
+    return {name: foreign[knob.group] for knob in knobs for name in (knob.name, *knob.aliases)}
+
+
 def config_of_run(run: RunRecord, **changed: Any) -> Config:
     """Return a run's configuration, with some knobs `changed`."""
     return config_of_settings(run.algorithm, run.settings, **changed)
 
 
 def config_of_settings(algorithm: str, settings: dict[str, Any], **changed: Any) -> Config:
-    """Return the configuration for stored `settings`, with some knobs `changed`. Unknown settings are ignored."""
-    return make_config(settings["recipe"], algorithm, **{**known_settings(settings), **changed})
+    """Return the configuration for stored `settings`, with some knobs `changed`. Settings that this version does not
+    have, or that the algorithm does not read, are ignored. Raises UserError for an algorithm that is not in the
+    table."""
+    algorithm_row(algorithm, RUN_FILE)
+    foreign = foreign_knobs(algorithm)
+    known = {name: value for name, value in known_settings(settings).items() if name not in foreign}
+    return make_config(settings["recipe"], algorithm, **{**known, **changed})
 
 
 def known_settings(settings: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from accelerate import PartialState
 from benchmarks.machine import seconds
 from benchmarks.work import KL_COEF, LEARNING_RATE, SEED, TEMPERATURE, Work, prompt_lengths, random_prompts
 from config import Config, make_config
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.prompts import PromptSets
 from rlhf.models.device import memory_in_use
 from rlhf.models.load import load_tokenizer
@@ -35,7 +36,7 @@ def configuration(work: Work) -> Config:
         top_p=1.0,
         top_k=0,
         batch_size=work.batch_size,
-        K=work.K,
+        **({"K": work.K} if ALGORITHMS[work.algorithm].group_size > 1 else {}),
         ppo_epochs=work.ppo_epochs,
         minibatches=work.minibatches,
         kl_coef=KL_COEF,

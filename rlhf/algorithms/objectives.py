@@ -188,6 +188,16 @@ def leave_one_out_advantages(scores: Tensor, group_size: int) -> Tensor:
     return (groups - others).flatten()
 
 
+LARGEST_LOG_RATIO = 20.0  # exp of more would end in infinite numbers, also where the clip makes the gradient 0
+
+
+def completion_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """pi_new(completion) / pi_rollout(completion) = exp(sum_t log r_t), (n,), from log-probabilities (n, T); held
+    between exp(-20) and exp(20), without a gradient outside."""
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0).sum(1)
+    return torch.exp(log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
+
+
 def rloo_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_range: float
 ) -> tuple[Tensor, Tensor]:
@@ -196,9 +206,7 @@ def rloo_policy_loss(
 
     Log-probabilities and mask (n, T), advantages (n,). Returns the loss and whether it was clipped, both (n,).
     """
-    # r = pi_new(completion) / pi_rollout(completion) = exp(sum_t log r_t)
-    ratio = torch.exp(torch.where(mask, logprobs - old_logprobs, 0.0).sum(1))
-    return clipped_surrogate(ratio, advantages, clip_range)
+    return clipped_surrogate(completion_ratio(logprobs, old_logprobs, mask), advantages, clip_range)
 
 
 def clipped_value_loss(

@@ -18,14 +18,14 @@ class PPO:
 
     def advantages(self, rollout: Rollout, scores: Tensor, kl_coef: float) -> Experience:
         """Rewards per token from scores (B,) and KL, then GAE."""
-        ppo, mask = self.config.ppo, rollout.mask
+        ppo, critic, mask = self.config.ppo, self.config.critic, rollout.mask
         kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, mask)
         beta = self.config.kl.coef_in("reward", kl_coef)
         rewards = objectives.shape_rewards(kl, scores, mask, beta, ppo.kl_penalty_at)
         if ppo.whiten_rewards:
             rewards = objectives.whiten(rewards, mask, shift_mean=False)
         advantages, returns = objectives.generalized_advantage_estimate(
-            rewards, rollout.values, mask, ppo.gamma, ppo.lam
+            rewards, rollout.values, mask, critic.gamma, critic.lam
         )
         weights = objectives.whiten(advantages, mask) if ppo.whiten_advantages else advantages
         return Experience.of(
@@ -45,13 +45,13 @@ class PPO:
             experience.values[rows],
             experience.returns[rows],
             mask,
-            config.ppo.value_clip_range,
+            config.critic.value_clip_range,
             total_tokens,
         )
         kl = objectives.kl_loss_per_token(outputs.logprobs, old, experience.ref_logprobs[rows], mask)
         loss = (
             policy_loss
-            + config.ppo.value_coef * value_loss
+            + config.critic.value_coef * value_loss
             - config.batch.entropy_coef * objectives.masked_mean(outputs.entropy, mask, total_tokens)
             + config.kl.coef_in("loss", experience.kl_coef) * objectives.masked_mean(kl, mask, total_tokens)
         )

@@ -46,4 +46,6 @@ class RLOO:
         return loss, {
             "loss": loss.detach(),
             **policy_stats(policy_loss, clipfrac, outputs, experience, rows, total_tokens),
+            "policy/ratio": objectives.completion_ratio(outputs.logprobs.detach(), old, mask).sum()
+            / config.minibatch_size,
         }

@@ -16,7 +16,7 @@ class Algorithm:
     title: str
     group_size: int  # completions per prompt unless --K is set; 1: no groups, and --K is refused
     has_critic: bool
-    settings: tuple[str, ...]  # groups of settings that not every algorithm reads, and this one does
+    settings: tuple[str, ...]  # groups of settings of its own; "group" and "critic" follow from the above
     colour: str  # in pictures; Okabe & Ito 2008: told apart with any kind of colour vision, and in grey
     marker: str  # of matplotlib, to tell it apart without colours
     source: str  # "module:Class", imported when a trainer is built
@@ -31,13 +31,18 @@ class Algorithm:
         return f"train_{self.name}.py"
 
     @property
+    def reads(self) -> tuple[str, ...]:
+        """Groups of settings that not every algorithm reads, and this one does."""
+        return (*(["critic"] * self.has_critic), *(["group"] * (self.group_size > 1)), *self.settings)
+
+    @property
     def foreign(self) -> dict[str, str]:
         """Groups of settings that only other algorithms read -> the scripts that have their flags."""
-        groups = dict.fromkeys(group for row in ALGORITHMS.values() for group in row.settings)
+        groups = dict.fromkeys(group for row in ALGORITHMS.values() for group in row.reads)
         return {
-            group: " and ".join(row.script for row in ALGORITHMS.values() if group in row.settings)
+            group: " and ".join(row.script for row in ALGORITHMS.values() if group in row.reads)
             for group in groups
-            if group not in self.settings
+            if group not in self.reads
         }
 
     @property
@@ -70,7 +75,7 @@ ALGORITHMS = {
             title="Group Relative Policy Optimization",
             group_size=8,
             has_critic=False,
-            settings=("group", "grpo"),
+            settings=("grpo",),
             colour="#D55E00",
             marker="s",
             source="rlhf.algorithms.grpo:GRPO",
@@ -80,7 +85,7 @@ ALGORITHMS = {
             title="REINFORCE Leave-One-Out",
             group_size=8,
             has_critic=False,
-            settings=("group",),
+            settings=(),
             colour="#009E73",
             marker="D",
             source="rlhf.algorithms.rloo:RLOO",

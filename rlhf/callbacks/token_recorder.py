@@ -82,6 +82,6 @@ class TokenRecord(Callback):
         if update == 1 or update % record.record_every == 0:
             count = record.record_prompts * self.config.group_size  # a group's replies stand together
             numbers = [self.number_of[id(prompt)] for prompt in batch.prompts[:count]]
-            gamma = self.config.ppo.gamma
+            gamma = self.config.critic.gamma
             rows = token_rows(update, numbers, batch, scored.raw, self.tokenizer, gamma)
             write_tokens(self.folder, update, rows, record.record_format)

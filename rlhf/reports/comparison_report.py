@@ -136,7 +136,7 @@ def settings_that_differ(sides: Sequence[Side]) -> list[tuple[str, str]]:
 
 def _own_knobs() -> set[str]:
     """The settings that only some algorithms read."""
-    own = {group for row in ALGORITHMS.values() for group in row.settings}
+    own = {group for row in ALGORITHMS.values() for group in row.reads}
     return {name for name, knob in knobs_of(Config).items() if knob.group in own}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -58,9 +59,17 @@ def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
     said += [(f"scores of {name}", state_of(torch.tensor(given))) for name, given in scores.items()]
     batch = batch_of(trainer, incident, rollout, scores)
     trainer.model.train()
-    with trainer.learner.dropout_stream(incident.said["update"]):
-        stats = trainer.learner.minibatch_gradients(batch, incident.said["rows"] or list(range(len(incident.rows))))
-    said += [(name, f"{float(value):.6g}") for name, value in stats.items()]
+    update, found = incident.said["update"], incident.said["rows"]
+    with trainer.learner.dropout_stream(update):
+        for rows in [found] if found else trainer.learner.minibatches(update, 0):
+            said += gradients_again(trainer, batch, rows)
+    return said
+
+
+def gradients_again(trainer: OnPolicyLoop, batch: Experience, rows: Sequence[int]) -> list[tuple[str, str]]:
+    """Compute one minibatch's gradients without a step: its statistics, and the gradients that are not finite."""
+    stats = trainer.learner.minibatch_gradients(batch, rows)
+    said = [(name, f"{float(value):.6g}") for name, value in stats.items()]
     gradients = [(name, w.grad) for name, w in trainer.actor.named_parameters() if w.grad is not None]
     said += [(f"gradient of {name}", state_of(grad)) for name, grad in gradients if not grad.isfinite().all()]
     trainer.optimizer.zero_grad()

@@ -65,7 +65,8 @@ class RolloutCollector:
         uniform = uniforms(self.config.run.seed, update, purpose, [number for number, _ in episodes], length)
         tokens = {"eos": self.tokenizer.eos_token_id, "pad": self.tokenizer.pad_token_id, "device": self.device}
         self.host.model.eval()  # in train mode, gradient checkpointing would drop the cache
-        with self.micro_batches.within("the rollout"), autocast(self.device, self.dtype):
+        phase = "the rollout" if purpose == "rollout" else "an evaluation"
+        with self.micro_batches.within(phase), autocast(self.device, self.dtype):
             if self.vllm is not None and purpose == "rollout":
                 return self.vllm.sample(prompts, **tokens)
             speed = self.config.speed

@@ -31,7 +31,7 @@ class Events:
         """Add an object with a method for some of EVENTS, or a function of (epoch, metrics): on_epoch_end. Raises
         UserError for anything else."""
         if not callable(callback) and not any(hasattr(callback, event) for event in EVENTS):
-            raise UserError(f"hears nothing: callback {callback!r:.60}. Give it one of {', '.join(EVENTS)}")
+            raise UserError(f"no method for any event: callback {callback!r:.60}. Give it one of {', '.join(EVENTS)}")
         self.callbacks.append(callback)
 
     def call(self, event: str, *details: Any) -> None:

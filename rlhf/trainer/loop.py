@@ -168,6 +168,8 @@ class OnPolicyLoop:
             stats = self.learner.run(experience, update)
         except Dropped as found:
             return self.skip(update, rollout, experience, found)
+        finally:
+            self.collector.cached_forward.clear()  # also if a reward function raised
         self.progress.note(skipped=False)
         self.require_finite_weights(update)
         times.append(perf_counter())
@@ -176,8 +178,7 @@ class OnPolicyLoop:
         return self.finish_step(update, {**metrics, **stats}, times)
 
     def prompts_of(self, update: int) -> list[tuple[int, Prompt]]:
-        """This update's episodes: their numbers in the run and their prompts. The episodes of a group are
-        neighbours."""
+        """This update's episodes: their numbers in the run and their prompts. A group's are neighbours."""
         prompts = [prompt for prompt in self.dealing.prompts_of(update) for _ in range(self.config.group_size)]
         return list(enumerate(prompts, (update - 1) * len(prompts)))
 
@@ -188,7 +189,6 @@ class OnPolicyLoop:
     def skip(self, update: int, rollout: Rollout, experience: Experience | None, found: Dropped) -> dict[str, float]:
         """Skip the rest of an update; its earlier optimizer steps stay. Raises RunError after some in a row."""
         self.optimizer.zero_grad()
-        self.collector.cached_forward.clear()
         self.lr_scheduler.step()
         self.progress.note(skipped=True)
         self.require_finite_weights(update)

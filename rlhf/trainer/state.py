@@ -22,6 +22,7 @@ from rlhf.data.prompts import ids_alone
 from rlhf.models.save import load_policy_weights
 from rlhf.trainer.evaluation import Evaluation, FixedText
 from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.progress import Progress
 from rlhf.utils.files import disk_errors
 
 TENSORS_FILE, STATE_FILE = "training.safetensors", "training.json"
@@ -66,8 +67,7 @@ def load_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
     trainer.state.global_step, trainer.state.episode = state["update"], state["episode"]
     trainer.state.epoch, trainer.state.log_history = state["epoch"], state["log_history"]
     trainer.kl_coef, trainer.this_epoch = state["kl_coef"], state["this_epoch"]
-    for name, value in state["progress"].items():
-        setattr(trainer.progress, name, value)
+    vars(trainer.progress).update(asdict(Progress(**state["progress"])))  # in place: the loop's parts share it
     normalizer = trainer.collector.normalizer
     if normalizer is not None and state["normalizer"] is not None:  # with --resume-anyway it may be new
         normalizer.load_state_dict(state["normalizer"])

@@ -264,6 +264,25 @@ class StockGroups:
             ["--kl-placement", "none", "--loss-type", "gspo", "--minibatches", "2"],
             {"beta": 0.0, "scale_rewards": "none", "loss_type": "grpo", "importance_sampling_level": "sequence"},
         ),
+        # ratios that are clipped
+        (
+            ["--kl-placement", "none", "--clip-range", "0.002"],
+            {"beta": 0.0, "scale_rewards": "none", "loss_type": "dapo", "epsilon": 0.002},
+        ),
+        (
+            ["--kl-placement", "none", "--loss-type", "cispo", "--clip-range", "0.002"],
+            {"beta": 0.0, "scale_rewards": "none", "loss_type": "cispo", "epsilon_high": 1.002},
+        ),
+        (
+            ["--kl-placement", "none", "--loss-type", "gspo", "--clip-range", "0.002"],
+            {
+                "beta": 0.0,
+                "scale_rewards": "none",
+                "loss_type": "grpo",
+                "importance_sampling_level": "sequence",
+                "epsilon": 0.002,
+            },
+        ),
     ],
 )
 def test_three_updates_of_two_epochs_match_trls_grpo(build, start_model, tmp_path, monkeypatch, flags, settings):

@@ -107,6 +107,39 @@ def test_its_gradient_is_no_multiple_of_grpos(loss_type):
     assert cosine(gradient(rloo, moved), gradient(grpo, moved)) < 0.99
 
 
+def test_the_sampler_weight_of_a_completion_is_at_all_its_tokens(rloo, build):
+    """Another program sampled, with log-probs lower by 0.1 per token: RLOO's weight is exp(0.1 x tokens), at most 2,
+    at every token of a completion; GRPO's is exp(0.1)."""
+    for trainer, exponents in ((rloo(), None), (build(algorithm="grpo"), 1)):
+        rollout = rolled(trainer)
+        rollout.replies.sampled_logprobs = rollout.logprobs - 0.1
+        batch = trainer.advantages(rollout, torch.arange(4.0))
+        tokens = rollout.mask.sum(1, keepdim=True) if exponents is None else torch.tensor(1)
+        factor = (0.1 * tokens).exp().clamp(max=2)
+        assert_close(batch.weights, batch.advantages * factor, rtol=1e-4, atol=1e-5)
+
+
+def test_a_ratio_beyond_floats_has_a_loss_and_a_gradient():
+    """2,000 nats away: 0 where the clip binds, finite where it does not."""
+    leaf = torch.full((2, 2), 1000.0, requires_grad=True)
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    loss, _ = objectives.rloo_policy_loss(leaf, torch.zeros(2, 2), torch.tensor([1.0, -1.0]), mask, 0.2)
+    loss.sum().backward()
+    assert_close(loss.detach(), torch.tensor([-1.2, math.exp(20)]))
+    assert leaf.grad.tolist() == [[0, 0], [0, 0]]
+
+
+def test_the_logged_ratio_is_that_of_completions(rloo):
+    """So that the check of a minibatch's ratio sees what the loss multiplies by."""
+    trainer = rloo("--ppo-epochs", 1)
+    rollout = rolled(trainer)
+    batch = trainer.advantages(rollout, torch.arange(4.0))
+    batch.logprobs = batch.logprobs - 0.2
+    stats, _ = whole_gradient(trainer, batch)
+    expected = sum(math.exp(0.2 * length) for length in rollout.mask.sum(1).tolist()) / 4
+    assert float(stats["policy/ratio"]) == pytest.approx(expected, rel=1e-4)
+
+
 def test_sampler_weights_of_one_action_by_hand():
     """Gaps of 0.1 and 0.2 nats, and of 5 nats: exp(0.3) at both tokens, and the cap of 2."""
     new = torch.tensor([[0.1, 0.2, 9.0], [5.0, 9.0, 9.0]])
@@ -129,16 +162,17 @@ def test_micro_batches_add_up(rloo, placement):
 
 
 def test_a_kl_in_the_loss_is_the_completions_kl(rloo):
-    """With advantages 0 the loss is beta x the mean over completions of the sum of (p_new / p_old) k3; at the rollout
-    policy that is k3 alone."""
+    """With advantages 0 the loss is beta x the mean over completions of the sum of (p_new / p_old) k3, with the ratio
+    of each token: here the policy has moved by 0.3 nats at each token."""
     trainer = rloo("--kl-placement", "loss", "--kl-coef", 0.7, "--kl-schedule", "fixed")
     with torch.no_grad():
         for weight in trainer.reference.copy.parameters():
             weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
     rollout = rolled(trainer)
     batch = trainer.advantages(rollout, torch.ones(4))
+    batch.logprobs = batch.logprobs - 0.3
     trainer.model.train()
     stats, _ = whole_gradient(trainer, batch)
     log_ratio = (rollout.ref_logprobs - rollout.logprobs)[rollout.mask].double()
-    expected = 0.7 * float((log_ratio.exp() - 1 - log_ratio).sum()) / 4
+    expected = 0.7 * math.exp(0.3) * float((log_ratio.exp() - 1 - log_ratio).sum()) / 4
     assert float(stats["loss"]) == pytest.approx(expected, rel=1e-4) and expected > 1e-3

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,7 +18,7 @@ from torch import Tensor
 import compare_runs
 import evaluate_generations
 import plot_training_progress
-from config import Config, make_config
+from config import Config, make_config, parse_cli
 from rlhf.algorithms import objectives
 from rlhf.algorithms.experience import Experience, PolicyOutputs, policy_stats
 from rlhf.algorithms.table import ALGORITHMS, Algorithm
@@ -40,14 +42,19 @@ class Toy:
             signal.raise_signal(signal.SIGINT)
         kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
         rewards = scores - self.config.kl.coef_in("reward", kl_coef) * kl.sum(1)
-        advantages = torch.where(rollout.mask, (rewards - rewards.mean()).unsqueeze(1), 0.0)
-        return Experience.of(rollout, kl=kl, kl_coef=kl_coef, advantages=advantages, weights=advantages)
+        groups = rewards.view(-1, self.config.group_size) if self.config.group_size > 1 else rewards.view(1, -1)
+        baselines = groups.mean(1, keepdim=True).expand_as(groups).flatten()
+        advantages = torch.where(rollout.mask, (rewards - baselines).unsqueeze(1), 0.0)
+        critic = {"returns": rollout.values, "rewards": rollout.values} if rollout.values is not None else {}
+        return Experience.of(rollout, kl=kl, kl_coef=kl_coef, advantages=advantages, weights=advantages, **critic)
 
     def loss(
         self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         mask = experience.mask[rows]
         loss = -objectives.masked_mean(experience.weights[rows] * outputs.logprobs, mask, total_tokens)
+        if outputs.values is not None:
+            loss = loss + objectives.masked_mean(outputs.values.square(), mask, total_tokens)
         nothing_clipped = torch.zeros_like(loss)
         stats = policy_stats(loss, nothing_clipped, outputs, experience, rows, total_tokens)
         return loss, {"loss": loss.detach(), **stats}
@@ -108,6 +115,25 @@ def test_it_trains_resumes_and_is_evaluated_drawn_and_compared(toy, run_flags, r
     assert pairs >= {"PPO - GRPO", "PPO - TOY", "GRPO - TOY", "TOY - start model"}
     page = Path("comparison_output/comparison.html").read_text(encoding="utf-8")
     assert "TOY" in page and "TOY" in Path("comparison_output/comparison.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("changed", "flags", "episodes"),
+    [({"group_size": 3}, ("--K", 2), 16), ({"has_critic": True}, ("--gamma", 0.9, "--critic", "separate"), 8)],
+    ids=["with groups", "with a critic"],
+)
+def test_one_with_groups_and_one_with_a_critic(toy, run_flags, tmp_path, monkeypatch, changed, flags, episodes):
+    """The row says what the algorithm has; flags, hosts, plan, record of tokens and resuming follow."""
+    row = replace(toy, **changed)
+    monkeypatch.setitem(ALGORITHMS, "toy", row)
+    assert parse_cli([], "toy").group_size == row.group_size
+    train_command("toy", run_flags("--num-iterations", 2, "--save-every", 1, "--record-tokens", *flags))
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (record["status"], record["spent"]["episodes"]) == ("finished", episodes)
+    assert (tmp_path / "run" / "value_head.safetensors").exists() == row.has_critic
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    train_command("toy", ["--resume", "--num-iterations", "3", "--resume-anyway", "--output", str(tmp_path / "run")])
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["spent"]["updates"] == 3
 
 
 def test_it_trains_from_python(toy, start_model, tmp_path):

@@ -471,7 +471,7 @@ def test_yaml_without_an_end_is_refused(tmp_path, what):
 
 def test_the_alias_of_a_value_is_that_value(tmp_path):
     (tmp_path / "a.yaml").write_text("gamma: &g 0.5\nlam: *g\n")
-    assert parse_cli(["--config", str(tmp_path / "a.yaml")]).ppo.lam == 0.5
+    assert parse_cli(["--config", str(tmp_path / "a.yaml")]).critic.lam == 0.5
 
 
 class Opened:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from config import Config, RewardModelConfig, parse_cli, parse_reward_cli
+from config import Config, RewardModelConfig, config_of_settings, make_config, parse_cli, parse_reward_cli
 from recipes import RECIPES
 from rlhf.settings.fields import knobs_of, name_table
 from rlhf.settings.types import KLTarget, Split
@@ -17,9 +17,9 @@ def test_later_layers_win(tmp_path):
     assert parse_cli([]).optimizer.learning_rate == 5e-6
     assert parse_cli(["--recipe", "demo"]).batch.batch_size == RECIPES["demo"]["training"]["batch_size"]
     from_file = parse_cli(["--recipe", "demo", "--config", str(file)])
-    assert (from_file.optimizer.learning_rate, from_file.ppo.gamma) == (1e-4, 0.5)
+    assert (from_file.optimizer.learning_rate, from_file.critic.gamma) == (1e-4, 0.5)
     both = parse_cli(["--recipe", "demo", "--config", str(file), "--learning-rate", "2e-4"])
-    assert (both.optimizer.learning_rate, both.ppo.gamma) == (2e-4, 0.5)
+    assert (both.optimizer.learning_rate, both.critic.gamma) == (2e-4, 0.5)
 
 
 def test_the_recipe_may_stand_in_the_file(tmp_path):
@@ -98,10 +98,31 @@ def test_flags_of_the_other_algorithm_are_named_as_such(tmp_path):
     read = {"ppo": (0.5, None), "grpo": (0.95, 3), "rloo": (0.95, 3)}
     for algorithm, (lam, completions) in read.items():
         config = parse_cli(["--config", str(tmp_path / "both.yaml")], algorithm)
-        assert (config.ppo.lam, config.group.K) == (lam, completions), "one file serves all; each reads its own groups"
+        assert (config.critic.lam, config.group.K) == (lam, completions), (
+            "one file serves all; each reads its own groups"
+        )
     (tmp_path / "wrong.yaml").write_text("lam: 7\n")
     with pytest.raises(UserError, match=r"lam is 7: .*wrong.yaml:1"):
         parse_cli(["--config", str(tmp_path / "wrong.yaml")], "grpo")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "knob", "value", "script"),
+    [
+        ("ppo", "K", 4, "train_grpo.py and train_rloo.py"),
+        ("ppo", "num_generations", 4, "train_grpo.py and train_rloo.py"),
+        ("grpo", "gamma", 0.5, "train_ppo.py"),
+        ("rloo", "loss_type", "cispo", "train_grpo.py"),
+    ],
+)
+def test_from_python_a_setting_of_another_algorithm_is_refused(algorithm, knob, value, script):
+    with pytest.raises(UserError, match=rf"{knob} belongs to {script}: make_config\({knob}=\)"):
+        make_config(algorithm=algorithm, **{knob: value})
+
+
+def test_the_settings_of_an_unknown_algorithm_are_refused():
+    with pytest.raises(UserError, match=r"unknown algorithm 'toy': run.json. Known: ppo, grpo, rloo"):
+        config_of_settings("toy", {"recipe": "demo"})
 
 
 def test_an_algorithm_that_compares_completions_needs_a_group():

@@ -172,6 +172,16 @@ def test_a_cached_forward_is_taken_once_and_for_its_own_completions_only(build):
     assert not cached
 
 
+def test_an_error_frees_the_kept_forward(build):
+    def broken(**_):
+        raise ValueError("a bug")
+
+    trainer = build(rewards=[broken])
+    with pytest.raises(RunError, match="a bug"):
+        trainer.one_update(1)
+    assert not trainer.collector.cached_forward
+
+
 def test_eos_is_in_the_loss_and_nothing_after_it_is(make):
     trainer = make("--top-p", "1")
     rollout, batch = batch_with_early_eos(trainer)
@@ -447,7 +457,7 @@ def test_what_callbacks_may_be(make):
         def on_log(self, args, state, control, **_):
             Theirs.logged += 1
 
-    with pytest.raises(UserError, match="hears nothing: callback .* Give it one of on_train_begin"):
+    with pytest.raises(UserError, match="no method for any event: callback .* Give it one of on_train_begin"):
         make(callbacks=[object()])
     make("--num-iterations", 1, callbacks=[Theirs()]).train()
     assert Theirs.logged == 3, "two evaluations and an update"

@@ -55,7 +55,7 @@ def test_first_step_has_ratio_1_and_no_kl(make, flags):
 
 
 def test_kl_grows_once_the_policy_moves(make):
-    trainer = make("--learning-rate", "1e-2")
+    trainer = make("--learning-rate", "3e-3")
     assert trainer.one_update(1)["kl_divergence/k3"] < 1e-6
     assert trainer.one_update(2)["kl_divergence/k3"] > 1e-3
 

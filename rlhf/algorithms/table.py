@@ -16,7 +16,7 @@ class Algorithm:
     title: str
     group_size: int  # completions per prompt unless --K is set; 1: no groups, and --K is refused
     has_critic: bool
-    settings: tuple[str, ...]  # groups of settings of its own; "group" and "critic" follow from the above
+    settings: tuple[str, ...]  # groups that it reads and not every algorithm, besides "group" and "critic"
     colour: str  # in pictures; Okabe & Ito 2008: told apart with any kind of colour vision, and in grey
     marker: str  # of matplotlib, to tell it apart without colours
     source: str  # "module:Class", imported when a trainer is built

@@ -86,8 +86,8 @@ ALGORITHMS = {
             group_size=8,
             has_critic=False,
             settings=(),
-            colour="#009E73",
-            marker="D",
+            colour="#CC79A7",
+            marker="^",
             source="rlhf.algorithms.rloo:RLOO",
         ),
     )

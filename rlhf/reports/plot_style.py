@@ -18,7 +18,7 @@ from rlhf.utils.files import put_in_place
 # Okabe & Ito 2008, "Color Universal Design": told apart with any kind of colour vision, and in grey
 COLOURS = {"start": "#666666", "target": "#009E73", "above": "#0072B2", "below": "#D55E00"}
 OTHER_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of the same set
-OTHER_MARKERS = ("^", "v", "P", "X", "*")
+OTHER_MARKERS = ("v", "P", "X", "*")
 DOTS = 150  # per inch: 8 inches wide are 1,200 pixels, and half of that on a page
 STYLE = {
     "font.size": 12,

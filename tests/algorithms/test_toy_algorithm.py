@@ -68,8 +68,8 @@ def toy(monkeypatch):
         group_size=1,
         has_critic=False,
         settings=(),
-        colour="#CC79A7",
-        marker="^",
+        colour="#E69F00",
+        marker="v",
         source="tests.algorithms.test_toy_algorithm:Toy",
     )
     monkeypatch.setitem(ALGORITHMS, "toy", row)

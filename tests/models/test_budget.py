@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from config import Config
 from rlhf.models.budget import BUDGETS, budget_of
+from rlhf.settings.fields import knobs_of
 from rlhf.setup.plan import batch_line
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -29,6 +31,14 @@ def test_a_chunk_of_logits_has_the_size_that_is_documented():
 @pytest.mark.parametrize(("device", "tokens"), [(CPU, "1,024"), (GPU, "16,384")])
 def test_the_plan_prints_the_budget_of_the_device(configured, device, tokens):
     assert f"at most {tokens} tokens in a forward pass" in batch_line(configured(), 1, device)
+
+
+def test_the_help_names_the_budgets_numbers():
+    """config.py imports no torch, so its help repeats them."""
+    knobs, cpu, gpu = knobs_of(Config), budget_of(CPU), budget_of(GPU)
+    micro_batch = f"as many as {gpu.tokens_per_micro_batch:,} tokens hold on a card, {cpu.tokens_per_micro_batch:,} on"
+    assert micro_batch in knobs["micro_batch_size"].help
+    assert f"0: {gpu.rollout_slots} on a card, {cpu.rollout_slots} on a CPU" in knobs["rollout_slots"].help
 
 
 def test_a_micro_batch_has_the_tokens_of_the_budget(build, monkeypatch):

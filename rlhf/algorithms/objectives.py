@@ -200,13 +200,15 @@ def completion_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Te
 
 def rloo_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_range: float
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """RLOO's policy term per completion, as a loss: PPO-clip with the completion as one action (Ahmadian et al. 2024,
     arXiv 2402.14740, sec. 3.2; clipped as in TRL's RLOOTrainer).
 
-    Log-probabilities and mask (n, T), advantages (n,). Returns the loss and whether it was clipped, both (n,).
+    Log-probabilities and mask (n, T), advantages (n,). Returns the loss, whether it was clipped, and the ratio, each
+    (n,).
     """
-    return clipped_surrogate(completion_ratio(logprobs, old_logprobs, mask), advantages, clip_range)
+    ratio = completion_ratio(logprobs, old_logprobs, mask)
+    return *clipped_surrogate(ratio, advantages, clip_range), ratio
 
 
 def clipped_value_loss(
@@ -227,7 +229,11 @@ LARGEST_SAMPLER_WEIGHT = 2.0
 
 
 def sampler_weights(
-    logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, one_action: bool = False, most: float | None = None
+    logprobs: Tensor,
+    sampled_logprobs: Tensor,
+    mask: Tensor,
+    one_action: bool = False,
+    most: float = LARGEST_SAMPLER_WEIGHT,
 ) -> Tensor:
     """min(pi_train / pi_sample, most) per token, (B, T), 0 off the mask: truncated importance sampling. If the
     completion is `one_action`, the ratio is that of the whole completion, at all its tokens.
@@ -237,7 +243,7 @@ def sampler_weights(
     """
     gap = torch.where(mask, logprobs - sampled_logprobs, 0.0)
     gap = gap.sum(1, keepdim=True) if one_action else gap
-    return torch.where(mask, gap.exp().clamp(max=LARGEST_SAMPLER_WEIGHT if most is None else most), 0.0)
+    return torch.where(mask, gap.exp().clamp(max=most), 0.0)
 
 
 def approximate_kl(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, total=None) -> Tensor:

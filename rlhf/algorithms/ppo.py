@@ -48,13 +48,15 @@ class PPO:
             config.critic.value_clip_range,
             total_tokens,
         )
-        kl = objectives.kl_loss_per_token(outputs.logprobs, old, experience.ref_logprobs[rows], mask)
         loss = (
             policy_loss
             + config.critic.value_coef * value_loss
             - config.batch.entropy_coef * objectives.masked_mean(outputs.entropy, mask, total_tokens)
-            + config.kl.coef_in("loss", experience.kl_coef) * objectives.masked_mean(kl, mask, total_tokens)
         )
+        beta = config.kl.coef_in("loss", experience.kl_coef)
+        if beta:
+            kl = objectives.kl_loss_per_token(outputs.logprobs, old, experience.ref_logprobs[rows], mask)
+            loss = loss + beta * objectives.masked_mean(kl, mask, total_tokens)
         return loss, {
             "loss": loss.detach(),
             **policy_stats(policy_loss, clipfrac, outputs, experience, rows, total_tokens),

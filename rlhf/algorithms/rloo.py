@@ -33,7 +33,7 @@ class RLOO:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The RLOO loss of some rows, a mean over the minibatch's completions, and its statistics, detached."""
         config, mask, old = self.config, experience.mask[rows], experience.logprobs[rows]
-        of_completions, clipped = objectives.rloo_policy_loss(
+        of_completions, clipped, ratio = objectives.rloo_policy_loss(
             outputs.logprobs, old, experience.weights[rows, 0], mask, config.batch.clip_range
         )
         policy_loss = of_completions.sum() / config.minibatch_size
@@ -46,6 +46,5 @@ class RLOO:
         return loss, {
             "loss": loss.detach(),
             **policy_stats(policy_loss, clipfrac, outputs, experience, rows, total_tokens),
-            "policy/ratio": objectives.completion_ratio(outputs.logprobs.detach(), old, mask).sum()
-            / config.minibatch_size,
+            "policy/ratio": ratio.detach().sum() / config.minibatch_size,  # the one that the loss multiplies by
         }

@@ -1,4 +1,4 @@
-"""Rollout engines: how replies are sampled, token by token. PPO, GRPO and evaluation use the same ones.
+"""Rollout engines: how replies are sampled, token by token. All algorithms and evaluations use the same ones.
 
 `plain`  every row runs until the last has ended, over transformers' own cache: the twin that the others are tested on
 `slots`  rows that have ended leave, waiting prompts take their slots, prompts run packed and once for all replies

@@ -1,4 +1,4 @@
-"""The training commands, `train_ppo.py` and `train_grpo.py`.
+"""The training commands: `train_ppo.py` and the scripts of the other algorithms.
 
 Imports no torch before the command line is known to be right, so that `--help` and mistakes are answered at once.
 """

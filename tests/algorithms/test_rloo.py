@@ -42,9 +42,10 @@ def test_the_ratio_is_that_of_the_whole_completion_by_hand():
     old = torch.zeros(3, 2)
     new = torch.tensor([[math.log(1.1), math.log(1.1)], [math.log(0.9), 50.0], [math.log(1.1), math.log(1.1)]])
     mask = torch.tensor([[True, True], [True, False], [True, True]])
-    loss, clipped = objectives.rloo_policy_loss(new, old, torch.tensor([2.0, 3.0, -2.0]), mask, 0.2)
+    loss, clipped, ratio = objectives.rloo_policy_loss(new, old, torch.tensor([2.0, 3.0, -2.0]), mask, 0.2)
     assert_close(loss, torch.tensor([-2 * 1.2, -3 * 0.9, 2 * 1.21]))
     assert clipped.tolist() == [True, False, False]
+    assert_close(ratio, torch.tensor([1.21, 0.9, 1.21]))
 
 
 def test_the_loss_is_a_mean_over_completions_by_hand(rloo):
@@ -123,7 +124,7 @@ def test_a_ratio_beyond_floats_has_a_loss_and_a_gradient():
     """2,000 nats away: 0 where the clip binds, finite where it does not."""
     leaf = torch.full((2, 2), 1000.0, requires_grad=True)
     mask = torch.ones(2, 2, dtype=torch.bool)
-    loss, _ = objectives.rloo_policy_loss(leaf, torch.zeros(2, 2), torch.tensor([1.0, -1.0]), mask, 0.2)
+    loss, *_ = objectives.rloo_policy_loss(leaf, torch.zeros(2, 2), torch.tensor([1.0, -1.0]), mask, 0.2)
     loss.sum().backward()
     assert_close(loss.detach(), torch.tensor([-1.2, math.exp(20)]))
     assert leaf.grad.tolist() == [[0, 0], [0, 0]]

@@ -1,4 +1,4 @@
-"""What an update does and leaves alone, in both algorithms: first step, step counts, clipping, seeds, micro-batches,
+"""What an update does and leaves alone, in every algorithm: first step, step counts, clipping, seeds, micro-batches,
 EOS, callbacks."""
 
 from __future__ import annotations

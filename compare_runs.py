@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from config import ComparisonConfig, parse_comparison_cli
+from rlhf.settings.evaluation import ComparisonConfig, parse_comparison_cli
 from rlhf.utils.errors import run_command
 from rlhf.utils.requirements import check_libraries
 

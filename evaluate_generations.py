@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from config import EvaluationConfig, parse_evaluation_cli
+from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
 from rlhf.utils.errors import run_command
 from rlhf.utils.requirements import check_libraries
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from config import PlotConfig, parse_plot_cli
+from rlhf.settings.evaluation import PlotConfig, parse_plot_cli
 from rlhf.utils.errors import UserError, run_command
 
 

@@ -30,10 +30,10 @@ from benchmarks.work import (
     random_prompts,
     rule_out_special,
 )
-from config import SamplingSettings
 from rlhf.models.device import autocast
 from rlhf.rollout.engine import sample_replies
 from rlhf.rollout.sampling import uniforms
+from rlhf.settings.training import SamplingSettings
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import Notice
 

@@ -14,9 +14,9 @@ import psutil
 
 from benchmarks.gpu_commands import TO_STOP, Command, run, stand_ins
 from benchmarks.gpu_section import OUT_OF_TIME, Section
-from recipes import RECIPES
 from rlhf.analysis.curves import read_scalars
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.settings.recipes import RECIPES
 
 ALGORITHMS = ("ppo", "grpo")
 SEEDS = (42, 123, 777)

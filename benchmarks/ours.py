@@ -8,12 +8,13 @@ from accelerate import PartialState
 
 from benchmarks.machine import seconds
 from benchmarks.work import KL_COEF, LEARNING_RATE, SEED, TEMPERATURE, Work, prompt_lengths, random_prompts
-from config import Config, make_config
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.config import make_config
 from rlhf.data.prompts import PromptSets
 from rlhf.models.device import memory_in_use
 from rlhf.models.load import load_tokenizer
 from rlhf.rewards.build import find_rewards, make_rewards
+from rlhf.settings.training import Config
 from rlhf.setup.build import Parts, build_trainer, load_start_policy
 from rlhf.trainer.loop import OnPolicyLoop
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from config import parse_reward_cli
 from rlhf.settings.commands import training_command
+from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.utils.errors import run_command
 from rlhf.utils.requirements import check_libraries
 

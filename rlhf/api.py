@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from config import Config
 from rlhf.algorithms.kl_control import kl_controller
 from rlhf.callbacks.kl import KLControl
 from rlhf.data.examples import GivenPrompt
 from rlhf.models.device import start_device
 from rlhf.rewards.functions import RewardFunction
+from rlhf.settings.training import Config
 from rlhf.setup.build import build_trainer, load_parts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen

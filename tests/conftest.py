@@ -22,10 +22,11 @@ import torch
 from filelock import FileLock
 from tensorboard.summary.writer import event_file_writer
 
-from config import Config, parse_cli
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_log import RunLog
+from rlhf.config import parse_cli
 from rlhf.run.train import attach_callbacks
+from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.signals import StopRequest
 from tests.records import facts_of

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from config import Config, make_config
 from rlhf.checkpoints.run_record import Plan, RunRecord
+from rlhf.config import make_config
 from rlhf.settings.fields import as_plain
+from rlhf.settings.training import Config
 
 
 def facts_of(config: Config | None = None, updates: int = 2, **changed: Any) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from config import make_config
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.api import make_trainer
+from rlhf.config import make_config
 from rlhf.utils.errors import UserError
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from config import Config
+from rlhf.settings.training import Config
 from rlhf.settings.types import KLTarget
 
 LARGEST_ERROR = 0.2  # Ziegler et al. 2019, sec. 2.2: one update reacts to an error of at most 20%

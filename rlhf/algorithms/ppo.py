@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from config import Config
 from rlhf.algorithms import objectives
 from rlhf.algorithms.experience import Experience, PolicyOutputs, policy_stats
 from rlhf.rollout.completions import Rollout
+from rlhf.settings.training import Config
 
 
 class PPO:

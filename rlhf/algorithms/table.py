@@ -93,6 +93,8 @@ ALGORITHMS = {
     )
 }
 
+DEFAULT_ALGORITHM = "ppo"
+
 
 def in_order(names: Iterable[str]) -> list[str]:
     """Names of algorithms once each, in the table's order; those that the table lacks come last."""

@@ -6,7 +6,6 @@ from dataclasses import asdict
 
 import numpy as np
 
-from config import Config
 from rlhf.algorithms.kl_control import KL_BAND
 from rlhf.analysis.evaluator import Generations
 from rlhf.analysis.statistics import (
@@ -20,6 +19,7 @@ from rlhf.analysis.statistics import (
     repetition,
     win_rates,
 )
+from rlhf.settings.training import Config
 
 # what an audit warns of
 LONGER = 1.5  # times the start's length

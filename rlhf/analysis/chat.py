@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from config import Config, EvaluationConfig
 from rlhf.analysis.models import Trained, find_models, in_4_bit, load_trained, shared_settings
 from rlhf.data.chat_template import decode_reply, encode_prompt
 from rlhf.data.examples import examples_of
 from rlhf.models.device import autocast, autocast_dtype, start_device
 from rlhf.models.load import context_of, load_config, load_tokenizer
 from rlhf.models.logprobs import base_of
+from rlhf.settings.evaluation import EvaluationConfig
+from rlhf.settings.training import Config
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 

@@ -13,9 +13,10 @@ import numpy as np
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-from config import Config, config_of_run
 from rlhf.algorithms.kl_control import KLController, kl_controller
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.config import config_of_run
+from rlhf.settings.training import Config
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.files import put_in_place
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from config import Config, MeasureSettings, config_of_run
 from rlhf.algorithms.objectives import kl_k1
 from rlhf.analysis.models import (
     Trained,
@@ -22,6 +21,7 @@ from rlhf.analysis.models import (
     require_trusted_code,
     shared_settings,
 )
+from rlhf.config import config_of_run
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, fingerprint, load_prompts
@@ -37,6 +37,8 @@ from rlhf.rollout.completions import Replies
 from rlhf.rollout.engine import sample_replies
 from rlhf.rollout.logprobs import measure
 from rlhf.rollout.sampling import uniforms
+from rlhf.settings.evaluation import MeasureSettings
+from rlhf.settings.training import Config
 from rlhf.trainer.evaluation import FixedText, fixed_text, perplexity, text_of_file
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from config import Config, MeasureSettings, config_of_run, make_config
 from rlhf.checkpoints.manifest import update_of
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, differences, last_run
+from rlhf.config import config_of_run, make_config
 from rlhf.demo.parts import gold_of
 from rlhf.models.device import autocast_dtype
 from rlhf.models.load import ADAPTER_CONFIG, base_of_adapter, find_model, load_adapter, load_policy
@@ -22,6 +22,8 @@ from rlhf.rewards.functions import LearnedReward
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.commands import code_words, names_code
+from rlhf.settings.evaluation import MeasureSettings
+from rlhf.settings.training import Config
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import is_path, missing_path
 from rlhf.utils.system import command

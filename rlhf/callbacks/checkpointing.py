@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from config import Config, make_config
 from rlhf.algorithms.kl_control import KLController
 from rlhf.callbacks.base import Callback
 from rlhf.checkpoints.best import Candidate, choose
@@ -14,7 +13,9 @@ from rlhf.checkpoints.manifest import find_checkpoints, set_aside, write_checkpo
 from rlhf.checkpoints.run_folder import BEST_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import Best
+from rlhf.config import make_config
 from rlhf.settings.commands import resume_command
+from rlhf.settings.training import Config
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.state import save_trainer
 from rlhf.utils.console import Screen

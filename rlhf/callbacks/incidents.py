@@ -12,15 +12,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from config import IN_A_ROW, Config, config_of_settings
 from rlhf.algorithms.experience import Experience
 from rlhf.callbacks.base import Callback
 from rlhf.checkpoints.run_record import environment
+from rlhf.config import config_of_settings
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.rollout.completions import Replies, Rollout
 from rlhf.settings.commands import replay_command
 from rlhf.settings.fields import as_plain
+from rlhf.settings.training import IN_A_ROW, Config
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.safety import Dropped
 from rlhf.utils.console import Screen

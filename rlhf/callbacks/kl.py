@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from config import IN_A_ROW, Config
 from rlhf.algorithms.kl_control import RUNAWAY, KLController
 from rlhf.callbacks.base import Callback
 from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_log import RunLog
+from rlhf.settings.training import IN_A_ROW, Config
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.state import load_weights
 from rlhf.utils.console import Screen

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from config import Config
 from rlhf.algorithms import objectives
 from rlhf.algorithms.experience import Experience
 from rlhf.callbacks.base import Callback
 from rlhf.checkpoints.token_record import write_tokens
 from rlhf.data.prompts import Prompt
+from rlhf.settings.training import Config
 
 
 def token_rows(

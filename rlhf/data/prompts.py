@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from config import DataSettings
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example, GivenPrompt, examples_of, load_examples
 from rlhf.data.splits import distinct_questions, split_examples
+from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Split
 from rlhf.utils.errors import UserError
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from config import Config
 from rlhf.data.prompts import Prompt
+from rlhf.settings.training import Config
 from rlhf.utils.rng import generator
 
 _NOT_IN_TAGS = re.compile(r"[^\w.-]+")  # what TensorBoard does not take, and the slash, which would make groups

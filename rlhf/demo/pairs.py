@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from config import SamplingSettings
 from rlhf.data.examples import Example
 from rlhf.data.prompts import encode_prompts
 from rlhf.demo.tasks import flaw_of, gold_quality
 from rlhf.models.budget import budget_of
 from rlhf.rollout.engine import sample_replies
 from rlhf.rollout.sampling import uniforms
+from rlhf.settings.training import SamplingSettings
 
 SAMPLING = SamplingSettings(reply_length=32, temperature=1.0)
 CLEAR_DIFFERENCE = 0.25  # gold quality between chosen and rejected

@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from config import Config, parse_reward_cli
-from recipes import RECIPES
 from rlhf.checkpoints.replacing import foreign_files
 from rlhf.checkpoints.run_folder import read_status
 from rlhf.demo import families, pairs, start_model, tasks
@@ -20,6 +18,9 @@ from rlhf.models.load import load_tokenizer
 from rlhf.models.save import WEIGHTS_FILE
 from rlhf.rewards.reward_model import METRICS_FILE
 from rlhf.rewards.training import show_record, train_reward_model
+from rlhf.settings.recipes import RECIPES
+from rlhf.settings.reward_model import parse_reward_cli
+from rlhf.settings.training import Config
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json

@@ -8,7 +8,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from config import Config, config_of_run
 from rlhf.algorithms.table import ALGORITHMS, in_order
 from rlhf.analysis.audit import against, as_json, figures, target_at_end, warnings
 from rlhf.analysis.curves import RunCurves
@@ -18,10 +17,12 @@ from rlhf.analysis.models import Trained, episodes_of
 from rlhf.analysis.statistics import LEVEL, interval_of, percent
 from rlhf.analysis.verdict import Side, judge_runs
 from rlhf.checkpoints.run_record import MAY_DIFFER, RunRecord, differences, environment, flat_settings, now
+from rlhf.config import config_of_run
 from rlhf.reports.evaluation_report import sides_of
 from rlhf.reports.plot_style import as_data_url, save_picture
 from rlhf.reports.report_plots import distributions, score_against_kl
 from rlhf.settings.fields import knobs_of
+from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, listed
 from rlhf.utils.errors import raise_if
 from rlhf.utils.files import json_ready, write_json, write_text

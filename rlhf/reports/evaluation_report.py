@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config import config_of_run
 from rlhf.analysis.audit import LABELS, against, as_json, figures, shown, target_at_end, warnings
 from rlhf.analysis.evaluator import Bench, Generations
 from rlhf.analysis.models import Trained
 from rlhf.analysis.statistics import interval_of, ranks
 from rlhf.checkpoints.run_record import environment, now
+from rlhf.config import config_of_run
 from rlhf.data.prompts import FEW_PROMPTS
 from rlhf.reports.plot_style import as_data_url
 from rlhf.reports.report_plots import distributions

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from config import Config
 from rlhf.data.prompts import PromptSets
 from rlhf.models.device import autocast_dtype
 from rlhf.models.load import find_model
@@ -17,6 +16,7 @@ from rlhf.rewards.checks import check_leaks, check_reward_context, check_reward_
 from rlhf.rewards.functions import LearnedReward, RewardFunction, find_rule
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
+from rlhf.settings.training import Config
 from rlhf.utils.console import Screen
 
 

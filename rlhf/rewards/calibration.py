@@ -8,7 +8,6 @@ from statistics import fmean, stdev
 
 import torch
 
-from config import RewardModelConfig
 from rlhf.data.examples import Example
 from rlhf.data.prompts import encode_prompts
 from rlhf.models.budget import budget_of
@@ -18,6 +17,7 @@ from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
 from rlhf.rewards.reward_model import Calibration, RewardModel
 from rlhf.rollout.engine import sample_replies
 from rlhf.rollout.sampling import uniforms
+from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.utils.errors import UserError
 
 SMALLEST_STD = 1e-3  # raw scores that spread less than this are one score: nothing to calibrate

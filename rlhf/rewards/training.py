@@ -17,7 +17,6 @@ from transformers import AutoModelForSequenceClassification, TrainerCallback, se
 from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig, RewardTrainer
 
-from config import RewardModelConfig, RewardTrainingSettings, parse_cli
 from rlhf.checkpoints.replacing import (
     check_inputs_outside,
     numbered_name,
@@ -29,6 +28,7 @@ from rlhf.checkpoints.replacing import (
 )
 from rlhf.checkpoints.run_folder import check_output
 from rlhf.checkpoints.run_record import RUN_FILE, environment
+from rlhf.config import parse_cli
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.splits import question_hash, split_examples
@@ -47,6 +47,7 @@ from rlhf.rewards.pair_accuracy import pair_ids, pairs_that_fit
 from rlhf.rewards.reward_model import METRICS_FILE, RewardModel, read_record
 from rlhf.settings.commands import training_words
 from rlhf.settings.fields import as_plain
+from rlhf.settings.reward_model import RewardModelConfig, RewardTrainingSettings
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from config import SamplingSettings
 from rlhf.data.prompts import Prompt
 from rlhf.models.logprobs import backbone_of, scaled_logits
 from rlhf.models.packing import run_packed
 from rlhf.rollout.kv_cache import DecodeLayout, SlotCache, pack_prompts
 from rlhf.rollout.sampling import sample_tokens
+from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import Notice
 
 LOOK_EVERY = 4  # decoding steps between looks at whether rows have ended: on a card each look waits for it

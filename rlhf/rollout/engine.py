@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from config import SamplingSettings
 from rlhf.data.prompts import Prompt
 from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
@@ -25,6 +24,7 @@ from rlhf.rollout.completions import Replies, pad_prompts
 from rlhf.rollout.continuous_batching import LOOK_EVERY, Slots
 from rlhf.rollout.cpu_weights import blocked_weights
 from rlhf.rollout.sampling import sample_tokens
+from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import UserError
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from config import SamplingSettings
 from rlhf.models.determinism import cumulative_sum
+from rlhf.settings.training import SamplingSettings
 from rlhf.utils.rng import generator
 
 

@@ -13,9 +13,9 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from config import SamplingSettings
 from rlhf.data.prompts import Prompt
 from rlhf.rollout.completions import Replies, padded
+from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import UserError
 
 MEMORY_SHARE = 0.3  # of the card: vLLM claims its share at once and keeps it

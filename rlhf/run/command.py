@@ -5,7 +5,7 @@ Imports no torch before the command line is known to be right, so that `--help` 
 
 from __future__ import annotations
 
-from config import parse_cli
+from rlhf.config import parse_cli
 from rlhf.setup.inputs import check_inputs
 from rlhf.utils.requirements import check_libraries
 

@@ -17,7 +17,6 @@ from transformers.tokenization_utils_base import (
     TOKENIZER_CONFIG_FILE,
 )
 
-from config import Config
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_record import RUN_FILE, Merged, RunRecord
 from rlhf.models.load import (
@@ -32,6 +31,7 @@ from rlhf.models.load import (
 from rlhf.models.save import ADAPTER_FILE, ONE_FILE, WEIGHTS_FILE
 from rlhf.run.model_card import CARD_FILE, Saved, model_card
 from rlhf.run.summary import show_where
+from rlhf.settings.training import Config
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import disk_errors, replace_folder, write_text

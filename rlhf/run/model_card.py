@@ -9,11 +9,11 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from config import Config
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import HARMLESS, RunRecord
 from rlhf.models.load import ADAPTER_CONFIG, load_tokenizer
 from rlhf.settings.fields import as_text, knobs_of
+from rlhf.settings.training import Config
 from rlhf.utils.html import render
 from rlhf.utils.system import command
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from config import Config
 from rlhf.checkpoints.manifest import Found, find_checkpoints
 from rlhf.checkpoints.replacing import check_inputs_outside
 from rlhf.checkpoints.run_folder import BEST_FOLDER, move_aside
@@ -16,6 +15,7 @@ from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import HARMLESS, RunRecord, differences, environment, flat_settings
 from rlhf.run.export import check_export, export_run
 from rlhf.settings.fields import as_plain
+from rlhf.settings.training import Config
 from rlhf.setup.inputs import inputs_of
 from rlhf.setup.plan import budget
 from rlhf.trainer.loop import OnPolicyLoop

@@ -10,7 +10,6 @@ from statistics import fmean, stdev
 
 import torch
 
-from config import Config
 from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_folder import read_status, seed_folder
 from rlhf.checkpoints.run_record import MAY_DIFFER, RUN_FILE, RunRecord, differences
@@ -18,6 +17,7 @@ from rlhf.run.resume import settle_resume
 from rlhf.run.train import check_run_folder
 from rlhf.settings.commands import resume_command
 from rlhf.settings.fields import as_plain
+from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json

@@ -6,18 +6,19 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-from config import LENGTHS, Config, make_config, parse_cli
 from rlhf.algorithms.kl_control import in_band, kl_controller, with_horizon
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.statistics import interval, over_prompts
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import MAY_DIFFER, RunRecord, Spent, differences
+from rlhf.config import make_config, parse_cli
 from rlhf.data.prompts import Prompt
 from rlhf.demo.parts import gold_of
 from rlhf.demo.tasks import Gold
 from rlhf.settings.commands import flag_words
 from rlhf.settings.fields import as_plain, knobs_of
+from rlhf.settings.training import LENGTHS, Config
 from rlhf.settings.types import KLTarget
 from rlhf.trainer.evaluation import Evaluation
 from rlhf.trainer.loop import OnPolicyLoop

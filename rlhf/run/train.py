@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from config import Config
 from rlhf.algorithms.kl_control import kl_controller, with_horizon
 from rlhf.callbacks.checkpointing import BestCheckpoint, Checkpoints
 from rlhf.callbacks.incidents import Incidents
@@ -25,6 +24,7 @@ from rlhf.run.export import check_export, export_run
 from rlhf.run.resume import check_same_run, resume_run
 from rlhf.run.summary import finish_run
 from rlhf.settings.fields import as_plain
+from rlhf.settings.training import Config
 from rlhf.setup.build import Parts, build_trainer, load_parts, prepare_demo_parts
 from rlhf.setup.inputs import inputs_of
 from rlhf.setup.memory import forecaster_of, what_helps

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from recipes import RECIPES
+from rlhf.settings.recipes import RECIPES
 from rlhf.utils.system import command
 
 DEFAULT = "smollm2-orca"

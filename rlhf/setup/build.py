@@ -13,7 +13,6 @@ from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from config import Config
 from rlhf.data.examples import GivenPrompt
 from rlhf.data.prompts import FEW_PROMPTS, PromptSets, given_prompts, load_prompts
 from rlhf.demo.parts import prepare_demo
@@ -25,6 +24,7 @@ from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards, check_columns
 from rlhf.rollout.engine import check_engine
 from rlhf.rollout.vllm import require_vllm
+from rlhf.settings.training import Config
 from rlhf.setup.input_checks import StartModel, check_fills_a_batch, check_overlap, check_prompts, check_topics
 from rlhf.trainer.evaluation import text_of_file
 from rlhf.trainer.loop import OnPolicyLoop

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from config import Config
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.sampler import Dealing, one_line
 from rlhf.data.splits import question_hash
 from rlhf.models.load import context_faults
+from rlhf.settings.training import Config
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
 

@@ -10,7 +10,7 @@ from rlhf.utils.errors import raise_if
 from rlhf.utils.paths import is_path, missing_path, place_of
 
 if TYPE_CHECKING:
-    from config import Config
+    from rlhf.settings.training import Config
 
 
 def check_inputs(config: Config) -> None:

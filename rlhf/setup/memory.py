@@ -16,7 +16,6 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from config import Config
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import Dealing
 from rlhf.models.device import autocast_dtype, installed
@@ -24,6 +23,7 @@ from rlhf.models.logprobs import base_of
 from rlhf.models.packing import Passage
 from rlhf.rewards.functions import LearnedReward
 from rlhf.rewards.rewards import Rewards
+from rlhf.settings.training import Config
 from rlhf.setup.footprint import Network, weights_of
 from rlhf.setup.peak_memory import MemoryPlan, scoring
 from rlhf.trainer.loop import OnPolicyLoop

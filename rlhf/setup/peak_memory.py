@@ -9,7 +9,6 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from config import Config
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.prompts import Prompt
 from rlhf.models.attention import packable
@@ -22,6 +21,7 @@ from rlhf.rollout.continuous_batching import SPAN
 from rlhf.rollout.cpu_weights import blockable
 from rlhf.rollout.engine import default_engine
 from rlhf.rollout.vllm import MEMORY_SHARE
+from rlhf.settings.training import Config
 from rlhf.setup.footprint import FLOAT, Network, linear_floats, weights_of
 from rlhf.trainer.evaluation import fixed_text
 

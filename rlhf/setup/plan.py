@@ -8,17 +8,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from config import LENGTHS, Config, make_config
-from recipes import SIGNS
 from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_controller, move_in
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import MAY_DIFFER, Plan, flat_settings
+from rlhf.config import make_config
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.sampler import Dealing, one_line
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, available
 from rlhf.models.logprobs import base_of
 from rlhf.settings.fields import as_plain
+from rlhf.settings.recipes import SIGNS
+from rlhf.settings.training import LENGTHS, Config
 from rlhf.setup.build import Parts
 from rlhf.setup.memory import Forecast, forecaster, what_helps
 from rlhf.utils.console import Screen, gib

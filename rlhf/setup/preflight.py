@@ -11,7 +11,6 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from config import Config
 from rlhf.data.chat_template import encode_text
 from rlhf.data.prompts import Prompt
 from rlhf.models.determinism import CUBLAS, REPRODUCIBLE_CUBLAS
@@ -19,6 +18,7 @@ from rlhf.models.logprobs import base_of
 from rlhf.rewards.functions import LearnedReward, ModuleReward
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
+from rlhf.settings.training import Config
 from rlhf.setup.footprint import FLOAT
 from rlhf.utils.console import gib
 

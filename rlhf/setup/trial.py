@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from config import Config
 from rlhf.models.actor_critic import set_adapter_dropout
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype, available, memory_in_use
 from rlhf.models.logprobs import base_of, scaled_logits
 from rlhf.models.save import load_policy_weights
 from rlhf.rollout.completions import Rollout
+from rlhf.settings.training import Config
 from rlhf.setup.build import Parts, build_trainer
 from rlhf.setup.memory import forecaster_of
 from rlhf.setup.preflight import Check, determinism, padding_changes_no_score, prompt_is_rendered, start_checks

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from config import Config
 from rlhf.data.prompts import Prompt
 from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.reference import Reference
@@ -21,6 +20,7 @@ from rlhf.rollout.engine import sample_replies
 from rlhf.rollout.logprobs import measure
 from rlhf.rollout.sampling import uniforms
 from rlhf.rollout.vllm import VLLMEngine
+from rlhf.settings.training import Config
 from rlhf.trainer.cached_forward import CachedForward
 from rlhf.trainer.micro_batch import MicroBatches
 from rlhf.trainer.safety import Dropped, check_finite

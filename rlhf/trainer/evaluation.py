@@ -12,7 +12,6 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from config import Config
 from rlhf.algorithms.objectives import kl_k1
 from rlhf.data.chat_template import encode_reply, encode_text
 from rlhf.data.examples import read_text
@@ -25,6 +24,7 @@ from rlhf.models.logprobs import base_of
 from rlhf.models.packing import Packed, Padded
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout, episodes_of
+from rlhf.settings.training import Config
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.utils.errors import UserError
 

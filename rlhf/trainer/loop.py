@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
 from transformers.trainer_callback import ProgressCallback
 
-from config import IN_A_ROW, Config
 from rlhf.algorithms.experience import Experience
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.examples import GivenPrompt, examples_of
@@ -34,6 +33,7 @@ from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.engine import check_engine
+from rlhf.settings.training import IN_A_ROW, Config
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.evaluation import Evaluation, PolicyEvaluator
 from rlhf.trainer.events import Events, is_of_transformers

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import Config
 from rlhf.algorithms.experience import Experience, PolicyOutputs
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.logprobs import base_of
 from rlhf.models.packing import Passage
+from rlhf.settings.training import Config
 from rlhf.trainer.cached_forward import CachedForward
 from rlhf.trainer.micro_batch import MicroBatches
 from rlhf.trainer.progress import Progress

@@ -14,13 +14,13 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
 
-from config import Config
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.prompts import Prompt
 from rlhf.models.actor_critic import Actor, ActorCritic, critic_backbone, with_value_head
 from rlhf.models.logprobs import backbone_of
 from rlhf.models.reference import Reference
 from rlhf.models.trl_ppo import PPOConfig, PPOTrainer
+from rlhf.settings.training import Config
 
 
 class _SharedBackboneCritic(nn.Module):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from config import Config, parse_cli
+from rlhf.config import parse_cli
 from rlhf.settings.fields import knobs_of
+from rlhf.settings.training import Config
 from rlhf.trainer.metrics import rollout_metrics
 from rlhf.utils.errors import UserError
 from tests.conftest import whole_gradient

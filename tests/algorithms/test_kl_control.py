@@ -6,8 +6,6 @@ import random
 
 import pytest
 
-from config import parse_cli
-from recipes import RECIPES
 from rlhf.algorithms.kl_control import (
     LOWEST_BETA,
     SMALLEST_MOVE,
@@ -18,7 +16,9 @@ from rlhf.algorithms.kl_control import (
     with_horizon,
 )
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.config import parse_cli
 from rlhf.rewards.normalizer import ScoreNormalizer
+from rlhf.settings.recipes import RECIPES
 from rlhf.settings.types import KLTarget
 from rlhf.setup.plan import kl_line, kl_warnings, recipe_hint
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from config import Config
 from rlhf.algorithms.objectives import kl_loss_per_token
 from rlhf.settings.fields import knobs_of
+from rlhf.settings.training import Config
 
 LENGTH = 8
 LOSS_TYPES = knobs_of(Config)["loss_type"].choices

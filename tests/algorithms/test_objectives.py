@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from config import Config
 from rlhf.algorithms import objectives as o
 from rlhf.settings.fields import knobs_of
+from rlhf.settings.training import Config
 
 GRPO_LOSSES = knobs_of(Config)["loss_type"].choices
 

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import evaluate_generations
 import train_grpo
-from config import EvaluationConfig, parse_evaluation_cli
 from rlhf.analysis.chat import Conversation, Voice
 from rlhf.data.chat_template import decode_reply, encode_prompt
 from rlhf.models.load import load_tokenizer
+from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
 from rlhf.utils.console import visible
 from rlhf.utils.errors import UserError, run_command
 from tests.scripts.test_bad_inputs import FORM

@@ -16,9 +16,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
-from config import make_config
 from plot_training_progress import main
 from rlhf.analysis.curves import read_curves, read_runs, read_scalars, running_mean, seeds_band, write_table
+from rlhf.config import make_config
 from rlhf.utils.errors import UserError
 from tests.records import record_of
 

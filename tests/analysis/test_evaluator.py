@@ -11,12 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from config import MeasureSettings, make_config
 from rlhf.analysis.evaluator import Bench, Generations
 from rlhf.analysis.models import find_models, find_trained, shared_settings
 from rlhf.analysis.verdict import Side, judge_runs
+from rlhf.config import make_config
 from rlhf.data.prompts import Prompt
 from rlhf.models.budget import BUDGETS
+from rlhf.settings.evaluation import MeasureSettings
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from tests.records import record_of

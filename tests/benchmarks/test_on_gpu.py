@@ -20,8 +20,8 @@ from benchmarks.gpu_measures import Outcomes, last_line
 from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report, number
 from benchmarks.gpu_section import OutOfTime, Plan, Section
 from benchmarks.gpu_trainings import first_difference, tell_learning, tell_stopped
-from recipes import RECIPES
 from rlhf.checkpoints.run_record import Spent
+from rlhf.settings.recipes import RECIPES
 from rlhf.utils.errors import UserError
 from rlhf.utils.system import WINDOWS
 from tests.records import record_of

@@ -13,13 +13,13 @@ import torch
 
 import reward_model.train
 import train_ppo
-from config import parse_reward_cli
 from rlhf.checkpoints import replacing
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.demo import parts
 from rlhf.rewards import training
 from rlhf.rewards.reward_model import METRICS_FILE, RewardModel
 from rlhf.rewards.training import save_reward_model, train_reward_model
+from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError, run_command
 from tests.conftest import typed

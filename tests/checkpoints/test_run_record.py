@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from config import make_config
 from rlhf.checkpoints.run_folder import LOCK_FILE, check_output, claim_output, move_aside, read_status
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import FORMAT, Best, Merged, RunRecord, Spent, last_run
+from rlhf.config import make_config
 from rlhf.utils.errors import UserError
 from rlhf.utils.system import WINDOWS
 from tests.records import facts_of, record_of

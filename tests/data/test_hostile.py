@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM
 
-from config import DataSettings, parse_cli, parse_reward_cli
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
+from rlhf.config import parse_cli
 from rlhf.data.chat_template import decode_reply, encode_prompt, encode_reply, encode_text
 from rlhf.data.examples import ROLES, examples_of, load_examples
 from rlhf.data.prompts import encode_prompts, load_prompts
@@ -27,6 +27,8 @@ from rlhf.rewards.functions import LearnedReward, ModuleReward
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.rewards.training import train_reward_model
+from rlhf.settings.reward_model import parse_reward_cli
+from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Split
 from rlhf.setup.build import load_parts
 from rlhf.trainer.evaluation import fixed_text

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from config import DataSettings
 from rlhf.data import examples
 from rlhf.data.chat_template import encode_prompt, encode_reply, encode_text
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.prompts import load_prompts
 from rlhf.data.splits import part_of, split_examples
 from rlhf.models.load import load_tokenizer
+from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Split
 from rlhf.utils.errors import UserError
 

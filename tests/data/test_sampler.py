@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import train_ppo
-from config import make_config, parse_cli
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.curves import read_runs
 from rlhf.api import make_trainer
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
+from rlhf.config import make_config, parse_cli
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import Dealing, planned_updates, tag_names

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from config import Config
 from rlhf.models.budget import BUDGETS, budget_of
 from rlhf.settings.fields import knobs_of
+from rlhf.settings.training import Config
 from rlhf.setup.plan import batch_line
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -15,9 +15,9 @@ import pytest
 from matplotlib.colors import to_rgba
 from matplotlib.image import imread
 
-from config import make_config
 from plot_training_progress import main
 from rlhf.analysis.curves import Curve, read_runs
+from rlhf.config import make_config
 from rlhf.reports.curve_chart import Chart
 from rlhf.reports.curve_plots import draw, power_of_ten, shortened
 from rlhf.reports.plot_style import colour_of

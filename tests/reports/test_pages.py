@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from config import MeasureSettings
 from rlhf.analysis.curves import read_curves
 from rlhf.analysis.equal_budget import read_looks
 from rlhf.analysis.evaluator import Bench
@@ -23,6 +22,7 @@ from rlhf.reports.comparison_report import make_comparison, make_sides, write_co
 from rlhf.reports.comparison_tables import tables
 from rlhf.reports.evaluation_report import make_report, show_report, write_report
 from rlhf.reports.token_page import colour, write_token_page
+from rlhf.settings.evaluation import MeasureSettings
 from rlhf.utils.console import Screen, visible
 from rlhf.utils.html import markdown_cell
 from tests.records import record_of

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from config import parse_reward_cli
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.splits import question_hash
@@ -19,6 +18,7 @@ from rlhf.rewards.pair_accuracy import PairAccuracy, pair_accuracy
 from rlhf.rewards.reward_model import METRICS_FILE, Calibration, RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.rewards.training import pair_ids, run_training, train_reward_model
+from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError

@@ -10,9 +10,9 @@ import pytest
 import evaluate_generations
 import train_grpo
 import train_ppo
-from config import parse_cli
 from rlhf.api import make_trainer
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.config import parse_cli
 from rlhf.data.examples import Example, examples_of, load_examples
 from rlhf.data.prompts import Prompt
 from rlhf.rewards.functions import find_rule

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from config import SamplingSettings
 from rlhf.algorithms import objectives
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
@@ -16,6 +15,7 @@ from rlhf.rollout import continuous_batching
 from rlhf.rollout.cpu_weights import blocked_weights, has_blocks
 from rlhf.rollout.engine import default_engine, sample_replies
 from rlhf.rollout.sampling import uniforms
+from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import UserError
 from tests.models.test_packing import CONFIGS, make_model
 

@@ -7,7 +7,6 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from config import SamplingSettings
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
@@ -18,6 +17,7 @@ from rlhf.rollout.completions import reply_mask
 from rlhf.rollout.engine import sample_replies
 from rlhf.rollout.logprobs import measure
 from rlhf.rollout.sampling import draw, nucleus_of, pack_bits, uniforms, unpack_bits
+from rlhf.settings.training import SamplingSettings
 
 CPU = torch.device("cpu")
 

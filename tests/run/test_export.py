@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_grpo
 import train_ppo
-from config import config_of_run, parse_cli
 from rlhf.analysis.models import find_trained, in_4_bit, load_trained
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.config import config_of_run, parse_cli
 from rlhf.models.load import load_tokenizer
 from rlhf.run.export import files_of_model, merge_adapter, saved_models
 from rlhf.run.model_card import model_card, settings_that_decide

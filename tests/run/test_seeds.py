@@ -8,9 +8,9 @@ from statistics import fmean, stdev
 
 import pytest
 
-from config import parse_cli
 from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_log import RunLog
+from rlhf.config import parse_cli
 from rlhf.run.seeds import for_each_seed, show_seeds
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError

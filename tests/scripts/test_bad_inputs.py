@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import reward_model.train
 import train_grpo
 import train_ppo
-from config import parse_cli
 from rlhf.api import make_trainer
 from rlhf.callbacks import checkpointing
 from rlhf.checkpoints.run_folder import INPUTS_FILE, read_status
 from rlhf.checkpoints.run_log import RunLog
+from rlhf.config import parse_cli
 from rlhf.data.examples import load_examples
 from rlhf.data.splits import question_hash
 from rlhf.rewards.reward_model import METRICS_FILE

@@ -20,11 +20,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from config import SamplingSettings
 from rlhf.models.actor_critic import Actor
 from rlhf.models.determinism import parallel_scan
 from rlhf.rollout.engine import sample_replies
 from rlhf.rollout.sampling import draw, nucleus_of, uniforms
+from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import Notice
 from tests.gpu_runs import GROUPS, LOOKS, RUNS
 from tests.kills import differing

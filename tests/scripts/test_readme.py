@@ -16,8 +16,11 @@ import torch
 
 from benchmarks import on_gpu
 from benchmarks.work import add_flags
-from config import ComparisonConfig, Config, EvaluationConfig, PlotConfig, RewardModelConfig, parse_cli
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.config import parse_cli
+from rlhf.settings.evaluation import ComparisonConfig, EvaluationConfig, PlotConfig
+from rlhf.settings.reward_model import RewardModelConfig
+from rlhf.settings.training import Config
 from tests.scripts.test_scripts import ROOT, copy_project, run
 from tests.shapes import make_base_model, make_start_model
 
@@ -75,7 +78,7 @@ def test_your_own_pairs_take_five_lines():
 def test_the_example_in_python_runs(project):
     """As it stands, only smaller: two updates of short replies."""
     (project / "example.py").write_text(
-        "import config\nmake = config.make_config\n"
+        "from rlhf import config\nmake = config.make_config\n"
         "config.make_config = lambda *a, **k: make(*a, **{**k, 'num_iterations': 2, 'reply_length': 8})\n"
         + python_block("make_trainer")
     )

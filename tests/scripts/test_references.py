@@ -18,17 +18,18 @@ import plot_training_progress
 import reward_model.train
 import train_grpo
 import train_ppo
-from config import LENGTHS, Config, make_config, parse_cli
-from recipes import RECIPES
 from rlhf.algorithms.kl_control import kl_controller
 from rlhf.analysis.curves import read_curves
 from rlhf.api import make_trainer
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
+from rlhf.config import make_config, parse_cli
 from rlhf.data.chat_template import encode_prompt
 from rlhf.rewards.functions import find_rule
 from rlhf.rewards.reward_model import METRICS_FILE
 from rlhf.settings.fields import knobs_of
+from rlhf.settings.recipes import RECIPES
+from rlhf.settings.training import LENGTHS, Config
 from rlhf.utils.errors import UserError
 from tests.shapes import make_base_model, make_reward_model, make_start_model
 

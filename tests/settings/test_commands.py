@@ -19,13 +19,14 @@ import rlhf.run.command
 import train_grpo
 import train_ppo
 import train_rloo
-from config import parse_cli, parse_reward_cli
-from recipes import RECIPES
 from rlhf.checkpoints.run_record import Spent
+from rlhf.config import parse_cli
 from rlhf.rewards import training
 from rlhf.run.summary import same_budget_command, same_budget_commands
 from rlhf.settings import commands
 from rlhf.settings.commands import reward_model_command, training_command
+from rlhf.settings.recipes import RECIPES
+from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.utils import system
 from tests.conftest import typed
 

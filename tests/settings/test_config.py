@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from config import Config, RewardModelConfig, config_of_settings, make_config, parse_cli, parse_reward_cli
-from recipes import RECIPES
+from rlhf.config import config_of_settings, make_config, parse_cli
 from rlhf.settings.fields import knobs_of, name_table
+from rlhf.settings.recipes import RECIPES
+from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
+from rlhf.settings.training import Config
 from rlhf.settings.types import KLTarget, Split
 from rlhf.utils.errors import UserError, run_command
 

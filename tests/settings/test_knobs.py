@@ -10,14 +10,6 @@ import pytest
 import torch
 
 import evaluate_generations
-from config import (
-    ComparisonConfig,
-    Config,
-    EvaluationConfig,
-    PlotConfig,
-    RewardModelConfig,
-    parse_reward_cli,
-)
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.data.examples import Example
@@ -30,7 +22,10 @@ from rlhf.rewards.training import train_reward_model
 from rlhf.rollout import continuous_batching, engine
 from rlhf.run.seeds import for_each_seed
 from rlhf.run.train import check_run_folder
+from rlhf.settings.evaluation import ComparisonConfig, EvaluationConfig, PlotConfig
 from rlhf.settings.fields import knobs_of
+from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
+from rlhf.settings.training import Config
 from rlhf.setup.build import load_parts
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from benchmarks import ours
 from benchmarks.memory import METHODS, foretell, tensors_in, tensors_of
 from benchmarks.work import Work, make_models
-from config import make_config
+from rlhf.config import make_config
 from rlhf.models.device import autocast
 from rlhf.models.load import load_policy
 from rlhf.models.logprobs import backbone_of, base_of

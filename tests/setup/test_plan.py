@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import train_ppo
-from config import parse_cli
-from recipes import RECIPES
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.config import parse_cli
+from rlhf.settings.recipes import RECIPES
 from rlhf.setup.build import load_parts
 from rlhf.setup.plan import base_parameters, kl_line, show_plan
 from rlhf.utils.console import Screen

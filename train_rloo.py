@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rlhf.run.command import train_command
 from rlhf.utils.errors import run_command
 
 
 def main(argv: list[str] | None = None) -> None:
-    train_command("rloo", argv)
+    train_command("rloo", argv, Path(__file__).with_name("config.py"))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from benchmarks.gpu_commands import TO_STOP, Command, run, stand_ins
 from benchmarks.gpu_section import OUT_OF_TIME, Section
 from rlhf.analysis.curves import read_scalars
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.settings.recipes import RECIPES
+from rlhf.settings.recipes import shipped_recipes
 
 ALGORITHMS = ("ppo", "grpo")
 SEEDS = (42, 123, 777)
@@ -114,7 +114,7 @@ def recipes(section: Section) -> None:
     """Ten updates of each recipe by each algorithm, on stand-ins."""
     folder = section.folder("recipes")
     given = stand_ins(section, folder)
-    for recipe in sorted(set(RECIPES) - {"demo"}):
+    for recipe in sorted(set(shipped_recipes()) - {"demo"}):
         for algorithm in ALGORITHMS:
             name = f"{recipe}, {algorithm.upper()}"
             section.attempt(name, partial(recipe_run, section, name, folder, recipe, algorithm, given))

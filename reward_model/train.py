@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from rlhf.settings.commands import training_command
+from pathlib import Path
+
+from rlhf.config import usual_config
+from rlhf.settings.next_commands import training_command
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.utils.errors import run_command
 from rlhf.utils.requirements import check_libraries
 
+USER_FILE = Path(__file__).parent.parent / "config.py"
+
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse_reward_cli(argv)  # before torch is imported: --help and mistakes are answered at once
+    config = parse_reward_cli(argv, USER_FILE)  # before torch is imported: --help and mistakes are answered at once
+    usual = usual_config(config.recipe, config.user_file)
     check_libraries()
     from rlhf.utils.console import Screen, quiet_libraries
 
@@ -19,11 +25,9 @@ def main(argv: list[str] | None = None) -> None:
 
     with Screen() as screen:
         folder = train_reward_model(config, screen, start_device(screen))
-    why = refusal(config, folder)
+    why = refusal(config, folder, usual)
     screen.say(
-        f"next: {training_command(config, 'train_ppo.py')}"
-        if why is None
-        else f"warning: training refuses this model: {why}"
+        f"next: {training_command(config, usual)}" if why is None else f"warning: training refuses this model: {why}"
     )
 
 

@@ -4,56 +4,134 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM, Algorithm
 from rlhf.checkpoints.run_folder import seed_folder
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, flat_settings
-from rlhf.settings.commands import names_code, resume_command
-from rlhf.settings.fields import knobs_of
-from rlhf.settings.merge import build, resolve
-from rlhf.settings.recipes import RECIPES
+from rlhf.settings.fields import Layer, as_text, name_table, settings_of
+from rlhf.settings.flags import CommandLine
+from rlhf.settings.keywords import TrainingSettings
+from rlhf.settings.merge import build, read_given, show_help, values_of
+from rlhf.settings.next_commands import names_code, resume_command
+from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, shipped_recipes
 from rlhf.settings.training import Config
+from rlhf.settings.user_file import read_user_file
 from rlhf.utils.errors import UserError, raise_if
 
-
-def recipes_for(algorithm: str) -> dict[str, dict[str, Any]]:
-    """The recipes as one algorithm reads them: the values for all, then those for this one."""
-    return {name: {**recipe["training"], **recipe.get(algorithm, {})} for name, recipe in RECIPES.items()}
+# --- from Python -----------------------------------------------------------------------------------------------------
 
 
-def parse_cli(argv: list[str] | None = None, algorithm: str = DEFAULT_ALGORITHM) -> Config:
-    """The configuration of `train_ppo.py`, or of another algorithm's script. Raises UserError with all faults of the
+def make_config(
+    recipe: str = DEFAULT_RECIPE, algorithm: str = DEFAULT_ALGORITHM, **settings: Unpack[TrainingSettings]
+) -> Config:
+    """Return a configuration: a recipe, by name or file, and settings by their names. config.py is not read. Raises
+    UserError as the command line does."""
+    row, foreign = algorithm_row(algorithm, "make_config(algorithm=)"), foreign_settings(algorithm)
+    raise_if(
+        [
+            f"{name} belongs to {foreign[name]}: make_config({name}=), algorithm {algorithm!r}. Remove it"
+            for name in settings
+            if name in foreign
+        ]
+    )
+    layer = {name: (value, f"make_config({name}=)") for name, value in settings.items()}
+    return _built(row, [*lower_layers(recipe, row, {}, "make_config"), layer], recipe)
+
+
+def algorithm_row(name: str, where: str) -> Algorithm:
+    """Return the row of an algorithm in the table. Raises UserError with `where` it was named if there is none."""
+    if name not in ALGORITHMS:
+        raise UserError(f"unknown algorithm {name!r}: {where}. Known: {', '.join(ALGORITHMS)}")
+    return ALGORITHMS[name]
+
+
+def foreign_settings(algorithm: str) -> dict[str, str]:
+    """Return every name of the settings that only other algorithms read -> the scripts that have their flags."""
+    foreign = ALGORITHMS[algorithm].foreign
+    return {name: foreign[s.group] for s in settings_of(Config).values() if s.group in foreign for name in s.names}
+
+
+def lower_layers(recipe: str, row: Algorithm, user: Layer, where: str = "--recipe") -> list[Layer]:
+    """Return the layers beneath --config and the flags: the algorithm's own defaults, then those of config.py (`user`)
+    under the default recipe, or else the recipe's."""
+    defaults: Layer = {name: (value, "default") for name, value in row.defaults.items()}
+    if recipe == DEFAULT_RECIPE:
+        return [defaults, user]
+    return [defaults, *find_recipe(recipe, ALGORITHMS, where).layers(row.name)]
+
+
+def usual_config(recipe: str, user: Layer, algorithm: str = DEFAULT_ALGORITHM) -> Config:
+    """Return what an algorithm's script uses without flags, under a recipe and the settings of config.py. Raises
+    UserError if the recipe's file is gone, or a setting does not fit the algorithm."""
+    row = ALGORITHMS[algorithm]
+    return _built(row, lower_layers(recipe, row, user), recipe, user)
+
+
+def _built(row: Algorithm, layers: Sequence[Layer], recipe: str, user: Layer | None = None, checks=None) -> Config:
+    checks = (Config.validate, row.validate) if checks is None else checks
+    values = values_of(Config, layers)
+    return build(Config, values, row.foreign, checks, recipe=recipe, algorithm=row.name, user_file=user or {})
+
+
+# --- from a command line ---------------------------------------------------------------------------------------------
+
+
+def command_line(row: Algorithm) -> CommandLine:
+    """Return what an algorithm's script accepts."""
+    run = f"./{row.name}_lora"
+    examples = (
+        ("--recipe demo", "the offline demo, in minutes on a CPU"),
+        (f"--use-lora --output {run}", "LoRA adapters, on the default recipe's models and data"),
+        (f"--resume --output {run}", "resume that run after an interruption"),
+    )
+    title = f"{row.title} on one workstation, on TRL."
+    return CommandLine(Config, row.script, title, examples, row.foreign, shipped_recipes())
+
+
+def parse_cli(
+    argv: Sequence[str] | None = None, algorithm: str = DEFAULT_ALGORITHM, user_file: Path | None = None
+) -> Config:
+    """Return the configuration of an algorithm's script. `user_file` is the config.py that counts under the default
+    recipe. With --resume, the run's run.json replaces recipe and config.py. Raises UserError with all errors of the
     command line."""
-    row, said = ALGORITHMS[algorithm], sys.argv[1:] if argv is None else argv
+    row, line = ALGORITHMS[algorithm], command_line(ALGORITHMS[algorithm])
+    argv, user = sys.argv[1:] if argv is None else argv, read_user_file(user_file)
 
-    def resolved(beneath: dict, checks: tuple = (Config.faults, row.faults)) -> Config:
-        return resolve(
-            Config, recipes_for(algorithm), said, row.script, f"{row.title} on one workstation, on TRL.",
-            defaults=row.defaults, foreign=row.foreign, beneath=beneath, checks=checks, algorithm=algorithm,
-        )  # fmt: skip
+    def lower(recipe: str | None) -> list[Layer]:
+        return lower_layers(recipe or DEFAULT_RECIPE, row, user)
 
-    config = resolved({}, checks=())  # if it resumes, the rest of its settings is in the run's folder
-    return resolved(settings_to_resume(config) if config.run.resume else {})
+    named = line.named(list(argv), "recipe") or DEFAULT_RECIPE
+    unused = None if named == DEFAULT_RECIPE else f"--recipe {named}"
+    edits = user_file_line(user, row, unused)
+    show_help(line, argv, lower, f"recipe {named}" + (f"; config.py: {edits}" if edits else ""))
+    given = read_given(line, argv)
+    recipe, where = given.recipe or (DEFAULT_RECIPE, "")
+    layers = lower_layers(recipe, row, user, where)
+    config = _built(row, [*layers, *given.layers], recipe, user, checks=())
+    stored = settings_to_resume(config) if config.run.resume else None
+    if stored is not None:
+        layers, recipe = [layers[0], stored[0]], recipe if given.recipe else stored[1]
+    return _built(row, [*layers, *given.layers], recipe, user)
 
 
-def settings_to_resume(config: Config) -> dict[str, tuple[Any, str]]:
-    """Settings stored in the run.json of the run that is resumed, by name; empty if there is no run. Raises UserError
-    if it is a run of another algorithm, or names reward code that the command line does not name."""
+def settings_to_resume(config: Config) -> tuple[Layer, str] | None:
+    """Return the settings in the run.json of the run that is resumed, and its recipe; None if there is no run. Raises
+    UserError if it is a run of another algorithm, or names reward code that the command line does not name."""
     run = config.run
     folders = [run.output] if run.seeds is None else [seed_folder(run.output, seed) for seed in run.seeds]
-    begun, folder = next(((r, f) for f in folders if (r := RunRecord.read(Path(f))) is not None), (None, None))
-    if begun is None:
-        return {}
-    begun.require_algorithm(config.algorithm, folder)
+    stored, folder = next(((r, f) for f in folders if (r := RunRecord.read(Path(f))) is not None), (None, None))
+    if stored is None:
+        return None
+    stored.require_algorithm(config.algorithm, folder)
     aside = {"seeds", "output", "overwrite", "dry_run", "resume", "resume_anyway"}
     aside |= {"seed"} if run.seeds is not None else set()
-    knobs = {n: v for n, v in known_settings(begun.settings).items() if n not in aside}
-    only_exported = begun.status == "finished" and run.seeds is None and not run.resume_anyway
-    require_named_code(config, knobs.get("reward_func", ()), only_exported)
-    return {name: (value, RUN_FILE) for name, value in {**knobs, "recipe": begun.recipe}.items()}
+    layer = {name: found for name, found in stored_layer(stored.settings).items() if name not in aside}
+    only_exported = stored.status == "finished" and run.seeds is None and not run.resume_anyway
+    require_named_code(config, layer.get("reward_func", ((), ""))[0], only_exported)
+    return layer, stored.recipe
 
 
 def require_named_code(config: Config, rules: Sequence[str], only_exported: bool) -> None:
@@ -67,54 +145,55 @@ def require_named_code(config: Config, rules: Sequence[str], only_exported: bool
     )
 
 
-def make_config(recipe: str = "smollm2-orca", algorithm: str = DEFAULT_ALGORITHM, **knobs: Any) -> Config:
-    """A configuration from Python: a recipe, and knobs by their names. Raises UserError as the command line does."""
-    row, foreign = algorithm_row(algorithm, "make_config(algorithm=)"), foreign_knobs(algorithm)
-    raise_if(
-        [
-            f"{name} belongs to {foreign[name]}: make_config({name}=), algorithm {algorithm!r}. Leave it out"
-            for name in knobs
-            if name in foreign
-        ]
-    )
-    values = {name: (value, f"make_config({name}=)") for name, value in knobs.items()}
-    layers = [{**values, "recipe": (recipe, "make_config")}]
-    return build(
-        Config, recipes_for(algorithm), layers, row.defaults, row.foreign, (Config.faults, row.faults),
-        algorithm=algorithm,
-    )  # fmt: skip
+def user_file_line(user: Layer, row: Algorithm, unused_because: str | None) -> str | None:
+    """Return what config.py changes for an algorithm, and whether that is used, on one line; None if it holds the
+    declared defaults."""
+    edits = user_edits(user, row)
+    if not edits:
+        return None
+    if unused_because is not None:
+        return f"edited ({', '.join(edits)}), but not used: {unused_because}"
+    return ", ".join(f"{name} {as_text(new)} (default {as_text(old)})" for name, (new, old) in edits.items())
 
 
-def algorithm_row(name: str, where: str) -> Algorithm:
-    """The row of an algorithm in the table. Raises UserError with `where` it was named if there is none."""
-    if name not in ALGORITHMS:
-        raise UserError(f"unknown algorithm {name!r}: {where}. Known: {', '.join(ALGORITHMS)}")
-    return ALGORITHMS[name]
+def user_edits(user: Layer, row: Algorithm) -> dict[str, tuple[Any, Any]]:
+    """Return the settings of config.py that are not the declared defaults: name -> (value, default). Names and values
+    that are not valid are among them; settings that the algorithm does not read are not."""
+    settings, edits = settings_of(Config), {}
+    usual = values_of(Config, lower_layers(DEFAULT_RECIPE, row, {}))
+    names = name_table(settings)
+    for name, (value, where) in user.items():
+        own = names.get(name)
+        if own is not None and settings[own].group in row.foreign:
+            continue
+        try:
+            new = values_of(Config, [*lower_layers(DEFAULT_RECIPE, row, {}), {name: (value, where)}])
+        except UserError:
+            edits[name] = (value, usual.get(own))
+            continue
+        edits |= {changed: (new[changed], usual[changed]) for changed in new if new[changed] != usual[changed]}
+    return edits
 
 
-def foreign_knobs(algorithm: str) -> dict[str, str]:
-    """Every name of the knobs that only other algorithms read -> the scripts that have their flags."""
-    foreign = ALGORITHMS[algorithm].foreign
-    knobs = [knob for knob in knobs_of(Config).values() if knob.group in foreign]
-    return {name: foreign[knob.group] for knob in knobs for name in (knob.name, *knob.aliases)}
+# --- from a run.json -------------------------------------------------------------------------------------------------
 
 
 def config_of_run(run: RunRecord, **changed: Any) -> Config:
-    """Return a run's configuration, with some knobs `changed`."""
+    """Return a run's configuration, with some settings `changed`."""
     return config_of_settings(run.algorithm, run.settings, **changed)
 
 
 def config_of_settings(algorithm: str, settings: dict[str, Any], **changed: Any) -> Config:
-    """Return the configuration for stored `settings`, with some knobs `changed`. Settings that this version does not
+    """Return the configuration for stored `settings`, with some of them `changed`. Settings that this version does not
     have, or that the algorithm does not read, are ignored. Raises UserError for an algorithm that is not in the
     table."""
-    algorithm_row(algorithm, RUN_FILE)
-    foreign = foreign_knobs(algorithm)
-    known = {name: value for name, value in known_settings(settings).items() if name not in foreign}
-    return make_config(settings["recipe"], algorithm, **{**known, **changed})
+    row = algorithm_row(algorithm, RUN_FILE)
+    layer = {name: (value, "a changed setting") for name, value in changed.items()}
+    stored = stored_layer(settings)
+    return _built(row, [*lower_layers(DEFAULT_RECIPE, row, {}), stored, layer], settings["recipe"])
 
 
-def known_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return stored settings without their groups, and without those that this version does not have."""
-    known = {f.name for g in fields(Config) if is_dataclass(g.default_factory) for f in fields(g.default_factory)}
-    return {name: value for name, value in flat_settings(settings).items() if name in known}
+def stored_layer(settings: dict[str, Any]) -> Layer:
+    """Return stored settings as a layer, without those that this version does not have."""
+    names = name_table(settings_of(Config))
+    return {name: (value, RUN_FILE) for name, value in flat_settings(settings).items() if name in names}

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf.checkpoints.run_record import Plan, RunRecord
 from rlhf.config import make_config
-from rlhf.settings.fields import as_plain
+from rlhf.settings.fields import to_dict
 from rlhf.settings.training import Config
 
 
@@ -16,7 +16,7 @@ def facts_of(config: Config | None = None, updates: int = 2, **changed: Any) -> 
     episodes = updates * config.episodes_per_update
     return {
         "algorithm": config.algorithm,
-        "settings": as_plain(config),
+        "settings": to_dict(config),
         "seed": config.run.seed,
         "data": {"evaluation_prompts": 6, "evaluation_sha256": "0" * 64},
         "plan": Plan(updates, episodes, config.optimizer_steps(updates), episodes * config.sampling.reply_length),

@@ -50,7 +50,7 @@ class Algorithm:
         """Settings whose default differs between algorithms."""
         return {"output": f"./{self.name}_training_output", **({"K": self.group_size} if self.group_size > 1 else {})}
 
-    def faults(self, config: Any) -> list[str]:
+    def validate(self, config: Any) -> list[str]:
         """Errors in the settings for this algorithm alone, one line each."""
         if self.group_size > 1 and config.group_size == 1:
             return ["K is unset: --K none. Give at least 2 completions per prompt: they are compared with each other"]

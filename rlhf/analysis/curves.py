@@ -111,8 +111,8 @@ def read_curves(folder: Path) -> RunCurves:
     running = run.status == "running"
     scalars, remarks = read_scalars(folder / "logs", running)
     if not scalars:
-        way_out = "Try again after its first update" if running else "Name another run: this one logged none"
-        raise UserError(f"no scalars yet: {folder / 'logs'}. {' '.join([*(f'{r}.' for r in remarks), way_out])}")
+        hint = "Try again after its first update" if running else "Name another run: this one logged none"
+        raise UserError(f"no scalars yet: {folder / 'logs'}. {' '.join([*(f'{r}.' for r in remarks), hint])}")
     return RunCurves(folder, run, config_of_run(run), scalars, [*remarks, *_not_finite(folder, scalars)])
 
 

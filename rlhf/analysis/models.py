@@ -21,8 +21,8 @@ from rlhf.models.save import ADAPTER_FILE, WEIGHTS_FILE
 from rlhf.rewards.functions import LearnedReward
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
-from rlhf.settings.commands import code_words, names_code
 from rlhf.settings.evaluation import MeasureSettings
+from rlhf.settings.next_commands import code_words, names_code
 from rlhf.settings.training import Config
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import is_path, missing_path

@@ -13,13 +13,13 @@ from rlhf.checkpoints.manifest import find_checkpoints, set_aside, write_checkpo
 from rlhf.checkpoints.run_folder import BEST_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import Best
-from rlhf.config import make_config
-from rlhf.settings.commands import resume_command
+from rlhf.config import usual_config
+from rlhf.settings.next_commands import resume_command
 from rlhf.settings.training import Config
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.state import save_trainer
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import RunError
+from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import link_folder, replace_folder
 from rlhf.utils.signals import Stopped, StopRequest
 
@@ -141,5 +141,8 @@ class Checkpoints(Callback):
 
 def smaller_rate(config: Config) -> float:
     """A learning rate to try after a run diverged: a tenth, and not above the recipe's."""
-    usual = make_config(config.recipe, config.algorithm).optimizer.learning_rate
-    return min(config.optimizer.learning_rate / 10, usual)
+    smaller = config.optimizer.learning_rate / 10
+    try:
+        return min(smaller, usual_config(config.recipe, config.user_file, config.algorithm).optimizer.learning_rate)
+    except UserError:  # the recipe's file is gone
+        return smaller

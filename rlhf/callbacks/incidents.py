@@ -19,9 +19,10 @@ from rlhf.config import config_of_settings
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.rollout.completions import Replies, Rollout
-from rlhf.settings.commands import replay_command
-from rlhf.settings.fields import as_plain
-from rlhf.settings.training import IN_A_ROW, Config
+from rlhf.settings.fields import to_dict
+from rlhf.settings.next_commands import replay_command
+from rlhf.settings.training import Config
+from rlhf.settings.validate import MAX_CONSECUTIVE_SKIPS
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.safety import Dropped
 from rlhf.utils.console import Screen
@@ -62,7 +63,7 @@ def save_incident(
     write_json(
         folder / INCIDENT_FILE,
         {"update": update, "found": str(found), "rows": found.rows, "kl_coef": trainer.kl_coef,
-         "algorithm": trainer.config.algorithm, "settings": as_plain(trainer.config), **environment()},
+         "algorithm": trainer.config.algorithm, "settings": to_dict(trainer.config), **environment()},
     )  # fmt: skip
 
 
@@ -120,7 +121,7 @@ class Incidents(Callback):
         self.trainer, self.config, self.screen = trainer, config, screen
 
     def on_drop(self, update, rollout, batch, found):
-        if self.trainer.progress.skipped_in_a_row == IN_A_ROW:
+        if self.trainer.progress.skipped_in_a_row == MAX_CONSECUTIVE_SKIPS:
             folder = Path(self.config.run.output) / "incidents" / f"update-{update:06d}"
             save_incident(self.trainer, folder, update, rollout, batch, found)
             self.screen.say(f"the update, to look at: {folder}")

@@ -18,7 +18,8 @@ from rlhf.models.load import load_tokenizer
 from rlhf.models.save import WEIGHTS_FILE
 from rlhf.rewards.reward_model import METRICS_FILE
 from rlhf.rewards.training import show_record, train_reward_model
-from rlhf.settings.recipes import RECIPES
+from rlhf.settings.fields import to_dict
+from rlhf.settings.recipes import find_recipe
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen
@@ -85,7 +86,7 @@ def make_pairs(screen: Screen, device: torch.device) -> None:
 
 def _fingerprint(reward) -> str:
     """Changes with the generator, the start model, the pairs' settings and the reward model's."""
-    digest = hashlib.sha256(repr((reward, QUESTIONS, SAMPLES_PER_QUESTION, SEED)).encode())
+    digest = hashlib.sha256(repr((to_dict(reward), QUESTIONS, SAMPLES_PER_QUESTION, SEED)).encode())
     for file in (families.__file__, tasks.__file__, pairs.__file__, start_model.WEIGHTS / "model.safetensors"):
         digest.update(Path(file).read_bytes())
     return digest.hexdigest()
@@ -93,5 +94,5 @@ def _fingerprint(reward) -> str:
 
 def gold_of(config: Config) -> Gold | None:
     """The gold quality, where the configuration's prompts are the demo's own questions; else None."""
-    is_demo = config.recipe == "demo" and config.data.prompts == RECIPES["demo"]["training"]["prompts"]
+    is_demo = config.recipe == "demo" and config.data.prompts == find_recipe("demo").value("prompts")
     return tasks.gold_quality if is_demo else None

@@ -68,7 +68,7 @@ def base_of_adapter(folder: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def readable(name: str, way_out: str = "Give a whole model folder with safetensors") -> Iterator[None]:
+def readable(name: str, hint: str = "Give a whole model folder with safetensors") -> Iterator[None]:
     """What transformers cannot load from `name` (no safetensors, torn files, unknown types) as one UserError."""
     try:
         yield
@@ -79,7 +79,7 @@ def readable(name: str, way_out: str = "Give a whole model folder with safetenso
                 "Give a model whose architecture transformers knows"
             ) from None
         reason = str(error).strip().splitlines()[0][:200]
-        raise UserError(f"cannot be loaded: {name} ({reason}). {way_out}") from None
+        raise UserError(f"cannot be loaded: {name} ({reason}). {hint}") from None
 
 
 def load_tokenizer(name: str, plain: bool = False) -> PreTrainedTokenizerBase:

@@ -21,7 +21,7 @@ from rlhf.config import config_of_run
 from rlhf.reports.evaluation_report import sides_of
 from rlhf.reports.plot_style import as_data_url, save_picture
 from rlhf.reports.report_plots import distributions, score_against_kl
-from rlhf.settings.fields import knobs_of
+from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, listed
 from rlhf.utils.errors import raise_if
@@ -127,9 +127,9 @@ def settings_that_differ(sides: Sequence[Side]) -> list[tuple[str, str]]:
         return []
     names, settings = [side.name for side in sides], [side.runs[0].settings for side in sides]
     aside = (*MAY_DIFFER, *_own_knobs(), "algorithm")
-    differ = sorted({knob for pair in combinations(settings, 2) for knob in differences(*pair, aside)})
+    differ = sorted({setting for pair in combinations(settings, 2) for setting in differences(*pair, aside)})
     flat = [flat_settings(groups) for groups in settings]
-    parts = [f"{knob} {listed([str(knobs.get(knob, 'unknown')) for knobs in flat])}" for knob in differ]
+    parts = [f"{setting} {listed([str(knobs.get(setting, 'unknown')) for knobs in flat])}" for setting in differ]
     text = "; ".join(parts) or "none but each algorithm's own"
     sizes = [f"{name} {knobs['K']}" for name, knobs in zip(names, flat, strict=True) if knobs.get("K") is not None]
     return [(f"settings that differ, {listed(names)}", f"{text}; K: {', '.join(sizes)}" if sizes else text)]
@@ -138,7 +138,7 @@ def settings_that_differ(sides: Sequence[Side]) -> list[tuple[str, str]]:
 def _own_knobs() -> set[str]:
     """The settings that only some algorithms read."""
     own = {group for row in ALGORITHMS.values() for group in row.reads}
-    return {name for name, knob in knobs_of(Config).items() if knob.group in own}
+    return {name for name, setting in settings_of(Config).items() if setting.group in own}
 
 
 def _warnings(sides: Sequence[Side], start: Generations, seed: int) -> list[str]:

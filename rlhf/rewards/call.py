@@ -50,8 +50,8 @@ def call_function(
     printed = None if limit_s is None else printed  # on the main thread it would hide the answer to Ctrl-C
     texts = batch["completions"]
 
-    def fault(what: str, replies: str, way_out: str = "Fix it", kind: type[RunError] = RunError) -> RunError:
-        return kind(f"{what}: reward function {name}, {replies}. {way_out}", inputs=batch)
+    def fault(what: str, replies: str, hint: str = "Fix it", kind: type[RunError] = RunError) -> RunError:
+        return kind(f"{what}: reward function {name}, {replies}. {hint}", inputs=batch)
 
     try:
         scores = _plain(_within(limit_s, partial(_call, function, batch, printed)))

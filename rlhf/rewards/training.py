@@ -28,7 +28,6 @@ from rlhf.checkpoints.replacing import (
 )
 from rlhf.checkpoints.run_folder import check_output
 from rlhf.checkpoints.run_record import RUN_FILE, environment
-from rlhf.config import parse_cli
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.splits import question_hash, split_examples
@@ -45,9 +44,9 @@ from rlhf.rewards.calibration import calibration_replies, measure_and_calibrate
 from rlhf.rewards.checks import check_reward_context, weakness
 from rlhf.rewards.pair_accuracy import pair_ids, pairs_that_fit
 from rlhf.rewards.reward_model import METRICS_FILE, RewardModel, read_record
-from rlhf.settings.commands import training_words
-from rlhf.settings.fields import as_plain
+from rlhf.settings.fields import to_dict
 from rlhf.settings.reward_model import RewardModelConfig, RewardTrainingSettings
+from rlhf.settings.training import Config
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
@@ -85,7 +84,7 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
     run_training(model, train, config, screen)
     record = measure_and_calibrate(model, held_out, replies, source)
     show_record(record, screen)
-    record |= {"train_questions": sorted({question_hash(p) for p in train}), "settings": as_plain(config)}
+    record |= {"train_questions": sorted({question_hash(p) for p in train}), "settings": to_dict(config)}
     check_output(folder, **placing)  # again: training took a while
     holds_a_model = folder.is_dir() and any(folder.iterdir())
     keep = numbered_name(folder) if holds_a_model and not config.training.rm_overwrite else None
@@ -211,18 +210,17 @@ def show_record(record: dict, screen: Screen) -> None:
     screen.facts(rows)
 
 
-def refusal(config: RewardModelConfig, folder: Path) -> str | None:
-    """Why `training_command` would refuse this reward model: it is weak, or its context is too short for the prompts.
-    None if it would not."""
+def refusal(config: RewardModelConfig, folder: Path, usual: Config) -> str | None:
+    """Return why training with the settings `usual` would refuse this reward model: it is weak, or its context is too
+    short for the prompts. None if training would take it."""
     weak = weakness(read_record(folder))
     if weak is not None:
         return f"{weak}. Give it more pairs or --rm-epochs, or train with --allow-weak-reward-model"
-    training = parse_cli(training_words(config))
     parts = split_examples(load_examples(config.data.pairs, say=lambda _: None), config.data.split or DEFAULT_SPLIT)
-    tokenizer, longest = load_tokenizer(str(folder)), training.data.prompt_length
+    tokenizer, longest = load_tokenizer(str(folder)), usual.data.prompt_length
     used = [e for e in (*parts["rl"], *parts["evaluation"]) if len(encode_prompt(tokenizer, e.messages)) <= longest]
     try:
-        check_reward_context(str(folder), used, training.sampling.reply_length, f"--rm-model {folder}")
+        check_reward_context(str(folder), used, usual.sampling.reply_length, f"--rm-model {folder}")
     except UserError as error:
         return str(error)
     return None

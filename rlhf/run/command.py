@@ -5,14 +5,17 @@ Imports no torch before the command line is known to be right, so that `--help` 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rlhf.config import parse_cli
 from rlhf.setup.inputs import check_inputs
 from rlhf.utils.requirements import check_libraries
 
 
-def train_command(algorithm: str, argv: list[str] | None = None) -> None:
-    """Train with `algorithm` and the command line's settings: one run, several seeds, or a skipped update again."""
-    config = parse_cli(argv, algorithm=algorithm)
+def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path | None = None) -> None:
+    """Train with `algorithm` and the command line's settings: one run, several seeds, or a skipped update again.
+    `user_file` is the user's config.py; installed commands have none."""
+    config = parse_cli(argv, algorithm, user_file)
     if config.run.replay is None and not config.run.resume:
         check_inputs(config)
     check_libraries()

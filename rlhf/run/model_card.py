@@ -12,7 +12,7 @@ from huggingface_hub import ModelCardData
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import HARMLESS, RunRecord
 from rlhf.models.load import ADAPTER_CONFIG, load_tokenizer
-from rlhf.settings.fields import as_text, knobs_of
+from rlhf.settings.fields import as_text, settings_of
 from rlhf.settings.training import Config
 from rlhf.utils.html import render
 from rlhf.utils.system import command
@@ -115,7 +115,7 @@ def number(value: float | None, form: str) -> str:
 
 def settings_that_decide(run: RunRecord) -> list[tuple[str, str]]:
     """Name and value of the settings that decide what is learned: not other algorithms', not those about speed."""
-    told, knobs = run.knobs, knobs_of(Config)
+    told, knobs = run.knobs, settings_of(Config)
     foreign = {*ALGORITHMS[run.algorithm].foreign, "speed"}
     aside = {*HARMLESS, *([] if told["use_lora"] else ADAPTER_KNOBS)}
     mine = [n for n, k in knobs.items() if n in told and n not in aside and k.group not in foreign]

@@ -13,7 +13,7 @@ from rlhf.callbacks.incidents import INCIDENT_FILE, WEIGHTS, Incident
 from rlhf.checkpoints.run_record import flat_settings
 from rlhf.models.device import start_device
 from rlhf.rollout.completions import Rollout
-from rlhf.settings.commands import names_code, replay_command
+from rlhf.settings.next_commands import names_code, replay_command
 from rlhf.settings.training import Config
 from rlhf.setup.build import build_trainer, load_parts
 from rlhf.trainer.loop import OnPolicyLoop

@@ -14,7 +14,7 @@ from rlhf.checkpoints.run_folder import BEST_FOLDER, move_aside
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import HARMLESS, RunRecord, differences, environment, flat_settings
 from rlhf.run.export import check_export, export_run
-from rlhf.settings.fields import as_plain
+from rlhf.settings.fields import to_dict
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import inputs_of
 from rlhf.setup.plan import budget
@@ -52,7 +52,7 @@ def settle_resume(config: Config, screen: Screen) -> Config | None:
         )
     for line in found.skipped:
         screen.say(f"warning: skipped an invalid checkpoint: {line}; {found.newest.name} is used")
-    check_same_run(config, changes(run, as_plain(config), environment()), screen)
+    check_same_run(config, changes(run, to_dict(config), environment()), screen)
     return start_again(config, screen) if found.newest is None else config
 
 
@@ -68,7 +68,7 @@ def start_again(config: Config, screen: Screen) -> Config:
 def is_extended(config: Config, run: RunRecord) -> bool:
     """Whether a finished run is to be trained on with other settings. Raises UserError if they differ without
     --resume-anyway."""
-    changed = setting_changes(run, as_plain(config))
+    changed = setting_changes(run, to_dict(config))
     if changed and not config.run.resume_anyway:
         raise UserError(
             [
@@ -134,7 +134,7 @@ def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Scree
             )
         restore_best(Path(config.run.output), newest)
         told = dataclasses.replace(config.run, resume=False, resume_anyway=False)
-        settings = as_plain(dataclasses.replace(config, run=told))
+        settings = to_dict(dataclasses.replace(config, run=told))
         log.add(settings=settings, plan=budget(config, trainer.updates))  # with --resume-anyway they may be new
         screen.say(f"resuming after update {trainer.state.global_step} of {trainer.updates}, from {newest}")
 

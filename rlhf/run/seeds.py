@@ -15,8 +15,8 @@ from rlhf.checkpoints.run_folder import read_status, seed_folder
 from rlhf.checkpoints.run_record import MAY_DIFFER, RUN_FILE, RunRecord, differences
 from rlhf.run.resume import settle_resume
 from rlhf.run.train import check_run_folder
-from rlhf.settings.commands import resume_command
-from rlhf.settings.fields import as_plain
+from rlhf.settings.fields import to_dict
+from rlhf.settings.next_commands import resume_command
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError
@@ -93,7 +93,7 @@ def is_finished(config: Config) -> bool:
         if config.run.overwrite:
             return False
         raise
-    differ = differences(run.settings, as_plain(with_horizon(config, run.plan.updates)), MAY_DIFFER)
+    differ = differences(run.settings, to_dict(with_horizon(config, run.plan.updates)), MAY_DIFFER)
     if differ and not config.run.overwrite:
         raise UserError(
             f"a finished run with other settings ({', '.join(differ)}) is there: {config.run.output}. "

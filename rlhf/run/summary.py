@@ -12,13 +12,14 @@ from rlhf.analysis.statistics import interval, over_prompts
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import MAY_DIFFER, RunRecord, Spent, differences
-from rlhf.config import make_config, parse_cli
+from rlhf.config import parse_cli, usual_config
 from rlhf.data.prompts import Prompt
 from rlhf.demo.parts import gold_of
 from rlhf.demo.tasks import Gold
-from rlhf.settings.commands import flag_words
-from rlhf.settings.fields import as_plain, knobs_of
-from rlhf.settings.training import LENGTHS, Config
+from rlhf.settings.fields import settings_of, to_dict
+from rlhf.settings.next_commands import flag_words
+from rlhf.settings.training import Config
+from rlhf.settings.translate import LENGTHS
 from rlhf.settings.types import KLTarget
 from rlhf.trainer.evaluation import Evaluation
 from rlhf.trainer.loop import OnPolicyLoop
@@ -248,14 +249,18 @@ def same_budget_commands(config: Config, spent: Spent) -> list[tuple[str, str]]:
 
 def same_budget_command(config: Config, spent: Spent, other: str) -> str | None:
     """The command that trains with the algorithm `other` on as many episodes; None if the settings do not fit it."""
-    row, plain = ALGORITHMS[other], with_horizon(make_config(config.recipe, config.algorithm), spent.updates)
-    differ = differences(as_plain(config), as_plain(plain), (*MAY_DIFFER, *LENGTHS, "batch_size"))
-    knobs = knobs_of(Config)
+    try:
+        plain, of_other = (usual_config(config.recipe, config.user_file, a) for a in (config.algorithm, other))
+    except UserError:  # the recipe's file is gone
+        return None
+    row, plain = ALGORITHMS[other], with_horizon(plain, spent.updates)
+    differ = differences(to_dict(config), to_dict(plain), (*MAY_DIFFER, *LENGTHS, "batch_size"))
+    knobs = settings_of(Config)
     words = ["--recipe", config.recipe, "--seed", str(config.run.seed), "--episodes", str(spent.episodes)]
     carried = [name for name in differ if knobs[name].group not in row.foreign]
     for name in carried:
         words += flag_words(name, getattr(getattr(config, knobs[name].group), name))
-    group_size = config.group_size if "K" in carried else make_config(config.recipe, other).group_size
+    group_size = config.group_size if "K" in carried else of_other.group_size
     as_many = ["--batch-size", str(max(1, config.episodes_per_update // group_size))]  # as many episodes per update
     own_batch = config.batch.batch_size != plain.batch.batch_size
     for more in [as_many] if own_batch else [[], as_many]:

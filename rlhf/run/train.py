@@ -23,7 +23,7 @@ from rlhf.rewards.printing import PRINTED_FILE
 from rlhf.run.export import check_export, export_run
 from rlhf.run.resume import check_same_run, resume_run
 from rlhf.run.summary import finish_run
-from rlhf.settings.fields import as_plain
+from rlhf.settings.fields import to_dict
 from rlhf.settings.training import Config
 from rlhf.setup.build import Parts, build_trainer, load_parts, prepare_demo_parts
 from rlhf.setup.inputs import inputs_of
@@ -130,7 +130,7 @@ def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> Run
         Path(config.run.output),
         held,
         algorithm=config.algorithm,
-        settings=as_plain(config),
+        settings=to_dict(config),
         seed=config.run.seed,
         data=data,
         plan=budget(config, updates),

@@ -1,4 +1,4 @@
-"""A setting is a dataclass field with a meaning, a unit and a range. How text becomes its value, and back."""
+"""A setting is a dataclass field with a meaning, a unit and a range. Its value from text, and back."""
 
 from __future__ import annotations
 
@@ -17,45 +17,52 @@ from rlhf.utils.errors import UserError, did_you_mean
 TRUE_WORDS = {"true", "yes", "on", "1"}
 FALSE_WORDS = {"false", "no", "off", "0"}
 UNSET_WORDS = {"none", "null", "auto", ""}
-MOST = 10**9  # of a whole number that has no other upper limit: more is a slip, and loops over it never end
+LARGEST_COUNT = 10**9  # for whole numbers without an upper limit: a larger one is a slip, and loops over it never end
 MOST_DIGITS = 30
-Layer = dict[str, tuple[Any, str]]  # name -> (value, where it was set)
-# what other trainers call it -> the setting
-ELSEWHERE = {"lr": "learning_rate", "beta": "kl_coef", "kl_beta": "kl_coef", "max_completion_length": "reply_length"}
+Layer = dict[str, tuple[Any, str]]  # name -> (value, the place that sets it)
+# name in other trainers -> setting; only for hints
+ELSEWHERE = {"lr": "learning_rate", "beta": "kl_coef", "kl_beta": "kl_coef", "max_completion_length": "max_new_tokens"}
 
 
-def knob(
+def setting(
     default: Any,
     help: str,
     *,
-    low=None,
-    high=None,
-    above=None,
-    below=None,
+    ge=None,
+    le=None,
+    gt=None,
+    lt=None,
     choices=None,
     aliases=(),
+    brief: str | bool = False,
     positional: bool = False,
 ) -> Any:
-    """A dataclass field that is one knob.
+    """Return a dataclass field that declares one setting.
 
-    `help` says the meaning and the unit. `low`/`high` bound the value inclusively, `above`/`below` exclusively.
-    `aliases` are other names under which the references know the knob. A `positional` one is written without a flag.
+    Args:
+        help: meaning and unit.
+        ge, le, gt, lt: bounds (>=, <=, >, <).
+        choices: the values that are allowed.
+        aliases: other names of the setting, those of other trainers among them.
+        brief: the text in `--help`; True: the first clause of `help`; False: the setting is in `--help-all` only.
+        positional: the command line takes the value without a flag.
     """
-    bounds = {"low": low, "high": high, "above": above, "below": below}
-    said = {"help": help, "bounds": bounds, "choices": choices, "aliases": aliases, "positional": positional}
-    return field(default=default, metadata=said)
+    bounds = {"ge": ge, "le": le, "gt": gt, "lt": lt}
+    declared = {"help": help, "bounds": bounds, "choices": choices, "aliases": aliases}
+    return field(default=default, metadata={**declared, "brief": brief, "positional": positional})
 
 
-def as_in(settings: type, name: str, otherwise: str, help: str | None = None) -> Any:
-    """The knob `name` of another group, unset unless it is given: then what `otherwise` names holds."""
-    said = next(f.metadata for f in dataclasses.fields(settings) if f.name == name)
-    meaning = help or said["help"].split("; unset")[0]
-    return field(default=None, metadata={**said, "help": f"{meaning}; unset: {otherwise}"})
+def inherited(settings: type, name: str, otherwise: str, help: str | None = None, brief: str | bool = False) -> Any:
+    """Return the setting `name` of another group, unset by default. Its help explains that the value then comes from
+    `otherwise`."""
+    declared = next(f.metadata for f in dataclasses.fields(settings) if f.name == name)
+    meaning = help or declared["help"].split("; unset")[0]
+    return field(default=None, metadata={**declared, "help": f"{meaning}; unset: {otherwise}", "brief": brief})
 
 
 @dataclass(frozen=True)
-class Knob:
-    """One leaf of a configuration class: where it lives and what it may be."""
+class Setting:
+    """The declaration of one setting of a command, with its name, group and type."""
 
     name: str
     group: str
@@ -65,7 +72,12 @@ class Knob:
     bounds: dict[str, float | None]
     choices: tuple | None
     aliases: tuple[str, ...]
+    brief: str | bool
     positional: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
 
     @property
     def flag(self) -> str:
@@ -88,52 +100,53 @@ class Knob:
         return self.base_type is bool
 
 
-def knobs_of(config_class: type) -> dict[str, Knob]:
-    """All knobs of a configuration class by name, in the order of their groups."""
+def settings_of(config_class: type) -> dict[str, Setting]:
+    """Return all settings of a configuration class by name, in the order of their groups."""
     found = {}
     for group, group_class in typing.get_type_hints(config_class).items():
         if not dataclasses.is_dataclass(group_class):
             continue
         hints = typing.get_type_hints(group_class)
         for f in dataclasses.fields(group_class):
-            found[f.name] = Knob(f.name, group, hints[f.name], f.default, **f.metadata)
+            found[f.name] = Setting(f.name, group, hints[f.name], f.default, **f.metadata)
     return found
 
 
-def name_table(knobs: dict[str, Knob]) -> dict[str, str]:
-    """Every name a knob answers to -> its own name."""
-    return {alias: k.name for k in knobs.values() for alias in (k.name, *k.aliases)}
+def name_table(settings: dict[str, Setting]) -> dict[str, str]:
+    """Return every name of every setting -> the setting's first name."""
+    return {alias: s.name for s in settings.values() for alias in s.names}
 
 
 # --- text to value, and back -----------------------------------------------------------------------------------------
 
 
 def is_unset(value: Any) -> bool:
-    """Whether a value, as it was written, says that there is none."""
+    """Whether a value, as it was written, means "unset"."""
     alone = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
     return alone is None or str(alone).lower() in UNSET_WORDS
 
 
-def convert(knob: Knob, value: Any, where: str) -> Any:
-    """`value` (text from a flag, or what YAML made of it) as the knob's type; a UserError names `where`."""
-    if knob.optional and is_unset(value):
+def convert(setting: Setting, value: Any, where: str) -> Any:
+    """Return `value` (text of a flag, or data of a YAML file) in the setting's type. Raises UserError that names
+    `where` the value was set."""
+    if setting.optional and is_unset(value):
         return None
-    if knob.is_list:
+    if setting.is_list:
         parts = value if isinstance(value, (list, tuple)) else [value]
         words = [w for p in parts for w in ([s.strip() for s in p.split(",")] if isinstance(p, str) else [p])]
-        return tuple(_convert_one(knob, w, typing.get_args(knob.base_type)[0], where) for w in words)
-    return _convert_one(knob, value, knob.base_type, where)
+        return tuple(_convert_one(setting, w, typing.get_args(setting.base_type)[0], where) for w in words)
+    return _convert_one(setting, value, setting.base_type, where)
 
 
-def _convert_one(knob: Knob, value: Any, kind: type, where: str) -> Any:
+def _convert_one(setting: Setting, value: Any, kind: type, where: str) -> Any:
     expects = getattr(kind, "expects", {bool: "true or false", int: "a whole number", float: "a number"}.get(kind))
     try:
         result = value if isinstance(value, kind) and not isinstance(value, bool) else _parse(kind, value)
     except (ValueError, TypeError, ArithmeticError):
-        raise UserError(f"{knob.name} is {value!r}: {where}. Give {expects or 'text'}") from None
-    fault = _out_of_range(knob, result)
-    if fault:
-        raise UserError(f"{knob.name} is {value}: {where}. {fault}")
+        raise UserError(f"{setting.name} is {value!r}: {where}. Give {expects or 'text'}") from None
+    problem = _out_of_range(setting, result)
+    if problem:
+        raise UserError(f"{setting.name} is {value}: {where}. {problem}")
     return result
 
 
@@ -146,7 +159,7 @@ def _parse(kind: type, value: Any) -> Any:
             raise ValueError(value)
         return word in TRUE_WORDS
     if kind is int:
-        number = Decimal(str(value))  # 1e4 is a whole number too; exact, also beyond a float's 53 bits
+        number = Decimal(str(value))  # 1e4 is a whole number, too; exact, also beyond a float's 53 bits
         small = number.is_finite() and number.adjusted() <= MOST_DIGITS
         if isinstance(value, bool) or not small or number != number.to_integral_value():
             raise ValueError(value)
@@ -158,53 +171,55 @@ def _parse(kind: type, value: Any) -> Any:
     return kind.parse(value) if hasattr(kind, "parse") else str(value)
 
 
-def _out_of_range(knob: Knob, value: Any) -> str | None:
-    if knob.choices and value not in knob.choices:
-        return f"{did_you_mean(str(value), knob.choices)} Choices: {', '.join(knob.choices)}"
+def _out_of_range(setting: Setting, value: Any) -> str | None:
+    if setting.choices and value not in setting.choices:
+        return f"{did_you_mean(str(value), setting.choices)} Choices: {', '.join(setting.choices)}"
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
-    b = knob.bounds
-    if isinstance(value, int) and b["high"] is None and value > MOST:
-        return f"It must be at most {MOST:,}"
+    b = setting.bounds
+    if isinstance(value, int) and b["le"] is None and value > LARGEST_COUNT:
+        return f"It must be at most {LARGEST_COUNT:,}"
     inside = (
         math.isfinite(value)
-        and (b["low"] is None or value >= b["low"])
-        and (b["high"] is None or value <= b["high"])
-        and (b["above"] is None or value > b["above"])
-        and (b["below"] is None or value < b["below"])
+        and (b["ge"] is None or value >= b["ge"])
+        and (b["le"] is None or value <= b["le"])
+        and (b["gt"] is None or value > b["gt"])
+        and (b["lt"] is None or value < b["lt"])
     )
-    return None if inside else f"It must be {range_text(knob)}"
+    return None if inside else f"It must be {range_text(setting)}"
 
 
-def range_text(knob: Knob) -> str:
-    words = {"low": "at least", "above": "above", "high": "at most", "below": "below"}
-    bounds = {k: knob.bounds[k] for k in words if knob.bounds[k] is not None}
+def range_text(setting: Setting) -> str:
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    bounds = {k: setting.bounds[k] for k in words if setting.bounds[k] is not None}
     parts = [f"{words[k]} {n:,}" if isinstance(n, int) else f"{words[k]} {n:g}" for k, n in bounds.items()]
     return " and ".join(parts) or "a finite number"
 
 
 def as_text(value: Any, between: str = ",", empty: str = "unset") -> str:
-    """A setting's value as text; a list's entries with `between` them, or `empty`."""
+    """Return a setting's value as text; a list's entries with `between` them, or `empty`."""
     if isinstance(value, (tuple, list)):
         return between.join(map(str, value)) or empty
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def as_plain(config: Any) -> dict[str, Any]:
-    """A configuration as JSON-ready data, group by group."""
+def to_dict(config: Any) -> dict[str, Any]:
+    """Return a configuration as JSON-ready data, group by group. Fields that do not count in comparisons are no
+    settings, and are left out."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, (KLTarget, Split)):
             return str(value)
         if dataclasses.is_dataclass(value):
-            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare}
         return [plain(v) for v in value] if isinstance(value, tuple) else value
 
     return plain(config)
 
 
-def way_out(name: str, known: Iterable[str]) -> str:
-    """For a name that is not known: the nearest one; for float16, which other trainers have, what there is."""
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return how to fix an unknown name: the nearest known one, or for float16, which other trainers have, what is
+    offered instead."""
     words = {word.lstrip("-") for word in known}
     if name.replace("-", "_").strip("_").removeprefix("no_") == "fp16" and "bf16" in words:
         return "Precision is bfloat16 (--bf16) or float32 (--no-bf16); float16 is not offered, its gradients underflow"

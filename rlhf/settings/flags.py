@@ -1,15 +1,149 @@
-"""Flags: the argument parser of a command, its `--help`, and what was given on the command line."""
+"""The command line of a command: reads its flags, and prints its help."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import shutil
+import textwrap
 import typing
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.settings.fields import Knob, as_text, knobs_of, range_text, way_out
+from rlhf.settings.fields import Layer, Setting, as_text, hint, range_text, settings_of
 from rlhf.utils.errors import UserError, raise_if
+
+HELP, HELP_ALL = ("-h", "--help"), ("--help-all", "--help_all")
+NEGATIVE = "no_"  # in front of the flag of a boolean
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What a command accepts: a flag for every setting of its configuration class, in dashes or underscores, under
+    every name of the setting. Booleans take --x, --no-x and --x false."""
+
+    config_class: type
+    prog: str
+    description: str
+    examples: tuple[tuple[str, str], ...] = ()  # (arguments, what they do), for --help
+    foreign: dict[str, str] = field(default_factory=dict)  # group without flags here -> the commands that have them
+    recipes: tuple[str, ...] = ()  # names for --recipe; none: the command has no --recipe and no --config
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        return {name: s for name, s in settings_of(self.config_class).items() if s.group not in self.foreign}
+
+    def read(self, argv: list[str]) -> Layer:
+        """Return the flags that were given, name -> (text, flag), with the names as they were written. Raises
+        UserError with all flags that are unknown or belong to other commands."""
+        raise_if(
+            [
+                f"not valid text: command line, {word!a}. Name files with characters of this system's encoding"
+                for word in argv
+                if not _is_text(word)
+            ]
+        )
+        parser = self._parser({})
+        given, unknown = parser.parse_known_args(argv)
+        known = [s for action in parser._actions for s in action.option_strings]
+        others = self._foreign_flags()
+        strange = [word.split("=")[0] for word in unknown if word.startswith("--")]
+        raise_if(
+            [
+                f"{flag} belongs to {others[flag]}: command line. Remove it here (a shared --config file may set it)"
+                if flag in others
+                else f"unknown flag {flag}: command line. {hint(flag, known)}"
+                for flag in strange
+            ]
+        )
+        raise_if(
+            [
+                f"unexpected word {word!r}: command line. Every setting is a flag; --help-all lists them"
+                for word in unknown
+            ]
+        )
+        return given.layer if "layer" in given else {}
+
+    def named(self, argv: list[str], name: str) -> str | None:
+        """Return what a flag of the command is set to, on a command line that may have errors."""
+        try:
+            given, _ = self._parser({}).parse_known_args(argv)
+        except UserError:
+            return None
+        return (given.layer if "layer" in given else {}).get(name, (None, ""))[0]
+
+    def _foreign_flags(self) -> dict[str, str]:
+        """Every flag of the settings that only other commands read -> these commands."""
+        every = [s for s in settings_of(self.config_class).values() if s.group in self.foreign]
+        return {
+            flag: self.foreign[s.group]
+            for s in every
+            for flag in spellings([*s.names, *(NEGATIVE + name for name in s.names)])
+        }
+
+    def _parser(self, values: dict[str, Any]) -> argparse.ArgumentParser:
+        """The parser; its help shows `values` in place of the declared defaults."""
+        parser = _Parser(
+            prog=self.prog,
+            usage=self._usage(),
+            description=self.description,
+            allow_abbrev=False,
+            add_help=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=_Help,
+        )
+        for flag, metavar, text in self._files():
+            parser.add_argument(flag, metavar=metavar, action=_Given, help=text)
+        parser.add_argument(*HELP, action="store_true", help="the settings that most runs need")
+        parser.add_argument(*HELP_ALL, action="store_true", help="this list of all settings")
+        groups: dict[str, Any] = {}
+        hints = typing.get_type_hints(self.config_class)
+        for s in self.settings.values():
+            if s.group not in groups:
+                groups[s.group] = parser.add_argument_group(hints[s.group].__doc__.strip().rstrip("."))
+            _add_flag(groups[s.group], dataclasses.replace(s, default=values.get(s.name, s.default)))
+        return parser
+
+    def _usage(self) -> str:
+        words = "".join(f"[{s.name.upper()} ...] " for s in self.settings.values() if s.positional)
+        files = "".join(f"[{flag} {metavar}] " for flag, metavar, _ in self._files())
+        return f"{self.prog} {words}{files}[--FLAG VALUE ...]"
+
+    def _files(self) -> list[tuple[str, str, str]]:
+        """The flags that name whole files of settings: (flag, metavar, help)."""
+        if not self.recipes:
+            return []
+        return [
+            ("--recipe", "NAME", f"settings to start from: {', '.join(self.recipes)}, or a file of yours"),
+            ("--config", "FILE.yaml", "settings that replace the recipe's"),
+        ]
+
+    def help_all(self, values: dict[str, Any], source: str) -> str:
+        """Return the help on all settings, with the `values` that the command would use and their `source`."""
+        return self._parser(values).format_help() + (f"\ndefaults: {source}\n" if source else "")
+
+    def help(self, values: dict[str, Any], source: str) -> str:
+        """Return the help on the settings that have a `brief` text, on one screen."""
+        width = min(shutil.get_terminal_size().columns, 110) - 2
+        rows = [(f"{flag} {metavar}", text) for flag, metavar, text in self._files()]
+        for s in self.settings.values():
+            if s.brief:
+                text = s.help.split("; ")[0] if s.brief is True else s.brief
+                value = as_text(values.get(s.name, s.default), " ")
+                shown = "" if s.positional or (s.is_bool and value == "false") else f" [{value}]"
+                name = f"{s.name.upper()} ..." if s.positional else s.flag if s.is_bool else f"{s.flag} {_metavar(s)}"
+                rows.append((name, text + shown))
+        rows.append(("--help-all", "every setting, grouped, with its range and its other names"))
+        left = max(len(name) for name, _ in rows) + 2
+        lines = [
+            textwrap.fill(text, width, initial_indent=f"  {name:<{left}}", subsequent_indent=" " * (left + 2))
+            for name, text in rows
+        ]
+        wide = max((len(words) for words, _ in self.examples), default=0) + 2
+        shown = [f"  {self.prog} {words:<{wide}}{text}".rstrip() for words, text in self.examples]
+        head = [f"usage: {self._usage()}", "", self.description, "", *lines]
+        return "\n".join([*head, *([f"\nvalues in []: {source}"] if source else []), "\nexamples:", *shown]) + "\n"
 
 
 class _Help(argparse.HelpFormatter):
@@ -18,101 +152,62 @@ class _Help(argparse.HelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         dashed = [name for name in action.option_strings if "_" not in name]
         if action.nargs == 0 or not dashed:
-            return super()._format_action_invocation(action)
+            return ", ".join(dashed) or super()._format_action_invocation(action)
         also = f" (or {', '.join(dashed[1:])})" if len(dashed) > 1 else ""
         return f"{dashed[0]} {self._format_args(action, action.dest.upper())}{also}"
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
-        raise UserError(f"{message}: command line. --help shows how each flag is written")
+        raise UserError(f"{message}: command line. --help-all shows how each flag is written")
 
 
-def make_parser(
-    config_class: type, prog: str, description: str, recipes: dict | None, defaults: dict | None = None, hidden=()
-) -> argparse.ArgumentParser:
-    """A flat flag for every knob (dashes or underscores, and its aliases); booleans have --x and --no-x.
+class _Given(argparse.Action):
+    """Stores a value under the name that was typed, because other trainers' names may have another meaning."""
 
-    `defaults` replace fields' own in what --help says; groups named in `hidden` have no flags here. A command without
-    `recipes` has no settings file either.
-    """
-    knobs = knobs_of(config_class)
-    words = "".join(f"[{k.name.upper()} ...] " for k in knobs.values() if k.positional)
-    files = "[--recipe NAME] [--config FILE.yaml] " if recipes is not None else ""
-    parser = _Parser(
-        prog=prog,
-        usage=f"{prog} {words}{files}[--FLAG VALUE ...]",
-        description=description,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        formatter_class=_Help,
-    )
-    if recipes is not None:
-        parser.add_argument("--recipe", metavar="NAME", help=f"settings to start from: {', '.join(recipes)}")
-        parser.add_argument("--config", metavar="FILE.yaml", help="settings from a YAML file, over the recipe's")
-    groups: dict[str, Any] = {}
-    for k in knobs.values():
-        if k.group in hidden:
-            continue
-        k = dataclasses.replace(k, default=(defaults or {}).get(k.name, k.default))
-        if k.group not in groups:
-            title = typing.get_type_hints(config_class)[k.group].__doc__.strip().rstrip(".")
-            groups[k.group] = parser.add_argument_group(title)
-        _add_flag(groups[k.group], k, special_names(config_class))
-    return parser
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        layer = namespace.layer if "layer" in namespace else {}
+        name = self.dest if option_string is None else option_string.lstrip("-").replace("-", "_")
+        if self.nargs == 0:
+            name, values = name.removeprefix(NEGATIVE), self.const
+        if values != []:  # a positional setting without words
+            layer[name] = (values, option_string or "command line")
+        namespace.layer = layer
 
 
-def special_names(config_class: type) -> set[str]:
-    """The references' names that say something else than the knobs' own."""
-    return config_class.read_as.keys() | config_class.implied.keys()
-
-
-def _add_flag(group, k: Knob, special: Collection[str]) -> None:
-    """`special` names have flags of their own: they keep their names until layers are merged."""
-    names = (k.name, *(alias for alias in k.aliases if alias not in special))
-    for alias in (alias for alias in k.aliases if alias in special):
-        meant = f"as {k.flag}, said as another trainer says it: see Settings in README.md"
-        nargs = "+" if k.is_list else None
-        group.add_argument(*spellings([alias]), dest=alias, metavar=alias.upper(), help=meant, nargs=nargs)
-    flags = spellings(names)
-    bounds = f", {range_text(k)}" if any(v is not None for v in k.bounds.values()) else ""
-    help = f"{k.help} (default: {as_text(k.default)}{bounds})".replace("%", "%%")
-    if k.positional:
-        group.add_argument(k.name, metavar=k.name.upper(), help=help, nargs="*")
-    elif k.is_bool:
-        group.add_argument(*flags, dest=k.name, nargs="?", const="true", metavar="true|false", help=help)
-        negative = spellings([f"no_{name}" for name in names])
-        group.add_argument(*negative, dest=k.name, action="store_const", const="false", help=argparse.SUPPRESS)
+def _add_flag(group, s: Setting) -> None:
+    bounds = f", {range_text(s)}" if any(v is not None for v in s.bounds.values()) else ""
+    text = f"{s.help} (default: {as_text(s.default)}{bounds})".replace("%", "%%")
+    if s.positional:
+        group.add_argument(s.name, metavar=s.name.upper(), help=text, nargs="*", action=_Given)
+    elif s.is_bool:
+        group.add_argument(*spellings(s.names), dest=s.name, nargs="?", const="true", metavar="true|false", help=text,
+                           action=_Given)  # fmt: skip
+        negative = spellings(NEGATIVE + name for name in s.names)
+        group.add_argument(*negative, dest=s.name, nargs=0, const="false", help=argparse.SUPPRESS, action=_Given)
     else:
-        shape = "|".join(k.choices) if k.choices else k.name.upper()
-        group.add_argument(*flags, dest=k.name, metavar=shape, help=help, nargs="+" if k.is_list else None)
+        many = "+" if s.is_list else None
+        group.add_argument(*spellings(s.names), dest=s.name, metavar=_metavar(s), help=text, nargs=many, action=_Given)
+
+
+def _metavar(s: Setting) -> str:
+    return "|".join(s.choices) if s.choices else s.name.upper()
 
 
 def spellings(names: Iterable[str]) -> list[str]:
-    """Each name as a flag with dashes and, where that differs, with underscores."""
+    """Return each name as a flag with dashes and, if that differs, with underscores."""
     return list(dict.fromkeys("--" + spelt for name in names for spelt in (name.replace("_", "-"), name)))
 
 
-def read_flags(
-    parser: argparse.ArgumentParser, argv: list[str], elsewhere: dict[str, str] | None = None
-) -> dict[str, tuple[Any, str]]:
-    """name -> (text, flag) for every flag that was given. Unknown ones are reported together, with the nearest.
+def wants_help(argv: Collection[str]) -> str | None:
+    """Return "help" or "help_all" if the command line requests it."""
+    return "help_all" if set(argv) & set(HELP_ALL) else "help" if set(argv) & set(HELP) else None
 
-    `elsewhere`: flags of other commands -> the command that reads them.
-    """
-    namespace, unknown = parser.parse_known_args(argv)
-    known = [s for action in parser._actions for s in action.option_strings]
-    strange = [u.split("=")[0] for u in unknown if u.startswith("--")]
-    theirs = elsewhere or {}
-    raise_if(
-        [
-            f"{flag} belongs to {theirs[flag]}: command line. Leave it out here (a shared --config file may set it)"
-            if flag in theirs
-            else f"unknown flag {flag}: command line. {way_out(flag, known)}"
-            for flag in strange
-        ]
-    )
-    raise_if([f"unexpected word {u!r}: command line. Every setting is a flag; --help lists them" for u in unknown])
-    words = {action.dest for action in parser._actions if not action.option_strings}
-    where = {name: "command line" if name in words else "--" + name.replace("_", "-") for name in vars(namespace)}
-    return {name: (value, where[name]) for name, value in vars(namespace).items()}
+
+def _is_text(word: str) -> bool:
+    """Whether a word of the command line can be written into a file: a name with a byte that is not UTF-8 cannot."""
+    try:
+        word.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in word

@@ -1,158 +1,110 @@
-"""From defaults, recipe, YAML file and flags to a checked, frozen configuration. Later layers win.
-
-All errors of one command are reported together. argparse reads the flags and PyYAML's safe loader the file; these
-modules add the nearest known name, the place of each error, and booleans in every spelling.
-"""
+"""From layers of settings to a checked, frozen configuration: later layers win, all errors are reported together."""
 
 from __future__ import annotations
 
-import dataclasses
+import sys
 import typing
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rlhf.settings.fields import Layer, convert, is_unset, knobs_of, name_table, way_out
-from rlhf.settings.flags import make_parser, read_flags, special_names, spellings
-from rlhf.settings.yaml_file import read_yaml
-from rlhf.utils.errors import UserError, did_you_mean, raise_if
+from rlhf.settings.fields import Layer, convert, settings_of
+from rlhf.settings.flags import CommandLine, wants_help
+from rlhf.settings.translate import translate
+from rlhf.settings.yaml_file import read_settings
+from rlhf.utils.errors import UserError, raise_if
 
-Check = Callable[[Any], list[str]]  # from a configuration to its faults, one line each
-
-
-def resolve(
-    config_class: type,
-    recipes: dict | None,
-    argv: list[str],
-    prog: str,
-    description: str,
-    *,
-    defaults: dict | None = None,
-    foreign: dict[str, str] | None = None,
-    beneath: Layer | None = None,
-    checks: Sequence[Check] | None = None,
-    **top: Any,
-) -> Any:
-    """The configuration that defaults, recipe, `beneath`, YAML file and flags make together. All faults in one
-    UserError.
-
-    `foreign` groups (group -> the commands that read them) have no flags here; recipes and YAML files may set them,
-    because one file serves all algorithms. `checks` as in build. `top` are fields beside the groups.
-    """
-    raise_if(
-        [
-            f"not valid text: command line, {word!a}. Name files with characters of this system's encoding"
-            for word in argv
-            if not _is_text(word)
-        ]
-    )
-    knobs, foreign = knobs_of(config_class), foreign or {}
-    usual = recipes[_default_recipe(config_class)] if recipes is not None else {}  # what runs if nothing is named
-    parser = make_parser(config_class, prog, description, recipes, {**usual, **(defaults or {})}, foreign)
-    elsewhere = {
-        flag: foreign[k.group]
-        for k in knobs.values()
-        if k.group in foreign
-        for flag in spellings([*(n for name in (k.name, *k.aliases) for n in (name, f"no_{name}"))])
-    }
-    flags = read_flags(parser, argv, elsewhere)
-    yaml_path = flags.pop("config", (None, ""))[0] if recipes is not None else None
-    names = {**name_table(knobs), **{name: name for name in ("recipe", *special_names(config_class))}}
-    from_yaml = read_yaml(yaml_path, names, config_class.blocks) if yaml_path else {}
-    return build(config_class, recipes, [beneath or {}, from_yaml, flags], defaults, foreign, checks, **top)
+Check = Callable[[Any], list[str]]  # from a configuration to its errors, one line each
 
 
-def _is_text(word: str) -> bool:
-    """Whether a word of the command line can be written into a file: a name with a byte that is not UTF-8 cannot."""
-    try:
-        word.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return "\0" not in word
+class Command:
+    """Base of every command's configuration: groups of settings."""
+
+    def validate(self) -> list[str]:
+        """Return what is wrong with the settings taken together, one line each."""
+        return []
+
+    def resolved(self) -> Command:
+        """Return the configuration with alternative settings replaced by those that the rest of the code reads."""
+        return self
 
 
-def _default_recipe(config_class: type) -> str:
-    return next(f.default for f in dataclasses.fields(config_class) if f.name == "recipe")
+def values_of(config_class: type, layers: Sequence[Layer]) -> dict[str, Any]:
+    """Return the value of every setting under `layers`, the lowest first, over the declared defaults. Raises UserError
+    with every error of every layer."""
+    settings, merged, problems = settings_of(config_class), {}, []
+    for layer in layers:
+        try:
+            merged |= translate(layer, settings)
+        except UserError as error:
+            problems += error.faults
+    values = {}
+    for name, setting in settings.items():
+        value, where = merged.get(name, (setting.default, "default"))
+        try:
+            values[name] = convert(setting, value, where)
+        except UserError as error:
+            problems += error.faults
+    raise_if(problems)
+    return values
 
 
 def build(
     config_class: type,
-    recipes: dict | None,
-    layers: list[Layer],
-    defaults: dict | None = None,
+    values: dict[str, Any],
     foreign: Collection[str] = (),
-    checks: Sequence[Check] | None = None,
+    checks: Sequence[Check] = (),
     **top: Any,
 ) -> Any:
-    """A configuration from layers, "recipe" among their names, over the recipe's settings, over `defaults`, over the
-    fields' own.
+    """Return the configuration that holds `values`. Raises UserError with all that is wrong with them taken together.
 
-    Every name and value is checked; `foreign` groups then keep the fields' own defaults. `checks` return the faults
-    of the whole configuration, one line each (None: its own `faults`).
+    Args:
+        foreign: groups that the command does not read: they keep their declared defaults.
+        checks: functions that return the errors of the whole configuration.
+        top: fields of the configuration beside its groups.
     """
-    knobs = knobs_of(config_class)
-    below: list[Layer] = [{name: (value, "default") for name, value in (defaults or {}).items()}]
-    if recipes is not None:
-        recipe = _find_recipe(config_class, recipes, layers)
-        below.append({name: (value, f"recipe {recipe}") for name, value in recipes[recipe].items()})
-        layers = [{name: found for name, found in layer.items() if name != "recipe"} for layer in layers]
-        top["recipe"] = recipe
-    layered = _merge([*below, *layers], name_table(knobs), config_class)
-    faults, converted = [], {}
-    for name, k in knobs.items():
-        value, where = layered.get(name, (k.default, "default"))
-        try:
-            converted.setdefault(k.group, {})[name] = convert(k, value, where)
-        except UserError as error:
-            faults += error.faults
-    raise_if(faults)
+    groups: dict[str, dict[str, Any]] = {}
+    for name, setting in settings_of(config_class).items():
+        groups.setdefault(setting.group, {})[name] = values[name]
     hints = typing.get_type_hints(config_class)
-    groups = {group: hints[group](**leaves) for group, leaves in converted.items() if group not in foreign}
-    config = config_class(**top, **groups)
-    raise_if([fault for check in ((config_class.faults,) if checks is None else checks) for fault in check(config)])
-    return config.settled()
+    config = config_class(**top, **{g: hints[g](**leaves) for g, leaves in groups.items() if g not in foreign})
+    raise_if([problem for check in checks for problem in check(config)])
+    return config.resolved()
 
 
-def _find_recipe(config_class: type, recipes: dict, layers: list[Layer]) -> str:
-    named = {k: v for layer in layers for k, v in layer.items()}
-    recipe, where = named.get("recipe", (_default_recipe(config_class), ""))
-    if recipe not in recipes:
-        raise UserError(
-            f"unknown recipe {recipe!r}: {where}. {did_you_mean(recipe, recipes)} Known: {', '.join(recipes)}"
-        )
-    return recipe
+@dataclass(frozen=True)
+class Given:
+    """What a command line sets: the layers of its --config file and of its flags, and the recipe that they name."""
+
+    layers: tuple[Layer, Layer]
+    recipe: tuple[str, str] | None = None  # (name, the place that names it)
 
 
-def _merge(layers: list[Layer], names: dict[str, str], config_class: type) -> Layer:
-    """Later layers win. One of an `exclusive` group in a later layer removes the others of earlier ones; so does a
-    `clearing` knob, where it is set."""
-    unknown = {n: where for layer in layers for n, (_, where) in layer.items() if n not in names}
-    raise_if([f"unknown setting {n}: {where}. {way_out(n, names)}" for n, where in unknown.items()])
-    merged: Layer = {}
+def read_given(line: CommandLine, argv: Sequence[str]) -> Given:
+    """Return what a command line sets. Raises UserError with the errors of its flags, or of its file."""
+    flags = line.read(list(argv))
+    file = flags.pop("config")[0] if line.recipes and "config" in flags else None
+    from_file = read_settings(file) if file is not None else {}
+    recipe = {**from_file, **flags}.get("recipe") if line.recipes else None
+    layers = tuple({k: v for k, v in layer.items() if k != "recipe"} for layer in (from_file, flags))
+    return Given(layers if line.recipes else (from_file, flags), recipe)
+
+
+def show_help(line: CommandLine, argv: Sequence[str], lower: Callable[[str | None], list[Layer]], source="") -> None:
+    """If the command line requests help, print it with the values that the command would use, and exit.
+
+    Args:
+        lower: from the name of a recipe, or None, to the layers beneath the --config file.
+        source: where the values come from, as the help prints it.
+    """
+    kind = wants_help(argv)
+    if kind is None:
+        return
+    file = line.named(list(argv), "config") if line.recipes else None
+    layers = [*lower(line.named(list(argv), "recipe") if line.recipes else None), read_settings(file) if file else {}]
+    settings, merged = settings_of(line.config_class), {}
     for layer in layers:
-        known = _by_knob(layer, names, config_class)
-        exclusive = (*config_class.exclusive, *config_class.rivals)
-        groups = [group for group in exclusive if not known.keys().isdisjoint(group)]
-        groups += [g for n, g in config_class.clearing.items() if n in known and not is_unset(known[n][0])]
-        cleared = {name for group in groups for name in group}
-        merged = {name: found for name, found in merged.items() if name not in cleared} | known
-    return merged
-
-
-def _by_knob(layer: Layer, names: dict[str, str], config_class: type) -> Layer:
-    """One layer's settings by the knobs' own names. A reference's name is read as the reference means it, and brings
-    what else it says where the layer does not say that itself."""
-    known: Layer = {}
-    for name, (value, where) in layer.items():
-        if names[name] in known:
-            raise UserError(f"{name} is set twice: {where} and {known[names[name]][1]}. Keep one")
-        known[names[name]] = (config_class.read_as.get(name, lambda said: said)(value), where)
-    for name, (_, where) in layer.items():
-        for other, value in config_class.implied.get(name, {}).items():
-            known.setdefault(other, (value, where))
-    for group in config_class.rivals:
-        said = [known[name] for name in group if name in known and not is_unset(known[name][0])]
-        if len(said) > 1:
-            raise UserError(
-                f"{' and '.join(group)} say one thing twice: {' and '.join(where for _, where in said)}. Keep one"
-            )
-    return known
+        merged |= translate({k: v for k, v in layer.items() if k != "recipe"}, settings)
+    values = {name: convert(settings[name], *found) for name, found in merged.items()}
+    sys.stdout.write(getattr(line, kind)(values, source))
+    raise SystemExit(0)

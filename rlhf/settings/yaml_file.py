@@ -1,30 +1,38 @@
-"""Read a settings file: YAML's safe loader, with file and line for every value and every fault."""
+"""Reads YAML files of settings with PyYAML's safe loader: file and line for every value and every error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import yaml
 
-from rlhf.settings.fields import way_out
+from rlhf.settings.fields import Layer
 from rlhf.utils.errors import UserError, raise_if
 
 _PLAIN_MAPPING = "tag:yaml.org,2002:map"
+KIND, ALGORITHMS, REWARD_MODEL = "kind", "algorithms", "reward_model_training"  # keys that only recipes have
 
 
-def read_yaml(path: str, names: dict[str, str], blocks: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, str]]:
-    """The knobs that a YAML file sets: name -> (value, 'file:line'). Nesting is free: only the leaves' names count.
+def read_settings(path: str, flag: str = "--config") -> Layer:
+    """Return the settings of a YAML file: name -> (value, "file:line"). Nesting is free: the names of the innermost
+    keys count, and the name of every block, with a colon behind it. Raises UserError with all errors of the file."""
+    tree = read_tree(path, flag)
+    for key in [key for key, _ in tree.value if key.value in (KIND, ALGORITHMS, REWARD_MODEL)]:
+        where = f"{path}:{key.start_mark.line + 1}"
+        raise UserError(f"only a recipe has {key.value}: {where}. Remove it, or pass the file with --recipe {path}")
+    return settings_in(tree, path)
 
-    `blocks` say something by being there: name -> what such a block sets where the file does not.
-    """
+
+def read_tree(path: str, flag: str) -> yaml.MappingNode:
+    """Return the mapping that a YAML file holds. Raises UserError if it is none; the file was named by `flag`."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        with open(path, encoding="utf-8-sig") as stream:
+            text = stream.read()
         _check_aliases(text, path)
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
-        raise UserError(f"cannot read the configuration file: {path} ({error.strerror}). Check --config") from None
+        raise UserError(f"cannot read the configuration file: {path} ({error.strerror}). Check {flag}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"not UTF-8: {path}, byte {error.start}. Save the file as UTF-8") from None
     except yaml.MarkedYAMLError as error:
@@ -34,25 +42,18 @@ def read_yaml(path: str, names: dict[str, str], blocks: dict[str, dict[str, Any]
         ) from None
     except RecursionError:
         raise UserError(f"not a file of settings (nested too deep): {path}. Write lines such as `gamma: 1`") from None
-    except yaml.YAMLError as error:  # a control character: no place to name
+    except yaml.YAMLError as error:  # a control character: the error has no line
         raise UserError(f"not YAML ({str(error).splitlines()[0]}): {path}. Save it as plain text") from None
     if tree is None:
-        return {}
+        return yaml.MappingNode(_PLAIN_MAPPING, [])
     if not isinstance(tree, yaml.MappingNode):
         raise UserError(f"not a mapping of names to values: {path}:1. Write lines such as `learning_rate: 1e-5`")
-    found: dict[str, tuple[Any, str]] = {}
-    faults: list[str] = []
-    _collect_yaml(tree, path, names, found, faults)
-    raise_if(faults)
-    for key_node in _block_names(tree):
-        for name, value in blocks.get(str(key_node.value), {}).items():
-            found.setdefault(name, (value, f"{path}:{key_node.start_mark.line + 1}"))
-    return found
+    return tree
 
 
 def _check_aliases(text: str, path: str) -> None:
-    """Lists and mappings are written out: aliases of them can hold themselves, or grow without end. A value's alias
-    is just that value."""
+    """Raise UserError for an alias of a list or a mapping: it can hold itself, or grow without end. Aliases of single
+    values are allowed."""
     anchored = set()
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, (yaml.SequenceStartEvent, yaml.MappingStartEvent)):
@@ -62,35 +63,37 @@ def _check_aliases(text: str, path: str) -> None:
             raise UserError(f"an alias of a list or a mapping (*{event.anchor}): {where}. Write it out")
 
 
-def _collect_yaml(tree: yaml.MappingNode, path: str, names: dict[str, str], found: dict, faults: list[str]) -> None:
+def settings_in(tree: yaml.MappingNode, path: str, without: Iterable[str] = ()) -> Layer:
+    """Return the settings inside a mapping, at any depth; top-level keys in `without` are skipped."""
+    found: Layer = {}
+    problems: list[str] = []
+    kept = [(key, value) for key, value in tree.value if key.value not in without]
+    _collect(yaml.MappingNode(tree.tag, kept, tree.start_mark), path, found, problems)
+    raise_if(problems)
+    return found
+
+
+def _collect(tree: yaml.MappingNode, path: str, found: Layer, problems: list[str]) -> None:
     if tree.tag != _PLAIN_MAPPING:
-        faults.append(f"a mapping is not plain data ({tree.tag}): {path}:{tree.start_mark.line + 1}. Remove its tag")
+        problems.append(f"a mapping is not plain data ({tree.tag}): {path}:{tree.start_mark.line + 1}. Remove its tag")
         return
     for key_node, value_node in tree.value:
         key = str(key_node.value).replace("-", "_")
         where = f"{path}:{key_node.start_mark.line + 1}"
         if isinstance(value_node, yaml.MappingNode):
-            _collect_yaml(value_node, path, names, found, faults)
-        elif key not in names:
-            faults.append(f"unknown key {key}: {where}. {way_out(key, names)}")
-        elif names[key] in found:
-            faults.append(f"{key} is set twice: {where} and {found[names[key]][1]}. Keep one")
+            found.setdefault(f"{key}:", (None, where))
+            _collect(value_node, path, found, problems)
+        elif key in found:
+            problems.append(f"{key} is set twice: {where} and {found[key][1]}. Keep one")
         else:
             try:
-                found[names[key]] = (_yaml_value(value_node), where)
+                found[key] = (yaml_value(value_node), where)
             except yaml.constructor.ConstructorError as error:
-                faults.append(f"{key} is not plain data ({error.problem}): {where}. Write plain text or numbers")
+                problems.append(f"{key} is not plain data ({error.problem}): {where}. Write plain text or numbers")
 
 
-def _block_names(tree: yaml.MappingNode) -> Iterator[yaml.Node]:
-    """The keys of all mappings in a mapping, however deep."""
-    for key_node, value_node in tree.value:
-        if isinstance(value_node, yaml.MappingNode):
-            yield key_node
-            yield from _block_names(value_node)
-
-
-def _yaml_value(node: yaml.Node) -> Any:
+def yaml_value(node: yaml.Node) -> Any:
+    """Return the plain data of a node. Raises ConstructorError if it has any other tag."""
     loader = yaml.SafeLoader("")
     try:
         return loader.construct_object(node, deep=True)

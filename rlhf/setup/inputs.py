@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhf.checkpoints.replacing import restore_replaced
-from rlhf.settings.commands import names_code, reward_model_command
+from rlhf.settings.next_commands import names_code, reward_model_command
+from rlhf.settings.recipes import find_recipe
 from rlhf.utils.errors import raise_if
 from rlhf.utils.paths import is_path, missing_path, place_of
 
@@ -13,9 +14,12 @@ if TYPE_CHECKING:
     from rlhf.settings.training import Config
 
 
+BUILT = ("actor_model", "rm_model", "prompts")  # inputs that the demo recipe builds
+
+
 def check_inputs(config: Config) -> None:
     """Raise UserError with every local input of a training run that is not there. Hub names are asked for later."""
-    built = set(config.built_by_recipe)
+    built = {find_recipe("demo").value(name) for name in BUILT} if config.recipe == "demo" else set()
     faults = []
     for flag, name in inputs_of(config):
         on_hub = flag in ("--actor-model", "--rm-model", "--prompts") and not is_path(name)

@@ -11,15 +11,16 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_controller, move_in
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.run_record import MAY_DIFFER, Plan, flat_settings
-from rlhf.config import make_config
+from rlhf.config import make_config, user_file_line
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.sampler import Dealing, one_line
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, available
 from rlhf.models.logprobs import base_of
-from rlhf.settings.fields import as_plain
-from rlhf.settings.recipes import SIGNS
-from rlhf.settings.training import LENGTHS, Config
+from rlhf.settings.fields import to_dict
+from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
+from rlhf.settings.training import Config
+from rlhf.settings.translate import LENGTHS
 from rlhf.setup.build import Parts
 from rlhf.setup.memory import Forecast, forecaster, what_helps
 from rlhf.utils.console import Screen, gib
@@ -43,6 +44,7 @@ def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, 
     rows = [
         ("algorithm", config.algorithm.upper()),
         ("recipe", config.recipe),
+        *user_file_rows(config),
         ("start model", f"{m.actor_model} ({total:,} parameters, {how})"),
         ("reward", str(parts.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
         ("prompts", prompts_line(sets)),
@@ -177,17 +179,31 @@ def kl_warnings(config: Config, updates: int) -> list[str]:
     return lines
 
 
+def user_file_rows(config: Config) -> list[tuple[str, str]]:
+    """Return for the plan what config.py changes, or that it is edited and not used."""
+    unused = "--resume uses the settings of the run" if config.run.resume else None
+    unused = f"--recipe {config.recipe}" if config.recipe != DEFAULT_RECIPE else unused
+    line = user_file_line(config.user_file, ALGORITHMS[config.algorithm], unused)
+    return [] if line is None else [("config.py", line)]
+
+
 MOST_DIFFERENCES = 6  # named
+# recipe -> whether a configuration has the flags that its source prints
+SIGNS: dict[str, Callable[[Config], bool]] = {
+    "rank1-voice": lambda config: config.data.steps_per_topic is not None,
+    "phased-kl": lambda config: config.kl.kl_schedule == "phased",
+    "qwen3-tldr": lambda config: config.data.prompts == find_recipe("qwen3-tldr").value("prompts"),
+}
 
 
 def recipe_hint(config: Config) -> str | None:
     """One line if the settings are a reference document's command, without the rest of its recipe."""
-    if config.recipe != Config.recipe:
+    if config.recipe != DEFAULT_RECIPE:
         return None
     name = next((name for name, is_meant in SIGNS.items() if is_meant(config)), None)
     if name is None:
         return None
-    mine, its = (flat_settings(as_plain(c)) for c in (config, make_config(name, config.algorithm)))
+    mine, its = (flat_settings(to_dict(c)) for c in (config, make_config(name, config.algorithm)))
     aside = {*MAY_DIFFER, *LENGTHS, "recipe", "actor_model", "rm_model", "prompts", "split", "eval_every"}
     differ = [f"{n} {its[n]} (here {mine[n]})" for n in mine if n not in aside and mine[n] != its[n]]
     if not differ:

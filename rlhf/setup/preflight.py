@@ -36,11 +36,11 @@ class Check:
     name: str
     found: str
     ok: bool
-    way_out: str = ""
+    hint: str = ""
 
     @property
     def fault(self) -> str:
-        return f"{self.found}: {self.name}. {self.way_out}"
+        return f"{self.found}: {self.name}. {self.hint}"
 
 
 def start_checks(

@@ -65,7 +65,7 @@ def check_run(config: Config, parts: Parts, screen: Screen) -> None:
 def show_checks(found: list[Check], screen: Screen) -> None:
     """A line each: the check, whether it holds, what was found, and where it fails the way out."""
     screen.say("checks:")
-    screen.facts([(c.name, f"ok      {c.found}" if c.ok else f"FAILED  {c.found}. {c.way_out}") for c in found])
+    screen.facts([(c.name, f"ok      {c.found}" if c.ok else f"FAILED  {c.found}. {c.hint}") for c in found])
 
 
 def all_checks(config: Config, parts: Parts, folder: Path) -> Iterator[Check]:
@@ -199,7 +199,7 @@ def memory_is_as_foretold(trainer: OnPolicyLoop, parts: Parts) -> Check:
 
 def weights_come_back(trainer: OnPolicyLoop, rollout: Rollout, before: list[Tensor], folder: Path) -> Check:
     """Weights saved before the update, loaded after it: logits and values are those of `before`."""
-    name, way_out = "save and reload", "What is saved is not what is trained: report it with these settings"
+    name, hint = "save and reload", "What is saved is not what is trained: report it with these settings"
     with torch.no_grad():
         for weight in trainer.model.parameters():
             if weight.requires_grad:
@@ -207,7 +207,7 @@ def weights_come_back(trainer: OnPolicyLoop, rollout: Rollout, before: list[Tens
     try:
         load_policy_weights(trainer.actor, folder)
     except UserError as error:
-        return Check(name, "; ".join(error.faults), False, way_out)
+        return Check(name, "; ".join(error.faults), False, hint)
     after = outputs(trainer, rollout)
     apart = [float((a - b).abs().max()) for a, b in zip(after, before, strict=True)]
     named = zip(("logits", "values"), apart, strict=False)  # GRPO has no values
@@ -215,5 +215,5 @@ def weights_come_back(trainer: OnPolicyLoop, rollout: Rollout, before: list[Tens
         name,
         ", ".join(f"{what} {by:.2g} apart" for what, by in named),
         all(by <= RELOADED for by in apart),  # not of a NaN
-        way_out,
+        hint,
     )

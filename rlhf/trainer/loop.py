@@ -33,7 +33,8 @@ from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.engine import check_engine
-from rlhf.settings.training import IN_A_ROW, Config
+from rlhf.settings.training import Config
+from rlhf.settings.validate import MAX_CONSECUTIVE_SKIPS
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.evaluation import Evaluation, PolicyEvaluator
 from rlhf.trainer.events import Events, is_of_transformers
@@ -193,7 +194,7 @@ class OnPolicyLoop:
         self.progress.note(skipped=True)
         self.require_finite_weights(update)
         self.events.call("on_drop", update, rollout, experience, found)
-        if self.progress.skipped_in_a_row >= IN_A_ROW:
+        if self.progress.skipped_in_a_row >= MAX_CONSECUTIVE_SKIPS:
             raise RunError(
                 f"{self.progress.skipped_in_a_row} updates in a row were skipped: update {update}, {found}. "
                 f"{self.recovery(found.by_score)}"

@@ -26,7 +26,7 @@ def is_on_hub(name: str) -> bool:
     return not is_path(name) and not Path(name).expanduser().exists()
 
 
-def require_hub(name: str, kind: str, way_out: str) -> str:
+def require_hub(name: str, kind: str, hint: str) -> str:
     """Where to load a hub `kind` ("model" or "dataset") from: its name if the hub answers, else the copy cached here.
 
     One look at the hub and no retries: handed a mere name, the libraries would ask for every file, for minutes.
@@ -39,11 +39,11 @@ def require_hub(name: str, kind: str, way_out: str) -> str:
         return name
     except GatedRepoError:
         raise UserError(
-            f"{kind} is gated: {name}. Accept its terms on the hub and run `hf auth login`, or use {way_out}"
+            f"{kind} is gated: {name}. Accept its terms on the hub and run `hf auth login`, or use {hint}"
         ) from None
     except RepositoryNotFoundError:
         raise UserError(
-            f"{kind} not found: {name}, neither a folder here nor on the hub. Check the name, or use {way_out}"
+            f"{kind} not found: {name}, neither a folder here nor on the hub. Check the name, or use {hint}"
         ) from None
     except Exception as error:  # whatever the hub's HTTP library raises: its classes change between releases
         reason = _reason(error)
@@ -52,7 +52,7 @@ def require_hub(name: str, kind: str, way_out: str) -> str:
     except (LocalEntryNotFoundError, ValueError):
         raise UserError(
             f"{kind} cannot be fetched: {name} (not on this disk, and the hub cannot be reached: {reason}). "
-            f"Go online, or use {way_out}"
+            f"Go online, or use {hint}"
         ) from None
 
 

@@ -27,17 +27,17 @@ def place_of(name: str) -> Path:
         raise UserError(f"not a usable path ({error}): {name}. Name another") from None
 
 
-def missing_path(path: str, what: str, way_out: str) -> UserError:
+def missing_path(path: str, what: str, hint: str) -> UserError:
     """The error for a path that is not there; names what lies near it and could be meant."""
     place_of(path)  # raises for what is no path at all
     place = Path(path).expanduser()
     if what == "data file" and place.is_dir():
-        return UserError(f"a folder, not a {what}: {path}. {way_out}")
+        return UserError(f"a folder, not a {what}: {path}. {hint}")
     beside = sorted(p.name for p in place.parent.iterdir()) if place.parent.is_dir() else []
     close = difflib.get_close_matches(place.name, beside, n=3, cutoff=CLOSE)
     near = [str(place.parent / name) for name in close if _may_be(place.parent / name, what)]
     hint = f"Did you mean {', '.join(near)}? " if near else ""
-    return UserError(f"{what} not found: {path}. {hint}{way_out}")
+    return UserError(f"{what} not found: {path}. {hint}{hint}")
 
 
 def _may_be(place: Path, what: str) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from rlhf.config import parse_cli
-from rlhf.settings.fields import knobs_of
+from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
 from rlhf.trainer.metrics import rollout_metrics
 from rlhf.utils.errors import UserError
@@ -146,7 +146,7 @@ def test_loss_types_by_hand_on_the_first_step(grpo, loss_type):
     assert_close(stats["loss"], expected[loss_type], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss_type", knobs_of(Config)["loss_type"].choices)
+@pytest.mark.parametrize("loss_type", settings_of(Config)["loss_type"].choices)
 def test_micro_batches_add_up_under_every_loss_type(grpo, loss_type):
     flags = ("--loss-type", loss_type, "--reply-length", 24, "--minibatches", 1, "--entropy-coef", 0.5)
     moved = []

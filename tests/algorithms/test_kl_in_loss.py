@@ -9,11 +9,11 @@ import torch
 from torch.testing import assert_close
 
 from rlhf.algorithms.objectives import kl_loss_per_token
-from rlhf.settings.fields import knobs_of
+from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
 
 LENGTH = 8
-LOSS_TYPES = knobs_of(Config)["loss_type"].choices
+LOSS_TYPES = settings_of(Config)["loss_type"].choices
 
 
 def test_one_token_by_hand():

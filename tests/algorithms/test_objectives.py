@@ -9,10 +9,10 @@ import torch
 from torch.testing import assert_close
 
 from rlhf.algorithms import objectives as o
-from rlhf.settings.fields import knobs_of
+from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
 
-GRPO_LOSSES = knobs_of(Config)["loss_type"].choices
+GRPO_LOSSES = settings_of(Config)["loss_type"].choices
 
 
 def row(*values: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from rlhf.algorithms import objectives
-from rlhf.settings.fields import knobs_of
+from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
 from tests.conftest import whole_gradient
 
@@ -87,7 +87,7 @@ def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(one, other, dim=0))
 
 
-@pytest.mark.parametrize("loss_type", knobs_of(Config)["loss_type"].choices)
+@pytest.mark.parametrize("loss_type", settings_of(Config)["loss_type"].choices)
 def test_its_gradient_is_no_multiple_of_grpos(loss_type):
     """Completions of one length at ratio 1: one direction. At other ratios: a different one under every GRPO loss."""
     noise = torch.Generator().manual_seed(3)

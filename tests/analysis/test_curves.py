@@ -168,15 +168,15 @@ def test_what_was_resumed_after_a_torn_file_is_read(tmp_path):
 # runs
 
 
-@pytest.mark.parametrize(("status", "way_out"), [("running", "Try again"), ("failed", "Name another run")])
-def test_a_run_without_logs_is_one_line(tmp_path, status, way_out):
+@pytest.mark.parametrize(("status", "hint"), [("running", "Try again"), ("failed", "Name another run")])
+def test_a_run_without_logs_is_one_line(tmp_path, status, hint):
     run = make_run(tmp_path / "run", status=status)
     for prepare in (lambda: None, (run / "logs").mkdir, lambda: write_events(run / "logs", "1", 0, [])):
         prepare()
         with pytest.raises(UserError) as caught:
             read_curves(run)
         assert caught.value.faults == [caught.value.faults[0]] and "\n" not in str(caught.value)
-        assert str(caught.value).startswith(f"no scalars yet: {run / 'logs'}. {way_out}")
+        assert str(caught.value).startswith(f"no scalars yet: {run / 'logs'}. {hint}")
 
 
 def test_a_file_of_which_nothing_can_be_read_is_named(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf.models.budget import BUDGETS, budget_of
-from rlhf.settings.fields import knobs_of
+from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
 from rlhf.setup.plan import batch_line
 
@@ -35,7 +35,7 @@ def test_the_plan_prints_the_budget_of_the_device(configured, device, tokens):
 
 def test_the_help_names_the_budgets_numbers():
     """config.py imports no torch, so its help repeats them."""
-    knobs, cpu, gpu = knobs_of(Config), budget_of(CPU), budget_of(GPU)
+    knobs, cpu, gpu = settings_of(Config), budget_of(CPU), budget_of(GPU)
     micro_batch = f"as many as {gpu.tokens_per_micro_batch:,} tokens hold on a card, {cpu.tokens_per_micro_batch:,} on"
     assert micro_batch in knobs["micro_batch_size"].help
     assert f"0: {gpu.rollout_slots} on a card, {cpu.rollout_slots} on a CPU" in knobs["rollout_slots"].help

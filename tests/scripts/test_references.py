@@ -27,9 +27,10 @@ from rlhf.config import make_config, parse_cli
 from rlhf.data.chat_template import encode_prompt
 from rlhf.rewards.functions import find_rule
 from rlhf.rewards.reward_model import METRICS_FILE
-from rlhf.settings.fields import knobs_of
+from rlhf.settings.fields import settings_of
 from rlhf.settings.recipes import RECIPES
-from rlhf.settings.training import LENGTHS, Config
+from rlhf.settings.training import Config
+from rlhf.settings.translate import LENGTHS
 from rlhf.utils.errors import UserError
 from tests.shapes import make_base_model, make_reward_model, make_start_model
 
@@ -38,7 +39,7 @@ SMALL = ["--num-iterations", "3", "--reply-length", "6", "--eval-prompts", "6"] 
 
 
 def value(config: Config, name: str) -> object:
-    return getattr(getattr(config, knobs_of(Config)[name].group), name)
+    return getattr(getattr(config, settings_of(Config)[name].group), name)
 
 
 def values(config: Config, names) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf.config import config_of_settings, make_config, parse_cli
-from rlhf.settings.fields import knobs_of, name_table
+from rlhf.settings.fields import name_table, settings_of
 from rlhf.settings.recipes import RECIPES
 from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
 from rlhf.settings.training import Config
@@ -41,12 +41,12 @@ def test_the_references_names():
 
 
 def booleans() -> list[str]:
-    return [name for name, knob in knobs_of(Config).items() if knob.is_bool]
+    return [name for name, setting in settings_of(Config).items() if setting.is_bool]
 
 
 @pytest.mark.parametrize("name", booleans())
 def test_every_boolean_can_be_said_in_every_way(name):
-    group, flag = knobs_of(Config)[name].group, "--" + name.replace("_", "-")
+    group, flag = settings_of(Config)[name].group, "--" + name.replace("_", "-")
     need = ["--use-lora"] if name in ("load_in_4bit", "merge_lora") else []
     for words, value in (
         ([flag], True), ([flag, "false"], False), ([flag, "true"], True), (["--no-" + flag[2:]], False),
@@ -109,7 +109,7 @@ def test_flags_of_the_other_algorithm_are_named_as_such(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "knob", "value", "script"),
+    ("algorithm", "setting", "value", "script"),
     [
         ("ppo", "K", 4, "train_grpo.py and train_rloo.py"),
         ("ppo", "num_generations", 4, "train_grpo.py and train_rloo.py"),
@@ -117,9 +117,9 @@ def test_flags_of_the_other_algorithm_are_named_as_such(tmp_path):
         ("rloo", "loss_type", "cispo", "train_grpo.py"),
     ],
 )
-def test_from_python_a_setting_of_another_algorithm_is_refused(algorithm, knob, value, script):
-    with pytest.raises(UserError, match=rf"{knob} belongs to {script}: make_config\({knob}=\)"):
-        make_config(algorithm=algorithm, **{knob: value})
+def test_from_python_a_setting_of_another_algorithm_is_refused(algorithm, setting, value, script):
+    with pytest.raises(UserError, match=rf"{setting} belongs to {script}: make_config\({setting}=\)"):
+        make_config(algorithm=algorithm, **{setting: value})
 
 
 def test_the_settings_of_an_unknown_algorithm_are_refused():
@@ -269,7 +269,7 @@ def test_every_recipe_parses(name):
 
 @pytest.mark.parametrize("config_class", [Config, RewardModelConfig])
 def test_no_name_means_two_things(config_class):
-    knobs = knobs_of(config_class)
+    knobs = settings_of(config_class)
     names = [n for k in knobs.values() for n in (k.name, *k.aliases)]
     assert len(names) == len(set(names)) == len(name_table(knobs))
 

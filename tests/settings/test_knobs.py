@@ -23,7 +23,7 @@ from rlhf.rollout import continuous_batching, engine
 from rlhf.run.seeds import for_each_seed
 from rlhf.run.train import check_run_folder
 from rlhf.settings.evaluation import ComparisonConfig, EvaluationConfig, PlotConfig
-from rlhf.settings.fields import knobs_of
+from rlhf.settings.fields import settings_of
 from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.setup.build import load_parts
@@ -156,7 +156,7 @@ def test_a_grpo_run_differs(differs, name):
         (algorithm, name)
         for algorithm in ("grpo", "rloo")
         for name in BY_RUN
-        if knobs_of(Config)[name].group not in ALGORITHMS[algorithm].foreign
+        if settings_of(Config)[name].group not in ALGORITHMS[algorithm].foreign
     ],
 )
 def test_others_read_every_shared_knob(differs, algorithm, name):
@@ -447,7 +447,7 @@ EXPORTED = {"merge_lora", "export_from", "push_to_hub", "hub_private"}  # tests/
 
 def test_every_knob_has_a_row():
     elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED, *DEALT}
-    assert set(knobs_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *SEEN, *APART, *elsewhere}
+    assert set(settings_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *SEEN, *APART, *elsewhere}
 
 
 # --- python -m reward_model.train ------------------------------------------------------------------------------------
@@ -523,7 +523,7 @@ def test_rm_output_and_rm_overwrite(start_model, pairs_file, tmp_path):
 
 def test_every_reward_knob_has_a_row():
     apart = {"pairs", "base_model", "rm_output", "rm_overwrite"}
-    assert set(knobs_of(RewardModelConfig)) == {*REWARD_KNOBS, *apart}
+    assert set(settings_of(RewardModelConfig)) == {*REWARD_KNOBS, *apart}
 
 
 # --- looking at runs -------------------------------------------------------------------------------------------------
@@ -598,6 +598,6 @@ def test_every_knob_of_the_looking_commands_is_tested():
     measured = {*MEASURE_KNOBS, "like"}
     measured.add("trust_reward_code")  # tests/rewards/test_reward_code.py
     apart = {"model_path", "output", "tokens", "chat"}  # tests/reports/test_reports.py, tests/analysis/test_chat.py
-    assert set(knobs_of(EvaluationConfig)) == {*measured, *apart}
-    assert set(knobs_of(ComparisonConfig)) == {*measured, "runs", "output"}  # tests/reports/test_reports.py
-    assert set(knobs_of(PlotConfig)) == {"runs", "x", "smooth", "output"}  # tests/reports/test_curve_plots.py
+    assert set(settings_of(EvaluationConfig)) == {*measured, *apart}
+    assert set(settings_of(ComparisonConfig)) == {*measured, "runs", "output"}  # tests/reports/test_reports.py
+    assert set(settings_of(PlotConfig)) == {"runs", "x", "smooth", "output"}  # tests/reports/test_curve_plots.py

@@ -23,7 +23,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.models.load import load_tokenizer
 from rlhf.models.save import VALUE_HEAD_FILE, WEIGHTS_FILE
 from rlhf.rewards.rewards import Rewards
-from rlhf.settings.fields import as_plain
+from rlhf.settings.fields import to_dict
 from rlhf.setup import trial
 from rlhf.setup.build import build_trainer, load_parts
 from rlhf.setup.preflight import (
@@ -212,7 +212,7 @@ def test_vocabularies(loaded):
     parts.reward_model.tokenizer = judge
     check = vocabularies_fit(*sides, parts.reward_model)
     assert not check.ok and "tokenizer of 401 ids, model of 400 embeddings (--rm-model)" in check.found
-    assert "--rm-model" in check.way_out and "--actor-model" not in check.way_out
+    assert "--rm-model" in check.hint and "--actor-model" not in check.hint
     parts.tokenizer.add_tokens(["one more"])
     assert "(--actor-model)" in vocabularies_fit(*sides, None).found
 
@@ -353,7 +353,7 @@ def test_memory_beyond_the_forecast_or_the_machine(tried, monkeypatch):
     taken = trial.memory_in_use
     monkeypatch.setattr(trial, "memory_in_use", lambda device: taken(device) + 2**30)
     check = memory_is_as_foretold(trainer, parts)
-    assert not check.ok and "--micro-batch-size 1" in check.way_out
+    assert not check.ok and "--micro-batch-size 1" in check.hint
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -378,5 +378,5 @@ def test_weights_that_do_not_come_back(tried, tmp_path, monkeypatch, algorithm):
 
 
 def test_the_settings_of_a_run_may_differ_in_check_from_another_seeds(configured):
-    assert differences(as_plain(configured("--check")), as_plain(configured()), MAY_DIFFER) == []
-    assert json.dumps(as_plain(configured("--check"))["run"]["check"]) == "true"
+    assert differences(to_dict(configured("--check")), to_dict(configured()), MAY_DIFFER) == []
+    assert json.dumps(to_dict(configured("--check"))["run"]["check"]) == "true"

@@ -23,8 +23,8 @@ from rlhf.checkpoints.run_record import Spent
 from rlhf.config import parse_cli
 from rlhf.rewards import training
 from rlhf.run.summary import same_budget_command, same_budget_commands
-from rlhf.settings import commands
-from rlhf.settings.commands import reward_model_command, training_command
+from rlhf.settings import next_commands as commands
+from rlhf.settings.next_commands import reward_model_command, training_command
 from rlhf.settings.recipes import RECIPES
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.utils import system

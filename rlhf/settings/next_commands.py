@@ -1,6 +1,6 @@
 """The commands that are printed for the user to type next. Imports no torch.
 
-`config` is a config.Config, or in `training_command` a config.RewardModelConfig: config.py imports this module.
+`config` is a training run's Config, or in `training_command` a RewardModelConfig.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rlhf.settings.recipes import RECIPES
+from rlhf.settings.fields import settings_of
+from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
+from rlhf.settings.reward_model import RewardModelConfig, usual_reward_config
+from rlhf.settings.training import Config
 from rlhf.utils.system import command
-
-DEFAULT = "smollm2-orca"
 
 
 def names_code(rules: Iterable[str]) -> list[str]:
@@ -40,21 +41,29 @@ def replay_command(algorithm: str, folder: str, rules: Iterable[str]) -> str:
     return command("python", f"train_{algorithm}.py", "--replay", folder, *code_words(rules))
 
 
-def reward_model_command(config: Any) -> str:
+def reward_model_command(config: Config) -> str:
     """Return the command that makes the reward model which a training run asks for."""
-    usual, m = RECIPES[config.recipe]["reward_model"], config.model
+    usual, m, data = usual_reward_config(config.recipe, config.user_file), config.model, config.data
     words = _recipe_words(config.recipe)
-    if m.rm_model != RECIPES[config.recipe]["training"]["rm_model"]:
+    if m.rm_model != usual.training.rm_output:
         words += ["--rm-output", m.rm_model]
-    if m.actor_model != usual["base_model"]:
-        words += ["--base-model", m.actor_model, "--actor-model", m.actor_model]
-    if config.data.prompts != RECIPES[config.recipe]["training"]["prompts"] and _may_have_pairs(config.data.prompts):
-        words += ["--pairs", config.data.prompts]
-    if config.data.split is not None and str(config.data.split) != usual.get("split"):
-        words += ["--split", str(config.data.split)]
-    if config.data.plain_prompts and not usual.get("plain_prompts"):
+    if m.actor_model != usual.training.base_model:
+        words += ["--base-model", m.actor_model]
+    if m.actor_model != usual.calibration.actor_model or m.actor_model != usual.training.base_model:
+        words += ["--actor-model", m.actor_model]
+    if data.prompts not in (_usual_prompts(config), usual.data.pairs) and _may_have_pairs(data.prompts):
+        words += ["--pairs", data.prompts]
+    if data.split is not None and data.split != usual.data.split:
+        words += ["--split", str(data.split)]
+    if data.plain_prompts and not usual.data.plain_prompts:
         words += ["--plain-prompts"]
     return command("python", "-m", "reward_model.train", *words)
+
+
+def _usual_prompts(config: Config) -> str:
+    """The prompts that training uses under the same recipe without flags."""
+    layer = config.user_file if config.recipe == DEFAULT_RECIPE else find_recipe(config.recipe).training
+    return layer.get("prompts", (settings_of(Config)["prompts"].default, ""))[0]
 
 
 def _may_have_pairs(source: str) -> bool:
@@ -66,32 +75,32 @@ def _may_have_pairs(source: str) -> bool:
         return '"chosen"' in stream.readline()
 
 
-def training_command(config: Any, script: str) -> str:
-    """Return the command that trains a policy with the reward model that was just made."""
-    return command("python", script, *training_words(config))
+def training_command(made: RewardModelConfig, usual: Config) -> str:
+    """Return the command that trains a policy with the reward model that was `made`; `usual` is what its script uses
+    without further flags."""
+    return command("python", f"train_{usual.algorithm}.py", *training_words(made, usual))
 
 
-def training_words(config: Any) -> list[str]:
+def training_words(made: RewardModelConfig, usual: Config) -> list[str]:
     """Return that command's arguments."""
-    usual, data, made = RECIPES[config.recipe]["training"], config.data, config.training
-    words = _recipe_words(config.recipe)
-    if made.rm_output != usual["rm_model"]:
-        words += ["--rm-model", made.rm_output]
-    start = config.calibration.actor_model or made.base_model
-    if start != usual["actor_model"]:
+    data, words = made.data, _recipe_words(made.recipe)
+    if made.training.rm_output != usual.model.rm_model:
+        words += ["--rm-model", made.training.rm_output]
+    start = made.calibration.actor_model or made.training.base_model
+    if start != usual.model.actor_model:
         words += ["--actor-model", start]
-    if data.pairs != RECIPES[config.recipe]["reward_model"].get("pairs", RECIPES[DEFAULT]["reward_model"]["pairs"]):
+    if data.pairs != usual.data.prompts and data.pairs != usual_reward_config(made.recipe, made.user_file).data.pairs:
         words += ["--prompts", data.pairs]
     usable = data.split is not None and data.split.rl > 0 and data.split.evaluation > 0  # for training
-    if usable and str(data.split) != usual.get("split"):
+    if usable and data.split != usual.data.split:
         words += ["--split", str(data.split)]
-    if data.plain_prompts and not usual.get("plain_prompts"):
+    if data.plain_prompts and not usual.data.plain_prompts:
         words += ["--plain-prompts"]
     return words
 
 
 def _recipe_words(recipe: str) -> list[str]:
-    return [] if recipe == DEFAULT else ["--recipe", recipe]
+    return [] if recipe == DEFAULT_RECIPE else ["--recipe", recipe]
 
 
 def flag_words(name: str, value: Any) -> list[str]:

@@ -1,0 +1,44 @@
+"""Your settings. Edit a value, and the next training run uses it.
+
+These are the values of the default recipe, smollm2-orca. Any other setting may be added under its name: `python
+train_ppo.py --help-all` lists them all. A flag wins over this file. With another --recipe this file is not used.
+"""
+
+# Models and prompts: a folder, a file or a hub name
+actor_model = "HuggingFaceTB/smollm2-135M-SFT-Only"
+rm_model = "./reward_model_output"
+prompts = "Intel/orca_dpo_pairs"
+use_lora = False
+
+# Generation
+max_new_tokens = 128  # per completion
+temperature = 0.7
+top_k = 0  # 0: off
+top_p = 1.0  # 1: off
+
+# One update: a batch of completions, and the optimizer steps on it
+batch_size = 4  # prompts
+K = 8  # completions per prompt (GRPO, RLOO)
+ppo_epochs = 4  # passes over the batch
+minibatches = 1  # optimizer steps per pass
+clip_range = 0.2  # the ratio is clipped to 1 +- this
+
+# Critic and generalized advantage estimation, GAE (PPO)
+gamma = 1.0
+lam = 0.95
+value_coef = 0.1
+value_clip_range = 0.2
+
+# KL to the start model
+kl_coef = 0.05  # beta at the start
+kl_schedule = "adaptive"  # or "fixed", "phased"
+kl_target = "6/sequence"  # nats per completion; "0.05/token": per token
+
+# Training
+learning_rate = 5e-6
+lr_schedule = "cosine"  # or "linear", "constant"
+max_grad_norm = 1.0
+epochs = 3  # passes over the prompts; or set num_iterations, or episodes
+seed = 42
+eval_every = 50  # updates
+save_every = 50  # updates

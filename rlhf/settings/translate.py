@@ -1,0 +1,60 @@
+"""Other trainers' names and meanings, in this project's settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf.settings.fields import Layer, Setting, hint, is_unset, name_table
+from rlhf.settings.types import bare_targets
+from rlhf.utils.errors import raise_if
+
+LENGTHS = ("epochs", "num_iterations", "episodes")  # of a run: one of them counts
+BARE_TARGETS = ("target", "target_kl")  # names under which other trainers write a KL target without its unit
+
+
+def translate(layer: Layer, settings: dict[str, Setting]) -> Layer:
+    """Return one layer of settings under their first names.
+
+    A name of another trainer keeps the meaning that it has there, which may set more than one setting. A setting that
+    replaces others (one of the run's lengths, say) unsets those of lower layers. A name with a colon is a block of a
+    YAML file (`lora:`). Raises UserError with all names that are unknown or set twice.
+    """
+    names, problems, known = name_table(settings), [], {}
+    for name, (value, where) in layer.items():
+        if name.endswith(":"):
+            continue
+        if name not in names:
+            problems.append(f"unknown setting {name}: {where}. {hint(name, names)}")
+        elif names[name] in known:
+            problems.append(f"{name} is set twice: {where} and {known[names[name]][1]}. Keep one")
+        else:
+            known[names[name]] = (bare_targets(value) if name in BARE_TARGETS else value, where)
+
+    def add(name: str, value: Any, because: str) -> None:
+        """Set `name` beside the setting `because`, unless the layer sets it, or the command lacks it."""
+        if name in settings:
+            known.setdefault(name, (value, (layer.get(because) or known[because])[1]))
+
+    def is_set(name: str) -> bool:
+        return name in known and not is_unset(known[name][0])
+
+    if "mini_batch_size" in layer:  # TRL's first PPO: an optimizer step after each of them
+        add("gradient_accumulation_steps", 1, "mini_batch_size")
+    if "normalizer_alpha" in layer:
+        add("normalize_scores", True, "normalizer_alpha")
+    if "lora:" in layer:
+        add("use_lora", True, "lora:")
+    for length in filter(is_set, ("steps_per_topic", *LENGTHS)):
+        for other in LENGTHS:
+            add(other, None, length)
+    if is_set("minibatches") and is_set("gradient_accumulation_steps"):
+        places = " and ".join(known[name][1] for name in ("minibatches", "gradient_accumulation_steps"))
+        problems.append(f"minibatches and gradient_accumulation_steps set the same thing: {places}. Keep one")
+    elif is_set("minibatches"):
+        add("gradient_accumulation_steps", None, "minibatches")
+    elif is_set("gradient_accumulation_steps"):
+        add("minibatches", 1, "gradient_accumulation_steps")
+    if is_set("kl_schedule") and known["kl_schedule"][0] == "phased":
+        add("kl_target", None, "kl_schedule")  # one target of a lower layer is no schedule
+    raise_if(problems)
+    return known

@@ -1,0 +1,134 @@
+"""What can be wrong with the settings of a training run taken together, one line each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlhf.settings.training import Config
+
+MAX_CONSECUTIVE_SKIPS = 3  # updates that are skipped, or whose KL has run away, before the run acts
+MOST_UPDATES = 10_000_000
+
+
+def validate_training(config: Config) -> list[str]:
+    """Return the errors of a training run's settings."""
+    return [*_batch(config), *_speed(config), *_kl(config), *_rollback(config), *_rewards(config), *_export(config)]
+
+
+def _batch(config: Config) -> list[str]:
+    problems = []
+    episodes, parts = config.episodes_per_update, config.batch.minibatches
+    steps, at_once = config.batch.gradient_accumulation_steps, config.batch.micro_batch_size
+    if steps is not None and episodes % (steps * (at_once or 1)):
+        of = f"{at_once} episodes (--micro-batch-size) x {steps}" if at_once else f"{steps}"
+        problems.append(
+            f"{of} micro-batches of an optimizer step do not divide an update's {episodes} episodes: "
+            "--gradient-accumulation-steps. Give a divisor, or use --minibatches and --micro-batch-size"
+        )
+    if episodes % parts:
+        nearest = min((d for d in range(1, episodes + 1) if episodes % d == 0), key=lambda d: (abs(d - parts), d))
+        of = "batch_size" if config.group_size == 1 else "batch_size x K ="
+        problems.append(f"minibatches {parts} does not divide {of} {episodes}: --minibatches. Try {nearest}")
+    if config.run.episodes is not None and config.run.episodes < episodes:
+        problems.append(
+            f"episodes {config.run.episodes} do not fill one update of {episodes}: --episodes. "
+            f"Try {episodes}, or a smaller --batch-size"
+        )
+    if config.run.episodes is not None and config.run.episodes > MOST_UPDATES * episodes:
+        problems.append(
+            f"episodes {config.run.episodes} are more than {MOST_UPDATES:,} updates of {episodes}: --episodes. "
+            "Give fewer"
+        )
+    seeds = config.run.seeds or ()
+    if len(set(seeds)) != len(seeds):
+        problems.append("a seed is named twice: --seeds. Name each once")
+    return problems
+
+
+def _speed(config: Config) -> list[str]:
+    problems = []
+    if config.speed.rollout_engine == "vllm" and config.sampling.filters:
+        problems.append(
+            "vLLM does not say which tokens a filter let through, so no KL within them can be taken: "
+            "--rollout-engine vllm with --top-k or --top-p. Leave one of them out"
+        )
+    if config.model.load_in_4bit and not config.model.use_lora:
+        problems.append("4-bit weights cannot be trained: --load-in-4bit. Add --use-lora")
+    return problems
+
+
+def _kl(config: Config) -> list[str]:
+    problems, kl = [], config.kl
+    if kl.kl_coef == 0 and kl.steered:
+        problems.append(
+            f"beta starts at 0 and is steered by factors, so it would stay there: --kl-coef 0, kl_schedule "
+            f"{kl.kl_schedule}. Add --kl-schedule fixed, or start above 0"
+        )
+    count = len(kl.targets)
+    if (count > 1) != (kl.kl_schedule == "phased"):
+        problems.append(
+            f"{count} KL target{'s' if count > 1 else ''} under kl_schedule {kl.kl_schedule}: --kl-target. "
+            "Name several under phased, else one"
+        )
+    if len({target.per for target in kl.targets}) > 1:
+        problems.append("KL targets per sequence and per token in one run: --kl-target. Name all in one unit")
+    marks = kl.kl_boundaries
+    if marks is not None and (len(marks) != count - 1 or list(marks) != sorted(set(marks))):
+        problems.append(
+            f"{len(marks)} boundaries for {count} KL targets: --kl-boundaries. "
+            "Give one fewer than targets, rising, such as 0.33 0.67"
+        )
+    if kl.kl_placement == "reward" and config.grpo.scale_rewards != "none":
+        problems.append(
+            f"a KL in the reward would be divided by the spread of the {config.grpo.scale_rewards}, and beta would "
+            f"have no unit: --scale-rewards {config.grpo.scale_rewards}. "
+            "Add --kl-placement loss, or --scale-rewards none"
+        )
+    return problems
+
+
+def _rollback(config: Config) -> list[str]:
+    problems, run, kl = [], config.run, config.kl
+    if run.rollback_on_kl and not kl.steered:
+        problems.append(
+            "no KL is held here, so none runs away: --rollback-on-kl. Leave it out, or let beta be steered"
+        )
+    if run.rollback_on_kl and (run.keep - 1) * run.save_every < MAX_CONSECUTIVE_SKIPS:
+        problems.append(
+            f"checkpoints from before a KL ran away are gone when {MAX_CONSECUTIVE_SKIPS} updates have shown it: "
+            f"--rollback-on-kl, --keep {run.keep}, --save-every {run.save_every}. Raise one of these two"
+        )
+    return problems
+
+
+def _rewards(config: Config) -> list[str]:
+    problems = []
+    learned, rules, weights = (
+        config.model.rm_model is not None,
+        config.reward.reward_func,
+        config.reward.reward_weights,
+    )
+    if not learned and not rules:
+        problems.append("nothing to reward: --rm-model none. Name a --reward-func, or a reward model")
+    if weights is not None and len(weights) != learned + len(rules):
+        problems.append(
+            f"{len(weights)} weights for {learned + len(rules)} rewards: --reward-weights. "
+            f"Give one for each of, in this order: {', '.join([*(['reward model'] if learned else []), *rules])}"
+        )
+    return problems
+
+
+def _export(config: Config) -> list[str]:
+    problems, name = [], config.export.push_to_hub
+    if config.export.merge_lora and not config.model.use_lora:
+        problems.append(
+            "no adapter to merge: --merge-lora. Add --use-lora, or leave it out: without adapters the run saves a "
+            "whole model"
+        )
+    if name is not None and config.run.seeds is not None:
+        problems.append(
+            f"several runs and one repository: --seeds, --push-to-hub {name}. Push the one you choose afterwards: "
+            f"--resume --push-to-hub {name} --output RUN"
+        )
+    return problems

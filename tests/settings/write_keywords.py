@@ -1,0 +1,53 @@
+"""`python -m tests.settings.write_keywords`: writes rlhf/settings/keywords.py from the declared settings."""
+
+from __future__ import annotations
+
+import textwrap
+import typing
+from pathlib import Path
+
+from rlhf.settings.fields import Setting, settings_of
+from rlhf.settings.training import Config
+
+FILE = Path(__file__).resolve().parents[2] / "rlhf" / "settings" / "keywords.py"
+HEAD = '''"""The keyword arguments of `make_config`, for editors and type checkers.
+
+Written by `python -m tests.settings.write_keywords` from the declared settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypedDict
+
+
+class TrainingSettings(TypedDict, total=False):
+    """All settings of a training run, by their first names. Other names of the settings work, too."""
+'''
+PLAIN = {bool: "bool", int: "int", float: "float"}
+
+
+def annotation(setting: Setting) -> str:
+    """The type of the values that `make_config` takes for a setting: text stands for types of this project."""
+    if setting.choices:
+        return "Literal[" + ", ".join(f'"{choice}"' for choice in setting.choices) + "]"
+    if setting.is_list:
+        item = PLAIN.get(typing.get_args(setting.base_type)[0], "str")
+        kind = "Sequence[str] | str" if item == "str" else f"Sequence[{item}]"
+    else:
+        kind = PLAIN.get(setting.base_type, "str")
+    return f"{kind} | None" if setting.optional else kind
+
+
+def source() -> str:
+    """The whole file."""
+    parts = [HEAD]
+    for s in settings_of(Config).values():
+        text = s.help.replace("\\", "\\\\")
+        lines = textwrap.wrap(f'"""{text[0].upper()}{text[1:]}."""', 115)
+        parts.append("\n".join(f"    {line}" for line in (f"{s.name}: {annotation(s)}", *lines)) + "\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    FILE.write_text(source(), encoding="utf-8")

@@ -150,7 +150,7 @@ def strings_of(tree: ast.AST) -> Iterator[str]:
 
 NAMES = re.compile(rf"(?<![a-z_])(train_)?({'|'.join(ALGORITHMS)})(?![a-z_])", re.IGNORECASE)
 # where TRL's classes are imported, and the settings of one algorithm are declared
-NAMED_IN = {"rlhf.trainer.trl_host", "rlhf.models.trl_ppo", "rlhf.settings.training", "rlhf.settings.recipes"}
+NAMED_IN = {"rlhf.trainer.trl_host", "rlhf.models.trl_ppo", "rlhf.settings.training", "rlhf.settings.keywords"}
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("**/*.py")), ids=module_of)

@@ -170,7 +170,7 @@ EVALUATION = CommandLine(
     "Scores and ranks the completions of trained models, and compares them with the start model's.",
     (
         ("", "the last run in this folder"),
-        ("--model-path RUN --which best --num-prompts 50", "a run's best checkpoint on 50 prompts"),
+        ("--model-path RUN --which best", "a run's best checkpoint"),
         ("--chat --model-path RUN", "talk to a model"),
     ),
 )

@@ -105,10 +105,15 @@ class CommandLine:
             _add_flag(groups[s.group], dataclasses.replace(s, default=values.get(s.name, s.default)))
         return parser
 
+    @property
+    def command(self) -> str:
+        """The words that start the command."""
+        return f"python {self.prog}" if self.prog.endswith(".py") else self.prog
+
     def _usage(self) -> str:
         words = "".join(f"[{s.name.upper()} ...] " for s in self.settings.values() if s.positional)
         files = "".join(f"[{flag} {metavar}] " for flag, metavar, _ in self._files())
-        return f"{self.prog} {words}{files}[--FLAG VALUE ...]"
+        return f"{self.command} {words}{files}[--FLAG VALUE ...]"
 
     def _files(self) -> list[tuple[str, str, str]]:
         """The flags that name whole files of settings: (flag, metavar, help)."""
@@ -125,25 +130,13 @@ class CommandLine:
 
     def help(self, values: dict[str, Any], source: str) -> str:
         """Return the help on the settings that have a `brief` text, on one screen."""
-        width = min(shutil.get_terminal_size().columns, 110) - 2
         rows = [(f"{flag} {metavar}", text) for flag, metavar, text in self._files()]
-        for s in self.settings.values():
-            if s.brief:
-                text = s.help.split("; ")[0] if s.brief is True else s.brief
-                value = as_text(values.get(s.name, s.default), " ")
-                shown = "" if s.positional or (s.is_bool and value == "false") else f" [{value}]"
-                name = f"{s.name.upper()} ..." if s.positional else s.flag if s.is_bool else f"{s.flag} {_metavar(s)}"
-                rows.append((name, text + shown))
+        rows += [_brief_row(s, values.get(s.name, s.default)) for s in self.settings.values() if s.brief]
         rows.append(("--help-all", "every setting, grouped, with its range and its other names"))
-        left = max(len(name) for name, _ in rows) + 2
-        lines = [
-            textwrap.fill(text, width, initial_indent=f"  {name:<{left}}", subsequent_indent=" " * (left + 2))
-            for name, text in rows
-        ]
-        wide = max((len(words) for words, _ in self.examples), default=0) + 2
-        shown = [f"  {self.prog} {words:<{wide}}{text}".rstrip() for words, text in self.examples]
-        head = [f"usage: {self._usage()}", "", self.description, "", *lines]
-        return "\n".join([*head, *([f"\nvalues in []: {source}"] if source else []), "\nexamples:", *shown]) + "\n"
+        examples = [(f"{self.command} {words}".rstrip(), text) for words, text in self.examples]
+        head = [f"usage: {self._usage()}", "", self.description, "", *_columns(rows)]
+        head += ["", f"values in []: {source}"] if source else []
+        return "\n".join([*head, "", "examples:", *_columns(examples)]) + "\n"
 
 
 class _Help(argparse.HelpFormatter):
@@ -192,6 +185,27 @@ def _add_flag(group, s: Setting) -> None:
 
 def _metavar(s: Setting) -> str:
     return "|".join(s.choices) if s.choices else s.name.upper()
+
+
+def _brief_row(s: Setting, value: Any) -> tuple[str, str]:
+    """One row of `--help`: the flag with the kind of its value, and its meaning with the value that it has."""
+    text = s.help.split("; ")[0] if s.brief is True else s.brief
+    if s.positional:
+        return f"{s.name.upper()} ...", text
+    kind = {int: "N", float: "X", bool: ""}.get(s.base_type, "NAME")
+    metavar = "|".join(s.choices) if s.choices else "LIST" if s.is_list else kind
+    shown = "" if value in (None, (), False) else f" [{as_text(value, ' ')}]"
+    return f"{s.flag} {metavar}".rstrip(), text + shown
+
+
+def _columns(rows: list[tuple[str, str]]) -> list[str]:
+    """Rows of two columns, wrapped to the width of the terminal."""
+    left = max(len(name) for name, _ in rows) + 2
+    width = max(min(shutil.get_terminal_size().columns, 119), left + 30)
+    return [
+        textwrap.fill(text, width, initial_indent=f"  {name:<{left}}", subsequent_indent=" " * (left + 2))
+        for name, text in rows
+    ]
 
 
 def spellings(names: Iterable[str]) -> list[str]:

@@ -34,10 +34,9 @@ def values_of(config_class: type, layers: Sequence[Layer]) -> dict[str, Any]:
     with every error of every layer."""
     settings, merged, problems = settings_of(config_class), {}, []
     for layer in layers:
-        try:
-            merged |= translate(layer, settings)
-        except UserError as error:
-            problems += error.faults
+        known, wrong = translate(layer, settings)
+        merged |= known
+        problems += wrong
     values = {}
     for name, setting in settings.items():
         value, where = merged.get(name, (setting.default, "default"))
@@ -102,9 +101,6 @@ def show_help(line: CommandLine, argv: Sequence[str], lower: Callable[[str | Non
         return
     file = line.named(list(argv), "config") if line.recipes else None
     layers = [*lower(line.named(list(argv), "recipe") if line.recipes else None), read_settings(file) if file else {}]
-    settings, merged = settings_of(line.config_class), {}
-    for layer in layers:
-        merged |= translate({k: v for k, v in layer.items() if k != "recipe"}, settings)
-    values = {name: convert(settings[name], *found) for name, found in merged.items()}
-    sys.stdout.write(getattr(line, kind)(values, source))
+    layers = [{k: v for k, v in layer.items() if k != "recipe"} for layer in layers]
+    sys.stdout.write(getattr(line, kind)(values_of(line.config_class, layers), source))
     raise SystemExit(0)

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from rlhf.settings.fields import settings_of
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
-from rlhf.settings.reward_model import RewardModelConfig, usual_reward_config
+from rlhf.settings.reward_model import RewardModelConfig, may_have_pairs, usual_reward_config
 from rlhf.settings.training import Config
 from rlhf.utils.system import command
 
@@ -51,7 +50,7 @@ def reward_model_command(config: Config) -> str:
         words += ["--base-model", m.actor_model]
     if m.actor_model != usual.calibration.actor_model or m.actor_model != usual.training.base_model:
         words += ["--actor-model", m.actor_model]
-    if data.prompts not in (_usual_prompts(config), usual.data.pairs) and _may_have_pairs(data.prompts):
+    if data.prompts not in (_usual_prompts(config), usual.data.pairs) and may_have_pairs(data.prompts):
         words += ["--pairs", data.prompts]
     if data.split is not None and data.split != usual.data.split:
         words += ["--split", str(data.split)]
@@ -61,18 +60,8 @@ def reward_model_command(config: Config) -> str:
 
 
 def _usual_prompts(config: Config) -> str:
-    """The prompts that training uses under the same recipe without flags."""
-    layer = config.user_file if config.recipe == DEFAULT_RECIPE else find_recipe(config.recipe).training
-    return layer.get("prompts", (settings_of(Config)["prompts"].default, ""))[0]
-
-
-def _may_have_pairs(source: str) -> bool:
-    """Whether data can train a reward model, as far as its first row shows it; a hub dataset can."""
-    file = Path(source).expanduser()
-    if not file.is_file():
-        return True
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        return '"chosen"' in stream.readline()
+    """The prompts of the recipe, to which its reward model's pairs belong."""
+    return find_recipe(config.recipe).training.get("prompts", (settings_of(Config)["prompts"].default, ""))[0]
 
 
 def training_command(made: RewardModelConfig, usual: Config) -> str:

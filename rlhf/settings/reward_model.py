@@ -12,6 +12,7 @@ from rlhf.settings.flags import CommandLine
 from rlhf.settings.merge import Command, build, read_given, show_help, values_of
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, shipped_recipes
 from rlhf.settings.training import LARGEST_SEED, Config, SamplingSettings
+from rlhf.settings.translate import translate
 from rlhf.settings.types import Split
 from rlhf.settings.user_file import read_user_file
 
@@ -109,7 +110,7 @@ LINE = CommandLine(
     "Trains a Bradley-Terry reward model from preference pairs.",
     (
         ("", "on the pairs of the default recipe"),
-        ("--pairs my_pairs.jsonl --base-model MODEL", "on your pairs"),
+        ("--pairs FILE.jsonl --base-model MODEL", "on your pairs"),
         ("--recipe qwen3-tldr", "as another recipe trains it"),
     ),
     recipes=shipped_recipes(),
@@ -132,11 +133,27 @@ def parse_reward_cli(argv: Sequence[str] | None = None, user_file: Path | None =
 
 
 def reward_layers(recipe: str, user: Layer, where: str = "--recipe") -> list[Layer]:
-    """Return the layers beneath a command line: the recipe's, or under the default recipe the settings of config.py
-    that training and this command share by name."""
-    if recipe == DEFAULT_RECIPE:
-        return [{name: found for name, found in user.items() if name in SHARED}]
-    return [find_recipe(recipe, where=where).reward_model_training]
+    """Return the layers beneath a command line: the recipe's, or under the default recipe those settings of config.py
+    that this command has, too. The policy's start model is then the reward model's, and its prompts are the pairs if
+    they hold any."""
+    if recipe != DEFAULT_RECIPE:
+        return [find_recipe(recipe, where=where).reward_model_training]
+    known, _ = translate(user, settings_of(Config))
+    shared = {name: found for name, found in known.items() if name in SHARED}
+    if "actor_model" in known:
+        shared["base_model"] = known["actor_model"]
+    if "prompts" in known and may_have_pairs(str(known["prompts"][0])):
+        shared["pairs"] = known["prompts"]
+    return [shared]
+
+
+def may_have_pairs(source: str) -> bool:
+    """Whether data can train a reward model, as far as its first row shows it; a hub dataset can."""
+    file = Path(source).expanduser()
+    if not file.is_file():
+        return True
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        return '"chosen"' in stream.readline()
 
 
 def usual_reward_config(recipe: str, user: Layer) -> RewardModelConfig:

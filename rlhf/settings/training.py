@@ -32,7 +32,7 @@ class ModelSettings:
         "./reward_model_output",
         "reward model: a folder or a hub name; none: rules alone (--reward-func)",
         aliases=("reward_model",),
-        brief="reward model: a folder or a hub name; none: --reward-func alone",
+        brief="reward model: a folder or a hub name",
     )
     allow_weak_reward_model: bool = setting(
         False, "go on with a reward model whose held-out accuracy is under 0.6 or under its length baseline"
@@ -72,7 +72,7 @@ class DataSettings:
         "Intel/orca_dpo_pairs",
         "pairs, prompts or chats: a JSONL file or a hub dataset",
         aliases=("dataset",),
-        brief="pairs, prompts or chats: a JSONL file or a hub dataset",
+        brief="prompts: a JSONL file or a hub dataset",
     )
     split: Split | None = setting(
         None, "percent of questions for reward model / RL / evaluation; unset: 45/45/10, or 0/90/10 without pairs"

@@ -6,29 +6,19 @@ from typing import Any
 
 from rlhf.settings.fields import Layer, Setting, hint, is_unset, name_table
 from rlhf.settings.types import bare_targets
-from rlhf.utils.errors import raise_if
 
 LENGTHS = ("epochs", "num_iterations", "episodes")  # of a run: one of them counts
 BARE_TARGETS = ("target", "target_kl")  # names under which other trainers write a KL target without its unit
 
 
-def translate(layer: Layer, settings: dict[str, Setting]) -> Layer:
-    """Return one layer of settings under their first names.
+def translate(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[str]]:
+    """Return one layer of settings under their first names, and the problems with its names, one line each.
 
     A name of another trainer keeps the meaning that it has there, which may set more than one setting. A setting that
     replaces others (one of the run's lengths, say) unsets those of lower layers. A name with a colon is a block of a
-    YAML file (`lora:`). Raises UserError with all names that are unknown or set twice.
+    YAML file (`lora:`).
     """
-    names, problems, known = name_table(settings), [], {}
-    for name, (value, where) in layer.items():
-        if name.endswith(":"):
-            continue
-        if name not in names:
-            problems.append(f"unknown setting {name}: {where}. {hint(name, names)}")
-        elif names[name] in known:
-            problems.append(f"{name} is set twice: {where} and {known[names[name]][1]}. Keep one")
-        else:
-            known[names[name]] = (bare_targets(value) if name in BARE_TARGETS else value, where)
+    known, problems = _under_first_names(layer, settings)
 
     def add(name: str, value: Any, because: str) -> None:
         """Set `name` beside the setting `because`, unless the layer sets it, or the command lacks it."""
@@ -56,5 +46,20 @@ def translate(layer: Layer, settings: dict[str, Setting]) -> Layer:
         add("minibatches", 1, "gradient_accumulation_steps")
     if is_set("kl_schedule") and known["kl_schedule"][0] == "phased":
         add("kl_target", None, "kl_schedule")  # one target of a lower layer is no schedule
-    raise_if(problems)
-    return known
+    return known, problems
+
+
+def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[str]]:
+    """Return the layer with each setting's first name in place of the name that was written, and the problems with
+    the names, one line each."""
+    names, problems, known = name_table(settings), [], {}
+    for name, (value, where) in layer.items():
+        if name.endswith(":"):
+            continue
+        if name not in names:
+            problems.append(f"unknown setting {name}: {where}. {hint(name, names)}")
+        elif names[name] in known:
+            problems.append(f"{name} is set twice: {where} and {known[names[name]][1]}. Keep one")
+        else:
+            known[names[name]] = (bare_targets(value) if name in BARE_TARGETS else value, where)
+    return known, problems

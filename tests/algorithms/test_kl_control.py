@@ -18,7 +18,7 @@ from rlhf.algorithms.kl_control import (
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import parse_cli
 from rlhf.rewards.normalizer import ScoreNormalizer
-from rlhf.settings.recipes import RECIPES
+from rlhf.settings.recipes import shipped_recipes
 from rlhf.settings.types import KLTarget
 from rlhf.setup.plan import kl_line, kl_warnings, recipe_hint
 
@@ -154,7 +154,7 @@ ORCA_PROMPTS = 5_786  # what the default split leaves of the real dataset
 
 # commands that README.md or a reference document prints, shortened to what decides how far beta can move
 DOCUMENTED = [
-    *(f"--recipe {recipe}" for recipe in RECIPES),
+    *(f"--recipe {recipe}" for recipe in shipped_recipes()),
     "--num-iterations 800 --kl-schedule phased",  # seed_000, seed_002
     "--num-iterations 800 --kl-schedule phased --K 6",
     "--kl-target 6/sequence",  # seed_001

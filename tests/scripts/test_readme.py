@@ -19,6 +19,8 @@ from benchmarks.work import add_flags
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import parse_cli
 from rlhf.settings.evaluation import ComparisonConfig, EvaluationConfig, PlotConfig
+from rlhf.settings.fields import settings_of
+from rlhf.settings.flags import spellings
 from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.settings.training import Config
 from tests.scripts.test_scripts import ROOT, copy_project, run
@@ -134,10 +136,9 @@ def test_the_yaml_block_is_a_configuration(tmp_path):
 
 
 def test_every_flag_that_the_readme_names_exists():
-    from rlhf.settings.flags import make_parser
-
     commands = (Config, RewardModelConfig, EvaluationConfig, ComparisonConfig, PlotConfig)
-    known = {s for command in commands for s in _flags(make_parser, command)}
+    known = {flag for command in commands for s in settings_of(command).values() for flag in spellings(s.names)}
+    known |= {"--recipe", "--config", "--help-all"}
     benchmarks = argparse.ArgumentParser()
     add_flags(benchmarks)
     known |= {*benchmarks._option_string_actions, "--pairs", "--json"}
@@ -146,10 +147,6 @@ def test_every_flag_that_the_readme_names_exists():
                "--chat_template_path", "--help", "--x", "--no-x"}  # fmt: skip
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", README))
     assert named - known - outside == set()
-
-
-def _flags(make_parser, command) -> list[str]:
-    return [s for action in make_parser(command, "x", "", {})._actions for s in action.option_strings]
 
 
 def test_the_glossary_names_what_is_logged(build):

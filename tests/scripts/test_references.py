@@ -28,7 +28,6 @@ from rlhf.data.chat_template import encode_prompt
 from rlhf.rewards.functions import find_rule
 from rlhf.rewards.reward_model import METRICS_FILE
 from rlhf.settings.fields import settings_of
-from rlhf.settings.recipes import RECIPES
 from rlhf.settings.training import Config
 from rlhf.settings.translate import LENGTHS
 from rlhf.utils.errors import UserError
@@ -44,12 +43,6 @@ def value(config: Config, name: str) -> object:
 
 def values(config: Config, names) -> dict[str, object]:
     return {name: value(config, name) for name in names}
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_names_what_its_source_leaves_open(recipe):
-    named = {"reply_length", "prompt_length", "minibatches", "save_every"}
-    assert named <= RECIPES[recipe]["training"].keys()
 
 
 # --- seed_001: SmolLM2-135M on orca pairs, the default recipe --------------------------------------------------------

@@ -6,8 +6,7 @@ import pytest
 
 from rlhf.config import config_of_settings, make_config, parse_cli
 from rlhf.settings.fields import name_table, settings_of
-from rlhf.settings.recipes import RECIPES
-from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
+from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.settings.training import Config
 from rlhf.settings.types import KLTarget, Split
 from rlhf.utils.errors import UserError, run_command
@@ -17,7 +16,7 @@ def test_later_layers_win(tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text("learning_rate: 1e-4\nppo:\n  gamma: 0.5\n")
     assert parse_cli([]).optimizer.learning_rate == 5e-6
-    assert parse_cli(["--recipe", "demo"]).batch.batch_size == RECIPES["demo"]["training"]["batch_size"]
+    assert parse_cli(["--recipe", "demo"]).batch.batch_size == 64
     from_file = parse_cli(["--recipe", "demo", "--config", str(file)])
     assert (from_file.optimizer.learning_rate, from_file.critic.gamma) == (1e-4, 0.5)
     both = parse_cli(["--recipe", "demo", "--config", str(file), "--learning-rate", "2e-4"])
@@ -220,8 +219,8 @@ def test_bad_flags(what):
 
 
 BAD_YAML = {
-    "unknown key": ("learning_rat: 1\n", r"unknown key learning_rat: .*a.yaml:1. Did you mean learning_rate"),
-    "unknown nested key": ("ppo:\n  gama: 1\n", r"unknown key gama: .*a.yaml:2. Did you mean gamma"),
+    "unknown key": ("learning_rat: 1\n", r"unknown setting learning_rat: .*a.yaml:1. Did you mean learning_rate"),
+    "unknown nested key": ("ppo:\n  gama: 1\n", r"unknown setting gama: .*a.yaml:2. Did you mean gamma"),
     "syntax": ("a: [1\nb: 2\n", r"not YAML .*a.yaml:\d+:\d+"),
     "a list": ("- 1\n- 2\n", r"not a mapping of names to values: .*a.yaml:1"),
     "a key twice": ("gamma: 1\ngamma: 0.5\n", r"gamma is set twice: .*a.yaml:2 and .*a.yaml:1"),
@@ -259,12 +258,6 @@ def test_an_error_is_lines_on_stderr_and_exit_status_2(capsys):
     assert ended.value.code == 2
     assert printed.err == "error: unknown flag --gama: command line. Did you mean --gamma?\n"
     assert printed.out == ""
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_parses(name):
-    parse_cli(["--recipe", name])
-    parse_reward_cli(["--recipe", name])
 
 
 @pytest.mark.parametrize("config_class", [Config, RewardModelConfig])

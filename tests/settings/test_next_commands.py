@@ -20,12 +20,12 @@ import train_grpo
 import train_ppo
 import train_rloo
 from rlhf.checkpoints.run_record import Spent
-from rlhf.config import parse_cli
+from rlhf.config import parse_cli, usual_config
 from rlhf.rewards import training
 from rlhf.run.summary import same_budget_command, same_budget_commands
 from rlhf.settings import next_commands as commands
 from rlhf.settings.next_commands import reward_model_command, training_command
-from rlhf.settings.recipes import RECIPES
+from rlhf.settings.recipes import shipped_recipes
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.utils import system
 from tests.conftest import typed
@@ -97,7 +97,7 @@ def test_the_other_algorithms_commands_carry_the_settings(tmp_path):
 # --- the reward model ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", shipped_recipes())
 def test_the_two_commands_lead_to_each_other(recipe):
     """From training settings to the reward model's command, and from its settings to training's."""
     start = parse_cli(["--recipe", recipe, "--rm-model", "./my judge", "--prompts", "pairs$.jsonl", "--split",
@@ -105,7 +105,7 @@ def test_the_two_commands_lead_to_each_other(recipe):
     made = parse_reward_cli(shlex.split(reward_model_command(start))[3:])
     assert (made.training.rm_output, made.data.pairs) == ("./my judge", "pairs$.jsonl")
     assert (made.training.base_model, made.calibration.actor_model) == ("./start", "./start")
-    again = parse_cli(typed(training_command(made, "train_ppo.py")))
+    again = parse_cli(typed(training_command(made, usual_config(recipe, {}))))
     assert (again.model.rm_model, again.model.actor_model) == ("./my judge", "./start")
     assert (again.data.prompts, str(again.data.split)) == ("pairs$.jsonl", "30/60/10")
     assert reward_model_command(parse_cli(["--recipe", recipe])).startswith("python -m reward_model.train")

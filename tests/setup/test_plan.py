@@ -9,8 +9,6 @@ import torch
 
 import train_ppo
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.config import parse_cli
-from rlhf.settings.recipes import RECIPES
 from rlhf.setup.build import load_parts
 from rlhf.setup.plan import base_parameters, kl_line, show_plan
 from rlhf.utils.console import Screen
@@ -54,12 +52,3 @@ def test_the_default_horizon_is_a_number_in_run_json(run_flags, tmp_path):
     assert RunRecord.read(tmp_path / "run").settings["kl"]["kl_horizon"] == 8, "two updates' episodes"
     train_ppo.main(run_flags("--num-iterations", 3, "--kl-horizon", 77, "--overwrite"))
     assert RunRecord.read(tmp_path / "run").settings["kl"]["kl_horizon"] == 77
-
-
-def test_help_prints_what_runs(monkeypatch, capsys):
-    """The default recipe's value, not the field's."""
-    monkeypatch.setitem(RECIPES["smollm2-orca"]["training"], "batch_size", 6)
-    with pytest.raises(SystemExit):
-        parse_cli(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "with --K, so many completions of each (default: 6, at least 1)" in said

@@ -1,0 +1,101 @@
+"""`--help` is one screen, `--help-all` is everything; both show the values that the command would use."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from rlhf.algorithms.table import ALGORITHMS
+from rlhf.config import command_line, parse_cli
+from rlhf.settings import evaluation, reward_model
+from rlhf.settings.fields import settings_of
+from tests.settings import write_keywords
+
+PARSERS = {
+    **{
+        f"train_{a}": (command_line(row), lambda argv, a=a: parse_cli(argv, algorithm=a))
+        for a, row in ALGORITHMS.items()
+    },
+    "reward_model": (reward_model.LINE, reward_model.parse_reward_cli),
+    "evaluate": (evaluation.EVALUATION, evaluation.parse_evaluation_cli),
+    "compare": (evaluation.COMPARISON, evaluation.parse_comparison_cli),
+    "plot": (evaluation.PLOT, evaluation.parse_plot_cli),
+}
+
+
+@pytest.fixture
+def helped(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def show(command: str, *words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            PARSERS[command][1](list(words))
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    return show
+
+
+def flags_in(text: str) -> list[str]:
+    return [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_help_is_one_screen_with_examples_that_work(helped, command):
+    text = helped(command, "--help")
+    assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 100
+    assert len(flags_in(text)) <= 18
+    assert text == helped(command, "-h")
+    line, parse = PARSERS[command]
+    assert len(line.examples) == 3
+    for words, _ in line.examples:
+        assert words in text
+        parse(shlex.split(words))
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_the_help_of_training_has_about_15_flags(helped, algorithm):
+    flags = flags_in(helped(f"train_{algorithm}", "--help"))
+    assert 13 <= len(flags) <= 18
+    assert {"--recipe", "--use-lora", "--learning-rate", "--kl-target", "--resume", "--help-all"} <= set(flags)
+    assert ("--K" in flags) == (ALGORITHMS[algorithm].group_size > 1)
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_help_all_has_every_setting_in_its_group(helped, command):
+    text = helped(command, "--help-all")
+    line = PARSERS[command][0]
+    for s in line.settings.values():
+        assert s.positional or f"  {s.flag}" in text, s.name
+    titles = {s.group for s in line.settings.values()}
+    assert sum(row.endswith(":") and not row.startswith(" ") for row in text.splitlines()) >= len(titles)
+    foreign = [s.flag for s in settings_of(line.config_class).values() if s.group in line.foreign]
+    assert not set(foreign) & set(text.split())
+
+
+def test_help_shows_the_values_of_recipe_and_file(helped, tmp_path):
+    def spaced(*words, algorithm="grpo"):
+        return " ".join(helped(f"train_{algorithm}", *words).split())
+
+    assert "prompts per update [4]" in spaced("--help") and "completions per prompt [8]" in spaced("--help")
+    demo = spaced("--recipe", "demo", "--help")
+    assert "prompts per update [16]" in demo and "completions per prompt [4]" in demo and "recipe demo" in demo
+    assert "prompts per update [64]" in spaced("--help", "--recipe", "demo", algorithm="ppo")
+    assert "so many completions of each (default: 16, at least 1)" in spaced("--recipe", "demo", "--help-all")
+    (tmp_path / "a.yaml").write_text("recipe: demo\nupdate:\n  per_device_train_batch_size: 6\n")
+    assert "prompts per update [6]" in spaced("--help", "--config", str(tmp_path / "a.yaml"))
+    (tmp_path / "b.yaml").write_text("kind: recipe\nalgorithms:\n  grpo: {K: 5}\n")
+    assert "completions per prompt [5]" in spaced("--help", "--recipe", str(tmp_path / "b.yaml"))
+    assert "evaluation prompts, drawn at random [128]" in " ".join(helped("compare", "--help").split())
+
+
+def test_help_is_printed_whatever_else_is_wrong_with_the_flags(helped):
+    assert "--learning-rate X" in helped("train_ppo", "--learning-rat", "1", "--help")
+    assert "--learning-rate X" in helped("train_ppo", "--help", "--batch-size")
+
+
+def test_the_keyword_arguments_of_make_config_are_the_declared_settings():
+    assert write_keywords.FILE.read_text(encoding="utf-8") == write_keywords.source(), (
+        "run `python -m tests.settings.write_keywords`"
+    )

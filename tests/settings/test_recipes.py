@@ -1,0 +1,152 @@
+"""Recipes: the shipped YAML files, and the user's own by `--recipe FILE`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import train_ppo
+from rlhf.algorithms.table import ALGORITHMS
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.config import make_config, parse_cli
+from rlhf.run.summary import same_budget_command
+from rlhf.settings.fields import settings_of, to_dict
+from rlhf.settings.recipes import DEFAULT_RECIPE, FOLDER, find_recipe, shipped_recipes
+from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
+from rlhf.settings.training import Config
+from rlhf.settings.translate import translate
+from rlhf.utils.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+MINE = """
+kind: recipe  # mine
+sampling:
+  temperature: 0.9
+learning_rate: 1e-4
+algorithms:
+  ppo: {gamma: 0.5}
+  grpo:
+    K: 3
+    learning_rate: 2e-4
+reward_model_training:
+  rm_epochs: 2
+  temperature: 0.8
+"""
+
+
+@pytest.fixture
+def mine(tmp_path) -> str:
+    (tmp_path / "mine.yaml").write_text(MINE)
+    return str(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_is_valid_for_every_command(name):
+    """All of its names are settings, also those for other algorithms, and its values fit together."""
+    recipe = find_recipe(name, ALGORITHMS)
+    for algorithm in ALGORITHMS:
+        assert parse_cli(["--recipe", name], algorithm).recipe == name
+        assert translate(recipe.algorithms.get(algorithm, {}), settings_of(Config))[1] == []
+    assert translate(recipe.reward_model_training, settings_of(RewardModelConfig))[1] == []
+    assert parse_reward_cli(["--recipe", name]).recipe == name
+
+
+def test_the_shipped_recipes():
+    assert shipped_recipes() == ("smollm2-orca", "demo", "phased-kl", "qwen3-tldr", "rank1-voice")
+    for name in shipped_recipes():
+        text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+        assert text.startswith("kind: recipe\n# "), f"{name} names its source"
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_recipes() if name != DEFAULT_RECIPE])
+def test_a_shipped_recipe_sets_what_its_source_leaves_open(name):
+    """So that the declared defaults may change without it."""
+    named = {"max_new_tokens", "prompt_length", "minibatches", "save_every", "temperature", "ppo_epochs"}
+    assert named <= find_recipe(name).training.keys()
+
+
+def test_the_default_recipe_is_the_declared_defaults():
+    recipe = find_recipe(DEFAULT_RECIPE)
+    assert (recipe.training, recipe.algorithms, recipe.reward_model_training) == ({}, {}, {})
+    declared = {name: s.default for name, s in settings_of(Config).items()}
+    config = make_config()
+    assert {n: getattr(getattr(config, s.group), n) for n, s in settings_of(Config).items()} == declared
+
+
+def test_a_recipe_of_the_users_own(mine):
+    ppo, grpo = parse_cli(["--recipe", mine]), parse_cli(["--recipe", mine], "grpo")
+    assert (ppo.sampling.temperature, ppo.optimizer.learning_rate, ppo.critic.gamma) == (0.9, 1e-4, 0.5)
+    assert (grpo.optimizer.learning_rate, grpo.group.K, grpo.recipe) == (2e-4, 3, mine)
+    assert parse_cli(["--recipe", mine], "rloo").optimizer.learning_rate == 1e-4
+    assert parse_cli(["--recipe", mine, "--learning-rate", "1e-3"]).optimizer.learning_rate == 1e-3
+    assert make_config(mine, "grpo") == grpo
+    made = parse_reward_cli(["--recipe", mine])
+    assert (made.training.rm_epochs, made.sampling.temperature) == (2, 0.8)
+
+
+def test_a_run_resumes_without_the_file_of_its_recipe(mine, run_flags, tmp_path, capsys):
+    train_ppo.main(run_flags("--recipe", mine, "--num-iterations", 2))
+    Path(mine).unlink()
+    words = ["--resume", "--resume-anyway", "--num-iterations", "3", "--output", str(tmp_path / "run")]
+    train_ppo.main(words)
+    run = RunRecord.read(tmp_path / "run")
+    assert (run.spent.updates, run.recipe, run.settings["sampling"]["temperature"]) == (3, mine, 0.9)
+    resumed = parse_cli(words)
+    assert resumed.critic.gamma == 0.5 and same_budget_command(resumed, run.spent, "grpo") is None
+
+
+BAD = {
+    "no kind": ("gamma: 1\n", r"not a recipe: .*bad.yaml. Add a line `kind: recipe`, or pass the file with --config"),
+    "another kind": ("kind: receipt\n", "not a recipe: "),
+    "an unknown setting": (
+        "kind: recipe\nkl:\n  gama: 1\n",
+        r"unknown setting gama: .*bad.yaml:3. Did you mean",
+    ),
+    "an unknown algorithm": ("kind: recipe\nalgorithms:\n  dpo: {gamma: 1}\n", "unknown algorithm dpo: .*Known: ppo"),
+    "settings of an algorithm on one line": ("kind: recipe\nalgorithms:\n  ppo: 3\n", r"ppo holds no settings: .*:3"),
+    "algorithms without settings": ("kind: recipe\nalgorithms: ppo\n", r"algorithms holds no settings: .*bad.yaml:2"),
+    "out of range": ("kind: recipe\nalgorithms:\n  ppo: {gamma: 2}\n", r"gamma is 2: .*bad.yaml:3. It must be"),
+    "a name twice": ("kind: recipe\ngamma: 1\ncritic:\n  gamma: 0\n", r"gamma is set twice: .*:4 and .*:2. Keep one"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_recipe_is_one_line(what, tmp_path):
+    text, message = BAD[what]
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        parse_cli(["--recipe", str(tmp_path / "bad.yaml")])
+    assert len(caught.value.faults) == 1
+
+
+def test_all_errors_of_a_recipe_and_the_flags_are_reported_together(tmp_path):
+    (tmp_path / "bad.yaml").write_text("kind: recipe\ngama: 1\ngamma: 2\nalgorithms:\n  ppo:\n    lam: x\n")
+    with pytest.raises(UserError) as caught:
+        parse_cli(["--recipe", str(tmp_path / "bad.yaml"), "--batch-size", "0"])
+    assert len(caught.value.faults) == 4
+
+
+def test_a_missing_recipe(tmp_path):
+    with pytest.raises(UserError, match=r"cannot read the configuration file: .*none.yaml.*Check --recipe"):
+        parse_cli(["--recipe", str(tmp_path / "none.yaml")])
+    with pytest.raises(UserError, match=r"cannot read the configuration file: none.yaml.*Check --recipe"):
+        parse_cli(["--recipe", "none.yaml"])
+    with pytest.raises(UserError, match="unknown recipe 'demi': make_config. Did you mean demo"):
+        make_config("demi")
+
+
+def test_a_recipe_is_not_a_settings_file(mine):
+    with pytest.raises(UserError, match=r"only a recipe has kind: .*mine.yaml:2. Remove it, or pass the file"):
+        parse_cli(["--config", mine])
+
+
+def test_recipe_and_settings_together(mine, tmp_path):
+    (tmp_path / "over.yaml").write_text("ppo:\n  gamma: 0.25\n")
+    config = parse_cli(["--recipe", mine, "--config", str(tmp_path / "over.yaml")])
+    assert (config.critic.gamma, config.sampling.temperature) == (0.25, 0.9)
+
+
+def test_what_a_recipe_resolves_to_is_json(mine):
+    assert json.loads(json.dumps(to_dict(parse_cli(["--recipe", mine]))))["recipe"] == mine

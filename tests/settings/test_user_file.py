@@ -1,0 +1,226 @@
+"""The root config.py: the user's settings, in force under the default recipe."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train_ppo
+from rlhf.algorithms.table import ALGORITHMS
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.config import parse_cli, usual_config
+from rlhf.run.summary import same_budget_command
+from rlhf.settings.next_commands import reward_model_command, training_command
+from rlhf.settings.reward_model import parse_reward_cli
+from rlhf.settings.user_file import read_user_file
+from rlhf.utils.errors import UserError
+from tests.conftest import typed
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = ROOT / "config.py"
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a config.py; returns its path."""
+
+    def write(text: str) -> Path:
+        (tmp_path / "config.py").write_text(text)
+        return tmp_path / "config.py"
+
+    return write
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_the_shipped_file_is_the_declared_defaults(algorithm):
+    assert parse_cli([], algorithm, SHIPPED) == parse_cli([], algorithm)
+    assert parse_cli(["--kl-schedule", "phased"], algorithm, SHIPPED) == parse_cli(
+        ["--kl-schedule", "phased"], algorithm
+    )
+
+
+def test_the_shipped_file_is_one_screen_of_the_settings_that_its_readers_look_for():
+    settings = read_user_file(SHIPPED)
+    assert 20 <= len(settings) <= 30 and len(SHIPPED.read_text(encoding="utf-8").splitlines()) <= 55
+    assert {"clip_range", "kl_target", "gamma", "lam", "max_new_tokens", "learning_rate"} <= set(settings)
+
+
+def test_the_shipped_file_counts_for_the_reward_model_too():
+    assert parse_reward_cli([], SHIPPED) == parse_reward_cli([])
+
+
+def test_order(write, tmp_path):
+    """Declared defaults, config.py, --config, flags."""
+    file = write("clip_range = 0.1\ngamma = 0.9\nlam = 0.8\n")
+    (tmp_path / "a.yaml").write_text("gamma: 0.7\nlam: 0.6\n")
+    config = parse_cli(["--config", str(tmp_path / "a.yaml"), "--lam", "0.5"], user_file=file)
+    assert (config.batch.clip_range, config.critic.gamma, config.critic.lam) == (0.1, 0.7, 0.5)
+    assert parse_cli(["--recipe", "smollm2-orca"], user_file=file).batch.clip_range == 0.1
+    assert parse_cli(["--recipe", "demo"], user_file=file).batch.clip_range == 0.2, "another recipe replaces the file"
+    (tmp_path / "demo.yaml").write_text("recipe: demo\n")
+    assert parse_cli(["--config", str(tmp_path / "demo.yaml")], user_file=file).batch.clip_range == 0.2
+
+
+def test_what_the_file_may_hold(write):
+    """Python, other trainers' names, comments; names with an underscore, modules and functions are no settings."""
+    config = parse_cli(
+        user_file=write(
+            "import math\n_half = 1 / 2\n\n\ndef f():\n    x = 1\n\n\n"
+            "init_kl_coef: float = _half * 0.2\ntarget = 6.5\nper_device_train_batch_size = int(math.sqrt(64))\n"
+            "if True:\n    lora_targets = ['q_proj']\nreward_func = ('length_penalty',)\nrm_model = None\n"
+        ),
+        argv=[],
+    )
+    assert (config.kl.kl_coef, config.batch.batch_size, config.model.lora_targets) == (0.1, 8, ("q_proj",))
+    assert [str(t) for t in config.kl.targets] == ["6.5/sequence"] and config.model.rm_model is None
+
+
+def test_one_length_replaces_another(write):
+    assert parse_cli([], user_file=write("epochs = 3\n")).updates(100) == 75
+    assert parse_cli(["--num-iterations", "7"], user_file=write("epochs = 3\n")).updates(100) == 7
+    assert parse_cli([], user_file=write("num_iterations = 9\n")).updates(100) == 9
+    assert parse_cli([], user_file=write("epochs = 3\nepisodes = 40\n")).updates(100) == 10
+
+
+BAD = {
+    "an unknown name": ("clip_rang = 0.2\n", r"unknown setting clip_rang: .*config.py:1. Did you mean clip_range"),
+    "out of range": ("seed = 1\nclip_range = 7\n", r"clip_range is 7: .*config.py:2. It must be above 0 and below 1"),
+    "a wrong type": ("batch_size = {}\n", r"batch_size is {}: .*config.py:1. Give a whole number"),
+    "not Python": ("clip_range = 0.2\nseed = \n", r"not Python \(invalid syntax\): .*config.py:2. Correct that line"),
+    "an error": ("a = 1\nseed = 1 / 0\n", r"ZeroDivisionError \(division by zero\): .*config.py:2. Correct that line"),
+    "an error in a function": ("def f():\n    return 1 / 0\nseed = f()\n", r"division by zero.*config.py:2"),
+    "twice by its alias": ("lam = 1\ngae_lambda = 0.5\n", r"gae_lambda is set twice: .*config.py:2 and .*config.py:1"),
+    "a bare KL target": (
+        "kl_target = 6\n",
+        r"kl_target is 6: .*config.py:1. Give a number of nats above 0 with its u",
+    ),
+    "not UTF-8": ("", "not UTF-8: .*config.py, byte 0"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_mistake_is_one_line_with_its_place(what, write):
+    text, message = BAD[what]
+    file = write(text)
+    if what == "not UTF-8":
+        file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=message) as caught:
+        parse_cli([], user_file=file)
+    assert len(caught.value.faults) == 1
+
+
+def test_mistakes_of_file_and_flags_are_reported_together(write):
+    with pytest.raises(UserError) as caught:
+        parse_cli(["--lam", "x"], user_file=write("gamma = 2\nseeed = 1\n"))
+    assert len(caught.value.faults) == 3
+
+
+def test_settings_of_other_algorithms_stand_in_the_same_file(write):
+    file = write("gamma = 0.5\nK = 4\nloss_type = 'dr_grpo'\n")
+    assert parse_cli([], "ppo", file).critic.gamma == 0.5 and parse_cli([], "ppo", file).group.K is None
+    grpo = parse_cli([], "grpo", file)
+    assert (grpo.group.K, grpo.grpo.loss_type, grpo.critic.gamma) == (4, "dr_grpo", 1.0)
+
+
+def helped(capsys, *words, algorithm="ppo", file=None) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse_cli(list(words), algorithm, file)
+    assert ended.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_an_edit_shows_in_the_help(write, capsys):
+    file = write("learning_rate = 3e-6\nmax_new_tokens = 99\ngamma = 0.5\n")
+    text = helped(capsys, "--help", file=file)
+    assert "learning rate at the start [3e-06]" in text and "tokens per completion at most [99]" in text
+    assert "recipe smollm2-orca; config.py: learning_rate 3e-06 (default 5e-06), max_new_tokens 99" in text
+    assert "(default: 3e-06, above 0)" in helped(capsys, "--help-all", file=file)
+    assert "gamma" not in helped(capsys, "--help", algorithm="grpo", file=file), "which GRPO does not read"
+    text = helped(capsys, "--recipe", "demo", "--help", file=file)
+    assert "learning rate at the start [0.0003]" in text
+    assert "config.py: edited (learning_rate, max_new_tokens, gamma), but not used: --recipe demo" in text
+    assert "config.py" not in helped(capsys, "--help", file=SHIPPED)
+
+
+def plan_rows(printed: str) -> list[str]:
+    return [line.split(maxsplit=1)[1] for line in printed.splitlines() if line.strip().startswith("config.py ")]
+
+
+def test_the_plan_shows_an_edit_or_that_it_is_not_used(run_flags, write, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train_ppo, "__file__", str(write("clip_range = 0.1\n")))
+    words = run_flags("--num-iterations", 2)
+    train_ppo.main([*words, "--dry-run"])
+    assert plan_rows(capsys.readouterr().out) == ["clip_range 0.1 (default 0.2)"]
+    train_ppo.main(words)
+    assert RunRecord.read(tmp_path / "run").settings["batch"]["clip_range"] == 0.1
+    capsys.readouterr()
+    (tmp_path / "mine.yaml").write_text("kind: recipe\n")
+    train_ppo.main([*words, "--dry-run", "--recipe", str(tmp_path / "mine.yaml"), "--overwrite"])
+    assert plan_rows(capsys.readouterr().out) == [
+        f"edited (clip_range), but not used: --recipe {tmp_path / 'mine.yaml'}"
+    ]
+    write("clip_range = 0.3\nmax_grad_norm = 0.5\n")
+    train_ppo.main(["--resume", "--resume-anyway", "--num-iterations", "3", "--output", str(tmp_path / "run")])
+    assert plan_rows(capsys.readouterr().out) == [
+        "edited (clip_range, max_grad_norm), but not used: --resume uses the settings of the run"
+    ]
+    run = RunRecord.read(tmp_path / "run")
+    assert run.settings["batch"]["clip_range"] == 0.1 and run.spent.updates == 3
+
+
+def test_the_file_beside_the_script_counts_and_no_other(tmp_path):
+    """Also from another folder, which has a config.py of its own."""
+    (tmp_path / "config.py").write_text("raise SystemExit('a config.py of another project')\n")
+    project = tmp_path / "project"
+    project.mkdir()
+    for name in ("train_ppo.py", "rlhf", "reward_model"):
+        (project / name).symlink_to(ROOT / name)
+    shutil.copy(ROOT / "train_ppo.py", project / "train_ppo.copy")
+    (project / "train_ppo.py").unlink()
+    (project / "train_ppo.copy").rename(project / "train_ppo.py")
+    (project / "config.py").write_text("learning_rate = 7e-6\n")
+    done = subprocess.run(
+        [sys.executable, project / "train_ppo.py", "--help"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "config.py: learning_rate 7e-06" in done.stdout
+
+
+def test_the_reward_model_shares_what_both_commands_name(write, tmp_path):
+    file = write("temperature = 1.1\nactor_model = './start'\nlearning_rate = 1e-4\nclip_range = 0.1\nseed = 7\n")
+    made = parse_reward_cli([], file)
+    assert (made.sampling.temperature, made.calibration.actor_model, made.training.base_model) == (
+        1.1, "./start", "./start"
+    )  # fmt: skip
+    assert (made.training.rm_learning_rate, made.training.rm_seed) == (2e-5, 42), "the policy's are not its own"
+    assert parse_reward_cli(["--recipe", "demo"], file).sampling.temperature == 1.0
+    assert parse_reward_cli(["--base-model", "other"], file).training.base_model == "other"
+    assert parse_reward_cli([], write("dataset = 'me/pairs'\n")).data.pairs == "me/pairs"
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "no pair"}\n')
+    assert parse_reward_cli([], write(f"prompts = {str(tmp_path / 'prompts.jsonl')!r}\n")).data == made.data
+
+
+def test_printed_commands_are_right_under_an_edited_file(write, tmp_path):
+    """What a flag set back to the default is named, and what the file sets is used by both commands."""
+    file = write("clip_range = 0.1\nactor_model = './start'\nsplit = '60/30/10'\nprompts = './pairs.jsonl'\n")
+    config = parse_cli(["--clip-range", "0.2", "--split", "45/45/10"], user_file=file)
+    line = same_budget_command(config, spent_on(10), "grpo")
+    other = parse_cli(typed(line), "grpo", file)
+    assert other.batch.clip_range == 0.2 and str(other.data.split) == "45/45/10"
+    made = parse_reward_cli(shlex.split(reward_model_command(config))[3:], file)
+    assert (made.training.base_model, made.calibration.actor_model) == ("./start", "./start")
+    assert str(made.data.split) == "45/45/10"
+    usual = usual_config(made.recipe, made.user_file)
+    again = parse_cli(typed(training_command(made, usual)), user_file=file)
+    assert again.model.actor_model == "./start" and str(again.data.split) == "45/45/10"
+    assert again.data.prompts == "./pairs.jsonl"
+
+
+def spent_on(updates: int):
+    from rlhf.checkpoints.run_record import Spent
+
+    return Spent(updates, 4 * updates, optimizer_steps=0, reply_tokens=0)

@@ -258,8 +258,8 @@ class RewardSettings:
     )
 
 
-ADAPTIVE_TARGET = "6/sequence"  # Ziegler et al. 2019, and reference systems seed_001 and seed_004
-PHASED_TARGETS = ("0.05/token", "0.02/token", "0.01/token")  # reference systems seed_000 and seed_002
+ADAPTIVE_TARGET = "6/sequence"  # Ziegler et al. 2019, and the SmolLM2-orca and rank-1 documents
+PHASED_TARGETS = ("0.05/token", "0.02/token", "0.01/token")  # the phased-KL documents
 
 
 @dataclass(frozen=True)

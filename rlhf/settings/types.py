@@ -38,8 +38,8 @@ class KLTarget:
 
 
 def bare_targets(value: Any) -> Any:
-    """KL targets as reference systems write them, as bare numbers: one is nats per sequence (seed_001, seed_004),
-    several are nats per token (the phases of seed_000 and seed_002)."""
+    """Return KL targets that other trainers write as numbers, with their units: one number is nats per sequence (TRL's
+    first PPO, and the SmolLM2-orca and rank-1 documents), several are nats per token (the phased-KL documents)."""
     parts = value if isinstance(value, (list, tuple)) else [value]
     words = [word.strip() for part in parts for word in str(part).split(",")]
     unit = "sequence" if len(words) == 1 else "token"

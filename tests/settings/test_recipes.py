@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,26 @@ def test_recipe_and_settings_together(mine, tmp_path):
 
 def test_what_a_recipe_resolves_to_is_json(mine):
     assert json.loads(json.dumps(to_dict(parse_cli(["--recipe", mine]))))["recipe"] == mine
+
+
+# --- docs/settings.md ------------------------------------------------------------------------------------------------
+
+
+def block_of_docs(language: str) -> str:
+    text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    (block,) = re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+    return block
+
+
+def test_the_recipe_in_the_docs_works(tmp_path):
+    (tmp_path / "docs.yaml").write_text(block_of_docs("yaml"))
+    recipe = str(tmp_path / "docs.yaml")
+    ppo, grpo = parse_cli(["--recipe", recipe]), parse_cli(["--recipe", recipe], "grpo")
+    assert (ppo.critic.gamma, grpo.group.K, ppo.model.actor_model) == (0.99, 4, "./my_start_model")
+    assert parse_reward_cli(["--recipe", recipe]).training.base_model == "./my_start_model"
+
+
+def test_the_edit_in_the_docs_works(tmp_path):
+    (tmp_path / "config.py").write_text(block_of_docs("python"))
+    config = parse_cli([], user_file=tmp_path / "config.py")
+    assert (config.optimizer.learning_rate, config.model.lora_dropout) == (1e-5, 0.05)

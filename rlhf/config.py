@@ -100,13 +100,11 @@ def parse_cli(
     row, line = ALGORITHMS[algorithm], command_line(ALGORITHMS[algorithm])
     argv, user = sys.argv[1:] if argv is None else argv, read_user_file(user_file)
 
-    def lower(recipe: str | None) -> list[Layer]:
-        return lower_layers(recipe or DEFAULT_RECIPE, row, user)
+    def lower(recipe: str) -> tuple[list[Layer], str]:
+        edits = user_file_line(user, row, None if recipe == DEFAULT_RECIPE else f"--recipe {recipe}")
+        return lower_layers(recipe, row, user), f"recipe {recipe}" + (f"; config.py: {edits}" if edits else "")
 
-    named = line.named(list(argv), "recipe") or DEFAULT_RECIPE
-    unused = None if named == DEFAULT_RECIPE else f"--recipe {named}"
-    edits = user_file_line(user, row, unused)
-    show_help(line, argv, lower, f"recipe {named}" + (f"; config.py: {edits}" if edits else ""))
+    show_help(line, argv, lower)
     given = read_given(line, argv)
     recipe, where = given.recipe or (DEFAULT_RECIPE, "")
     layers = lower_layers(recipe, row, user, where)

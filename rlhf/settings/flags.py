@@ -65,13 +65,13 @@ class CommandLine:
         )
         return given.layer if "layer" in given else {}
 
-    def named(self, argv: list[str], name: str) -> str | None:
-        """Return what a flag of the command is set to, on a command line that may have errors."""
+    def given(self, argv: list[str]) -> Layer:
+        """Return the flags that were given, on a command line that may have errors."""
         try:
             given, _ = self._parser({}).parse_known_args(argv)
         except UserError:
-            return None
-        return (given.layer if "layer" in given else {}).get(name, (None, ""))[0]
+            return {}
+        return given.layer if "layer" in given else {}
 
     def _foreign_flags(self) -> dict[str, str]:
         """Every flag of the settings that only other commands read -> these commands."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhf.settings.fields import Layer, convert, settings_of
 from rlhf.settings.flags import CommandLine, wants_help
+from rlhf.settings.recipes import DEFAULT_RECIPE
 from rlhf.settings.translate import translate
 from rlhf.settings.yaml_file import read_settings
 from rlhf.utils.errors import UserError, raise_if
@@ -89,18 +90,19 @@ def read_given(line: CommandLine, argv: Sequence[str]) -> Given:
     return Given(layers if line.recipes else (from_file, flags), recipe)
 
 
-def show_help(line: CommandLine, argv: Sequence[str], lower: Callable[[str | None], list[Layer]], source="") -> None:
-    """If the command line requests help, print it with the values that the command would use, and exit.
+Lower = Callable[[str], tuple[list[Layer], str]]  # from a recipe to the layers beneath --config, and what they are
 
-    Args:
-        lower: from the name of a recipe, or None, to the layers beneath the --config file.
-        source: where the values come from, as the help prints it.
-    """
+
+def show_help(line: CommandLine, argv: Sequence[str], lower: Lower) -> None:
+    """If the command line requests help, print it with the values that the command would use, and exit. Other errors
+    of the command line are ignored."""
     kind = wants_help(argv)
     if kind is None:
         return
-    file = line.named(list(argv), "config") if line.recipes else None
-    layers = [*lower(line.named(list(argv), "recipe") if line.recipes else None), read_settings(file) if file else {}]
-    layers = [{k: v for k, v in layer.items() if k != "recipe"} for layer in layers]
+    given = line.given(list(argv))
+    from_file = read_settings(given["config"][0]) if line.recipes and "config" in given else {}
+    recipe = {**from_file, **given}.get("recipe", (DEFAULT_RECIPE, ""))[0] if line.recipes else DEFAULT_RECIPE
+    layers, source = lower(recipe)
+    layers = [*layers, {name: found for name, found in from_file.items() if name != "recipe"}]
     sys.stdout.write(getattr(line, kind)(values_of(line.config_class, layers), source))
     raise SystemExit(0)

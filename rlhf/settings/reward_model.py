@@ -122,10 +122,7 @@ def parse_reward_cli(argv: Sequence[str] | None = None, user_file: Path | None =
     `user_file` (config.py) that this command shares with training count, too. Raises UserError with all errors."""
     argv, user = sys.argv[1:] if argv is None else argv, read_user_file(user_file)
 
-    def lower(recipe: str | None) -> list[Layer]:
-        return reward_layers(recipe or DEFAULT_RECIPE, user)
-
-    show_help(LINE, argv, lower)
+    show_help(LINE, argv, lambda recipe: (reward_layers(recipe, user), f"recipe {recipe}"))
     given = read_given(LINE, argv)
     recipe, where = given.recipe or (DEFAULT_RECIPE, "")
     values = values_of(RewardModelConfig, [*reward_layers(recipe, user, where), *given.layers])

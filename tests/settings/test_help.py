@@ -84,7 +84,8 @@ def test_help_shows_the_values_of_recipe_and_file(helped, tmp_path):
     assert "prompts per update [64]" in spaced("--help", "--recipe", "demo", algorithm="ppo")
     assert "so many completions of each (default: 16, at least 1)" in spaced("--recipe", "demo", "--help-all")
     (tmp_path / "a.yaml").write_text("recipe: demo\nupdate:\n  per_device_train_batch_size: 6\n")
-    assert "prompts per update [6]" in spaced("--help", "--config", str(tmp_path / "a.yaml"))
+    text = spaced("--help", "--config", str(tmp_path / "a.yaml"))
+    assert "prompts per update [6]" in text and "completions per prompt [4]" in text and "recipe demo" in text
     (tmp_path / "b.yaml").write_text("kind: recipe\nalgorithms:\n  grpo: {K: 5}\n")
     assert "completions per prompt [5]" in spaced("--help", "--recipe", str(tmp_path / "b.yaml"))
     assert "evaluation prompts, drawn at random [128]" in " ".join(helped("compare", "--help").split())

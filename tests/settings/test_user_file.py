@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -188,6 +189,14 @@ def test_the_file_beside_the_script_counts_and_no_other(tmp_path):
         [sys.executable, project / "train_ppo.py", "--help"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0 and "config.py: learning_rate 7e-06" in done.stdout
+    installed = "from rlhf.run.command import train_command; train_command('ppo', ['--help'])"  # as a console command
+    done = subprocess.run(
+        [sys.executable, "-c", installed], cwd=project, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (
+        done.returncode == 0 and "config.py" not in done.stdout and "learning rate at the start [5e-06]" in done.stdout
+    )
 
 
 def test_the_reward_model_shares_what_both_commands_name(write, tmp_path):

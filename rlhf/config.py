@@ -19,6 +19,7 @@ from rlhf.settings.next_commands import names_code, resume_command
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, shipped_recipes
 from rlhf.settings.training import Config
 from rlhf.settings.user_file import read_user_file
+from rlhf.settings.validate import validate_training
 from rlhf.utils.errors import UserError, raise_if
 
 # --- from Python -----------------------------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ def usual_config(recipe: str, user: Layer, algorithm: str = DEFAULT_ALGORITHM) -
 
 
 def _built(row: Algorithm, layers: Sequence[Layer], recipe: str, user: Layer | None = None, checks=None) -> Config:
-    checks = (Config.validate, row.validate) if checks is None else checks
+    checks = (validate_training, row.validate) if checks is None else checks
     values = values_of(Config, layers)
     return build(Config, values, row.foreign, checks, recipe=recipe, algorithm=row.name, user_file=user or {})
 

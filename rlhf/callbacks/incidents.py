@@ -21,8 +21,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.rollout.completions import Replies, Rollout
 from rlhf.settings.fields import to_dict
 from rlhf.settings.next_commands import replay_command
-from rlhf.settings.training import Config
-from rlhf.settings.validate import MAX_CONSECUTIVE_SKIPS
+from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.safety import Dropped
 from rlhf.utils.console import Screen

@@ -9,8 +9,7 @@ from rlhf.algorithms.kl_control import RUNAWAY, KLController
 from rlhf.callbacks.base import Callback
 from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_log import RunLog
-from rlhf.settings.training import Config
-from rlhf.settings.validate import MAX_CONSECUTIVE_SKIPS
+from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.state import load_weights
 from rlhf.utils.console import Screen

@@ -13,9 +13,10 @@ from rlhf.settings.fields import Layer, setting
 from rlhf.settings.merge import Command
 from rlhf.settings.recipes import DEFAULT_RECIPE
 from rlhf.settings.types import HubName, KLTarget, Split
-from rlhf.settings.validate import MOST_UPDATES, validate_training
 
 LARGEST_SEED = 2**32 - 1  # that numpy and transformers take
+MOST_UPDATES = 10_000_000
+MAX_CONSECUTIVE_SKIPS = 3  # updates that are skipped, or whose KL has run away, before the run acts
 
 
 @dataclass(frozen=True)
@@ -479,9 +480,6 @@ class Config(Command):
 
     def optimizer_steps(self, updates: int) -> int:
         return updates * self.batch.ppo_epochs * self.batch.minibatches
-
-    def validate(self) -> list[str]:
-        return validate_training(self)
 
     def resolved(self) -> Config:
         """Return the configuration with accumulation steps replaced by minibatches and micro-batches."""

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rlhf.settings.training import Config
-
-MAX_CONSECUTIVE_SKIPS = 3  # updates that are skipped, or whose KL has run away, before the run acts
-MOST_UPDATES = 10_000_000
+from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, MOST_UPDATES, Config
 
 
 def validate_training(config: Config) -> list[str]:

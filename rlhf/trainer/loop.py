@@ -33,8 +33,7 @@ from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.engine import check_engine
-from rlhf.settings.training import Config
-from rlhf.settings.validate import MAX_CONSECUTIVE_SKIPS
+from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.evaluation import Evaluation, PolicyEvaluator
 from rlhf.trainer.events import Events, is_of_transformers

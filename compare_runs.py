@@ -20,8 +20,8 @@ def compare(config: ComparisonConfig, screen) -> None:
     from pathlib import Path
 
     from rlhf.analysis.curves import read_runs
-    from rlhf.analysis.equal_budget import read_looks
-    from rlhf.analysis.evaluator import Bench
+    from rlhf.analysis.equal_budget import read_eval_points
+    from rlhf.analysis.evaluator import ModelEvaluator
     from rlhf.analysis.models import find_models
     from rlhf.models.device import start_device
     from rlhf.reports.comparison_report import (
@@ -41,8 +41,8 @@ def compare(config: ComparisonConfig, screen) -> None:
     models = find_models(config.comparison.runs, config.measure, "RUN")
     check_sides(models)
     curves = read_runs([Path(name) for name in config.comparison.runs])
-    looks = [(run.algorithm, read_looks(run)) for run in curves]
-    bench = Bench(models, config.measure, start_device(screen), screen)
+    looks = [(run.algorithm, read_eval_points(run)) for run in curves]
+    bench = ModelEvaluator(models, config.measure, start_device(screen), screen)
     bench.rewards.printed = folder / PRINTED_FILE
     screen.facts(bench.facts())
     start = bench.measure_start(screen)

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def evaluate(config: EvaluationConfig, screen) -> None:
-    from rlhf.analysis.evaluator import Bench
+    from rlhf.analysis.evaluator import ModelEvaluator
     from rlhf.analysis.models import find_models
     from rlhf.models.device import start_device
     from rlhf.reports.evaluation_report import make_report, show_report, write_report
@@ -34,7 +34,7 @@ def evaluate(config: EvaluationConfig, screen) -> None:
 
     measure, output = config.measure, check_folder(config.evaluation.output)
     models = find_models(config.evaluation.model_path, measure, "--model-path")
-    bench = Bench(models, measure, start_device(screen), screen)
+    bench = ModelEvaluator(models, measure, start_device(screen), screen)
     bench.rewards.printed = output / PRINTED_FILE
     screen.facts(bench.facts())
     start = bench.measure_start(screen) if bench.start is not None else None

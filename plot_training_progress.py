@@ -74,7 +74,7 @@ def standing(run, chart) -> str:
 
 def unlike(chart) -> list[str]:
     """How the runs differ in what a reader takes to be equal, a line each."""
-    from rlhf.checkpoints.run_record import MAY_DIFFER, differences
+    from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, differences
     from rlhf.utils.console import clock
 
     said = []
@@ -96,7 +96,7 @@ def unlike(chart) -> list[str]:
                 f"the {group.name} runs differ in length, {lengths}: their mean ends with the shortest, and what "
                 "comes after is not drawn"
             )
-        mixed = {name for run in group.runs for name in differences(first, run.run.settings, MAY_DIFFER)}
+        mixed = {name for run in group.runs for name in differences(first, run.run.settings, SEEDS_MAY_DIFFER)}
         if mixed:
             said.append(
                 f"the {group.name} runs differ in {', '.join(sorted(mixed))}: their mean mixes settings. Draw one "

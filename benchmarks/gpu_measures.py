@@ -17,7 +17,7 @@ from benchmarks.against_trl import alternate
 from benchmarks.epoch import tell_epoch
 from benchmarks.gpu_section import OUT_OF_TIME, OutOfTime, Section
 from benchmarks.machine import busy, gib, seconds
-from benchmarks.memory import foretell
+from benchmarks.memory import estimate
 from benchmarks.side import ROOT, Side
 from benchmarks.work import (
     EOS,
@@ -31,11 +31,11 @@ from benchmarks.work import (
     rule_out_special,
 )
 from rlhf.models.device import autocast
-from rlhf.rollout.engine import sample_replies
-from rlhf.rollout.sampling import uniforms
+from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import Notice
+from rlhf.utils.errors import RLHFWarning
 
 ENGINES = ("plain", "slots", "graph")
 SLOTS = (64, 128, 256, 512, 1024)
@@ -141,14 +141,14 @@ def decoding(section: Section) -> None:
 def decode(section: Section, name: str, policy: LlamaForCausalLM, work: Work, slots: int, engine: str) -> None:
     device = policy.device
     prompts = random_prompts([work.prompt_length] * slots, policy.config.vocab_size, SEED)
-    noise = uniforms(SEED, 0, "rollout", range(slots), work.reply_length)
+    noise = uniform_noise(SEED, 0, "rollout", range(slots), work.reply_length)
 
     def sample(length: int) -> tuple[int, float]:
         sampling = SamplingSettings(length, TEMPERATURE)
         begun = seconds(device.type)
         with warnings.catch_warnings(), autocast(device, torch.bfloat16 if section.on_gpu else None):
-            warnings.simplefilter("error", Notice)  # else a graph that cannot be captured is measured as slots
-            replies = sample_replies(
+            warnings.simplefilter("error", RLHFWarning)  # else a graph that cannot be captured is measured as slots
+            replies = sample_completions(
                 policy, prompts, noise[:, :length], sampling,
                 eos=EOS, pad=PAD, device=device, engine=engine, slots=slots,
             )  # fmt: skip
@@ -251,7 +251,7 @@ def peak(section: Section, kind: str, work: Work, side: Side) -> None:
 
     side.go()
     measured = [side.go()["memory"]["above_imports"] for _ in range(work.updates)][-1]
-    predicted = foretell(ours.build(work))
+    predicted = estimate(ours.build(work))
     section.figure(
         f"PPO, {kind}, measured over predicted", measured / predicted.peak, "",
         f"measured {gib(measured)}, predicted {gib(predicted.peak)} (largest in the {predicted.largest.name}); "

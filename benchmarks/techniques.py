@@ -93,7 +93,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 @dataclass
-class Bench:
+class ModelEvaluator:
     """What all techniques are measured with."""
 
     work: Work
@@ -138,7 +138,7 @@ def measure(work: Work, arguments: argparse.Namespace, screen) -> dict[str, Any]
     if work.threads is not None:
         torch.set_num_threads(work.threads)
     facts = {**environment(), "machine": {**machine(work.device), "busy_before_percent": busy()}}
-    bench = Bench(work, arguments.pairs, arguments.positions, screen)
+    bench = ModelEvaluator(work, arguments.pairs, arguments.positions, screen)
     names = arguments.only or [name for name in TECHNIQUES if name != "rollout_graph" or work.device == "cuda"]
     settings = {**work.settings, "positions": arguments.positions, "pairs": arguments.pairs}
     for unused in ("algorithm", "updates", "lora", "load_in_4bit"):
@@ -146,7 +146,9 @@ def measure(work: Work, arguments: argparse.Namespace, screen) -> dict[str, Any]
     return {**facts, "settings": settings, "techniques": {name: TECHNIQUES[name](bench, name) for name in names}}
 
 
-def in_pairs(bench: Bench, trainer: OnPolicyLoop, name: str, twins: dict[str, Callable[[], int]]) -> dict[str, Any]:
+def in_pairs(
+    bench: ModelEvaluator, trainer: OnPolicyLoop, name: str, twins: dict[str, Callable[[], int]]
+) -> dict[str, Any]:
     """Both twins by turns, the first pair a warm-up; each returns the reply tokens that it dealt with.
 
     Raises RunError where they differ. Ratios are of time, plain over ours.
@@ -198,16 +200,16 @@ def layers_watched(trainer: OnPolicyLoop) -> Iterator[list[int]]:
 # --- rollout ---------------------------------------------------------------------------------------------------------
 
 
-def rollout(bench: Bench, name: str) -> dict[str, Any]:
+def rollout(bench: ModelEvaluator, name: str) -> dict[str, Any]:
     """Where the replies are to end stands in the random numbers: 0 draws the vocabulary's first token, PAD, which
     these rollouts take for the end. Both engines stay as they are. Run to the maximum, the plain one is not told the
     ends, and its replies are cut afterwards."""
-    from rlhf.rollout.sampling import uniforms
+    from rlhf.rollout.sampling import uniform_noise
 
     work, trainer = bench.work, bench.trainer
     prompts, length = bench.short_prompts(ROUNDS * work.batch_size), work.reply_length
     ends = varied(ENDS * length, length, len(prompts), SEED + 1)
-    free = uniforms(SEED, 0, name, range(len(prompts)), length)
+    free = uniform_noise(SEED, 0, name, range(len(prompts)), length)
     bound = free.clone()
     for row, end in enumerate(ends):
         if end < length:
@@ -238,12 +240,12 @@ def rollout(bench: Bench, name: str) -> dict[str, Any]:
     return {**found, "same_tokens": sum(same) / len(same)}
 
 
-def replies(bench: Bench, engine: str, prompts: Sequence[Prompt], uniform):
-    from rlhf.rollout.engine import sample_replies
+def replies(bench: ModelEvaluator, engine: str, prompts: Sequence[Prompt], uniform):
+    from rlhf.rollout.engine import sample_completions
 
     trainer = bench.trainer
     with bench.autocast:
-        return sample_replies(
+        return sample_completions(
             trainer.actor.policy,
             prompts,
             uniform,
@@ -259,16 +261,18 @@ def replies(bench: Bench, engine: str, prompts: Sequence[Prompt], uniform):
 # --- optimizer steps -------------------------------------------------------------------------------------------------
 
 
-def made_batch(bench: Bench, trainer: OnPolicyLoop, prompts: Sequence[Prompt], lengths: Sequence[int]) -> Experience:
+def made_batch(
+    bench: ModelEvaluator, trainer: OnPolicyLoop, prompts: Sequence[Prompt], lengths: Sequence[int]
+) -> Experience:
     """A batch as a rollout would have left it, of replies of random ids with these lengths and random scores."""
     import torch
 
-    from rlhf.rollout.completions import Replies, Rollout, padded
+    from rlhf.rollout.completions import Completions, Rollout, padded
     from rlhf.rollout.logprobs import measure
 
     vocabulary, device = bench.vocabulary, trainer.accelerator.device
     rows = [[*row, EOS] for row in random_rows([n - 1 for n in lengths], vocabulary, SEED + 2)]
-    replies = Replies.of(prompts, padded(rows, EOS, device), eos=EOS, pad=PAD, vocabulary=vocabulary)
+    replies = Completions.of(prompts, padded(rows, EOS, device), eos=EOS, pad=PAD, vocabulary=vocabulary)
     with bench.autocast:
         measured = measure(trainer.actor, trainer.reference, replies, TEMPERATURE, packed=trainer.micro_batches.packed)
     made = Rollout(replies, list(prompts), replies.texts(trainer.processing_class), *measured)
@@ -278,13 +282,13 @@ def made_batch(bench: Bench, trainer: OnPolicyLoop, prompts: Sequence[Prompt], l
 
 def step(trainer: OnPolicyLoop, batch: Experience, packed: bool = True) -> int:
     """One pass over the batch as one minibatch."""
-    lengths = batch.replies.reply_lengths
+    lengths = batch.replies.completion_lengths
     trainer.micro_batches.packed = packed
     trainer.learner.step(batch, range(len(lengths)))
     return sum(lengths)
 
 
-def packed(bench: Bench, name: str) -> dict[str, Any]:
+def packed(bench: ModelEvaluator, name: str) -> dict[str, Any]:
     rows, most = bench.work.batch_size, bench.work.reply_length
     lengths = varied(SHORT["reply"] * most, most, rows, SEED + 1)
     trainer = bench.trainer
@@ -298,7 +302,7 @@ def packed(bench: Bench, name: str) -> dict[str, Any]:
     )
 
 
-def shared_prompt(bench: Bench, name: str) -> dict[str, Any]:
+def shared_prompt(bench: ModelEvaluator, name: str) -> dict[str, Any]:
     """Packed on both sides; the plain one does not know which replies have a prompt in common."""
     from benchmarks import ours
 
@@ -316,7 +320,7 @@ def shared_prompt(bench: Bench, name: str) -> dict[str, Any]:
 # --- the head --------------------------------------------------------------------------------------------------------
 
 
-def fused_head(bench: Bench, name: str) -> dict[str, Any]:
+def fused_head(bench: ModelEvaluator, name: str) -> dict[str, Any]:
     """Head and loss alone, from hidden states to their gradient (and the head's where it is trained)."""
     import torch
 

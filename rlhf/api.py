@@ -12,7 +12,7 @@ from rlhf.data.examples import GivenPrompt
 from rlhf.models.device import start_device
 from rlhf.rewards.functions import RewardFunction
 from rlhf.settings.training import Config
-from rlhf.setup.build import build_trainer, load_parts
+from rlhf.setup.build import build_trainer, load_components
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 
@@ -40,7 +40,7 @@ def make_trainer(
     """
     screen = Screen()
     device = start_device(screen, config.run.deterministic)
-    parts = load_parts(config, device, screen, prompts, evaluation_prompts, rewards, reward_weights)
+    parts = load_components(config, device, screen, prompts, evaluation_prompts, rewards, reward_weights)
     trainer = build_trainer(config, parts)
     if config.kl.steered:
         controller = kl_controller(config, trainer.updates)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf.algorithms import objectives
 from rlhf.data.prompts import Prompt
-from rlhf.rollout.completions import Replies, Rollout
+from rlhf.rollout.completions import Completions, Rollout
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Experience:
 
     # what was sampled
     prompts: list[Prompt]
-    replies: Replies  # ids, lengths and groups
+    replies: Completions  # ids, lengths and groups
     mask: Tensor  # (B, T) True on completion tokens, EOS included
     # log pi(a|s), nats; undefined off the mask
     logprobs: Tensor  # (B, T) rollout policy
@@ -37,11 +37,13 @@ class Experience:
 
     @classmethod
     def of(cls, rollout: Rollout, *, weights: Tensor, one_action: bool = False, **learned: Any) -> Experience:
-        """The experience of a rollout. `weights` are corrected by `sampler_weights` if another program sampled, token
+        """The experience of a rollout. `weights` are corrected by `truncated_importance_weights` if another program sampled, token
         by token, or completion by completion if a completion is `one_action`."""
         sampled = rollout.replies.sampled_logprobs
         if sampled is not None:
-            weights = weights * objectives.sampler_weights(rollout.logprobs, sampled, rollout.mask, one_action)
+            weights = weights * objectives.truncated_importance_weights(
+                rollout.logprobs, sampled, rollout.mask, one_action
+            )
         return cls(
             prompts=rollout.prompts,
             replies=rollout.replies,

@@ -225,15 +225,15 @@ def clipped_value_loss(
     return loss, masked_mean((held_error > free_error).float(), mask, total)
 
 
-LARGEST_SAMPLER_WEIGHT = 2.0
+TIS_CAP = 2.0
 
 
-def sampler_weights(
+def truncated_importance_weights(
     logprobs: Tensor,
     sampled_logprobs: Tensor,
     mask: Tensor,
     one_action: bool = False,
-    most: float = LARGEST_SAMPLER_WEIGHT,
+    most: float = TIS_CAP,
 ) -> Tensor:
     """min(pi_train / pi_sample, most) per token, (B, T), 0 off the mask: truncated importance sampling. If the
     completion is `one_action`, the ratio is that of the whole completion, at all its tokens.

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import numpy as np
 
 from rlhf.algorithms.kl_control import KL_BAND
-from rlhf.analysis.evaluator import Generations
+from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.statistics import (
     A_SHARE,
     EVEN,
@@ -31,7 +31,7 @@ LENGTH_RULES = 0.6  # rank correlation of score and length, and
 MORE_LENGTH_RULES = 0.2  # so much above the start's
 
 
-def figures(replies: Generations) -> dict[str, float | None]:
+def figures(replies: GenerationResults) -> dict[str, float | None]:
     """One model's figures; None where a thing was not measured. Units in LABELS."""
     texts = [text for row in replies.texts for text in row]
     return {
@@ -78,7 +78,7 @@ def shown(name: str, value: float | None) -> str:
     return "-" if value is None else LABELS[name][1].format(value)
 
 
-def against(replies: Generations, other: Generations, seed: int) -> dict[str, Estimate | float | None]:
+def against(replies: GenerationResults, other: GenerationResults, seed: int) -> dict[str, Estimate | float | None]:
     """One model against another on the same prompts, with 95% intervals over prompts.
 
     win_rate and judge_win_rate: of all pairs of completions per prompt, ties half. The others are differences of the
@@ -113,7 +113,7 @@ def target_at_end(config: Config) -> tuple[float, str] | None:
 
 
 def warnings(
-    replies: Generations, start: Generations, seed: int, target: tuple[float, str] | None = None
+    replies: GenerationResults, start: GenerationResults, seed: int, target: tuple[float, str] | None = None
 ) -> list[str]:
     """What smells of reward hacking, a sentence each; empty where nothing does. An audit, not a proof.
 
@@ -159,7 +159,7 @@ def _variety_and_length(mine: dict, before: dict, count: int) -> list[str]:
     return found
 
 
-def _kl_outside(replies: Generations, mine: dict, target: tuple[float, str] | None, seed: int) -> list[str]:
+def _kl_outside(replies: GenerationResults, mine: dict, target: tuple[float, str] | None, seed: int) -> list[str]:
     """Where the whole interval over prompts lies above the band: single replies can have a large KL."""
     if target is None or replies.kl is None:
         return []

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from rlhf.analysis.models import Trained, find_models, in_4_bit, load_trained, shared_settings
-from rlhf.data.chat_template import decode_reply, encode_prompt
+from rlhf.analysis.models import ModelRef, find_models, in_4_bit, load_model_ref, shared_settings
+from rlhf.data.chat_template import decode_completion, encode_prompt
 from rlhf.data.examples import examples_of
 from rlhf.models.device import autocast, autocast_dtype, start_device
 from rlhf.models.load import context_of, load_config, load_tokenizer
@@ -29,7 +29,7 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
     config = shared_settings([model], asked.measure)
     tokenizer = load_tokenizer(model.source)
     conversation = Conversation(tokenizer, room_for_prompt(model, config))
-    voice = Voice(model, config, tokenizer, asked.measure.seed, screen)
+    voice = StreamingGenerator(model, config, tokenizer, asked.measure.seed, screen)
     screen.facts(facts(model, config, conversation))
     try:
         for line in lines():
@@ -57,7 +57,7 @@ def lines() -> Iterator[str]:
             yield line
 
 
-def answer(line: str, conversation: Conversation, voice: Voice, screen: Screen) -> None:
+def answer(line: str, conversation: Conversation, voice: StreamingGenerator, screen: Screen) -> None:
     """One turn. A line that cannot be read is told, and the conversation goes on without it."""
     try:
         ids, left_out = conversation.ask(line)
@@ -100,14 +100,14 @@ class Conversation:
         self.turns = [*self.turns, {"role": "assistant", "content": reply}] if self.remembers else []
 
 
-class Voice(TextStreamer):
+class StreamingGenerator(TextStreamer):
     """A model that replies, each word on the screen as soon as it is there."""
 
-    def __init__(self, model: Trained, config: Config, tokenizer: PreTrainedTokenizerBase, seed: int, screen: Screen):
+    def __init__(self, model: ModelRef, config: Config, tokenizer: PreTrainedTokenizerBase, seed: int, screen: Screen):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.screen, self.device = screen, start_device(screen)
         self.dtype = autocast_dtype(config.model.bf16, self.device)
-        policy = load_trained(model, tokenizer, in_4_bit(model), self.dtype, self.device)
+        policy = load_model_ref(model, tokenizer, in_4_bit(model), self.dtype, self.device)
         self.model: PreTrainedModel = base_of(policy)  # an adapter lives inside its modules
         # the run's way of sampling alone: what the start model's own file says besides was not in force in training
         self.model.generation_config = GenerationConfig(
@@ -128,10 +128,10 @@ class Voice(TextStreamer):
         prompt = torch.tensor([ids], device=self.device)
         with autocast(self.device, self.dtype):
             whole = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=self)
-        return decode_reply(self.tokenizer, whole[0, len(ids) :])
+        return decode_completion(self.tokenizer, whole[0, len(ids) :])
 
 
-def room_for_prompt(model: Trained, config: Config) -> int | None:
+def room_for_prompt(model: ModelRef, config: Config) -> int | None:
     """Tokens of the context that a reply leaves. Raises UserError where it leaves none."""
     context, length = context_of(load_config(model.base or model.source)), config.sampling.reply_length
     if context is not None and length >= context:
@@ -142,7 +142,7 @@ def room_for_prompt(model: Trained, config: Config) -> int | None:
     return None if context is None else context - length
 
 
-def facts(model: Trained, config: Config, conversation: Conversation) -> list[tuple[str, str]]:
+def facts(model: ModelRef, config: Config, conversation: Conversation) -> list[tuple[str, str]]:
     """Who is talked to, how it replies, and how to end it."""
     room = conversation.room
     remembered = f"the newest {room:,} tokens" if room is not None else "all"

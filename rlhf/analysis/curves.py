@@ -18,7 +18,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
 from rlhf.settings.training import Config
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.utils.files import put_in_place
+from rlhf.utils.files import atomic_write
 
 FRAME = 16  # bytes around each record of an event file: length, its checksum, the record's checksum
 LARGEST_RECORD = 1 << 16  # bytes; a scalar takes less than 1,000: a longer one was never written
@@ -249,7 +249,7 @@ def write_table(runs: Sequence[RunCurves], file: Path) -> int:
         with beside.open("w", newline="", encoding="utf-8") as opened:
             csv.writer(opened).writerows([[*COLUMNS, *tags], *rows])
 
-    put_in_place(file, write)
+    atomic_write(file, write)
     return len(rows)
 
 

@@ -20,7 +20,7 @@ from rlhf.utils.errors import UserError
 
 
 @dataclass(frozen=True)
-class Look:
+class EvalPoint:
     """One evaluation that a run made of itself. P evaluation prompts, one reply each."""
 
     update: int
@@ -38,7 +38,7 @@ class Look:
         return [row["prompt"] for row in self.rows]
 
 
-def read_looks(run: RunCurves) -> list[Look]:
+def read_eval_points(run: RunCurves) -> list[EvalPoint]:
     """A run's evaluations in order, the start model's first; empty where it kept none. Raises UserError for a torn
     file of replies."""
     if "eval/score" not in run.scalars:
@@ -54,21 +54,21 @@ def read_looks(run: RunCurves) -> list[Look]:
             rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
         except ValueError as error:
             raise UserError(f"torn: {file} ({error}). Remove it to compare without it") from None
-        found.append(Look(update, update * run.episodes_per_update, seconds[update], rows))
+        found.append(EvalPoint(update, update * run.episodes_per_update, seconds[update], rows))
     return found
 
 
-def judge_again(look: Look, judge: Rewards | None) -> Look:
+def rescore(look: EvalPoint, judge: Rewards | None) -> EvalPoint:
     """With the judge's scores of its replies."""
     if judge is None:
         return look
     prompts = [Prompt((), Example(tuple(row["prompt"]))) for row in look.rows]
     texts, ended = [row["reply"] for row in look.rows], [row["ended"] for row in look.rows]
     judged = judge.score(prompts, texts, [()] * len(texts), ended).total
-    return Look(look.update, look.episodes, look.seconds, look.rows, np.array(judged))
+    return EvalPoint(look.update, look.episodes, look.seconds, look.rows, np.array(judged))
 
 
-def at_equal(looks: dict[str, list[list[Look]]], judge: Rewards | None, seed: int) -> list[dict[str, Any]]:
+def at_equal(looks: dict[str, list[list[EvalPoint]]], judge: Rewards | None, seed: int) -> list[dict[str, Any]]:
     """One row at equal episodes and one at equal time: each side's last evaluations inside that budget, and the
     difference of each pair of sides.
 
@@ -82,7 +82,7 @@ def at_equal(looks: dict[str, list[list[Look]]], judge: Rewards | None, seed: in
     for of, show in (("episodes", "{:,} episodes".format), ("seconds", lambda s: f"{clock(s)} of training")):
         most = min(getattr(run[-1], of) for run in every)
         inside = {
-            name: [judge_again([look for look in run if getattr(look, of) <= most][-1], judge) for run in side]
+            name: [rescore([look for look in run if getattr(look, of) <= most][-1], judge) for run in side]
             for name, side in looks.items()
         }
         pairs = list(combinations(inside, 2))
@@ -97,7 +97,7 @@ def at_equal(looks: dict[str, list[list[Look]]], judge: Rewards | None, seed: in
     return rows
 
 
-def _summary(found: Sequence[Look]) -> dict[str, float | None]:
+def _summary(found: Sequence[EvalPoint]) -> dict[str, float | None]:
     """Means over a side's runs."""
     return {
         "update": float(np.mean([look.update for look in found])),
@@ -107,7 +107,7 @@ def _summary(found: Sequence[Look]) -> dict[str, float | None]:
     }
 
 
-def _difference(pair: dict[str, Sequence[Look]], seed: int, level: float) -> dict[str, Any]:
+def _difference(pair: dict[str, Sequence[EvalPoint]], seed: int, level: float) -> dict[str, Any]:
     """The first side of `pair` less the second one, by the judge if there is one, with its interval; or, under
     "missing", why the two cannot be compared."""
     name, (one, other) = " - ".join(pair), pair.values()

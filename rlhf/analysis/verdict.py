@@ -11,7 +11,7 @@ from statistics import fmean
 import numpy as np
 
 from rlhf.analysis.audit import figures
-from rlhf.analysis.evaluator import Generations
+from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.statistics import (
     A_SHARE,
     EVEN,
@@ -32,12 +32,12 @@ FEW_PROMPTS = 20
 
 
 @dataclass(frozen=True)
-class Side:
+class RunGroup:
     """One algorithm's runs: the same settings, one seed each. Lists in the same order."""
 
     algorithm: str
     runs: list[RunRecord]
-    measured: list[Generations]
+    measured: list[GenerationResults]
     episodes: list[int]  # after which the measured weights were kept
 
     @property
@@ -77,12 +77,14 @@ class Contrast:
         return f"{value:+.3f}, {percent(self.level)} interval over {self.over} {interval(low, high)}"
 
 
-def contrast(side: Side, other: Side | Generations, measure: str, seed: int, level: float = LEVEL) -> Contrast:
+def contrast(
+    side: RunGroup, other: RunGroup | GenerationResults, measure: str, seed: int, level: float = LEVEL
+) -> Contrast:
     """Differences per prompt, and win rates of all pairs of completions, ties half.
 
     Intervals as in over_seeds_if_any.
     """
-    trained = isinstance(other, Side)
+    trained = isinstance(other, RunGroup)
     ours = [getattr(replies, measure) for replies in side.measured]
     theirs = [getattr(replies, measure) for replies in (other.measured if trained else [other])]
     gaps = np.array([[a.mean(axis=1) - b.mean(axis=1) for b in theirs] for a in ours])  # (S, T, P)
@@ -103,8 +105,8 @@ class Verdict:
 
 
 def judge_runs(
-    sides: Sequence[Side],
-    start: Generations,
+    sides: Sequence[RunGroup],
+    start: GenerationResults,
     judge_name: str | None,
     seed: int,
     score_name: str = "the reward that was trained on",
@@ -132,7 +134,7 @@ def judge_runs(
     return Verdict(sentences, _caveats(sides, between, judge_name), contrasts)
 
 
-def _between(first: Side, second: Side, found: Contrast, by: str) -> str:
+def _between(first: RunGroup, second: RunGroup, found: Contrast, by: str) -> str:
     one, two = first.name, second.name
     figure = f"({found.name}: {found.text}){_budget([first, second])}."
     if not found.difference.excludes(0):
@@ -142,7 +144,7 @@ def _between(first: Side, second: Side, found: Contrast, by: str) -> str:
     return f"{where}{better}'s replies are better than {worse}'s {by} {figure}"
 
 
-def _budget(sides: Sequence[Side]) -> str:
+def _budget(sides: Sequence[RunGroup]) -> str:
     """At what budget, in words."""
     episodes = [count for side in sides for count in side.episodes]
     low, high = min(episodes), max(episodes)
@@ -151,7 +153,9 @@ def _budget(sides: Sequence[Side]) -> str:
     )
 
 
-def _against_start(sides: Sequence[Side], found: Sequence[Contrast], start: Generations, by: str = "") -> str:
+def _against_start(
+    sides: Sequence[RunGroup], found: Sequence[Contrast], start: GenerationResults, by: str = ""
+) -> str:
     parts = []
     for side, one in zip(sides, found, strict=True):
         if one.difference.excludes(0):
@@ -163,7 +167,7 @@ def _against_start(sides: Sequence[Side], found: Sequence[Contrast], start: Gene
     return text[0].upper() + text[1:] + "."
 
 
-def _price(side: Side, start: Generations) -> str:
+def _price(side: RunGroup, start: GenerationResults) -> str:
     """What was paid: perplexity and KL."""
     kl, read = side.known("kl"), side.known("perplexity")
     parts = [f"perplexity x {fmean(read) / start.perplexity:.2f}"] if read and start.perplexity else []
@@ -171,7 +175,7 @@ def _price(side: Side, start: Generations) -> str:
     return f", at {' and '.join(parts)}" if parts else ""
 
 
-def _caveats(sides: Sequence[Side], between: dict[str, list[Contrast]], judge_name: str | None) -> list[str]:
+def _caveats(sides: Sequence[RunGroup], between: dict[str, list[Contrast]], judge_name: str | None) -> list[str]:
     """What limits the verdict. `between`: by measure, a contrast for each pair of sides."""
     notes = []
     if len(between["scores"]) > 1:

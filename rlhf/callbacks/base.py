@@ -11,7 +11,7 @@ from typing import Any
 from rlhf.algorithms.experience import Experience
 from rlhf.rollout.completions import Rollout
 from rlhf.trainer.evaluation import Evaluation
-from rlhf.trainer.safety import Dropped
+from rlhf.trainer.safety import SkipUpdate
 from rlhf.trainer.scores import Scored
 
 
@@ -27,7 +27,7 @@ class Callback:
     def on_update_end(self, update: int, metrics: dict[str, float]) -> None:
         """After an update's optimizer steps, with what was logged of it."""
 
-    def on_drop(self, update: int, rollout: Rollout, batch: Experience | None, found: Dropped) -> None:
+    def on_update_skipped(self, update: int, rollout: Rollout, batch: Experience | None, found: SkipUpdate) -> None:
         """In place of on_update_end, where the rest of an update was dropped: what was `found`, and on what."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:

@@ -17,11 +17,11 @@ from rlhf.config import make_config
 from rlhf.settings.commands import resume_command
 from rlhf.settings.training import Config
 from rlhf.trainer.loop import OnPolicyLoop
-from rlhf.trainer.state import save_trainer
+from rlhf.trainer.state import save_trainer_state
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError
-from rlhf.utils.files import link_folder, replace_folder
-from rlhf.utils.signals import Stopped, StopRequest
+from rlhf.utils.files import hardlink_dir, update_dir_atomically
+from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 
 
 class BestCheckpoint(Callback):
@@ -47,7 +47,7 @@ class BestCheckpoint(Callback):
         self.memory.append(self.trainer.progress.peak_memory / 2**30)
         best, why = choose(self.candidates, run.best_rule, run.perplexity_gate)
         if best == len(self.candidates) - 1:
-            replace_folder(Path(run.output) / BEST_FOLDER, self.trainer.save_model)
+            update_dir_atomically(Path(run.output) / BEST_FOLDER, self.trainer.save_model)
         self.log.add(
             best=Best(
                 update=self.candidates[best].update,
@@ -72,7 +72,7 @@ class Checkpoints(Callback):
     """Saves the whole trainer every `save_every` updates, at the end, and if the run was asked to stop, which it then
     does. After a skipped update nothing is saved before an update succeeds, except at the end of the run."""
 
-    def __init__(self, trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: StopRequest):
+    def __init__(self, trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: GracefulStop):
         self.trainer, self.config, self.log, self.screen, self.stop = trainer, config, log, screen, stop
         self.folder = Path(config.run.output)
         self.overdue = False  # a save was due after a skipped update
@@ -91,7 +91,9 @@ class Checkpoints(Callback):
             self.save(update)
         if by is not None and not last:
             saved = f"which was skipped, so nothing new is saved; {self.in_force()}" if skipped else "saved"
-            raise Stopped(by, f"stopped after update {update} of {self.trainer.updates}, {saved}. {self.way_on()}")
+            raise TrainingInterrupted(
+                by, f"stopped after update {update} of {self.trainer.updates}, {saved}. {self.way_on()}"
+            )
 
     def in_force(self) -> str:
         """Names the checkpoint that a resume uses."""
@@ -110,9 +112,9 @@ class Checkpoints(Callback):
             ) from None
 
     def fill(self, folder: Path) -> None:
-        save_trainer(self.trainer, folder)
+        save_trainer_state(self.trainer, folder)
         if (self.folder / BEST_FOLDER).is_dir():
-            link_folder(self.folder / BEST_FOLDER, folder / BEST_FOLDER)
+            hardlink_dir(self.folder / BEST_FOLDER, folder / BEST_FOLDER)
 
     def way_on(self) -> str:
         return f"Resume with: {resume_command(self.config)}"

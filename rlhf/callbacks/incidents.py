@@ -18,12 +18,12 @@ from rlhf.checkpoints.run_record import environment
 from rlhf.config import config_of_settings
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
-from rlhf.rollout.completions import Replies, Rollout
+from rlhf.rollout.completions import Completions, Rollout
 from rlhf.settings.commands import replay_command
 from rlhf.settings.fields import as_plain
-from rlhf.settings.training import IN_A_ROW, Config
+from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.loop import OnPolicyLoop
-from rlhf.trainer.safety import Dropped
+from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import disk_errors, write_json
@@ -32,7 +32,7 @@ INCIDENT_FILE, BATCH_FILE, TENSORS_FILE, WEIGHTS = "incident.json", "batch.jsonl
 
 
 def save_incident(
-    trainer: Any, folder: Path, update: int, rollout: Rollout, batch: Experience | None, found: Dropped
+    trainer: Any, folder: Path, update: int, rollout: Rollout, batch: Experience | None, found: SkipUpdate
 ) -> None:
     """The batch as text and ids, what was measured of it, settings, versions, and the trainable weights as they were
     when it was `found`: after the optimizer steps of this update that came before."""
@@ -55,8 +55,8 @@ def save_incident(
     held["scores"] = rollout.scores
     if batch is not None:
         held |= {name: getattr(batch, name) for name in ("kl", "advantages", "weights", "returns", "rewards")}
-    if replies.nucleus is not None:
-        held["nucleus"] = replies.nucleus
+    if replies.allowed_tokens is not None:
+        held["nucleus"] = replies.allowed_tokens
     with disk_errors():
         save_file({n: t.detach().cpu().clone() for n, t in held.items() if t is not None}, folder / TENSORS_FILE)
     write_json(
@@ -103,9 +103,9 @@ class Incident:
         ids = [row["reply_ids"] + [eos] * (width - len(row["reply_ids"])) for row in self.rows]
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         vocabulary = trainer.actor.policy.get_input_embeddings().num_embeddings
-        replies = Replies.of(
+        replies = Completions.of(
             prompts, torch.tensor(ids, device=device), eos=eos, pad=pad, vocabulary=vocabulary,
-            nucleus=tensors.get("nucleus"),
+            allowed_tokens=tensors.get("nucleus"),
         )  # fmt: skip
         return Rollout(
             replies, prompts, [row["reply"] for row in self.rows],
@@ -119,8 +119,8 @@ class Incidents(Callback):
     def __init__(self, trainer: OnPolicyLoop, config: Config, screen: Screen):
         self.trainer, self.config, self.screen = trainer, config, screen
 
-    def on_drop(self, update, rollout, batch, found):
-        if self.trainer.progress.skipped_in_a_row == IN_A_ROW:
+    def on_update_skipped(self, update, rollout, batch, found):
+        if self.trainer.progress.skipped_in_a_row == MAX_CONSECUTIVE_SKIPS:
             folder = Path(self.config.run.output) / "incidents" / f"update-{update:06d}"
             save_incident(self.trainer, folder, update, rollout, batch, found)
             self.screen.say(f"the update, to look at: {folder}")

@@ -9,7 +9,7 @@ from rlhf.algorithms.kl_control import RUNAWAY, KLController
 from rlhf.callbacks.base import Callback
 from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_log import RunLog
-from rlhf.settings.training import IN_A_ROW, Config
+from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.state import load_weights
 from rlhf.utils.console import Screen
@@ -25,7 +25,7 @@ class KLControl(Callback):
     def on_update_end(self, update, metrics):
         self.steer(self.controller.update(metrics["kl_divergence"], metrics["kl_divergence/token"], self.episodes))
 
-    def on_drop(self, update, rollout, batch, found):
+    def on_update_skipped(self, update, rollout, batch, found):
         self.controller.skip()  # beta stays, and targets come into force in their updates
 
     def state_dict(self) -> dict[str, float]:
@@ -55,7 +55,7 @@ class KLGuard(Callback):
             f"warning: KL {kl:.3g}/{target.per} is {kl / target.nats:.1f} times its target: beta doubled, to "
             f"{self.controller.beta:.3g}"
         )
-        if self.config.run.rollback_on_kl and self.in_a_row >= IN_A_ROW:
+        if self.config.run.rollback_on_kl and self.in_a_row >= MAX_CONSECUTIVE_SKIPS:
             self.roll_back(update)
 
     def roll_back(self, update: int) -> None:

@@ -10,7 +10,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rlhf.algorithms.kl_control import KLController
 from rlhf.callbacks.base import Callback
-from rlhf.data.sampler import one_line
+from rlhf.data.sampler import shorten
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, clock, number
 
@@ -40,7 +40,7 @@ class TensorBoardLog(Callback):
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, update)
 
-    def on_drop(self, update, rollout, batch, found):
+    def on_update_skipped(self, update, rollout, batch, found):
         self.writer.add_text("dropped", str(found), update)
         self.writer.add_scalar("updates/dropped", self.progress.skipped, update)
 
@@ -66,8 +66,8 @@ class ProgressLine(Callback):
         left = (time.monotonic() - self.started) / (update - self.first) * (updates - update)
         kl = metrics[target.metric]
         aim = "no target" if self.controller.horizon is None else f"target {target}"
-        topic = self.trainer.dealing.topic_of(update)
-        of = "" if topic is None else f"topic {one_line(topic)} | "
+        topic = self.trainer.sampler.topic_of(update)
+        of = "" if topic is None else f"topic {shorten(topic)} | "
         self.screen.progress(
             f"update {update}/{updates} | {of}score {metrics['rewards/mean']:+.2f} | KL {kl:.3g} ({aim}) | "
             f"beta {metrics['kl_coef']:.3g} | reply {metrics['reply/length']:.0f} tokens | "
@@ -75,7 +75,7 @@ class ProgressLine(Callback):
             last=update == updates,
         )
 
-    def on_drop(self, update, rollout, batch, found):
+    def on_update_skipped(self, update, rollout, batch, found):
         self.screen.say(f"warning: the rest of update {update} is dropped: {found}")
 
     def on_evaluation(self, evaluation):

@@ -19,17 +19,17 @@ from pathlib import Path
 
 from rlhf.checkpoints.replacing import free_name
 from rlhf.utils import system
-from rlhf.utils.errors import Notice
+from rlhf.utils.errors import RLHFWarning
 
 MANIFEST = "manifest.json"
-GOING = "manifest.going"  # what a manifest is called once its checkpoint is being removed
+DELETING = "manifest.going"  # what a manifest is called once its checkpoint is being removed
 UNFINISHED = ".unfinished"
 SUSPECT = ".suspect"  # from whose weights no optimizer step could be taken
 NAME = re.compile(r"checkpoint-([1-9]\d*)")
 
 
 @dataclass
-class Found:
+class CheckpointScan:
     """What a look through a run's checkpoints has found."""
 
     sound: dict[int, Path] = field(default_factory=dict)  # by update, rising
@@ -56,7 +56,7 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
 
     Raises OSError where the disk does not take it, or gives back something else; whatever is raised, older checkpoints
     are as they were, and what was written is removed where that can be. An old one that cannot be removed is told as a
-    Notice.
+    RLHFWarning.
     """
     place = place_of(folder, update)
     beside = place.with_name(place.name + UNFINISHED)
@@ -64,7 +64,7 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
     try:
         beside.mkdir(parents=True)
         write(beside)
-        _seal(beside, run, update)
+        _write_manifest(beside, run, update)
         if place.exists():  # a torn one: that is why its update was done again
             system.replace(place, free_name(place.with_name(place.name + ".torn")))
         system.replace(beside, place)
@@ -78,11 +78,11 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
     try:
         rotate(found, run, update, keep)
     except OSError as error:  # on Windows, where somebody reads it
-        warnings.warn(f"an old checkpoint could not be removed: {error}", Notice, stacklevel=2)
+        warnings.warn(f"an old checkpoint could not be removed: {error}", RLHFWarning, stacklevel=2)
     return place
 
 
-def _seal(folder: Path, run: str, update: int) -> None:
+def _write_manifest(folder: Path, run: str, update: int) -> None:
     """The manifest, after everything that it names has reached the disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for file in files:
@@ -102,7 +102,7 @@ def sha256(file: Path) -> str:
 # --- looking ---------------------------------------------------------------------------------------------------------
 
 
-def fault_of(place: Path, run: str) -> str | None:
+def validate_checkpoint(place: Path, run: str) -> str | None:
     """In words, why a folder is not a sound checkpoint of `run`; None where it is one."""
     manifest = read_manifest(place / MANIFEST)
     if manifest is None:
@@ -133,19 +133,19 @@ def read_manifest(file: Path) -> dict | None:
         return None
 
 
-def find_checkpoints(folder: Path, run: str) -> Found:
+def find_checkpoints(folder: Path, run: str) -> CheckpointScan:
     """All sound checkpoints of `run` in `folder`, and what else looks like one, with its fault."""
-    found = Found()
+    found = CheckpointScan()
     if not folder.is_dir():
         return found
     for place in sorted(folder.iterdir(), key=lambda p: (len(p.name), p.name)):
         named = NAME.fullmatch(place.name)
         if named is None or not place.is_dir():
             continue
-        fault = fault_of(place, run)
+        fault = validate_checkpoint(place, run)
         if fault is None:
             found.sound[int(named[1])] = place
-        elif (place / GOING).exists():
+        elif (place / DELETING).exists():
             found.going.append(place)
         else:
             found.skipped.append(f"{place.name}: {fault}")
@@ -165,23 +165,23 @@ def set_aside(folder: Path, run: str, after: int) -> list[str]:
 # --- removing --------------------------------------------------------------------------------------------------------
 
 
-def rotate(found: Found, run: str, newest: int, keep: int) -> None:
+def rotate(found: CheckpointScan, run: str, newest: int, keep: int) -> None:
     """Of the sound checkpoints of `run` up to the `newest`, just written, remove all but the last `keep`; and bring to
     an end what an earlier removal was interrupted at. One that is not sound stays: it counts for nothing, and says on
     --resume what is wrong with it."""
     for place in found.going:
-        if (read_manifest(place / GOING) or {}).get("run") == run:
+        if (read_manifest(place / DELETING) or {}).get("run") == run:
             _remove(place)
     for update in sorted(n for n in found.sound if n <= newest)[:-keep]:
         place = found.sound[update]
-        system.replace(place / MANIFEST, place / GOING)
+        system.replace(place / MANIFEST, place / DELETING)
         _remove(place)
 
 
 def _remove(place: Path) -> None:
     """The files that the manifest of a checkpoint names, and the folders where nothing else lies in them."""
-    named = read_manifest(place / GOING)["files"]
-    for name in (*named, GOING):
+    named = read_manifest(place / DELETING)["files"]
+    for name in (*named, DELETING):
         (place / name).unlink(missing_ok=True)
     folders = {parent for name in named for parent in (place / name).parents if parent.is_relative_to(place)}
     for inner in sorted(folders | {place}, key=lambda path: len(path.parts), reverse=True):

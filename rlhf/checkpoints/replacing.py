@@ -108,7 +108,7 @@ def remove_unfinished(folder: Path) -> None:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def put_folder_in_place(beside: Path, folder: Path, keep: Path | None = None) -> None:
+def replace_dir(beside: Path, folder: Path, keep: Path | None = None) -> None:
     """Rename the complete folder `beside` to `folder`. An older one there is renamed first: to `keep`, else to
     NAME.replaced. If the second rename fails, the first one is undone, and `beside` stays."""
     older = None

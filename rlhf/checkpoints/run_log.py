@@ -15,7 +15,7 @@ from typing import IO, Any
 from rlhf.checkpoints import replacing
 from rlhf.checkpoints.run_folder import INPUTS_FILE, hold
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, environment, now
-from rlhf.utils.errors import Notice, RunError, UserError
+from rlhf.utils.errors import RLHFWarning, RunError, UserError
 from rlhf.utils.files import write_json
 
 
@@ -74,7 +74,7 @@ class RunLog:
         if kind is None:
             self.add(status="finished", ended=now())
             for line in replacing.remove_replaced(self.folder):
-                warnings.warn(line, Notice, stacklevel=2)
+                warnings.warn(line, RLHFWarning, stacklevel=2)
         elif self._found is not None and isinstance(error, UserError) and not isinstance(error, RunError):
             self._found.write(self.folder)  # refused before anything was trained: the record stays what it was
         else:

@@ -11,8 +11,8 @@ from rlhf.data.examples import Example
 from rlhf.data.prompts import encode_prompts
 from rlhf.demo.tasks import flaw_of, gold_quality
 from rlhf.models.budget import budget_of
-from rlhf.rollout.engine import sample_replies
-from rlhf.rollout.sampling import uniforms
+from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.training import SamplingSettings
 
 SAMPLING = SamplingSettings(reply_length=32, temperature=1.0)
@@ -73,9 +73,9 @@ def sample_answers(model, tokenizer, asked: list[str], seed: int, device: torch.
     size = budget_of(device).demo_batch_size
     for start in range(0, len(order), size):
         rows = order[start : start + size]
-        noise = uniforms(seed, 0, "demo pairs", rows, SAMPLING.reply_length)
+        noise = uniform_noise(seed, 0, "demo pairs", rows, SAMPLING.reply_length)
         tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
-        replies = sample_replies(model, [prompts[row] for row in rows], noise, SAMPLING, **tokens, device=device)
+        replies = sample_completions(model, [prompts[row] for row in rows], noise, SAMPLING, **tokens, device=device)
         for row, text, ended in zip(rows, replies.texts(tokenizer), replies.ended.tolist(), strict=True):
             answers[row] = (text, ended)
     return answers

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf.models.logprobs import backbone_of, token_logprobs, upcast
-from rlhf.models.packing import Passage
+from rlhf.models.packing import MicroBatch
 from rlhf.models.trl_ppo import AutoModelForCausalLMWithValueHead
 
 
@@ -52,7 +52,7 @@ class Actor(nn.Module):
 
     def forward(
         self,
-        passage: Passage,
+        passage: MicroBatch,
         temperature: float,
         allowed: Tensor | None = None,
         entropy: str = "none",
@@ -61,7 +61,7 @@ class Actor(nn.Module):
         pass; an actor without a critic has no values. `allowed` and `entropy` as in token_logprobs."""
         return self.heads(self.hidden(passage), passage.tokens, passage.mask, temperature, allowed, entropy)
 
-    def hidden(self, passage: Passage) -> Tensor:
+    def hidden(self, passage: MicroBatch) -> Tensor:
         """The hidden states from which a passage's M reply tokens are predicted, (M, H)."""
         return passage.hidden(backbone_of(self.policy))
 
@@ -100,7 +100,7 @@ class ActorCritic(Actor):
         super().__init__(container.pretrained_model)  # TRL looks for the policy under the name `policy`
         self.value_head, self.critic = container.v_head, critic
 
-    def hidden(self, passage: Passage) -> Tensor:
+    def hidden(self, passage: MicroBatch) -> Tensor:
         states = super().hidden(passage)
         return states if self.critic is None else torch.cat([states, passage.hidden(self.critic)], -1)
 

@@ -27,8 +27,8 @@ from transformers.utils import is_bitsandbytes_available
 
 from rlhf.data.chat_template import end_of_turn
 from rlhf.models.device import autocast
-from rlhf.models.reference import let_go_of_files, store_frozen_weights
-from rlhf.models.self_test import try_out
+from rlhf.models.reference import release_mmap, store_frozen_weights
+from rlhf.models.self_test import check_forward_matches
 from rlhf.utils.errors import UserError, did_you_mean
 from rlhf.utils.hub import require_hub
 from rlhf.utils.paths import is_path, missing_path, place_of
@@ -200,14 +200,14 @@ def load_policy(
     if lora is not None:
         model = get_peft_model(model, lora)
         store_frozen_weights(model, dtype)
-        let_go_of_files(model)
+        release_mmap(model)
     if not load_in_4bit:  # those weights are there already
         model = model.to(device)  # before the reference is copied from it
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     with autocast(device, dtype):
-        try_out(model.eval(), name)
+        check_forward_matches(model.eval(), name)
     return model
 
 

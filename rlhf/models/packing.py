@@ -18,7 +18,7 @@ from rlhf.models.attention import Layout, PackedLayout, Segment, use_packed_atte
 
 
 @dataclass
-class Episodes:
+class TokenBatch:
     """What a passage is made from: B episodes with C prompt and T reply tokens at most, and how long each one is.
 
     Lengths are plain numbers, so that a layout is worked out without waiting for the device.
@@ -26,16 +26,16 @@ class Episodes:
 
     prompt_ids: Tensor  # (B, C) padded on the left
     prompt_mask: Tensor  # (B, C) True on real tokens
-    reply_ids: Tensor  # (B, T) padded on the right
+    completion_ids: Tensor  # (B, T) padded on the right
     mask: Tensor  # (B, T) True on the reply's tokens
     prompt_lengths: Sequence[int]
-    reply_lengths: Sequence[int]
+    completion_lengths: Sequence[int]
     groups: Sequence[int]  # episodes of one number have one prompt
 
     @property
     def ids(self) -> Tensor:
         """Prompt and reply, (B, C + T)."""
-        return torch.cat([self.prompt_ids, self.reply_ids], dim=1)
+        return torch.cat([self.prompt_ids, self.completion_ids], dim=1)
 
     @property
     def attention(self) -> Tensor:
@@ -43,17 +43,17 @@ class Episodes:
         return torch.cat([self.prompt_mask, self.mask], dim=1)
 
 
-class Passage(ABC):
+class MicroBatch(ABC):
     """One forward pass over the episodes `rows`. M reply tokens in all, row by row."""
 
-    def __init__(self, episodes: Episodes, rows: Sequence[int]):
-        device, width = episodes.reply_ids.device, episodes.reply_ids.shape[1]
+    def __init__(self, episodes: TokenBatch, rows: Sequence[int]):
+        device, width = episodes.completion_ids.device, episodes.completion_ids.shape[1]
         self.rows = list(rows)
-        self.lengths = [episodes.reply_lengths[r] for r in self.rows]
+        self.lengths = [episodes.completion_lengths[r] for r in self.rows]
         cells = [r * width + np.arange(n) for r, n in zip(self.rows, self.lengths, strict=True)]
         self.cells = on_device(device, np.concatenate(cells))  # (M,) places of the reply tokens in (B, T)
         self.index = on_device(device, np.array(self.rows))
-        self.tokens = episodes.reply_ids.flatten().index_select(0, self.cells)  # (M,)
+        self.tokens = episodes.completion_ids.flatten().index_select(0, self.cells)  # (M,)
         self.mask = episodes.mask.index_select(0, self.index)  # (R, T)
 
     @abstractmethod
@@ -61,10 +61,10 @@ class Passage(ABC):
         """The hidden states that the reply tokens are predicted from, (M, H)."""
 
 
-class Padded(Passage):
+class PaddedMicroBatch(MicroBatch):
     """Episodes as rows of equal length: the plain twin."""
 
-    def __init__(self, episodes: Episodes, rows: Sequence[int]):
+    def __init__(self, episodes: TokenBatch, rows: Sequence[int]):
         super().__init__(episodes, rows)
         self.ids = episodes.ids.index_select(0, self.index)
         self.attention = episodes.attention.index_select(0, self.index)
@@ -78,12 +78,12 @@ class Padded(Passage):
         return output[:, context - 1 : -1][self.mask]
 
 
-class Packed(Passage):
+class PackedMicroBatch(MicroBatch):
     """Episodes in one row without padding, in which a prompt that several share stands once."""
 
-    def __init__(self, episodes: Episodes, rows: Sequence[int]):
+    def __init__(self, episodes: TokenBatch, rows: Sequence[int]):
         super().__init__(episodes, rows)
-        device = episodes.reply_ids.device
+        device = episodes.completion_ids.device
         plan = _plan(episodes, self.rows, self.lengths)
         both = episodes.ids
         self.ids = both.flatten().index_select(0, on_device(device, plan.cells)).unsqueeze(0)  # (1, N)
@@ -144,10 +144,10 @@ class _Plan:
         return PackedLayout(segments, on_device(device, back))
 
 
-def _plan(episodes: Episodes, rows: Sequence[int], lengths: Sequence[int]) -> _Plan:
+def _plan(episodes: TokenBatch, rows: Sequence[int], lengths: Sequence[int]) -> _Plan:
     """Prompt by prompt: the prompt, then all its replies, each without its last token."""
     context = episodes.prompt_ids.shape[1]
-    width = context + episodes.reply_ids.shape[1]
+    width = context + episodes.completion_ids.shape[1]
     shared = len({episodes.groups[r] for r in rows}) < len(rows)
     prompts: dict[int, np.ndarray] = {}
     order: dict[int, list[int]] = {}

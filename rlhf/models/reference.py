@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from rlhf.models.actor_critic import spread
 from rlhf.models.logprobs import backbone_of, token_logprobs
-from rlhf.models.packing import Passage
+from rlhf.models.packing import MicroBatch
 
 
 class Reference:
@@ -35,7 +35,7 @@ class Reference:
         with contextlib.nullcontext() if self.copy is not None else self.policy.disable_adapter():
             yield self.copy if self.copy is not None else self.policy
 
-    def logprobs(self, passage: Passage, temperature: float, allowed: Tensor | None) -> Tensor:
+    def logprobs(self, passage: MicroBatch, temperature: float, allowed: Tensor | None) -> Tensor:
         """Log-probs of a passage's reply tokens under the start model, (R, T) and 0 off the mask."""
         with self.model() as model:
             hidden = passage.hidden(backbone_of(model))
@@ -63,7 +63,7 @@ def store_frozen_weights(model: nn.Module, dtype: torch.dtype | None) -> None:
                 module.to(dtype)
 
 
-def let_go_of_files(model: nn.Module) -> None:
+def release_mmap(model: nn.Module) -> None:
     """Copies what a loaded model still reads from its mapped file, once other weights were rounded or quantized: the
     mapping stays as a whole as long as one weight of it is in use."""
     weights = list(model.parameters())

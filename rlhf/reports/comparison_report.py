@@ -11,12 +11,12 @@ from typing import Any
 from rlhf.algorithms.table import ALGORITHMS, in_order
 from rlhf.analysis.audit import against, as_json, figures, target_at_end, warnings
 from rlhf.analysis.curves import RunCurves
-from rlhf.analysis.equal_budget import Look, at_equal
-from rlhf.analysis.evaluator import Bench, Generations
-from rlhf.analysis.models import Trained, episodes_of
+from rlhf.analysis.equal_budget import EvalPoint, at_equal
+from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
+from rlhf.analysis.models import ModelRef, episodes_of
 from rlhf.analysis.statistics import LEVEL, interval_of, percent
-from rlhf.analysis.verdict import Side, judge_runs
-from rlhf.checkpoints.run_record import MAY_DIFFER, RunRecord, differences, environment, flat_settings, now
+from rlhf.analysis.verdict import RunGroup, judge_runs
+from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, RunRecord, differences, environment, flat_settings, now
 from rlhf.config import config_of_run
 from rlhf.reports.evaluation_report import sides_of
 from rlhf.reports.plot_style import as_data_url, save_picture
@@ -28,7 +28,7 @@ from rlhf.utils.errors import raise_if
 from rlhf.utils.files import json_ready, write_json, write_text
 from rlhf.utils.html import render
 from rlhf.utils.paths import missing_path
-from rlhf.utils.rng import generator
+from rlhf.utils.rng import rng_for
 
 SAMPLES = 8  # prompts shown
 
@@ -39,14 +39,14 @@ def check_named(names: Sequence[str]) -> None:
     raise_if(faults)
 
 
-def check_sides(models: Sequence[Trained]) -> None:
+def check_sides(models: Sequence[ModelRef]) -> None:
     """Refuse what cannot be pooled: an algorithm's runs of unlike settings, a seed twice, what is no run."""
     faults = [f"not a run: {m.name}. compare_runs.py takes run folders" for m in models if m.run is None]
     raise_if(faults)
     for algorithm in in_order(m.run.algorithm for m in models):
         runs = [m for m in models if m.run.algorithm == algorithm]
         for other in runs[1:]:
-            unlike = differences(runs[0].run.settings, other.run.settings, MAY_DIFFER)
+            unlike = differences(runs[0].run.settings, other.run.settings, SEEDS_MAY_DIFFER)
             if unlike:
                 faults.append(
                     f"{runs[0].name} and {other.name} differ in {', '.join(unlike)}: the runs. Seeds are pooled, "
@@ -58,19 +58,22 @@ def check_sides(models: Sequence[Trained]) -> None:
     raise_if(faults)
 
 
-def make_sides(models: Sequence[Trained], measured: Sequence[Generations]) -> list[Side]:
+def make_sides(models: Sequence[ModelRef], measured: Sequence[GenerationResults]) -> list[RunGroup]:
     """The runs of each algorithm, by seed."""
     pairs = sorted(zip(models, measured, strict=True), key=lambda pair: pair[0].run.seed)
     sides = []
     for algorithm in in_order(m.run.algorithm for m in models):
         mine = [(m, replies) for m, replies in pairs if m.run.algorithm == algorithm]
         runs, replies = [m.run for m, _ in mine], [replies for _, replies in mine]
-        sides.append(Side(algorithm, runs, replies, [episodes_of(m) for m, _ in mine]))
+        sides.append(RunGroup(algorithm, runs, replies, [episodes_of(m) for m, _ in mine]))
     return sides
 
 
 def make_comparison(
-    bench: Bench, sides: Sequence[Side], start: Generations, looks: Sequence[tuple[str, list[Look]]]
+    bench: ModelEvaluator,
+    sides: Sequence[RunGroup],
+    start: GenerationResults,
+    looks: Sequence[tuple[str, list[EvalPoint]]],
 ) -> dict[str, Any]:
     """Everything that is said, ready for JSON. `looks` are (algorithm, its evaluations of itself), a run each."""
     seed = bench.settings.seed
@@ -121,12 +124,12 @@ def _pair_in_words(pair: dict[str, Any]) -> str:
     return f"{pair['name']} {interval_of(pair)}, {'a difference' if shown else 'no difference shown'}"
 
 
-def settings_that_differ(sides: Sequence[Side]) -> list[tuple[str, str]]:
+def settings_that_differ(sides: Sequence[RunGroup]) -> list[tuple[str, str]]:
     """The settings in which the sides' runs differ, without those that only some algorithms read; then each K."""
     if len(sides) < 2:
         return []
     names, settings = [side.name for side in sides], [side.runs[0].settings for side in sides]
-    aside = (*MAY_DIFFER, *_own_knobs(), "algorithm")
+    aside = (*SEEDS_MAY_DIFFER, *_own_knobs(), "algorithm")
     differ = sorted({knob for pair in combinations(settings, 2) for knob in differences(*pair, aside)})
     flat = [flat_settings(groups) for groups in settings]
     parts = [f"{knob} {listed([str(knobs.get(knob, 'unknown')) for knobs in flat])}" for knob in differ]
@@ -141,7 +144,7 @@ def _own_knobs() -> set[str]:
     return {name for name, knob in knobs_of(Config).items() if knob.group in own}
 
 
-def _warnings(sides: Sequence[Side], start: Generations, seed: int) -> list[str]:
+def _warnings(sides: Sequence[RunGroup], start: GenerationResults, seed: int) -> list[str]:
     return [
         f"{side.name}, seed {run.seed}: {warning}"
         for side in sides
@@ -150,7 +153,7 @@ def _warnings(sides: Sequence[Side], start: Generations, seed: int) -> list[str]
     ]
 
 
-def _within(sides: Sequence[Side], start: Generations, seed: int) -> list[dict[str, Any]]:
+def _within(sides: Sequence[RunGroup], start: GenerationResults, seed: int) -> list[dict[str, Any]]:
     """Each run against the start model, with intervals over prompts."""
     rows = []
     for side in sides:
@@ -173,9 +176,9 @@ def _costs(run: RunRecord) -> dict[str, float]:
     return spent | {name: figures[name] for name in ("seconds", "peak_memory_gib") if name in figures}
 
 
-def _samples(bench: Bench, sides: Sequence[Side], start: Generations) -> list[dict[str, Any]]:
+def _samples(bench: ModelEvaluator, sides: Sequence[RunGroup], start: GenerationResults) -> list[dict[str, Any]]:
     """Prompts drawn at random, with all completions of the start model and of each side's first seed."""
-    drawn = generator(bench.settings.seed, 0, "show").permutation(len(bench.examples))[:SAMPLES]
+    drawn = rng_for(bench.settings.seed, 0, "show").permutation(len(bench.examples))[:SAMPLES]
     everyone = [start, *(side.measured[0] for side in sides)]
     return [
         {"messages": list(bench.examples[i].messages), "sides": sides_of(everyone, i)} for i in sorted(drawn.tolist())
@@ -201,8 +204,8 @@ def show_comparison(report: dict[str, Any], made: Sequence[dict], screen: Screen
 def write_comparison(
     report: dict[str, Any],
     made: Sequence[dict],
-    sides: Sequence[Side],
-    start: Generations,
+    sides: Sequence[RunGroup],
+    start: GenerationResults,
     curves: Sequence[RunCurves],
     folder: Path,
     screen: Screen,

@@ -8,13 +8,13 @@ from typing import Any
 
 from rlhf.analysis.audit import LABELS, shown
 from rlhf.analysis.statistics import LEVEL, interval_of, percent
-from rlhf.analysis.verdict import Side
+from rlhf.analysis.verdict import RunGroup
 from rlhf.utils.console import clock
 
 MEASURE_NAMES = {"scores": "score", "judged": "judge"}
 
 
-def tables(report: dict[str, Any], sides: Sequence[Side]) -> list[dict[str, Any]]:
+def tables(report: dict[str, Any], sides: Sequence[RunGroup]) -> list[dict[str, Any]]:
     """Every table with its caption, columns and rows of text."""
     equal = [_equal_table(report)] if report["at_equal"] else []
     return [
@@ -26,7 +26,7 @@ def tables(report: dict[str, Any], sides: Sequence[Side]) -> list[dict[str, Any]
     ]
 
 
-def _figure_table(report: dict[str, Any], sides: Sequence[Side]) -> dict[str, Any]:
+def _figure_table(report: dict[str, Any], sides: Sequence[RunGroup]) -> dict[str, Any]:
     rows = []
     for name, (label, _) in LABELS.items():
         of_sides = [side.known(name) for side in sides]
@@ -41,7 +41,7 @@ def _figure_table(report: dict[str, Any], sides: Sequence[Side]) -> dict[str, An
     }
 
 
-def _seeds(side: Side) -> str:
+def _seeds(side: RunGroup) -> str:
     return f"{len(side.seeds)} seed{'s' if len(side.seeds) > 1 else ''}"
 
 
@@ -93,7 +93,7 @@ SPENT = {
 }
 
 
-def _spent_table(report: dict[str, Any], sides: Sequence[Side]) -> dict[str, Any]:
+def _spent_table(report: dict[str, Any], sides: Sequence[RunGroup]) -> dict[str, Any]:
     rows = []
     for name, (label, show) in SPENT.items():
         cells = []

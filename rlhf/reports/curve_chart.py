@@ -11,7 +11,7 @@ import numpy as np
 from rlhf.algorithms.kl_control import KLController
 from rlhf.algorithms.table import in_order
 from rlhf.analysis.curves import Curve, RunCurves
-from rlhf.reports.plot_style import Look, looks_of
+from rlhf.reports.plot_style import EvalPoint, looks_of
 from rlhf.settings.types import KL_METRICS
 
 
@@ -50,7 +50,7 @@ class Group:
 
     algorithm: str
     runs: Sequence[RunCurves]
-    look: Look
+    look: EvalPoint
 
     @property
     def name(self) -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.analysis.audit import LABELS, against, as_json, figures, shown, target_at_end, warnings
-from rlhf.analysis.evaluator import Bench, Generations
-from rlhf.analysis.models import Trained
+from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
+from rlhf.analysis.models import ModelRef
 from rlhf.analysis.statistics import interval_of, ranks
 from rlhf.checkpoints.run_record import environment, now
 from rlhf.config import config_of_run
@@ -32,7 +32,10 @@ VERSUS = {  # figure -> what it is, and whether its sign is shown
 
 
 def make_report(
-    bench: Bench, models: Sequence[Trained], measured: Sequence[Generations], start: Generations | None
+    bench: ModelEvaluator,
+    models: Sequence[ModelRef],
+    measured: Sequence[GenerationResults],
+    start: GenerationResults | None,
 ) -> dict[str, Any]:
     """Everything that is said of the models, ready for JSON."""
     seed = bench.settings.seed
@@ -71,12 +74,12 @@ def make_report(
     return json_ready(report)
 
 
-def sides_of(everyone: Sequence[Generations], prompt: int) -> list[dict[str, Any]]:
+def sides_of(everyone: Sequence[GenerationResults], prompt: int) -> list[dict[str, Any]]:
     """Each model's completions of one prompt, the highest score first."""
     return [{"model": replies.label, "completions": ranked(replies, prompt)} for replies in everyone]
 
 
-def ranked(replies: Generations, prompt: int) -> list[dict[str, Any]]:
+def ranked(replies: GenerationResults, prompt: int) -> list[dict[str, Any]]:
     """One model's completions of one prompt with rank, BEST / MEDIUM / WORST, score and the rest."""
     rows = [
         {
@@ -146,7 +149,7 @@ def show_report(report: dict[str, Any], screen: Screen) -> None:
             screen.say(f"{model['label']}: nothing smells of reward hacking. An audit, not a proof: read the replies")
 
 
-def write_report(report: dict[str, Any], pictured: Sequence[Generations], folder: Path, screen: Screen) -> None:
+def write_report(report: dict[str, Any], pictured: Sequence[GenerationResults], folder: Path, screen: Screen) -> None:
     """evaluation.json and evaluation.html."""
     write_json(folder / "evaluation.json", report)
     figure_columns, figure_rows = figure_table(report)

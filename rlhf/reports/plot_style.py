@@ -13,7 +13,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.utils.files import put_in_place
+from rlhf.utils.files import atomic_write
 
 # Okabe & Ito 2008, "Color Universal Design": told apart with any kind of colour vision, and in grey
 COLOURS = {"start": "#666666", "target": "#009E73", "above": "#0072B2", "below": "#D55E00"}
@@ -32,14 +32,14 @@ STYLE = {
 }
 
 
-class Look(NamedTuple):
+class EvalPoint(NamedTuple):
     """How a picture shows an algorithm."""
 
     colour: str
     marker: str  # of matplotlib
 
 
-def looks_of(algorithms: Iterable[str]) -> dict[str, Look]:
+def looks_of(algorithms: Iterable[str]) -> dict[str, EvalPoint]:
     """The look of each algorithm of a picture. Algorithms that the table lacks get colours and markers of no row."""
     used = {row.marker for row in ALGORITHMS.values()}
     colours = cycle(spare_colours() or OTHER_COLOURS)
@@ -47,7 +47,7 @@ def looks_of(algorithms: Iterable[str]) -> dict[str, Look]:
     looks = {}
     for name in dict.fromkeys(algorithms):
         row = ALGORITHMS.get(name)
-        looks[name] = Look(row.colour, row.marker) if row else Look(next(colours), next(markers))
+        looks[name] = EvalPoint(row.colour, row.marker) if row else EvalPoint(next(colours), next(markers))
     return looks
 
 
@@ -79,7 +79,7 @@ def style() -> rc_context:
 
 def save_picture(figure: Figure, file: Path) -> None:
     """As PNG, complete or not at all."""
-    put_in_place(file, lambda beside: figure.savefig(beside, format="png"))
+    atomic_write(file, lambda beside: figure.savefig(beside, format="png"))
 
 
 def as_data_url(figure: Figure) -> str:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from rlhf.algorithms.table import ALGORITHMS, in_order
 from rlhf.analysis.curves import RunCurves
-from rlhf.analysis.evaluator import Generations
+from rlhf.analysis.evaluator import GenerationResults
 from rlhf.reports.plot_style import COLOURS, colour_of, looks_of, new_figure, spare_colours, style
 
 BINS = 24
@@ -29,7 +29,7 @@ def colours_of(kinds: Sequence[str]) -> list[str]:
     return taken
 
 
-def distributions(models: Sequence[Generations], kinds: Sequence[str]) -> Figure:
+def distributions(models: Sequence[GenerationResults], kinds: Sequence[str]) -> Figure:
     """Scores and lengths of all replies, as steps over shared bins; a dashed line at each mean."""
     with style():
         figure = new_figure(10, 4.2)

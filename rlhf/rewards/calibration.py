@@ -15,8 +15,8 @@ from rlhf.models.device import autocast
 from rlhf.models.load import context_of, find_model, load_config, load_policy, load_tokenizer
 from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
 from rlhf.rewards.reward_model import Calibration, RewardModel
-from rlhf.rollout.engine import sample_replies
-from rlhf.rollout.sampling import uniforms
+from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.utils.errors import UserError
 
@@ -39,7 +39,7 @@ def measure_and_calibrate(
     }
 
 
-def calibration_replies(
+def calibration_completions(
     examples: Sequence[Example], config: RewardModelConfig, device: torch.device, model: RewardModel
 ) -> tuple[list[Reply], str]:
     """The start model's completions of some prompts that fit the contexts of both models, or the chosen ones if there
@@ -67,9 +67,9 @@ def calibration_replies(
     for start in range(0, min(most, len(prompts)), size):
         batch = prompts[start : min(start + size, most)]
         rows = range(start, start + len(batch))
-        noise = uniforms(config.training.rm_seed, 0, "calibrate", rows, config.sampling.reply_length)
+        noise = uniform_noise(config.training.rm_seed, 0, "calibrate", rows, config.sampling.reply_length)
         with autocast(device, dtype):
-            replies = sample_replies(policy, batch, noise, config.sampling, **tokens, device=device)
+            replies = sample_completions(policy, batch, noise, config.sampling, **tokens, device=device)
         texts = zip(batch, replies.texts(tokenizer), replies.ended.tolist(), strict=True)
         written += [(prompt.example.messages, text, ended) for prompt, text, ended in texts]
     return written, f"replies of {name}"

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.data.chat_template import encode_prompt, encode_reply
+from rlhf.data.chat_template import encode_completion, encode_prompt
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.models.load import (
@@ -27,7 +27,7 @@ from rlhf.models.load import (
     load_tokenizer,
     readable,
 )
-from rlhf.models.reference import let_go_of_files, store_frozen_weights
+from rlhf.models.reference import release_mmap, store_frozen_weights
 from rlhf.rollout.completions import padded
 from rlhf.utils.errors import RunError, UserError
 
@@ -64,7 +64,7 @@ class RewardModel:
         self.tokenizer, self.device, self.dtype, self.record = tokenizer, device, dtype, record
         self.model.config.use_cache = False  # nothing is decoded
         store_frozen_weights(self.model, dtype)
-        let_go_of_files(self.model)
+        release_mmap(self.model)
         self.context = context_of(self.model.config)  # tokens; None: no limit
         self.calibration = Calibration(**(record or {}).get("calibration", {}).get("scale", {}))
 
@@ -93,7 +93,7 @@ class RewardModel:
 
     def encode(self, messages: Sequence[dict[str, str]], reply: str, ended: bool = True) -> list[int]:
         """What the model reads for one reply: the ids that it was trained on."""
-        return encode_prompt(self.tokenizer, messages) + encode_reply(self.tokenizer, reply, ended)
+        return encode_prompt(self.tokenizer, messages) + encode_completion(self.tokenizer, reply, ended)
 
     @torch.no_grad()
     def raw_scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:

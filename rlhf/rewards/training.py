@@ -20,9 +20,9 @@ from trl import RewardConfig, RewardTrainer
 from rlhf.checkpoints.replacing import (
     check_inputs_outside,
     numbered_name,
-    put_folder_in_place,
     remove_replaced,
     remove_unfinished,
+    replace_dir,
     restore_replaced,
     unfinished_name,
 )
@@ -41,7 +41,7 @@ from rlhf.models.load import (
     readable,
 )
 from rlhf.models.save import bad_weights
-from rlhf.rewards.calibration import calibration_replies, measure_and_calibrate
+from rlhf.rewards.calibration import calibration_completions, measure_and_calibrate
 from rlhf.rewards.checks import check_reward_context, weakness
 from rlhf.rewards.pair_accuracy import pair_ids, pairs_that_fit
 from rlhf.rewards.reward_model import METRICS_FILE, RewardModel, read_record
@@ -81,7 +81,7 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
     )
     model = new_reward_model(config, device)
     train, held_out = usable_pairs(config, model, parts, screen)
-    replies, source = calibration_replies(parts["rl"] or parts["reward"], config, device, model)
+    replies, source = calibration_completions(parts["rl"] or parts["reward"], config, device, model)
     run_training(model, train, config, screen)
     record = measure_and_calibrate(model, held_out, replies, source)
     show_record(record, screen)
@@ -246,4 +246,4 @@ def save_reward_model(model: RewardModel, record: dict, folder: Path, keep: Path
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    put_folder_in_place(beside, folder, keep)
+    replace_dir(beside, folder, keep)

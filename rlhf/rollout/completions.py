@@ -9,19 +9,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.data.chat_template import decode_reply
+from rlhf.data.chat_template import decode_completion
 from rlhf.data.prompts import Prompt
-from rlhf.models.packing import Episodes, Packed, Padded, Passage
+from rlhf.models.packing import MicroBatch, PackedMicroBatch, PaddedMicroBatch, TokenBatch
 from rlhf.rollout.sampling import unpack_bits
 
 
 @dataclass
-class Replies(Episodes):
+class Completions(TokenBatch):
     """Sampled replies. B episodes, C prompt tokens, T reply tokens, V vocabulary. Masks hold up to and with EOS."""
 
     ended: Tensor  # (B,) True where EOS was sampled
     # what could have been sampled
-    nucleus: Tensor | None  # (B, T, ceil(V / 8)) uint8: one bit a token that passed top-k/top-p; None: all passed
+    allowed_tokens: (
+        Tensor | None
+    )  # (B, T, ceil(V / 8)) uint8: one bit a token that passed top-k/top-p; None: all passed
     vocabulary: int
     # (B, T) log pi(a|s) of whoever sampled, nats, where that was not the policy's own forward (vLLM); else None
     sampled_logprobs: Tensor | None = None
@@ -30,29 +32,29 @@ class Replies(Episodes):
     def of(
         cls,
         prompts: Sequence[Prompt],
-        reply_ids: Tensor,
+        completion_ids: Tensor,
         *,
         eos: int,
         pad: int,
         vocabulary: int,
-        nucleus: Tensor | None = None,
+        allowed_tokens: Tensor | None = None,
         sampled_logprobs: Tensor | None = None,
-    ) -> Replies:
+    ) -> Completions:
         """From sampled ids (B, T), of which what stands behind an EOS is nothing. Waits for the device, once."""
-        mask, ended = reply_mask(reply_ids, eos)
+        mask, ended = completion_mask(completion_ids, eos)
         lengths = mask.sum(1).tolist()
-        prompt_ids, prompt_mask = pad_prompts([p.ids for p in prompts], pad, reply_ids.device)
+        prompt_ids, prompt_mask = pad_prompts([p.ids for p in prompts], pad, completion_ids.device)
         longest, first = max(lengths), {}
         return cls(
             prompt_ids=prompt_ids,
             prompt_mask=prompt_mask,
-            reply_ids=reply_ids[:, :longest].masked_fill(~mask[:, :longest], pad),
+            completion_ids=completion_ids[:, :longest].masked_fill(~mask[:, :longest], pad),
             mask=mask[:, :longest],
             prompt_lengths=[len(p.ids) for p in prompts],
-            reply_lengths=lengths,
+            completion_lengths=lengths,
             groups=[first.setdefault(p.ids, len(first)) for p in prompts],
             ended=ended,
-            nucleus=None if nucleus is None else nucleus[:, :longest],
+            allowed_tokens=None if allowed_tokens is None else allowed_tokens[:, :longest],
             vocabulary=vocabulary,
             sampled_logprobs=None if sampled_logprobs is None else sampled_logprobs[:, :longest],
         )
@@ -62,29 +64,29 @@ class Replies(Episodes):
         """Reply tokens, EOS included, (B,)."""
         return self.mask.sum(1)
 
-    def passage(self, rows: Sequence[int], packed: bool) -> Passage:
+    def passage(self, rows: Sequence[int], packed: bool) -> MicroBatch:
         """What a forward pass over some rows reads."""
-        return (Packed if packed else Padded)(self, rows)
+        return (PackedMicroBatch if packed else PaddedMicroBatch)(self, rows)
 
-    def allowed(self, passage: Passage) -> Tensor | None:
+    def allowed(self, passage: MicroBatch) -> Tensor | None:
         """The nucleus at a passage's reply tokens, (M, V), or None where nothing was filtered."""
-        if self.nucleus is None:
+        if self.allowed_tokens is None:
             return None
-        return unpack_bits(self.nucleus.flatten(0, 1).index_select(0, passage.cells), self.vocabulary)
+        return unpack_bits(self.allowed_tokens.flatten(0, 1).index_select(0, passage.cells), self.vocabulary)
 
     def parts(self, rows: Sequence[int], most_rows: int, most_tokens: int, packed: bool) -> list[list[int]]:
         """`rows` in parts of like length for one forward pass each: at most so many rows (0: no matter) and tokens,
-        of which a prompt that several replies share is `packed` but once. Replies to one prompt stay together where
+        of which a prompt that several replies share is `packed` but once. Completions to one prompt stay together where
         they can; a row longer than `most_tokens` is a part of its own."""
-        width = self.prompt_ids.shape[1] + self.reply_ids.shape[1]  # of every row, where nothing is packed
-        size = {r: self.prompt_lengths[r] + self.reply_lengths[r] if packed else width for r in rows}
+        width = self.prompt_ids.shape[1] + self.completion_ids.shape[1]  # of every row, where nothing is packed
+        size = {r: self.prompt_lengths[r] + self.completion_lengths[r] if packed else width for r in rows}
         longest: dict[int, int] = {}
         for r in rows:
             longest[self.groups[r]] = max(longest.get(self.groups[r], 0), size[r])
         parts, tokens = [[]], 0
         for r in sorted(rows, key=lambda r: (longest[self.groups[r]], self.groups[r], r)):
             shared = packed and bool(parts[-1]) and self.groups[parts[-1][-1]] == self.groups[r]
-            more = self.reply_lengths[r] if shared else size[r]
+            more = self.completion_lengths[r] if shared else size[r]
             if parts[-1] and (len(parts[-1]) == most_rows or tokens + more > most_tokens):
                 parts.append([])
                 tokens, more = 0, size[r]
@@ -94,21 +96,23 @@ class Replies(Episodes):
 
     def rows(self) -> list[list[int]]:
         """Each reply's ids, EOS included."""
-        return [row[:n] for row, n in zip(self.reply_ids.tolist(), self.lengths.tolist(), strict=True)]
+        return [row[:n] for row, n in zip(self.completion_ids.tolist(), self.lengths.tolist(), strict=True)]
 
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Each reply's text, without EOS."""
-        return [decode_reply(tokenizer, row) for row in self.rows()]
+        return [decode_completion(tokenizer, row) for row in self.rows()]
 
 
-Forward = tuple[Passage, Tensor]  # a passage and the hidden states (M, H) from which its reply tokens are predicted
+ForwardPass = tuple[
+    MicroBatch, Tensor
+]  # a passage and the hidden states (M, H) from which its reply tokens are predicted
 
 
 @dataclass
 class Rollout:
     """One update's batch: sampled, measured and, once the reward functions ran, scored."""
 
-    replies: Replies
+    replies: Completions
     prompts: list[Prompt]
     texts: list[str]
     # under which policy: log pi(a|s), nats
@@ -138,22 +142,22 @@ def padded(rows: Sequence[Sequence[float]], filling: float, device: torch.device
 
 def episodes_of(
     prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]], pad: int, device: torch.device
-) -> Episodes:
+) -> TokenBatch:
     """Prompts with given replies, as ids."""
     width, lengths = max(map(len, replies)), [len(r) for r in replies]
     prompt_ids, prompt_mask = pad_prompts(prompts, pad, device)
-    return Episodes(
+    return TokenBatch(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
-        reply_ids=padded(replies, pad, device),
+        completion_ids=padded(replies, pad, device),
         mask=torch.arange(width, device=device) < torch.tensor(lengths, device=device).unsqueeze(1),
         prompt_lengths=[len(p) for p in prompts],
-        reply_lengths=lengths,
+        completion_lengths=lengths,
         groups=list(range(len(prompts))),
     )
 
 
-def reply_mask(replies: Tensor, eos: int) -> tuple[Tensor, Tensor]:
+def completion_mask(replies: Tensor, eos: int) -> tuple[Tensor, Tensor]:
     """True up to and including the first EOS, (B, T), and whether there is one, (B,)."""
     is_eos = replies == eos
     before = is_eos.long().cumsum(1) - is_eos.long()

@@ -12,17 +12,17 @@ from transformers import PreTrainedModel
 from rlhf.data.prompts import Prompt
 from rlhf.models.logprobs import backbone_of, scaled_logits
 from rlhf.models.packing import run_packed
-from rlhf.rollout.kv_cache import DecodeLayout, SlotCache, pack_prompts
+from rlhf.rollout.kv_cache import DecodeLayout, SlotKVCache, pack_prompts
 from rlhf.rollout.sampling import sample_tokens
 from rlhf.settings.training import SamplingSettings
-from rlhf.utils.errors import Notice
+from rlhf.utils.errors import RLHFWarning
 
-LOOK_EVERY = 4  # decoding steps between looks at whether rows have ended: on a card each look waits for it
-SPAN = 64  # columns of the cache that a step attends to are rounded up to a multiple of this
+EOS_CHECK_EVERY = 4  # decoding steps between looks at whether rows have ended: on a card each look waits for it
+KV_BLOCK = 64  # columns of the cache that a step attends to are rounded up to a multiple of this
 
 
-class Slots:
-    """Replies being written, one to a slot. B episodes, S slots.
+class ContinuousBatcher:
+    """Completions being written, one to a slot. B episodes, S slots.
 
     All that a decoding step reads and writes stays where it is in memory, so that the step can be a CUDA graph. A
     slot whose reply has ended writes on into a row that nobody reads (row B), until it is looked at.
@@ -43,11 +43,11 @@ class Slots:
         self.waiting = list(range(len(prompts)))[::-1]
         size, longest = slots, max(len(p.ids) for p in prompts)
         columns = longest + self.length
-        self.cache = SlotCache(size, -(-columns // SPAN) * SPAN)
+        self.cache = SlotKVCache(size, -(-columns // KV_BLOCK) * KV_BLOCK)
         self.nobody = len(prompts)
         self.uniform = torch.cat([uniform, uniform[:1]])  # (B + 1, T)
         self.replies = torch.full((len(prompts) + 1, self.length), eos, device=self.device)
-        self.nucleus = None
+        self.allowed_tokens = None
         self.token, self.at, self.step = (torch.zeros(size, dtype=torch.long, device=self.device) for _ in range(3))
         self.row = torch.full((size,), self.nobody, device=self.device)
         self.used = [0] * size  # columns that each slot's reply has filled at most, as a plain number
@@ -55,7 +55,7 @@ class Slots:
 
     def run(self) -> tuple[Tensor, Tensor | None]:
         """Reply ids (B, T), what stands behind an EOS being nothing, and the packed nucleus."""
-        look = 1 if self.device.type == "cpu" else LOOK_EVERY
+        look = 1 if self.device.type == "cpu" else EOS_CHECK_EVERY
         free = list(range(len(self.used)))
         while self.waiting or len(free) < len(self.used):
             if self.waiting and len(free) >= min(len(self.waiting), -(-len(self.used) // 4)):
@@ -66,7 +66,7 @@ class Slots:
                 self.decode()
             free = [s for s, row in enumerate(self.row.tolist()) if row == self.nobody]
             self.used = [0 if s in set(free) else used for s, used in enumerate(self.used)]
-        return self.replies[:-1], None if self.nucleus is None else self.nucleus[:-1]
+        return self.replies[:-1], None if self.allowed_tokens is None else self.allowed_tokens[:-1]
 
     def admit(self, free: list[int]) -> None:
         """Waiting prompts into free slots: one packed pass over the prompts, each once, and the first tokens."""
@@ -89,7 +89,7 @@ class Slots:
         if self.graph:
             self._replay()
         else:
-            self._decode(min(-(-max(self.used) // SPAN) * SPAN, self.cache.columns))
+            self._decode(min(-(-max(self.used) // KV_BLOCK) * KV_BLOCK, self.cache.columns))
 
     def _decode(self, span: int) -> None:
         self.cache.write(self.at, span)
@@ -110,9 +110,9 @@ class Slots:
         logits = scaled_logits(self.policy, hidden, self.sampling.temperature)
         token, allowed = sample_tokens(logits, self.uniform[row, step], self.sampling)
         if allowed is not None:
-            if self.nucleus is None:
-                self.nucleus = allowed.new_zeros(len(self.replies), self.length, allowed.shape[-1])
-            self.nucleus[row, step] = allowed
+            if self.allowed_tokens is None:
+                self.allowed_tokens = allowed.new_zeros(len(self.replies), self.length, allowed.shape[-1])
+            self.allowed_tokens[row, step] = allowed
         self.replies[row, step] = token
         over = (token == self.eos) | (step + 1 >= self.length)
         self.token[slots] = token
@@ -139,7 +139,7 @@ class Slots:
                     self._decode(self.cache.columns)
             except RuntimeError as error:  # an architecture that waits for the card, or a driver that cannot
                 fault = str(error).splitlines()[0]
-                warnings.warn(f"no CUDA graph ({fault}): decoding goes on without", Notice, stacklevel=2)
+                warnings.warn(f"no CUDA graph ({fault}): decoding goes on without", RLHFWarning, stacklevel=2)
                 self.graph = False
                 return
             self.captured = captured  # the capture ran nothing: the step that it stands for is the next replay's

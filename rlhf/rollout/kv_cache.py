@@ -14,7 +14,7 @@ from rlhf.models.logprobs import forward_dtype
 from rlhf.models.packing import on_device, pack_rows
 
 
-class SlotCache:
+class SlotKVCache:
     """Keys and values of all layers: a slot per reply being written, a column per token. Stands in for transformers'
     cache: a layer hands its new keys and values to `update` and gets back what to attend to."""
 

@@ -10,18 +10,18 @@ from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
 from rlhf.models.logprobs import base_of
 from rlhf.models.reference import Reference
-from rlhf.rollout.completions import Forward, Replies
+from rlhf.rollout.completions import Completions, ForwardPass
 
 
 @torch.no_grad()
 def measure(
     actor: Actor,
     reference: Reference,
-    replies: Replies,
+    replies: Completions,
     temperature: float,
     rows: int = 0,
     packed: bool = True,
-    begun: Forward | None = None,
+    begun: ForwardPass | None = None,
     tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs, reference log-probs and values of sampled replies, each (B, T), at most `rows` (0: as many as

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from rlhf.models.determinism import cumulative_sum
 from rlhf.settings.training import SamplingSettings
-from rlhf.utils.rng import generator
+from rlhf.utils.rng import rng_for
 
 
-def uniforms(seed: int, update: int, purpose: str, episodes: Sequence[int], length: int) -> Tensor:
+def uniform_noise(seed: int, update: int, purpose: str, episodes: Sequence[int], length: int) -> Tensor:
     """One uniform number in [0, 1) per token, (B, T) float64: row b depends on its episode number alone."""
-    return torch.from_numpy(np.stack([generator(seed, update, purpose, e).random(length) for e in episodes]))
+    return torch.from_numpy(np.stack([rng_for(seed, update, purpose, e).random(length) for e in episodes]))
 
 
-def nucleus_of(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+def top_k_top_p_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """Which tokens may be sampled, (B, V) bool: the k likeliest, and of those the smallest set of mass >= top_p.
 
     Holtzman et al. 2020, arXiv 1904.09751, sec. 3.1. The likeliest token is always in, and so are ties with the k-th.
@@ -56,5 +56,5 @@ def sample_tokens(logits: Tensor, uniform: Tensor, sampling: SamplingSettings) -
     """Tokens (B,) from logits (B, V) by random numbers (B,), and the packed nucleus that they came from, if any."""
     if not sampling.filters:
         return draw(logits, uniform), None
-    allowed = nucleus_of(logits, sampling.top_k, sampling.top_p)
+    allowed = top_k_top_p_mask(logits, sampling.top_k, sampling.top_p)
     return draw(logits.masked_fill(~allowed, -torch.inf), uniform), pack_bits(allowed)

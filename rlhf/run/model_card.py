@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.checkpoints.run_record import HARMLESS, RunRecord
+from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE, RunRecord
 from rlhf.models.load import ADAPTER_CONFIG, load_tokenizer
 from rlhf.settings.fields import as_text, knobs_of
 from rlhf.settings.training import Config
@@ -117,6 +117,6 @@ def settings_that_decide(run: RunRecord) -> list[tuple[str, str]]:
     """Name and value of the settings that decide what is learned: not other algorithms', not those about speed."""
     told, knobs = run.knobs, knobs_of(Config)
     foreign = {*ALGORITHMS[run.algorithm].foreign, "speed"}
-    aside = {*HARMLESS, *([] if told["use_lora"] else ADAPTER_KNOBS)}
+    aside = {*RESUME_MAY_CHANGE, *([] if told["use_lora"] else ADAPTER_KNOBS)}
     mine = [n for n, k in knobs.items() if n in told and n not in aside and k.group not in foreign]
     return [("recipe", told["recipe"]), *((name, as_text(told[name], " ", "none")) for name in mine)]

@@ -15,7 +15,7 @@ from rlhf.models.device import start_device
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.commands import names_code, replay_command
 from rlhf.settings.training import Config
-from rlhf.setup.build import build_trainer, load_parts
+from rlhf.setup.build import build_trainer, load_components
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
@@ -36,7 +36,7 @@ def replay_incident(config: Config, screen: Screen) -> None:
         )
     with tempfile.TemporaryDirectory(prefix="rlhf_replay_", ignore_cleanup_errors=True) as folder:
         config = incident.config(folder)
-        parts = load_parts(config, start_device(screen, config.run.deterministic), screen)
+        parts = load_components(config, start_device(screen, config.run.deterministic), screen)
         screen.facts(replay(build_trainer(config, parts), incident))
 
 

@@ -11,7 +11,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.statistics import interval, over_prompts
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_log import RunLog
-from rlhf.checkpoints.run_record import MAY_DIFFER, RunRecord, Spent, differences
+from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, RunRecord, Spent, differences
 from rlhf.config import make_config, parse_cli
 from rlhf.data.prompts import Prompt
 from rlhf.demo.parts import gold_of
@@ -24,7 +24,7 @@ from rlhf.trainer.evaluation import Evaluation
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, number
 from rlhf.utils.errors import UserError
-from rlhf.utils.rng import generator
+from rlhf.utils.rng import rng_for
 from rlhf.utils.system import command
 
 
@@ -165,7 +165,7 @@ def show_samples(
     most: int = 5,
 ) -> None:
     """Replies side by side, of prompts drawn at random, not chosen."""
-    drawn = sorted(generator(seed, 0, "show").permutation(len(prompts))[:most].tolist())
+    drawn = sorted(rng_for(seed, 0, "show").permutation(len(prompts))[:most].tolist())
     golds = [gold_scores(e, prompts, gold) for e in (before, after)] if gold else None
 
     def cell(evaluation: Evaluation, side: int, i: int) -> str:
@@ -249,7 +249,7 @@ def same_budget_commands(config: Config, spent: Spent) -> list[tuple[str, str]]:
 def same_budget_command(config: Config, spent: Spent, other: str) -> str | None:
     """The command that trains with the algorithm `other` on as many episodes; None if the settings do not fit it."""
     row, plain = ALGORITHMS[other], with_horizon(make_config(config.recipe, config.algorithm), spent.updates)
-    differ = differences(as_plain(config), as_plain(plain), (*MAY_DIFFER, *LENGTHS, "batch_size"))
+    differ = differences(as_plain(config), as_plain(plain), (*SEEDS_MAY_DIFFER, *LENGTHS, "batch_size"))
     knobs = knobs_of(Config)
     words = ["--recipe", config.recipe, "--seed", str(config.run.seed), "--episodes", str(spent.episodes)]
     carried = [name for name in differ if knobs[name].group not in row.foreign]

@@ -25,7 +25,7 @@ from rlhf.run.resume import check_same_run, resume_run
 from rlhf.run.summary import finish_run
 from rlhf.settings.fields import as_plain
 from rlhf.settings.training import Config
-from rlhf.setup.build import Parts, build_trainer, load_parts, prepare_demo_parts
+from rlhf.setup.build import Components, build_trainer, load_components, prepare_demo_components
 from rlhf.setup.inputs import inputs_of
 from rlhf.setup.memory import forecaster_of, what_helps
 from rlhf.setup.plan import budget, show_plan
@@ -34,7 +34,7 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.files import files_print
 from rlhf.utils.hub import is_on_hub
-from rlhf.utils.signals import StopRequest
+from rlhf.utils.signals import GracefulStop
 
 
 def train(config: Config, screen: Screen) -> None:
@@ -42,8 +42,8 @@ def train(config: Config, screen: Screen) -> None:
     check_run_folder(config)
     check_export(config)
     device = start_device(screen, config.run.deterministic)
-    prepare_demo_parts(config, screen, device)
-    parts = load_parts(config, device, screen)
+    prepare_demo_components(config, screen, device)
+    parts = load_components(config, device, screen)
     updates = planned_updates(config, parts.prompts.train)
     config = with_horizon(config, updates)
     show_plan(config, parts, updates, device, screen)
@@ -52,7 +52,7 @@ def train(config: Config, screen: Screen) -> None:
     if config.run.check:
         return check_run(config, parts, screen)
     check_start(config, parts)
-    with screen, start_run(config, parts, updates, screen) as log, StopRequest(screen.say) as stop:
+    with screen, start_run(config, parts, updates, screen) as log, GracefulStop(screen.say) as stop:
         trainer = build_trainer(config, parts)
         attach_callbacks(trainer, config, log, screen, stop)
         resume_run(trainer, config, log, screen)
@@ -62,7 +62,7 @@ def train(config: Config, screen: Screen) -> None:
     export_run(config, screen)
 
 
-def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: StopRequest) -> None:
+def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: GracefulStop) -> None:
     """What every run has: TensorBoard, replies as files, the live line, the best checkpoint, KL control, checkpoints.
     The line shows the beta that the update was made with, so control comes after it."""
     controller = kl_controller(config, trainer.updates)
@@ -101,7 +101,7 @@ def check_run_folder(config: Config) -> None:
     check_inputs_outside(config.run.output, inputs_of(config), "--output")
 
 
-def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> RunLog:
+def start_run(config: Config, parts: Components, updates: int, screen: Screen) -> RunLog:
     """Claim the output folder and open run.json, which says "failed" unless the run comes to its end. With --resume,
     go on with the one that is there; raises UserError where its data were others."""
     data = {

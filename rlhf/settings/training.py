@@ -17,7 +17,7 @@ from rlhf.settings.types import HubName, KLTarget, Split, bare_targets
 
 LARGEST_SEED = 2**32 - 1  # that numpy and transformers take
 MOST_UPDATES = 10_000_000
-IN_A_ROW = 3  # updates that are dropped, or whose KL has run away, after which it is no chance
+MAX_CONSECUTIVE_SKIPS = 3  # updates that are dropped, or whose KL has run away, after which it is no chance
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ModelSettings:
     gradient_checkpointing: bool = knob(False, "recompute activations in the backward pass: less memory, slower")
 
     @property
-    def drops_inputs(self) -> bool:
+    def has_adapter_dropout(self) -> bool:
         """Whether optimizer steps drop some of the adapters' inputs."""
         return self.use_lora and self.lora_dropout > 0
 
@@ -557,9 +557,9 @@ class Config(Command):
             faults.append(
                 "no KL is held here, so none runs away: --rollback-on-kl. Leave it out, or let beta be steered"
             )
-        if run.rollback_on_kl and (run.keep - 1) * run.save_every < IN_A_ROW:
+        if run.rollback_on_kl and (run.keep - 1) * run.save_every < MAX_CONSECUTIVE_SKIPS:
             faults.append(
-                f"checkpoints from before a KL ran away are gone when {IN_A_ROW} updates have shown it: "
+                f"checkpoints from before a KL ran away are gone when {MAX_CONSECUTIVE_SKIPS} updates have shown it: "
                 f"--rollback-on-kl, --keep {run.keep}, --save-every {run.save_every}. Raise one of these two"
             )
         marks = kl.kl_boundaries

@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.models.packing import Packed, Passage
+from rlhf.models.packing import MicroBatch, PackedMicroBatch
 
 FLOAT = 4  # bytes of a float32
 QKV, GATE_UP, OUT, DOWN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), "o_proj", "down_proj"
@@ -109,7 +109,7 @@ class Network:
         """Whether the forward runs under autocast: norms and residuals stay in float32, linear layers round."""
         return self.element < FLOAT
 
-    def kept(self, passage: Passage) -> int:
+    def kept(self, passage: MicroBatch) -> int:
         """By all layers for the backward pass."""
         tokens = passage.ids.numel()
         ends = 2 * tokens * self.hidden * FLOAT  # the last norm's input, and that over its size
@@ -117,7 +117,7 @@ class Network:
             return ends + self.layers * tokens * self.hidden * FLOAT
         return ends + self.layers * self.kept_by_layer(passage)
 
-    def kept_by_layer(self, passage: Passage) -> int:
+    def kept_by_layer(self, passage: MicroBatch) -> int:
         """By one layer for the backward pass, were nothing recomputed."""
         tokens, trained = passage.ids.numel(), (*QKV, *GATE_UP, OUT, DOWN) if self.whole else tuple(self.adapters)
         # a norm's input and 1 / its size; where its gain is trained, the input over its size
@@ -137,7 +137,7 @@ class Network:
         dropped = self.noise * read if self.dropout else 0
         return tokens * (norms + (read + ranks) * self.element + inner + dropped) + self._kept_by_attention(passage)
 
-    def _kept_by_attention(self, passage: Passage) -> int:
+    def _kept_by_attention(self, passage: MicroBatch) -> int:
         """Queries, keys, values, output and normalizer of each rectangle."""
         total = 0
         for rows, queries, keys, masked in rectangles(passage):
@@ -173,14 +173,14 @@ class Network:
         return self.layers * tokens * self.keys * 2 * self.element
 
 
-def rectangles(passage: Passage) -> list[tuple[int, int, int, bool]]:
+def rectangles(passage: MicroBatch) -> list[tuple[int, int, int, bool]]:
     """Attention's calls in one layer: rows, queries and keys of a row, and whether they need a mask."""
-    if isinstance(passage, Packed):
+    if isinstance(passage, PackedMicroBatch):
         return [(*s.shape, s.mask(None, passage.ids.device) is not None) for s in passage.layout.segments]
     rows, width = passage.ids.shape
     return [(rows, width, width, not bool(passage.attention.all()))]
 
 
-def gathered(passage: Passage) -> bool:
+def gathered(passage: MicroBatch) -> bool:
     """Whether attention's output is put back into the order of the row, or made contiguous, which copies it."""
-    return not isinstance(passage, Packed) or passage.layout.back is not None
+    return not isinstance(passage, PackedMicroBatch) or passage.layout.back is not None

@@ -15,10 +15,10 @@ from rlhf.models.attention import packable
 from rlhf.models.budget import Budget, budget_of
 from rlhf.models.device import installed
 from rlhf.models.logprobs import backbone_of, base_of
-from rlhf.models.packing import Passage
-from rlhf.rollout.completions import Replies
-from rlhf.rollout.continuous_batching import SPAN
-from rlhf.rollout.cpu_weights import blockable
+from rlhf.models.packing import MicroBatch
+from rlhf.rollout.completions import Completions
+from rlhf.rollout.continuous_batching import KV_BLOCK
+from rlhf.rollout.cpu_weights import prepackable_layers
 from rlhf.rollout.engine import default_engine
 from rlhf.rollout.vllm import MEMORY_SHARE
 from rlhf.settings.training import Config
@@ -97,17 +97,17 @@ class MemoryPlan:
 
     # --- what is run -------------------------------------------------------------------------------------------------
 
-    def passages(self, prompts: Sequence[Prompt], minibatches: int = 1) -> list[Passage]:
+    def passages(self, prompts: Sequence[Prompt], minibatches: int = 1) -> list[MicroBatch]:
         """The forward passes over a minibatch of these prompts with full replies; their prompts are as long as any."""
         rows = sorted(prompts, key=lambda p: len(p.ids), reverse=True)[::minibatches]
         ids = torch.zeros(len(rows), self.config.sampling.reply_length, dtype=torch.long)
-        replies = Replies.of(rows, ids, eos=-1, pad=0, vocabulary=self.network.vocabulary)
+        replies = Completions.of(rows, ids, eos=-1, pad=0, vocabulary=self.network.vocabulary)
         packed = self.config.speed.packed and packable(base_of(self.policy))
         most = self.config.batch.micro_batch_size, self.budget.tokens_per_micro_batch
         parts = replies.parts(range(len(rows)), *most, packed)
         return [replies.passage(part, packed) for part in parts]
 
-    def nucleus(self, replies: int) -> int:
+    def allowed_tokens(self, replies: int) -> int:
         """A bit for each token that might have been sampled."""
         sampling = self.config.sampling
         return replies * sampling.reply_length * self.network.vocabulary // 8 if sampling.filters else 0
@@ -118,7 +118,7 @@ class MemoryPlan:
         plain = speed.rollout_engine == "plain" or default_engine(self.policy, self.device) == "plain"
         slots = len(prompts) if plain else min(len(prompts), speed.rollout_slots or self.budget.rollout_slots)
         longest = max(len(p.ids) for p in prompts)
-        columns = -(-(longest + self.config.sampling.reply_length) // SPAN) * SPAN
+        columns = -(-(longest + self.config.sampling.reply_length) // KV_BLOCK) * KV_BLOCK
         asked = slots * longest if plain else sum(map(len, {p.ids for p in prompts[:slots]}))
         drawing = slots * network.vocabulary * (FILTERED if self.config.sampling.filters else DRAWN)
         return {
@@ -130,12 +130,12 @@ class MemoryPlan:
     @property
     def blocked(self) -> dict[str, int]:
         """Copies of linear layers' weights, ordered as a processor multiplies few rows; else rounded ones."""
-        layers = blockable(base_of(self.policy), self.device)
+        layers = prepackable_layers(base_of(self.policy), self.device)
         if not layers:
             return {"rounded weights": (self.rounding + self.head) * self.network.whole}
         return {"blocked weights": sum(layer.weight.numel() for layer in layers) * self.network.element}
 
-    def begun(self, passages: Sequence[Passage]) -> dict[str, int]:
+    def begun(self, passages: Sequence[MicroBatch]) -> dict[str, int]:
         """The first optimizer step's forward pass, where it is the one that measures the rollout."""
         network = self.network
         if self.config.batch.minibatches > 1 or len(passages) > 1 or network.checkpointing or network.dropout:
@@ -143,10 +143,10 @@ class MemoryPlan:
         kept = network.kept(passages[0]) + self.rounding
         return {BEGUN: self.passes * kept, GAPS_LEFT: self.gaps(passages[0])}
 
-    def gaps(self, passage: Passage) -> int:
+    def gaps(self, passage: MicroBatch) -> int:
         return int(GAPS[self.device.type] * self.network.dropped(passage.ids.numel()))
 
-    def measuring(self, passages: Sequence[Passage]) -> dict[str, int]:
+    def measuring(self, passages: Sequence[MicroBatch]) -> dict[str, int]:
         """Log-probs under policy and reference, without gradients."""
         longest, most = max(p.ids.numel() for p in passages), max(len(p.tokens) for p in passages)
         begun = self.begun(passages)
@@ -166,7 +166,7 @@ class MemoryPlan:
         """The nucleus, a byte to a logit."""
         return tokens * self.network.vocabulary * self.config.sampling.filters
 
-    def backward(self, passage: Passage, first: bool) -> dict[str, int]:
+    def backward(self, passage: MicroBatch, first: bool) -> dict[str, int]:
         """Gradients of one micro-batch, the `first` of its minibatch or a later one: at the head, when all layers'
         tensors are kept, at the first layer, or at the embeddings, when all gradients are there; what needs most."""
         network, tokens = self.network, passage.ids.numel()
@@ -199,7 +199,7 @@ class MemoryPlan:
         """Of the language-model head, or of the embeddings; none where they are not trained."""
         return self.network.vocabulary * self.network.hidden * FLOAT * self.network.whole
 
-    def chunk(self, passage: Passage) -> tuple[int, int]:
+    def chunk(self, passage: MicroBatch) -> tuple[int, int]:
         """Of one chunk's logits, with their way back; and the head's gradient where chunks before it have left one."""
         config, vocabulary, length = self.config, self.network.vocabulary, self.config.sampling.reply_length
         most = max(1, self.budget.logits_per_chunk // vocabulary // length) * length

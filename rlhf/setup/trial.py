@@ -21,7 +21,7 @@ from rlhf.models.logprobs import base_of, scaled_logits
 from rlhf.models.save import load_policy_weights
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
-from rlhf.setup.build import Parts, build_trainer
+from rlhf.setup.build import Components, build_trainer
 from rlhf.setup.memory import forecaster_of
 from rlhf.setup.preflight import Check, determinism, padding_changes_no_score, prompt_is_rendered, start_checks
 from rlhf.trainer.loop import OnPolicyLoop
@@ -39,12 +39,12 @@ MORE, SLACK = 1.25, 128 * 2**20
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-def check_start(config: Config, parts: Parts) -> None:
+def check_start(config: Config, parts: Components) -> None:
     """What every start checks: silent where all holds. Raises UserError with all that fails."""
     raise_if([check.fault for check in _start_checks(config, parts) if not check.ok])
 
 
-def check_run(config: Config, parts: Parts, screen: Screen) -> None:
+def check_run(config: Config, parts: Components, screen: Screen) -> None:
     """All checks, a line each. Raises UserError where one fails. The output folder is not touched."""
     found: list[Check] = []
     with tempfile.TemporaryDirectory(prefix="rlhf_check_", ignore_cleanup_errors=True) as folder:
@@ -68,7 +68,7 @@ def show_checks(found: list[Check], screen: Screen) -> None:
     screen.facts([(c.name, f"ok      {c.found}" if c.ok else f"FAILED  {c.found}. {c.way_out}") for c in found])
 
 
-def all_checks(config: Config, parts: Parts, folder: Path) -> Iterator[Check]:
+def all_checks(config: Config, parts: Components, folder: Path) -> Iterator[Check]:
     """One after another; `folder` is for what must be written. The weights are afterwards what they were before."""
     yield from _start_checks(config, parts)
     device = base_of(parts.policy).device
@@ -79,11 +79,11 @@ def all_checks(config: Config, parts: Parts, folder: Path) -> Iterator[Check]:
     yield from update_checks(build_trainer(own, parts), parts, folder / "saved")
 
 
-def _start_checks(config: Config, parts: Parts) -> list[Check]:
+def _start_checks(config: Config, parts: Components) -> list[Check]:
     return start_checks(config, parts.tokenizer, parts.policy, parts.reward_model)
 
 
-def update_checks(trainer: OnPolicyLoop, parts: Parts, folder: Path) -> Iterator[Check]:
+def update_checks(trainer: OnPolicyLoop, parts: Components, folder: Path) -> Iterator[Check]:
     """On one rollout, before any step; on one update; on the weights, saved before it and loaded after."""
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     yield first_kl_is_zero(rollout, trainer.dtype)
@@ -91,7 +91,7 @@ def update_checks(trainer: OnPolicyLoop, parts: Parts, folder: Path) -> Iterator
     before = outputs(trainer, rollout)
     trainer.save_model(folder)
     yield steps_are_as_planned(trainer, rollout)
-    yield memory_is_as_foretold(trainer, parts)
+    yield memory_matches_estimate(trainer, parts)
     yield weights_come_back(trainer, rollout, before, folder)
 
 
@@ -120,7 +120,7 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     set_adapter_dropout(trainer.actor.policy, 0.0)
     plain = _apart_from_one(trainer, rollout)
     said = ""
-    if trainer.config.model.drops_inputs:
+    if trainer.config.model.has_adapter_dropout:
         share = trainer.config.model.lora_dropout
         set_adapter_dropout(trainer.actor.policy, share)
         with trainer.learner.dropout_stream(1):
@@ -183,16 +183,16 @@ def steps_are_as_planned(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     )
 
 
-def memory_is_as_foretold(trainer: OnPolicyLoop, parts: Parts) -> Check:
+def memory_matches_estimate(trainer: OnPolicyLoop, parts: Components) -> Check:
     """What the update took, against the plan's forecast of updates: of full replies, so that it is seldom reached."""
     device = trainer.accelerator.device
     measured = memory_in_use(device) - parts.memory_before
-    foretold, there = forecaster_of(trainer)(trainer.config), available(device)
+    predicted, there = forecaster_of(trainer)(trainer.config), available(device)
     return Check(
         "memory",
-        f"about {gib(foretold.peak)} GiB foretold for full replies, {gib(measured)} GiB taken by one update, "
+        f"about {gib(predicted.peak)} GiB foretold for full replies, {gib(measured)} GiB taken by one update, "
         f"{gib(there)} GiB free for it",
-        measured <= foretold.peak * MORE + SLACK and foretold.peak <= there,
+        measured <= predicted.peak * MORE + SLACK and predicted.peak <= there,
         "Make room: --micro-batch-size 1, --gradient-checkpointing, --use-lora or a smaller --reply-length",
     )
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf.rollout.completions import Forward, Replies
+from rlhf.rollout.completions import Completions, ForwardPass
 
 
 class CachedForward:
     """Keeps one forward pass with its graph, from the rollout to the first optimizer step on that rollout."""
 
     def __init__(self):
-        self._kept: tuple[Replies, Forward] | None = None
+        self._kept: tuple[Completions, ForwardPass] | None = None
 
-    def keep(self, replies: Replies, forward: Forward) -> Forward:
+    def keep(self, replies: Completions, forward: ForwardPass) -> ForwardPass:
         """Keep `forward`, a pass over all of `replies`, and return it."""
         self._kept = replies, forward
         return forward
 
-    def take(self, replies: Replies, rows: Sequence[int]) -> Forward | None:
+    def take(self, replies: Completions, rows: Sequence[int]) -> ForwardPass | None:
         """Return the kept pass if it covers exactly these rows of `replies`, else None. It is valid once: the weights
         change afterwards."""
         kept, self._kept = self._kept, None

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.objectives import kl_k1
-from rlhf.data.chat_template import encode_reply, encode_text
+from rlhf.data.chat_template import encode_completion, encode_text
 from rlhf.data.examples import read_text
 from rlhf.data.prompts import Prompt, ids_alone
 from rlhf.models.actor_critic import Actor
@@ -21,7 +21,7 @@ from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.models.logprobs import base_of
-from rlhf.models.packing import Packed, Padded
+from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout, episodes_of
 from rlhf.settings.training import Config
@@ -102,7 +102,7 @@ def fixed_text(
         return text_of_file(tokenizer, file)
     with_chosen = [p for p in prompts if p.example.chosen is not None][:most]
     if with_chosen:
-        replies = [encode_reply(tokenizer, p.example.chosen) for p in with_chosen]
+        replies = [encode_completion(tokenizer, p.example.chosen) for p in with_chosen]
         return FixedText(with_chosen, replies, f"{len(replies)} held-out chosen replies")
     parts = start(prompts[:most])
     rows = [(p, row) for part in parts for p, row in zip(part.prompts, part.replies.rows(), strict=True)]
@@ -134,7 +134,9 @@ def perplexity(policy, text: FixedText, pad: int, device: torch.device, dtype: t
     for start in range(0, len(order), size):
         rows = order[start : start + size]
         prompts, replies = [text.prompts[i].ids for i in rows], [text.replies[i] for i in rows]
-        passage = (Packed if packed else Padded)(episodes_of(prompts, replies, pad, device), range(len(rows)))
+        passage = (PackedMicroBatch if packed else PaddedMicroBatch)(
+            episodes_of(prompts, replies, pad, device), range(len(rows))
+        )
         with autocast(device, dtype):
             logprobs, _, _ = Actor(policy)(passage, 1.0)
         total -= float(logprobs.double().sum())

@@ -13,7 +13,7 @@ EVENTS = (
     "on_train_begin",
     "on_batch",
     "on_update_end",
-    "on_drop",  # in place of on_update_end
+    "on_update_skipped",  # in place of on_update_end
     "on_epoch_end",
     "on_evaluation",
     "on_update_done",

@@ -10,15 +10,15 @@ from typing import TypeVar
 
 import torch
 
-from rlhf.models.packing import Passage
-from rlhf.rollout.completions import Replies
-from rlhf.utils.errors import Notice, RunError
+from rlhf.models.packing import MicroBatch
+from rlhf.rollout.completions import Completions
+from rlhf.utils.errors import RLHFWarning, RunError
 
 T = TypeVar("T")
 
 
 @dataclass
-class MicroBatches:
+class MicroBatchBudget:
     """How completions are cut into forward passes. It changes memory, and not the result."""
 
     rows: int  # completions at most; 0: no limit
@@ -35,15 +35,15 @@ class MicroBatches:
         except torch.OutOfMemoryError as error:
             raise RunError(f"out of memory: {phase} ({str(error).splitlines()[0]}). {self.advise()}") from None
 
-    def split(self, replies: Replies, rows: Sequence[int] | None = None) -> list[list[int]]:
+    def split(self, replies: Completions, rows: Sequence[int] | None = None) -> list[list[int]]:
         """`rows` (None: all) in micro-batches."""
         return replies.parts(range(len(replies.mask)) if rows is None else rows, self.rows, self.tokens, self.packed)
 
-    def passage(self, replies: Replies, rows: Sequence[int]) -> Passage:
+    def passage(self, replies: Completions, rows: Sequence[int]) -> MicroBatch:
         """What the forward pass of one micro-batch reads."""
         return replies.passage(rows, self.packed)
 
-    def retry(self, phase: str, replies: Replies, run: Callable[[], T], rows: Sequence[int] | None = None) -> T:
+    def retry(self, phase: str, replies: Completions, run: Callable[[], T], rows: Sequence[int] | None = None) -> T:
         """Return `run()`, which splits `rows` (None: all) by these limits. Whenever it is out of memory, the limit is
         halved for the rest of the training run, and `run` is called again.
 
@@ -63,6 +63,6 @@ class MicroBatches:
             warnings.warn(
                 f"out of memory in {phase}: micro-batches of at most {self.rows} replies from here on; the optimizer "
                 "steps stay what they were",
-                Notice,
+                RLHFWarning,
                 stacklevel=2,
             )

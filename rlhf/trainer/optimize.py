@@ -13,14 +13,14 @@ from rlhf.algorithms.experience import Experience, PolicyOutputs
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.logprobs import base_of
-from rlhf.models.packing import Passage
+from rlhf.models.packing import MicroBatch
 from rlhf.settings.training import Config
 from rlhf.trainer.cached_forward import CachedForward
-from rlhf.trainer.micro_batch import MicroBatches
+from rlhf.trainer.micro_batch import MicroBatchBudget
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import check_step
 from rlhf.trainer.trl_host import Host
-from rlhf.utils.rng import generator
+from rlhf.utils.rng import rng_for
 
 
 class PolicyOptimizer:
@@ -31,7 +31,7 @@ class PolicyOptimizer:
         config: Config,
         host: Host,
         algorithm: Any,
-        micro_batches: MicroBatches,
+        micro_batches: MicroBatchBudget,
         cached_forward: CachedForward,
         progress: Progress,
     ):
@@ -42,7 +42,7 @@ class PolicyOptimizer:
 
     def run(self, experience: Experience, update: int) -> dict[str, float]:
         """`ppo_epochs` passes of shuffled minibatches, an optimizer step each; returns the means of their statistics.
-        Raises Dropped as `step` does."""
+        Raises SkipUpdate as `step` does."""
         self.host.model.train()  # for gradient checkpointing and the adapters' dropout; a model's own dropout is off
         learning_rate, steps = self.host.lr_scheduler.get_last_lr()[0], []
         with self.dropout_stream(update):
@@ -57,22 +57,22 @@ class PolicyOptimizer:
     def dropout_stream(self, update: int) -> Iterator[None]:
         """Dropout draws from torch's global random streams. Inside this context they are seeded by (seed, update);
         afterwards they are what they were before, because reward functions may draw from them."""
-        if not self.config.model.drops_inputs:
+        if not self.config.model.has_adapter_dropout:
             yield
             return
         gpus = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(gpus):
-            torch.manual_seed(int(generator(self.config.run.seed, update, "dropout").integers(2**63)))
+            torch.manual_seed(int(rng_for(self.config.run.seed, update, "dropout").integers(2**63)))
             yield
 
     def minibatches(self, update: int, epoch: int) -> Iterator[list[int]]:
         """Rows of each minibatch, shuffled by (seed, update, epoch)."""
         episodes, size = self.config.episodes_per_update, self.config.minibatch_size
-        order = generator(self.config.run.seed, update, "minibatches", epoch).permutation(episodes).tolist()
+        order = rng_for(self.config.run.seed, update, "minibatches", epoch).permutation(episodes).tolist()
         return (order[start : start + size] for start in range(0, episodes, size))
 
     def step(self, experience: Experience, rows: Sequence[int]) -> dict[str, Tensor]:
-        """One optimizer step on one minibatch; returns its statistics. Raises Dropped before the step if a loss or a
+        """One optimizer step on one minibatch; returns its statistics. Raises SkipUpdate before the step if a loss or a
         gradient is not finite, or the ratio is out of range."""
         stats = self.minibatch_gradients(experience, rows)
         check_step(stats, rows)
@@ -86,7 +86,7 @@ class PolicyOptimizer:
     def minibatch_gradients(self, experience: Experience, rows: Sequence[int]) -> dict[str, Tensor]:
         """Compute a minibatch's gradients, micro-batch by micro-batch, and clip them; returns its statistics."""
         replies = experience.replies
-        tokens = torch.tensor(float(sum(replies.reply_lengths[r] for r in rows)), device=self.device)
+        tokens = torch.tensor(float(sum(replies.completion_lengths[r] for r in rows)), device=self.device)
 
         def all_micro_batches() -> dict[str, Tensor]:
             stats: dict[str, Tensor] = {}
@@ -102,7 +102,7 @@ class PolicyOptimizer:
         return {**stats, "policy/grad_norm": torch.as_tensor(norm).to(self.device)}
 
     def gradients(
-        self, experience: Experience, passage: Passage, tokens: Tensor, hidden: Tensor | None = None
+        self, experience: Experience, passage: MicroBatch, tokens: Tensor, hidden: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Add one micro-batch's gradients to the weights' gradients; returns its statistics.
 
@@ -131,7 +131,7 @@ class PolicyOptimizer:
             hidden.backward(leaf.grad)
         return stats
 
-    def chunks(self, passage: Passage) -> Iterator[tuple[slice, slice]]:
+    def chunks(self, passage: MicroBatch) -> Iterator[tuple[slice, slice]]:
         """Whole completions whose logits may exist together: rows of the passage, and the cells of their tokens."""
         vocabulary = base_of(self.host.actor.policy).get_input_embeddings().num_embeddings
         most = max(1, budget_of(passage.tokens.device).logits_per_chunk // vocabulary)

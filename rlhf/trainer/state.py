@@ -28,7 +28,7 @@ from rlhf.utils.files import disk_errors
 TENSORS_FILE, STATE_FILE = "training.safetensors", "training.json"
 
 
-def save_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
+def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     """Into an empty folder: weights as `save_model` writes them, optimizer, scheduler, counters, random states."""
     trainer.save_model(folder)
     optimizer, normalizer = trainer.optimizer.state_dict(), trainer.collector.normalizer
@@ -58,8 +58,8 @@ def save_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
     (folder / STATE_FILE).write_text(json.dumps(state, default=_plain), encoding="utf-8")
 
 
-def load_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
-    """Bring a new trainer, with its callbacks attached, to where `save_trainer` left the old one."""
+def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
+    """Bring a new trainer, with its callbacks attached, to where `save_trainer_state` left the old one."""
     state, tensors = load_weights(trainer, folder)
     own = schedule_of(trainer).base_lrs  # the same, unless going on with another one was asked for
     trainer.lr_scheduler.load_state_dict({**state["scheduler"], "base_lrs": own})

@@ -21,7 +21,7 @@ LONGEST_NAME = 255
 LONGEST_BELOW = 100  # of what is written under an output folder: TensorBoard's names hold the machine's
 
 
-def put_in_place(file: Path, write: Callable[[Path], Any]) -> None:
+def atomic_write(file: Path, write: Callable[[Path], Any]) -> None:
     """`write` fills a file beside, which then takes the place of `file` at one stroke. Its folder is made."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(file.name + ".new")
@@ -33,7 +33,7 @@ def put_in_place(file: Path, write: Callable[[Path], Any]) -> None:
 
 def write_text(file: Path, text: str) -> None:
     """UTF-8, complete or unchanged."""
-    put_in_place(file, lambda beside: beside.write_text(text, encoding="utf-8"))
+    atomic_write(file, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
 def write_json(file: Path, data: Any) -> None:
@@ -84,7 +84,7 @@ def check_folder(output: str, flag: str = "--output") -> Path:
     return folder
 
 
-def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+def update_dir_atomically(folder: Path, write: Callable[[Path], None]) -> None:
     """Renew a saved model in place: `write` fills a folder beside it, then file by file takes the old one's place.
 
     So `folder` holds a loadable model at all times: the weights are one file, and the others do not change in a run.
@@ -102,9 +102,9 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(beside)  # a file that has both names, as links have, is in both places still
 
 
-def link_folder(source: Path, target: Path) -> None:
+def hardlink_dir(source: Path, target: Path) -> None:
     """A copy of a saved model that takes no room: weights are the same files under a second name, where the disk has
-    such. Nobody writes into them: `replace_folder` puts others in their place."""
+    such. Nobody writes into them: `update_dir_atomically` puts others in their place."""
     target.mkdir(parents=True)
     for file in source.iterdir():
         try:

@@ -10,7 +10,7 @@ from rlhf.utils.errors import RunError
 from rlhf.utils.system import stop_signals
 
 
-class Stopped(RunError):
+class TrainingInterrupted(RunError):
     """A run that was asked to stop, and has saved what it had. The exit status is a shell's: 128 + the signal."""
 
     run_status = "stopped"
@@ -23,14 +23,14 @@ class Stopped(RunError):
         return str(self)
 
 
-class StopRequest:
+class GracefulStop:
     """While its `with` lasts, signals are noted in `by`; the run looks there between two updates."""
 
     def __init__(self, say=print):
         self.by: signal.Signals | None = None
         self.say, self.before = say, {}
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():  # Python hears signals nowhere else
             self.before = {which: signal.signal(which, self._note) for which in stop_signals()}
         return self

@@ -18,7 +18,7 @@ from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.models.actor_critic import with_value_head
 from rlhf.models.load import load_tokenizer
-from rlhf.rollout.completions import Replies
+from rlhf.rollout.completions import Completions
 from rlhf.trainer import collect
 from rlhf.trainer.trl_host import _SharedBackboneCritic
 
@@ -99,10 +99,10 @@ def replayed(monkeypatch):
         def sample(policy, prompts, uniform, sampling, *, eos, pad, **_):
             table = stock.replies[trainer.state.global_step]
             reply = torch.tensor([table[stock.prompts.index(p)] for p in prompts])
-            return Replies.of(prompts, reply, eos=eos, pad=pad, vocabulary=len(stock.tokenizer))
+            return Completions.of(prompts, reply, eos=eos, pad=pad, vocabulary=len(stock.tokenizer))
 
         monkeypatch.setattr(trainer, "prompts_of", prompts_of)
-        monkeypatch.setattr(collect, "sample_replies", sample)
+        monkeypatch.setattr(collect, "sample_completions", sample)
         monkeypatch.setattr(trainer, "evaluate", lambda: None)
 
     return replay
@@ -126,7 +126,7 @@ def test_three_updates_of_two_epochs_match_trl(
     ours = build(*FLAGS, "--critic", critic, prompts=prompts, policy=policy)
     ours.model.to(dtype)
     replayed(ours, stock)
-    logged = [ours.one_update(update) for update in range(1, UPDATES + 1)]
+    logged = [ours.update_step(update) for update in range(1, UPDATES + 1)]
 
     theirs = [entry for entry in stock.trainer.state.log_history if "objective/kl" in entry]
     names = {
@@ -169,7 +169,7 @@ def test_a_score_stands_at_eos_and_not_behind_it_as_in_trl(
         rewards=[lambda completions, **_: [2.0] * BATCH],
     )
     replayed(ours, stock)
-    mine = ours.one_update(1)
+    mine = ours.update_step(1)
 
     theirs = next(entry for entry in stock.trainer.state.log_history if "objective/kl" in entry)
     squares = theirs_score_squares(stock)
@@ -324,7 +324,7 @@ def compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, fla
     )
     settings = {"per_device_train_batch_size": ours.config.minibatch_size, **settings}
     for update in range(1, UPDATES + 1):
-        ours.one_update(update)
+        ours.update_step(update)
     stock = StockGroups(algorithm, start_model, tmp_path, rollouts, scores, **settings)
     stock.trainer.train()
     start = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32)

@@ -83,7 +83,7 @@ def test_ppo_and_grpo_log_the_same_kl_of_the_same_replies(build, tmp_path):
             trainer.load_model(tmp_path / "moved")
             trainer.prompts_of = lambda update, t=trainer: list(enumerate(t.train_prompts[:4]))
             replies.append(trainer.collector.collect(trainer.prompts_of(1), 1).texts)
-            trainer.one_update(1)
+            trainer.update_step(1)
             (logged,) = [entry for entry in trainer.state.log_history if "kl_divergence" in entry]
             said.append({name: value for name, value in logged.items() if name.startswith("kl_divergence")})
     assert all(texts == replies[0] for texts in replies)
@@ -93,8 +93,8 @@ def test_ppo_and_grpo_log_the_same_kl_of_the_same_replies(build, tmp_path):
 
 def test_the_kl_is_logged_at_beta_0(grpo):
     trainer = grpo("--kl-coef", 0, "--kl-schedule", "fixed", "--learning-rate", "1e-2")
-    trainer.one_update(1)
-    logged = trainer.one_update(2)
+    trainer.update_step(1)
+    logged = trainer.update_step(2)
     assert logged["kl_coef"] == 0 and logged["kl_divergence/k3"] > 1e-3
 
 
@@ -117,7 +117,7 @@ def test_groups_stand_together_and_their_replies_differ(grpo):
 
 def test_the_share_of_groups_without_spread_is_logged(grpo):
     given = [lambda **_: [1.0, 1.0, 1.0, 2.0, 3.0, 3.0, 0.0, 0.5]]
-    assert grpo("--K", 2, "--batch-size", 4, rewards=given).one_update(1)["rewards/equal_groups"] == 0.5
+    assert grpo("--K", 2, "--batch-size", 4, rewards=given).update_step(1)["rewards/equal_groups"] == 0.5
 
 
 def test_a_group_whose_penalties_differ_has_spread(grpo):
@@ -153,7 +153,7 @@ def test_micro_batches_add_up_under_every_loss_type(grpo, loss_type):
     for size in (0, 1, 3):
         trainer = grpo("--ppo-epochs", 1, "--micro-batch-size", size, *flags)
         trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
-        trainer.one_update(1)
+        trainer.update_step(1)
         moved.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters()]))
     assert_close(moved[1], moved[0], rtol=0, atol=1e-6)
     assert_close(moved[2], moved[0], rtol=0, atol=1e-6)
@@ -162,4 +162,4 @@ def test_micro_batches_add_up_under_every_loss_type(grpo, loss_type):
 def test_adapters_over_4_bit_weights_stay_float32(grpo):
     trainer = grpo("--use-lora", "--load-in-4bit")
     assert {w.dtype for w in trainer.model.parameters() if w.requires_grad} == {torch.float32}
-    assert trainer.one_update(1)["policy/ratio"] == pytest.approx(1, abs=0.2)
+    assert trainer.update_step(1)["policy/ratio"] == pytest.approx(1, abs=0.2)

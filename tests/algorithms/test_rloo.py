@@ -145,7 +145,7 @@ def test_sampler_weights_of_one_action_by_hand():
     """Gaps of 0.1 and 0.2 nats, and of 5 nats: exp(0.3) at both tokens, and the cap of 2."""
     new = torch.tensor([[0.1, 0.2, 9.0], [5.0, 9.0, 9.0]])
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    found = objectives.sampler_weights(new, torch.zeros(2, 3), mask, one_action=True)
+    found = objectives.truncated_importance_weights(new, torch.zeros(2, 3), mask, one_action=True)
     assert_close(found, torch.tensor([[math.exp(0.3), math.exp(0.3), 0], [2, 0, 0]]))
 
 
@@ -156,7 +156,7 @@ def test_micro_batches_add_up(rloo, placement):
     for size in (0, 1, 3):
         trainer = rloo("--ppo-epochs", 2, "--micro-batch-size", size, *flags)
         trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
-        trainer.one_update(1)
+        trainer.update_step(1)
         moved.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters()]))
     assert_close(moved[1], moved[0], rtol=0, atol=1e-6)
     assert_close(moved[2], moved[0], rtol=0, atol=1e-6)

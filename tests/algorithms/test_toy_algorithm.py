@@ -26,7 +26,7 @@ from rlhf.config import make_config, parse_cli
 from rlhf.rollout.completions import Rollout
 from rlhf.run.command import train_command
 from rlhf.settings.training import Config
-from rlhf.utils.signals import Stopped
+from rlhf.utils.signals import TrainingInterrupted
 
 
 class Toy:
@@ -89,7 +89,7 @@ def test_it_trains_resumes_and_is_evaluated_drawn_and_compared(toy, run_flags, r
     assert "python compare_runs.py" in capsys.readouterr().out
 
     monkeypatch.setattr(Toy, "stop_in_update", 2)
-    with pytest.raises(Stopped):
+    with pytest.raises(TrainingInterrupted):
         train_command("toy", run_flags(*flags, "--output", stopped))
     monkeypatch.setattr(Toy, "stop_in_update", None)
     train_command("toy", ["--resume", "--output", str(stopped)])

@@ -13,18 +13,18 @@ from transformers import AutoModelForCausalLM
 
 import evaluate_generations
 from rlhf.analysis.audit import against, figures, warnings
-from rlhf.analysis.evaluator import Generations
+from rlhf.analysis.evaluator import GenerationResults
 from rlhf.models.load import load_tokenizer
 
 WORDS = "the cat sat on a mat and the dog ran off to see what fish do when it rains in spring".split()
 
 
-def replies(scores=0.0, judged=0.0, length=10, ended=1.0, kl=2.0, words=WORDS, prompts=24) -> Generations:
+def replies(scores=0.0, judged=0.0, length=10, ended=1.0, kl=2.0, words=WORDS, prompts=24) -> GenerationResults:
     """Two completions to each prompt; numbers scatter by +-0.1 about what is said."""
     scatter = np.tile([[-0.1, 0.1]], (prompts, 1))
     shape = scatter.shape
     texts = [[" ".join(words[(i + k) % 5 : (i + k) % 5 + 8]) for k in range(2)] for i in range(prompts)]
-    return Generations(
+    return GenerationResults(
         label="a model",
         texts=texts,
         scores=scores + scatter,

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import evaluate_generations
 import train_grpo
-from rlhf.analysis.chat import Conversation, Voice
-from rlhf.data.chat_template import decode_reply, encode_prompt
+from rlhf.analysis.chat import Conversation, StreamingGenerator
+from rlhf.data.chat_template import decode_completion, encode_prompt
 from rlhf.models.load import load_tokenizer
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
 from rlhf.utils.console import visible
@@ -31,12 +31,12 @@ def talk(monkeypatch, capsys):
     """A function that pipes lines into `--chat`; returns what the console said, and the prompts that were read."""
 
     def make(model: object, lines: str | io.TextIOBase, *flags: object) -> tuple[str, list[list[int]]]:
-        read, reply = [], Voice.reply
-        monkeypatch.setattr(Voice, "reply", lambda voice, ids: read.append(ids) or reply(voice, ids))
+        read, reply = [], StreamingGenerator.reply
+        monkeypatch.setattr(StreamingGenerator, "reply", lambda voice, ids: read.append(ids) or reply(voice, ids))
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines) if isinstance(lines, str) else lines)
         capsys.readouterr()
         evaluate_generations.main([str(w) for w in ["--chat", "--model-path", model, "--reply-length", 5, *flags]])
-        monkeypatch.setattr(Voice, "reply", reply)
+        monkeypatch.setattr(StreamingGenerator, "reply", reply)
         return capsys.readouterr().out, read
 
     return make
@@ -176,7 +176,7 @@ def test_a_cold_reply_is_the_likeliest_one(runs, talk):
     policy = AutoModelForCausalLM.from_pretrained(model).eval()
     prompt = torch.tensor([ids])
     greedy = policy.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=5)
-    expected = decode_reply(tokenizer, greedy[0, len(ids) :])
+    expected = decode_completion(tokenizer, greedy[0, len(ids) :])
     assert said.split("input\n")[1] == visible(expected) + "\n"
 
 
@@ -185,7 +185,7 @@ def test_ctrl_c_ends_a_chat_quietly(runs, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
-    monkeypatch.setattr(Voice, "reply", interrupted)
+    monkeypatch.setattr(StreamingGenerator, "reply", interrupted)
     run_command(lambda: evaluate_generations.main(["--chat", "--model-path", str(runs["ppo", 1])]))
     assert capsys.readouterr().err == ""
 

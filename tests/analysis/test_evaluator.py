@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf.analysis.evaluator import Bench, Generations
-from rlhf.analysis.models import find_models, find_trained, shared_settings
-from rlhf.analysis.verdict import Side, judge_runs
+from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
+from rlhf.analysis.models import find_model_ref, find_models, shared_settings
+from rlhf.analysis.verdict import RunGroup, judge_runs
 from rlhf.config import make_config
 from rlhf.data.prompts import Prompt
 from rlhf.models.budget import BUDGETS
@@ -39,26 +39,26 @@ def settings(start_model, reward_folder, pairs_file) -> MeasureSettings:
     )
 
 
-def bench_of(names, settings) -> tuple[Bench, list]:
+def bench_of(names, settings) -> tuple[ModelEvaluator, list]:
     models = find_models([str(name) for name in names], settings, "--model-path")
-    return Bench(models, settings, CPU, Screen()), models
+    return ModelEvaluator(models, settings, CPU, Screen()), models
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_is_found_by_its_folder_and_says_which_weights(runs):
-    final, best = (find_trained(str(runs["ppo", 1]), which, None) for which in ("final", "best"))
+    final, best = (find_model_ref(str(runs["ppo", 1]), which, None) for which in ("final", "best"))
     assert (final.which, final.update, best.which) == ("final", 2, "best")
     assert final.label == f"{runs['ppo', 1]} (final, after update 2)"
     chosen = json.loads((runs["ppo", 1] / "run.json").read_text())["best"]["update"]
     assert best.update == chosen and best.source.endswith("best")
-    inside = find_trained(str(runs["ppo", 1] / "best"), "final", None)
+    inside = find_model_ref(str(runs["ppo", 1] / "best"), "final", None)
     assert (inside.which, inside.update) == ("best", chosen), "a folder inside a run is known as the run's"
 
 
 def test_an_adapter_is_found_with_its_base(runs, start_model):
-    found = find_trained(str(runs["grpo", 1]), "final", None)
+    found = find_model_ref(str(runs["grpo", 1]), "final", None)
     assert found.base == str(start_model) and found.source == str(runs["grpo", 1])
 
 
@@ -71,16 +71,16 @@ def test_an_adapter_whose_base_is_gone(runs, tmp_path, start_model):
     said = json.loads((orphan / "adapter_config.json").read_text())
     (orphan / "adapter_config.json").write_text(json.dumps({**said, "base_model_name_or_path": "/gone/model"}))
     with pytest.raises(UserError) as error:
-        find_trained(str(orphan), "final", None)
+        find_model_ref(str(orphan), "final", None)
     assert str(error.value) == (
         f"the adapter's base is gone (/gone/model): --model-path {orphan}. Name it with --baseline FOLDER"
     )
-    assert find_trained(str(orphan), "final", str(start_model)).base == str(start_model)
+    assert find_model_ref(str(orphan), "final", str(start_model)).base == str(start_model)
 
 
 def test_a_named_start_model_does_not_take_the_place_of_an_adapters_own_base(runs, start_model, tmp_path):
     other = make_start_model(tmp_path / "other", seed=4)
-    assert find_trained(str(runs["grpo", 1]), "final", str(other)).base == str(start_model)
+    assert find_model_ref(str(runs["grpo", 1]), "final", str(other)).base == str(start_model)
 
 
 def test_a_bare_adapters_base_is_its_start_model(runs, start_model, settings, tmp_path):
@@ -104,7 +104,7 @@ def test_a_torn_file_of_a_model_is_named(runs, tmp_path, file, text, words):
     folder = shutil.copytree(runs["grpo", 1], tmp_path / "torn")
     (folder / file).write_text(text)
     with pytest.raises(UserError, match=words):
-        find_trained(str(folder), "final", None)
+        find_model_ref(str(folder), "final", None)
 
 
 def test_what_is_not_there_is_said_together(tmp_path, settings):
@@ -122,12 +122,12 @@ def test_an_unfinished_run_has_no_final_weights(runs, tmp_path):
     run = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**run, "status": "running"}))
     with pytest.raises(UserError, match="no final weights, the run is running: --model-path .* Add --which best"):
-        find_trained(str(folder), "final", None)
-    assert find_trained(str(folder), "best", None).which == "best"
+        find_model_ref(str(folder), "final", None)
+    assert find_model_ref(str(folder), "best", None).which == "best"
 
 
 def test_settings_come_from_the_run_and_flags_win(runs):
-    models = [find_trained(str(runs["ppo", 1]), "final", None)]
+    models = [find_model_ref(str(runs["ppo", 1]), "final", None)]
     plain = shared_settings(models, MeasureSettings())
     assert (plain.sampling.reply_length, plain.sampling.temperature) == (8, 0.7)
     told = shared_settings(models, MeasureSettings(temperature=0.5, reply_length=5))
@@ -136,7 +136,7 @@ def test_settings_come_from_the_run_and_flags_win(runs):
 
 
 def test_runs_measured_with_unlike_settings_are_refused_until_a_flag_decides(runs):
-    one, other = (find_trained(str(runs[name]), "final", None) for name in (("ppo", 1), ("grpo", 1)))
+    one, other = (find_model_ref(str(runs[name]), "final", None) for name in (("ppo", 1), ("grpo", 1)))
     settings = {**other.run.settings, "sampling": {**other.run.settings["sampling"], "temperature": 0.9}}
     other = dataclasses.replace(other, run=dataclasses.replace(other.run, settings=settings))
     with pytest.raises(UserError, match=r"temperature is 0.7 in .* and 0.9 in .*Decide with --temperature"):
@@ -297,15 +297,15 @@ def test_prompts_that_no_run_looked_at_come_first(settings, start_model, runs):
 
 def test_runs_that_followed_unlike_numbers_of_prompts(runs):
     """The prompts of the one that followed most are looked at; and each run's own are known for its own."""
-    models = [find_trained(str(runs[name]), "final", None) for name in (("ppo", 1), ("ppo", 2))]
+    models = [find_model_ref(str(runs[name]), "final", None) for name in (("ppo", 1), ("ppo", 2))]
     bench, _ = bench_of([runs["ppo", 1]], MeasureSettings(num_prompts=2))
     longer = [p for p in bench.followed] + [Prompt((), bench.examples[0])]
     data = {"evaluation_prompts": 8, "evaluation_sha256": "another"}
     models[1] = dataclasses.replace(models[1], run=dataclasses.replace(models[1].run, data=data))
     seen = {p.example.question for p in longer}
-    made = Bench(models, MeasureSettings(num_prompts=2), CPU, Screen())
+    made = ModelEvaluator(models, MeasureSettings(num_prompts=2), CPU, Screen())
     assert len(seen) == 7 and "held-out prompts that no run looked at" in made.prompts_line
-    alone = Bench(models[:1], MeasureSettings(num_prompts=2), CPU, Screen())
+    alone = ModelEvaluator(models[:1], MeasureSettings(num_prompts=2), CPU, Screen())
     count = [int(b.prompts_line.split(" from ")[1].split()[0]) for b in (alone, made)]
     assert count[0] - count[1] == 2, "6 were followed by the one, 8 by the other"
 
@@ -317,7 +317,7 @@ def test_changed_evaluation_prompts_are_said(runs, tmp_path, capsys, pairs_file)
     assert "the evaluation prompts are no longer those of the run" in capsys.readouterr().out
 
 
-def sampled(bench: Bench, seed: int) -> Generations:
+def sampled(bench: ModelEvaluator, seed: int) -> GenerationResults:
     bench.settings = dataclasses.replace(bench.settings, seed=seed)
     return bench.measure_start(Screen())
 
@@ -332,7 +332,7 @@ def test_a_model_against_itself_is_seldom_called_different(settings, start_model
     start = sampled(bench, 0)
     for trial in range(100):
         made = [sampled(bench, 2 * trial + i + 1) for i in range(2)]
-        sides = [Side(name, [run], [replies], [1]) for name, replies in zip(("ppo", "grpo"), made, strict=True)]
+        sides = [RunGroup(name, [run], [replies], [1]) for name, replies in zip(("ppo", "grpo"), made, strict=True)]
         sentence = judge_runs(sides, start, None, trial).sentences[0]
         assert sentence.startswith("No difference shown") or "replies are better than" in sentence
         called += "better" in sentence

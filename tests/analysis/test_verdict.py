@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhf.analysis.equal_budget import Look, at_equal
-from rlhf.analysis.evaluator import Generations
-from rlhf.analysis.verdict import Side, contrast, judge_runs
+from rlhf.analysis.equal_budget import EvalPoint, at_equal
+from rlhf.analysis.evaluator import GenerationResults
+from rlhf.analysis.verdict import RunGroup, contrast, judge_runs
 from rlhf.reports.comparison_report import at_equal_in_words
 from tests.records import record_of
 
@@ -15,10 +15,12 @@ RNG = np.random.default_rng(0)
 PROMPTS = RNG.normal(0, 1, (64, 1))
 
 
-def replies(score: float, judged: float | None = None, kl: float = 2.0, perplexity: float | None = 3.0) -> Generations:
+def replies(
+    score: float, judged: float | None = None, kl: float = 2.0, perplexity: float | None = 3.0
+) -> GenerationResults:
     """Four completions to each of 64 prompts; scores scatter by 0.3 about what is said and the prompt's own."""
     noise = RNG.normal(0, 0.3, (2, 64, 4))
-    return Generations(
+    return GenerationResults(
         label="made",
         texts=[["a b c d"] * 4] * 64,
         scores=PROMPTS + score + noise[0],
@@ -30,12 +32,12 @@ def replies(score: float, judged: float | None = None, kl: float = 2.0, perplexi
     )
 
 
-def side(algorithm: str, *measured: Generations, episodes: int = 100) -> Side:
+def side(algorithm: str, *measured: GenerationResults, episodes: int = 100) -> RunGroup:
     runs = [record_of(seed=i) for i in range(len(measured))]
-    return Side(algorithm, runs, list(measured), [episodes] * len(measured))
+    return RunGroup(algorithm, runs, list(measured), [episodes] * len(measured))
 
 
-def three(score: float, judged: float | None = None) -> list[Generations]:
+def three(score: float, judged: float | None = None) -> list[GenerationResults]:
     return [replies(score + shift, None if judged is None else judged + shift) for shift in (-0.02, 0.0, 0.02)]
 
 
@@ -106,9 +108,9 @@ def test_unequal_budgets_are_in_capitals():
 
 def test_a_contrast_by_hand():
     """Two seeds against the start: means per prompt and wins of all pairs."""
-    a = Generations("a", [], np.array([[1.0, 3.0], [0.0, 2.0]]), None, None, None, None, None)
-    b = Generations("b", [], np.array([[2.0, 2.0], [2.0, 2.0]]), None, None, None, None, None)
-    start = Generations("s", [], np.array([[0.0, 2.0], [2.0, 2.0]]), None, None, None, None, None)
+    a = GenerationResults("a", [], np.array([[1.0, 3.0], [0.0, 2.0]]), None, None, None, None, None)
+    b = GenerationResults("b", [], np.array([[2.0, 2.0], [2.0, 2.0]]), None, None, None, None, None)
+    start = GenerationResults("s", [], np.array([[0.0, 2.0], [2.0, 2.0]]), None, None, None, None, None)
     found = contrast(side("ppo", a, b), start, "scores", 1)
     assert found.difference.value == pytest.approx(((2 - 1) + (1 - 2) + (2 - 1) + (2 - 2)) / 4)
     # a: prompt 1 (1 > 0, 1 < 2, 3 > 0, 3 > 2) 3/4, prompt 2 (0 < 2, 2 = 2) 1/4; b: (2 > 0, 2 = 2) 3/4, all equal 1/2
@@ -119,12 +121,12 @@ def test_a_contrast_by_hand():
 # --- equal budgets ---------------------------------------------------------------------------------------------------
 
 
-def look(update: int, seconds: float, scores, prompts=("a", "b"), per_update: int = 10) -> Look:
+def look(update: int, seconds: float, scores, prompts=("a", "b"), per_update: int = 10) -> EvalPoint:
     rows = [
         {"prompt": [{"role": "user", "content": p}], "reply": "x", "score": s, "kl": update / 10, "ended": True}
         for p, s in zip(prompts, scores, strict=True)
     ]
-    return Look(update, update * per_update, seconds, rows)
+    return EvalPoint(update, update * per_update, seconds, rows)
 
 
 def test_equal_budgets_by_hand():
@@ -169,7 +171,7 @@ def test_a_judges_difference_without_one_by_the_score_is_said():
 
 def test_few_prompts_are_said():
     ones = np.ones((4, 1))
-    few = [Generations("a", [["x"]] * 4, ones * shift, None, None, ones, ones, None) for shift in range(4)]
+    few = [GenerationResults("a", [["x"]] * 4, ones * shift, None, None, ones, ones, None) for shift in range(4)]
     caveats = judge_runs([side("ppo", *few[:2]), side("grpo", *few[2:])], few[0], None, 1).caveats
     assert "only 4 prompts: intervals over so few are rough. Raise --num-prompts" in caveats
 
@@ -177,10 +179,10 @@ def test_few_prompts_are_said():
 # --- three and more sides --------------------------------------------------------------------------------------------
 
 
-def constant(score: float, judged: float | None = None) -> Generations:
+def constant(score: float, judged: float | None = None) -> GenerationResults:
     """One completion to each of 20 prompts; every score is the same."""
     ones = np.ones((20, 1))
-    return Generations("made", [["x"]] * 20, ones * score, judged and ones * judged, None, ones, ones > 0, None)
+    return GenerationResults("made", [["x"]] * 20, ones * score, judged and ones * judged, None, ones, ones > 0, None)
 
 
 def test_three_sides_are_contrasted_in_pairs_by_hand():

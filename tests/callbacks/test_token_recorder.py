@@ -47,9 +47,9 @@ def test_a_record_is_what_the_trainer_saw(build, tmp_path, algorithm, form):
             e, t = row["episode"], row["step"]
             prompt = trainer.train_prompts[row["prompt_index"]]
             assert prompt is batch.prompts[e] and row["prompt"] == prompt.example.messages[-1]["content"]
-            assert row["token_id"] == int(batch.replies.reply_ids[e, t])
+            assert row["token_id"] == int(batch.replies.completion_ids[e, t])
             assert row["state"] == trainer.processing_class.decode(
-                [*prompt.ids, *batch.replies.reply_ids[e, :t].tolist()]
+                [*prompt.ids, *batch.replies.completion_ids[e, :t].tolist()]
             )
             seen = {"logprob": batch.logprobs, "ref_logprob": batch.ref_logprobs, "kl": batch.kl,
                     "advantage": batch.advantages, "weight": batch.weights}  # fmt: skip

@@ -238,7 +238,7 @@ def test_an_export_that_failed_is_done_by_the_next_command(run_flags, tmp_path, 
         raise OSError(28, "No space left on device", "x")
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "replace_folder", full)
+        patch.setattr(export, "update_dir_atomically", full)
         run(run_flags(*FAST, "--use-lora", "--merge-lora"), 1)
     assert "Traceback" not in capsys.readouterr().err
     assert RunRecord.read(tmp_path / "run").status == "finished"
@@ -288,7 +288,7 @@ def test_a_rename_that_fails_brings_the_older_one_back(tmp_path, monkeypatch):
 
     monkeypatch.setattr(replacing.system, "replace", replace)
     with pytest.raises(PermissionError):
-        replacing.put_folder_in_place(tmp_path / "new", tmp_path / "old")
+        replacing.replace_dir(tmp_path / "new", tmp_path / "old")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.config import parse_cli
-from rlhf.data.chat_template import decode_reply, encode_prompt, encode_reply, encode_text
+from rlhf.data.chat_template import decode_completion, encode_completion, encode_prompt, encode_text
 from rlhf.data.examples import ROLES, examples_of, load_examples
 from rlhf.data.prompts import encode_prompts, load_prompts
 from rlhf.models.load import load_adapter, load_policy, load_tokenizer
@@ -30,7 +30,7 @@ from rlhf.rewards.training import train_reward_model
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Split
-from rlhf.setup.build import load_parts
+from rlhf.setup.build import load_components
 from rlhf.trainer.evaluation import fixed_text
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
@@ -152,9 +152,9 @@ def test_no_special_token_can_be_written_by_a_prompt_or_a_reply(tokenizer):
                 plain = [{"role": role, "content": "x"}, *user("x")]
                 ids, clean = encode_prompt(tokenizer, chat), encode_prompt(tokenizer, plain)
                 assert {i: ids.count(i) for i in found.values()} == {i: clean.count(i) for i in found.values()}
-            assert encode_reply(tokenizer, text).count(tokenizer.eos_token_id) == 1
-            assert encode_reply(tokenizer, text)[-1] == tokenizer.eos_token_id
-            assert decode_reply(tokenizer, encode_reply(tokenizer, text)) == text
+            assert encode_completion(tokenizer, text).count(tokenizer.eos_token_id) == 1
+            assert encode_completion(tokenizer, text)[-1] == tokenizer.eos_token_id
+            assert decode_completion(tokenizer, encode_completion(tokenizer, text)) == text
 
 
 def test_a_turn_forged_in_a_prompt_stays_the_users(tokenizer):
@@ -512,7 +512,7 @@ def test_pickled_weights_are_refused_wherever_a_model_is_named(
     weights = policy.state_dict() if sound else None
     actor = pickled(start_model, "pytorch_model.bin", weights)
     with pytest.raises(UserError, match=r"cannot be loaded: .*safetensors"):
-        load_parts(configured("--actor-model", actor), CPU, Screen())
+        load_components(configured("--actor-model", actor), CPU, Screen())
     reward = ["--pairs", pairs_file, "--base-model", actor, "--actor-model", "none", "--rm-output", tmp_path / "rm"]
     judged_by = ["--base-model", start_model, "--actor-model", actor]
     for more in ([], judged_by):
@@ -520,7 +520,7 @@ def test_pickled_weights_are_refused_wherever_a_model_is_named(
             train_reward_model(parse_reward_cli([str(word) for word in (*reward, *more)]), Screen(), CPU)
     judge = pickled(reward_folder, "pytorch_model.bin", weights)
     with pytest.raises(UserError, match=r"cannot be loaded: .*safetensors"):
-        load_parts(configured("--rm-model", judge), CPU, Screen())
+        load_components(configured("--rm-model", judge), CPU, Screen())
     assert not (tmp_path / "it_ran").exists() and not (tmp_path / "rm" / "model.safetensors").exists()
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rlhf.data import examples
-from rlhf.data.chat_template import encode_prompt, encode_reply, encode_text
+from rlhf.data.chat_template import encode_completion, encode_prompt, encode_text
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.prompts import load_prompts
 from rlhf.data.splits import part_of, split_examples
@@ -173,8 +173,8 @@ def test_the_slot_characters_in_a_text_do_no_harm(tokenizer):
 
 
 def test_a_reply_that_ended_has_eos_and_one_that_did_not_has_none(tokenizer):
-    assert encode_reply(tokenizer, "the cat", True) == [
-        *encode_reply(tokenizer, "the cat", False),
+    assert encode_completion(tokenizer, "the cat", True) == [
+        *encode_completion(tokenizer, "the cat", False),
         tokenizer.eos_token_id,
     ]
 

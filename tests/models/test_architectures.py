@@ -36,9 +36,9 @@ import train_grpo
 import train_ppo
 from rlhf.data.chat_template import encode_prompt
 from rlhf.models.load import load_tokenizer
-from rlhf.rollout.completions import Replies
-from rlhf.rollout.engine import default_engine, sample_replies
-from rlhf.rollout.sampling import uniforms
+from rlhf.rollout.completions import Completions
+from rlhf.rollout.engine import default_engine, sample_completions
+from rlhf.rollout.sampling import uniform_noise
 from rlhf.setup.memory import forecaster_of
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.optimize import PolicyOptimizer
@@ -204,27 +204,29 @@ class Run:
             module.support_avx512bf16_for_cpu = False  # where bitsandbytes would round weights anew (NOTES.md)
         return model
 
-    def replies(self, engine: str) -> Replies:
+    def replies(self, engine: str) -> Completions:
         """Of the trained policy, to prompts of unlike length, two of them the same. A token that the first reply would
         hold as its fourth stands in for EOS, so that replies are of unlike length whatever was learned."""
         prompts = [self.trainer.train_prompts[n] for n in (0, 1, 2, 2, 3, 4, 5)]
-        noise = uniforms(1, 2, "a test", range(7), 12)
+        noise = uniform_noise(1, 2, "a test", range(7), 12)
 
-        def sampled(engine: str, eos: int) -> Replies:
+        def sampled(engine: str, eos: int) -> Completions:
             policy, sampling = self.trainer.actor.policy.eval(), self.trainer.config.sampling
-            return sample_replies(policy, prompts, noise, sampling, eos=eos, pad=0, device=CPU, engine=engine, slots=4)
+            return sample_completions(
+                policy, prompts, noise, sampling, eos=eos, pad=0, device=CPU, engine=engine, slots=4
+            )
 
         found = sampled(engine, sampled("plain", -1).rows()[0][3])
-        assert len(set(found.reply_lengths)) > 1 and len(set(found.prompt_lengths)) > 2
+        assert len(set(found.completion_lengths)) > 1 and len(set(found.prompt_lengths)) > 2
         return found
 
 
 def train(words: list[str], algorithm: str, output: Path, killed: Path) -> dict[str, Any]:
     """Run a script to its end; what was seen on the way, and a copy of its folder as a kill would leave it."""
     seen: dict[str, Any] = {"steps": []}
-    update, advantages, step = OnPolicyLoop.one_update, OnPolicyLoop.advantages, PolicyOptimizer.step
+    update, advantages, step = OnPolicyLoop.update_step, OnPolicyLoop.advantages, PolicyOptimizer.step
 
-    def one_update(trainer, number):
+    def update_step(trainer, number):
         seen["trainer"] = trainer
         if number == trainer.updates:
             shutil.copytree(output, killed)
@@ -240,7 +242,7 @@ def train(words: list[str], algorithm: str, output: Path, killed: Path) -> dict[
         return seen["steps"][-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OnPolicyLoop, "one_update", one_update)
+        patch.setattr(OnPolicyLoop, "update_step", update_step)
         patch.setattr(OnPolicyLoop, "advantages", advantages_of)
         patch.setattr(PolicyOptimizer, "step", step_of)
         SCRIPTS[algorithm].main([*words, "--output", str(output)])
@@ -324,10 +326,10 @@ def test_the_critic_learns(run):
 
 
 def test_its_memory_can_be_foretold(run):
-    foretold = forecaster_of(run.trainer)(run.trainer.config)
-    parts = [*foretold.held.values(), *(size for phase in foretold.phases for size in phase.parts.values())]
+    predicted = forecaster_of(run.trainer)(run.trainer.config)
+    parts = [*predicted.held.values(), *(size for phase in predicted.phases for size in phase.parts.values())]
     assert all(size >= 0 for size in parts)
-    assert foretold.held["policy"] > 0 and foretold.peak > foretold.held["policy"] + foretold.held["optimizer"]
+    assert predicted.held["policy"] > 0 and predicted.peak > predicted.held["policy"] + predicted.held["optimizer"]
 
 
 # --- a family's habits -----------------------------------------------------------------------------------------------

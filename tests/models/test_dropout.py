@@ -56,7 +56,7 @@ def test_it_acts_in_optimizer_steps_and_never_in_measuring(make):
     assert torch.equal(trainer.collector.logprobs(rollout.replies)[0], rollout.logprobs), (
         "in whatever mode it is asked"
     )
-    logged = trainer.one_update(1)
+    logged = trainer.update_step(1)
     assert abs(logged["policy/ratio"] - 1) > 1e-4 or logged["policy/approx_kl"] > 1e-6
     found = trial.first_ratio_is_one(trainer, trainer.collector.collect(trainer.prompts_of(2), 2))
     assert found.ok and " without dropout; " in found.found and found.found.endswith("with --lora-dropout 0.3")
@@ -69,7 +69,7 @@ def test_it_draws_from_the_seed_and_leaves_the_global_stream_alone(make):
         trainer = make(*DROPOUT, "--learning-rate", "1e-2", "--seed", seed)
         torch.manual_seed(stream)
         before = torch.get_rng_state()
-        trainer.one_update(1)
+        trainer.update_step(1)
         assert torch.equal(torch.get_rng_state(), before)
         ends.append(weights(trainer))
     assert torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[2])

@@ -21,7 +21,7 @@ from rlhf.models.actor_critic import ActorCritic, with_value_head
 from rlhf.models.budget import BUDGETS
 from rlhf.models.device import autocast
 from rlhf.models.load import find_model, four_bit, load_policy, load_tokenizer
-from rlhf.models.packing import Padded
+from rlhf.models.packing import PaddedMicroBatch
 from rlhf.models.reference import Reference
 from rlhf.models.save import load_policy_weights, trained_of
 from rlhf.rewards.reward_model import RewardModel
@@ -83,7 +83,7 @@ def test_the_reference_is_the_start_model_to_the_bit(start_model, dtype):
     policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
     both, reference = ActorCritic(with_value_head(policy)), Reference.before_training(policy, dtype)
     ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
-    passage = Padded(episodes_of(ids[:, :7].tolist(), ids[:, 7:].tolist(), 0, CPU), [0, 1])
+    passage = PaddedMicroBatch(episodes_of(ids[:, :7].tolist(), ids[:, 7:].tolist(), 0, CPU), [0, 1])
     with torch.no_grad(), autocast(CPU, dtype):
         assert torch.equal(both(passage, 0.7)[0], reference.logprobs(passage, 0.7, None))
         for weight in policy.parameters():
@@ -130,7 +130,7 @@ def test_under_lora_the_reference_is_the_policy_without_its_adapter(build, start
     assert names and all("lora" in name or "value_head" in name for name in names)
     plain = Reference.before_training(AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32), None)
     ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
-    passage = Padded(episodes_of(ids[:, :7].tolist(), ids[:, 7:].tolist(), 0, CPU), [0, 1])
+    passage = PaddedMicroBatch(episodes_of(ids[:, :7].tolist(), ids[:, 7:].tolist(), 0, CPU), [0, 1])
     with torch.no_grad():
         expected = plain.logprobs(passage, 0.7, None)
         assert_close(trainer.reference.logprobs(passage, 0.7, None), expected, rtol=0, atol=1e-6)
@@ -173,7 +173,7 @@ def test_a_critic_of_its_own_learns_the_values_alone(build, tmp_path, kind):
                for part, module in (("policy", actor.policy), ("critic", actor.critic))}  # fmt: skip
     assert reached["critic"] > 0 and reached["policy"] == 0
     trainer.optimizer.zero_grad()
-    trainer.one_update(1)
+    trainer.update_step(1)
     trainer.save_model(tmp_path / "saved")
     assert set(load_file(tmp_path / "saved" / "critic.safetensors")) == set(trained_of(actor.critic))
     values = trainer.collector.logprobs(rollout.replies)[2]
@@ -251,7 +251,7 @@ def test_four_bit_weights_with_lora(build):
     trainer = build("--use-lora", "--load-in-4bit")
     assert any(isinstance(m, bitsandbytes.nn.Linear4bit) for m in trainer.model.modules())
     before = {n: w.detach().clone() for n, w in trainer.model.named_parameters() if w.requires_grad}
-    trainer.one_update(1)
+    trainer.update_step(1)
     after = {n: w.detach() for n, w in trainer.model.named_parameters() if n in before}
     assert any(not torch.equal(after[n], before[n]) for n in before)
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from rlhf.analysis.curves import read_curves
-from rlhf.analysis.equal_budget import read_looks
-from rlhf.analysis.evaluator import Bench
+from rlhf.analysis.equal_budget import read_eval_points
+from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import find_models
-from rlhf.analysis.verdict import Side
+from rlhf.analysis.verdict import RunGroup
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates, write_tokens
 from rlhf.reports import comparison_report
 from rlhf.reports.comparison_report import make_comparison, make_sides, write_comparison
@@ -88,7 +88,7 @@ def bench(runs):
     names = [str(folder) for folder in runs.values()]
     settings = MeasureSettings(num_prompts=4, completions=2)
     models = find_models(names, settings, "RUN")
-    made = Bench(models, settings, torch.device("cpu"), Screen())
+    made = ModelEvaluator(models, settings, torch.device("cpu"), Screen())
     made.examples = [
         dataclasses.replace(e, messages=({"role": "user", "content": text},))
         for e, text in zip(made.examples, HOSTILE[:4], strict=True)
@@ -118,7 +118,7 @@ def test_a_comparisons_page_and_markdown_with_hostile_replies(bench, runs, tmp_p
     made, models, start, measured = bench
     sides = make_sides(models, [hostile_replies(m) for m in measured])
     curves = [read_curves(folder) for folder in runs.values()]
-    looks = [(curve.algorithm, read_looks(curve)) for curve in curves]
+    looks = [(curve.algorithm, read_eval_points(curve)) for curve in curves]
     report = make_comparison(made, sides, hostile_replies(start), looks)
     write_comparison(report, tables(report, sides), sides, start, curves, tmp_path, Screen())
     page = Page(tmp_path / "comparison.html")
@@ -143,7 +143,7 @@ def test_a_comparisons_page_and_markdown_of_three_algorithms(bench, runs, tmp_pa
     sides = [sides[0], *(dataclasses.replace(sides[1], algorithm=name) for name in ("grpo", "toy"))]
     curves = [read_curves(folder) for folder in runs.values()]
     curves = [*curves[:3], as_toy(curves[3])]
-    report = make_comparison(made, sides, start, [(curve.algorithm, read_looks(curve)) for curve in curves])
+    report = make_comparison(made, sides, start, [(curve.algorithm, read_eval_points(curve)) for curve in curves])
     filled = tables(report, sides)
     write_comparison(report, filled, sides, start, curves, tmp_path, Screen())
     assert len(report["verdict"]) == 4 and len(report["caveats"]) >= 3
@@ -164,8 +164,8 @@ def test_a_comparisons_page_and_markdown_of_three_algorithms(bench, runs, tmp_pa
     assert "3 pairs of algorithms are compared" in page.text and "3 pairs of algorithms are compared" in markdown
 
 
-def side_of(algorithm: str, **groups: dict) -> Side:
-    return Side(algorithm, [record_of(settings={"recipe": "x", "algorithm": algorithm, **groups})], [], [])
+def side_of(algorithm: str, **groups: dict) -> RunGroup:
+    return RunGroup(algorithm, [record_of(settings={"recipe": "x", "algorithm": algorithm, **groups})], [], [])
 
 
 def test_settings_that_differ_between_three_sides_by_hand():

@@ -24,13 +24,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_grpo
 import train_ppo
-from rlhf.analysis.models import find_trained, in_4_bit, load_trained
+from rlhf.analysis.models import find_model_ref, in_4_bit, load_model_ref
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run, parse_cli
 from rlhf.models.load import load_tokenizer
 from rlhf.run.export import files_of_model, merge_adapter, saved_models
 from rlhf.run.model_card import model_card, settings_that_decide
-from rlhf.setup.build import load_parts
+from rlhf.setup.build import load_components
 from rlhf.setup.preflight import disk_has_room
 from rlhf.utils import hub
 from rlhf.utils.console import Screen
@@ -125,8 +125,8 @@ def test_a_merged_model_is_base_and_adapter(train, start_model, tmp_path, kind, 
 def test_over_4_bit_weights_an_adapter_replies_otherwise(train, start_model, tmp_path):
     """What is merged is not what training saw: as far apart as 4-bit weights are from the base's own."""
     run = train(tmp_path / "run", "--use-lora", "--load-in-4bit", "--merge-lora")
-    found = find_trained(str(run), "final", None)
-    trained = load_trained(found, load_tokenizer(found.source), in_4_bit(found), None, CPU)
+    found = find_model_ref(str(run), "final", None)
+    trained = load_model_ref(found, load_tokenizer(found.source), in_4_bit(found), None, CPU)
     merged = AutoModelForCausalLM.from_pretrained(run / "merged").eval()
     apart = float((logits(trained) - logits(merged)).abs().max())
     assert apart > 1e-3, "else nothing was quantized, and the other test shows nothing"
@@ -134,10 +134,10 @@ def test_over_4_bit_weights_an_adapter_replies_otherwise(train, start_model, tmp
 
 def test_a_merged_model_is_measured_in_full_precision(train, start_model, tmp_path):
     run = train(tmp_path / "run", "--use-lora", "--load-in-4bit", "--merge-lora")
-    adapter, merged = (find_trained(str(folder), "final", None) for folder in (run, run / "merged"))
+    adapter, merged = (find_model_ref(str(folder), "final", None) for folder in (run, run / "merged"))
     assert in_4_bit(adapter) and not in_4_bit(merged)
     assert (merged.label, merged.base) == (f"{run / 'merged'} (final, merged, after update 2)", None)
-    policy = load_trained(merged, load_tokenizer(merged.source), in_4_bit(merged), None, CPU)
+    policy = load_model_ref(merged, load_tokenizer(merged.source), in_4_bit(merged), None, CPU)
     assert_close(logits(policy), logits(over_its_base(run, start_model)), rtol=0, atol=1e-5)
 
 
@@ -191,7 +191,7 @@ def test_the_disk_must_hold_the_merged_model_too(configured, monkeypatch, flags)
     needed = []
     for more in ((), ("--merge-lora",)):
         config = configured("--use-lora", *flags, *more)
-        policy = load_parts(config, CPU, Screen()).policy
+        policy = load_components(config, CPU, Screen()).policy
         found = disk_has_room(config, policy)
         needed.append(float(re.search(r"([\d.]+) GiB needed", found.found)[1]))
         assert ("the merged model" in found.found) == bool(more)

@@ -53,14 +53,14 @@ def interrupt(monkeypatch, update: int, error: BaseException) -> None:
     """The run ends at the beginning of an update."""
     from rlhf.trainer.loop import OnPolicyLoop
 
-    really = OnPolicyLoop.one_update
+    really = OnPolicyLoop.update_step
 
-    def one_update(self, number):
+    def update_step(self, number):
         if number == update:
             raise error
         return really(self, number)
 
-    monkeypatch.setattr(OnPolicyLoop, "one_update", one_update)
+    monkeypatch.setattr(OnPolicyLoop, "update_step", update_step)
 
 
 @pytest.fixture(scope="module")
@@ -252,15 +252,15 @@ def test_several_seeds_go_on_each_from_where_it_was(words, tmp_path, monkeypatch
     train_ppo.main([*words("ppo", *seeds), "--output", str(plain)])
     from rlhf.trainer.loop import OnPolicyLoop
 
-    really = OnPolicyLoop.one_update
+    really = OnPolicyLoop.update_step
 
-    def one_update(self, number):
+    def update_step(self, number):
         if self.config.run.seed == 2 and number == 4:
             raise Killed
         return really(self, number)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(OnPolicyLoop, "one_update", one_update)
+        patch.setattr(OnPolicyLoop, "update_step", update_step)
         train_ppo.main([*words("ppo", *seeds), "--output", str(broken)])
     train_ppo.main([*seeds, "--resume", "--dry-run", "--output", str(broken)])
     assert "finished already" in capsys.readouterr().out, "seed 1; the plan of the others comes after it"
@@ -306,10 +306,10 @@ def test_asked_to_stop_a_run_saves_and_says_how_to_go_on(words, tmp_path, which)
 
 @pytest.mark.skipif(system.WINDOWS, reason="Windows sends no such signals to a single process")
 def test_a_second_one_stops_at_once(words, tmp_path, monkeypatch):
-    from rlhf.utils.signals import StopRequest
+    from rlhf.utils.signals import GracefulStop
 
     said, before = [], signal.getsignal(signal.SIGINT)
-    with StopRequest(said.append) as stop:
+    with GracefulStop(said.append) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.by == signal.SIGINT and len(said) == 1
         with pytest.raises(KeyboardInterrupt):
@@ -414,15 +414,15 @@ def test_a_folder_that_vanishes_is_a_line_and_is_not_made_anew(words, tmp_path, 
     """As where a disk is unmounted: what is then written to the same path would be lost below the next mount."""
     from rlhf.trainer.loop import OnPolicyLoop
 
-    output, really = tmp_path / "run", OnPolicyLoop.one_update
+    output, really = tmp_path / "run", OnPolicyLoop.update_step
 
-    def one_update(self, number):
+    def update_step(self, number):
         if number == 5:
             output.rename(tmp_path / "elsewhere")
         return really(self, number)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr(OnPolicyLoop, "one_update", one_update)
+        patch.setattr(OnPolicyLoop, "update_step", update_step)
         run_command(lambda: train_ppo.main([*words("ppo"), "--output", str(output)]))
     err = capfd.readouterr().err
     assert ended.value.code == 1 and "Traceback" not in err

@@ -315,15 +315,15 @@ def broken_off(change: Callable[[World, Path], object] = lambda world, run: None
     def make(world: World) -> list[object]:
         pairs = world.write("pairs.jsonl", world.pairs.read_text())
         flags = ["--num-iterations", 4, "--save-every", 1, "--keep", 3, "--prompts", pairs]
-        really = OnPolicyLoop.one_update
+        really = OnPolicyLoop.update_step
 
-        def one_update(trainer, number):
+        def update_step(trainer, number):
             if number == 4:
                 raise Killed
             return really(trainer, number)
 
         with world.monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(OnPolicyLoop, "one_update", one_update)
+            patch.setattr(OnPolicyLoop, "update_step", update_step)
             train_ppo.main([str(word) for word in [*training(world), *flags]])
         change(world, world.folder / "run")
         return [*flags, "--resume", *more]

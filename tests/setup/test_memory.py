@@ -12,18 +12,18 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from benchmarks import ours
-from benchmarks.memory import METHODS, foretell, tensors_in, tensors_of
+from benchmarks.memory import METHODS, estimate, tensors_in, tensors_of
 from benchmarks.work import Work, make_models
 from rlhf.config import make_config
 from rlhf.models.device import autocast
 from rlhf.models.load import load_policy
 from rlhf.models.logprobs import backbone_of, base_of
-from rlhf.models.packing import Packed
+from rlhf.models.packing import PackedMicroBatch
 from rlhf.rollout.completions import episodes_of
 from rlhf.setup import plan
-from rlhf.setup.build import load_parts
+from rlhf.setup.build import load_components
 from rlhf.setup.footprint import Network
-from rlhf.setup.memory import fullest_batch
+from rlhf.setup.memory import longest_batch
 from rlhf.setup.plan import batch_line, show_plan
 from rlhf.utils.console import Screen
 from tests.scripts.test_scripts import ROOT, run
@@ -45,16 +45,16 @@ def policy(folder, layers: int, kind, targets, load_in_4bit: bool, dtype, dropou
     return load_policy(str(folder / str(layers)), lora=lora, device=CPU, vocabulary=64, **more).train()
 
 
-def passage_of(lengths: str) -> Packed:
+def passage_of(lengths: str) -> PackedMicroBatch:
     """Four replies of 9 tokens."""
     prompts = [[5] * length for length in LENGTHS[lengths]]
     episodes = episodes_of(prompts, [[7] * 9] * 4, 0, CPU)
     if lengths == "one prompt":
         episodes.groups = [0] * 4
-    return Packed(episodes, range(4))
+    return PackedMicroBatch(episodes, range(4))
 
 
-def saved(model, passage: Packed, dtype) -> int:
+def saved(model, passage: PackedMicroBatch, dtype) -> int:
     """Bytes that autograd keeps of a pass, weights and their rounded copies aside, each place in memory once."""
     weights = {shape for w in model.parameters() for shape in (tuple(w.shape), tuple(w.shape[::-1]))}
     kept: dict[int, torch.Tensor] = {}
@@ -139,10 +139,10 @@ def trainer_of(work: Work, monkeypatch, algorithm: str, settings: dict):
 @pytest.mark.parametrize(("algorithm", "variant"), [(a, v) for a, variants in VARIANTS.items() for v in variants])
 def test_phases_take_the_tensors_foretold(work, monkeypatch, algorithm, variant):
     trainer = trainer_of(work, monkeypatch, algorithm, {"ppo_epochs": 2, **VARIANTS[algorithm][variant]})
-    trainer.one_update(1)  # the optimizer's moments are there after it
-    foretold, taken = foretell(trainer), tensors_in(trainer, METHODS, lambda: trainer.one_update(2))
+    trainer.update_step(1)  # the optimizer's moments are there after it
+    predicted, taken = estimate(trainer), tensors_in(trainer, METHODS, lambda: trainer.update_step(2))
     for method, names in METHODS.items():
-        size = max(tensors_of(phase) for phase in foretold.phases if phase.name in names)
+        size = max(tensors_of(phase) for phase in predicted.phases if phase.name in names)
         assert size == pytest.approx(taken[method], rel=0.1), method
 
 
@@ -191,9 +191,9 @@ def test_the_real_shapes_peak_is_foretold(tmp_path, flags):
 def test_the_fullest_batch_is_one_that_the_loop_deals(build):
     trainer = build("--num-iterations", 7, "--K", 2, algorithm="grpo")
     batches = [[prompt for _, prompt in trainer.prompts_of(update)] for update in range(1, 8)]
-    fullest = fullest_batch(trainer.config, trainer.train_prompts, 7)
-    assert fullest in batches
-    assert sum(len(p.ids) for p in fullest) == max(sum(len(p.ids) for p in batch) for batch in batches)
+    longest_batch = longest_batch(trainer.config, trainer.train_prompts, 7)
+    assert longest_batch in batches
+    assert sum(len(p.ids) for p in longest_batch) == max(sum(len(p.ids) for p in batch) for batch in batches)
 
 
 def test_what_a_batch_means_in_words(configured):
@@ -208,7 +208,7 @@ def test_what_a_batch_means_in_words(configured):
 @pytest.mark.parametrize("flags", [[], ["--rm-model", "none", "--reward-func", "length_penalty", "--use-lora"]])
 def test_the_plan_tells_the_peak_its_parts_and_phases(configured, capsys, flags):
     config = configured(*flags)
-    parts = load_parts(config, CPU, Screen())
+    parts = load_components(config, CPU, Screen())
     show_plan(config, parts, 2, CPU, Screen())
     said = " ".join(capsys.readouterr().out.split())
     assert "memory about 0." in said and "GiB at the peak, in the" in said and "largest micro-batch 4 epi" in said
@@ -220,7 +220,7 @@ def test_the_plan_tells_the_peak_its_parts_and_phases(configured, capsys, flags)
 
 def test_the_plan_warns_where_less_memory_is_free(configured, capsys, monkeypatch):
     config = configured()
-    parts = load_parts(config, CPU, Screen())
+    parts = load_components(config, CPU, Screen())
     monkeypatch.setattr(plan, "available", lambda _: 2**20)
     show_plan(config, parts, 2, CPU, Screen())
     said = " ".join(capsys.readouterr().out.split())

@@ -17,7 +17,7 @@ from torch import nn
 import train_grpo
 import train_ppo
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.checkpoints.run_record import MAY_DIFFER, differences
+from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, differences
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.prompts import Prompt
 from rlhf.models.load import load_tokenizer
@@ -25,7 +25,7 @@ from rlhf.models.save import VALUE_HEAD_FILE, WEIGHTS_FILE
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.fields import as_plain
 from rlhf.setup import trial
-from rlhf.setup.build import build_trainer, load_parts
+from rlhf.setup.build import build_trainer, load_components
 from rlhf.setup.preflight import (
     determinism,
     disk_has_room,
@@ -39,7 +39,7 @@ from rlhf.setup.trial import (
     check_start,
     first_kl_is_zero,
     first_ratio_is_one,
-    memory_is_as_foretold,
+    memory_matches_estimate,
     outputs,
     steps_are_as_planned,
     weights_come_back,
@@ -61,7 +61,7 @@ def loaded(configured):
     def make(*flags, algorithm="ppo"):
         groups = ("--batch-size", 2, "--K", 2) if algorithm == "grpo" else ()
         config = configured(*groups, *flags, algorithm=algorithm)
-        return config, load_parts(config, CPU, Screen())
+        return config, load_components(config, CPU, Screen())
 
     return make
 
@@ -345,14 +345,14 @@ def test_steps_that_are_not_taken(tried, algorithm):
 def test_memory_beyond_the_forecast_or_the_machine(tried, monkeypatch):
     trainer, parts, rollout = tried()
     steps_are_as_planned(trainer, rollout)
-    assert memory_is_as_foretold(trainer, parts).ok
+    assert memory_matches_estimate(trainer, parts).ok
     with monkeypatch.context() as patch:
         patch.setattr(trial, "available", lambda _: 2**20)
-        check = memory_is_as_foretold(trainer, parts)
+        check = memory_matches_estimate(trainer, parts)
         assert not check.ok and "0.00 GiB free for it" in check.found
     taken = trial.memory_in_use
     monkeypatch.setattr(trial, "memory_in_use", lambda device: taken(device) + 2**30)
-    check = memory_is_as_foretold(trainer, parts)
+    check = memory_matches_estimate(trainer, parts)
     assert not check.ok and "--micro-batch-size 1" in check.way_out
 
 
@@ -378,5 +378,5 @@ def test_weights_that_do_not_come_back(tried, tmp_path, monkeypatch, algorithm):
 
 
 def test_the_settings_of_a_run_may_differ_in_check_from_another_seeds(configured):
-    assert differences(as_plain(configured("--check")), as_plain(configured()), MAY_DIFFER) == []
+    assert differences(as_plain(configured("--check")), as_plain(configured()), SEEDS_MAY_DIFFER) == []
     assert json.dumps(as_plain(configured("--check"))["run"]["check"]) == "true"

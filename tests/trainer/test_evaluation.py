@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhf.data.chat_template import decode_reply, encode_prompt, encode_reply, encode_text
+from rlhf.data.chat_template import decode_completion, encode_completion, encode_prompt, encode_text
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.models.load import load_tokenizer
@@ -34,13 +34,13 @@ def prompts(count: int, **more) -> list[Prompt]:
 
 
 def test_perplexity_against_a_plain_forward(start_model):
-    """Replies of unlike length, temperature 1, EOS included, padding without effect."""
+    """Completions of unlike length, temperature 1, EOS included, padding without effect."""
     tokenizer = load_tokenizer(str(start_model))
     policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
     rows = [("the cat", "yes"), ("what is the capital of France?", "Paris, on the river Seine")]
     examples = [Example(messages=({"role": "user", "content": q},), chosen=a) for q, a in rows]
     made = [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
-    replies = [encode_reply(tokenizer, answer) for _, answer in rows]
+    replies = [encode_completion(tokenizer, answer) for _, answer in rows]
     total, tokens = 0.0, 0
     for prompt, reply in zip(made, replies, strict=True):
         with torch.no_grad():
@@ -57,7 +57,7 @@ def test_perplexity_is_taken_on_chosen_replies(start_model):
     pairs = prompts(3, chosen="yes", rejected="no")
     text = fixed_text(tokenizer, pairs, lambda _: pytest.fail("nothing to sample"), None)
     assert text.source == "3 held-out chosen replies"
-    assert text.replies == [encode_reply(tokenizer, "yes")] * 3
+    assert text.replies == [encode_completion(tokenizer, "yes")] * 3
 
 
 def test_without_pairs_the_perplexity_is_of_the_start_models_replies_and_says_so(build, tmp_path, capsys):
@@ -71,7 +71,7 @@ def test_without_pairs_the_perplexity_is_of_the_start_models_replies_and_says_so
     source = f"one fixed sample of the start model's replies ({kept})"
     assert trainer.evaluator.text.source == source == log.record.best.perplexity_text
     start = [json.loads(line)["reply"] for line in (Path(log.path.parent) / "samples" / "update-000000.jsonl").open()]
-    decoded = [decode_reply(trainer.processing_class, ids) for ids in trainer.evaluator.text.replies]
+    decoded = [decode_completion(trainer.processing_class, ids) for ids in trainer.evaluator.text.replies]
     assert decoded == start, "EOS where the reply had one, no other change"
     assert capsys.readouterr().out.count(f"on {source}") == 2, "before and after"
 

@@ -45,7 +45,7 @@ def largest_difference(one: dict, other: dict) -> float:
 @pytest.mark.parametrize("flags", [(), ("--use-lora",), ("--bf16",), ("--top-p", "0.7"), ("--top-k", "9")])
 def test_first_step_has_ratio_1_and_no_kl(make, flags):
     trainer = make("--ppo-epochs", "1", *flags)
-    logged = trainer.one_update(1)
+    logged = trainer.update_step(1)
     per_token = 1e-3 if "--bf16" in flags else 1e-6
     assert logged["policy/ratio"] == pytest.approx(1, abs=1e-6)
     assert logged["policy/approx_kl"] == pytest.approx(0, abs=1e-9)
@@ -56,8 +56,8 @@ def test_first_step_has_ratio_1_and_no_kl(make, flags):
 
 def test_kl_grows_once_the_policy_moves(make):
     trainer = make("--learning-rate", "3e-3")
-    assert trainer.one_update(1)["kl_divergence/k3"] < 1e-6
-    assert trainer.one_update(2)["kl_divergence/k3"] > 1e-3
+    assert trainer.update_step(1)["kl_divergence/k3"] < 1e-6
+    assert trainer.update_step(2)["kl_divergence/k3"] > 1e-3
 
 
 @pytest.mark.parametrize(("updates", "epochs", "minibatches"), [(2, 2, 1), (2, 3, 2), (1, 2, 4)])
@@ -76,7 +76,7 @@ def test_fewer_prompts_than_a_batch_does_not_hang(make):
     three = PromptSets(train=whole.train_prompts[:3], evaluation=whole.evaluation_prompts, too_long=0)
     trainer = make("--num-iterations", "1", prompts=three)
     assert len(trainer.train_prompts) == 3
-    assert trainer.one_update(1)["optimizer_steps"] == 2
+    assert trainer.update_step(1)["optimizer_steps"] == 2
 
 
 def test_gradient_norm_is_really_clipped(make):
@@ -84,7 +84,7 @@ def test_gradient_norm_is_really_clipped(make):
     trainer = make("--ppo-epochs", "1", "--max-grad-norm", "1e-3")
     trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
     before = weights(trainer)
-    logged = trainer.one_update(1)
+    logged = trainer.update_step(1)
     after = weights(trainer)
     moved = torch.stack([(after[n] - before[n]).norm() for n in before]).norm()
     assert logged["policy/grad_norm"] > 1e-2, "the gradient before clipping must be larger, or this shows nothing"
@@ -109,7 +109,7 @@ def test_the_micro_batch_changes_memory_and_not_the_result(make):
     for size in (0, 1, 3):
         trainer = make("--ppo-epochs", "1", "--micro-batch-size", size, "--reply-length", "24")
         trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
-        trainer.one_update(1)
+        trainer.update_step(1)
         moved.append(weights(trainer))
     assert largest_difference(moved[0], moved[1]) < 1e-6
     assert largest_difference(moved[0], moved[2]) < 1e-6
@@ -119,9 +119,13 @@ def batch_with_early_eos(trainer):
     """A rollout of which the first reply ends at its third token, and the batch made from it."""
     rollout: Rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     replies = rollout.replies
-    replies.nucleus = None
-    replies.reply_lengths[0] = 3
-    replies.reply_ids[0, 2], replies.mask[0, 3:], replies.ended[0] = trainer.processing_class.eos_token_id, False, True
+    replies.allowed_tokens = None
+    replies.completion_lengths[0] = 3
+    replies.completion_ids[0, 2], replies.mask[0, 3:], replies.ended[0] = (
+        trainer.processing_class.eos_token_id,
+        False,
+        True,
+    )
     measured = measure(trainer.actor, trainer.reference, replies, trainer.config.sampling.temperature, 4)
     rollout.logprobs, rollout.ref_logprobs, rollout.values = measured
     return rollout, trainer.advantages(rollout, torch.arange(1.0, 5.0))
@@ -138,7 +142,7 @@ def test_the_pass_that_measures_is_the_first_steps(make, monkeypatch, flags):
         backbone_of(trainer.actor.policy).register_forward_hook(
             lambda module, given, named, output, count=count: count.append(named.get("use_cache")), with_kwargs=True
         )
-        trainer.one_update(1)
+        trainer.update_step(1)
         ends.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters() if w.requires_grad]))
         passes.append(count.count(False))
     assert torch.equal(*ends)
@@ -178,7 +182,7 @@ def test_an_error_frees_the_kept_forward(build):
 
     trainer = build(rewards=[broken])
     with pytest.raises(RunError, match="a bug"):
-        trainer.one_update(1)
+        trainer.update_step(1)
     assert not trainer.collector.cached_forward
 
 
@@ -186,7 +190,7 @@ def test_eos_is_in_the_loss_and_nothing_after_it_is(make):
     trainer = make("--top-p", "1")
     rollout, batch = batch_with_early_eos(trainer)
     base = whole_gradient(trainer, batch)[1]
-    rollout.replies.reply_ids[0, 3:] = 17
+    rollout.replies.completion_ids[0, 3:] = 17
     for values in (rollout.logprobs, rollout.ref_logprobs, rollout.values, batch.weights, batch.returns):
         if values is not None:  # GRPO has no critic
             values[0, 3:] = 1e3
@@ -235,7 +239,7 @@ def test_the_score_rises_on_an_easy_reward(make):
 
 def test_the_learning_rate_follows_the_cosine(make):
     trainer = make("--num-iterations", "4", "--learning-rate", "1e-3")
-    rates = [trainer.one_update(update)["learning_rate"] for update in range(1, 5)]
+    rates = [trainer.update_step(update)["learning_rate"] for update in range(1, 5)]
     assert rates == pytest.approx([1e-3 * 0.5 * (1 + math.cos(math.pi * u / 4)) for u in range(4)])
 
 
@@ -347,7 +351,7 @@ def test_beta_acts_where_it_is_placed_and_nowhere_else(make, placement):
         trainer = make(*flags)
         with torch.no_grad():
             next(trainer.reference.copy.parameters()).mul_(0.5)
-        logged = trainer.one_update(1)
+        logged = trainer.update_step(1)
         assert logged["kl_divergence/k3"] > 1e-3, "logged whatever the placement"
         assert logged["kl_coef"] == (0 if placement == "none" else pytest.approx(beta))
         moved[beta] = weights(trainer)
@@ -381,7 +385,7 @@ def test_a_beta_at_its_floor_under_placement_loss_comes_back(make):
     trainer = make(*flags, "--num-iterations", 12)
     attach(trainer)
     for update in range(1, 11):
-        logged = trainer.one_update(update)
+        logged = trainer.update_step(update)
     assert trainer.kl_coef == LOWEST_BETA
     assert logged["kl_divergence/k3"] > 0
     trainer.events.call("on_update_end", 11, {**logged, "kl_divergence": 2000.0})
@@ -395,7 +399,7 @@ def test_one_pass_over_the_reference_per_rollout(make):
         trainer = make("--kl-placement", placement, "--ppo-epochs", 2)
         passes = []
         backbone_of(trainer.reference.copy).register_forward_hook(lambda *_, seen=passes: seen.append(1))
-        trainer.one_update(1)
+        trainer.update_step(1)
         assert len(passes) == 1
         assert getattr(trainer, "ref_model", None) in (None, trainer.reference.copy)
 
@@ -421,7 +425,7 @@ def test_load_model_brings_back_what_save_model_wrote(make, tmp_path):
         trainer.train()
         trainer.save_model(tmp_path / "saved")
         saved, text = weights(trainer), trainer.evaluations[-1].texts
-        trainer.one_update(3)
+        trainer.update_step(3)
         assert largest_difference(saved, weights(trainer)) > 0
         trainer.load_model(tmp_path / "saved")
         assert largest_difference(saved, weights(trainer)) == 0

@@ -18,7 +18,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.models.save import bad_weights
 from rlhf.trainer import collect, evaluation, optimize
 from rlhf.trainer.evaluation import FixedText, perplexity
-from rlhf.trainer.safety import Dropped
+from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.errors import RunError, run_command
 from tests.conftest import attach, typed
 
@@ -74,14 +74,16 @@ def test_a_step_that_breaks_the_weights_ends_the_run_and_saves_nothing(run_flags
         assert all(tensor.isfinite().all() for tensor in load_file(file).values()), file
 
 
-@pytest.mark.parametrize("save", ["save_model", "save_trainer"])
+@pytest.mark.parametrize("save", ["save_model", "save_trainer_state"])
 def test_no_way_of_saving_writes_them(build, tmp_path, save):
-    from rlhf.trainer.state import save_trainer
+    from rlhf.trainer.state import save_trainer_state
 
     trainer = build()
     next(trainer.model.parameters()).data[0] = math.nan
     with pytest.raises(RunError, match="1 weights are not finite, the first is .*They are not saved"):
-        trainer.save_model(tmp_path / "model") if save == "save_model" else save_trainer(trainer, tmp_path / "model")
+        trainer.save_model(tmp_path / "model") if save == "save_model" else save_trainer_state(
+            trainer, tmp_path / "model"
+        )
     assert not (tmp_path / "model").exists()
 
 
@@ -154,7 +156,7 @@ def test_an_overdue_checkpoint_is_written_by_the_next_update_that_succeeds(build
 
     def score(rollout):
         if trainer.state.global_step in (1, 2, 4):  # updates 2, 3 and 5
-            raise Dropped("a test", by_score=True)
+            raise SkipUpdate("a test", by_score=True)
         return plain(rollout)
 
     trainer.collector.score = score

@@ -20,7 +20,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.run.command import train_command
 from rlhf.run.replay import replay
 from rlhf.trainer import collect, evaluation, optimize, safety
-from rlhf.utils.errors import Notice, RunError, UserError, run_command
+from rlhf.utils.errors import RLHFWarning, RunError, UserError, run_command
 from tests.conftest import attach
 
 
@@ -35,7 +35,7 @@ class Heard(Callback):
     def on_update_end(self, update, metrics):
         self.ends.append(update)
 
-    def on_drop(self, update, rollout, batch, found):
+    def on_update_skipped(self, update, rollout, batch, found):
         self.drops.append((update, str(found)))
 
 
@@ -88,7 +88,7 @@ def test_nothing_bad_reaches_the_weights(build, algorithm, way, value):
     trainer.add_callback(heard)
     before = weights(trainer)
     WAYS[way](trainer, value)
-    metrics = trainer.one_update(1)
+    metrics = trainer.update_step(1)
     assert torch.equal(weights(trainer), before)
     assert metrics["updates/dropped"] == 1 and trainer.progress.optimizer_steps == 0
     assert heard.ends == [] and [u for u, _ in heard.drops] == [1]
@@ -123,7 +123,7 @@ def test_earlier_steps_of_the_update_stay(build):
         return (loss * math.nan, {**stats, "loss": stats["loss"] * math.nan}) if len(calls) == 2 else (loss, stats)
 
     trainer.algorithm.loss = second
-    trainer.one_update(1)
+    trainer.update_step(1)
     assert trainer.progress.optimizer_steps == 1
     assert not torch.equal(weights(trainer), before) and weights(trainer).isfinite().all()
 
@@ -145,12 +145,12 @@ def test_a_ratio_far_out_of_range_drops_the_update(build, monkeypatch, shift, se
     trainer, heard = from_another(build("--ppo-epochs", 2)), Heard()
     trainer.add_callback(heard)
     before = weights(trainer)
-    trainer.one_update(1)
+    trainer.update_step(1)
     assert f"policy/ratio is {seen}" in heard.drops[0][1] and trainer.progress.optimizer_steps == 0
     assert torch.equal(weights(trainer), before)
     monkeypatch.setattr(safety, "MOST_RATIO", math.inf)
     other = from_another(build("--ppo-epochs", 2))
-    other.one_update(1)
+    other.update_step(1)
     assert other.progress.optimizer_steps == 2
 
 
@@ -163,7 +163,7 @@ def test_a_controller_does_not_hear_of_a_dropped_update(build):
     trainer.add_callback(control)
     spoil_scores(trainer, math.nan)
     beta = trainer.kl_coef
-    trainer.one_update(1)
+    trainer.update_step(1)
     assert control.controller.done == 1 and trainer.kl_coef == control.controller.beta == beta
 
 
@@ -221,10 +221,10 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
 def test_a_replay_gives_the_numbers_that_were_recorded(build, tmp_path, flags):
     """Weights, batch and beta are all that an update's first step depends on."""
     trainer = build("--num-iterations", 3, *flags)
-    trainer.one_update(1)
+    trainer.update_step(1)
     rollout = trainer.collector.collect(trainer.prompts_of(2), 2)
     batch = trainer.advantages(rollout, trainer.collector.score(rollout).used)
-    save_incident(trainer, tmp_path / "incident", 2, rollout, batch, safety.Dropped("a test", [0, 1, 2, 3]))
+    save_incident(trainer, tmp_path / "incident", 2, rollout, batch, safety.SkipUpdate("a test", [0, 1, 2, 3]))
     stats = trainer.learner.minibatch_gradients(batch, [0, 1, 2, 3])
     trainer.optimizer.zero_grad()
     incident = Incident.read(str(tmp_path / "incident"))
@@ -242,7 +242,7 @@ def test_a_reply_may_hold_any_character(build, tmp_path):
     trainer = build()
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     rollout.texts[0] = "a\u2028b\u0085c\x0bd"
-    save_incident(trainer, tmp_path / "incident", 1, rollout, None, safety.Dropped("a test"))
+    save_incident(trainer, tmp_path / "incident", 1, rollout, None, safety.SkipUpdate("a test"))
     assert Incident.read(str(tmp_path / "incident")).rows[0]["reply"] == rollout.texts[0]
 
 
@@ -335,10 +335,10 @@ def short_of_memory(trainer, most):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_out_of_memory_halves_the_micro_batch_and_changes_no_step(build, algorithm):
     plain, short = build(algorithm=algorithm), build(algorithm=algorithm)
-    plain.one_update(1)
+    plain.update_step(1)
     sizes = short_of_memory(short, 1)
-    with pytest.warns(Notice, match="out of memory in the backward pass: micro-batches of at most 2 replies"):
-        short.one_update(1)
+    with pytest.warns(RLHFWarning, match="out of memory in the backward pass: micro-batches of at most 2 replies"):
+        short.update_step(1)
     assert sizes == [4, 2, 1, 1, 1, 1, 1, 1, 1, 1], "halved twice, and then for good"
     assert short.progress.optimizer_steps == plain.progress.optimizer_steps == 2
     assert float((weights(plain) - weights(short)).abs().max()) < 1e-4
@@ -349,8 +349,8 @@ def test_out_of_memory_with_one_reply_names_what_helps(build, flags):
     trainer = build(*flags)
     attach(trainer)
     short_of_memory(trainer, 0)
-    with pytest.warns(Notice), pytest.raises(RunError) as raised:
-        trainer.one_update(1)
+    with pytest.warns(RLHFWarning), pytest.raises(RunError) as raised:
+        trainer.update_step(1)
     said = str(raised.value)
     assert "out of memory with one reply at a time: the backward pass" in said
     named = re.findall(r"(--[a-z0-9-]+)[ 0-9]* \(about ([0-9.]+) GiB less\)", said)
@@ -370,8 +370,8 @@ def test_measuring_is_halved_too(build, monkeypatch):
         return really(actor, reference, replies, temperature, rows, *more)
 
     monkeypatch.setattr(collect, "measure", measure)
-    with pytest.warns(Notice, match="in measuring"):
-        trainer.one_update(1)
+    with pytest.warns(RLHFWarning, match="in measuring"):
+        trainer.update_step(1)
     assert calls == [0, 0, 2, 1], "first from the pass that has begun, then alone, then in parts"
 
 
@@ -393,12 +393,12 @@ def test_a_pass_that_has_begun_makes_room_for_measuring(build, monkeypatch):
     plain = trainer.collector.start_forward
     monkeypatch.setattr(trainer.collector, "start_forward", start)
     monkeypatch.setattr(collect, "measure", measure)
-    trainer.one_update(1)
+    trainer.update_step(1)
     assert tried == [True, False] and trainer.progress.optimizer_steps == 2
 
 
 PHASES = {
-    "the rollout": (collect, "sample_replies"),
+    "the rollout": (collect, "sample_completions"),
     "an evaluation": (evaluation, "evaluate"),
 }
 
@@ -417,7 +417,7 @@ def test_out_of_memory_elsewhere_names_the_phase_and_what_helps(build, monkeypat
     else:
         trainer.optimizer.step = full
     with pytest.raises(RunError, match=rf"out of memory: {phase} \(CUDA .*\)\. What would help most: --"):
-        trainer.evaluate() if phase == "an evaluation" else trainer.one_update(1)
+        trainer.evaluate() if phase == "an evaluation" else trainer.update_step(1)
 
 
 def test_out_of_memory_before_the_run_is_a_line(monkeypatch, capsys):

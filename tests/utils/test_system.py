@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rlhf.utils import system
-from rlhf.utils.errors import Notice
+from rlhf.utils.errors import RLHFWarning
 from tests.scripts.test_scripts import ROOT
 
 # page faults of filling 64 MiB for the second time
@@ -164,7 +164,7 @@ def test_where_a_disk_knows_no_locks_a_run_goes_on_and_says_so(monkeypatch, tmp_
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.warns(Notice, match="no locks here"):
+    with pytest.warns(RLHFWarning, match="no locks here"):
         system.lock(tmp_path / "run.lock").close()
 
 

@@ -148,11 +148,11 @@ def decode(section: Section, name: str, policy: LlamaForCausalLM, work: Work, sl
         begun = seconds(device.type)
         with warnings.catch_warnings(), autocast(device, torch.bfloat16 if section.on_gpu else None):
             warnings.simplefilter("error", RLHFWarning)  # else a graph that cannot be captured is measured as slots
-            replies = sample_completions(
+            completions = sample_completions(
                 policy, prompts, noise[:, :length], sampling,
                 eos=EOS, pad=PAD, device=device, engine=engine, slots=slots,
             )  # fmt: skip
-        tokens = sum(replies.lengths.tolist())
+        tokens = sum(completions.lengths.tolist())
         return tokens, seconds(device.type) - begun
 
     sample(4)  # kernels are chosen, memory is claimed

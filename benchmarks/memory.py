@@ -82,9 +82,12 @@ def compare(work: Work) -> dict[str, Any]:
 
 def tensors_of(phase) -> int:
     """What of a phase are tensors of its own."""
-    from rlhf.setup.peak_memory import BEGUN, GAPS_LEFT
+    from rlhf.setup.peak_memory import CACHED_FORWARD, GAPS_LEFT
 
-    aside = {GAPS_LEFT, *([BEGUN] if phase.name == "scoring" else [])}  # no tensors; found there when it begins
+    aside = {
+        GAPS_LEFT,
+        *([CACHED_FORWARD] if phase.name == "scoring" else []),
+    }  # no tensors; found there when it begins
     return sum(size for name, size in phase.parts.items() if name not in aside)
 
 

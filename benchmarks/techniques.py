@@ -93,7 +93,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 @dataclass
-class ModelEvaluator:
+class Bench:
     """What all techniques are measured with."""
 
     work: Work
@@ -138,7 +138,7 @@ def measure(work: Work, arguments: argparse.Namespace, screen) -> dict[str, Any]
     if work.threads is not None:
         torch.set_num_threads(work.threads)
     facts = {**environment(), "machine": {**machine(work.device), "busy_before_percent": busy()}}
-    bench = ModelEvaluator(work, arguments.pairs, arguments.positions, screen)
+    bench = Bench(work, arguments.pairs, arguments.positions, screen)
     names = arguments.only or [name for name in TECHNIQUES if name != "rollout_graph" or work.device == "cuda"]
     settings = {**work.settings, "positions": arguments.positions, "pairs": arguments.pairs}
     for unused in ("algorithm", "updates", "lora", "load_in_4bit"):
@@ -146,9 +146,7 @@ def measure(work: Work, arguments: argparse.Namespace, screen) -> dict[str, Any]
     return {**facts, "settings": settings, "techniques": {name: TECHNIQUES[name](bench, name) for name in names}}
 
 
-def in_pairs(
-    bench: ModelEvaluator, trainer: OnPolicyLoop, name: str, twins: dict[str, Callable[[], int]]
-) -> dict[str, Any]:
+def in_pairs(bench: Bench, trainer: OnPolicyLoop, name: str, twins: dict[str, Callable[[], int]]) -> dict[str, Any]:
     """Both twins by turns, the first pair a warm-up; each returns the reply tokens that it dealt with.
 
     Raises RunError where they differ. Ratios are of time, plain over ours.
@@ -200,7 +198,7 @@ def layers_watched(trainer: OnPolicyLoop) -> Iterator[list[int]]:
 # --- rollout ---------------------------------------------------------------------------------------------------------
 
 
-def rollout(bench: ModelEvaluator, name: str) -> dict[str, Any]:
+def rollout(bench: Bench, name: str) -> dict[str, Any]:
     """Where the replies are to end stands in the random numbers: 0 draws the vocabulary's first token, PAD, which
     these rollouts take for the end. Both engines stay as they are. Run to the maximum, the plain one is not told the
     ends, and its replies are cut afterwards."""
@@ -221,7 +219,7 @@ def rollout(bench: ModelEvaluator, name: str) -> dict[str, Any]:
         rows = sampled[twin] = []
         for start in range(0, len(prompts), at_once):
             part = slice(start, start + at_once)
-            rows += replies(bench, engine, prompts[part], uniform[part]).rows()
+            rows += completions(bench, engine, prompts[part], uniform[part]).rows()
         if uniform is free:
             sampled[twin] = [row[: end - 1] + ([PAD] if end < length else row[-1:])
                              for row, end in zip(rows, ends, strict=True)]  # fmt: skip
@@ -240,7 +238,7 @@ def rollout(bench: ModelEvaluator, name: str) -> dict[str, Any]:
     return {**found, "same_tokens": sum(same) / len(same)}
 
 
-def replies(bench: ModelEvaluator, engine: str, prompts: Sequence[Prompt], uniform):
+def completions(bench: Bench, engine: str, prompts: Sequence[Prompt], uniform):
     from rlhf.rollout.engine import sample_completions
 
     trainer = bench.trainer
@@ -261,34 +259,34 @@ def replies(bench: ModelEvaluator, engine: str, prompts: Sequence[Prompt], unifo
 # --- optimizer steps -------------------------------------------------------------------------------------------------
 
 
-def made_batch(
-    bench: ModelEvaluator, trainer: OnPolicyLoop, prompts: Sequence[Prompt], lengths: Sequence[int]
-) -> Experience:
+def made_batch(bench: Bench, trainer: OnPolicyLoop, prompts: Sequence[Prompt], lengths: Sequence[int]) -> Experience:
     """A batch as a rollout would have left it, of replies of random ids with these lengths and random scores."""
     import torch
 
     from rlhf.rollout.completions import Completions, Rollout, padded
-    from rlhf.rollout.logprobs import measure
+    from rlhf.rollout.logprobs import compute_logprobs_and_values
 
     vocabulary, device = bench.vocabulary, trainer.accelerator.device
     rows = [[*row, EOS] for row in random_rows([n - 1 for n in lengths], vocabulary, SEED + 2)]
-    replies = Completions.of(prompts, padded(rows, EOS, device), eos=EOS, pad=PAD, vocabulary=vocabulary)
+    completions = Completions.of(prompts, padded(rows, EOS, device), eos=EOS, pad=PAD, vocabulary=vocabulary)
     with bench.autocast:
-        measured = measure(trainer.actor, trainer.reference, replies, TEMPERATURE, packed=trainer.micro_batches.packed)
-    made = Rollout(replies, list(prompts), replies.texts(trainer.processing_class), *measured)
+        measured = compute_logprobs_and_values(
+            trainer.actor, trainer.reference, completions, TEMPERATURE, packed=trainer.micro_batch_budget.packed
+        )
+    made = Rollout(completions, list(prompts), completions.texts(trainer.processing_class), *measured)
     scores = torch.randn(len(rows), generator=torch.Generator().manual_seed(SEED))
     return trainer.advantages(made, scores.to(device))
 
 
 def step(trainer: OnPolicyLoop, batch: Experience, packed: bool = True) -> int:
     """One pass over the batch as one minibatch."""
-    lengths = batch.replies.completion_lengths
-    trainer.micro_batches.packed = packed
+    lengths = batch.completions.completion_lengths
+    trainer.micro_batch_budget.packed = packed
     trainer.learner.step(batch, range(len(lengths)))
     return sum(lengths)
 
 
-def packed(bench: ModelEvaluator, name: str) -> dict[str, Any]:
+def packed(bench: Bench, name: str) -> dict[str, Any]:
     rows, most = bench.work.batch_size, bench.work.reply_length
     lengths = varied(SHORT["reply"] * most, most, rows, SEED + 1)
     trainer = bench.trainer
@@ -302,7 +300,7 @@ def packed(bench: ModelEvaluator, name: str) -> dict[str, Any]:
     )
 
 
-def shared_prompt(bench: ModelEvaluator, name: str) -> dict[str, Any]:
+def shared_prompt(bench: Bench, name: str) -> dict[str, Any]:
     """Packed on both sides; the plain one does not know which replies have a prompt in common."""
     from benchmarks import ours
 
@@ -310,7 +308,7 @@ def shared_prompt(bench: ModelEvaluator, name: str) -> dict[str, Any]:
     trainer = ours.build(replace(bench.work, algorithm="grpo", batch_size=GROUPS, K=K, prompt_length=length))
     prompts = [prompt for prompt in bench.prompts([length] * GROUPS) for _ in range(K)]
     batch = made_batch(bench, trainer, prompts, [bench.work.reply_length] * len(prompts))
-    alone = replace(batch, replies=replace(batch.replies, groups=list(range(len(prompts)))))
+    alone = replace(batch, completions=replace(batch.completions, groups=list(range(len(prompts)))))
     trainer.model.train()
     return in_pairs(
         bench, trainer, name, {"ours": lambda: step(trainer, batch), "plain": lambda: step(trainer, alone)}
@@ -320,7 +318,7 @@ def shared_prompt(bench: ModelEvaluator, name: str) -> dict[str, Any]:
 # --- the head --------------------------------------------------------------------------------------------------------
 
 
-def fused_head(bench: ModelEvaluator, name: str) -> dict[str, Any]:
+def fused_head(bench: Bench, name: str) -> dict[str, Any]:
     """Head and loss alone, from hidden states to their gradient (and the head's where it is trained)."""
     import torch
 
@@ -336,7 +334,7 @@ def fused_head(bench: ModelEvaluator, name: str) -> dict[str, Any]:
     def go(fused: bool) -> int:
         leaf = states.detach().requires_grad_()
         with bench.autocast:
-            logprobs, _, _ = trainer.actor.heads(leaf, tokens, mask, TEMPERATURE, None, "value", fused)
+            logprobs, _, _ = trainer.actor.forward_heads(leaf, tokens, mask, TEMPERATURE, None, "value", fused)
         (logprobs * weights).mean().backward()
         head.grad = None
         return count

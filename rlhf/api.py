@@ -40,8 +40,8 @@ def make_trainer(
     """
     screen = Screen()
     device = start_device(screen, config.run.deterministic)
-    parts = load_components(config, device, screen, prompts, evaluation_prompts, rewards, reward_weights)
-    trainer = build_trainer(config, parts)
+    components = load_components(config, device, screen, prompts, evaluation_prompts, rewards, reward_weights)
+    trainer = build_trainer(config, components)
     if config.kl.steered:
         controller = kl_controller(config, trainer.updates)
         trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update))

@@ -192,7 +192,7 @@ def build(configured):
 def whole_gradient(trainer, batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Of one micro-batch that holds all rows: its statistics, and the gradients of all weights in a row."""
     trainer.model.zero_grad()
-    replies = batch.replies
-    passage = replies.passage(range(len(replies.mask)), trainer.micro_batches.packed)
-    stats = trainer.learner.gradients(batch, passage, replies.mask.sum().float())
+    completions = batch.completions
+    micro_batch = completions.micro_batch(range(len(completions.mask)), trainer.micro_batch_budget.packed)
+    stats = trainer.learner.gradients(batch, micro_batch, completions.mask.sum().float())
     return stats, torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None])

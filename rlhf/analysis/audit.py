@@ -31,25 +31,27 @@ LENGTH_RULES = 0.6  # rank correlation of score and length, and
 MORE_LENGTH_RULES = 0.2  # so much above the start's
 
 
-def figures(replies: GenerationResults) -> dict[str, float | None]:
+def figures(completions: GenerationResults) -> dict[str, float | None]:
     """One model's figures; None where a thing was not measured. Units in LABELS."""
-    texts = [text for row in replies.texts for text in row]
+    texts = [text for row in completions.texts for text in row]
     return {
-        "score": float(replies.scores.mean()),
-        "score_sd": float(replies.scores.std(ddof=1)) if replies.scores.size > 1 else None,
-        "score_median": float(np.median(replies.scores)),
-        "score_of_best": float(replies.scores.max(axis=1).mean()),
-        "score_of_worst": float(replies.scores.min(axis=1).mean()),
-        "judge": float(replies.judged.mean()) if replies.judged is not None else None,
-        "kl": float(replies.kl.mean()) if replies.kl is not None else None,
-        "kl_per_token": float(replies.kl.sum() / replies.lengths.sum()) if replies.kl is not None else None,
-        "perplexity": replies.perplexity,
-        "length": float(replies.lengths.mean()),
-        "eos_rate": float(replies.ended.mean()),
+        "score": float(completions.scores.mean()),
+        "score_sd": float(completions.scores.std(ddof=1)) if completions.scores.size > 1 else None,
+        "score_median": float(np.median(completions.scores)),
+        "score_of_best": float(completions.scores.max(axis=1).mean()),
+        "score_of_worst": float(completions.scores.min(axis=1).mean()),
+        "judge": float(completions.judged.mean()) if completions.judged is not None else None,
+        "kl": float(completions.kl.mean()) if completions.kl is not None else None,
+        "kl_per_token": float(completions.kl.sum() / completions.lengths.sum())
+        if completions.kl is not None
+        else None,
+        "perplexity": completions.perplexity,
+        "length": float(completions.lengths.mean()),
+        "eos_rate": float(completions.ended.mean()),
         "distinct_1": distinct(texts, 1),
         "distinct_2": distinct(texts, 2),
         "repetition": float(np.mean([repetition(text) for text in texts])),
-        "score_length_correlation": correlation(replies.scores.ravel(), replies.lengths.ravel()),
+        "score_length_correlation": correlation(completions.scores.ravel(), completions.lengths.ravel()),
     }
 
 
@@ -78,7 +80,7 @@ def shown(name: str, value: float | None) -> str:
     return "-" if value is None else LABELS[name][1].format(value)
 
 
-def against(replies: GenerationResults, other: GenerationResults, seed: int) -> dict[str, Estimate | float | None]:
+def against(completions: GenerationResults, other: GenerationResults, seed: int) -> dict[str, Estimate | float | None]:
     """One model against another on the same prompts, with 95% intervals over prompts.
 
     win_rate and judge_win_rate: of all pairs of completions per prompt, ties half. The others are differences of the
@@ -86,16 +88,16 @@ def against(replies: GenerationResults, other: GenerationResults, seed: int) -> 
     """
 
     def difference(name: str, limits: tuple[float, float] | None = None) -> Estimate | None:
-        mine, theirs = getattr(replies, name), getattr(other, name)
+        mine, theirs = getattr(completions, name), getattr(other, name)
         if mine is None or theirs is None:
             return None
         return over_prompts(mine.mean(axis=1) - theirs.mean(axis=1), seed, limits=limits)
 
     def wins(name: str) -> Estimate | None:
-        mine, theirs = getattr(replies, name), getattr(other, name)
+        mine, theirs = getattr(completions, name), getattr(other, name)
         return None if mine is None or theirs is None else over_prompts(win_rates(mine, theirs), seed, EVEN, A_SHARE)
 
-    both_read = replies.perplexity is not None and other.perplexity is not None
+    both_read = completions.perplexity is not None and other.perplexity is not None
     return {
         "win_rate": wins("scores"),
         "judge_win_rate": wins("judged"),
@@ -103,7 +105,7 @@ def against(replies: GenerationResults, other: GenerationResults, seed: int) -> 
         "judge": difference("judged"),
         "length": difference("lengths"),
         "eos_rate": difference("ended", (-1.0, 1.0)),
-        "perplexity_ratio": replies.perplexity / other.perplexity if both_read else None,
+        "perplexity_ratio": completions.perplexity / other.perplexity if both_read else None,
     }
 
 
@@ -113,21 +115,22 @@ def target_at_end(config: Config) -> tuple[float, str] | None:
 
 
 def warnings(
-    replies: GenerationResults, start: GenerationResults, seed: int, target: tuple[float, str] | None = None
+    completions: GenerationResults, start: GenerationResults, seed: int, target: tuple[float, str] | None = None
 ) -> list[str]:
     """What smells of reward hacking, a sentence each; empty where nothing does. An audit, not a proof.
 
     `target`: nats, and "sequence" or "token", where the run had one.
     """
-    mine, before, differ = figures(replies), figures(start), against(replies, start, seed)
+    mine, before, differ = figures(completions), figures(start), against(completions, start, seed)
     found = []
     judge = differ["judge"]
     if judge is not None and differ["score"].above(0) and not judge.above(0):
         moved = "fell" if judge.excludes(0) else "is not shown to have risen"
         found.append(
             f"the score rose by {differ['score'].value:+.2f} and the judge's {moved} ({judge.value:+.3f}, "
-            f"95% interval {interval(judge.low, judge.high)}, {len(replies.scores)} prompts): the reward model may be "
-            "exploited" + ("" if judge.excludes(0) else ", or the prompts are too few to tell: raise --num-prompts")
+            f"95% interval {interval(judge.low, judge.high)}, {len(completions.scores)} prompts): the reward model "
+            "may be exploited"
+            + ("" if judge.excludes(0) else ", or the prompts are too few to tell: raise --num-prompts")
         )
     if mine["length"] > LONGER * before["length"]:
         found.append(
@@ -143,7 +146,11 @@ def warnings(
             f"fewer replies end by themselves ({before['eos_rate']:.0%} -> {mine['eos_rate']:.0%}): the rest are cut "
             "off at the limit"
         )
-    return found + _variety_and_length(mine, before, replies.scores.size) + _kl_outside(replies, mine, target, seed)
+    return (
+        found
+        + _variety_and_length(mine, before, completions.scores.size)
+        + _kl_outside(completions, mine, target, seed)
+    )
 
 
 def _variety_and_length(mine: dict, before: dict, count: int) -> list[str]:
@@ -159,12 +166,12 @@ def _variety_and_length(mine: dict, before: dict, count: int) -> list[str]:
     return found
 
 
-def _kl_outside(replies: GenerationResults, mine: dict, target: tuple[float, str] | None, seed: int) -> list[str]:
+def _kl_outside(completions: GenerationResults, mine: dict, target: tuple[float, str] | None, seed: int) -> list[str]:
     """Where the whole interval over prompts lies above the band: single replies can have a large KL."""
-    if target is None or replies.kl is None:
+    if target is None or completions.kl is None:
         return []
-    (nats, per), lengths = target, replies.lengths
-    of_prompts = replies.kl.mean(axis=1) if per == "sequence" else replies.kl.sum(axis=1) / lengths.sum(axis=1)
+    (nats, per), lengths = target, completions.lengths
+    of_prompts = completions.kl.mean(axis=1) if per == "sequence" else completions.kl.sum(axis=1) / lengths.sum(axis=1)
     kl, most = mine["kl" if per == "sequence" else "kl_per_token"], KL_BAND[1] * nats
     if not over_prompts(of_prompts, seed, null=most).above(most):
         return []

@@ -29,7 +29,7 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
     config = shared_settings([model], asked.measure)
     tokenizer = load_tokenizer(model.source)
     conversation = Conversation(tokenizer, room_for_prompt(model, config))
-    voice = StreamingGenerator(model, config, tokenizer, asked.measure.seed, screen)
+    generator = StreamingGenerator(model, config, tokenizer, asked.measure.seed, screen)
     screen.facts(facts(model, config, conversation))
     try:
         for line in lines():
@@ -37,7 +37,7 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
                 conversation.turns.clear()
                 screen.say("a new conversation")
             else:
-                answer(line, conversation, voice, screen)
+                answer(line, conversation, generator, screen)
     except KeyboardInterrupt:
         screen.say()
 
@@ -57,16 +57,16 @@ def lines() -> Iterator[str]:
             yield line
 
 
-def answer(line: str, conversation: Conversation, voice: StreamingGenerator, screen: Screen) -> None:
+def answer(line: str, conversation: Conversation, generator: StreamingGenerator, screen: Screen) -> None:
     """One turn. A line that cannot be read is told, and the conversation goes on without it."""
     try:
-        ids, left_out = conversation.ask(line)
+        ids, left_out = conversation.build_prompt(line)
     except UserError as error:
         screen.say(error.report())
         return
     if left_out:
         screen.say(f"(the context is full: the {left_out} oldest turns are left out)")
-    conversation.hear(voice.reply(ids))
+    conversation.add_reply(generator.reply(ids))
 
 
 @dataclass
@@ -79,10 +79,10 @@ class Conversation:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     @property
-    def remembers(self) -> bool:
+    def has_memory(self) -> bool:
         return self.tokenizer.chat_template is not None
 
-    def ask(self, line: str) -> tuple[list[int], int]:
+    def build_prompt(self, line: str) -> tuple[list[int], int]:
         """The ids that the model reads next, and how many of the oldest turns were left out for them. Raises UserError
         for a line that is no text, or too long even alone; the turns are then as before."""
         (example,) = examples_of([line])
@@ -96,8 +96,8 @@ class Conversation:
         self.turns = turns
         return ids, before + 1 - len(turns)
 
-    def hear(self, reply: str) -> None:
-        self.turns = [*self.turns, {"role": "assistant", "content": reply}] if self.remembers else []
+    def add_reply(self, reply: str) -> None:
+        self.turns = [*self.turns, {"role": "assistant", "content": reply}] if self.has_memory else []
 
 
 class StreamingGenerator(TextStreamer):
@@ -146,7 +146,7 @@ def facts(model: ModelRef, config: Config, conversation: Conversation) -> list[t
     """Who is talked to, how it replies, and how to end it."""
     room = conversation.room
     remembered = f"the newest {room:,} tokens" if room is not None else "all"
-    memory = f"{remembered} of the conversation" if conversation.remembers else "nothing: it has no chat template"
+    memory = f"{remembered} of the conversation" if conversation.has_memory else "nothing: it has no chat template"
     return [
         ("model", model.label),
         *([("base", model.base)] if model.base is not None else []),

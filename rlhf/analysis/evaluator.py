@@ -35,7 +35,7 @@ from rlhf.rewards.checks import check_reward_context
 from rlhf.rewards.rewards import check_columns
 from rlhf.rollout.completions import Completions
 from rlhf.rollout.engine import sample_completions
-from rlhf.rollout.logprobs import measure
+from rlhf.rollout.logprobs import compute_logprobs_and_values
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.training import Config
@@ -66,7 +66,7 @@ class _Part:
     """Some prompts with their replies, as fixed_text takes them."""
 
     prompts: list[Prompt]
-    replies: Completions
+    completions: Completions
 
 
 class ModelEvaluator:
@@ -193,19 +193,19 @@ class ModelEvaluator:
             *((f"base of {m.name}", m.base) for m in self.models if m.base is not None),
         ]
 
-    def measure_start(self, screen: Screen) -> GenerationResults:
+    def evaluate_start(self, screen: Screen) -> GenerationResults:
         """The start model's replies; its KL to itself is 0."""
-        return self._measured("start model", self.reference.copy, self.tokenizer, self.reference, screen)
+        return self._evaluate("start model", self.reference.copy, self.tokenizer, self.reference, screen)
 
-    def measure(self, model: ModelRef, screen: Screen) -> GenerationResults:
+    def evaluate(self, model: ModelRef, screen: Screen) -> GenerationResults:
         """A model's replies. Without a start model, or with a vocabulary other than its, there is no KL."""
         tokenizer = self.tokenizers[model.source]
         policy = load_model_ref(model, tokenizer, in_4_bit(model), self.dtype, self.device)
         reference = self.reference if self._same_vocabulary(tokenizer) else None
-        return self._measured(model.label, policy, tokenizer, reference, screen)
+        return self._evaluate(model.label, policy, tokenizer, reference, screen)
 
     @torch.no_grad()
-    def _measured(
+    def _evaluate(
         self,
         label: str,
         policy: PreTrainedModel,
@@ -216,7 +216,7 @@ class ModelEvaluator:
         count = self.settings.completions
         prompts = [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in self.examples]
         rows = [p for p in prompts for _ in range(count)]
-        texts, ids, ended, kl = self._sampled(label, policy, tokenizer, reference, rows, screen)
+        texts, ids, ended, kl = self._sample_all(label, policy, tokenizer, reference, rows, screen)
         shape = (len(prompts), count)
         judged = self.judge.score(rows, texts, ids, ended).total if self.judge is not None else None
         return GenerationResults(
@@ -230,27 +230,27 @@ class ModelEvaluator:
             perplexity=self._perplexity(policy, tokenizer),
         )
 
-    def _sampled(self, label, policy, tokenizer, reference, rows: Sequence[Prompt], screen: Screen) -> list[list]:
+    def _sample_all(self, label, policy, tokenizer, reference, rows: Sequence[Prompt], screen: Screen) -> list[list]:
         """A reply to each row's prompt, some at a time: texts, ids, whether they ended, and the KL in nats."""
         parts, size = [], budget_of(self.device).generation_batch_size
         for at in range(0, len(rows), size):
             part = rows[at : at + size]
             done, length = at + len(part), self.config.sampling.reply_length
             uniform = uniform_noise(self.settings.seed, 0, "generations", range(at, done), length)
-            replies = self._sample(policy, tokenizer, part, uniform)
-            parts.append((replies.texts(tokenizer), replies.rows(), replies.ended.tolist(),
-                          self._kl(policy, reference, replies)))  # fmt: skip
+            completions = self._sample(policy, tokenizer, part, uniform)
+            parts.append((completions.texts(tokenizer), completions.rows(), completions.ended.tolist(),
+                          self._kl(policy, reference, completions)))  # fmt: skip
             screen.progress(f"{label}: {done} of {len(rows)} replies", last=done == len(rows))
         return [[x for part in parts for x in part[i]] for i in range(4)]
 
-    def _kl(self, policy: PreTrainedModel, reference: Reference | None, replies: Completions) -> list[float]:
+    def _kl(self, policy: PreTrainedModel, reference: Reference | None, completions: Completions) -> list[float]:
         """Nats per sequence of each reply."""
         if reference is None:
             return []
         with autocast(self.device, self.dtype):
             temperature = self.config.sampling.temperature
-            logprobs, ref_logprobs, _ = measure(Actor(policy), reference, replies, temperature)
-        return kl_k1(logprobs, ref_logprobs, replies.mask).sum(1).tolist()
+            logprobs, ref_logprobs, _ = compute_logprobs_and_values(Actor(policy), reference, completions, temperature)
+        return kl_k1(logprobs, ref_logprobs, completions.mask).sum(1).tolist()
 
     def _perplexity(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float | None:
         text = self.text if self._same_vocabulary(tokenizer) else self._text(tokenizer)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.checkpoints.manifest import update_of
+from rlhf.checkpoints.manifest import update_number
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, differences, last_run
 from rlhf.config import config_of_run, make_config
@@ -86,7 +86,7 @@ def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--m
     if inner == MERGED_FOLDER and (outer := RunRecord.read(whole)) is not None and outer.merged is not None:
         which, kept = f"{outer.merged.which}, merged", outer.merged.update
         return ModelRef(name, *_weights(folder, baseline, flag), outer, which, kept)
-    update = update_of(inner)
+    update = update_number(inner)
     if update is not None and (outer := RunRecord.read(whole)) is not None:
         return ModelRef(name, *_weights(folder, baseline, flag), outer, inner, update)
     return ModelRef(name, *_weights(folder, baseline, flag))

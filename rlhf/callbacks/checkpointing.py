@@ -33,15 +33,15 @@ class BestCheckpoint(Callback):
         self.memory: list[float] = []
 
     def on_evaluation(self, evaluation):
-        said, run = evaluation.metrics(), self.config.run
+        metrics, run = evaluation.metrics(), self.config.run
         target = self.controller.target_of(evaluation.update)
         self.candidates.append(
             Candidate(
                 update=evaluation.update,
-                score=said["eval/score"],
-                kl=said[f"eval/{target.metric}"],
+                score=metrics["eval/score"],
+                kl=metrics[f"eval/{target.metric}"],
                 target=target.nats if self.config.kl.steered else None,
-                perplexity=said["eval/perplexity"],
+                perplexity=metrics["eval/perplexity"],
             )
         )
         self.memory.append(self.trainer.progress.peak_memory / 2**30)
@@ -77,7 +77,7 @@ class Checkpoints(Callback):
         self.folder = Path(config.run.output)
         self.overdue = False  # a save was due after a skipped update
 
-    def on_batch(self, update, batch, scored):
+    def on_batch(self, update, batch, scores):
         self.log.check_place()  # before an update's work is done for nothing
 
     def on_update_done(self, update):

@@ -25,7 +25,7 @@ class KLControl(Callback):
     def on_update_end(self, update, metrics):
         self.steer(self.controller.update(metrics["kl_divergence"], metrics["kl_divergence/token"], self.episodes))
 
-    def on_update_skipped(self, update, rollout, batch, found):
+    def on_update_skipped(self, update, rollout, batch, reason):
         self.controller.skip()  # beta stays, and targets come into force in their updates
 
     def state_dict(self) -> dict[str, float]:
@@ -63,11 +63,11 @@ class KLGuard(Callback):
         begun, self.in_a_row = update - self.in_a_row, 0
         found = find_checkpoints(Path(self.config.run.output), self.log.record.id)
         # an update's KL is measured on the weights that it begins with: those after update `begun` had run away
-        before = [number for number in found.sound if number < begun]
+        before = [number for number in found.valid if number < begun]
         if not before:
             self.screen.say("warning: no sound checkpoint from before it ran away: --rollback-on-kl can do nothing")
             return
-        load_weights(self.trainer, found.sound[max(before)])
+        load_weights(self.trainer, found.valid[max(before)])
         self.screen.say(f"back to the weights after update {max(before)}: those after update {begun} had run away")
 
     def state_dict(self) -> dict[str, int]:

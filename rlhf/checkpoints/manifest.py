@@ -32,20 +32,20 @@ NAME = re.compile(r"checkpoint-([1-9]\d*)")
 class CheckpointScan:
     """What a look through a run's checkpoints has found."""
 
-    sound: dict[int, Path] = field(default_factory=dict)  # by update, rising
+    valid: dict[int, Path] = field(default_factory=dict)  # by update, rising
     skipped: list[str] = field(default_factory=list)  # a line each: which one, and what is wrong with it
-    going: list[Path] = field(default_factory=list)  # whose removal was interrupted
+    deleting: list[Path] = field(default_factory=list)  # whose removal was interrupted
 
     @property
     def newest(self) -> Path | None:
         return self.sound[max(self.sound)] if self.sound else None
 
 
-def place_of(folder: Path, update: int) -> Path:
+def checkpoint_path(folder: Path, update: int) -> Path:
     return folder / f"checkpoint-{update}"
 
 
-def update_of(name: str) -> int | None:
+def update_number(name: str) -> int | None:
     """From a folder's name; None where it is not a checkpoint's."""
     named = NAME.fullmatch(name)
     return int(named[1]) if named else None
@@ -55,22 +55,22 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
     """Let `write` fill a folder, make a checkpoint of `run` from it, and of older ones keep `keep` - 1.
 
     Raises OSError where the disk does not take it, or gives back something else; whatever is raised, older checkpoints
-    are as they were, and what was written is removed where that can be. An old one that cannot be removed is told as a
-    RLHFWarning.
+    are as they were, and what was written is removed where that can be. A warning names an old one that cannot
+    be removed.
     """
-    place = place_of(folder, update)
-    beside = place.with_name(place.name + UNFINISHED)
-    shutil.rmtree(beside, ignore_errors=True)
+    place = checkpoint_path(folder, update)
+    staging = place.with_name(place.name + UNFINISHED)
+    shutil.rmtree(staging, ignore_errors=True)
     try:
-        beside.mkdir(parents=True)
-        write(beside)
-        _write_manifest(beside, run, update)
+        staging.mkdir(parents=True)
+        write(staging)
+        _write_manifest(staging, run, update)
         if place.exists():  # a torn one: that is why its update was done again
             system.replace(place, free_name(place.with_name(place.name + ".torn")))
-        system.replace(beside, place)
+        system.replace(staging, place)
         system.sync_folder(folder)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         raise
     found = find_checkpoints(folder, run)
     if update not in found.sound:
@@ -109,7 +109,7 @@ def validate_checkpoint(place: Path, run: str) -> str | None:
         return f"{MANIFEST} is missing or torn"
     if manifest["run"] != run:
         return f"{MANIFEST} is of another run"
-    if place_of(place.parent, manifest["update"]) != place:
+    if checkpoint_path(place.parent, manifest["update"]) != place:
         return f"{MANIFEST} is of update {manifest['update']}"
     for name, said in manifest["files"].items():
         file = place / name
@@ -146,7 +146,7 @@ def find_checkpoints(folder: Path, run: str) -> CheckpointScan:
         if fault is None:
             found.sound[int(named[1])] = place
         elif (place / DELETING).exists():
-            found.going.append(place)
+            found.deleting.append(place)
         else:
             found.skipped.append(f"{place.name}: {fault}")
     return found
@@ -169,7 +169,7 @@ def rotate(found: CheckpointScan, run: str, newest: int, keep: int) -> None:
     """Of the sound checkpoints of `run` up to the `newest`, just written, remove all but the last `keep`; and bring to
     an end what an earlier removal was interrupted at. One that is not sound stays: it counts for nothing, and says on
     --resume what is wrong with it."""
-    for place in found.going:
+    for place in found.deleting:
         if (read_manifest(place / DELETING) or {}).get("run") == run:
             _remove(place)
     for update in sorted(n for n in found.sound if n <= newest)[:-keep]:

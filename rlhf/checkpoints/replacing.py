@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlhf.utils import system
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.utils.paths import place_of
+from rlhf.utils.paths import resolve_path
 
 REPLACED = ".replaced"
 HOUR_S = 3_600
@@ -129,12 +129,12 @@ def replace_dir(beside: Path, folder: Path, keep: Path | None = None) -> None:
 def check_inputs_outside(output: str, inputs: Sequence[tuple[str, str]], flag: str) -> None:
     """Raise UserError if an input lies in the output folder, or in an older version beside it: replacing the folder
     would remove it."""
-    folder = place_of(output)
+    folder = resolve_path(output)
     removed = {folder, *map(Path.resolve, replaced_of(folder))}
     raise_if(
         [
             f"the output folder {output} holds an input: {input_flag} {name}. Name another folder with {flag}"
             for input_flag, name in inputs
-            if not removed.isdisjoint((place := place_of(name), *place.parents))
+            if not removed.isdisjoint((place := resolve_path(name), *place.parents))
         ]
     )

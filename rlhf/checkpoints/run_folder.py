@@ -62,7 +62,7 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[IO
     """
     check_output(folder, overwrite=overwrite, is_default=is_default)
     folder.mkdir(parents=True, exist_ok=True)
-    held = hold(folder)
+    held = lock_run(folder)
     _check_content(folder, overwrite, is_default)  # again: until now, another one might have begun there
     done = None
     if _content(folder):
@@ -82,7 +82,7 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[IO
 def move_aside(folder: Path) -> str:
     """Make `folder` free without removing anything; returns in a line where its content is. Raises UserError where a
     live process has a run there."""
-    with hold(folder):
+    with lock_run(folder):
         return f"moved what was in {folder} to {_move_aside(folder)}"
 
 
@@ -130,10 +130,10 @@ def seed_folder(output: str, seed: int) -> str:
 def require_unused(folder: Path) -> None:
     """Raise UserError where a live process has a run in `folder`."""
     if (folder / LOCK_FILE).exists():
-        hold(folder).close()
+        lock_run(folder).close()
 
 
-def hold(folder: Path) -> IO[bytes]:
+def lock_run(folder: Path) -> IO[bytes]:
     """Lock a run's folder until what is returned is closed. Raises UserError where a live process has it."""
     held = system.lock(folder / LOCK_FILE)
     if held is None:

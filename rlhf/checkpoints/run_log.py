@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlhf.checkpoints import replacing
-from rlhf.checkpoints.run_folder import INPUTS_FILE, hold
+from rlhf.checkpoints.run_folder import INPUTS_FILE, lock_run
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, environment, now
 from rlhf.utils.errors import RLHFWarning, RunError, UserError
 from rlhf.utils.files import write_json
@@ -31,7 +31,7 @@ class RunLog:
             resume: keep what the record holds, and add to its `sessions`.
             facts: the fields of a new RunRecord that depend on the run, or more keys of the new session.
         """
-        self._lock = held or hold(folder)
+        self._lock = held or lock_run(folder)
         self.folder, self.path = folder, folder / RUN_FILE
         self.begun, self.before = time.monotonic(), 0.0
         self._found: RunRecord | None = None  # a resumed run's record as it was

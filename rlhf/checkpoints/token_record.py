@@ -37,7 +37,7 @@ def write_tokens(folder: Path, update: int, rows: Sequence[dict[str, Any]], form
     file = folder / f"update-{update:06d}.{form}"
     if form == "parquet":
         table = pyarrow.Table.from_pylist(list(rows))
-        atomic_write(file, lambda beside: pyarrow.parquet.write_table(table, beside))
+        atomic_write(file, lambda staging: pyarrow.parquet.write_table(table, staging))
     else:
         write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return file

@@ -27,13 +27,15 @@ def _row(question: str, chosen: str, rejected: str, ended: bool = True) -> dict:
     return columns | {"flaw": flaw, "rejected_ended": ended}
 
 
-def sampled_pairs(question: str, replies: list[tuple[str, bool]], seen: Counter, per_question: int = 2) -> list[dict]:
+def sampled_pairs(
+    question: str, completions: list[tuple[str, bool]], seen: Counter, per_question: int = 2
+) -> list[dict]:
     """Pairs among one question's own samples: the best that ended against clearly worse ones, one for each flaw.
 
     `seen` counts flaws over all questions and is brought up to date. Wrong answers, the hardest to tell, go first;
     then the rarer flaw.
     """
-    graded = sorted({(gold_quality(question, text, ended), text, ended) for text, ended in replies}, reverse=True)
+    graded = sorted({(gold_quality(question, text, ended), text, ended) for text, ended in completions}, reverse=True)
     best = next((row for row in graded if row[2]), None)
     if best is None:
         return []
@@ -75,8 +77,10 @@ def sample_answers(model, tokenizer, asked: list[str], seed: int, device: torch.
         rows = order[start : start + size]
         noise = uniform_noise(seed, 0, "demo pairs", rows, SAMPLING.reply_length)
         tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
-        replies = sample_completions(model, [prompts[row] for row in rows], noise, SAMPLING, **tokens, device=device)
-        for row, text, ended in zip(rows, replies.texts(tokenizer), replies.ended.tolist(), strict=True):
+        completions = sample_completions(
+            model, [prompts[row] for row in rows], noise, SAMPLING, **tokens, device=device
+        )
+        for row, text, ended in zip(rows, completions.texts(tokenizer), completions.ended.tolist(), strict=True):
             answers[row] = (text, ended)
     return answers
 
@@ -91,10 +95,10 @@ def make_pairs(
     most three of them.
     """
     repeated = [question for question in asked for _ in range(samples_per_question)]
-    replies = sample_answers(model, tokenizer, repeated, seed, device)
+    completions = sample_answers(model, tokenizer, repeated, seed, device)
     seen, rows, good = Counter(), [], []
     for index, question in enumerate(asked):
-        own = replies[index * samples_per_question : (index + 1) * samples_per_question]
+        own = completions[index * samples_per_question : (index + 1) * samples_per_question]
         rows += sampled_pairs(question, own, seen)
         good += [(question, text) for text, ended in own if flaw_of(question, text, ended) is None][:1]
     rng = random.Random(f"pairs {seed}")

@@ -31,7 +31,7 @@ from rlhf.models.reference import release_mmap, store_frozen_weights
 from rlhf.models.self_test import check_forward_matches
 from rlhf.utils.errors import UserError, did_you_mean
 from rlhf.utils.hub import require_hub
-from rlhf.utils.paths import is_path, missing_path, place_of
+from rlhf.utils.paths import is_path, missing_path, resolve_path
 
 ADAPTER_CONFIG = "adapter_config.json"
 ALL_LINEAR = "all-linear"  # peft's name for every linear layer but the head
@@ -41,7 +41,7 @@ PAD_TOKENS = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", 
 def find_model(name: str, flag: str) -> str:
     """Where to load a model from: a folder here (its full path, so that an adapter finds its base from anywhere), or
     a name that the hub answers to. Raises UserError, at once, if it is neither."""
-    folder = place_of(name)
+    folder = resolve_path(name)
     if folder.is_dir():
         if (folder / ADAPTER_CONFIG).is_file():  # over which transformers would load a base without a word
             raise UserError(

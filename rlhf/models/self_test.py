@@ -21,7 +21,7 @@ NEAR = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 @torch.no_grad()
 def check_forward_matches(policy: PreTrainedModel | PeftModel, name: str) -> None:
-    """Raises UserError where logits are more than the head's output, soft-capped: Cohere scales them, for one. A model
+    """Raise UserError if logits are more than the head's output, soft-capped: Cohere scales them, for one. A model
     that sees something else in a packed row than in its texts one by one (the attention sinks of GPT-OSS are not ours)
     is marked as one that cannot be packed: it runs padded, and decodes plainly."""
     base, backbone = base_of(policy), backbone_of(policy)

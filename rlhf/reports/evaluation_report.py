@@ -32,29 +32,29 @@ VERSUS = {  # figure -> what it is, and whether its sign is shown
 
 
 def make_report(
-    bench: ModelEvaluator,
+    evaluator: ModelEvaluator,
     models: Sequence[ModelRef],
     measured: Sequence[GenerationResults],
     start: GenerationResults | None,
 ) -> dict[str, Any]:
     """Everything that is said of the models, ready for JSON."""
-    seed = bench.settings.seed
+    seed = evaluator.settings.seed
     entries = []
-    for model, replies in zip(models, measured, strict=True):
+    for model, completions in zip(models, measured, strict=True):
         entry = {
-            "label": replies.label,
+            "label": completions.label,
             "source": model.source,
             "base": model.base,
             "which": model.which or None,
             "algorithm": model.run.algorithm if model.run else None,
-            "figures": figures(replies),
+            "figures": figures(completions),
             "against_start": None,
             "warnings": [],
         }
         if start is not None:
             target = target_at_end(config_of_run(model.run)) if model.run else None
-            entry["against_start"] = as_json(against(replies, start, seed))
-            entry["warnings"] = warnings(replies, start, seed, target)
+            entry["against_start"] = as_json(against(completions, start, seed))
+            entry["warnings"] = warnings(completions, start, seed, target)
             if model.update == 0:
                 entry["warnings"].append("these are the start model's own weights: no later evaluation was better yet")
         entries.append(entry)
@@ -62,37 +62,39 @@ def make_report(
     report = {
         "made": now(),
         **environment(),
-        "facts": dict(bench.facts()),
+        "facts": dict(evaluator.facts()),
         "seed": seed,
-        "start": {"label": start.label, "source": bench.start.source, "figures": figures(start)} if start else None,
+        "start": {"label": start.label, "source": evaluator.start.source, "figures": figures(start)}
+        if start
+        else None,
         "models": entries,
         "prompts": [
-            {"messages": list(example.messages), "sides": sides_of(everyone, i)}
-            for i, example in enumerate(bench.examples)
+            {"messages": list(example.messages), "sides": completions_by_model(everyone, i)}
+            for i, example in enumerate(evaluator.examples)
         ],
     }
     return json_ready(report)
 
 
-def sides_of(everyone: Sequence[GenerationResults], prompt: int) -> list[dict[str, Any]]:
+def completions_by_model(everyone: Sequence[GenerationResults], prompt: int) -> list[dict[str, Any]]:
     """Each model's completions of one prompt, the highest score first."""
-    return [{"model": replies.label, "completions": ranked(replies, prompt)} for replies in everyone]
+    return [{"model": completions.label, "completions": ranked(completions, prompt)} for completions in everyone]
 
 
-def ranked(replies: GenerationResults, prompt: int) -> list[dict[str, Any]]:
+def ranked(completions: GenerationResults, prompt: int) -> list[dict[str, Any]]:
     """One model's completions of one prompt with rank, BEST / MEDIUM / WORST, score and the rest."""
     rows = [
         {
             "rank": place,
             "label": word,
-            "score": float(replies.scores[prompt, k]),
-            "judge": float(replies.judged[prompt, k]) if replies.judged is not None else None,
-            "kl": float(replies.kl[prompt, k]) if replies.kl is not None else None,
-            "tokens": int(replies.lengths[prompt, k]),
-            "ended": bool(replies.ended[prompt, k]),
-            "text": replies.texts[prompt][k],
+            "score": float(completions.scores[prompt, k]),
+            "judge": float(completions.judged[prompt, k]) if completions.judged is not None else None,
+            "kl": float(completions.kl[prompt, k]) if completions.kl is not None else None,
+            "tokens": int(completions.lengths[prompt, k]),
+            "ended": bool(completions.ended[prompt, k]),
+            "text": completions.texts[prompt][k],
         }
-        for k, (place, word) in enumerate(ranks(replies.scores[prompt].tolist()))
+        for k, (place, word) in enumerate(ranks(completions.scores[prompt].tolist()))
     ]
     return sorted(rows, key=lambda row: row["rank"])
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from rlhf.algorithms.table import ALGORITHMS, in_order
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.evaluator import GenerationResults
-from rlhf.reports.plot_style import COLOURS, colour_of, looks_of, new_figure, spare_colours, style
+from rlhf.reports.plot_style import COLOURS, colour_of, line_styles_of, new_figure, spare_colours, style
 
 BINS = 24
 LEGEND_WIDTH, LINE_WIDTH = 100, 9  # letters that fit beside each other, and that a legend's line and gaps take
@@ -77,16 +77,16 @@ def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
                 drawn.append((run, kl[:count], score[:count]))
             else:
                 lacking.append(f"{run.algorithm.upper()}, seed {run.run.seed}")
-        looks = looks_of(in_order(run.algorithm for run in runs))
+        line_styles = line_styles_of(in_order(run.algorithm for run in runs))
         for i, (run, kl, score) in enumerate(drawn):
             first = run.algorithm not in [other.algorithm for other, _, _ in drawn[:i]]
-            colour, marker = looks[run.algorithm]
-            look = {"color": colour, "label": run.algorithm.upper() if first else None}
+            colour, marker = line_styles[run.algorithm]
+            line_style = {"color": colour, "label": run.algorithm.upper() if first else None}
             axes.plot(kl, score, ".-", color=colour, linewidth=1.5, markersize=7, alpha=0.7)
             axes.plot(kl[0], score[0], "D", color=COLOURS["start"], markersize=8, zorder=3,
                       label=None if i else "start model")  # fmt: skip
-            axes.plot(kl[-1], score[-1], marker, markersize=9, **look)
-            place = SEED_AT[list(looks).index(run.algorithm) % len(SEED_AT)]
+            axes.plot(kl[-1], score[-1], marker, markersize=9, **line_style)
+            place = SEED_AT[list(line_styles).index(run.algorithm) % len(SEED_AT)]
             where = {"xytext": place, "textcoords": "offset points", "fontsize": 10}
             axes.annotate(str(run.run.seed), (kl[-1], score[-1]), color=colour, **where)
         if drawn:

@@ -39,8 +39,8 @@ def _in_use(stream: TextIO) -> TextIO:
 
 @contextmanager
 def printed_to(file: Path | None, who: str) -> Iterator[None]:
-    """Append what this thread prints in the context to `file`; None leaves it alone. The first time, a RLHFWarning names
-    the file. Other threads, such as the one that answers Ctrl-C, print as usual."""
+    """Append what this thread prints in the context to `file`; None leaves it alone. The first time, a
+    warning names the file. Other threads, such as the one that answers Ctrl-C, print as usual."""
     if file is None:
         yield
         return

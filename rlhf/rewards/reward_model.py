@@ -91,9 +91,9 @@ class RewardModel:
         check_weights(model, name)
         return cls(model, tokenizer, device, dtype, read_record(Path(folder)))
 
-    def encode(self, messages: Sequence[dict[str, str]], reply: str, ended: bool = True) -> list[int]:
+    def encode(self, messages: Sequence[dict[str, str]], completion: str, ended: bool = True) -> list[int]:
         """What the model reads for one reply: the ids that it was trained on."""
-        return encode_prompt(self.tokenizer, messages) + encode_completion(self.tokenizer, reply, ended)
+        return encode_prompt(self.tokenizer, messages) + encode_completion(self.tokenizer, completion, ended)
 
     @torch.no_grad()
     def raw_scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
@@ -121,10 +121,10 @@ class RewardModel:
         return scores
 
     def score(
-        self, messages: Sequence[Sequence[dict[str, str]]], replies: Sequence[str], ended: Sequence[bool]
+        self, messages: Sequence[Sequence[dict[str, str]]], completions: Sequence[str], ended: Sequence[bool]
     ) -> list[float]:
         """Calibrated scores, one per reply: about mean 0, variance 1 on the start model's replies."""
-        sequences = [self.encode(m, r, e) for m, r, e in zip(messages, replies, ended, strict=True)]
+        sequences = [self.encode(m, r, e) for m, r, e in zip(messages, completions, ended, strict=True)]
         return [(raw - self.calibration.mean) / self.calibration.std for raw in self.raw_scores(sequences)]
 
 

@@ -17,15 +17,13 @@ from rlhf.rollout.sampling import unpack_bits
 
 @dataclass
 class Completions(TokenBatch):
-    """Sampled replies. B episodes, C prompt tokens, T reply tokens, V vocabulary. Masks hold up to and with EOS."""
+    """Sampled completions. B episodes, C prompt tokens, T completion tokens, V vocabulary. Masks include EOS."""
 
     ended: Tensor  # (B,) True where EOS was sampled
-    # what could have been sampled
-    allowed_tokens: (
-        Tensor | None
-    )  # (B, T, ceil(V / 8)) uint8: one bit a token that passed top-k/top-p; None: all passed
+    # (B, T, ceil(V / 8)) uint8: one bit per token of the vocabulary, 1 if it passed top-k/top-p; None: all passed
+    allowed_tokens: Tensor | None
     vocabulary: int
-    # (B, T) log pi(a|s) of whoever sampled, nats, where that was not the policy's own forward (vLLM); else None
+    # (B, T) log pi(a|s) of the sampler, nats, if it was not the policy's own forward (vLLM); else None
     sampled_logprobs: Tensor | None = None
 
     @classmethod
@@ -40,7 +38,7 @@ class Completions(TokenBatch):
         allowed_tokens: Tensor | None = None,
         sampled_logprobs: Tensor | None = None,
     ) -> Completions:
-        """From sampled ids (B, T), of which what stands behind an EOS is nothing. Waits for the device, once."""
+        """From sampled ids (B, T). Tokens after the first EOS are ignored. Waits for the device once."""
         mask, ended = completion_mask(completion_ids, eos)
         lengths = mask.sum(1).tolist()
         prompt_ids, prompt_mask = pad_prompts([p.ids for p in prompts], pad, completion_ids.device)
@@ -61,24 +59,24 @@ class Completions(TokenBatch):
 
     @property
     def lengths(self) -> Tensor:
-        """Reply tokens, EOS included, (B,)."""
+        """Completion tokens, EOS included, (B,)."""
         return self.mask.sum(1)
 
-    def passage(self, rows: Sequence[int], packed: bool) -> MicroBatch:
-        """What a forward pass over some rows reads."""
+    def micro_batch(self, rows: Sequence[int], packed: bool) -> MicroBatch:
+        """The micro-batch of some rows: what one forward pass reads."""
         return (PackedMicroBatch if packed else PaddedMicroBatch)(self, rows)
 
-    def allowed(self, passage: MicroBatch) -> Tensor | None:
-        """The nucleus at a passage's reply tokens, (M, V), or None where nothing was filtered."""
+    def allowed_mask(self, micro_batch: MicroBatch) -> Tensor | None:
+        """Which tokens could have been sampled at a micro-batch's completion tokens, (M, V) bool; None: all."""
         if self.allowed_tokens is None:
             return None
-        return unpack_bits(self.allowed_tokens.flatten(0, 1).index_select(0, passage.cells), self.vocabulary)
+        return unpack_bits(self.allowed_tokens.flatten(0, 1).index_select(0, micro_batch.flat_index), self.vocabulary)
 
-    def parts(self, rows: Sequence[int], most_rows: int, most_tokens: int, packed: bool) -> list[list[int]]:
-        """`rows` in parts of like length for one forward pass each: at most so many rows (0: no matter) and tokens,
-        of which a prompt that several replies share is `packed` but once. Completions to one prompt stay together where
-        they can; a row longer than `most_tokens` is a part of its own."""
-        width = self.prompt_ids.shape[1] + self.completion_ids.shape[1]  # of every row, where nothing is packed
+    def split(self, rows: Sequence[int], max_rows: int, max_tokens: int, packed: bool) -> list[list[int]]:
+        """Split `rows` into micro-batches of similar length, one forward pass each: at most `max_rows` rows (0: no
+        limit) and `max_tokens` tokens. If `packed`, a prompt that several completions share counts once. Completions
+        of one prompt stay together if possible; a row longer than `max_tokens` is a micro-batch alone."""
+        width = self.prompt_ids.shape[1] + self.completion_ids.shape[1]  # of every row, if nothing is packed
         size = {r: self.prompt_lengths[r] + self.completion_lengths[r] if packed else width for r in rows}
         longest: dict[int, int] = {}
         for r in rows:
@@ -87,7 +85,7 @@ class Completions(TokenBatch):
         for r in sorted(rows, key=lambda r: (longest[self.groups[r]], self.groups[r], r)):
             shared = packed and bool(parts[-1]) and self.groups[parts[-1][-1]] == self.groups[r]
             more = self.completion_lengths[r] if shared else size[r]
-            if parts[-1] and (len(parts[-1]) == most_rows or tokens + more > most_tokens):
+            if parts[-1] and (len(parts[-1]) == max_rows or tokens + more > max_tokens):
                 parts.append([])
                 tokens, more = 0, size[r]
             parts[-1].append(r)
@@ -95,24 +93,23 @@ class Completions(TokenBatch):
         return parts
 
     def rows(self) -> list[list[int]]:
-        """Each reply's ids, EOS included."""
+        """Each completion's ids, EOS included."""
         return [row[:n] for row, n in zip(self.completion_ids.tolist(), self.lengths.tolist(), strict=True)]
 
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Each reply's text, without EOS."""
+        """Each completion's text, without EOS."""
         return [decode_completion(tokenizer, row) for row in self.rows()]
 
 
-ForwardPass = tuple[
-    MicroBatch, Tensor
-]  # a passage and the hidden states (M, H) from which its reply tokens are predicted
+# a micro-batch and the hidden states (M, H) from which its completion tokens are predicted
+ForwardPass = tuple[MicroBatch, Tensor]
 
 
 @dataclass
 class Rollout:
-    """One update's batch: sampled, measured and, once the reward functions ran, scored."""
+    """One update's batch: sampled, with log-probabilities and, once the reward functions ran, scores."""
 
-    replies: Completions
+    completions: Completions
     prompts: list[Prompt]
     texts: list[str]
     # under which policy: log pi(a|s), nats
@@ -123,7 +120,7 @@ class Rollout:
 
     @property
     def mask(self) -> Tensor:
-        return self.replies.mask
+        return self.completions.mask
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -140,16 +137,16 @@ def padded(rows: Sequence[Sequence[float]], filling: float, device: torch.device
     return torch.tensor([[*row, *[filling] * (width - len(row))] for row in rows], device=device)
 
 
-def episodes_of(
-    prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]], pad: int, device: torch.device
+def token_batch(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> TokenBatch:
-    """Prompts with given replies, as ids."""
-    width, lengths = max(map(len, replies)), [len(r) for r in replies]
+    """Prompts with given completions, as ids."""
+    width, lengths = max(map(len, completions)), [len(r) for r in completions]
     prompt_ids, prompt_mask = pad_prompts(prompts, pad, device)
     return TokenBatch(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
-        completion_ids=padded(replies, pad, device),
+        completion_ids=padded(completions, pad, device),
         mask=torch.arange(width, device=device) < torch.tensor(lengths, device=device).unsqueeze(1),
         prompt_lengths=[len(p) for p in prompts],
         completion_lengths=lengths,
@@ -157,8 +154,8 @@ def episodes_of(
     )
 
 
-def completion_mask(replies: Tensor, eos: int) -> tuple[Tensor, Tensor]:
+def completion_mask(completions: Tensor, eos: int) -> tuple[Tensor, Tensor]:
     """True up to and including the first EOS, (B, T), and whether there is one, (B,)."""
-    is_eos = replies == eos
+    is_eos = completions == eos
     before = is_eos.long().cumsum(1) - is_eos.long()
     return before == 0, is_eos.any(1)

@@ -88,7 +88,7 @@ def _plain(policy, prompts, uniform: Tensor, sampling: SamplingSettings, eos: in
     (rows, context), length = prompt_ids.shape, sampling.reply_length
     attention = torch.cat([prompt_mask, torch.ones(rows, length, dtype=torch.bool, device=device)], dim=1)
     positions = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)
-    replies = torch.full((rows, length), eos, device=device)
+    completions = torch.full((rows, length), eos, device=device)
     done = torch.zeros(rows, dtype=torch.bool, device=device)
     allowed_tokens: list[Tensor] = []
     cache, inputs, backbone = DynamicCache(config=policy.config), prompt_ids, backbone_of(policy)
@@ -104,9 +104,9 @@ def _plain(policy, prompts, uniform: Tensor, sampling: SamplingSettings, eos: in
         token, allowed = sample_tokens(logits, uniform[:, t], sampling)
         if allowed is not None:
             allowed_tokens.append(allowed)
-        replies[:, t] = token
+        completions[:, t] = token
         done = done | (token == eos)
         if t % EOS_CHECK_EVERY == EOS_CHECK_EVERY - 1 and bool(done.all()):
             break
         inputs, positions = token.unsqueeze(1), positions[:, -1:] + 1
-    return replies, torch.stack(allowed_tokens, dim=1) if allowed_tokens else None
+    return completions, torch.stack(allowed_tokens, dim=1) if allowed_tokens else None

@@ -33,7 +33,7 @@ def top_k_top_p_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return allowed
 
 
-def draw(logits: Tensor, uniform: Tensor) -> Tensor:
+def sample_inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:
     """Token ids (B,) by inverse transform: the first token whose cumulative probability exceeds `uniform` (B,)."""
     cumulative = cumulative_sum(logits.double().softmax(-1))
     tokens = torch.searchsorted(cumulative, uniform.unsqueeze(1) * cumulative[:, -1:], right=True).squeeze(1)
@@ -55,6 +55,6 @@ def unpack_bits(packed: Tensor, size: int) -> Tensor:
 def sample_tokens(logits: Tensor, uniform: Tensor, sampling: SamplingSettings) -> tuple[Tensor, Tensor | None]:
     """Tokens (B,) from logits (B, V) by random numbers (B,), and the packed nucleus that they came from, if any."""
     if not sampling.filters:
-        return draw(logits, uniform), None
+        return sample_inverse_cdf(logits, uniform), None
     allowed = top_k_top_p_mask(logits, sampling.top_k, sampling.top_p)
-    return draw(logits.masked_fill(~allowed, -torch.inf), uniform), pack_bits(allowed)
+    return sample_inverse_cdf(logits.masked_fill(~allowed, -torch.inf), uniform), pack_bits(allowed)

@@ -124,10 +124,10 @@ def merge_adapter(adapter: Path, folder: Path) -> None:
     untie_adapted_head(model)
     whole = model.merge_and_unload()
 
-    def write(beside: Path) -> None:
+    def write(staging: Path) -> None:
         with disk_errors():
-            whole.save_pretrained(beside, max_shard_size=ONE_FILE)
-            tokenizer.save_pretrained(beside)
+            whole.save_pretrained(staging, max_shard_size=ONE_FILE)
+            tokenizer.save_pretrained(staging)
 
     update_dir_atomically(folder, write)
 

@@ -119,7 +119,7 @@ def check_same_run(config: Config, changed: list[str], screen: Screen) -> None:
 def restore_best(output: Path, checkpoint: Path) -> None:
     """best/ as it was then: what was kept there later is of updates that will be done again, perhaps otherwise."""
     if (checkpoint / BEST_FOLDER).is_dir():
-        update_dir_atomically(output / BEST_FOLDER, lambda beside: hardlink_dir(checkpoint / BEST_FOLDER, beside))
+        update_dir_atomically(output / BEST_FOLDER, lambda staging: hardlink_dir(checkpoint / BEST_FOLDER, staging))
 
 
 def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -> None:
@@ -142,8 +142,8 @@ def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Scree
 def load_newest(trainer: OnPolicyLoop, found: CheckpointScan, screen: Screen) -> Path:
     """Load the newest checkpoint that can be loaded; returns its folder. Raises UserError if there is none."""
     faults = []
-    for update in sorted(found.sound, reverse=True):
-        place = found.sound[update]
+    for update in sorted(found.valid, reverse=True):
+        place = found.valid[update]
         try:
             load_trainer_state(trainer, place)
         except torch.OutOfMemoryError:

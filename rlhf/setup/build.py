@@ -85,15 +85,15 @@ def load_components(
     return Components(tokenizer, sets, reward_model, chosen, policy, before)
 
 
-def build_trainer(config: Config, parts: Components, callbacks: Sequence = ()) -> OnPolicyLoop:
+def build_trainer(config: Config, components: Components, callbacks: Sequence = ()) -> OnPolicyLoop:
     """Return a trainer of `config.algorithm`, with no callbacks but these."""
     return OnPolicyLoop(
         config,
-        policy=parts.policy,
-        tokenizer=parts.tokenizer,
-        train=parts.prompts.train,
-        evaluation=parts.prompts.evaluation,
-        rewards=parts.rewards,
+        policy=components.policy,
+        tokenizer=components.tokenizer,
+        train=components.prompts.train,
+        evaluation=components.prompts.evaluation,
+        rewards=components.rewards,
         callbacks=callbacks,
     )
 

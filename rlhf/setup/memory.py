@@ -48,7 +48,7 @@ class Forecast:
 
     held: dict[str, int]  # throughout
     phases: list[Phase]  # on top, one after another
-    passage: MicroBatch  # the largest micro-batch
+    micro_batch: MicroBatch  # the largest micro-batch
 
     @property
     def largest(self) -> Phase:
@@ -67,7 +67,7 @@ class Forecast:
                 "memory",
                 f"about {gib(self.peak)} of {gib(installed(device))} GiB at the peak, in the {self.largest.name}"
                 f"{'' if device.type == 'cuda' else ', beside what Python and its libraries hold'}; "
-                f"largest micro-batch {len(self.passage.rows)} episodes, {self.passage.ids.numel():,} tokens",
+                f"largest micro-batch {len(self.micro_batch.rows)} episodes, {self.micro_batch.ids.numel():,} tokens",
             ),
             ("  its parts", ", ".join(f"{name} {gib(size)}" for size, name in named)),
             ("  by phase", ", ".join(f"{phase.name} {gib(held + phase.size)}" for phase in self.phases)),
@@ -91,19 +91,19 @@ def forecast(
     plan = MemoryPlan(config, device, policy, network)
     batch = longest_batch(config, train, updates)
     bits = plan.allowed_tokens(len(batch))
-    whole, passages = plan.passages(batch), plan.passages(batch, config.batch.minibatches)
-    backwards = [plan.backward(passage, first=number == 0) for number, passage in enumerate(passages)]
-    backward, largest = max(zip(backwards, passages, strict=True), key=lambda one: sum(one[0].values()))
+    whole, micro_batches = plan.micro_batches(batch), plan.micro_batches(batch, config.batch.minibatches)
+    backwards = [plan.backward(micro_batch, first=number == 0) for number, micro_batch in enumerate(micro_batches)]
+    backward, largest = max(zip(backwards, micro_batches, strict=True), key=lambda one: sum(one[0].values()))
     phases = [
         Phase("rollout", {**plan.rollout(batch), "nucleus": bits}),
-        Phase("measuring", {**plan.measuring(whole), "nucleus": bits}),
+        Phase("measuring", {**plan.logprob_pass(whole), "nucleus": bits}),
         Phase("backward pass", {**backward, "nucleus": bits}),
         Phase("optimizer step", {"gradients": plan.trained, "nucleus": bits}),
     ]
     if reward_model is not None:
         judge = Network.of(reward_model, dtype)
         scored = scoring(judge, batch, config.sampling.reply_length, plan.budget.scoring_batch_size)
-        phases.insert(2, Phase("scoring", {**scored, **plan.begun(whole), "nucleus": bits}))
+        phases.insert(2, Phase("scoring", {**scored, **plan.cached_forward(whole), "nucleus": bits}))
     if evaluation:
         kept = plan.allowed_tokens(len(evaluation))
         asked = sorted(evaluation, key=lambda p: len(p.ids))[-plan.budget.eval_batch_size :]

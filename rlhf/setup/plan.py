@@ -27,24 +27,30 @@ from rlhf.utils.console import Screen, gib
 MOST_TOPICS = 12  # named
 
 
-def show_plan(config: Config, parts: Components, updates: int, device: torch.device, screen: Screen) -> None:
+def show_plan(config: Config, components: Components, updates: int, device: torch.device, screen: Screen) -> None:
     """What is about to happen, in numbers."""
-    m, sets = config.model, parts.prompts
+    m, sets = config.model, components.prompts
     estimate = forecaster(
-        updates, device, parts.policy, parts.rewards, parts.tokenizer, train=sets.train, evaluation=sets.evaluation
+        updates,
+        device,
+        components.policy,
+        components.rewards,
+        components.tokenizer,
+        train=sets.train,
+        evaluation=sets.evaluation,
     )
-    trained = sum(w.numel() for w in parts.policy.parameters() if w.requires_grad)
-    total = base_parameters(parts.policy)
+    trained = sum(w.numel() for w in components.policy.parameters() if w.requires_grad)
+    total = base_parameters(components.policy)
     dropout = f", dropout {m.lora_dropout:g}" if m.lora_dropout else ""
     shape = f"LoRA r {m.lora_r}, alpha {m.lora_alpha:g}{dropout} on {', '.join(m.lora_targets)}"
     how = f"{shape}: {trained:,} trained" if m.use_lora else "all trained"
     dtype = autocast_dtype(m.bf16, device)
-    accuracy = (parts.reward_model.record or {}).get("accuracy") if parts.reward_model is not None else None
+    accuracy = (components.reward_model.record or {}).get("accuracy") if components.reward_model is not None else None
     rows = [
         ("algorithm", config.algorithm.upper()),
         ("recipe", config.recipe),
         ("start model", f"{m.actor_model} ({total:,} parameters, {how})"),
-        ("reward", str(parts.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
+        ("reward", str(components.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
         ("prompts", prompts_line(sets)),
         *topics_rows(config, sets.train),
         ("budget", budget_line(config, updates)),
@@ -61,10 +67,10 @@ def show_plan(config: Config, parts: Components, updates: int, device: torch.dev
         known = f" (held-out accuracy {accuracy:.3f})" if accuracy is not None else ""
         rows.insert(3, ("reward model", m.rm_model + known))
     screen.facts(rows)
-    warn_of_memory(config, parts, estimate, device, screen)
+    warn_of_memory(config, components, estimate, device, screen)
     for line in (*kl_warnings(config, updates), *filter(None, [recipe_hint(config)])):
         screen.say(line)
-    screen.say(f"first prompt, as the model reads it: {first_prompt(parts.tokenizer, sets)}")
+    screen.say(f"first prompt, as the model reads it: {first_prompt(components.tokenizer, sets)}")
 
 
 def base_parameters(policy: nn.Module) -> int:
@@ -83,7 +89,11 @@ def prompts_line(sets: PromptSets) -> str:
 
 
 def warn_of_memory(
-    config: Config, parts: Components, estimate: Callable[[Config], Forecast], device: torch.device, screen: Screen
+    config: Config,
+    components: Components,
+    estimate: Callable[[Config], Forecast],
+    device: torch.device,
+    screen: Screen,
 ) -> None:
     """Where less is free than foretold. A warning, as a forecast is no certainty; on Windows, whose driver spills into
     the machine's memory, nothing else would say it."""
@@ -91,7 +101,7 @@ def warn_of_memory(
     if needed > there:
         screen.say(
             f"warning: about {gib(needed)} GiB at the peak, {gib(there)} GiB free: memory of {device}. "
-            f"{what_helps(config, parts.policy, estimate)}"
+            f"{what_helps(config, components.policy, estimate)}"
         )
 
 

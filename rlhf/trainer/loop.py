@@ -93,7 +93,7 @@ class OnPolicyLoop:
             keep_freed_memory()
         check_engine(config.speed.rollout_engine, policy, device)
         packed, tokens = config.speed.packed and packable(base_of(policy)), budget_of(device).tokens_per_micro_batch
-        self.micro_batches = MicroBatchBudget(config.batch.micro_batch_size, tokens, packed)
+        self.micro_batch_budget = MicroBatchBudget(config.batch.micro_batch_size, tokens, packed)
         self.dtype = autocast_dtype(config.model.bf16, device)
         self.reference = Reference.before_training(policy, self.dtype)
         host = make_host(config, policy, self.processing_class, self.updates, self.reference, self.train_prompts)
@@ -108,9 +108,11 @@ class OnPolicyLoop:
     def _construct_parts(self) -> None:
         """What collects, optimizes and evaluates."""
         config, host, tokenizer = self.config, self.host, self.processing_class
-        self.collector = RolloutCollector(config, host, tokenizer, self.reference, self.rewards, self.micro_batches)
+        self.collector = RolloutCollector(
+            config, host, tokenizer, self.reference, self.rewards, self.micro_batch_budget
+        )
         self.learner = PolicyOptimizer(
-            config, host, self.algorithm, self.micro_batches, self.collector.cached_forward, self.progress
+            config, host, self.algorithm, self.micro_batch_budget, self.collector.cached_forward, self.progress
         )
         self.evaluator = PolicyEvaluator(config, tokenizer, self.collector, self.evaluation_prompts, self.topic_tags)
 
@@ -161,20 +163,20 @@ class OnPolicyLoop:
         times.append(perf_counter())
         try:
             check_finite(logprobs=rollout.logprobs, ref_logprobs=rollout.ref_logprobs, values=rollout.values)
-            scored = self.collector.score(rollout)
+            scores = self.collector.score(rollout)
             times.append(perf_counter())
-            experience = self.advantages(rollout, scored.used)
-            self.events.call("on_batch", update, experience, scored)
+            experience = self.advantages(rollout, scores.shaped)
+            self.events.call("on_batch", update, experience, scores)
             stats = self.learner.run(experience, update)
-        except SkipUpdate as found:
-            return self.skip(update, rollout, experience, found)
+        except SkipUpdate as reason:
+            return self.skip_update(update, rollout, experience, reason)
         finally:
             self.collector.cached_forward.clear()  # also if a reward function raised
-        self.progress.note(skipped=False)
+        self.progress.count_update(skipped=False)
         self.require_finite_weights(update)
         times.append(perf_counter())
         tag = self.topic_tags.get(self.sampler.topic_of(update))
-        metrics = rollout_metrics(experience, scored, self.config.group_size, tag)
+        metrics = rollout_metrics(experience, scores, self.config.group_size, tag)
         return self.finish_step(update, {**metrics, **stats}, times)
 
     def prompts_of(self, update: int) -> list[tuple[int, Prompt]]:
@@ -186,19 +188,19 @@ class OnPolicyLoop:
         """The algorithm's experience from scores (B,), at the present KL coefficient."""
         return self.algorithm.advantages(rollout, scores, self.kl_coef)
 
-    def skip(
-        self, update: int, rollout: Rollout, experience: Experience | None, found: SkipUpdate
+    def skip_update(
+        self, update: int, rollout: Rollout, experience: Experience | None, reason: SkipUpdate
     ) -> dict[str, float]:
         """Skip the rest of an update; its earlier optimizer steps stay. Raises RunError after some in a row."""
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
-        self.progress.note(skipped=True)
+        self.progress.count_update(skipped=True)
         self.require_finite_weights(update)
-        self.events.call("on_update_skipped", update, rollout, experience, found)
+        self.events.call("on_update_skipped", update, rollout, experience, reason)
         if self.progress.skipped_in_a_row >= MAX_CONSECUTIVE_SKIPS:
             raise RunError(
-                f"{self.progress.skipped_in_a_row} updates in a row were skipped: update {update}, {found}. "
-                f"{self.recovery(found.by_score)}"
+                f"{self.progress.skipped_in_a_row} updates in a row were skipped: update {update}, {reason}. "
+                f"{self.recovery(reason.by_score)}"
             )
         self._count(update)
         self._close(update)
@@ -219,9 +221,9 @@ class OnPolicyLoop:
     def finish_step(self, update: int, metrics: dict[str, float], times: Sequence[float]) -> dict[str, float]:
         """Log, call the callbacks (KL control sets the next update's beta), then evaluate if it is due. `times` as in
         `speed_metrics`."""
-        tokens = int(metrics.pop("reply/tokens"))
+        tokens = int(metrics.pop("completions/tokens"))
         self.progress.reply_tokens += tokens
-        self.note_memory()
+        self.update_peak_memory()
         metrics |= {
             **speed_metrics(times, tokens, self.config.episodes_per_update),
             "kl_coef": self.kl_coef if self.config.kl.kl_placement != "none" else 0.0,
@@ -261,7 +263,7 @@ class OnPolicyLoop:
         """Set the next update's beta, as KL control does."""
         self.kl_coef = beta
 
-    def note_memory(self) -> None:
+    def update_peak_memory(self) -> None:
         """Update the peak memory of the run."""
         self.progress.peak_memory = max(self.progress.peak_memory, memory_in_use(self.accelerator.device))
 
@@ -275,7 +277,7 @@ class OnPolicyLoop:
             return self._evaluated(kept).metrics()
         result = self._evaluated(self.evaluation_prompts)
         self.evaluations.append(result)
-        self.note_memory()
+        self.update_peak_memory()
         self.host.log(result.metrics())
         self.events.call("on_evaluation", result)
         return result.metrics()

@@ -134,7 +134,7 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_text(text: FixedText) -> dict[str, Any]:
-    return {"prompts": [list(p.ids) for p in text.prompts], "replies": text.replies, "source": text.source}
+    return {"prompts": [list(p.ids) for p in text.prompts], "replies": text.completions, "source": text.source}
 
 
 def _text_of(said: dict[str, Any]) -> FixedText:

@@ -19,7 +19,7 @@ def is_path(name: str) -> bool:
     )
 
 
-def place_of(name: str) -> Path:
+def resolve_path(name: str) -> Path:
     """The full path of a file or folder. Raises UserError for links in a circle and unknown users' homes."""
     try:
         return Path(name).expanduser().resolve()
@@ -29,7 +29,7 @@ def place_of(name: str) -> Path:
 
 def missing_path(path: str, what: str, way_out: str) -> UserError:
     """The error for a path that is not there; names what lies near it and could be meant."""
-    place_of(path)  # raises for what is no path at all
+    resolve_path(path)  # raises for what is no path at all
     place = Path(path).expanduser()
     if what == "data file" and place.is_dir():
         return UserError(f"a folder, not a {what}: {path}. {way_out}")

@@ -32,14 +32,14 @@ class GracefulStop:
 
     def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():  # Python hears signals nowhere else
-            self.before = {which: signal.signal(which, self._note) for which in stop_signals()}
+            self.before = {which: signal.signal(which, self._on_signal) for which in stop_signals()}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         for which, handler in self.before.items():
             signal.signal(which, handler)
 
-    def _note(self, number: int, _) -> None:
+    def _on_signal(self, number: int, _) -> None:
         if self.by is not None:
             raise KeyboardInterrupt
         self.by = signal.Signals(number)

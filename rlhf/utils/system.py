@@ -119,7 +119,7 @@ def lock(file: Path) -> IO[bytes] | None:
     """Lock a file for as long as what is returned is open, or the process lives; None where another one has it.
 
     The system lets go of it whatever the process dies of, so a lock is never stale. Where the disk knows no locks
-    (some network mounts), what is returned locks nothing, and a RLHFWarning says so.
+    (some network mounts), what is returned locks nothing, and a warning says so.
     """
     stream = file.open("ab+")
     try:

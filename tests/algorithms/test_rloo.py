@@ -52,8 +52,8 @@ def test_the_loss_is_a_mean_over_completions_by_hand(rloo):
     """At ratio 1 the loss is -mean(A) whatever the lengths; A of the groups (1, 4) and (0, 2): -3, 3, -2, 2."""
     trainer = rloo("--kl-placement", "none", "--reply-length", 12)
     batch = trainer.advantages(rolled(trainer), torch.tensor([1.0, 4.0, 0.0, 2.0]))
-    assert batch.advantages[:, 0].tolist() == [-3, 3, -2, 2]
-    batch.weights = torch.where(batch.mask, torch.tensor([[1.0], [2.0], [4.0], [9.0]]), 0.0)
+    assert batch.raw_advantages[:, 0].tolist() == [-3, 3, -2, 2]
+    batch.advantages = torch.where(batch.mask, torch.tensor([[1.0], [2.0], [4.0], [9.0]]), 0.0)
     trainer.model.train()
     stats, _ = whole_gradient(trainer, batch)
     assert_close(stats["loss"], torch.tensor(-4.0))
@@ -113,11 +113,11 @@ def test_the_sampler_weight_of_a_completion_is_at_all_its_tokens(rloo, build):
     at every token of a completion; GRPO's is exp(0.1)."""
     for trainer, exponents in ((rloo(), None), (build(algorithm="grpo"), 1)):
         rollout = rolled(trainer)
-        rollout.replies.sampled_logprobs = rollout.logprobs - 0.1
+        rollout.completions.sampled_logprobs = rollout.logprobs - 0.1
         batch = trainer.advantages(rollout, torch.arange(4.0))
         tokens = rollout.mask.sum(1, keepdim=True) if exponents is None else torch.tensor(1)
         factor = (0.1 * tokens).exp().clamp(max=2)
-        assert_close(batch.weights, batch.advantages * factor, rtol=1e-4, atol=1e-5)
+        assert_close(batch.advantages, batch.raw_advantages * factor, rtol=1e-4, atol=1e-5)
 
 
 def test_a_ratio_beyond_floats_has_a_loss_and_a_gradient():

@@ -47,13 +47,15 @@ class Toy:
         baselines = groups.mean(1, keepdim=True).expand_as(groups).flatten()
         advantages = torch.where(rollout.mask, (rewards - baselines).unsqueeze(1), 0.0)
         critic = {"returns": rollout.values, "rewards": rollout.values} if rollout.values is not None else {}
-        return Experience.of(rollout, kl=kl, kl_coef=kl_coef, advantages=advantages, weights=advantages, **critic)
+        return Experience.of(
+            rollout, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=advantages, **critic
+        )
 
     def loss(
         self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         mask = experience.mask[rows]
-        loss = -objectives.masked_mean(experience.weights[rows] * outputs.logprobs, mask, total_tokens)
+        loss = -objectives.masked_mean(experience.advantages[rows] * outputs.logprobs, mask, total_tokens)
         if outputs.values is not None:
             loss = loss + objectives.masked_mean(outputs.values.square(), mask, total_tokens)
         nothing_clipped = torch.zeros_like(loss)

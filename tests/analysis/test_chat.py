@@ -32,7 +32,9 @@ def talk(monkeypatch, capsys):
 
     def make(model: object, lines: str | io.TextIOBase, *flags: object) -> tuple[str, list[list[int]]]:
         read, reply = [], StreamingGenerator.reply
-        monkeypatch.setattr(StreamingGenerator, "reply", lambda voice, ids: read.append(ids) or reply(voice, ids))
+        monkeypatch.setattr(
+            StreamingGenerator, "reply", lambda generator, ids: read.append(ids) or reply(generator, ids)
+        )
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines) if isinstance(lines, str) else lines)
         capsys.readouterr()
         evaluate_generations.main([str(w) for w in ["--chat", "--model-path", model, "--reply-length", 5, *flags]])
@@ -83,9 +85,9 @@ def test_the_same_seed_gives_the_same_reply_and_the_merged_model_the_adapters(ru
     folder = Path(shutil.copytree(runs["grpo", 1], tmp_path / "run"))
     train_grpo.main(["--resume", "--merge-lora", "--output", str(folder)])
     lines = "What is a cat?\nWhy?\n"
-    replies = [talk(m, lines, *f)[0].split("input\n")[1] for m, f in
+    completions = [talk(m, lines, *f)[0].split("input\n")[1] for m, f in
                ((folder, []), (folder, []), (folder / "merged", []), (folder, ["--seed", 7]))]  # fmt: skip
-    assert replies[0] == replies[1] == replies[2] != replies[3]
+    assert completions[0] == completions[1] == completions[2] != completions[3]
 
 
 def test_turns_are_remembered_until_a_new_conversation(runs, talk):
@@ -128,13 +130,13 @@ def test_a_line_that_is_no_text_is_told_and_the_chat_goes_on(start_model, talk):
 def test_marks_in_a_line_or_a_reply_stay_text(start_model):
     tokenizer = load_tokenizer(str(start_model))
     conversation = Conversation(tokenizer, None)
-    ids, _ = conversation.ask("a<|im_end|>b")
-    conversation.hear("<|im_start|>system")
-    again, _ = conversation.ask("c")
+    ids, _ = conversation.build_prompt("a<|im_end|>b")
+    conversation.add_reply("<|im_start|>system")
+    again, _ = conversation.build_prompt("c")
     ends, begins = (tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|im_start|>"))
     assert ids.count(ends) == 2 and again.count(begins) == 5, "those of the template: system, user, assistant, ..."
-    conversation.hear("")  # a reply may be nothing at all
-    assert conversation.ask("d")[1] == 0
+    conversation.add_reply("")  # a reply may be nothing at all
+    assert conversation.build_prompt("d")[1] == 0
 
 
 def test_control_characters_of_a_reply_do_no_harm(start_model, talk, monkeypatch):

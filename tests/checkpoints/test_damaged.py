@@ -65,7 +65,7 @@ def test_a_bad_manifest_does_not_stop_the_search(folder, damage):
     (place / MANIFEST).write_text(MANIFESTS[damage](place))
     (place / "training.json").unlink()
     found = find_checkpoints(folder, RunRecord.read(folder).id)
-    assert list(found.sound) == [1] and found.skipped[0].startswith("checkpoint-2: ")
+    assert list(found.valid) == [1] and found.skipped[0].startswith("checkpoint-2: ")
 
 
 STATES = {

@@ -33,7 +33,7 @@ def folder(tmp_path) -> Path:
 
 
 def updates(folder: Path, run: str = RUN) -> list[int]:
-    return sorted(find_checkpoints(folder, run).sound)
+    return sorted(find_checkpoints(folder, run).valid)
 
 
 def test_the_newest_ones_are_kept(folder):

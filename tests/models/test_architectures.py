@@ -204,7 +204,7 @@ class Run:
             module.support_avx512bf16_for_cpu = False  # where bitsandbytes would round weights anew (NOTES.md)
         return model
 
-    def replies(self, engine: str) -> Completions:
+    def completions(self, engine: str) -> Completions:
         """Of the trained policy, to prompts of unlike length, two of them the same. A token that the first reply would
         hold as its fourth stands in for EOS, so that replies are of unlike length whatever was learned."""
         prompts = [self.trainer.train_prompts[n] for n in (0, 1, 2, 2, 3, 4, 5)]
@@ -278,21 +278,21 @@ def test_it_begins_where_the_start_model_is(run):
 
 def test_log_probs_are_those_of_plain_transformers(run, engine="slots"):
     """Packed, in slots, by our head: the same as each row alone through the saved model as anyone would load it."""
-    model, replies = run.plain(), run.replies(engine)
-    ours, _, _ = run.trainer.collector.logprobs(replies)
+    model, completions = run.plain(), run.completions(engine)
+    ours, _, _ = run.trainer.collector.logprobs(completions)
     temperature = run.trainer.config.sampling.temperature
-    for row, ids in enumerate(replies.rows()):
-        prompt = replies.prompt_ids[row][replies.prompt_mask[row]].tolist()
+    for row, ids in enumerate(completions.rows()):
+        prompt = completions.prompt_ids[row][completions.prompt_mask[row]].tolist()
         theirs = log_probs_of(model, prompt, ids, temperature)
         assert_close(ours[row, : len(ids)], theirs, rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
-def log_probs_of(model, prompt: list[int], reply: list[int], temperature: float) -> torch.Tensor:
+def log_probs_of(model, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
     """Of one reply by itself, by nothing but transformers."""
-    ids = torch.tensor([[*prompt, *reply]])
+    ids = torch.tensor([[*prompt, *completion]])
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(reply).unsqueeze(1)).squeeze(1)
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
 
 
 @torch.no_grad()
@@ -312,12 +312,12 @@ def test_resumed_it_is_the_same_run(run):
 
 
 def test_the_fast_engine_writes_the_plain_replies(run):
-    assert run.replies("slots").rows() == run.replies("plain").rows()
+    assert run.completions("slots").rows() == run.completions("plain").rows()
 
 
 def test_the_critic_learns(run):
     """Under PPO: a value per token from hidden states of this family's width. GRPO has none."""
-    logprobs, _, values = run.trainer.collector.logprobs(run.replies("slots"))
+    logprobs, _, values = run.trainer.collector.logprobs(run.completions("slots"))
     if run.algorithm == "grpo":
         assert values is None
         return
@@ -351,7 +351,7 @@ def test_without_the_fast_paths_it_is_as_exact(name, algorithm, words, start, tm
     output, killed = tmp_path / "run", tmp_path / "killed"
     seen = train(words(name, "full", algorithm, "--no-fused-head"), algorithm, output, killed)
     run = Run(FAMILIES[name], "full", algorithm, start(name), output, killed, **seen)
-    assert not run.trainer.micro_batches.packed and default_engine(run.trainer.actor.policy, CPU) == "plain"
+    assert not run.trainer.micro_batch_budget.packed and default_engine(run.trainer.actor.policy, CPU) == "plain"
     test_it_begins_where_the_start_model_is(run)
     test_log_probs_are_those_of_plain_transformers(run, engine="plain")
 
@@ -435,7 +435,7 @@ def test_what_cannot_be_packed_falls_back_by_itself(what, words, tmp_path):
     output, killed = tmp_path / "run", tmp_path / "killed"
     seen = train([*words("llama"), "--actor-model", str(folder)], "ppo", output, killed)
     run = Run(FAMILIES["llama"], "full", "ppo", folder, output, killed, **seen)
-    assert not run.trainer.micro_batches.packed
+    assert not run.trainer.micro_batch_budget.packed
     test_it_begins_where_the_start_model_is(run)
     test_log_probs_are_those_of_plain_transformers(run, engine="plain")
 

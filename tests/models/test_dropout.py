@@ -53,7 +53,7 @@ def test_it_acts_in_optimizer_steps_and_never_in_measuring(make):
     again = trainer.collector.collect(trainer.prompts_of(1), 1)
     assert torch.equal(rollout.logprobs, again.logprobs)
     trainer.model.train()
-    assert torch.equal(trainer.collector.logprobs(rollout.replies)[0], rollout.logprobs), (
+    assert torch.equal(trainer.collector.logprobs(rollout.completions)[0], rollout.logprobs), (
         "in whatever mode it is asked"
     )
     logged = trainer.update_step(1)

@@ -1,4 +1,4 @@
-"""Packed passages against padded ones, over architectures: hidden states and gradients; masks; the fused head."""
+"""Packed micro-batches against padded ones, over architectures: hidden states and gradients; masks; the fused head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf.models.actor_critic import Actor
 from rlhf.models.attention import packable
 from rlhf.models.logprobs import backbone_of, token_logprobs
 from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
-from rlhf.rollout.completions import Completions, episodes_of
+from rlhf.rollout.completions import Completions, token_batch
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -60,7 +60,7 @@ def episodes(groups=(0, 1, 2, 3)):
         return torch.randint(3, 60, (size,), generator=draw).tolist()
 
     prompts = {g: text(size) for g, size in zip(range(4), (7, 3, 11, 1), strict=True)}
-    made = episodes_of([prompts[g] for g in groups], [text(n) for n in (4, 9, 1, 6)], 0, CPU)
+    made = token_batch([prompts[g] for g in groups], [text(n) for n in (4, 9, 1, 6)], 0, CPU)
     made.groups = list(groups)
     return made
 
@@ -74,13 +74,13 @@ def test_packed_is_padded(model, groups, rows):
     """
     found = []
     for form in (PaddedMicroBatch, PackedMicroBatch):
-        passage = form(episodes(groups), rows)
+        micro_batch = form(episodes(groups), rows)
         model.zero_grad()
-        hidden = passage.hidden(backbone_of(model))
+        hidden = micro_batch.forward(backbone_of(model))
         weights = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)
         (hidden * weights).sum().backward()
         grads = torch.cat([w.grad.flatten() for w in model.parameters() if w.grad is not None])
-        found.append((hidden.detach(), grads, passage.tokens))
+        found.append((hidden.detach(), grads, micro_batch.tokens))
     exact = found[0][0].dtype == torch.float64
     for (padded, packed), tolerance in zip(zip(*found, strict=True), (1e-10 if exact else 1e-5, 1e-5, 0), strict=True):
         assert_close(packed, padded, rtol=0, atol=tolerance * float(padded.abs().max()))
@@ -178,7 +178,7 @@ def test_an_actor_reads_both_forms(model):
 def test_a_shared_prompt_counts_once_in_a_micro_batch(packed, expected):
     """40 prompt and 4 x 10 reply tokens; at most 100 in a pass."""
     prompts, ids = [Prompt(tuple([5] * 40), None)] * 4, torch.full((4, 10), 7)
-    replies = Completions.of(prompts, ids, eos=2, pad=0, vocabulary=64)
-    assert replies.parts(range(4), 0, 100, packed) == expected
-    assert replies.parts(range(4), 0, 79, True) == [[0, 1, 2], [3]]
-    assert replies.parts(range(4), 1, 100, packed) == [[0], [1], [2], [3]]
+    completions = Completions.of(prompts, ids, eos=2, pad=0, vocabulary=64)
+    assert completions.split(range(4), 0, 100, packed) == expected
+    assert completions.split(range(4), 0, 79, True) == [[0, 1, 2], [3]]
+    assert completions.split(range(4), 1, 100, packed) == [[0], [1], [2], [3]]

@@ -222,7 +222,7 @@ def test_rules_serve_training_and_evaluation_alike(build, tmp_path, algorithm):
     logged = trainer.update_step(1)
     expected = 0.5 * logged["rewards/each/length_penalty"] + 2 * logged["rewards/each/keyword_bonus"]
     assert logged["rewards/mean"] == pytest.approx(expected, rel=1e-5)
-    assert logged["rewards/each/length_penalty"] == pytest.approx(-logged["reply/length"])
+    assert logged["rewards/each/length_penalty"] == pytest.approx(-logged["completions/mean_length"])
     trainer.evaluate()
     looked = trainer.evaluations[-1]
     bonus = [2.0 * ("cat" in text.casefold()) for text in looked.texts]

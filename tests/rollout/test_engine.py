@@ -98,24 +98,24 @@ def test_steps_are_saved(model, monkeypatch):
         "_decode",
         lambda self, span: steps.append(len(self.token)) or decode(self, span),
     )
-    replies = sample(model, "slots", 3, length=60)
-    written, longest = sum(replies.completion_lengths), max(replies.completion_lengths)
+    completions = sample(model, "slots", 3, length=60)
+    written, longest = sum(completions.completion_lengths), max(completions.completion_lengths)
     assert sum(steps) < 1.5 * written, "slots that stepped, against tokens"
     assert sum(steps) < 0.6 * 3 * 3 * longest
 
 
 def test_a_reply_of_one_token_and_no_eos(model):
-    replies = sample(model, "slots", 2, length=1)
-    assert replies.completion_lengths == [1] * 9 and replies.rows() == sample(model, "plain", length=1).rows()
+    completions = sample(model, "slots", 2, length=1)
+    assert completions.completion_lengths == [1] * 9 and completions.rows() == sample(model, "plain", length=1).rows()
 
 
 def test_log_probs_of_both_agree_in_float32(model):
     """On the way a decoder sees each token over its cache; the training forward sees all at once."""
     model.float()
-    replies = sample(model, "slots", 3)
+    completions = sample(model, "slots", 3)
     with torch.no_grad():
-        packed, _, _ = Actor(model)(replies.passage(range(9), True), 1.0)
-        padded, _, _ = Actor(model)(replies.passage(range(9), False), 1.0)
+        packed, _, _ = Actor(model)(completions.micro_batch(range(9), True), 1.0)
+        padded, _, _ = Actor(model)(completions.micro_batch(range(9), False), 1.0)
     assert_close(packed, padded, rtol=0, atol=2e-6)
 
 
@@ -199,12 +199,12 @@ class StandIn:
         length, temperature = self.settings["max_completion_length"], self.settings["temperature"]
         noise = uniform_noise(9, self.synced, "vllm", range(len(given)), length)
         eos = self.tokenizer.eos_token_id
-        replies = sample_completions(
+        completions = sample_completions(
             self.policy, given, noise, SamplingSettings(length, temperature), eos=eos, pad=0, device=CPU
         )
         with torch.no_grad():
-            logprobs, _, _ = Actor(self.policy)(replies.passage(range(len(given)), True), temperature)
-        rows = replies.rows()
+            logprobs, _, _ = Actor(self.policy)(completions.micro_batch(range(len(given)), True), temperature)
+        rows = completions.rows()
         said = [[[float(p) - 0.5] for p in row[: len(ids)]] for row, ids in zip(logprobs, rows, strict=True)]
         return prompts, rows, said, None
 
@@ -218,9 +218,9 @@ def test_vllm_samples_and_the_loss_is_corrected_for_its_probabilities(build, mon
     metrics = trainer.train()
     assert trainer.collector.vllm.generation.synced == 2, "before each rollout; evaluations sample with our own engine"
     for batch in seen:
-        plain = objectives.whiten(batch.advantages, batch.mask)
+        plain = objectives.whiten(batch.raw_advantages, batch.mask)
         expected = plain * torch.where(batch.mask, 0.5, 0.0).exp()
-        assert_close(batch.weights[batch.mask], expected[batch.mask], rtol=1e-4, atol=1e-5)
+        assert_close(batch.advantages[batch.mask], expected[batch.mask], rtol=1e-4, atol=1e-5)
     assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-3), "the ratio is against the training forward"
 
 

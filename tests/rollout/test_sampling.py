@@ -15,8 +15,8 @@ from rlhf.models.load import load_tokenizer
 from rlhf.models.reference import Reference
 from rlhf.rollout.completions import completion_mask
 from rlhf.rollout.engine import sample_completions
-from rlhf.rollout.logprobs import measure
-from rlhf.rollout.sampling import draw, pack_bits, top_k_top_p_mask, uniform_noise, unpack_bits
+from rlhf.rollout.logprobs import compute_logprobs_and_values
+from rlhf.rollout.sampling import pack_bits, sample_inverse_cdf, top_k_top_p_mask, uniform_noise, unpack_bits
 from rlhf.settings.training import SamplingSettings
 
 CPU = torch.device("cpu")
@@ -68,12 +68,12 @@ def test_seed_update_purpose_and_episode_each_give_other_numbers():
 def test_draw_follows_the_distribution():
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log().repeat(1000, 1)
     uniform = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    assert torch.bincount(draw(logits, uniform)).tolist() == [500, 300, 200]
+    assert torch.bincount(sample_inverse_cdf(logits, uniform)).tolist() == [500, 300, 200]
 
 
 def test_draw_never_takes_a_filtered_token():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).repeat(3, 1)
-    assert draw(logits, torch.tensor([0.0, 0.5, 1 - 1e-16], dtype=torch.float64)).tolist() == [1, 1, 1]
+    assert sample_inverse_cdf(logits, torch.tensor([0.0, 0.5, 1 - 1e-16], dtype=torch.float64)).tolist() == [1, 1, 1]
 
 
 def test_nucleus_by_hand():
@@ -128,8 +128,10 @@ def test_kl_is_that_of_the_sampling_distributions(policy, tokenizer, start_model
     reference = Reference.before_training(policy, None)
     reference.copy = other
     prompt, sampling = make_prompts(tokenizer, "the cat")[0], sampled(1, 0.7, 0, top_p)
-    replies = sample(policy, tokenizer, [prompt] * 3000, range(3000), sampling)
-    logprobs, ref_logprobs, _ = measure(actor_critic, reference, replies, sampling.temperature, 500)
+    completions = sample(policy, tokenizer, [prompt] * 3000, range(3000), sampling)
+    logprobs, ref_logprobs, _ = compute_logprobs_and_values(
+        actor_critic, reference, completions, sampling.temperature, 500
+    )
     samples = (logprobs - ref_logprobs)[:, 0]
     exact = expected_kl(policy, other, tokenizer, prompt, sampling)
     assert exact > 0.05
@@ -142,9 +144,11 @@ def test_padding_changes_no_logprob_and_no_value(policy, tokenizer):
     actor_critic, reference = ActorCritic(container), Reference.before_training(policy, None)
     prompts = make_prompts(tokenizer, "the cat", "what is the capital of France, and on which river does it lie?")
     sampling = sampled(10, 1.0, 0, 0.9)
-    together = measure(actor_critic, reference, sample(policy, tokenizer, prompts, [1, 2], sampling), 1.0, 2)
+    together = compute_logprobs_and_values(
+        actor_critic, reference, sample(policy, tokenizer, prompts, [1, 2], sampling), 1.0, 2
+    )
     for i in range(2):
-        alone = measure(
+        alone = compute_logprobs_and_values(
             actor_critic, reference, sample(policy, tokenizer, prompts[i : i + 1], [1 + i], sampling), 1.0, 1
         )
         for whole, part in zip(together, alone, strict=True):
@@ -153,9 +157,9 @@ def test_padding_changes_no_logprob_and_no_value(policy, tokenizer):
 
 def test_entropy_by_hand(policy, tokenizer):
     """Against the entropy of the full distribution at the same positions, from a plain forward."""
-    replies = sample(policy, tokenizer, make_prompts(tokenizer, "the cat"), [0], sampled(4, 0.7))
-    _, entropy, _ = ActorCritic(with_value_head(policy))(replies.passage([0], True), 0.7, entropy="value")
-    context = replies.prompt_ids.shape[1]
+    completions = sample(policy, tokenizer, make_prompts(tokenizer, "the cat"), [0], sampled(4, 0.7))
+    _, entropy, _ = ActorCritic(with_value_head(policy))(completions.micro_batch([0], True), 0.7, entropy="value")
+    context = completions.prompt_ids.shape[1]
     with torch.no_grad():
-        logp = (policy(replies.ids).logits[:, context - 1 : -1] / 0.7).log_softmax(-1)
+        logp = (policy(completions.ids).logits[:, context - 1 : -1] / 0.7).log_softmax(-1)
     assert_close(entropy, -(logp.exp() * logp).sum(-1), atol=1e-5, rtol=1e-5)

@@ -227,7 +227,7 @@ def test_harmless_settings_may_change(words, whole, tmp_path, monkeypatch):
     output = broken_off(words, tmp_path / "run", monkeypatch, update=3)
     train_ppo.main(["--resume", "--output", str(output), "--save-every", "1", "--keep", "5", "--record-tokens"])
     assert differing(whole / "ppo", output) == []
-    assert len(find_checkpoints(output, RunRecord.read(output).id).sound) == 5
+    assert len(find_checkpoints(output, RunRecord.read(output).id).valid) == 5
 
 
 def test_other_data_and_versions_are_refused(words, tmp_path, monkeypatch, pairs_file):
@@ -388,7 +388,7 @@ def test_every_file_of_a_save_that_does_not_fit(words, whole, tmp_path, monkeypa
         assert ended.value.code == 1 and "Traceback" not in err, name
         assert "of update 6 could not be saved" in err and "the newest checkpoint is checkpoint-4" in err, name
         assert any(said in err for said in ("No space left", "os error 28", "os error 27")), (name, err)
-        assert sorted(find_checkpoints(output, RunRecord.read(output).id).sound) == [2, 4]
+        assert sorted(find_checkpoints(output, RunRecord.read(output).id).valid) == [2, 4]
         failed.append(name)
     assert failed == files
     train_ppo.main(["--resume", "--output", str(tmp_path / files[0])])

@@ -23,7 +23,7 @@ from torch.testing import assert_close
 from rlhf.models.actor_critic import Actor
 from rlhf.models.determinism import parallel_scan
 from rlhf.rollout.engine import sample_completions
-from rlhf.rollout.sampling import draw, top_k_top_p_mask, uniform_noise
+from rlhf.rollout.sampling import sample_inverse_cdf, top_k_top_p_mask, uniform_noise
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import RLHFWarning
 from tests.gpu_runs import GROUPS, LOOKS, RUNS
@@ -62,11 +62,11 @@ def test_log_probs_are_those_of_the_cpu(model):  # noqa: F811
     found = {}
     for device in (CPU, GPU):
         policy = copy.deepcopy(model).to(device)
-        replies = sample_completions(policy, prompts(), noise, sampling, eos=EOS, pad=0, device=device)
-        rows = range(len(replies.mask))
+        completions = sample_completions(policy, prompts(), noise, sampling, eos=EOS, pad=0, device=device)
+        rows = range(len(completions.mask))
         for packed in (True, False):
             with torch.no_grad():
-                logprobs, _, _ = Actor(policy)(replies.passage(rows, packed), 1.0)
+                logprobs, _, _ = Actor(policy)(completions.micro_batch(rows, packed), 1.0)
             found[device.type, packed] = logprobs.cpu()
     for key, logprobs in found.items():
         assert_close(logprobs, found["cpu", False], rtol=1e-4, atol=1e-4, msg=lambda said, key=key: f"{key}: {said}")
@@ -75,7 +75,7 @@ def test_log_probs_are_those_of_the_cpu(model):  # noqa: F811
 def test_sampling_of_large_vocabularies_agrees_with_the_cpu():
     logits = torch.randn(64, 49_152, generator=torch.Generator().manual_seed(0)) * 3
     uniform = torch.rand(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    assert torch.equal(draw(logits.to(GPU), uniform.to(GPU)).cpu(), draw(logits, uniform))
+    assert torch.equal(sample_inverse_cdf(logits.to(GPU), uniform.to(GPU)).cpu(), sample_inverse_cdf(logits, uniform))
     probabilities = logits.double().softmax(-1)
     assert_close(parallel_scan(probabilities.to(GPU)).cpu(), probabilities.cumsum(-1))
     allowed, expected = top_k_top_p_mask(logits.to(GPU), 50, 0.9).cpu(), top_k_top_p_mask(logits, 50, 0.9)

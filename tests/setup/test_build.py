@@ -18,8 +18,8 @@ def words(completions):
     return [float(len(text.split())) for text in completions]
 
 
-def weights_after_an_update(config, parts) -> torch.Tensor:
-    trainer = build_trainer(config, parts)
+def weights_after_an_update(config, components) -> torch.Tensor:
+    trainer = build_trainer(config, components)
     trainer.update_step(1)
     return torch.cat([w.detach().flatten() for w in trainer.model.parameters()])
 
@@ -34,7 +34,7 @@ def test_given_prompts_train_as_the_same_prompts_in_a_file(configured, tmp_path,
     of_file, given = load_components(config, CPU, Screen()), load_components(config, CPU, Screen(), prompts)
     ids = [[[p.ids for p in part] for part in (s.train, s.evaluation)] for s in (of_file.prompts, given.prompts)]
     assert ids[0] == ids[1] and len(ids[0][1]) > 1
-    one, other = (weights_after_an_update(config, parts) for parts in (of_file, given))
+    one, other = (weights_after_an_update(config, components) for components in (of_file, given))
     assert torch.equal(one, other)
 
 
@@ -42,16 +42,16 @@ def test_given_rewards_replace_those_of_the_settings(configured, tmp_path):
     config = configured("--rm-model", tmp_path / "nowhere", "--reward-func", "length_penalty")
     with pytest.raises(UserError, match="--rm-model"):
         load_components(config, CPU, Screen(), ["a cat?"])
-    parts = load_components(config, CPU, Screen(), ["a cat?"], rewards=[words], reward_weights=[0.5])
-    assert str(parts.rewards) == "0.5 x words" and parts.reward_model is None
+    components = load_components(config, CPU, Screen(), ["a cat?"], rewards=[words], reward_weights=[0.5])
+    assert str(components.rewards) == "0.5 x words" and components.reward_model is None
     assert str(load_components(config, CPU, Screen(), ["a cat?"], rewards=words).rewards) == "1 x words"
 
 
 def test_given_evaluation_prompts_are_limited_as_those_of_a_file(configured):
     config = configured("--eval-prompts", 3)
     held_out = [f"a held-out question {i}?" for i in range(5)]
-    parts = load_components(config, CPU, Screen(), ["a cat?"], held_out, rewards=[words])
-    assert [p.example.question for p in parts.prompts.evaluation] == held_out[:3]
+    components = load_components(config, CPU, Screen(), ["a cat?"], held_out, rewards=[words])
+    assert [p.example.question for p in components.prompts.evaluation] == held_out[:3]
 
 
 def test_a_file_must_fill_a_batch_and_given_prompts_need_not(configured, tmp_path):

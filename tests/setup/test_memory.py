@@ -19,7 +19,7 @@ from rlhf.models.device import autocast
 from rlhf.models.load import load_policy
 from rlhf.models.logprobs import backbone_of, base_of
 from rlhf.models.packing import PackedMicroBatch
-from rlhf.rollout.completions import episodes_of
+from rlhf.rollout.completions import token_batch
 from rlhf.setup import plan
 from rlhf.setup.build import load_components
 from rlhf.setup.footprint import Network
@@ -48,13 +48,13 @@ def policy(folder, layers: int, kind, targets, load_in_4bit: bool, dtype, dropou
 def passage_of(lengths: str) -> PackedMicroBatch:
     """Four replies of 9 tokens."""
     prompts = [[5] * length for length in LENGTHS[lengths]]
-    episodes = episodes_of(prompts, [[7] * 9] * 4, 0, CPU)
+    episodes = token_batch(prompts, [[7] * 9] * 4, 0, CPU)
     if lengths == "one prompt":
         episodes.groups = [0] * 4
     return PackedMicroBatch(episodes, range(4))
 
 
-def saved(model, passage: PackedMicroBatch, dtype) -> int:
+def saved(model, micro_batch: PackedMicroBatch, dtype) -> int:
     """Bytes that autograd keeps of a pass, weights and their rounded copies aside, each place in memory once."""
     weights = {shape for w in model.parameters() for shape in (tuple(w.shape), tuple(w.shape[::-1]))}
     kept: dict[int, torch.Tensor] = {}
@@ -65,7 +65,7 @@ def saved(model, passage: PackedMicroBatch, dtype) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast(CPU, dtype):
-        hidden = passage.hidden(backbone_of(model))
+        hidden = micro_batch.forward(backbone_of(model))
     assert hidden.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
@@ -76,30 +76,30 @@ def saved(model, passage: PackedMicroBatch, dtype) -> int:
     ("targets", "load_in_4bit"), [((), False), (ATTENTION, False), (ALL, False), (ATTENTION, True)]
 )
 def test_a_layer_keeps_what_autograd_saves(tmp_path, targets, load_in_4bit, dtype, lengths):
-    passage, counted = passage_of(lengths), []
+    micro_batch, counted = passage_of(lengths), []
     for layers in (2, 3):
         model = policy(tmp_path, layers, LlamaConfig, targets, load_in_4bit, dtype)
-        counted.append(saved(model, passage, dtype))
+        counted.append(saved(model, micro_batch, dtype))
     network = Network.of(base_of(model), dtype)
-    assert network.kept_by_layer(passage) == counted[1] - counted[0]
-    assert network.kept(passage) == pytest.approx(counted[1], rel=0.05)
+    assert network.saved_by_layer(micro_batch) == counted[1] - counted[0]
+    assert network.saved_activations(micro_batch) == pytest.approx(counted[1], rel=0.05)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("targets", [ATTENTION, ALL], ids=["attention", "all"])
 def test_a_layer_keeps_what_dropout_saves(tmp_path, targets, dtype, lengths):
-    passage = passage_of(lengths)
+    micro_batch = passage_of(lengths)
     models = [policy(tmp_path, layers, LlamaConfig, targets, False, dtype, dropout=0.1) for layers in (2, 3)]
-    counted = [saved(model, passage, dtype) for model in models]
-    assert Network.of(base_of(models[0]), dtype).kept_by_layer(passage) == counted[1] - counted[0]
+    counted = [saved(model, micro_batch, dtype) for model in models]
+    assert Network.of(base_of(models[0]), dtype).saved_by_layer(micro_batch) == counted[1] - counted[0]
 
 
 def test_norms_of_single_heads_are_layers_norms_too(tmp_path):
     network = Network.of(policy(tmp_path, 2, Qwen3Config, (), False, None), None)
     assert sorted(network.norms) == [(1, 128), (1, 128), (2, 2 * 48), (4, 4 * 48)]
     counted = [saved(policy(tmp_path, n, Qwen3Config, (), False, None), passage_of("unlike"), None) for n in (2, 3)]
-    assert network.kept_by_layer(passage_of("unlike")) == counted[1] - counted[0]
+    assert network.saved_by_layer(passage_of("unlike")) == counted[1] - counted[0]
 
 
 # --- phases ----------------------------------------------------------------------------------------------------------
@@ -191,9 +191,9 @@ def test_the_real_shapes_peak_is_foretold(tmp_path, flags):
 def test_the_fullest_batch_is_one_that_the_loop_deals(build):
     trainer = build("--num-iterations", 7, "--K", 2, algorithm="grpo")
     batches = [[prompt for _, prompt in trainer.prompts_of(update)] for update in range(1, 8)]
-    longest_batch = longest_batch(trainer.config, trainer.train_prompts, 7)
-    assert longest_batch in batches
-    assert sum(len(p.ids) for p in longest_batch) == max(sum(len(p.ids) for p in batch) for batch in batches)
+    longest = longest_batch(trainer.config, trainer.train_prompts, 7)
+    assert longest in batches
+    assert sum(len(p.ids) for p in longest) == max(sum(len(p.ids) for p in batch) for batch in batches)
 
 
 def test_what_a_batch_means_in_words(configured):

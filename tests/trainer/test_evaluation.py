@@ -40,14 +40,14 @@ def test_perplexity_against_a_plain_forward(start_model):
     rows = [("the cat", "yes"), ("what is the capital of France?", "Paris, on the river Seine")]
     examples = [Example(messages=({"role": "user", "content": q},), chosen=a) for q, a in rows]
     made = [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
-    replies = [encode_completion(tokenizer, answer) for _, answer in rows]
+    completions = [encode_completion(tokenizer, answer) for _, answer in rows]
     total, tokens = 0.0, 0
-    for prompt, reply in zip(made, replies, strict=True):
+    for prompt, completion in zip(made, completions, strict=True):
         with torch.no_grad():
-            logp = policy(torch.tensor([[*prompt.ids, *reply]])).logits[0].log_softmax(-1)
-        total -= sum(float(logp[len(prompt.ids) - 1 + i, token]) for i, token in enumerate(reply))
-        tokens += len(reply)
-    text = FixedText(made, replies, "two")
+            logp = policy(torch.tensor([[*prompt.ids, *completion]])).logits[0].log_softmax(-1)
+        total -= sum(float(logp[len(prompt.ids) - 1 + i, token]) for i, token in enumerate(completion))
+        tokens += len(completion)
+    text = FixedText(made, completions, "two")
     found = perplexity(policy, text, tokenizer.pad_token_id, CPU, None)
     assert found == pytest.approx(math.exp(total / tokens), rel=1e-5)
 
@@ -57,7 +57,7 @@ def test_perplexity_is_taken_on_chosen_replies(start_model):
     pairs = prompts(3, chosen="yes", rejected="no")
     text = fixed_text(tokenizer, pairs, lambda _: pytest.fail("nothing to sample"), None)
     assert text.source == "3 held-out chosen replies"
-    assert text.replies == [encode_completion(tokenizer, "yes")] * 3
+    assert text.completions == [encode_completion(tokenizer, "yes")] * 3
 
 
 def test_without_pairs_the_perplexity_is_of_the_start_models_replies_and_says_so(build, tmp_path, capsys):
@@ -71,7 +71,7 @@ def test_without_pairs_the_perplexity_is_of_the_start_models_replies_and_says_so
     source = f"one fixed sample of the start model's replies ({kept})"
     assert trainer.evaluator.text.source == source == log.record.best.perplexity_text
     start = [json.loads(line)["reply"] for line in (Path(log.path.parent) / "samples" / "update-000000.jsonl").open()]
-    decoded = [decode_completion(trainer.processing_class, ids) for ids in trainer.evaluator.text.replies]
+    decoded = [decode_completion(trainer.processing_class, ids) for ids in trainer.evaluator.text.completions]
     assert decoded == start, "EOS where the reply had one, no other change"
     assert capsys.readouterr().out.count(f"on {source}") == 2, "before and after"
 
@@ -85,7 +85,7 @@ def test_a_named_text_is_the_perplexitys(build, start_model, tmp_path):
     ids = [encode_text(tokenizer, p) for p in ("the cat sat", "Paris is a city\non a river")]
     assert trainer.evaluator.text.source == f"2 paragraphs of {file}"
     assert [
-        [*p.ids, *r] for p, r in zip(trainer.evaluator.text.prompts, trainer.evaluator.text.replies, strict=True)
+        [*p.ids, *r] for p, r in zip(trainer.evaluator.text.prompts, trainer.evaluator.text.completions, strict=True)
     ] == ids
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(UserError, match="no paragraph of two tokens or more: --eval-text"):

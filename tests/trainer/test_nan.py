@@ -161,7 +161,7 @@ def test_an_overdue_checkpoint_is_written_by_the_next_update_that_succeeds(build
 
     trainer.collector.score = score
     trainer.train()
-    assert sorted(find_checkpoints(tmp_path / "run", log.record.id).sound) == [4, 6, 8, 9]
+    assert sorted(find_checkpoints(tmp_path / "run", log.record.id).valid) == [4, 6, 8, 9]
 
 
 @pytest.mark.parametrize("updates", [1, 2])

@@ -51,14 +51,14 @@ def spoil_scores(trainer, value):
 
 def spoil_logits(trainer, value):
     """The first token's logit: of the training forward alone, so that sampling goes on."""
-    really = trainer.actor.heads
+    really = trainer.actor.forward_heads
 
     def heads(hidden, *more):
         spoilt = hidden.clone()
         spoilt[0, 0] = value
         return really(spoilt, *more)
 
-    trainer.actor.heads = heads
+    trainer.actor.forward_heads = heads
 
 
 def spoil_gradients(trainer, value):
@@ -174,8 +174,8 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
     train, others = partial(train_command, algorithm), [name for name in ALGORITHMS if name != algorithm]
     plain, from_update = optimize.PolicyOptimizer.gradients, 1
 
-    def spoilt(self, batch, passage, tokens, hidden=None):
-        stats = plain(self, batch, passage, tokens, hidden)
+    def spoilt(self, batch, micro_batch, tokens, hidden=None):
+        stats = plain(self, batch, micro_batch, tokens, hidden)
         if self.host.state.global_step >= from_update:
             next(w for w in self.host.model.parameters() if w.grad is not None).grad.fill_(math.nan)
         return stats
@@ -223,7 +223,7 @@ def test_a_replay_gives_the_numbers_that_were_recorded(build, tmp_path, flags):
     trainer = build("--num-iterations", 3, *flags)
     trainer.update_step(1)
     rollout = trainer.collector.collect(trainer.prompts_of(2), 2)
-    batch = trainer.advantages(rollout, trainer.collector.score(rollout).used)
+    batch = trainer.advantages(rollout, trainer.collector.score(rollout).shaped)
     save_incident(trainer, tmp_path / "incident", 2, rollout, batch, safety.SkipUpdate("a test", [0, 1, 2, 3]))
     stats = trainer.learner.minibatch_gradients(batch, [0, 1, 2, 3])
     trainer.optimizer.zero_grad()
@@ -322,11 +322,11 @@ def short_of_memory(trainer, most):
     """A device that holds the graph of at most so many replies."""
     really, sizes = trainer.learner.gradients, []
 
-    def gradients(batch, passage, tokens, hidden=None):
-        sizes.append(len(passage.rows))
-        if len(passage.rows) > most:
+    def gradients(batch, micro_batch, tokens, hidden=None):
+        sizes.append(len(micro_batch.rows))
+        if len(micro_batch.rows) > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-        return really(batch, passage, tokens, hidden)
+        return really(batch, micro_batch, tokens, hidden)
 
     trainer.learner.gradients = gradients
     return sizes
@@ -361,26 +361,26 @@ def test_out_of_memory_with_one_reply_names_what_helps(build, flags):
 
 def test_measuring_is_halved_too(build, monkeypatch):
     trainer = build()
-    really, calls = collect.measure, []
+    really, calls = collect.compute_logprobs_and_values, []
 
-    def measure(actor, reference, replies, temperature, rows, *more):
+    def measure(actor, reference, completions, temperature, rows, *more):
         calls.append(rows)
         if rows != 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return really(actor, reference, replies, temperature, rows, *more)
+        return really(actor, reference, completions, temperature, rows, *more)
 
-    monkeypatch.setattr(collect, "measure", measure)
-    with pytest.warns(RLHFWarning, match="in measuring"):
+    monkeypatch.setattr(collect, "compute_logprobs_and_values", measure)
+    with pytest.warns(RLHFWarning, match="in computing log-probabilities"):
         trainer.update_step(1)
     assert calls == [0, 0, 2, 1], "first from the pass that has begun, then alone, then in parts"
 
 
 def test_a_pass_that_has_begun_makes_room_for_measuring(build, monkeypatch):
     """The device has memory for the graph of the first step's pass or for computing log-probs, not for both."""
-    trainer, really, begun, tried = build(), collect.measure, [], []
+    trainer, really, begun, tried = build(), collect.compute_logprobs_and_values, [], []
 
-    def start(replies):
-        forward = plain(replies)
+    def start(completions):
+        forward = plain(completions)
         begun.append(weakref.ref(forward[1]))
         return forward
 
@@ -390,9 +390,9 @@ def test_a_pass_that_has_begun_makes_room_for_measuring(build, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return really(*given)
 
-    plain = trainer.collector.start_forward
-    monkeypatch.setattr(trainer.collector, "start_forward", start)
-    monkeypatch.setattr(collect, "measure", measure)
+    plain = trainer.collector.precompute_first_forward
+    monkeypatch.setattr(trainer.collector, "precompute_first_forward", start)
+    monkeypatch.setattr(collect, "compute_logprobs_and_values", measure)
     trainer.update_step(1)
     assert tried == [True, False] and trainer.progress.optimizer_steps == 2
 

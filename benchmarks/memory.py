@@ -84,10 +84,8 @@ def tensors_of(phase) -> int:
     """What of a phase are tensors of its own."""
     from rlhf.setup.peak_memory import CACHED_FORWARD, GAPS_LEFT
 
-    aside = {
-        GAPS_LEFT,
-        *([CACHED_FORWARD] if phase.name == "scoring" else []),
-    }  # no tensors; found there when it begins
+    # no tensors; found there when it begins
+    aside = {GAPS_LEFT, *([CACHED_FORWARD] if phase.name == "scoring" else [])}
     return sum(size for name, size in phase.parts.items() if name not in aside)
 
 

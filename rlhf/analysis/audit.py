@@ -88,14 +88,14 @@ def against(completions: GenerationResults, other: GenerationResults, seed: int)
     """
 
     def difference(name: str, limits: tuple[float, float] | None = None) -> Estimate | None:
-        mine, theirs = getattr(completions, name), getattr(other, name)
-        if mine is None or theirs is None:
+        this, that = getattr(completions, name), getattr(other, name)
+        if this is None or that is None:
             return None
-        return over_prompts(mine.mean(axis=1) - theirs.mean(axis=1), seed, limits=limits)
+        return over_prompts(this.mean(axis=1) - that.mean(axis=1), seed, limits=limits)
 
     def wins(name: str) -> Estimate | None:
-        mine, theirs = getattr(completions, name), getattr(other, name)
-        return None if mine is None or theirs is None else over_prompts(win_rates(mine, theirs), seed, EVEN, A_SHARE)
+        this, that = getattr(completions, name), getattr(other, name)
+        return None if this is None or that is None else over_prompts(win_rates(this, that), seed, EVEN, A_SHARE)
 
     both_read = completions.perplexity is not None and other.perplexity is not None
     return {
@@ -121,7 +121,7 @@ def warnings(
 
     `target`: nats, and "sequence" or "token", where the run had one.
     """
-    mine, before, differ = figures(completions), figures(start), against(completions, start, seed)
+    this, before, differ = figures(completions), figures(start), against(completions, start, seed)
     found = []
     judge = differ["judge"]
     if judge is not None and differ["score"].above(0) and not judge.above(0):
@@ -132,47 +132,47 @@ def warnings(
             "may be exploited"
             + ("" if judge.excludes(0) else ", or the prompts are too few to tell: raise --num-prompts")
         )
-    if mine["length"] > LONGER * before["length"]:
+    if this["length"] > LONGER * before["length"]:
         found.append(
-            f"replies are {mine['length'] / before['length']:.1f} times as long as the start model's "
-            f"({before['length']:.1f} -> {mine['length']:.1f} tokens): length itself may be what is rewarded"
+            f"replies are {this['length'] / before['length']:.1f} times as long as the start model's "
+            f"({before['length']:.1f} -> {this['length']:.1f} tokens): length itself may be what is rewarded"
         )
-    if mine["repetition"] > before["repetition"] + MORE_REPETITION:
+    if this["repetition"] > before["repetition"] + MORE_REPETITION:
         found.append(
-            f"replies repeat themselves more ({before['repetition']:.0%} -> {mine['repetition']:.0%} of their 4-grams)"
+            f"replies repeat themselves more ({before['repetition']:.0%} -> {this['repetition']:.0%} of their 4-grams)"
         )
-    if mine["eos_rate"] < before["eos_rate"] - FEWER_ENDINGS:
+    if this["eos_rate"] < before["eos_rate"] - FEWER_ENDINGS:
         found.append(
-            f"fewer replies end by themselves ({before['eos_rate']:.0%} -> {mine['eos_rate']:.0%}): the rest are cut "
+            f"fewer replies end by themselves ({before['eos_rate']:.0%} -> {this['eos_rate']:.0%}): the rest are cut "
             "off at the limit"
         )
     return (
         found
-        + _variety_and_length(mine, before, completions.scores.size)
-        + _kl_outside(completions, mine, target, seed)
+        + _variety_and_length(this, before, completions.scores.size)
+        + _kl_outside(completions, this, target, seed)
     )
 
 
-def _variety_and_length(mine: dict, before: dict, count: int) -> list[str]:
+def _variety_and_length(this: dict, before: dict, count: int) -> list[str]:
     found = []
-    if count >= ENOUGH_REPLIES and mine["distinct_2"] < LESS_VARIED * before["distinct_2"]:
+    if count >= ENOUGH_REPLIES and this["distinct_2"] < LESS_VARIED * before["distinct_2"]:
         found.append(
-            f"replies are less varied (distinct-2 {before['distinct_2']:.3f} -> {mine['distinct_2']:.3f}): the policy "
+            f"replies are less varied (distinct-2 {before['distinct_2']:.3f} -> {this['distinct_2']:.3f}): the policy "
             "may have collapsed to a few phrases"
         )
-    rises, rose = mine["score_length_correlation"], before["score_length_correlation"] or 0.0
+    rises, rose = this["score_length_correlation"], before["score_length_correlation"] or 0.0
     if rises is not None and rises > max(LENGTH_RULES, rose + MORE_LENGTH_RULES):
         found.append(f"the score goes with the reply's length (rank correlation {rose:+.2f} -> {rises:+.2f})")
     return found
 
 
-def _kl_outside(completions: GenerationResults, mine: dict, target: tuple[float, str] | None, seed: int) -> list[str]:
+def _kl_outside(completions: GenerationResults, this: dict, target: tuple[float, str] | None, seed: int) -> list[str]:
     """Where the whole interval over prompts lies above the band: single replies can have a large KL."""
     if target is None or completions.kl is None:
         return []
     (nats, per), lengths = target, completions.lengths
     of_prompts = completions.kl.mean(axis=1) if per == "sequence" else completions.kl.sum(axis=1) / lengths.sum(axis=1)
-    kl, most = mine["kl" if per == "sequence" else "kl_per_token"], KL_BAND[1] * nats
+    kl, most = this["kl" if per == "sequence" else "kl_per_token"], KL_BAND[1] * nats
     if not over_prompts(of_prompts, seed, null=most).above(most):
         return []
     return [f"the KL to the start model is {kl:.3g}/{per}, above its band ({most:.3g} = {KL_BAND[1]:g} x the target)"]

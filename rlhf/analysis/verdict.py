@@ -85,10 +85,10 @@ def contrast(
     Intervals as in over_seeds_if_any.
     """
     trained = isinstance(other, RunGroup)
-    ours = [getattr(completions, measure) for completions in group.measured]
-    theirs = [getattr(completions, measure) for completions in (other.measured if trained else [other])]
-    gaps = np.array([[a.mean(axis=1) - b.mean(axis=1) for b in theirs] for a in ours])  # (S, T, P)
-    wins = np.array([[win_rates(a, b) for b in theirs] for a in ours])
+    one = [getattr(completions, measure) for completions in group.measured]
+    another = [getattr(completions, measure) for completions in (other.measured if trained else [other])]
+    gaps = np.array([[a.mean(axis=1) - b.mean(axis=1) for b in another] for a in one])  # (S, T, P)
+    wins = np.array([[win_rates(a, b) for b in another] for a in one])
     difference, over = over_seeds_if_any(gaps, seed, not trained, level=level)
     win_rate, _ = over_seeds_if_any(wins, seed, not trained, EVEN, A_SHARE, level)
     name = f"{group.name} - {other.name if trained else 'start model'}"

@@ -62,7 +62,7 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[IO
     """
     check_output(folder, overwrite=overwrite, is_default=is_default)
     folder.mkdir(parents=True, exist_ok=True)
-    held = lock_run(folder)
+    lock = lock_run(folder)
     _check_content(folder, overwrite, is_default)  # again: until now, another one might have begun there
     done = None
     if _content(folder):
@@ -76,7 +76,7 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[IO
             raise UserError(
                 f"cannot be moved or removed: --output {folder} ({error.strerror}). Close what uses it"
             ) from None
-    return held, done
+    return lock, done
 
 
 def move_aside(folder: Path) -> str:
@@ -135,11 +135,11 @@ def require_unused(folder: Path) -> None:
 
 def lock_run(folder: Path) -> IO[bytes]:
     """Lock a run's folder until what is returned is closed. Raises UserError where a live process has it."""
-    held = system.lock(folder / LOCK_FILE)
-    if held is None:
+    lock = system.lock(folder / LOCK_FILE)
+    if lock is None:
         facts = read_json(folder) or {}
         raise UserError(
             f"in use by a live run (process {facts.get('pid', 'unknown')}, since {facts.get('started', 'unknown')}): "
             f"--output {folder}. Stop that one, or name another folder with --output"
         )
-    return held
+    return lock

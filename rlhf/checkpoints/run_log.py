@@ -22,7 +22,7 @@ from rlhf.utils.files import write_json
 class RunLog:
     """A run's record, written to run.json at every change. While the log is open, the run's folder is locked."""
 
-    def __init__(self, folder: Path, held: IO[bytes] | None = None, *, resume: bool = False, **facts: Any):
+    def __init__(self, folder: Path, lock: IO[bytes] | None = None, *, resume: bool = False, **facts: Any):
         """Begin a record with `facts` (see RunRecord), or with `resume` continue the one in `folder`.
 
         Args:
@@ -31,7 +31,7 @@ class RunLog:
             resume: keep what the record holds, and add to its `sessions`.
             facts: the fields of a new RunRecord that depend on the run, or more keys of the new session.
         """
-        self._lock = held or lock_run(folder)
+        self._lock = lock or lock_run(folder)
         self.folder, self.path = folder, folder / RUN_FILE
         self.begun, self.before = time.monotonic(), 0.0
         self._found: RunRecord | None = None  # a resumed run's record as it was

@@ -219,7 +219,7 @@ class Kinds:
 class Scene:
     """One sentence of a fixed grammar about two things of given kinds and looks, in a given place."""
 
-    eval_points: tuple[str, str]
+    looks: tuple[str, str]
     kinds: tuple[str, str]
     place: str
     pattern = re.compile(r"Write about an? (\w+) (\w+) (\w+) an? (\w+) (\w+)\.")
@@ -227,8 +227,8 @@ class Scene:
 
     @classmethod
     def ask(cls, rng: random.Random) -> str:
-        eval_points, kinds = rng.sample(LOOKS, 2), rng.sample(sorted(KINDS), 2)
-        first, second = (article(f"{look} {kind}") for look, kind in zip(eval_points, kinds, strict=True))
+        looks, kinds = rng.sample(LOOKS, 2), rng.sample(sorted(KINDS), 2)
+        first, second = (article(f"{look} {kind}") for look, kind in zip(looks, kinds, strict=True))
         return f"Write about {first} {rng.choice(PLACES)} {second}."
 
     @classmethod
@@ -236,36 +236,34 @@ class Scene:
         return cls((match[1], match[4]), (match[2], match[5]), match[3])
 
     def good(self, rng: random.Random) -> str:
-        return self._say(rng, self.eval_points, self.kinds, self.place)
+        return self._say(rng, self.looks, self.kinds, self.place)
 
     def wrong(self, rng: random.Random) -> str:
-        eval_points, kinds, place, index = list(self.eval_points), list(self.kinds), self.place, rng.randrange(2)
+        looks, kinds, place, index = list(self.looks), list(self.kinds), self.place, rng.randrange(2)
         what = rng.choice(("look", "kind", "kind", "place"))
         if what == "look":
-            eval_points[index] = rng.choice([look for look in LOOKS if look != eval_points[index]])
+            looks[index] = rng.choice([look for look in LOOKS if look != looks[index]])
         elif what == "kind":
             kinds[index] = rng.choice([kind for kind in KINDS if kind not in kinds])
         else:
             place = rng.choice([other for other in PLACES if other != place])
-        return self._say(rng, eval_points, kinds, place)
+        return self._say(rng, looks, kinds, place)
 
-    def _say(self, rng: random.Random, eval_points, kinds, place: str) -> str:
-        first, second = (
-            f"the {look} {rng.choice(KINDS[kind])}" for look, kind in zip(eval_points, kinds, strict=True)
-        )
+    def _say(self, rng: random.Random, looks, kinds, place: str) -> str:
+        first, second = (f"the {look} {rng.choice(KINDS[kind])}" for look, kind in zip(looks, kinds, strict=True))
         return sentence_case(f"{rng.choice(['', '', 'Today ', 'Now '])}{first} {rng.choice(VERBS)} {place} {second}.")
 
     def judge(self, words: list[str]) -> Verdict:
-        nouns, eval_points, places = mentioned(words, KIND_OF), mentioned(words, LOOKS), mentioned(words, PLACES)
-        said = [*(KIND_OF[noun] for noun in nouns[:2]), *eval_points[:2], *places[:1]]
-        wanted = [*self.kinds[: len(nouns)], *self.eval_points[: len(eval_points)], *[self.place][: len(places)]]
-        hits = sum(word == other for word, other in zip(said, wanted, strict=True))
+        nouns, looks, places = mentioned(words, KIND_OF), mentioned(words, LOOKS), mentioned(words, PLACES)
+        named = [*(KIND_OF[noun] for noun in nouns[:2]), *looks[:2], *places[:1]]
+        wanted = [*self.kinds[: len(nouns)], *self.looks[: len(looks)], *[self.place][: len(places)]]
+        hits = sum(word == other for word, other in zip(named, wanted, strict=True))
         other_kinds = nouns and not {KIND_OF[noun] for noun in nouns} & set(self.kinds)
-        if other_kinds or hits < len(said) - 2:
+        if other_kinds or hits < len(named) - 2:
             return OFF_TOPIC
-        if hits < len(said):
+        if hits < len(named):
             return Verdict(0.25 if hits == 4 else 0.1, "wrong")
-        if len(said) < 5:
+        if len(named) < 5:
             return Verdict((0.1 if nouns else 0.05) * hits, "incomplete")
         if self.form.fullmatch(" ".join(words)):
             return GOOD

@@ -41,5 +41,5 @@ def check_forward_matches(policy: PreTrainedModel | PeftModel, name: str) -> Non
             warnings.warn(f"{type(base).__name__} cannot be packed: slower", RLHFWarning, stacklevel=2)
 
 
-def _near(ours: Tensor, theirs: Tensor) -> bool:
-    return float((ours - theirs).abs().max()) <= NEAR[forward_dtype(theirs)] * float(theirs.abs().max())
+def _near(found: Tensor, expected: Tensor) -> bool:
+    return float((found - expected).abs().max()) <= NEAR[forward_dtype(expected)] * float(expected.abs().max())

@@ -63,9 +63,9 @@ def make_groups(models: Sequence[ModelRef], measured: Sequence[GenerationResults
     pairs = sorted(zip(models, measured, strict=True), key=lambda pair: pair[0].run.seed)
     groups = []
     for algorithm in in_order(m.run.algorithm for m in models):
-        mine = [(m, completions) for m, completions in pairs if m.run.algorithm == algorithm]
-        runs, completions = [m.run for m, _ in mine], [completions for _, completions in mine]
-        groups.append(RunGroup(algorithm, runs, completions, [episodes_of(m) for m, _ in mine]))
+        members = [(m, completions) for m, completions in pairs if m.run.algorithm == algorithm]
+        runs, completions = [m.run for m, _ in members], [completions for _, completions in members]
+        groups.append(RunGroup(algorithm, runs, completions, [episodes_of(m) for m, _ in members]))
     return groups
 
 

@@ -244,5 +244,5 @@ def _keep_in_sight(axes: Axes, values: Sequence[np.ndarray], marks: Sequence[np.
     axes.set_ylim(low, high)
     out = pooled[(pooled < low) | (pooled > high)]
     where = f"{out.min():.3g} to {out.max():.3g}" if len(out) > 1 else f"{out[0]:.3g}"
-    said = f"out of sight: {len(out)} of {len(pooled):,} values\n({where})"
-    axes.text(0.98, 0.98, said, transform=axes.transAxes, ha="right", va="top", fontsize=10)
+    text = f"out of sight: {len(out)} of {len(pooled):,} values\n({where})"
+    axes.text(0.98, 0.98, text, transform=axes.transAxes, ha="right", va="top", fontsize=10)

@@ -37,7 +37,7 @@ def make_report(
     measured: Sequence[GenerationResults],
     start: GenerationResults | None,
 ) -> dict[str, Any]:
-    """Everything that is said of the models, ready for JSON."""
+    """The report on the models as JSON-ready data."""
     seed = evaluator.settings.seed
     entries = []
     for model, completions in zip(models, measured, strict=True):
@@ -64,9 +64,7 @@ def make_report(
         **environment(),
         "facts": dict(evaluator.facts()),
         "seed": seed,
-        "start": {"label": start.label, "source": evaluator.start.source, "figures": figures(start)}
-        if start
-        else None,
+        "start": start and {"label": start.label, "source": evaluator.start.source, "figures": figures(start)},
         "models": entries,
         "prompts": [
             {"messages": list(example.messages), "sides": completions_by_model(everyone, i)}

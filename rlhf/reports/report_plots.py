@@ -93,8 +93,8 @@ def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
             _keep_in_sight(axes, np.concatenate([kl for _, kl, _ in drawn]))
             axes.legend(loc="lower right")
         if lacking:
-            said = "no evaluation was logged by\n" + "\n".join(lacking)
-            axes.text(0.01, 0.99, said, transform=axes.transAxes, va="top", fontsize=10)
+            text = "no evaluation was logged by\n" + "\n".join(lacking)
+            axes.text(0.01, 0.99, text, transform=axes.transAxes, va="top", fontsize=10)
         axes.set_xlabel("KL to the start model, nats per sequence")
         axes.set_ylabel("evaluation score, score units")
         axes.set_title("Score against KL: a line a run, its end large, with its seed")
@@ -105,7 +105,7 @@ def _keep_in_sight(axes: Axes, kl: np.ndarray) -> None:
     far = kl > FAR * np.quantile(kl, 0.9)
     if far.any():
         axes.set_xlim(-0.05 * kl[~far].max(), 1.2 * kl[~far].max())
-        said = ", ".join(f"{value:.3g}" for value in sorted(kl[far]))
+        text = ", ".join(f"{value:.3g}" for value in sorted(kl[far]))
         axes.text(
-            0.99, 0.5, f"out of sight to the right:\nKL {said}", transform=axes.transAxes, ha="right", fontsize=10
+            0.99, 0.5, f"out of sight to the right:\nKL {text}", transform=axes.transAxes, ha="right", fontsize=10
         )

@@ -144,8 +144,8 @@ def read_record(folder: Path) -> dict | None:
         return None
     scale = record["calibration"].get("scale", {}) if isinstance(record["calibration"], dict) else {"mean": None}
     figures = [record["accuracy"], record["length_baseline"], *scale.values()]
-    sound = all(type(figure) in (int, float) and math.isfinite(figure) for figure in figures)
-    if not sound or not set(scale) <= {"mean", "std"} or scale.get("std", 1) <= 0:
+    is_valid = all(type(figure) in (int, float) and math.isfinite(figure) for figure in figures)
+    if not is_valid or not set(scale) <= {"mean", "std"} or scale.get("std", 1) <= 0:
         raise UserError(f"no record of a reward model's figures: {file}. Train it again, or remove that file")
     return record
 

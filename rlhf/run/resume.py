@@ -93,14 +93,14 @@ def setting_changes(run: RunRecord, settings: dict[str, Any]) -> list[str]:
 
 def changes(run: RunRecord, settings: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """In which settings and versions a run differs from what it is to resume with, each in words."""
-    said = setting_changes(run, settings)
+    changed = setting_changes(run, settings)
     versions = {**run.versions, "python": run.python}, {**now["versions"], "python": now["python"]}
-    said += [
+    changed += [
         f"{name} was {versions[0][name]}, is {versions[1][name]}"
         for name in versions[0]
         if versions[0][name] != versions[1].get(name)
     ]
-    return said
+    return changed
 
 
 def check_same_run(config: Config, changed: list[str], screen: Screen) -> None:
@@ -123,7 +123,7 @@ def restore_best(output: Path, checkpoint: Path) -> None:
 
 
 def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -> None:
-    """With --resume, bring the trainer, its callbacks attached, to the newest sound checkpoint."""
+    """With --resume, bring the trainer, its callbacks attached, to the newest valid checkpoint."""
     if config.run.resume:
         found = checkpoints_of(config, log.record)
         newest = load_newest(trainer, found, screen)
@@ -133,8 +133,8 @@ def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Scree
                 "a larger number"
             )
         restore_best(Path(config.run.output), newest)
-        told = dataclasses.replace(config.run, resume=False, resume_anyway=False)
-        settings = as_plain(dataclasses.replace(config, run=told))
+        run = dataclasses.replace(config.run, resume=False, resume_anyway=False)
+        settings = as_plain(dataclasses.replace(config, run=run))
         log.add(settings=settings, plan=budget(config, trainer.updates))  # with --resume-anyway they may be new
         screen.say(f"resuming after update {trainer.state.global_step} of {trainer.updates}, from {newest}")
 
@@ -143,16 +143,16 @@ def load_newest(trainer: OnPolicyLoop, found: CheckpointScan, screen: Screen) ->
     """Load the newest checkpoint that can be loaded; returns its folder. Raises UserError if there is none."""
     faults = []
     for update in sorted(found.valid, reverse=True):
-        place = found.valid[update]
+        folder = found.valid[update]
         try:
-            load_trainer_state(trainer, place)
+            load_trainer_state(trainer, folder)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # its files are as they were written, but what they hold may be anything
             reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-            faults.append(f"{place.name} cannot be loaded ({type(error).__name__}: {reason:.120})")
+            faults.append(f"{folder.name} cannot be loaded ({type(error).__name__}: {reason:.120})")
             continue
         for fault in faults:
-            screen.say(f"warning: skipped a checkpoint: {fault}; {place.name} is used")
-        return place
+            screen.say(f"warning: skipped a checkpoint: {fault}; {folder.name} is used")
+        return folder
     raise UserError([f"no valid checkpoint: --resume, {fault}. Add --overwrite to begin anew" for fault in faults])

@@ -29,18 +29,12 @@ MOST_TOPICS = 12  # named
 
 def show_plan(config: Config, components: Components, updates: int, device: torch.device, screen: Screen) -> None:
     """What is about to happen, in numbers."""
-    m, sets = config.model, components.prompts
+    m, sets, policy = config.model, components.prompts, components.policy
     estimate = forecaster(
-        updates,
-        device,
-        components.policy,
-        components.rewards,
-        components.tokenizer,
-        train=sets.train,
-        evaluation=sets.evaluation,
+        updates, device, policy, components.rewards, components.tokenizer, train=sets.train, evaluation=sets.evaluation
     )
-    trained = sum(w.numel() for w in components.policy.parameters() if w.requires_grad)
-    total = base_parameters(components.policy)
+    trained = sum(w.numel() for w in policy.parameters() if w.requires_grad)
+    total = base_parameters(policy)
     dropout = f", dropout {m.lora_dropout:g}" if m.lora_dropout else ""
     shape = f"LoRA r {m.lora_r}, alpha {m.lora_alpha:g}{dropout} on {', '.join(m.lora_targets)}"
     how = f"{shape}: {trained:,} trained" if m.use_lora else "all trained"
@@ -95,8 +89,8 @@ def warn_of_memory(
     device: torch.device,
     screen: Screen,
 ) -> None:
-    """Where less is free than foretold. A warning, as a forecast is no certainty; on Windows, whose driver spills into
-    the machine's memory, nothing else would say it."""
+    """Warn if less memory is free than predicted: no error, because a forecast is uncertain. On Windows, whose driver
+    spills into the machine's memory, nothing else would report it."""
     needed, there = estimate(config).peak, available(device)
     if needed > there:
         screen.say(
@@ -197,9 +191,9 @@ def recipe_hint(config: Config) -> str | None:
     name = next((name for name, is_meant in SIGNS.items() if is_meant(config)), None)
     if name is None:
         return None
-    mine, its = (flat_settings(as_plain(c)) for c in (config, make_config(name, config.algorithm)))
+    here, recipe = (flat_settings(as_plain(c)) for c in (config, make_config(name, config.algorithm)))
     aside = {*SEEDS_MAY_DIFFER, *LENGTHS, "recipe", "actor_model", "rm_model", "prompts", "split", "eval_every"}
-    differ = [f"{n} {its[n]} (here {mine[n]})" for n in mine if n not in aside and mine[n] != its[n]]
+    differ = [f"{n} {recipe[n]} (here {here[n]})" for n in here if n not in aside and here[n] != recipe[n]]
     if not differ:
         return None
     more = f" and {len(differ) - MOST_DIFFERENCES} more" if len(differ) > MOST_DIFFERENCES else ""

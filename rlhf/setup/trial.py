@@ -121,17 +121,17 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     trainer.model.train()
     set_adapter_dropout(trainer.actor.policy, 0.0)
     plain = _apart_from_one(trainer, rollout)
-    said = ""
+    with_dropout = ""
     if trainer.config.model.has_adapter_dropout:
         share = trainer.config.model.lora_dropout
         set_adapter_dropout(trainer.actor.policy, share)
         with trainer.learner.dropout_stream(1):
             dropped = float(_apart_from_one(trainer, rollout).mean())
-        said = f" without dropout; {dropped:.2g} on average with --lora-dropout {share:g}"
+        with_dropout = f" without dropout; {dropped:.2g} on average with --lora-dropout {share:g}"
     return Check(
         "first ratio",
         f"{float(plain.mean()):.2g} from 1 on average, {float(plain.max()):.2g} at most, on {len(plain):,} "
-        f"tokens{said}",
+        f"tokens{with_dropout}",
         float(plain.mean()) <= ROUNDING[trainer.dtype],
         "The training forward is not the one that measured the rollout: try --no-packed, and report it",
     )

@@ -106,13 +106,11 @@ class OnPolicyLoop:
         self.args, self.state, self.control = host.args, host.state, host.control
 
     def _construct_parts(self) -> None:
-        """What collects, optimizes and evaluates."""
-        config, host, tokenizer = self.config, self.host, self.processing_class
-        self.collector = RolloutCollector(
-            config, host, tokenizer, self.reference, self.rewards, self.micro_batch_budget
-        )
+        """Construct the collector, the optimizer of the policy, and the evaluator."""
+        config, host, tokenizer, budget = self.config, self.host, self.processing_class, self.micro_batch_budget
+        self.collector = RolloutCollector(config, host, tokenizer, self.reference, self.rewards, budget)
         self.learner = PolicyOptimizer(
-            config, host, self.algorithm, self.micro_batch_budget, self.collector.cached_forward, self.progress
+            config, host, self.algorithm, budget, self.collector.cached_forward, self.progress
         )
         self.evaluator = PolicyEvaluator(config, tokenizer, self.collector, self.evaluation_prompts, self.topic_tags)
 
@@ -188,19 +186,17 @@ class OnPolicyLoop:
         """The algorithm's experience from scores (B,), at the present KL coefficient."""
         return self.algorithm.advantages(rollout, scores, self.kl_coef)
 
-    def skip_update(
-        self, update: int, rollout: Rollout, experience: Experience | None, reason: SkipUpdate
-    ) -> dict[str, float]:
+    def skip_update(self, update: int, rollout: Rollout, experience: Experience | None, why: SkipUpdate) -> dict:
         """Skip the rest of an update; its earlier optimizer steps stay. Raises RunError after some in a row."""
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
         self.progress.count_update(skipped=True)
         self.require_finite_weights(update)
-        self.events.call("on_update_skipped", update, rollout, experience, reason)
+        self.events.call("on_update_skipped", update, rollout, experience, why)
         if self.progress.skipped_in_a_row >= MAX_CONSECUTIVE_SKIPS:
             raise RunError(
-                f"{self.progress.skipped_in_a_row} updates in a row were skipped: update {update}, {reason}. "
-                f"{self.recovery(reason.by_score)}"
+                f"{self.progress.skipped_in_a_row} updates in a row were skipped: update {update}, {why}. "
+                f"{self.recovery(why.by_score)}"
             )
         self._count(update)
         self._close(update)

@@ -22,7 +22,7 @@ LONGEST_BELOW = 100  # of what is written under an output folder: TensorBoard's 
 
 
 def atomic_write(file: Path, write: Callable[[Path], Any]) -> None:
-    """`write` fills a file beside, which then takes the place of `file` at one stroke. Its folder is made."""
+    """Let `write` fill a staging file beside `file`, then rename it to `file`. Its folder is made."""
     file.parent.mkdir(parents=True, exist_ok=True)
     staging = file.with_name(file.name + ".new")
     write(staging)
@@ -85,7 +85,7 @@ def check_folder(output: str, flag: str = "--output") -> Path:
 
 
 def update_dir_atomically(folder: Path, write: Callable[[Path], None]) -> None:
-    """Renew a saved model in place: `write` fills a folder beside it, then file by file takes the old one's place.
+    """Update a saved model: `write` fills a staging folder beside it, whose files then replace the old ones.
 
     So `folder` holds a loadable model at all times: the weights are one file, and the others do not change in a run.
     """
@@ -103,8 +103,8 @@ def update_dir_atomically(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def hardlink_dir(source: Path, target: Path) -> None:
-    """A copy of a saved model that takes no room: weights are the same files under a second name, where the disk has
-    such. Nobody writes into them: `update_dir_atomically` puts others in their place."""
+    """Copy a saved model without using space: weights are hard links to the same files, if the disk supports
+    them. They are never written to: `update_dir_atomically` replaces them."""
     target.mkdir(parents=True)
     for file in source.iterdir():
         try:

@@ -15,8 +15,8 @@ class TrainingInterrupted(RunError):
 
     run_status = "stopped"
 
-    def __init__(self, by: signal.Signals, said: str):
-        super().__init__(said)
+    def __init__(self, by: signal.Signals, message: str):
+        super().__init__(message)
         self.exit_status = 128 + by
 
     def report(self) -> str:
@@ -24,14 +24,14 @@ class TrainingInterrupted(RunError):
 
 
 class GracefulStop:
-    """While its `with` lasts, signals are noted in `by`; the run looks there between two updates."""
+    """While its `with` lasts, the first signal is stored in `by`; the run checks it between two updates."""
 
     def __init__(self, say=print):
         self.by: signal.Signals | None = None
         self.say, self.before = say, {}
 
     def __enter__(self) -> GracefulStop:
-        if threading.current_thread() is threading.main_thread():  # Python hears signals nowhere else
+        if threading.current_thread() is threading.main_thread():  # Python handles signals nowhere else
             self.before = {which: signal.signal(which, self._on_signal) for which in stop_signals()}
         return self
 

@@ -136,8 +136,8 @@ def lock(file: Path) -> IO[bytes] | None:
         if error.errno in HELD:
             stream.close()
             return None
-        said = f"no locks here: {file}. Two runs into one folder would not see each other"
-        warnings.warn(said, RLHFWarning, stacklevel=2)
+        message = f"no locks here: {file}. Two runs into one folder would not see each other"
+        warnings.warn(message, RLHFWarning, stacklevel=2)
     return stream
 
 

@@ -97,9 +97,9 @@ def test_a_packed_row_holds_no_padding_and_a_prompt_once():
 
 def test_episodes_do_not_see_each_other(model):
     made = episodes()
-    before = PackedMicroBatch(made, [0, 1, 2, 3]).hidden(backbone_of(model))
+    before = PackedMicroBatch(made, [0, 1, 2, 3]).forward(backbone_of(model))
     made.prompt_ids[1, -1] += 1
-    after = PackedMicroBatch(made, [0, 1, 2, 3]).hidden(backbone_of(model))
+    after = PackedMicroBatch(made, [0, 1, 2, 3]).forward(backbone_of(model))
     changed = (before != after).any(1)
     assert changed[4:13].all() and not changed[:4].any() and not changed[13:].any()
 
@@ -116,7 +116,7 @@ def test_gradient_checkpointing_keeps_the_layout(model):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train(turn_on)
         model.zero_grad()
-        PackedMicroBatch(episodes((0, 1, 0, 0)), range(4)).hidden(backbone_of(model)).square().sum().backward()
+        PackedMicroBatch(episodes((0, 1, 0, 0)), range(4)).forward(backbone_of(model)).square().sum().backward()
         grads.append(torch.cat([w.grad.flatten() for w in model.parameters() if w.grad is not None]))
     assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-11)
 

@@ -167,7 +167,7 @@ def test_a_cached_forward_is_taken_once_and_for_its_own_completions_only(build):
     trainer = build()
     completions = trainer.collector.collect(trainer.prompts_of(1), 1).completions
     cached, rows = trainer.collector.cached_forward, [0, 1, 2, 3]
-    order = cached._kept[1][0].rows
+    order = cached._cached[1][0].rows
     assert sorted(order) == rows
     assert cached.pop(replace(completions), order) is None, "other completions, though the rows are the same"
     trainer.collector.logprobs(completions, keep_forward=True)

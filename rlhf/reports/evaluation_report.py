@@ -39,25 +39,6 @@ def make_report(
 ) -> dict[str, Any]:
     """The report on the models as JSON-ready data."""
     seed = evaluator.settings.seed
-    entries = []
-    for model, completions in zip(models, measured, strict=True):
-        entry = {
-            "label": completions.label,
-            "source": model.source,
-            "base": model.base,
-            "which": model.which or None,
-            "algorithm": model.run.algorithm if model.run else None,
-            "figures": figures(completions),
-            "against_start": None,
-            "warnings": [],
-        }
-        if start is not None:
-            target = target_at_end(config_of_run(model.run)) if model.run else None
-            entry["against_start"] = as_json(against(completions, start, seed))
-            entry["warnings"] = warnings(completions, start, seed, target)
-            if model.update == 0:
-                entry["warnings"].append("these are the start model's own weights: no later evaluation was better yet")
-        entries.append(entry)
     everyone = [*([start] if start is not None else []), *measured]
     report = {
         "made": now(),
@@ -65,13 +46,34 @@ def make_report(
         "facts": dict(evaluator.facts()),
         "seed": seed,
         "start": start and {"label": start.label, "source": evaluator.start.source, "figures": figures(start)},
-        "models": entries,
+        "models": [_entry(*pair, start, seed) for pair in zip(models, measured, strict=True)],
         "prompts": [
             {"messages": list(example.messages), "sides": completions_by_model(everyone, i)}
             for i, example in enumerate(evaluator.examples)
         ],
     }
     return json_ready(report)
+
+
+def _entry(model: ModelRef, results: GenerationResults, start: GenerationResults | None, seed: int) -> dict[str, Any]:
+    """One model's part of the report."""
+    entry = {
+        "label": results.label,
+        "source": model.source,
+        "base": model.base,
+        "which": model.which or None,
+        "algorithm": model.run.algorithm if model.run else None,
+        "figures": figures(results),
+        "against_start": None,
+        "warnings": [],
+    }
+    if start is not None:
+        target = target_at_end(config_of_run(model.run)) if model.run else None
+        entry["against_start"] = as_json(against(results, start, seed))
+        entry["warnings"] = warnings(results, start, seed, target)
+        if model.update == 0:
+            entry["warnings"].append("these are the start model's own weights: no later evaluation was better yet")
+    return entry
 
 
 def completions_by_model(everyone: Sequence[GenerationResults], prompt: int) -> list[dict[str, Any]]:

@@ -155,10 +155,10 @@ ORCA_PROMPTS = 5_786  # what the default split leaves of the real dataset
 # commands that README.md or a reference document prints, shortened to what decides how far beta can move
 DOCUMENTED = [
     *(f"--recipe {recipe}" for recipe in RECIPES),
-    "--num-iterations 800 --kl-schedule phased",  # seed_000, seed_002
+    "--num-iterations 800 --kl-schedule phased",  # MLX phased-KL PPO, MLX phased-KL GRPO
     "--num-iterations 800 --kl-schedule phased --K 6",
-    "--kl-target 6/sequence",  # seed_001
-    "--steps-per-topic 50 --batch-size 4 --kl-coef 0.2 --kl-target 6/sequence",  # seed_004
+    "--kl-target 6/sequence",  # SmolLM2-orca PPO
+    "--steps-per-topic 50 --batch-size 4 --kl-coef 0.2 --kl-target 6/sequence",  # rank-1 voice PPO
     "--kl-schedule phased --kl-target 0.05/token 0.02/token 0.01/token",
     "--num-iterations 40 --batch-size 2",
     "--epochs 1 --batch-size 64",

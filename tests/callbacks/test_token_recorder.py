@@ -14,7 +14,7 @@ from rlhf.utils.errors import UserError
 from tests.conftest import attach
 
 SAPAIR = {"state", "token", "token_id", "logprob", "ref_logprob", "kl", "value", "advantage", "return",
-          "prompt_index", "step"}  # the state-action pair of reference system seed_003, by our names  # fmt: skip
+          "prompt_index", "step"}  # the state-action pair of MLX token-level PPO, by our names  # fmt: skip
 
 
 class Spy:

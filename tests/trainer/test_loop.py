@@ -484,7 +484,7 @@ class BeforeTheNewName(Callback):
 @pytest.mark.parametrize("kind", [BeforeTheNewName, type("Bare", (), vars(BeforeTheNewName).copy())])
 def test_a_callback_with_on_drop_still_receives_skipped_updates(make, kind):
     callback = kind()
-    trainer = make("--num-iterations", 1, rewards=[lambda completions, **_: [math.nan] * len(completions)])
+    trainer = make("--num-iterations", 2, rewards=[lambda completions, **_: [math.nan] * len(completions)])
     trainer.add_callback(callback)
     assert trainer.update_step(1) == {"updates/dropped": 1.0}
     [(update, texts, batch, reason)] = callback.received

@@ -151,16 +151,16 @@ def in_pairs(bench: Bench, trainer: OnPolicyLoop, name: str, twins: dict[str, Ca
 
     Raises RunError where they differ. Ratios are of time, plain over ours.
     """
-    told: list[dict[str, dict[str, Any]]] = []
+    results: list[dict[str, dict[str, Any]]] = []
     for number in range(1 + bench.pairs):
         order = TWINS if number % 2 else TWINS[::-1]
-        told.append({twin: timed(bench.work.device, trainer, twins[twin]) for twin in order})
+        results.append({twin: timed(bench.work.device, trainer, twins[twin]) for twin in order})
         bench.screen.progress(f"{name}: pair {number}/{bench.pairs}", last=number == bench.pairs)
-    each = {twin: {key: [pair[twin][key] for pair in told[1:]] for key in told[0][twin]} for twin in TWINS}
+    each = {twin: {key: [pair[twin][key] for pair in results[1:]] for key in results[0][twin]} for twin in TWINS}
     if each["ours"]["reply_tokens"] != each["plain"]["reply_tokens"]:
         raise RunError(f"unlike work, so nothing is compared: {name}. This is a fault of the benchmark")
     return {
-        "ratio": spread([pair["plain"]["seconds"] / pair["ours"]["seconds"] for pair in told[1:]]),
+        "ratio": spread([pair["plain"]["seconds"] / pair["ours"]["seconds"] for pair in results[1:]]),
         **{key: {twin: median(each[twin][key]) for twin in TWINS} for key in each["ours"]},
     }
 
@@ -383,22 +383,22 @@ def show(found: dict[str, Any], screen) -> None:
 
 def rows(techniques: dict[str, dict[str, Any]]) -> list[list[str]]:
     lines = []
-    for name, told in techniques.items():
-        ratio, spent = told["ratio"], [f"{told['seconds'][twin] * 1e3:,.1f} ms" for twin in TWINS]
+    for name, results in techniques.items():
+        ratio, spent = results["ratio"], [f"{results['seconds'][twin] * 1e3:,.1f} ms" for twin in TWINS]
         single = f"{ratio['lowest']:.2f} to {ratio['highest']:.2f}"
-        tokens = f"{told['reply_tokens']['ours']:,.0f}"
-        lines.append([name, *spent, f"{ratio['median']:.2f}", single, tokens, both(told, "steps"),
-                      both(told, "layer_tokens")])  # fmt: skip
-        if "peak_bytes" in told:
-            memory = [f"{told['peak_bytes'][twin] / 2**20:,.1f} MiB" for twin in TWINS]
-            lines.append(["  peak memory", *memory, f"{told['memory_ratio']:.2f}", "", "", "", ""])
+        tokens = f"{results['reply_tokens']['ours']:,.0f}"
+        lines.append([name, *spent, f"{ratio['median']:.2f}", single, tokens, both(results, "steps"),
+                      both(results, "layer_tokens")])  # fmt: skip
+        if "peak_bytes" in results:
+            memory = [f"{results['peak_bytes'][twin] / 2**20:,.1f} MiB" for twin in TWINS]
+            lines.append(["  peak memory", *memory, f"{results['memory_ratio']:.2f}", "", "", "", ""])
     return lines
 
 
-def both(told: dict[str, Any], key: str) -> str:
-    if not told[key]["plain"]:
+def both(results: dict[str, Any], key: str) -> str:
+    if not results[key]["plain"]:
         return ""
-    return " / ".join("unseen" if told[key][twin] is None else f"{told[key][twin]:,.0f}" for twin in TWINS)
+    return " / ".join("unseen" if results[key][twin] is None else f"{results[key][twin]:,.0f}" for twin in TWINS)
 
 
 if __name__ == "__main__":

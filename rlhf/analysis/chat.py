@@ -66,7 +66,7 @@ def answer(line: str, conversation: Conversation, generator: StreamingGenerator,
         return
     if left_out:
         screen.say(f"(the context is full: the {left_out} oldest turns are left out)")
-    conversation.add_reply(generator.reply(ids))
+    conversation.add_reply(generator.generate(ids))
 
 
 @dataclass
@@ -124,7 +124,7 @@ class StreamingGenerator(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.screen.write(text + ("\n" if stream_end else ""))
 
-    def reply(self, ids: list[int]) -> str:
+    def generate(self, ids: list[int]) -> str:
         prompt = torch.tensor([ids], device=self.device)
         with autocast(self.device, self.dtype):
             whole = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=self)

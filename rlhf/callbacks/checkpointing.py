@@ -90,12 +90,12 @@ class Checkpoints(Callback):
         if last or (due and not skipped):
             self.save(update)
         if by is not None and not last:
-            saved = f"which was skipped, so nothing new is saved; {self.in_force()}" if skipped else "saved"
+            saved = f"which was skipped, so nothing new is saved; {self.newest_checkpoint()}" if skipped else "saved"
             raise TrainingInterrupted(
-                by, f"stopped after update {update} of {self.trainer.updates}, {saved}. {self.way_on()}"
+                by, f"stopped after update {update} of {self.trainer.updates}, {saved}. {self.resume_hint()}"
             )
 
-    def in_force(self) -> str:
+    def newest_checkpoint(self) -> str:
         """Names the checkpoint that a resume uses."""
         newest = find_checkpoints(self.folder, self.log.record.id).newest
         return "there is no checkpoint yet" if newest is None else f"the newest checkpoint is {newest.name}"
@@ -107,8 +107,9 @@ class Checkpoints(Callback):
             write_checkpoint(self.folder, run, update, keep, self.fill)
         except OSError as error:
             raise RunError(
-                f"the checkpoint of update {update} could not be saved ({error}): {self.folder}; {self.in_force()}. "
-                f"Make room there. {self.way_on()}"
+                f"the checkpoint of update {update} could not be saved ({error}): {self.folder}; "
+                f"{self.newest_checkpoint()}. "
+                f"Make room there. {self.resume_hint()}"
             ) from None
 
     def fill(self, folder: Path) -> None:
@@ -116,7 +117,7 @@ class Checkpoints(Callback):
         if (self.folder / BEST_FOLDER).is_dir():
             hardlink_dir(self.folder / BEST_FOLDER, folder / BEST_FOLDER)
 
-    def way_on(self) -> str:
+    def resume_hint(self) -> str:
         return f"Resume with: {resume_command(self.config)}"
 
     def recovery(self, by_score: bool) -> str:
@@ -126,7 +127,7 @@ class Checkpoints(Callback):
         aside, so that the command resumes from an older one, or starts over.
         """
         if by_score:
-            return f"Fix the reward function, then {self.way_on()[0].lower()}{self.way_on()[1:]}"
+            return f"Fix the reward function, then {self.resume_hint()[0].lower()}{self.resume_hint()[1:]}"
         names = set_aside(self.folder, self.log.record.id, self.trainer.progress.proved)
         aside = ""
         if names:
@@ -138,7 +139,7 @@ class Checkpoints(Callback):
         return {"seconds": self.log.seconds()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.log.before = state["seconds"]
+        self.log.seconds_before = state["seconds"]
 
 
 def smaller_rate(config: Config) -> float:

@@ -33,7 +33,7 @@ class RunLog:
         """
         self._lock = lock or lock_run(folder)
         self.folder, self.path = folder, folder / RUN_FILE
-        self.begun, self.before = time.monotonic(), 0.0
+        self.started_at, self.seconds_before = time.monotonic(), 0.0
         self._found: RunRecord | None = None  # a resumed run's record as it was
         if resume:
             self.record = self._found = RunRecord.require(folder, "--resume, --output")
@@ -57,7 +57,7 @@ class RunLog:
 
     def seconds(self) -> float:
         """Return the seconds of training, in this session and those before it."""
-        return self.before + time.monotonic() - self.begun
+        return self.seconds_before + time.monotonic() - self.started_at
 
     def __enter__(self) -> RunLog:
         return self

@@ -57,11 +57,11 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
             screen.say(f"seed {seed}: finished before, in {one.run.output} (delete the folder to run it again)")
             continue
         screen.say(f"seed {seed}: into {one.run.output}")
-        goes_on = prepare_resume(one, screen) if one.run.resume else one
-        if goes_on is None:  # a plan of several seeds looks at finished ones, too
+        resumed = prepare_resume(one, screen) if one.run.resume else one
+        if resumed is None:  # a plan of several seeds looks at finished ones, too
             continue
         try:
-            train(goes_on, screen)
+            train(resumed, screen)
         except TrainingInterrupted as stopped:
             stopped.faults.append(f"for this and the other seeds: {resume_command(config)}")
             raise

@@ -81,7 +81,7 @@ class OnPolicyLoop:
         self._construct_host(policy)
         given = isinstance(rewards, Rewards)
         self.rewards = rewards if given else Rewards(rewards, None, tokenizer, config.reward.reward_timeout)
-        self._construct_parts()
+        self._construct_components()
         self.events = Events()
         for callback in callbacks:
             self.add_callback(callback)
@@ -105,7 +105,7 @@ class OnPolicyLoop:
         self.optimizer, self.lr_scheduler = host.optimizer, host.lr_scheduler
         self.args, self.state, self.control = host.args, host.state, host.control
 
-    def _construct_parts(self) -> None:
+    def _construct_components(self) -> None:
         """Construct the collector, the optimizer of the policy, and the evaluator."""
         config, host, tokenizer, budget = self.config, self.host, self.processing_class, self.micro_batch_budget
         self.collector = RolloutCollector(config, host, tokenizer, self.reference, self.rewards, budget)

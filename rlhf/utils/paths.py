@@ -30,18 +30,18 @@ def resolve_path(name: str) -> Path:
 def missing_path(path: str, what: str, way_out: str) -> UserError:
     """The error for a path that is not there; names what lies near it and could be meant."""
     resolve_path(path)  # raises for what is no path at all
-    place = Path(path).expanduser()
-    if what == "data file" and place.is_dir():
+    target = Path(path).expanduser()
+    if what == "data file" and target.is_dir():
         return UserError(f"a folder, not a {what}: {path}. {way_out}")
-    beside = sorted(p.name for p in place.parent.iterdir()) if place.parent.is_dir() else []
-    close = difflib.get_close_matches(place.name, beside, n=3, cutoff=CLOSE)
-    near = [str(place.parent / name) for name in close if _may_be(place.parent / name, what)]
+    siblings = sorted(p.name for p in target.parent.iterdir()) if target.parent.is_dir() else []
+    close = difflib.get_close_matches(target.name, siblings, n=3, cutoff=CLOSE)
+    near = [str(target.parent / name) for name in close if _may_be(target.parent / name, what)]
     hint = f"Did you mean {', '.join(near)}? " if near else ""
     return UserError(f"{what} not found: {path}. {hint}{way_out}")
 
 
-def _may_be(place: Path, what: str) -> bool:
+def _may_be(path: Path, what: str) -> bool:
     """Whether a file or folder can be what is looked for; a folder of source code is no model."""
     if what == "model":
-        return any((place / name).is_file() for name in ("config.json", "adapter_config.json"))
-    return place.is_dir() if what == "run" else place.is_file()
+        return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return path.is_dir() if what == "run" else path.is_file()

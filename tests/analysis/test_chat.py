@@ -31,14 +31,14 @@ def talk(monkeypatch, capsys):
     """A function that pipes lines into `--chat`; returns what the console said, and the prompts that were read."""
 
     def make(model: object, lines: str | io.TextIOBase, *flags: object) -> tuple[str, list[list[int]]]:
-        read, reply = [], StreamingGenerator.reply
+        read, generate = [], StreamingGenerator.generate
         monkeypatch.setattr(
-            StreamingGenerator, "reply", lambda generator, ids: read.append(ids) or reply(generator, ids)
+            StreamingGenerator, "generate", lambda generator, ids: read.append(ids) or generate(generator, ids)
         )
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines) if isinstance(lines, str) else lines)
         capsys.readouterr()
         evaluate_generations.main([str(w) for w in ["--chat", "--model-path", model, "--reply-length", 5, *flags]])
-        monkeypatch.setattr(StreamingGenerator, "reply", reply)
+        monkeypatch.setattr(StreamingGenerator, "generate", generate)
         return capsys.readouterr().out, read
 
     return make
@@ -187,7 +187,7 @@ def test_ctrl_c_ends_a_chat_quietly(runs, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
-    monkeypatch.setattr(StreamingGenerator, "reply", interrupted)
+    monkeypatch.setattr(StreamingGenerator, "generate", interrupted)
     run_command(lambda: evaluate_generations.main(["--chat", "--model-path", str(runs["ppo", 1])]))
     assert capsys.readouterr().err == ""
 

@@ -39,7 +39,7 @@ def settings(start_model, reward_folder, pairs_file) -> MeasureSettings:
     )
 
 
-def bench_of(names, settings) -> tuple[ModelEvaluator, list]:
+def evaluator_of(names, settings) -> tuple[ModelEvaluator, list]:
     models = find_models([str(name) for name in names], settings, "--model-path")
     return ModelEvaluator(models, settings, CPU, Screen()), models
 
@@ -86,7 +86,7 @@ def test_a_named_start_model_does_not_take_the_place_of_an_adapters_own_base(run
 def test_a_bare_adapters_base_is_its_start_model(runs, start_model, settings, tmp_path):
     bare = shutil.copytree(runs["grpo", 1], tmp_path / "bare")
     (bare / "run.json").unlink()
-    evaluator, models = bench_of([bare], dataclasses.replace(settings, baseline=None))
+    evaluator, models = evaluator_of([bare], dataclasses.replace(settings, baseline=None))
     assert evaluator.start.source == str(start_model) and (f"base of {bare}", str(start_model)) in evaluator.facts()
     assert evaluator.evaluate(models[0], Screen()).kl is not None
 
@@ -149,7 +149,7 @@ def test_runs_measured_with_unlike_settings_are_refused_until_a_flag_decides(run
 
 def test_the_start_model_measured_as_a_model_is_itself(settings, start_model):
     """Same weights, same random numbers: the same replies, no KL."""
-    evaluator, models = bench_of([start_model], settings)
+    evaluator, models = evaluator_of([start_model], settings)
     start, same = evaluator.evaluate_start(Screen()), evaluator.evaluate(models[0], Screen())
     assert start.texts == same.texts and start.perplexity == same.perplexity
     assert np.abs(same.kl).max() < 1e-6 and np.array_equal(start.scores, same.scores)
@@ -162,7 +162,7 @@ def test_another_model_differs_and_its_kl_is_measured(settings, start_model, tmp
         policy.get_input_embeddings().weight.mul_(60)  # tied to the head: sharper, and far from the start
     other = shutil.copytree(start_model, tmp_path / "other")
     policy.save_pretrained(other)
-    evaluator, models = bench_of([other], settings)
+    evaluator, models = evaluator_of([other], settings)
     measured, start = evaluator.evaluate(models[0], Screen()), evaluator.evaluate_start(Screen())
     assert measured.kl.mean() > 1 and measured.texts != start.texts
     assert measured.perplexity != pytest.approx(start.perplexity, rel=0.01)
@@ -171,7 +171,7 @@ def test_another_model_differs_and_its_kl_is_measured(settings, start_model, tmp
 def test_a_trained_adapter_is_measured_as_the_run_measured_it(runs):
     """The bench's perplexity of a run's start and of its final weights are the run's own."""
     run = json.loads((runs["grpo", 1] / "run.json").read_text())
-    evaluator, models = bench_of([runs["grpo", 1]], MeasureSettings(num_prompts=3))
+    evaluator, models = evaluator_of([runs["grpo", 1]], MeasureSettings(num_prompts=3))
     measured = evaluator.evaluate(models[0], Screen())
     assert measured.perplexity == pytest.approx(run["figures"]["perplexity_after"], rel=1e-4)
     assert evaluator.text.source == run["figures"]["perplexity_text"]
@@ -187,7 +187,7 @@ def test_kl_and_lengths_by_hand(settings, start_model, tmp_path):
     other = shutil.copytree(start_model, tmp_path / "other")
     policy.save_pretrained(other)
     settings = dataclasses.replace(settings, temperature=0.7, num_prompts=3)
-    evaluator, models = bench_of([other], settings)
+    evaluator, models = evaluator_of([other], settings)
     kept = []
     sample = evaluator._sample
     evaluator._sample = lambda *a: kept.append(sample(*a)) or kept[-1]
@@ -209,7 +209,7 @@ def test_kl_and_lengths_by_hand(settings, start_model, tmp_path):
 def test_every_reply_has_random_numbers_of_its_own(settings, start_model, monkeypatch):
     """However many are sampled at once: a second part is not the first one over again."""
     same_prompt = dataclasses.replace(settings, num_prompts=1, completions=8)
-    evaluator, _ = bench_of([start_model], same_prompt)
+    evaluator, _ = evaluator_of([start_model], same_prompt)
     with monkeypatch.context() as patch:
         patch.setitem(BUDGETS, "cpu", dataclasses.replace(BUDGETS["cpu"], generation_batch_size=4))
         apart = evaluator.evaluate_start(Screen()).texts[0]
@@ -230,40 +230,43 @@ def test_another_tokenizer_has_no_kl_and_its_own_perplexity(settings, tmp_path):
     """Different vocabularies have no common tokens to compare the probabilities of. The perplexity is what it is
     beside no start model at all: prompts and replies are read by the model's own tokenizer."""
     other = swapped(make_start_model(tmp_path / "other", seed=3))
-    evaluator, models = bench_of([other], settings)
+    evaluator, models = evaluator_of([other], settings)
     measured = evaluator.evaluate(models[0], Screen())
     assert measured.kl is None and len(measured.texts) == 4
-    alone, models = bench_of([other], dataclasses.replace(settings, baseline=None))
-    assert measured.perplexity == alone.measure(models[0], Screen()).perplexity
+    alone, models = evaluator_of([other], dataclasses.replace(settings, baseline=None))
+    assert measured.perplexity == alone.evaluate(models[0], Screen()).perplexity
 
 
 def test_a_base_model_without_a_chat_template_and_no_start(settings, tmp_path):
     """Any Hugging Face model: without a start model there is no KL, and the chosen replies serve the perplexity."""
     base = make_base_model(tmp_path / "base")
-    evaluator, models = bench_of([base], dataclasses.replace(settings, baseline=None))
+    evaluator, models = evaluator_of([base], dataclasses.replace(settings, baseline=None))
     measured = evaluator.evaluate(models[0], Screen())
     assert measured.kl is None and measured.perplexity > 1 and evaluator.start is None
 
 
 def test_the_judge_is_another_reward_model(settings, start_model, reward_folder, tmp_path):
     judge = make_reward_model(tmp_path / "judge", seed=7)
-    evaluator, _ = bench_of([start_model], dataclasses.replace(settings, judge_model=str(judge)))
+    evaluator, _ = evaluator_of([start_model], dataclasses.replace(settings, judge_model=str(judge)))
     start = evaluator.evaluate_start(Screen())
     assert start.judged.shape == start.scores.shape and not np.allclose(start.judged, start.scores)
     copied = shutil.copytree(reward_folder, tmp_path / "copied")
     for same in (reward_folder, copied):
         with pytest.raises(UserError, match="the judge is the reward model of the scores: --judge-model"):
-            bench_of([start_model], dataclasses.replace(settings, judge_model=str(same)))
+            evaluator_of([start_model], dataclasses.replace(settings, judge_model=str(same)))
 
 
 def test_a_judge_that_training_saw_is_refused_whatever_scores_now(runs, reward_folder, tmp_path):
     other = make_reward_model(tmp_path / "other", seed=7)
     settings = MeasureSettings(num_prompts=2, rm_model=str(other), judge_model=str(reward_folder))
     with pytest.raises(UserError, match=f"the judge is the reward model of {runs['ppo', 1]}: --judge-model"):
-        bench_of([runs["ppo", 1]], settings)
-    evaluator, _ = bench_of([runs["ppo", 1]], dataclasses.replace(settings, judge_model=None))
+        evaluator_of([runs["ppo", 1]], settings)
+    evaluator, _ = evaluator_of([runs["ppo", 1]], dataclasses.replace(settings, judge_model=None))
     assert evaluator.score_name == "another reward"
-    assert bench_of([runs["ppo", 1]], MeasureSettings(num_prompts=2))[0].score_name == "the reward that was trained on"
+    assert (
+        evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=2))[0].score_name
+        == "the reward that was trained on"
+    )
 
 
 @pytest.mark.parametrize(
@@ -281,24 +284,24 @@ def test_a_judge_whose_scores_say_nothing_is_named(settings, start_model, tmp_pa
         model.score.weight.fill_(weight)
     model.save_pretrained(judge)
     with pytest.raises(UserError, match=message):
-        evaluator, _ = bench_of([start_model], dataclasses.replace(settings, judge_model=str(judge)))
+        evaluator, _ = evaluator_of([start_model], dataclasses.replace(settings, judge_model=str(judge)))
         evaluator.evaluate_start(Screen())
 
 
 def test_prompts_that_no_run_looked_at_come_first(settings, start_model, runs):
     """Of the evaluation part, 6 are followed by the runs: the others are drawn while they are enough."""
-    few, _ = bench_of([runs["ppo", 1]], MeasureSettings(num_prompts=3))
+    few, _ = evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=3))
     followed = {p.example.question for p in few.followed}
     assert "that no run looked at" in few.prompts_line
     assert not followed & {e.question for e in few.examples} and len(few.examples) == 3
-    many, _ = bench_of([runs["ppo", 1]], MeasureSettings(num_prompts=500))
+    many, _ = evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=500))
     assert "all there are, 500 were asked for" in many.prompts_line and len(many.examples) > 6
 
 
 def test_runs_that_followed_unlike_numbers_of_prompts(runs):
     """The prompts of the one that followed most are looked at; and each run's own are known for its own."""
     models = [find_model_ref(str(runs[name]), "final", None) for name in (("ppo", 1), ("ppo", 2))]
-    evaluator, _ = bench_of([runs["ppo", 1]], MeasureSettings(num_prompts=2))
+    evaluator, _ = evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=2))
     longer = [p for p in evaluator.followed] + [Prompt((), evaluator.examples[0])]
     data = {"evaluation_prompts": 8, "evaluation_sha256": "another"}
     models[1] = dataclasses.replace(models[1], run=dataclasses.replace(models[1].run, data=data))
@@ -313,7 +316,7 @@ def test_runs_that_followed_unlike_numbers_of_prompts(runs):
 def test_changed_evaluation_prompts_are_said(runs, tmp_path, capsys, pairs_file):
     fewer = tmp_path / "fewer.jsonl"
     fewer.write_text("\n".join(pairs_file.read_text().splitlines()[30:]))
-    bench_of([runs["ppo", 1]], MeasureSettings(num_prompts=3, prompts=str(fewer)))
+    evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=3, prompts=str(fewer)))
     assert "the evaluation prompts are no longer those of the run" in capsys.readouterr().out
 
 
@@ -326,7 +329,7 @@ def sampled(evaluator: ModelEvaluator, seed: int) -> GenerationResults:
 def test_a_model_against_itself_is_seldom_called_different(settings, start_model):
     """The same weights under other sampling seeds, 100 times: at most 10 verdicts name a better side."""
     settings = dataclasses.replace(settings, num_prompts=12, completions=2, reply_length=4)
-    evaluator, _ = bench_of([start_model], settings)
+    evaluator, _ = evaluator_of([start_model], settings)
     evaluator.text = None  # a perplexity draws nothing
     run, called = record_of(seed=1), 0
     start = sampled(evaluator, 0)

@@ -19,17 +19,17 @@ MOST_LOOKED_AT = 10_000  # updates; all of ten million would take minutes
 
 
 class PromptSampler:
-    """The training prompts over a run. Nothing of it has to be stored to go on.
+    """Samples the training prompts of each update. A resumed run needs no stored state of it.
 
-    Without `steps_per_topic` the prompts are dealt pass by pass; with it, so many updates from the first topic's, then
-    as many from the next one's, in order of first appearance and round and round; a topic that comes again goes on
-    where it was left. Each pass over a stack has an order of its own, and a batch may span two passes: every batch is
-    full, and every optimizer step that is planned is taken.
+    Without `steps_per_topic` the prompts are sampled pass by pass; with it, so many updates from the first topic's,
+    then as many from the next one's, in order of first appearance and round and round; a topic that comes again
+    continues where it was left. Each pass over a topic has a separate order, and a batch may span two passes: every
+    batch is full, and every optimizer step that is planned is taken.
     """
 
     def __init__(self, config: Config, prompts: Sequence[Prompt]):
         self.config, self.steps = config, config.data.steps_per_topic
-        self.by_topic: dict[str | None, list[Prompt]] = {}  # by topic; one stack of all where topics are not looked at
+        self.by_topic: dict[str | None, list[Prompt]] = {}  # under None all, if topics are not looked at
         for prompt in prompts:
             self.by_topic.setdefault(prompt.example.topic if self.steps else None, []).append(prompt)
         self._topics, self._all = list(self.by_topic), len(prompts)
@@ -49,7 +49,7 @@ class PromptSampler:
         return self._topics[self._position(update)[0]]
 
     def _position(self, update: int) -> tuple[int, int]:
-        """The number of an update's stack, and how many updates had prompts of it before."""
+        """The number of an update's topic, and how many updates had prompts of it before."""
         if self.steps is None:
             return 0, update - 1
         block, step = divmod(update - 1, self.steps)
@@ -59,9 +59,9 @@ class PromptSampler:
     def prompts_of(self, update: int) -> list[Prompt]:
         """A batch of prompts."""
         number, before = self._position(update)
-        stack, size = self.by_topic[self._topics[number]], self.config.batch.batch_size
-        dealt = (divmod(place, len(stack)) for place in range(before * size, (before + 1) * size))
-        return [stack[_order(self.config.run.seed, number, p, len(stack))[i]] for p, i in dealt]
+        prompts, size = self.by_topic[self._topics[number]], self.config.batch.batch_size
+        positions = (divmod(n, len(prompts)) for n in range(before * size, (before + 1) * size))
+        return [prompts[_order(self.config.run.seed, number, p, len(prompts))[i]] for p, i in positions]
 
     def epochs(self, update: int) -> float:
         """Passes over the prompts that are done after an update; under topics, rounds of all topics."""
@@ -77,9 +77,9 @@ class PromptSampler:
 
 
 @functools.lru_cache(maxsize=8)  # an update asks for one or two, and the next one for the same
-def _order(seed: int, stack: int, number: int, count: int) -> np.ndarray:
-    """The order of one pass over a stack of `count` prompts."""
-    return rng_for(seed, number, "order", stack).permutation(count)
+def _order(seed: int, topic: int, number: int, count: int) -> np.ndarray:
+    """The order of one pass over a topic of `count` prompts."""
+    return rng_for(seed, number, "order", topic).permutation(count)
 
 
 def planned_updates(config: Config, prompts: Sequence[Prompt]) -> int:

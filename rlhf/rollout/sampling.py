@@ -41,7 +41,7 @@ def sample_inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def pack_bits(flags: Tensor) -> Tensor:
-    """(..., V) bool -> (..., ceil(V / 8)) uint8: a nucleus for 64 replies of 128 tokens is 50 MB, not 400."""
+    """(..., V) bool -> (..., ceil(V / 8)) uint8: the masks of 64 completions of 128 tokens are 50 MB, not 400."""
     padded = torch.nn.functional.pad(flags, (0, -flags.shape[-1] % 8)).unflatten(-1, (-1, 8)).to(torch.uint8)
     return (padded << torch.arange(8, dtype=torch.uint8, device=flags.device)).sum(-1, dtype=torch.uint8)
 
@@ -53,7 +53,7 @@ def unpack_bits(packed: Tensor, size: int) -> Tensor:
 
 
 def sample_tokens(logits: Tensor, uniform: Tensor, sampling: SamplingSettings) -> tuple[Tensor, Tensor | None]:
-    """Tokens (B,) from logits (B, V) by random numbers (B,), and the packed nucleus that they came from, if any."""
+    """Tokens (B,) from logits (B, V) by random numbers (B,), and the packed mask of allowed tokens, if any."""
     if not sampling.filters:
         return sample_inverse_cdf(logits, uniform), None
     allowed = top_k_top_p_mask(logits, sampling.top_k, sampling.top_p)

@@ -124,11 +124,11 @@ class MemoryPlan:
         return {
             "KV cache": network.cache(slots * columns),
             "pass over the prompts, or sampling": max(network.forward_peak(asked), drawing),
-            **({"rounded weights": (self.autocast_copies + self.head) * network.whole} if plain else self.blocked),
+            **({"rounded weights": (self.autocast_copies + self.head) * network.whole} if plain else self.prepacked),
         }
 
     @property
-    def blocked(self) -> dict[str, int]:
+    def prepacked(self) -> dict[str, int]:
         """Copies of linear layers' weights, ordered as a processor multiplies few rows; else rounded ones."""
         layers = prepackable_layers(base_of(self.policy), self.device)
         if not layers:
@@ -136,7 +136,7 @@ class MemoryPlan:
         return {"blocked weights": sum(layer.weight.numel() for layer in layers) * self.network.element}
 
     def cached_forward(self, micro_batches: Sequence[MicroBatch]) -> dict[str, int]:
-        """The first optimizer step's forward pass, where it is the one that measures the rollout."""
+        """The first optimizer step's forward pass, if it is cached from the rollout."""
         network = self.network
         if self.config.batch.minibatches > 1 or len(micro_batches) > 1 or network.checkpointing or network.dropout:
             return {}
@@ -164,7 +164,7 @@ class MemoryPlan:
         return together + min(numbers, self.budget.floats_per_chunk) * FLOAT * (1 + self.network.rounded + entropy)
 
     def allowed_mask(self, tokens: int) -> int:
-        """The nucleus, a byte to a logit."""
+        """Bytes of the mask of allowed tokens, one per logit."""
         return tokens * self.network.vocabulary * self.config.sampling.filters
 
     def backward(self, micro_batch: MicroBatch, first: bool) -> dict[str, int]:

@@ -104,10 +104,10 @@ def topics_rows(config: Config, train: Sequence[Prompt]) -> list[tuple[str, str]
     sampler = PromptSampler(config, train)
     if not sampler.topics:
         return []
-    stacks = [f"{shorten(topic)} ({len(sampler.by_topic[topic]):,} prompts)" for topic in sampler.topics]
-    more = [f"and {len(stacks) - MOST_TOPICS} more"] if len(stacks) > MOST_TOPICS else []
-    shown = ", ".join([*stacks[:MOST_TOPICS], *more])
-    return [("topics", f"{len(stacks)}, {sampler.steps:,} updates on each in turn, round and round: {shown}")]
+    topics = [f"{shorten(topic)} ({len(sampler.by_topic[topic]):,} prompts)" for topic in sampler.topics]
+    more = [f"and {len(topics) - MOST_TOPICS} more"] if len(topics) > MOST_TOPICS else []
+    shown = ", ".join([*topics[:MOST_TOPICS], *more])
+    return [("topics", f"{len(topics)}, {sampler.steps:,} updates on each in turn, round and round: {shown}")]
 
 
 def budget_line(config: Config, updates: int) -> str:

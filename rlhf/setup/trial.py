@@ -194,7 +194,7 @@ def memory_matches_estimate(trainer: OnPolicyLoop, components: Components) -> Ch
     predicted, there = forecaster_of(trainer)(trainer.config), available(device)
     return Check(
         "memory",
-        f"about {gib(predicted.peak)} GiB foretold for full replies, {gib(measured)} GiB taken by one update, "
+        f"about {gib(predicted.peak)} GiB predicted for full replies, {gib(measured)} GiB taken by one update, "
         f"{gib(there)} GiB free for it",
         measured <= predicted.peak * MORE + SLACK and predicted.peak <= there,
         "Make room: --micro-batch-size 1, --gradient-checkpointing, --use-lora or a smaller --reply-length",

@@ -89,7 +89,7 @@ def test_each_smell_is_named(changed, target, words):
     assert any(warning.startswith(words) for warning in found), found
 
 
-def test_a_sound_model_draws_no_warning():
+def test_a_good_model_draws_no_warning():
     assert warnings(START, START, seed=1, target=(6.0, "sequence")) == []
     sound = completions(scores=1.0, judged=0.5, length=14, ended=0.97, kl=8.9)
     assert warnings(sound, START, seed=1, target=(6.0, "sequence")) == []

@@ -45,7 +45,7 @@ START = completions(0.0, 0.0, kl=0.0, perplexity=2.0)
 
 
 @pytest.mark.parametrize(("ppo", "grpo", "better"), [(1.0, 0.5, "PPO"), (0.5, 1.0, "GRPO")])
-def test_the_better_side_is_named(ppo, grpo, better):
+def test_the_better_group_is_named(ppo, grpo, better):
     worse = {"PPO": "GRPO", "GRPO": "PPO"}[better]
     start = completions(0.0)
     first, second = judge_runs([group("ppo", *three(ppo)), group("grpo", *three(grpo))], start, None, 1).sentences
@@ -194,7 +194,7 @@ def constant(score: float, judged: float | None = None) -> GenerationResults:
     return GenerationResults("made", [["x"]] * 20, ones * score, judged and ones * judged, None, ones, ones > 0, None)
 
 
-def test_three_sides_are_contrasted_in_pairs_by_hand():
+def test_three_groups_are_contrasted_in_pairs_by_hand():
     """Scores 3, 1 and 2 against a start of 0. "toy" is in no table: it is shown under its own name."""
     groups = [group("ppo", constant(3.0)), group("grpo", constant(1.0)), group("toy", constant(2.0))]
     verdict = judge_runs(groups, constant(0.0), None, 1)
@@ -205,7 +205,7 @@ def test_three_sides_are_contrasted_in_pairs_by_hand():
     assert [c.level for c in verdict.contrasts] == [*[0.95] * 3, *[pytest.approx(1 - 0.05 / 3)] * 3]
 
 
-def test_three_sides_have_a_sentence_for_every_pair():
+def test_three_groups_have_a_sentence_for_every_pair():
     groups = [group("ppo", *three(0, 0.8)), group("grpo", *three(0, 0.2)), group("toy", *three(0, 0.8))]
     groups[2].episodes[0] = 50
     sentences = judge_runs(groups, START, "gold quality", 1).sentences
@@ -221,7 +221,7 @@ def test_three_sides_have_a_sentence_for_every_pair():
     assert sentences[3].count("95% interval") == sentences[3].count("better than the start model") == 3
 
 
-def test_the_caveats_of_three_sides():
+def test_the_caveats_of_three_groups():
     """By the score PPO is better than TOY, by the judge TOY is; GRPO and PPO differ by the judge only."""
     groups = [group("ppo", *three(1.0, 0.2)), group("grpo", *three(1.0, 0.8)), group("toy", *three(0.5, 0.8))]
     caveats = judge_runs(groups, START, "gold quality", 1).caveats
@@ -235,13 +235,13 @@ def test_the_caveats_of_three_sides():
     assert not any("Bonferroni" in c for c in judge_runs(groups[:2], START, "gold quality", 1).caveats)
 
 
-def test_one_side_says_what_it_cannot_tell():
+def test_one_group_alone_names_what_stays_open():
     by_score, alone = judge_runs([group("toy", *three(1.0))], completions(0.0), None, 1).sentences
     assert by_score.startswith("By the reward that was trained on, TOY is better than the start model (+")
     assert alone == "Whether another algorithm would do better cannot be told from TOY's runs alone."
 
 
-def test_equal_budgets_of_three_sides_by_hand():
+def test_equal_budgets_of_three_groups_by_hand():
     """All came to 40 episodes; within 20 s GRPO had only measured the start model."""
     ppo = [eval_point(0, 0, (0, 0)), eval_point(2, 10, (1, 3)), eval_point(4, 20, (2, 4))]
     grpo = [eval_point(0, 0, (0, 0)), eval_point(4, 90, (1, 2))]

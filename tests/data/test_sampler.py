@@ -87,7 +87,7 @@ def test_without_steps_topics_are_not_looked_at():
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_the_loop_deals_so_and_a_group_stands_together(build, topic_file, algorithm):
+def test_the_loop_samples_so_and_a_group_stands_together(build, topic_file, algorithm):
     trainer = build("--prompts", topic_file, "--steps-per-topic", 2, "--num-iterations", 7, algorithm=algorithm)
     group = trainer.config.group_size
     for update in range(1, 8):
@@ -97,7 +97,7 @@ def test_the_loop_deals_so_and_a_group_stands_together(build, topic_file, algori
         assert {p.example.topic for _, p in episodes} == {trainer.sampler.topic_of(update)}
 
 
-def test_the_forecasts_fullest_batch_is_one_of_those():
+def test_the_forecasts_longest_batch_is_one_of_those():
     prompts = prompts_by_topic()
     for flags in ([], ["--steps-per-topic", 2]):
         for updates in (1, 4, 9):
@@ -245,7 +245,7 @@ def test_other_topics_are_not_the_run_that_was_begun(words, topic_file, tmp_path
     assert "topics_sha256" in RunRecord.read(tmp_path / "run").data
 
 
-def test_at_the_end_of_a_round_callbacks_hear_of_every_topic(build, topic_file):
+def test_at_the_end_of_a_round_callbacks_receive_every_topic(build, topic_file):
     heard = []
     trainer = build("--prompts", topic_file, "--steps-per-topic", 1, "--num-iterations", 6,
                     callbacks=[lambda epoch, metrics: heard.append((epoch, metrics))])  # fmt: skip

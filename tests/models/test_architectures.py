@@ -325,7 +325,7 @@ def test_the_critic_learns(run):
     assert all(0 < float(step["value/loss"]) < 100 for step in run.steps)
 
 
-def test_its_memory_can_be_foretold(run):
+def test_its_memory_can_be_predicted(run):
     predicted = forecaster_of(run.trainer)(run.trainer.config)
     parts = [*predicted.held.values(), *(size for phase in predicted.phases for size in phase.parts.values())]
     assert all(size >= 0 for size in parts)
@@ -415,7 +415,7 @@ def test_adapters_for_all_linear_layers(name, words, start, tmp_path):
     assert adapted == linear - {"lm_head"} > set(FAMILIES[name].targets)
     test_log_probs_are_those_of_plain_transformers(run)
     test_resumed_it_is_the_same_run(run)
-    test_its_memory_can_be_foretold(run)
+    test_its_memory_can_be_predicted(run)
 
 
 # --- other families --------------------------------------------------------------------------------------------------

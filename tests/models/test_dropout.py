@@ -41,7 +41,7 @@ def test_trl_turns_it_off_and_it_is_turned_on_again(make, monkeypatch):
     assert shares(make(*DROPOUT)) == {0}, "else this line of ours is no longer needed"
 
 
-def test_it_acts_in_optimizer_steps_and_never_in_measuring(make):
+def test_it_acts_in_optimizer_steps_and_never_in_computing_logprobs(make):
     """An adapter that is zero hides what is dropped before it: one that was trained shows it."""
     trainer = make(*DROPOUT, "--learning-rate", "1e-1", "--ppo-epochs", 1)
     with torch.no_grad():

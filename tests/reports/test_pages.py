@@ -94,7 +94,7 @@ def evaluator(runs):
         for e, text in zip(made.examples, HOSTILE[:4], strict=True)
     ]
     start = made.evaluate_start(Screen())
-    return made, models, start, [made.measure(model, Screen()) for model in models]
+    return made, models, start, [made.evaluate(model, Screen()) for model in models]
 
 
 def test_an_evaluations_page_with_hostile_replies(evaluator, tmp_path, capsys):
@@ -168,7 +168,7 @@ def side_of(algorithm: str, **groups: dict) -> RunGroup:
     return RunGroup(algorithm, [record_of(settings={"recipe": "x", "algorithm": algorithm, **groups})], [], [])
 
 
-def test_settings_that_differ_between_three_sides_by_hand():
+def test_settings_that_differ_between_three_groups_by_hand():
     """Settings that only some algorithms read are not listed, but each K is."""
     same = {"optimizer": {"learning_rate": 0.1}, "grpo": {"loss_type": "dapo"}}
     groups = [

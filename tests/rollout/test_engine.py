@@ -61,7 +61,7 @@ class Biased(torch.nn.Module):
 
 @pytest.mark.parametrize("slots", [1, 3, 9])
 @pytest.mark.parametrize("limits", [{}, {"top_k": 20, "top_p": 0.8}], ids=["free", "filtered"])
-def test_slots_write_the_plain_replies(model, slots, limits):
+def test_continuous_batching_samples_the_plain_completions(model, slots, limits):
     """Float64: the same tokens, although rows leave, others take their slots, and the batch shrinks at the end."""
     make_eos_likely(model)
     plain, slotted = sample(model, "plain", **limits), sample(model, "slots", slots, **limits)

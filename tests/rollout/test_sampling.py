@@ -76,7 +76,7 @@ def test_draw_never_takes_a_filtered_token():
     assert sample_inverse_cdf(logits, torch.tensor([0.0, 0.5, 1 - 1e-16], dtype=torch.float64)).tolist() == [1, 1, 1]
 
 
-def test_nucleus_by_hand():
+def test_allowed_tokens_by_hand():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     assert top_k_top_p_mask(logits, 0, 0.8).tolist() == [[True, True, False, False]], "0.5 + 0.3 is enough for 0.8"
     assert top_k_top_p_mask(logits, 0, 0.81).tolist() == [[True, True, True, False]]

@@ -125,7 +125,7 @@ def test_torn_checkpoints_are_named_and_an_older_one_serves(words, whole, tmp_pa
     assert differing(whole / "ppo", output) == []
 
 
-def test_no_sound_checkpoint_says_why_of_each(words, tmp_path, monkeypatch):
+def test_no_valid_checkpoint_says_why_of_each(words, tmp_path, monkeypatch):
     output = broken_off(words, tmp_path / "run", monkeypatch)
     for place in output.glob("checkpoint-*"):
         (place / MANIFEST).unlink()

@@ -137,7 +137,7 @@ def trainer_of(work: Work, monkeypatch, algorithm: str, settings: dict):
 
 
 @pytest.mark.parametrize(("algorithm", "variant"), [(a, v) for a, variants in VARIANTS.items() for v in variants])
-def test_phases_take_the_tensors_foretold(work, monkeypatch, algorithm, variant):
+def test_phases_take_the_tensors_predicted(work, monkeypatch, algorithm, variant):
     trainer = trainer_of(work, monkeypatch, algorithm, {"ppo_epochs": 2, **VARIANTS[algorithm][variant]})
     trainer.update_step(1)  # the optimizer's moments are there after it
     predicted, taken = estimate(trainer), tensors_in(trainer, METHODS, lambda: trainer.update_step(2))
@@ -148,7 +148,7 @@ def test_phases_take_the_tensors_foretold(work, monkeypatch, algorithm, variant)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", [[], ["--lora"], ["--load-in-4bit"]], ids=" ".join)
-def test_a_cards_peak_is_foretold(tmp_path, flags):
+def test_a_gpus_peak_is_predicted(tmp_path, flags):
     """In processes of their own, on the card: here everything runs on the processor. The peak is what torch
     allocates (max_memory_allocated)."""
     found = compared(tmp_path, "cuda", "smollm2", "--dtype", "bfloat16", *flags)
@@ -179,7 +179,7 @@ REAL = [
 
 @pytest.mark.proof
 @pytest.mark.parametrize("flags", REAL, ids=" ".join)
-def test_the_real_shapes_peak_is_foretold(tmp_path, flags):
+def test_the_real_shapes_peak_is_predicted(tmp_path, flags):
     """Resident size above that after the imports, over two updates in a fresh process."""
     found = compared(tmp_path, "cpu", "smollm2", *flags)
     assert found["predicted"] == pytest.approx(found["measured"], rel=0.15)
@@ -188,7 +188,7 @@ def test_the_real_shapes_peak_is_foretold(tmp_path, flags):
 # --- the plan --------------------------------------------------------------------------------------------------------
 
 
-def test_the_fullest_batch_is_one_that_the_loop_deals(build):
+def test_the_longest_batch_is_one_of_the_loops(build):
     trainer = build("--num-iterations", 7, "--K", 2, algorithm="grpo")
     batches = [[prompt for _, prompt in trainer.prompts_of(update)] for update in range(1, 8)]
     longest = longest_batch(trainer.config, trainer.train_prompts, 7)

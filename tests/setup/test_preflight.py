@@ -99,7 +99,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("what", VARIANTS)
-def test_a_sound_run_passes_and_is_left_as_it_was(loaded, capsys, monkeypatch, what):
+def test_a_good_run_passes_and_is_left_as_it_was(loaded, capsys, monkeypatch, what):
     algorithm, flags = VARIANTS[what]
     config, components = loaded(*flags, algorithm=algorithm)
     before = {}

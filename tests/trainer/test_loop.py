@@ -154,7 +154,7 @@ def test_the_pass_that_measures_is_the_first_steps(make, monkeypatch, flags):
 @pytest.mark.parametrize(
     "flags", [("--minibatches", 2), ("--micro-batch-size", 2), ("--gradient-checkpointing",)], ids=lambda f: f[0]
 )
-def test_a_pass_is_kept_where_it_is_the_whole_first_step(make, flags):
+def test_a_forward_is_cached_where_it_is_the_whole_first_step(make, flags):
     trainer, plain = make(*flags), make()
     for one in (trainer, plain):
         one.collector.collect(one.prompts_of(1), 1)
@@ -178,7 +178,7 @@ def test_a_cached_forward_is_taken_once_and_for_its_own_completions_only(build):
     assert not cached
 
 
-def test_an_error_frees_the_kept_forward(build):
+def test_an_error_frees_the_cached_forward(build):
     def broken(**_):
         raise ValueError("a bug")
 
@@ -295,7 +295,7 @@ class Heard(Callback):
         self.told.append(("end",))
 
 
-def test_callbacks_hear_of_updates_evaluations_and_epochs(make):
+def test_callbacks_receive_updates_evaluations_and_epochs(make):
     """Six prompts, by two or four an update: an epoch's metrics are the means of its updates'."""
     heard, bare = Heard(), []
     batch = ("--batch-size", 2, "--max-prompts", 4, "--num-iterations", 5, "--eval-every", 3)

@@ -129,7 +129,7 @@ def test_earlier_steps_of_the_update_stay(build):
 
 
 @pytest.mark.parametrize("shift, seen", [(-3.0, "20.1"), (3.0, "0.0498")])
-def test_a_ratio_far_out_of_range_drops_the_update(build, monkeypatch, shift, seen):
+def test_a_ratio_far_out_of_range_skips_the_update(build, monkeypatch, shift, seen):
     """As if the replies had been sampled from another policy, e^3 times less or more likely to say them."""
 
     def from_another(trainer):
@@ -154,7 +154,7 @@ def test_a_ratio_far_out_of_range_drops_the_update(build, monkeypatch, shift, se
     assert other.progress.optimizer_steps == 2
 
 
-def test_a_controller_does_not_hear_of_a_dropped_update(build):
+def test_a_controller_does_not_steer_by_a_skipped_update(build):
     from rlhf.algorithms.kl_control import kl_controller
     from rlhf.callbacks.kl import KLControl
 
@@ -359,7 +359,7 @@ def test_out_of_memory_with_one_reply_names_what_helps(build, flags):
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_measuring_is_halved_too(build, monkeypatch):
+def test_computing_logprobs_is_halved_too(build, monkeypatch):
     trainer = build()
     really, calls = collect.compute_logprobs_and_values, []
 
@@ -375,7 +375,7 @@ def test_measuring_is_halved_too(build, monkeypatch):
     assert calls == [0, 0, 2, 1], "first from the pass that has begun, then alone, then in parts"
 
 
-def test_a_pass_that_has_begun_makes_room_for_measuring(build, monkeypatch):
+def test_a_cached_forward_makes_room_for_computing_logprobs(build, monkeypatch):
     """The device has memory for the graph of the first step's pass or for computing log-probs, not for both."""
     trainer, really, begun, tried = build(), collect.compute_logprobs_and_values, [], []
 

@@ -76,7 +76,7 @@ def test_ppo_and_grpo_log_the_same_kl_of_the_same_replies(build, tmp_path):
     moved = build("--learning-rate", "1e-2")
     moved.train()
     moved.save_model(tmp_path / "moved")
-    said, completions = [], []
+    text, completions = [], []
     for algorithm in ("ppo", "grpo"):
         for placement in ("reward", "loss", "none"):
             trainer = build("--kl-placement", placement, algorithm=algorithm)
@@ -85,10 +85,10 @@ def test_ppo_and_grpo_log_the_same_kl_of_the_same_replies(build, tmp_path):
             completions.append(trainer.collector.collect(trainer.prompts_of(1), 1).texts)
             trainer.update_step(1)
             (logged,) = [entry for entry in trainer.state.log_history if "kl_divergence" in entry]
-            said.append({name: value for name, value in logged.items() if name.startswith("kl_divergence")})
+            text.append({name: value for name, value in logged.items() if name.startswith("kl_divergence")})
     assert all(texts == completions[0] for texts in completions)
-    assert all(figures == pytest.approx(said[0], abs=1e-6) for figures in said)
-    assert said[0]["kl_divergence/k3"] > 1e-2 and len(said[0]) == 3
+    assert all(figures == pytest.approx(text[0], abs=1e-6) for figures in text)
+    assert text[0]["kl_divergence/k3"] > 1e-2 and len(text[0]) == 3
 
 
 def test_the_kl_is_logged_at_beta_0(grpo):
@@ -125,8 +125,8 @@ def test_a_group_whose_penalties_differ_has_spread(grpo):
     rollout = rolled(trainer)
     rollout.completions.ended = torch.tensor([True, False, False, False])
     scored = trainer.collector.score(rollout)
-    said = rollout_metrics(trainer.advantages(rollout, scored.shaped), scored, 2)
-    assert said["rewards/equal_groups"] == 0.5
+    metrics = rollout_metrics(trainer.advantages(rollout, scored.shaped), scored, 2)
+    assert metrics["rewards/equal_groups"] == 0.5
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])

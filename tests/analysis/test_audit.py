@@ -140,13 +140,13 @@ def test_a_length_hacked_model_draws_the_warning(start_model, reward_folder, pai
              "--temperature", 1, "--num-prompts", 8]  # fmt: skip
     for name, model in (("hacked_page", hacked), ("start_page", start)):
         evaluate_generations.main([str(w) for w in ["--model-path", model, *words, "--output", tmp_path / name]])
-    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    output = re.sub(r"\s+", " ", capsys.readouterr().out)
     report, innocent = (
         json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("hacked_page", "start_page")
     )
     length = report["models"][0]["figures"]["length"] / report["start"]["figures"]["length"]
     assert length > 2 and report["models"][0]["figures"]["eos_rate"] < 0.1
     named = [w for w in report["models"][0]["warnings"] if f"replies are {length:.1f} times as long" in w]
-    assert named and f"warning: {report['models'][0]['label']}: {named[0]}" in said
+    assert named and f"warning: {report['models'][0]['label']}: {named[0]}" in output
     assert any("fewer replies end by themselves" in w for w in report["models"][0]["warnings"])
-    assert innocent["models"][0]["warnings"] == [] and "nothing smells of reward hacking" in said
+    assert innocent["models"][0]["warnings"] == [] and "nothing smells of reward hacking" in output

@@ -53,8 +53,8 @@ def test_a_chat_as_it_is_typed(runs):
     command = ["evaluate_generations.py", "--chat", "--model-path", str(runs["grpo", 1])]
     done = run(command, ROOT, typed="What is a cat?\n\nand a dog?\n/new\nHello\n/exit\nnever read\n")
     assert done.returncode == 0 and done.stderr == ""
-    said = done.stdout.splitlines()
-    assert said[0].endswith("(final, after update 2)") and said[1].startswith("  base ")
+    output = done.stdout.splitlines()
+    assert output[0].endswith("(final, after update 2)") and output[1].startswith("  base ")
     assert "a new conversation" in done.stdout and "never" not in done.stdout
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", done.stdout), "random weights write control characters"
 
@@ -76,9 +76,9 @@ def test_every_model_of_a_run_can_be_talked_to(runs, start_model, tmp_path, talk
         (folder / "checkpoint-2", [], "(checkpoint-2, after update 2)"),
         (start_model, ["--like", "demo"], str(start_model)),
     ):
-        said, read = talk(model, "What is a cat?\n", *flags)
-        assert label in said and len(read) == 1
-        assert f"temperature {1 if '--like' in flags else 0.7:g}" in said, "the run's own way of sampling"
+        output, read = talk(model, "What is a cat?\n", *flags)
+        assert label in output and len(read) == 1
+        assert f"temperature {1 if '--like' in flags else 0.7:g}" in output, "the run's own way of sampling"
 
 
 def test_the_same_seed_gives_the_same_reply_and_the_merged_model_the_adapters(runs, tmp_path, talk):
@@ -101,30 +101,32 @@ def test_turns_are_remembered_until_a_new_conversation(runs, talk):
 
 def test_a_base_model_reads_each_line_alone(tmp_path, talk):
     base = make_base_model(tmp_path / "base")
-    said, read = talk(base, "the cat\nis on\n")
+    output, read = talk(base, "the cat\nis on\n")
     tokenizer = load_tokenizer(str(base))
     assert read == [encode_prompt(tokenizer, [user("the cat")]), encode_prompt(tokenizer, [user("is on")])]
-    assert "remembers  nothing: it has no chat template" in said
+    assert "remembers  nothing: it has no chat template" in output
 
 
 def test_the_oldest_turns_go_when_the_context_is_full(start_model, talk):
     """A context of 512, replies of 5: turns of about 100 tokens."""
     tokenizer, long = load_tokenizer(str(start_model)), "is the river "
     lines = [f"{n} {long * 14}".strip() for n in range(8)]
-    said, read = talk(start_model, "\n".join(lines))
+    output, read = talk(start_model, "\n".join(lines))
     assert max(map(len, read)) <= 507 and len(read) == 8
-    assert "(the context is full: the 2 oldest turns are left out)" in said
+    assert "(the context is full: the 2 oldest turns are left out)" in output
     text = tokenizer.decode(read[-1])
     assert "\n7 is the" in text and "\n6 is the" in text and "\n0 is the" not in text
     assert text.index("<|im_start|>user") < text.index("<|im_start|>assistant"), "a question comes first"
-    said, read = talk(start_model, f"Hello\n{long * 300}\nBye\n")
-    assert len(read) == 2 and re.search(r"error: \d+ tokens, there is room for 507: your line\. Write a shorter", said)
+    output, read = talk(start_model, f"Hello\n{long * 300}\nBye\n")
+    assert len(read) == 2 and re.search(
+        r"error: \d+ tokens, there is room for 507: your line\. Write a shorter", output
+    )
     assert "Hello" in tokenizer.decode(read[1]), "what went before is kept"
 
 
 def test_a_line_that_is_no_text_is_told_and_the_chat_goes_on(start_model, talk):
-    said, read = talk(start_model, "a\0b\nHello\n")
-    assert len(read) == 1 and "error: prompt holds a NUL character" in said
+    output, read = talk(start_model, "a\0b\nHello\n")
+    assert len(read) == 1 and "error: prompt holds a NUL character" in output
 
 
 def test_marks_in_a_line_or_a_reply_stay_text(start_model):
@@ -149,8 +151,8 @@ def test_control_characters_of_a_reply_do_no_harm(start_model, talk, monkeypatch
         return torch.cat([prompt, torch.tensor([tokens])], dim=1)
 
     monkeypatch.setattr("transformers.GenerationMixin.generate", generate)
-    said, _ = talk(start_model, "Hello\n")
-    assert said.endswith("<U+001B>[31mred<U+202E>\n")
+    output, _ = talk(start_model, "Hello\n")
+    assert output.endswith("<U+001B>[31mred<U+202E>\n")
 
 
 def test_a_run_s_sampling_alone_is_in_force(runs, tmp_path, talk, monkeypatch):
@@ -207,8 +209,8 @@ def test_faults(start_model, capsys, what):
     words = [str(start_model) if word == "START" else word for word in flags]
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: evaluate_generations.main(["--chat", *words]))
-    said = capsys.readouterr().err.strip()
-    assert ended.value.code == 2 and re.search(says, said) and FORM.fullmatch(said), said
+    output = capsys.readouterr().err.strip()
+    assert ended.value.code == 2 and re.search(says, output) and FORM.fullmatch(output), output
 
 
 def test_without_the_flag_there_is_no_chat():

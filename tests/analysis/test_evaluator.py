@@ -68,8 +68,8 @@ def test_an_adapter_whose_base_is_gone(runs, tmp_path, start_model):
     orphan.mkdir()
     for file in ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(runs["grpo", 1] / file, orphan)
-    said = json.loads((orphan / "adapter_config.json").read_text())
-    (orphan / "adapter_config.json").write_text(json.dumps({**said, "base_model_name_or_path": "/gone/model"}))
+    facts = json.loads((orphan / "adapter_config.json").read_text())
+    (orphan / "adapter_config.json").write_text(json.dumps({**facts, "base_model_name_or_path": "/gone/model"}))
     with pytest.raises(UserError) as error:
         find_model_ref(str(orphan), "final", None)
     assert str(error.value) == (
@@ -219,10 +219,10 @@ def test_every_reply_has_random_numbers_of_its_own(settings, start_model, monkey
 
 def swapped(folder):
     """Another tokenizer of the same size: two words change places."""
-    said = json.loads((folder / "tokenizer.json").read_text())
-    a, b = (token for token, i in said["model"]["vocab"].items() if i in (300, 301))
-    said["model"]["vocab"][a], said["model"]["vocab"][b] = said["model"]["vocab"][b], said["model"]["vocab"][a]
-    (folder / "tokenizer.json").write_text(json.dumps(said))
+    facts = json.loads((folder / "tokenizer.json").read_text())
+    a, b = (token for token, i in facts["model"]["vocab"].items() if i in (300, 301))
+    facts["model"]["vocab"][a], facts["model"]["vocab"][b] = facts["model"]["vocab"][b], facts["model"]["vocab"][a]
+    (folder / "tokenizer.json").write_text(json.dumps(facts))
     return folder
 
 

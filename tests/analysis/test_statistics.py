@@ -179,8 +179,8 @@ def test_a_real_difference_is_found(monkeypatch):
         ([7.0], [(1, "BEST")]),
     ],
 )
-def test_ranks_with_ties_and_with_one_completion(scores, said):
-    assert ranks(scores) == said
+def test_ranks_with_ties_and_with_one_completion(scores, expected):
+    assert ranks(scores) == expected
 
 
 def test_distinct_by_hand():

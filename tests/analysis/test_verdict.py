@@ -98,9 +98,11 @@ def test_caveats_by_the_number_of_seeds():
     one, few, many = (group("ppo", *[completions(1.0) for _ in range(n)]) for n in (1, 3, 5))
     grpo = group("grpo", *[completions(0.5) for _ in range(5)])
     start = completions(0.0)
-    said = {n: judge_runs([s, grpo], start, "judge x", 1).caveats for n, s in ((1, one), (3, few), (5, many))}
-    assert any("one seed (PPO: 0) cannot tell" in c for c in said[1])
-    assert said[3] == ["few seeds (PPO 3): intervals over so few are wide, and rough themselves"] and said[5] == []
+    message = {n: judge_runs([s, grpo], start, "judge x", 1).caveats for n, s in ((1, one), (3, few), (5, many))}
+    assert any("one seed (PPO: 0) cannot tell" in c for c in message[1])
+    assert (
+        message[3] == ["few seeds (PPO 3): intervals over so few are wide, and rough themselves"] and message[5] == []
+    )
     assert any(c.startswith("no judge") for c in judge_runs([many, grpo], start, None, 1).caveats)
     first = judge_runs([one, grpo], start, None, 1)
     assert first.sentences[0].startswith("In these runs PPO's replies are better")

@@ -100,10 +100,10 @@ def test_best_holds_the_chosen_model_and_run_json_says_why(build, algorithm, fla
 
     trainer.add_callback(type("Note", (), {"on_evaluation": lambda self, evaluation: note()})())
     trainer.train()
-    said = json.loads(log.path.read_text())["best"]
-    assert said["update"] == 1 and said["why"].startswith("the highest score (+2.000) among 3 of 3")
-    assert [e["score"] for e in said["evaluations"]] == [0, 2, 1]
-    assert {"kl", "target", "perplexity", "peak_memory_gib", "update"} <= set(said["evaluations"][0])
+    facts = json.loads(log.path.read_text())["best"]
+    assert facts["update"] == 1 and facts["why"].startswith("the highest score (+2.000) among 3 of 3")
+    assert [e["score"] for e in facts["evaluations"]] == [0, 2, 1]
+    assert {"kl", "target", "perplexity", "peak_memory_gib", "update"} <= set(facts["evaluations"][0])
     trainer.load_model(best)
     now = [w for w in trainer.model.parameters() if w.requires_grad]
     assert all(torch.equal(a, b) for a, b in zip(now, weights[1], strict=True))

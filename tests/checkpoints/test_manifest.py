@@ -77,9 +77,9 @@ def test_a_harmed_file_is_named_and_its_checkpoint_skipped(folder, name, harm):
 
 def test_a_manifest_that_names_files_outside_is_none(folder):
     manifest = folder / "checkpoint-20" / MANIFEST
-    said = json.loads(manifest.read_text())
-    said["files"]["../../precious"] = {"size": 1, "sha256": "0"}
-    manifest.write_text(json.dumps(said))
+    facts = json.loads(manifest.read_text())
+    facts["files"]["../../precious"] = {"size": 1, "sha256": "0"}
+    manifest.write_text(json.dumps(facts))
     assert updates(folder) == [10]
 
 

@@ -100,8 +100,8 @@ def test_a_full_disk_leaves_the_old_reward_model(reward_words, tmp_path, capsys)
             run_command(lambda: reward_model.train.main([*reward_words, "--rm-overwrite", "--rm-seed", "7"]))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    said = capsys.readouterr().err
-    assert ended.value.code == 1 and said.startswith("error: ") and "Traceback" not in said
+    output = capsys.readouterr().err
+    assert ended.value.code == 1 and output.startswith("error: ") and "Traceback" not in output
     assert (tmp_path / "judge" / METRICS_FILE).read_bytes() == before
     assert RewardModel.load(str(tmp_path / "judge"), CPU, None).record is not None
     assert [path.name for path in tmp_path.iterdir()] == ["judge"], "nothing is left beside"
@@ -165,10 +165,10 @@ def test_ctrl_c_says_what_is_true(reward_words, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["reward_model.train", *reward_words, "--rm-overwrite"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("reward_model.train", run_name="__main__")
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert ended.value.code == 130
     assert (
-        said.splitlines()[-1]
+        output.splitlines()[-1]
         == "stopped: the output folder holds what was there before, or the complete new reward model"
     )
     assert (tmp_path / "judge" / METRICS_FILE).read_bytes() == before

@@ -109,8 +109,8 @@ def test_control_characters_are_text(tmp_path, tokenizer):
 
 def test_control_characters_do_not_reach_the_terminal(capsys):
     Screen().say(f"a reply: {CONTROLS}")
-    said = capsys.readouterr().out
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", said) and "<U+001B>" in said
+    output = capsys.readouterr().out
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", output) and "<U+001B>" in output
 
 
 @pytest.mark.parametrize("place", ["prompt", "system", "content", "chosen"])
@@ -229,8 +229,8 @@ def test_a_run_over_hostile_data_from_prompts_to_pages(configured, tmp_path, cap
                     str(file), "--output", config.run.output, "--num-iterations", "2", "--reply-length", "6",
                     "--prompt-length", "250", "--allow-weak-reward-model", "--record-tokens", "--record-every", "1"]
                    )  # fmt: skip
-    said = capsys.readouterr().out
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", said)
+    printed = capsys.readouterr().out
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", printed)
     run, written = Path(config.run.output), {row["question"] for row in rows}
     samples = [json.loads(line) for line in (run / "samples" / "update-000002.jsonl").read_text("utf-8").split("\n")
                if line]  # fmt: skip
@@ -391,8 +391,8 @@ def loads_or_says(folder: Path, content: bytes, tokenizer, pairs: bool) -> None:
         return
     prompts, too_long = encode_prompts(tokenizer, found, 10**6)
     assert too_long == 0 and len(prompts) == len(found) > 0
-    said = [json.loads(line) for line in content.decode("utf-8-sig").split("\n") if line.strip()]
-    for prompt, row in zip(prompts, said, strict=True):
+    facts = [json.loads(line) for line in content.decode("utf-8-sig").split("\n") if line.strip()]
+    for prompt, row in zip(prompts, facts, strict=True):
         rendered = tokenizer.decode(list(prompt.ids))
         assert all(message["content"] in rendered for message in prompt.example.messages)
         assert any(text in rendered for text in asked(row))

@@ -165,9 +165,9 @@ def words(start_model, reward_folder, topic_file, tmp_path):
 
 def test_a_run_by_topics_is_logged_drawn_and_recorded_by_topic(words, tmp_path, capsys):
     train_ppo.main(words("--record-tokens", "--record-every", "1"))
-    said = capsys.readouterr().out
-    assert "topics" in said and "3, 3 updates on each in turn, round and round: tea & cake (" in said
-    assert "update 1/9 | topic tea & cake | score" in said and "update 9/9 | topic c/d | score" in said
+    output = capsys.readouterr().out
+    assert "topics" in output and "3, 3 updates on each in turn, round and round: tea & cake (" in output
+    assert "update 1/9 | topic tea & cake | score" in output and "update 9/9 | topic c/d | score" in output
     run = read_runs([tmp_path / "run"])[0]
     for name, updates in {"tea_cake": [1, 2, 3], "rain": [4, 5, 6], "c_d": [7, 8, 9]}.items():
         assert run.scalars[f"topic/{name}/score"].updates.tolist() == updates

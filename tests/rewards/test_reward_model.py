@@ -231,8 +231,8 @@ def test_questions_that_the_reward_model_was_trained_on_are_told(model, capsys):
     sets = PromptSets(train=prompts[2:], evaluation=prompts[:2], rows=3, split=Split(45, 45, 10), parts={}, too_long=0)
     model.record = {"train_questions": [question_hash(prompts[0].example)]}
     check_leaks(model, sets, Screen())
-    said = capsys.readouterr().out
-    assert "trained on 1 of the 2 evaluation prompts' questions" in said and "training prompts" not in said
+    output = capsys.readouterr().out
+    assert "trained on 1 of the 2 evaluation prompts' questions" in output and "training prompts" not in output
     model.record = None
     check_leaks(model, sets, Screen())
     assert capsys.readouterr().out == ""

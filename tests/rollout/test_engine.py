@@ -205,8 +205,8 @@ class StandIn:
         with torch.no_grad():
             logprobs, _, _ = Actor(self.policy)(completions.micro_batch(range(len(given)), True), temperature)
         rows = completions.rows()
-        said = [[[float(p) - 0.5] for p in row[: len(ids)]] for row, ids in zip(logprobs, rows, strict=True)]
-        return prompts, rows, said, None
+        text = [[[float(p) - 0.5] for p in row[: len(ids)]] for row, ids in zip(logprobs, rows, strict=True)]
+        return prompts, rows, text, None
 
 
 def test_vllm_samples_and_the_loss_is_corrected_for_its_probabilities(build, monkeypatch):

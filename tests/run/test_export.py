@@ -145,8 +145,8 @@ def test_a_finished_run_is_merged_later_and_nothing_else_is_done(finished, start
     run = finished("grpo")
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.suffix in (".safetensors", ".jsonl")}
     train_grpo.main(["--resume", "--merge-lora", "--output", str(run)])
-    said = capsys.readouterr().out
-    assert "finished already" in said and "evaluation after" not in said and str(run / "merged") in said
+    output = capsys.readouterr().out
+    assert "finished already" in output and "evaluation after" not in output and str(run / "merged") in output
     assert {p: p.read_bytes() for p in before} == before and told(run)["status"] == "finished"
     whole = AutoModelForCausalLM.from_pretrained(run / "merged").eval()
     assert_close(logits(whole), logits(over_its_base(run, start_model)), rtol=0, atol=1e-5)
@@ -394,8 +394,8 @@ def test_what_is_uploaded(finished, stand_in, capsys, monkeypatch, case):
     assert gone == {"adapter_config.json", "model.safetensors"} - set(files), "or both kinds would be loaded at once"
     assert (name, api.made) == ("ada/mine", [("ada/mine", private, True)])
     assert message.startswith(f"{algorithm.upper()}, {'best' if folder == 'best' else 'final'} weights, after update")
-    said = capsys.readouterr().out
-    assert "https://hub.example/ada/mine" in said and "hf_secret" not in said
+    output = capsys.readouterr().out
+    assert "https://hub.example/ada/mine" in output and "hf_secret" not in output
 
 
 def test_a_slow_tokenizers_files_are_uploaded(finished):
@@ -419,11 +419,13 @@ def test_an_upload_that_fails_loses_nothing_and_says_how_to_go_on(finished, stan
     ]
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: train_ppo.main(words))
-    said = capsys.readouterr().err
-    assert ended.value.code == 1 and FORM.fullmatch(said.strip()), said
-    assert said.startswith("error: the upload failed (the line): --push-to-hub ada/mine. The run is finished and its ")
+    output = capsys.readouterr().err
+    assert ended.value.code == 1 and FORM.fullmatch(output.strip()), output
+    assert output.startswith(
+        "error: the upload failed (the line): --push-to-hub ada/mine. The run is finished and its "
+    )
     assert told(run)["status"] == "finished"
-    again = re.search(r"python train_ppo\.py (.*)$", said.strip())[1].split()
+    again = re.search(r"python train_ppo\.py (.*)$", output.strip())[1].split()
     api = stand_in()
     train_ppo.main(again)
     assert api.made == [("ada/mine", False, True)] and len(api.commits) == 1
@@ -460,8 +462,8 @@ def test_what_forbids_an_upload_is_said_before_anything_is_loaded(
     refuse_loading(monkeypatch)
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: train(tmp_path / "run", "--push-to-hub", "ada/mine"))
-    said = capsys.readouterr().err.strip()
-    assert ended.value.code == 2 and re.search(says, said) and FORM.fullmatch(said), said
+    output = capsys.readouterr().err.strip()
+    assert ended.value.code == 2 and re.search(says, output) and FORM.fullmatch(output), output
     assert not (tmp_path / "run").exists()
 
 
@@ -487,8 +489,8 @@ def test_faults_of_configuration(train, stand_in, tmp_path, monkeypatch, capsys,
     refuse_loading(monkeypatch)
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: train(tmp_path / "run", *flags, script=SCRIPTS[algorithm]))
-    said = capsys.readouterr().err.strip()
-    assert ended.value.code == 2 and re.search(says, said) and FORM.fullmatch(said), said
+    output = capsys.readouterr().err.strip()
+    assert ended.value.code == 2 and re.search(says, output) and FORM.fullmatch(output), output
     assert not (tmp_path / "run").exists()
 
 

@@ -93,8 +93,8 @@ def test_a_resumed_run_has_its_critic(words, tmp_path, monkeypatch):
 def test_a_resumed_run_is_the_uninterrupted_one(words, whole, tmp_path, monkeypatch, capsys, algorithm, update):
     output = broken_off(words, tmp_path / "run", monkeypatch, algorithm, update)
     SCRIPTS[algorithm].main(["--resume", "--output", str(output)])
-    said = capsys.readouterr().out
-    assert f"resuming after update {(update - 1) // 2 * 2} of 6" in said
+    printed = capsys.readouterr().out
+    assert f"resuming after update {(update - 1) // 2 * 2} of 6" in printed
     assert differing(whole / algorithm, output) == []
     run, plain = RunRecord.read(output), RunRecord.read(whole / algorithm)
     assert run.status == "finished" and len(run.sessions) == 1 and run.best.update == plain.best.update
@@ -119,9 +119,9 @@ def test_torn_checkpoints_are_named_and_an_older_one_serves(words, whole, tmp_pa
     torn = output / "checkpoint-4" / "training.safetensors"
     torn.write_bytes(torn.read_bytes()[:-1])
     train_ppo.main(["--resume", "--output", str(output)])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "skipped an invalid checkpoint: checkpoint-4: training.safetensors has" in said
-    assert "checkpoint-2 is used" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "skipped an invalid checkpoint: checkpoint-4: training.safetensors has" in printed
+    assert "checkpoint-2 is used" in printed
     assert differing(whole / "ppo", output) == []
 
 
@@ -265,8 +265,8 @@ def test_several_seeds_go_on_each_from_where_it_was(words, tmp_path, monkeypatch
     train_ppo.main([*seeds, "--resume", "--dry-run", "--output", str(broken)])
     assert "finished already" in capsys.readouterr().out, "seed 1; the plan of the others comes after it"
     train_ppo.main([*seeds, "--resume", "--output", str(broken)])
-    said = capsys.readouterr().out
-    assert "seed 1: finished before" in said and "resuming after update 2 of 6" in said
+    output = capsys.readouterr().out
+    assert "seed 1: finished before" in output and "resuming after update 2 of 6" in output
     for seed in (1, 2, 3):
         assert differing(Path(f"{plain}_seed{seed}"), Path(f"{broken}_seed{seed}")) == []
 
@@ -308,10 +308,10 @@ def test_asked_to_stop_a_run_saves_and_says_how_to_go_on(words, tmp_path, which)
 def test_a_second_one_stops_at_once(words, tmp_path, monkeypatch):
     from rlhf.utils.signals import GracefulStop
 
-    said, before = [], signal.getsignal(signal.SIGINT)
-    with GracefulStop(said.append) as stop:
+    text, before = [], signal.getsignal(signal.SIGINT)
+    with GracefulStop(text.append) as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        assert stop.by == signal.SIGINT and len(said) == 1
+        assert stop.by == signal.SIGINT and len(text) == 1
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before

@@ -737,15 +737,15 @@ def test_a_bad_input_gets_one_line_and_the_way_out(row, world, capsys):
         run_command(lambda: row.main(argv))
     except SystemExit as ended:
         status = ended.code
-    said = capsys.readouterr()
-    assert status == row.status, said.err
-    assert "Traceback" not in said.out + said.err
+    output = capsys.readouterr()
+    assert status == row.status, output.err
+    assert "Traceback" not in output.out + output.err
     if status == 0:
-        assert re.search(row.says, said.out), said.out
-        assert said.err == ""
+        assert re.search(row.says, output.out), output.out
+        assert output.err == ""
         return
-    assert re.search(row.says, said.err, flags=re.MULTILINE), said.err
-    assert all(FORM.fullmatch(line) for line in said.err.splitlines()), said.err
+    assert re.search(row.says, output.err, flags=re.MULTILINE), output.err
+    assert all(FORM.fullmatch(line) for line in output.err.splitlines()), output.err
     if status == 2:
         assert world.files() == before, "nothing is written"
         return

@@ -194,8 +194,8 @@ def phased(tmp_path, start_model, monkeypatch) -> Path:
 def test_the_phased_commands_as_written(algorithm):
     """Without the recipe, `--kl-schedule phased` means their three targets, in equal thirds."""
     config = parse_cli(shlex.split(PHASED[algorithm]), algorithm)
-    said = {"actor_model": "checkpoints/sft_merged_model", "num_iterations": 800, "clip_range": 0.2, "seed": 42}
-    assert values(config, said) == said
+    message = {"actor_model": "checkpoints/sft_merged_model", "num_iterations": 800, "clip_range": 0.2, "seed": 42}
+    assert values(config, message) == message
     phases = kl_controller(config, 800).phases
     assert [(a, b, str(target)) for a, b, target in phases] == [
         (1, 267, "0.05/token"), (268, 533, "0.02/token"), (534, 800, "0.01/token")
@@ -455,9 +455,9 @@ def test_rank_1_voices_command(rank_1_file, start_model, reward_folder, tmp_path
              tmp_path / "voice.jsonl", "--output", tmp_path / "run", *SMALL, "--steps-per-topic", 2,
              "--num-iterations", 5]  # fmt: skip
     train_ppo.main([str(word) for word in words])
-    said = capsys.readouterr().out
-    assert "LoRA r 1, alpha 1 on o_proj, v_proj, up_proj, down_proj" in said
-    assert "2, 2 updates on each in turn, round and round: bread (" in said
+    output = capsys.readouterr().out
+    assert "LoRA r 1, alpha 1 on o_proj, v_proj, up_proj, down_proj" in output
+    assert "2, 2 updates on each in turn, round and round: bread (" in output
     scalars = read_curves(tmp_path / "run").scalars
     assert scalars["topic/bread/score"].updates.tolist() == [1, 2, 5]
     assert scalars["topic/boats/score"].updates.tolist() == [3, 4]

@@ -210,12 +210,14 @@ def test_the_plan_tells_the_peak_its_parts_and_phases(configured, capsys, flags)
     config = configured(*flags)
     parts = load_components(config, CPU, Screen())
     show_plan(config, parts, 2, CPU, Screen())
-    said = " ".join(capsys.readouterr().out.split())
-    assert "memory about 0." in said and "GiB at the peak, in the" in said and "largest micro-batch 4 epi" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert (
+        "memory about 0." in output and "GiB at the peak, in the" in output and "largest micro-batch 4 epi" in output
+    )
     for phase in ("rollout", "measuring", "backward pass", "optimizer step", "evaluation's text"):
-        assert phase in said
-    assert ("scoring" in said) == (not flags)
-    assert "warning: about" not in said.partition("algorithm")[2]
+        assert phase in output
+    assert ("scoring" in output) == (not flags)
+    assert "warning: about" not in output.partition("algorithm")[2]
 
 
 def test_the_plan_warns_where_less_memory_is_free(configured, capsys, monkeypatch):
@@ -223,8 +225,8 @@ def test_the_plan_warns_where_less_memory_is_free(configured, capsys, monkeypatc
     parts = load_components(config, CPU, Screen())
     monkeypatch.setattr(plan, "available", lambda _: 2**20)
     show_plan(config, parts, 2, CPU, Screen())
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     assert re.search(
-        r"warning: about 0\.\d\d GiB at the peak, 0\.00 GiB free: memory of cpu\. What would help most: --", said
+        r"warning: about 0\.\d\d GiB at the peak, 0\.00 GiB free: memory of cpu\. What would help most: --", output
     )
-    assert said.count("GiB less)") == 3
+    assert output.count("GiB less)") == 3

@@ -35,10 +35,10 @@ def test_a_phase_without_updates_is_not_listed(configured):
 def test_the_plan_prints_the_reach_of_beta_and_the_hint(configured, capsys):
     config = configured("--kl-schedule", "phased", "--num-iterations", 800, "--kl-horizon", 2000)
     show_plan(config, load_components(config, CPU, Screen()), 800, CPU, Screen())
-    said = capsys.readouterr().out
-    assert "horizon 2,000 episodes: beta can move 1.11-fold in a phase" in said
-    assert "warning: beta can move at most 1.11-fold in 266 updates" in said
-    assert "Add --recipe phased-kl to use them all" in said
+    output = capsys.readouterr().out
+    assert "horizon 2,000 episodes: beta can move 1.11-fold in a phase" in output
+    assert "warning: beta can move at most 1.11-fold in 266 updates" in output
+    assert "Add --recipe phased-kl to use them all" in output
 
 
 def test_the_plan_of_the_longest_run_takes_seconds(configured, capsys):
@@ -61,5 +61,5 @@ def test_help_prints_what_runs(monkeypatch, capsys):
     monkeypatch.setitem(RECIPES["smollm2-orca"]["training"], "batch_size", 6)
     with pytest.raises(SystemExit):
         parse_cli(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "with --K, so many completions of each (default: 6, at least 1)" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "with --K, so many completions of each (default: 6, at least 1)" in output

@@ -78,9 +78,9 @@ def tried(loaded):
     return make
 
 
-def lines_of(said: str) -> dict[str, str]:
+def lines_of(expected: str) -> dict[str, str]:
     """The table that was printed: check -> its line."""
-    table = said.split("checks:\n")[1].splitlines()
+    table = expected.split("checks:\n")[1].splitlines()
     return {name: line for line in table for name in [*NAMES, "the rest"] if line.startswith(f"  {name} ")}
 
 
@@ -157,9 +157,9 @@ def test_what_ends_the_checks_is_a_failed_check(configured, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: train_ppo.main(argv))
     assert ended.value.code == 2
-    said = " ".join(lines_of(capsys.readouterr().out)["the rest"].split())
-    assert said.startswith("the rest FAILED RunError: bad.py:2 `raise ValueError('as told')` raised ValueError")
-    assert "reward function broken" in said
+    output = " ".join(lines_of(capsys.readouterr().out)["the rest"].split())
+    assert output.startswith("the rest FAILED RunError: bad.py:2 `raise ValueError('as told')` raised ValueError")
+    assert "reward function broken" in output
 
 
 @pytest.mark.parametrize("algorithm", SCRIPTS)

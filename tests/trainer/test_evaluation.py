@@ -105,10 +105,10 @@ def test_evaluations_use_the_same_random_numbers(build):
 
 def test_metrics_of_an_evaluation_by_hand():
     looked = evaluation([1.0, 3.0], kl=[2.0, 4.0], lengths=[10, 20], ended=[True, False])
-    said = looked.metrics()
-    assert (said["eval/score"], said["eval/kl_divergence"]) == (2.0, 3.0)
-    assert said["eval/kl_divergence/token"] == pytest.approx(6 / 30)
-    assert (said["eval/reply_length"], said["eval/eos_rate"], said["eval/perplexity"]) == (15, 0.5, 2.0)
+    logged = looked.metrics()
+    assert (logged["eval/score"], logged["eval/kl_divergence"]) == (2.0, 3.0)
+    assert logged["eval/kl_divergence/token"] == pytest.approx(6 / 30)
+    assert (logged["eval/reply_length"], logged["eval/eos_rate"], logged["eval/perplexity"]) == (15, 0.5, 2.0)
 
 
 def test_the_report_by_hand():

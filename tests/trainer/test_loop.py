@@ -267,13 +267,13 @@ def test_what_a_rollout_says_of_itself_by_hand(make):
     rollout.logprobs[0, :2] = torch.tensor([0.5, 0.25])
     batch = trainer.advantages(rollout, torch.ones(4))
     scores = torch.tensor([1.0, 3, 1, 3])
-    said = rollout_metrics(batch, Scores(scores, scores, {}), 1)
-    assert said["kl_divergence"] == pytest.approx(0.75 / 4)
-    assert said["kl_divergence/token"] == pytest.approx(0.75 / 5)
+    metrics = rollout_metrics(batch, Scores(scores, scores, {}), 1)
+    assert metrics["kl_divergence"] == pytest.approx(0.75 / 4)
+    assert metrics["kl_divergence/token"] == pytest.approx(0.75 / 5)
     k3 = (math.exp(-0.5) - 1 + 0.5) + (math.exp(-0.25) - 1 + 0.25)
-    assert said["kl_divergence/k3"] == pytest.approx(k3 / 4)
-    assert (said["completions/mean_length"], said["completions/eos_rate"]) == (1.25, 0.25)
-    assert (said["rewards/mean"], said["rewards/std"]) == (2.0, 1.0)
+    assert metrics["kl_divergence/k3"] == pytest.approx(k3 / 4)
+    assert (metrics["completions/mean_length"], metrics["completions/eos_rate"]) == (1.25, 0.25)
+    assert (metrics["rewards/mean"], metrics["rewards/std"]) == (2.0, 1.0)
 
 
 class Heard(Callback):
@@ -500,9 +500,9 @@ def test_a_trainer_trains_once(make):
 
 def test_evaluating_other_prompts_leaves_no_trace(make):
     trainer = make()
-    said = trainer.evaluate(["What is a cat?", [{"role": "user", "content": "And a dog?"}]])
-    assert {"eval/score", "eval/kl_divergence", "eval/perplexity"} <= set(said)
+    metrics = trainer.evaluate(["What is a cat?", [{"role": "user", "content": "And a dog?"}]])
+    assert {"eval/score", "eval/kl_divergence", "eval/perplexity"} <= set(metrics)
     assert trainer.evaluations == [] and trainer.state.log_history == []
-    assert said == trainer.evaluate(["What is a cat?", "And a dog?"]), "the same random numbers"
+    assert metrics == trainer.evaluate(["What is a cat?", "And a dog?"]), "the same random numbers"
     with pytest.raises(UserError, match="no prompt of at most 100 tokens"):
         trainer.evaluate(["word " * 200])

@@ -189,10 +189,10 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
         patch.setattr(optimize.PolicyOptimizer, "gradients", spoilt)
         run_command(lambda: train([*argv, "--output", str(output)]))
-    said = capsys.readouterr()
-    assert ended.value.code == 1 and "3 updates in a row were skipped: update 4" in said.err
+    printed = capsys.readouterr()
+    assert ended.value.code == 1 and "3 updates in a row were skipped: update 4" in printed.err
     folder = output / "incidents" / "update-000004"
-    assert f"python train_{algorithm}.py --replay {folder}" in said.out
+    assert f"python train_{algorithm}.py --replay {folder}" in printed.out
     assert RunRecord.read(output).status == "failed"
     incident = json.loads((folder / "incident.json").read_text())
     assert incident["versions"]["trl"] == "1.12.0"
@@ -206,8 +206,10 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
     before = sorted(Path().iterdir())
     train(["--replay", str(folder)])
     assert sorted(Path().iterdir()) == before, "a replay leaves nothing"
-    said = capsys.readouterr().out
-    assert "policy/grad_norm" in said and "gradient of" not in said, "here the fault was in the code, not in the files"
+    printed = capsys.readouterr().out
+    assert "policy/grad_norm" in printed and "gradient of" not in printed, (
+        "here the fault was in the code, not in the files"
+    )
     from_update = 0
     monkeypatch.setattr(optimize.PolicyOptimizer, "gradients", spoilt)
     train(["--replay", str(folder)])
@@ -351,9 +353,9 @@ def test_out_of_memory_with_one_reply_names_what_helps(build, flags):
     short_of_memory(trainer, 0)
     with pytest.warns(RLHFWarning), pytest.raises(RunError) as raised:
         trainer.update_step(1)
-    said = str(raised.value)
-    assert "out of memory with one reply at a time: the backward pass" in said
-    named = re.findall(r"(--[a-z0-9-]+)[ 0-9]* \(about ([0-9.]+) GiB less\)", said)
+    message = str(raised.value)
+    assert "out of memory with one reply at a time: the backward pass" in message
+    named = re.findall(r"(--[a-z0-9-]+)[ 0-9]* \(about ([0-9.]+) GiB less\)", message)
     assert len(named) == 3 and ("--use-lora" in dict(named)) == (not flags)
     sizes = [float(size) for _, size in named]
     assert sizes == sorted(sizes, reverse=True)
@@ -436,9 +438,9 @@ def test_out_of_memory_on_a_cpu_is_a_line(capsys, tmp_path, monkeypatch):
     for call in (lambda: torch.empty(2**60), lambda: bytearray(2**62)):
         with pytest.raises(SystemExit) as ended:
             run_command(call)
-        said = capsys.readouterr().err
+        output = capsys.readouterr().err
         assert ended.value.code == 1 and re.fullmatch(
-            r"error: out of memory on the CPU: .*\. Try a smaller .*\n", said
+            r"error: out of memory on the CPU: .*\. Try a smaller .*\n", output
         )
     assert not list(tmp_path.iterdir())
 
@@ -447,15 +449,15 @@ def test_an_unexpected_error_is_a_line_and_a_file(capsys, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: [1][2])
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     (file,) = tmp_path.iterdir()
-    assert ended.value.code == 1 and said.count("\n") == 1
-    assert said.startswith("error: unexpected IndexError (list index out of range)") and str(file) in said
+    assert ended.value.code == 1 and output.count("\n") == 1
+    assert output.startswith("error: unexpected IndexError (list index out of range)") and str(file) in output
     assert "Traceback" in file.read_text() and "list index out of range" in file.read_text()
 
 
 def test_adapters_larger_than_the_memory_are_a_line(run_flags, capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: train_ppo.main(run_flags("--use-lora", "--lora-r", "1e9")))
-    said = capsys.readouterr().err
-    assert ended.value.code == 1 and said.startswith("error: out of memory on the CPU: ") and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert ended.value.code == 1 and output.startswith("error: out of memory on the CPU: ") and output.count("\n") == 1

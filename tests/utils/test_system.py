@@ -41,8 +41,8 @@ def run(how: str) -> list[str]:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not the C library that has the setting")
 def test_freed_memory_is_kept_and_not_cleared_anew():
-    said, faults = run("keep")
-    assert said == "True"
+    facts, faults = run("keep")
+    assert facts == "True"
     assert int(faults) < 100 < 10_000 < int(run("leave")[0])
 
 

@@ -20,15 +20,15 @@ def compare(config: ComparisonConfig, screen) -> None:
     from pathlib import Path
 
     from rlhf.analysis.curves import read_runs
-    from rlhf.analysis.equal_budget import read_looks
-    from rlhf.analysis.evaluator import Bench
+    from rlhf.analysis.equal_budget import read_eval_points
+    from rlhf.analysis.evaluator import ModelEvaluator
     from rlhf.analysis.models import find_models
     from rlhf.models.device import start_device
     from rlhf.reports.comparison_report import (
+        check_groups,
         check_named,
-        check_sides,
         make_comparison,
-        make_sides,
+        make_groups,
         show_comparison,
         write_comparison,
     )
@@ -39,17 +39,17 @@ def compare(config: ComparisonConfig, screen) -> None:
     folder = check_folder(config.comparison.output)
     check_named(config.comparison.runs)
     models = find_models(config.comparison.runs, config.measure, "RUN")
-    check_sides(models)
+    check_groups(models)
     curves = read_runs([Path(name) for name in config.comparison.runs])
-    looks = [(run.algorithm, read_looks(run)) for run in curves]
-    bench = Bench(models, config.measure, start_device(screen), screen)
-    bench.rewards.printed = folder / PRINTED_FILE
-    screen.facts(bench.facts())
-    start = bench.measure_start(screen)
-    sides = make_sides(models, [bench.measure(model, screen) for model in models])
-    report = make_comparison(bench, sides, start, looks)
-    made = tables(report, sides)
-    write_comparison(report, made, sides, start, curves, folder, screen)
+    eval_points = [(run.algorithm, read_eval_points(run)) for run in curves]
+    evaluator = ModelEvaluator(models, config.measure, start_device(screen), screen)
+    evaluator.rewards.printed = folder / PRINTED_FILE
+    screen.facts(evaluator.facts())
+    start = evaluator.evaluate_start(screen)
+    groups = make_groups(models, [evaluator.evaluate(model, screen) for model in models])
+    report = make_comparison(evaluator, groups, start, eval_points)
+    made = tables(report, groups)
+    write_comparison(report, made, groups, start, curves, folder, screen)
     show_comparison(report, made, screen)
 
 

@@ -19,13 +19,13 @@ def main(argv: list[str] | None = None) -> None:
     if config.evaluation.tokens is not None:
         show_tokens(config, Screen())
     elif config.evaluation.chat:
-        talk(config, Screen())
+        run_chat(config, Screen())
     else:
         evaluate(config, Screen())
 
 
 def evaluate(config: EvaluationConfig, screen) -> None:
-    from rlhf.analysis.evaluator import Bench
+    from rlhf.analysis.evaluator import ModelEvaluator
     from rlhf.analysis.models import find_models
     from rlhf.models.device import start_device
     from rlhf.reports.evaluation_report import make_report, show_report, write_report
@@ -34,12 +34,12 @@ def evaluate(config: EvaluationConfig, screen) -> None:
 
     measure, output = config.measure, check_folder(config.evaluation.output)
     models = find_models(config.evaluation.model_path, measure, "--model-path")
-    bench = Bench(models, measure, start_device(screen), screen)
-    bench.rewards.printed = output / PRINTED_FILE
-    screen.facts(bench.facts())
-    start = bench.measure_start(screen) if bench.start is not None else None
-    measured = [bench.measure(model, screen) for model in models]
-    report = make_report(bench, models, measured, start)
+    evaluator = ModelEvaluator(models, measure, start_device(screen), screen)
+    evaluator.rewards.printed = output / PRINTED_FILE
+    screen.facts(evaluator.facts())
+    start = evaluator.evaluate_start(screen) if evaluator.start is not None else None
+    measured = [evaluator.evaluate(model, screen) for model in models]
+    report = make_report(evaluator, models, measured, start)
     show_report(report, screen)
     write_report(report, [m for m in (start, *measured) if m is not None], output, screen)
 
@@ -50,7 +50,7 @@ def show_tokens(config: EvaluationConfig, screen) -> None:
     write_token_page(config.evaluation.tokens, config.evaluation.output, screen)
 
 
-def talk(config: EvaluationConfig, screen) -> None:
+def run_chat(config: EvaluationConfig, screen) -> None:
     from rlhf.analysis.chat import chat
 
     chat(config, screen)

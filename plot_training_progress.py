@@ -61,30 +61,30 @@ def standing(run, chart) -> str:
     from rlhf.analysis.curves import running_mean
 
     status = run.run.status
-    said = [f"{run.last_update:,} of {run.planned:,} updates{'' if status == 'finished' else f' ({status})'}"]
+    remarks = [f"{run.last_update:,} of {run.planned:,} updates{'' if status == 'finished' else f' ({status})'}"]
     for panel in chart.panels:
         value = "not logged"
         if panel.tag in run.scalars:
             curve = run.scalars[panel.tag]
             value = f"{running_mean(curve.updates, curve.values, panel.span(chart.smooth))[-1]:.3g}"
-        said.append(f"{panel.tag} {value}")
+        remarks.append(f"{panel.tag} {value}")
     aim = "no KL target" if run.targets is None else f"KL target {run.targets.target_of(run.last_update)}"
-    return ", ".join([*said, aim])
+    return ", ".join([*remarks, aim])
 
 
 def unlike(chart) -> list[str]:
     """How the runs differ in what a reader takes to be equal, a line each."""
-    from rlhf.checkpoints.run_record import MAY_DIFFER, differences
+    from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, differences
     from rlhf.utils.console import clock
 
-    said = []
+    remarks = []
     recipes = sorted({run.config.recipe for run in chart.runs})
     if len(recipes) > 1:
-        said.append(f"the runs are of different recipes: {', '.join(recipes)}")
+        remarks.append(f"the runs are of different recipes: {', '.join(recipes)}")
     if len(chart.aims) > 1:
         units = {run.config.kl.targets[0].per for run in chart.runs}
         shown = "; the KL is shown in nats per sequence" if len(units) > 1 else ""
-        said.append(f"the runs hold different KL targets: {', '.join(chart.aims)}; none is drawn{shown}")
+        remarks.append(f"the runs hold different KL targets: {', '.join(chart.aims)}; none is drawn{shown}")
     for group in chart.groups:
         updates, first = [run.last_update for run in group.runs], group.runs[0].run.settings
         times = [run.seconds for run in group.runs]
@@ -92,17 +92,17 @@ def unlike(chart) -> list[str]:
         if chart.x == "time" and clock(min(times)) != clock(max(times)):
             lengths = f"{clock(min(times))} to {clock(max(times))}"
         if lengths:
-            said.append(
+            remarks.append(
                 f"the {group.name} runs differ in length, {lengths}: their mean ends with the shortest, and what "
                 "comes after is not drawn"
             )
-        mixed = {name for run in group.runs for name in differences(first, run.run.settings, MAY_DIFFER)}
+        mixed = {name for run in group.runs for name in differences(first, run.run.settings, SEEDS_MAY_DIFFER)}
         if mixed:
-            said.append(
+            remarks.append(
                 f"the {group.name} runs differ in {', '.join(sorted(mixed))}: their mean mixes settings. Draw one "
                 "setting of an algorithm at a time"
             )
-    return said
+    return remarks
 
 
 if __name__ == "__main__":

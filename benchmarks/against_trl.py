@@ -77,7 +77,7 @@ def alternate(sides: list[Side], updates: int, screen) -> Iterator[dict[str, dic
         for side in sides if number % 2 else reversed(sides):
             time.sleep(SETTLE_S)
             pair[side.name] = side.go()
-        spent = ", ".join(f"{name} {told['seconds']:.2f} s" for name, told in pair.items())
+        spent = ", ".join(f"{name} {timing['seconds']:.2f} s" for name, timing in pair.items())
         name = f"pair {number}/{updates - 1}" if number else "warm-up"
         screen.progress(f"{name}: {spent}", last=number == updates - 1)
         yield pair

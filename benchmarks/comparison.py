@@ -48,20 +48,20 @@ def compare(work: Work, facts: dict[str, dict], pairs: Sequence[dict[str, dict]]
 
 def notes(work: Work, facts: dict[str, dict]) -> list[str]:
     """What a reader must know of the comparison."""
-    said = [
+    lines = [
         "an update is one rollout and all its optimizer steps; the first of each side is a warm-up and not counted",
         "each side is a process of its own, in turn; memory is that process's peak, "
         + ("of all that it holds" if work.device == "cpu" else "of the card's tensors"),
     ]
     if work.bf16 and facts["stock"]["mixed_precision"] == "no":
-        said.append("TRL was given bf16=True, which its PPO does not act on: its forward pass stays in float32")
+        lines.append("TRL was given bf16=True, which its PPO does not act on: its forward pass stays in float32")
     if work.lora or work.load_in_4bit:
-        said.append(
+        lines.append(
             "ours trains adapters" + (" over 4-bit weights" if work.load_in_4bit else "") + ", TRL all weights"
         )
     if facts["ours"]["machine"]["busy_before_percent"] > BUSY:
-        said.append(busy_line(facts["ours"]["machine"]))
-    return said
+        lines.append(busy_line(facts["ours"]["machine"]))
+    return lines
 
 
 # --- for people ------------------------------------------------------------------------------------------------------

@@ -117,14 +117,14 @@ def point(work: Work) -> dict[str, Any]:
     from benchmarks import ours
 
     trainer = ours.build(work)
-    told = [ours.measured_update(trainer, update, work.device) for update in range(1, work.updates + 1)][1:]
+    timings = [ours.measured_update(trainer, update, work.device) for update in range(1, work.updates + 1)][1:]
     del trainer
     gc.collect()  # a trainer and its callbacks refer to each other
     return {
-        "seconds": median(t["seconds"] for t in told),
-        "reply_tokens": median(t["reply_tokens"] for t in told),
-        "seconds_per_token": median(t["seconds"] / t["reply_tokens"] for t in told),
-        "parts": {part: median(t["parts"][part] for t in told) for part in ours.PARTS},
+        "seconds": median(t["seconds"] for t in timings),
+        "reply_tokens": median(t["reply_tokens"] for t in timings),
+        "seconds_per_token": median(t["seconds"] / t["reply_tokens"] for t in timings),
+        "parts": {part: median(t["parts"][part] for t in timings) for part in ours.PARTS},
     }
 
 
@@ -137,7 +137,7 @@ def show(found: dict[str, Any], screen) -> None:
 
     for over, points in found["curves"].items():
         rows = [
-            [f"{p['size']:,}", f"{p['seconds']:.3f}", f"{p['seconds_per_token'] * 1e3:.3f}", said(p["ratio"])]
+            [f"{p['size']:,}", f"{p['seconds']:.3f}", f"{p['seconds_per_token'] * 1e3:.3f}", ratio_text(p["ratio"])]
             for p in points
         ]
         columns = [UNITS[over], "s per update", "ms per reply token", f"of the one before (at most {LIMIT:.2f})"]
@@ -149,7 +149,7 @@ def show(found: dict[str, Any], screen) -> None:
         screen.say(busy_line(found["machine"]))
 
 
-def said(ratio: float | None) -> str:
+def ratio_text(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}" + ("" if ratio <= LIMIT else "  over")
 
 

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         work = work_of(
             arguments, folder=folder, device=device, batch_size=batch, minibatches=parts, varied=True, updates=updates
         )
-        found = tell_epoch(work, arguments.prompts, *measure(work, arguments.stock, screen))
+        found = summarize_epoch(work, arguments.prompts, *measure(work, arguments.stock, screen))
     show(found, screen)
     if arguments.json:
         write_json(arguments.json, found)
@@ -93,16 +93,18 @@ def measure(work: Work, stock: bool, screen) -> tuple[dict[str, dict], list[dict
         return facts, list(alternate(sides, work.updates, screen))
 
 
-def tell_epoch(work: Work, prompts: int, facts: dict[str, dict], told: list[dict[str, dict]]) -> dict[str, Any]:
+def summarize_epoch(
+    work: Work, prompts: int, facts: dict[str, dict], timings: list[dict[str, dict]]
+) -> dict[str, Any]:
     """The figures of all sides, and what they make of an epoch. Raises RunError where the sides did unlike work."""
     from rlhf.checkpoints.run_record import environment
 
     names, whole = list(facts), -(-prompts // work.batch_size)
-    tokens = {name: reply_tokens(work, name, told) for name in names}
-    steps = {name: told[-1][name]["optimizer_steps"] for name in names}
+    tokens = {name: reply_tokens(work, name, timings) for name in names}
+    steps = {name: timings[-1][name]["optimizer_steps"] for name in names}
     if len(set(tokens.values())) > 1 or len(set(steps.values())) > 1:
         raise RunError(f"unlike work, so nothing is compared: reply tokens {tokens}, optimizer steps {steps}")
-    sides = {n: side_of_epoch(work, [t[n] for t in told[1:]], tokens[n] / work.updates, whole) for n in names}
+    sides = {n: side_of_epoch(work, [t[n] for t in timings[1:]], tokens[n] / work.updates, whole) for n in names}
     settings = {name: value for name, value in work.settings.items() if name not in ("updates", "load_in_4bit")}
     found = {
         **environment(),
@@ -117,31 +119,31 @@ def tell_epoch(work: Work, prompts: int, facts: dict[str, dict], told: list[dict
         "notes": notes(work, facts),
     }
     if "stock" in names:
-        found["ratio"] = spread([t["stock"]["seconds"] / t["ours"]["seconds"] for t in told[1:]])
+        found["ratio"] = spread([t["stock"]["seconds"] / t["ours"]["seconds"] for t in timings[1:]])
     return found
 
 
-def reply_tokens(work: Work, name: str, told: Sequence[dict[str, dict]]) -> int:
+def reply_tokens(work: Work, name: str, timings: Sequence[dict[str, dict]]) -> int:
     """Of all updates. TRL's side takes every prompt for one of `prompt_length` tokens: over the run, which reads each
     prompt once (a group's once for each reply), that is set right."""
-    counted = sum(t[name]["reply_tokens"] for t in told)
+    counted = sum(t[name]["reply_tokens"] for t in timings)
     if name == "ours":
         return counted
     real = sum(prompt_lengths(work)) * work.episodes // work.batch_size
     return counted + work.updates * work.episodes * work.prompt_length - real
 
 
-def side_of_epoch(work: Work, told: Sequence[dict[str, Any]], tokens: float, whole: int) -> dict[str, Any]:
+def side_of_epoch(work: Work, timings: Sequence[dict[str, Any]], tokens: float, whole: int) -> dict[str, Any]:
     """One side's counted updates, of `tokens` reply tokens each, and the epoch of `whole` such updates."""
-    seconds = spread([t["seconds"] for t in told])
+    seconds = spread([t["seconds"] for t in timings])
     found = {
         "seconds_per_update": seconds,
         "minutes_per_epoch": {key: seconds[key] * whole / 60 for key in ("median", "lowest", "highest")},
         "reply_tokens_per_s": tokens / seconds["median"],
-        "memory": told[-1]["memory"],
+        "memory": timings[-1]["memory"],
     }
-    if "parts" in told[0]:
-        found["shares"] = {part: median(t["parts"][part] / t["seconds"] for t in told) for part in PARTS}
+    if "parts" in timings[0]:
+        found["shares"] = {part: median(t["parts"][part] / t["seconds"] for t in timings) for part in PARTS}
     return found
 
 
@@ -149,14 +151,14 @@ def notes(work: Work, facts: dict[str, dict]) -> list[str]:
     """What a reader must know of the figures."""
     from benchmarks.comparison import notes as of_comparisons
 
-    said = [
+    lines = [
         "the first update is a warm-up and not counted; loading, evaluations and saving are not in it",
         "prompts are of random ids and unlike lengths, "
         f"{sum(prompt_lengths(work)) / work.updates / work.batch_size:.0f} tokens in the mean; all replies run to "
         "their maximum",
         f"an optimizer step is on {min(work.batch_size, MINIBATCH)} prompts whatever the rollout's size",
     ]
-    return said + (of_comparisons(work, facts)[1:] if "stock" in facts else [])
+    return lines + (of_comparisons(work, facts)[1:] if "stock" in facts else [])
 
 
 # --- for people ------------------------------------------------------------------------------------------------------
@@ -190,8 +192,8 @@ def show(found: dict[str, Any], screen) -> None:
 def rows(sides: dict[str, dict[str, Any]]) -> list[list[str]]:
     from benchmarks.machine import gib
 
-    def line(name: str, said: Callable[[dict[str, Any]], str]) -> list[str]:
-        return [name, *(said(side) for side in sides.values())]
+    def line(name: str, show: Callable[[dict[str, Any]], str]) -> list[str]:
+        return [name, *(show(side) for side in sides.values())]
 
     return [
         line("seconds per update, median", lambda s: f"{s['seconds_per_update']['median']:.3f}"),

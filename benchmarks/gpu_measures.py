@@ -14,10 +14,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from benchmarks.against_trl import alternate
-from benchmarks.epoch import tell_epoch
+from benchmarks.epoch import summarize_epoch
 from benchmarks.gpu_section import OUT_OF_TIME, OutOfTime, Section
 from benchmarks.machine import busy, gib, seconds
-from benchmarks.memory import foretell
+from benchmarks.memory import estimate
 from benchmarks.side import ROOT, Side
 from benchmarks.work import (
     EOS,
@@ -31,11 +31,11 @@ from benchmarks.work import (
     rule_out_special,
 )
 from rlhf.models.device import autocast
-from rlhf.rollout.engine import sample_replies
-from rlhf.rollout.sampling import uniforms
+from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import Notice
+from rlhf.utils.errors import RLHFWarning
 
 ENGINES = ("plain", "slots", "graph")
 SLOTS = (64, 128, 256, 512, 1024)
@@ -141,18 +141,18 @@ def decoding(section: Section) -> None:
 def decode(section: Section, name: str, policy: LlamaForCausalLM, work: Work, slots: int, engine: str) -> None:
     device = policy.device
     prompts = random_prompts([work.prompt_length] * slots, policy.config.vocab_size, SEED)
-    noise = uniforms(SEED, 0, "rollout", range(slots), work.reply_length)
+    noise = uniform_noise(SEED, 0, "rollout", range(slots), work.reply_length)
 
     def sample(length: int) -> tuple[int, float]:
         sampling = SamplingSettings(length, TEMPERATURE)
         begun = seconds(device.type)
         with warnings.catch_warnings(), autocast(device, torch.bfloat16 if section.on_gpu else None):
-            warnings.simplefilter("error", Notice)  # else a graph that cannot be captured is measured as slots
-            replies = sample_replies(
+            warnings.simplefilter("error", RLHFWarning)  # else a graph that cannot be captured is measured as slots
+            completions = sample_completions(
                 policy, prompts, noise[:, :length], sampling,
                 eos=EOS, pad=PAD, device=device, engine=engine, slots=slots,
             )  # fmt: skip
-        tokens = sum(replies.lengths.tolist())
+        tokens = sum(completions.lengths.tolist())
         return tokens, seconds(device.type) - begun
 
     sample(4)  # kernels are chosen, memory is claimed
@@ -188,26 +188,26 @@ def update(section: Section) -> None:
 
 def alternate_until(section: Section, work: Work, sides: list[Side], until: float) -> None:
     """Measure a warm-up and `UPDATES` pairs of updates, or as many as there are until an instant."""
-    told: list[dict[str, dict]] = []
+    timings: list[dict[str, dict]] = []
     try:
         facts = {side.name: side.go() for side in sides}
         facts["ours"]["machine"]["busy_before_percent"] = busy()
         for pair in alternate(sides, work.updates, Screen()):
-            told.append(pair)
-            if len(told) > 1:
-                tell_pairs(section, replace(work, updates=len(told)), facts, told)
+            timings.append(pair)
+            if len(timings) > 1:
+                record_pairs(section, replace(work, updates=len(timings)), facts, timings)
             if time.monotonic() + sum(side["seconds"] for side in pair.values()) > until:
                 break
     finally:
         for side in sides:  # the next algorithm needs their memory
             side.process.kill()
             side.process.wait()
-    if len(told) < 2:
+    if len(timings) < 2:
         raise OutOfTime
 
 
-def tell_pairs(section: Section, work: Work, facts: dict[str, dict], told: list[dict[str, dict]]) -> None:
-    found, title = tell_epoch(work, EPOCH, facts, told), work.algorithm.upper()
+def record_pairs(section: Section, work: Work, facts: dict[str, dict], timings: list[dict[str, dict]]) -> None:
+    found, title = summarize_epoch(work, EPOCH, facts, timings), work.algorithm.upper()
     episodes = f"{work.episodes} episodes, {work.ppo_epochs * work.minibatches} optimizer steps"
     names = {"ours": "ours", "stock": "stock TRL"}
     of = "of torch's tensors" if section.on_gpu else "of the process"
@@ -215,18 +215,18 @@ def tell_pairs(section: Section, work: Work, facts: dict[str, dict], told: list[
         spread, forward = figures["seconds_per_update"], PRECISION[found["mixed_precision"][side]]
         section.figure(
             f"{title}, an update, {names[side]}", spread["median"], "s",
-            f"median of {len(told) - 1}, {spread['lowest']:.3g} to {spread['highest']:.3g}; {episodes}; {forward}; "
+            f"median of {len(timings) - 1}, {spread['lowest']:.3g} to {spread['highest']:.3g}; {episodes}; {forward}; "
             f"peak memory {gib(figures['memory']['peak'])} {of}",
             all=spread["pairs"],
         )  # fmt: skip
         section.figure(
             f"{title}, an epoch of {EPOCH:,} prompts, {names[side]}", figures["minutes_per_epoch"]["median"], "min",
-            f"extrapolated from {len(told) - 1} updates of {found['updates']['of_the_epoch']:,}",
+            f"extrapolated from {len(timings) - 1} updates of {found['updates']['of_the_epoch']:,}",
         )  # fmt: skip
     ratio = found["ratio"]
     section.figure(
         f"{title}, stock TRL's time over ours", ratio["median"], "",
-        f"{ratio['lowest']:.3g} to {ratio['highest']:.3g} over {len(told) - 1} pairs", all=ratio["pairs"],
+        f"{ratio['lowest']:.3g} to {ratio['highest']:.3g} over {len(timings) - 1} pairs", all=ratio["pairs"],
     )  # fmt: skip
 
 
@@ -251,7 +251,7 @@ def peak(section: Section, kind: str, work: Work, side: Side) -> None:
 
     side.go()
     measured = [side.go()["memory"]["above_imports"] for _ in range(work.updates)][-1]
-    predicted = foretell(ours.build(work))
+    predicted = estimate(ours.build(work))
     section.figure(
         f"PPO, {kind}, measured over predicted", measured / predicted.peak, "",
         f"measured {gib(measured)}, predicted {gib(predicted.peak)} (largest in the {predicted.largest.name}); "

@@ -37,12 +37,12 @@ class Report:
         self.sections[section] = SectionRecord(share)
         self.write()
 
-    def add(self, section: str, told: dict[str, Any]) -> None:
+    def add(self, section: str, message: dict[str, Any]) -> None:
         """Store the machine's facts, or a figure in the place of an older one of the same name."""
-        if "machine" in told:
-            self.machine = told["machine"]
+        if "machine" in message:
+            self.machine = message["machine"]
         else:
-            self.sections[section].figures[told["name"]] = told
+            self.sections[section].figures[message["name"]] = message
         self.write()
 
     def end(self, section: str, state: str, seconds: float, error: str | None = None) -> None:

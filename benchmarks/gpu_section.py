@@ -68,10 +68,10 @@ class Section:
         return folder
 
     def figure(self, name: str, value: Any, unit: str = "", note: str = "", **more: Any) -> None:
-        self._tell({"name": name, "value": value, "unit": unit, "note": note, **more})
+        self._send({"name": name, "value": value, "unit": unit, "note": note, **more})
 
     def error(self, name: str, error: str) -> None:
-        self._tell({"name": name, "error": error})
+        self._send({"name": name, "error": error})
 
     def attempt(self, name: str, measure: Callable[[], None]) -> None:
         """Call `measure`, which records its figures. Record an error under `name`; the next measurement still runs."""
@@ -88,12 +88,12 @@ class Section:
     def machine(self) -> None:
         from benchmarks.machine import gpu_machine
 
-        self._tell({"machine": gpu_machine(self.device)})
+        self._send({"machine": gpu_machine(self.device)})
 
-    def _tell(self, told: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         from rlhf.utils.files import json_ready
 
-        self.channel.write(json.dumps(json_ready(told)) + "\n")
+        self.channel.write(json.dumps(json_ready(message)) + "\n")
         self.channel.flush()
 
 

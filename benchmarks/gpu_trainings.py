@@ -205,9 +205,9 @@ def capped_run(section: Section, folder: Path, expected: str, cap: float, flags:
     command = Command.start(["-c", CAPPED.format(share=share), "train_ppo.py", *flags, "--output", output], folder)
     status = command.wait(section.left - TO_STOP)
     command.end()
-    said = [line for line in command.printed().splitlines() if "out of memory" in line]
+    reported = [line for line in command.printed().splitlines() if "out of memory" in line]
     traceback = "; a traceback" if "Traceback" in command.printed() else ""
-    note = f"with {cap:g} GiB: {' '.join(said)[:300] or command.last_lines()}{traceback}"
+    note = f"with {cap:g} GiB: {' '.join(reported)[:300] or command.last_lines()}{traceback}"
     section.figure(expected, f"exit status {status}", "", note)
 
 

@@ -62,18 +62,18 @@ def compare(work: Work) -> dict[str, Any]:
     with Side("ours", work.write(Path(work.folder, "work.json"))) as side:
         machine = side.go()["machine"]
         measured = [side.go()["memory"] for _ in range(work.updates)][-1]["above_imports"]
-    foretold, tensors = here(work)
+    predicted, tensors = here(work)
     return {
         **environment(),
         "settings": work.settings,
         "machine": machine,
-        "predicted": foretold.peak,
+        "predicted": predicted.peak,
         "measured": measured,
-        "ratio": foretold.peak / measured,
-        "phase": foretold.largest.name,
-        "parts": {**foretold.held, **foretold.largest.parts},
+        "ratio": predicted.peak / measured,
+        "phase": predicted.largest.name,
+        "parts": {**predicted.held, **predicted.largest.parts},
         "tensors": {
-            method: {"predicted": max(tensors_of(phase) for phase in foretold.phases if phase.name in names),
+            method: {"predicted": max(tensors_of(phase) for phase in predicted.phases if phase.name in names),
                      "measured": tensors[method]}
             for method, names in METHODS.items()
         },
@@ -82,9 +82,10 @@ def compare(work: Work) -> dict[str, Any]:
 
 def tensors_of(phase) -> int:
     """What of a phase are tensors of its own."""
-    from rlhf.setup.peak_memory import BEGUN, GAPS_LEFT
+    from rlhf.setup.peak_memory import CACHED_FORWARD, GAPS_LEFT
 
-    aside = {GAPS_LEFT, *([BEGUN] if phase.name == "scoring" else [])}  # no tensors; found there when it begins
+    # no tensors; found there when it begins
+    aside = {GAPS_LEFT, *([CACHED_FORWARD] if phase.name == "scoring" else [])}
     return sum(size for name, size in phase.parts.items() if name not in aside)
 
 
@@ -93,12 +94,12 @@ def here(work: Work) -> tuple[Any, dict[str, int]]:
     from benchmarks import ours
 
     trainer = ours.build(work)
-    foretold = foretell(trainer)
-    trainer.one_update(1)  # the optimizer's moments are there after it
-    return foretold, tensors_in(trainer, METHODS, lambda: trainer.one_update(2))
+    predicted = estimate(trainer)
+    trainer.update_step(1)  # the optimizer's moments are there after it
+    return predicted, tensors_in(trainer, METHODS, lambda: trainer.update_step(2))
 
 
-def foretell(trainer):
+def estimate(trainer):
     """The forecast of a trainer's updates, without evaluations."""
     from rlhf.rewards.build import find_rewards, make_rewards
     from rlhf.setup.memory import forecast

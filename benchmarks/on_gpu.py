@@ -141,11 +141,11 @@ def measure(plan: Plan, report: Report) -> None:
     report.begin(plan.section, plan.seconds)
     began, record, printed = time.monotonic(), report.sections[plan.section], {}
 
-    def take(told: dict[str, Any]) -> None:
-        report.add(plan.section, told)
-        if told.get("name", "") not in {"", *printed}:
-            printed[told["name"]] = told
-            print_figure(told)
+    def take(message: dict[str, Any]) -> None:
+        report.add(plan.section, message)
+        if message.get("name", "") not in {"", *printed}:
+            printed[message["name"]] = message
+            print_figure(message)
 
     ending = run_section(plan, take)
     report.end(plan.section, ending.state, time.monotonic() - began, ending.error)
@@ -198,12 +198,12 @@ def follow(process: subprocess.Popen, deadline: float, take: Callable[[dict], No
         take(json.loads(line))
 
 
-def print_figure(told: dict[str, Any]) -> None:
-    if "error" in told:
-        print(f"  {told['name']}: failed, {one_line(told['error'])}", flush=True)
+def print_figure(message: dict[str, Any]) -> None:
+    if "error" in message:
+        print(f"  {message['name']}: failed, {one_line(message['error'])}", flush=True)
     else:
-        note = f" ({told['note']})" if told["note"] else ""
-        print(f"  {told['name']}: {number(told['value'])} {told['unit']}".rstrip() + note, flush=True)
+        note = f" ({message['note']})" if message["note"] else ""
+        print(f"  {message['name']}: {number(message['value'])} {message['unit']}".rstrip() + note, flush=True)
 
 
 def end_all(process: subprocess.Popen) -> None:

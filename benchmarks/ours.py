@@ -15,7 +15,7 @@ from rlhf.models.device import memory_in_use
 from rlhf.models.load import load_tokenizer
 from rlhf.rewards.build import find_rewards, make_rewards
 from rlhf.settings.training import Config
-from rlhf.setup.build import Parts, build_trainer, load_start_policy
+from rlhf.setup.build import Components, build_trainer, load_start_policy
 from rlhf.trainer.loop import OnPolicyLoop
 
 PARTS = ("rollout", "score", "update")
@@ -61,13 +61,13 @@ def build(work: Work) -> OnPolicyLoop:
     policy = load_start_policy(config, start, tokenizer, device)
     prompts = random_prompts(prompt_lengths(work), policy.config.vocab_size, SEED)
     sets = PromptSets(train=prompts, evaluation=prompts[:1], too_long=0)
-    return build_trainer(config, Parts(tokenizer, sets, reward_model, rewards, policy, before))
+    return build_trainer(config, Components(tokenizer, sets, reward_model, rewards, policy, before))
 
 
 def measured_update(trainer: OnPolicyLoop, update: int, device: str) -> dict[str, Any]:
     """One update: its seconds and those of its parts, and the reply tokens it sampled."""
     before, begun = trainer.progress.reply_tokens, seconds(device)
-    metrics = trainer.one_update(update)
+    metrics = trainer.update_step(update)
     return {
         "seconds": seconds(device) - begun,
         "parts": {part: metrics[f"time/{part}_s"] for part in PARTS},

@@ -53,8 +53,8 @@ class Side:
         line = self.process.stdout.readline()
         if not line:
             last = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_SHOWN:]
-            said = "\n".join(last)
-            raise RunError(f"it stopped (exit status {self.process.wait()}): {self.name}. It said last:\n{said}")
+            output = "\n".join(last)
+            raise RunError(f"it stopped (exit status {self.process.wait()}): {self.name}. It said last:\n{output}")
         return json.loads(line)
 
     def __enter__(self) -> Side:
@@ -91,8 +91,8 @@ def wait() -> None:
         sys.exit("nobody is there to say go")
 
 
-def tell(answers, told: dict[str, Any]) -> None:
-    answers.write(json.dumps(told) + "\n")
+def send(answers, message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message) + "\n")
     answers.flush()
 
 
@@ -103,10 +103,10 @@ def run_ours(work: Work, answers) -> None:
     meter = MemoryMeter(work.device)
     wait()
     trainer = ours.build(work)
-    tell(answers, {"machine": machine(work.device), "mixed_precision": "bf16" if work.bf16 else "no"})
+    send(answers, {"machine": machine(work.device), "mixed_precision": "bf16" if work.bf16 else "no"})
     for update in range(1, work.updates + 1):
         wait()
-        tell(answers, {**ours.measured_update(trainer, update, work.device), "memory": meter.read()})
+        send(answers, {**ours.measured_update(trainer, update, work.device), "memory": meter.read()})
 
 
 def run_stock(work: Work, answers) -> None:
@@ -115,8 +115,8 @@ def run_stock(work: Work, answers) -> None:
 
     meter = MemoryMeter(work.device)
     wait()
-    trainer = stock.build(work, wait, lambda told: tell(answers, {**told, "memory": meter.read()}))
-    tell(answers, {"mixed_precision": str(trainer.accelerator.mixed_precision)})
+    trainer = stock.build(work, wait, lambda message: send(answers, {**message, "memory": meter.read()}))
+    send(answers, {"mixed_precision": str(trainer.accelerator.mixed_precision)})
     trainer.train()
 
 

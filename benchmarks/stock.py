@@ -30,8 +30,8 @@ class Stops(TrainerCallback):
     falls into the next update: each update has it once. The first is a warm-up.
     """
 
-    def __init__(self, work: Work, reward_model: PreTrainedModel, wait: Callable, tell: Callable[[dict], None]):
-        self.work, self.wait, self.tell = work, wait, tell
+    def __init__(self, work: Work, reward_model: PreTrainedModel, wait: Callable, send: Callable[[dict], None]):
+        self.work, self.wait, self.send = work, wait, send
         self.optimizer_steps, self.read = 0, []
         self.steps = work.ppo_epochs if work.algorithm == "grpo" else 1  # of the trainer's count, per update
         register_optimizer_step_post_hook(self._count)
@@ -51,7 +51,7 @@ class Stops(TrainerCallback):
             return
         spent = seconds(self.work.device) - self.begun
         tokens = sum(int(mask.sum()) for mask in self.read) - self.work.episodes * self.work.prompt_length
-        self.tell({"seconds": spent, "reply_tokens": tokens, "optimizer_steps": self.optimizer_steps})
+        self.send({"seconds": spent, "reply_tokens": tokens, "optimizer_steps": self.optimizer_steps})
         if state.global_step < self.work.updates * self.steps:
             self._go()
 
@@ -85,12 +85,12 @@ def load(kind: type, folder) -> PreTrainedModel:
     return kind.from_pretrained(folder, dtype=torch.float32)
 
 
-def build(work: Work, wait: Callable, tell: Callable[[dict], None]):
+def build(work: Work, wait: Callable, send: Callable[[dict], None]):
     """A trainer of the work's algorithm, whose train() stops at every update."""
-    return {"ppo": build_ppo, "grpo": build_grpo}[work.algorithm](work, wait, tell)
+    return {"ppo": build_ppo, "grpo": build_grpo}[work.algorithm](work, wait, send)
 
 
-def build_ppo(work: Work, wait: Callable, tell: Callable[[dict], None]) -> trl_ppo.PPOTrainer:
+def build_ppo(work: Work, wait: Callable, send: Callable[[dict], None]) -> trl_ppo.PPOTrainer:
     policy = load(AutoModelForCausalLM, work.policy)
     reward_model = load(AutoModelForSequenceClassification, work.reward_model)
     ids = prompt_ids(work, policy.config.vocab_size)
@@ -111,11 +111,11 @@ def build_ppo(work: Work, wait: Callable, tell: Callable[[dict], None]) -> trl_p
         reward_model=reward_model,
         value_model=load(AutoModelForSequenceClassification, work.reward_model),
         train_dataset=Dataset.from_dict({"input_ids": ids}),
-        callbacks=[Stops(work, reward_model, wait, tell)],
+        callbacks=[Stops(work, reward_model, wait, send)],
     )
 
 
-def build_grpo(work: Work, wait: Callable, tell: Callable[[dict], None]) -> GRPOTrainer:
+def build_grpo(work: Work, wait: Callable, send: Callable[[dict], None]) -> GRPOTrainer:
     policy = load(AutoModelForCausalLM, work.policy)
     reward_model = load(AutoModelForSequenceClassification, work.reward_model)
     tokenizer = AutoTokenizer.from_pretrained(work.policy, padding_side="left")
@@ -136,5 +136,5 @@ def build_grpo(work: Work, wait: Callable, tell: Callable[[dict], None]) -> GRPO
         ),
         processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"prompt": texts}),
-        callbacks=[Stops(work, reward_model, wait, tell)],
+        callbacks=[Stops(work, reward_model, wait, send)],
     )

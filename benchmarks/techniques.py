@@ -151,16 +151,16 @@ def in_pairs(bench: Bench, trainer: OnPolicyLoop, name: str, twins: dict[str, Ca
 
     Raises RunError where they differ. Ratios are of time, plain over ours.
     """
-    told: list[dict[str, dict[str, Any]]] = []
+    results: list[dict[str, dict[str, Any]]] = []
     for number in range(1 + bench.pairs):
         order = TWINS if number % 2 else TWINS[::-1]
-        told.append({twin: timed(bench.work.device, trainer, twins[twin]) for twin in order})
+        results.append({twin: timed(bench.work.device, trainer, twins[twin]) for twin in order})
         bench.screen.progress(f"{name}: pair {number}/{bench.pairs}", last=number == bench.pairs)
-    each = {twin: {key: [pair[twin][key] for pair in told[1:]] for key in told[0][twin]} for twin in TWINS}
+    each = {twin: {key: [pair[twin][key] for pair in results[1:]] for key in results[0][twin]} for twin in TWINS}
     if each["ours"]["reply_tokens"] != each["plain"]["reply_tokens"]:
         raise RunError(f"unlike work, so nothing is compared: {name}. This is a fault of the benchmark")
     return {
-        "ratio": spread([pair["plain"]["seconds"] / pair["ours"]["seconds"] for pair in told[1:]]),
+        "ratio": spread([pair["plain"]["seconds"] / pair["ours"]["seconds"] for pair in results[1:]]),
         **{key: {twin: median(each[twin][key]) for twin in TWINS} for key in each["ours"]},
     }
 
@@ -202,12 +202,12 @@ def rollout(bench: Bench, name: str) -> dict[str, Any]:
     """Where the replies are to end stands in the random numbers: 0 draws the vocabulary's first token, PAD, which
     these rollouts take for the end. Both engines stay as they are. Run to the maximum, the plain one is not told the
     ends, and its replies are cut afterwards."""
-    from rlhf.rollout.sampling import uniforms
+    from rlhf.rollout.sampling import uniform_noise
 
     work, trainer = bench.work, bench.trainer
     prompts, length = bench.short_prompts(ROUNDS * work.batch_size), work.reply_length
     ends = varied(ENDS * length, length, len(prompts), SEED + 1)
-    free = uniforms(SEED, 0, name, range(len(prompts)), length)
+    free = uniform_noise(SEED, 0, name, range(len(prompts)), length)
     bound = free.clone()
     for row, end in enumerate(ends):
         if end < length:
@@ -219,7 +219,7 @@ def rollout(bench: Bench, name: str) -> dict[str, Any]:
         rows = sampled[twin] = []
         for start in range(0, len(prompts), at_once):
             part = slice(start, start + at_once)
-            rows += replies(bench, engine, prompts[part], uniform[part]).rows()
+            rows += completions(bench, engine, prompts[part], uniform[part]).rows()
         if uniform is free:
             sampled[twin] = [row[: end - 1] + ([PAD] if end < length else row[-1:])
                              for row, end in zip(rows, ends, strict=True)]  # fmt: skip
@@ -238,12 +238,12 @@ def rollout(bench: Bench, name: str) -> dict[str, Any]:
     return {**found, "same_tokens": sum(same) / len(same)}
 
 
-def replies(bench: Bench, engine: str, prompts: Sequence[Prompt], uniform):
-    from rlhf.rollout.engine import sample_replies
+def completions(bench: Bench, engine: str, prompts: Sequence[Prompt], uniform):
+    from rlhf.rollout.engine import sample_completions
 
     trainer = bench.trainer
     with bench.autocast:
-        return sample_replies(
+        return sample_completions(
             trainer.actor.policy,
             prompts,
             uniform,
@@ -263,23 +263,25 @@ def made_batch(bench: Bench, trainer: OnPolicyLoop, prompts: Sequence[Prompt], l
     """A batch as a rollout would have left it, of replies of random ids with these lengths and random scores."""
     import torch
 
-    from rlhf.rollout.completions import Replies, Rollout, padded
-    from rlhf.rollout.logprobs import measure
+    from rlhf.rollout.completions import Completions, Rollout, padded
+    from rlhf.rollout.logprobs import compute_logprobs_and_values
 
     vocabulary, device = bench.vocabulary, trainer.accelerator.device
     rows = [[*row, EOS] for row in random_rows([n - 1 for n in lengths], vocabulary, SEED + 2)]
-    replies = Replies.of(prompts, padded(rows, EOS, device), eos=EOS, pad=PAD, vocabulary=vocabulary)
+    completions = Completions.of(prompts, padded(rows, EOS, device), eos=EOS, pad=PAD, vocabulary=vocabulary)
     with bench.autocast:
-        measured = measure(trainer.actor, trainer.reference, replies, TEMPERATURE, packed=trainer.micro_batches.packed)
-    made = Rollout(replies, list(prompts), replies.texts(trainer.processing_class), *measured)
+        measured = compute_logprobs_and_values(
+            trainer.actor, trainer.reference, completions, TEMPERATURE, packed=trainer.micro_batch_budget.packed
+        )
+    made = Rollout(completions, list(prompts), completions.texts(trainer.processing_class), *measured)
     scores = torch.randn(len(rows), generator=torch.Generator().manual_seed(SEED))
     return trainer.advantages(made, scores.to(device))
 
 
 def step(trainer: OnPolicyLoop, batch: Experience, packed: bool = True) -> int:
     """One pass over the batch as one minibatch."""
-    lengths = batch.replies.reply_lengths
-    trainer.micro_batches.packed = packed
+    lengths = batch.completions.completion_lengths
+    trainer.micro_batch_budget.packed = packed
     trainer.learner.step(batch, range(len(lengths)))
     return sum(lengths)
 
@@ -306,7 +308,7 @@ def shared_prompt(bench: Bench, name: str) -> dict[str, Any]:
     trainer = ours.build(replace(bench.work, algorithm="grpo", batch_size=GROUPS, K=K, prompt_length=length))
     prompts = [prompt for prompt in bench.prompts([length] * GROUPS) for _ in range(K)]
     batch = made_batch(bench, trainer, prompts, [bench.work.reply_length] * len(prompts))
-    alone = replace(batch, replies=replace(batch.replies, groups=list(range(len(prompts)))))
+    alone = replace(batch, completions=replace(batch.completions, groups=list(range(len(prompts)))))
     trainer.model.train()
     return in_pairs(
         bench, trainer, name, {"ours": lambda: step(trainer, batch), "plain": lambda: step(trainer, alone)}
@@ -332,7 +334,7 @@ def fused_head(bench: Bench, name: str) -> dict[str, Any]:
     def go(fused: bool) -> int:
         leaf = states.detach().requires_grad_()
         with bench.autocast:
-            logprobs, _, _ = trainer.actor.heads(leaf, tokens, mask, TEMPERATURE, None, "value", fused)
+            logprobs, _, _ = trainer.actor.forward_heads(leaf, tokens, mask, TEMPERATURE, None, "value", fused)
         (logprobs * weights).mean().backward()
         head.grad = None
         return count
@@ -381,22 +383,22 @@ def show(found: dict[str, Any], screen) -> None:
 
 def rows(techniques: dict[str, dict[str, Any]]) -> list[list[str]]:
     lines = []
-    for name, told in techniques.items():
-        ratio, spent = told["ratio"], [f"{told['seconds'][twin] * 1e3:,.1f} ms" for twin in TWINS]
+    for name, results in techniques.items():
+        ratio, spent = results["ratio"], [f"{results['seconds'][twin] * 1e3:,.1f} ms" for twin in TWINS]
         single = f"{ratio['lowest']:.2f} to {ratio['highest']:.2f}"
-        tokens = f"{told['reply_tokens']['ours']:,.0f}"
-        lines.append([name, *spent, f"{ratio['median']:.2f}", single, tokens, both(told, "steps"),
-                      both(told, "layer_tokens")])  # fmt: skip
-        if "peak_bytes" in told:
-            memory = [f"{told['peak_bytes'][twin] / 2**20:,.1f} MiB" for twin in TWINS]
-            lines.append(["  peak memory", *memory, f"{told['memory_ratio']:.2f}", "", "", "", ""])
+        tokens = f"{results['reply_tokens']['ours']:,.0f}"
+        lines.append([name, *spent, f"{ratio['median']:.2f}", single, tokens, both(results, "steps"),
+                      both(results, "layer_tokens")])  # fmt: skip
+        if "peak_bytes" in results:
+            memory = [f"{results['peak_bytes'][twin] / 2**20:,.1f} MiB" for twin in TWINS]
+            lines.append(["  peak memory", *memory, f"{results['memory_ratio']:.2f}", "", "", "", ""])
     return lines
 
 
-def both(told: dict[str, Any], key: str) -> str:
-    if not told[key]["plain"]:
+def both(results: dict[str, Any], key: str) -> str:
+    if not results[key]["plain"]:
         return ""
-    return " / ".join("unseen" if told[key][twin] is None else f"{told[key][twin]:,.0f}" for twin in TWINS)
+    return " / ".join("unseen" if results[key][twin] is None else f"{results[key][twin]:,.0f}" for twin in TWINS)
 
 
 if __name__ == "__main__":

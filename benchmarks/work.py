@@ -59,9 +59,9 @@ class Work:
     def settings(self) -> dict[str, Any]:
         """All that governs the work, by name."""
         aside = {"folder"} if self.algorithm == "grpo" else {"folder", "K"}
-        said = {name: value for name, value in asdict(self).items() if name not in aside}
+        settings = {name: value for name, value in asdict(self).items() if name not in aside}
         same = {"temperature": TEMPERATURE, "kl_coef": KL_COEF, "learning_rate": LEARNING_RATE, "seed": SEED}
-        return {**said, **same}
+        return {**settings, **same}
 
     @property
     def policy(self) -> Path:

@@ -12,7 +12,7 @@ from rlhf.data.examples import GivenPrompt
 from rlhf.models.device import start_device
 from rlhf.rewards.functions import RewardFunction
 from rlhf.settings.training import Config
-from rlhf.setup.build import build_trainer, load_parts
+from rlhf.setup.build import build_trainer, load_components
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 
@@ -40,8 +40,8 @@ def make_trainer(
     """
     screen = Screen()
     device = start_device(screen, config.run.deterministic)
-    parts = load_parts(config, device, screen, prompts, evaluation_prompts, rewards, reward_weights)
-    trainer = build_trainer(config, parts)
+    components = load_components(config, device, screen, prompts, evaluation_prompts, rewards, reward_weights)
+    trainer = build_trainer(config, components)
     if config.kl.steered:
         controller = kl_controller(config, trainer.updates)
         trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update))

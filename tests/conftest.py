@@ -28,7 +28,7 @@ from rlhf.config import parse_cli
 from rlhf.run.train import attach_callbacks
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, quiet_libraries
-from rlhf.utils.signals import StopRequest
+from rlhf.utils.signals import GracefulStop
 from tests.records import facts_of
 from tests.shapes import make_reward_model, make_start_model
 
@@ -44,7 +44,7 @@ def attach(trainer) -> RunLog:
     output = Path(trainer.config.run.output)
     output.mkdir(parents=True, exist_ok=True)
     log = RunLog(output, **facts_of(trainer.config, trainer.updates))
-    attach_callbacks(trainer, trainer.config, log, Screen(), StopRequest())
+    attach_callbacks(trainer, trainer.config, log, Screen(), GracefulStop())
     return log
 
 
@@ -174,16 +174,16 @@ def train_runs(start_model: Path, reward_folder: Path, pairs_file: Path, folder:
 @pytest.fixture
 def build(configured):
     """A function from flags to a trainer, PPO's unless `algorithm` names another, ready to train, with the given
-    callbacks alone. `parts_changed` are fields of Parts.
+    callbacks alone. `parts_changed` are fields of Components.
 
     With groups the batch is 2 prompts x 2 completions unless the flags name another: as many episodes as PPO's 4.
     """
-    from rlhf.setup.build import build_trainer, load_parts
+    from rlhf.setup.build import build_trainer, load_components
 
     def make(*flags: object, algorithm: str = "ppo", callbacks=(), **parts_changed):
         groups = ("--batch-size", 2, "--K", 2) if ALGORITHMS[algorithm].group_size > 1 else ()
         config = configured(*groups, *flags, algorithm=algorithm)
-        parts = load_parts(config, torch.device("cpu"), Screen())
+        parts = load_components(config, torch.device("cpu"), Screen())
         return build_trainer(config, dataclasses.replace(parts, **parts_changed), callbacks)
 
     return make
@@ -192,7 +192,7 @@ def build(configured):
 def whole_gradient(trainer, batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Of one micro-batch that holds all rows: its statistics, and the gradients of all weights in a row."""
     trainer.model.zero_grad()
-    replies = batch.replies
-    passage = replies.passage(range(len(replies.mask)), trainer.micro_batches.packed)
-    stats = trainer.learner.gradients(batch, passage, replies.mask.sum().float())
+    completions = batch.completions
+    micro_batch = completions.micro_batch(range(len(completions.mask)), trainer.micro_batch_budget.packed)
+    stats = trainer.learner.gradients(batch, micro_batch, completions.mask.sum().float())
     return stats, torch.cat([w.grad.flatten() for w in trainer.model.parameters() if w.grad is not None])

@@ -30,7 +30,7 @@ def child(script, argv: list[str], marks: int) -> None:
     from rlhf.callbacks import checkpointing
     from rlhf.trainer.loop import OnPolicyLoop
 
-    update, quiet = OnPolicyLoop.one_update, os.open(os.devnull, os.O_WRONLY)
+    update, quiet = OnPolicyLoop.update_step, os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
 
     def marked(part, began, ended):
@@ -46,8 +46,8 @@ def child(script, argv: list[str], marks: int) -> None:
         return update(self, number)
 
     checkpointing.Checkpoints.save = marked(checkpointing.Checkpoints.save, *SAVE)
-    checkpointing.replace_folder = marked(checkpointing.replace_folder, *BEST)
-    OnPolicyLoop.one_update = marked_update
+    checkpointing.update_dir_atomically = marked(checkpointing.update_dir_atomically, *BEST)
+    OnPolicyLoop.update_step = marked_update
     script.main(argv)
 
 

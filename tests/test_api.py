@@ -81,7 +81,7 @@ def test_what_a_callback_sets_is_what_the_next_update_has(config):
 def test_own_rewards_have_own_weights(config):
     trainer = make_trainer(config(), ["a cat?"], rewards=[words, LearnedSum()], reward_weights=[1, 0.2])
     assert str(trainer.rewards) == "1 x words + 0.2 x LearnedSum"
-    trainer.one_update(1)
+    trainer.update_step(1)
     with pytest.raises(UserError, match="1 weights for 2 reward functions"):
         make_trainer(config(), ["a cat?"], rewards=[words, words], reward_weights=[1])
 

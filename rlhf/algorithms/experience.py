@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf.algorithms import objectives
 from rlhf.data.prompts import Prompt
-from rlhf.rollout.completions import Replies, Rollout
+from rlhf.rollout.completions import Completions, Rollout
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Experience:
 
     # what was sampled
     prompts: list[Prompt]
-    replies: Replies  # ids, lengths and groups
+    completions: Completions  # ids, lengths and groups
     mask: Tensor  # (B, T) True on completion tokens, EOS included
     # log pi(a|s), nats; undefined off the mask
     logprobs: Tensor  # (B, T) rollout policy
@@ -28,28 +28,30 @@ class Experience:
     kl: Tensor  # (B, T) k1, nats
     kl_coef: float  # beta of this update, score units per nat
     # what is learned from, score units
-    advantages: Tensor  # (B, T) before whitening
-    weights: Tensor  # (B, T) advantages as the loss takes them: whitened and corrected for the sampler, if asked
+    raw_advantages: Tensor  # (B, T) before whitening
+    advantages: Tensor  # (B, T) as the loss takes them: whitened and corrected for the sampler, if asked
     # only if the algorithm has a critic, score units
     values: Tensor | None = None  # (B, T) at rollout time; undefined off the mask
     returns: Tensor | None = None  # (B, T) the critic's target
     rewards: Tensor | None = None  # (B, T) as GAE took them
 
     @classmethod
-    def of(cls, rollout: Rollout, *, weights: Tensor, one_action: bool = False, **learned: Any) -> Experience:
-        """The experience of a rollout. `weights` are corrected by `sampler_weights` if another program sampled, token
-        by token, or completion by completion if a completion is `one_action`."""
-        sampled = rollout.replies.sampled_logprobs
+    def of(cls, rollout: Rollout, *, advantages: Tensor, one_action: bool = False, **learned: Any) -> Experience:
+        """The experience of a rollout. If another program sampled, `advantages` are corrected by truncated importance
+        sampling: token by token, or completion by completion if a completion is `one_action`."""
+        sampled = rollout.completions.sampled_logprobs
         if sampled is not None:
-            weights = weights * objectives.sampler_weights(rollout.logprobs, sampled, rollout.mask, one_action)
+            advantages = advantages * objectives.truncated_importance_weights(
+                rollout.logprobs, sampled, rollout.mask, one_action
+            )
         return cls(
             prompts=rollout.prompts,
-            replies=rollout.replies,
+            completions=rollout.completions,
             mask=rollout.mask,
             logprobs=rollout.logprobs,
             ref_logprobs=rollout.ref_logprobs,
             values=rollout.values,
-            weights=weights,
+            advantages=advantages,
             **learned,
         )
 

@@ -23,7 +23,7 @@ class GRPO:
         rewards = scores - self.config.kl.coef_in("reward", kl_coef) * kl.sum(1)
         groups = objectives.group_advantages(rewards, self.config.group_size, self.config.grpo.scale_rewards)
         advantages = torch.where(rollout.mask, groups.unsqueeze(1), 0.0)
-        return Experience.of(rollout, kl=kl, kl_coef=kl_coef, advantages=advantages, weights=advantages)
+        return Experience.of(rollout, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=advantages)
 
     def loss(
         self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor
@@ -39,7 +39,7 @@ class GRPO:
             config.sampling.reply_length,
         )
         per_token, clipped = objectives.grpo_policy_loss(
-            outputs.logprobs, old, experience.weights[rows], mask, config.batch.clip_range, loss_type
+            outputs.logprobs, old, experience.advantages[rows], mask, config.batch.clip_range, loss_type
         )
         policy_loss = (per_token * weights).sum()
         clipfrac = objectives.masked_mean(clipped.float(), mask, total_tokens)

@@ -60,7 +60,7 @@ class KLController:
         return next((target for _, last, target in self.phases if update <= last), self.targets[-1])
 
     def update(self, kl_per_sequence: float, kl_per_token: float, episodes: int) -> float:
-        """Take note of one update's KL (nats) over `episodes` replies; returns the next update's beta.
+        """Steer by one update's KL (nats) over `episodes` completions; returns the next update's beta.
 
         beta <- beta * (1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon)   (Ziegler et al. 2019, sec. 2.2)
 
@@ -75,7 +75,7 @@ class KLController:
         return self.beta
 
     def skip(self) -> None:
-        """An update that was dropped: nothing is known of its KL."""
+        """Count a skipped update: its KL is unknown."""
         self.done += 1
 
     def raise_beta(self, factor: float) -> float:

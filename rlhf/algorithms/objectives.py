@@ -225,17 +225,17 @@ def clipped_value_loss(
     return loss, masked_mean((held_error > free_error).float(), mask, total)
 
 
-LARGEST_SAMPLER_WEIGHT = 2.0
+TIS_CAP = 2.0
 
 
-def sampler_weights(
+def truncated_importance_weights(
     logprobs: Tensor,
     sampled_logprobs: Tensor,
     mask: Tensor,
     one_action: bool = False,
-    most: float = LARGEST_SAMPLER_WEIGHT,
+    cap: float = TIS_CAP,
 ) -> Tensor:
-    """min(pi_train / pi_sample, most) per token, (B, T), 0 off the mask: truncated importance sampling. If the
+    """min(pi_train / pi_sample, cap) per token, (B, T), 0 off the mask: truncated importance sampling. If the
     completion is `one_action`, the ratio is that of the whole completion, at all its tokens.
 
     For completions whose sampler computed other probabilities than the training forward does (Ionides 2008; Yao et
@@ -243,7 +243,7 @@ def sampler_weights(
     """
     gap = torch.where(mask, logprobs - sampled_logprobs, 0.0)
     gap = gap.sum(1, keepdim=True) if one_action else gap
-    return torch.where(mask, gap.exp().clamp(max=most), 0.0)
+    return torch.where(mask, gap.exp().clamp(max=cap), 0.0)
 
 
 def approximate_kl(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, total=None) -> Tensor:
@@ -256,5 +256,5 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
     Where all returns are equal there is nothing to explain: 0.
     """
-    spread = masked_var(returns, mask)
-    return torch.where(spread > 0, 1 - masked_var(returns - values, mask) / spread, torch.zeros_like(spread))
+    variance = masked_var(returns, mask)
+    return torch.where(variance > 0, 1 - masked_var(returns - values, mask) / variance, torch.zeros_like(variance))

@@ -27,10 +27,11 @@ class PPO:
         advantages, returns = objectives.generalized_advantage_estimate(
             rewards, rollout.values, mask, critic.gamma, critic.lam
         )
-        weights = objectives.whiten(advantages, mask) if ppo.whiten_advantages else advantages
+        whitened = objectives.whiten(advantages, mask) if ppo.whiten_advantages else advantages
         return Experience.of(
-            rollout, kl=kl, kl_coef=kl_coef, advantages=advantages, weights=weights, returns=returns, rewards=rewards
-        )
+            rollout, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=whitened, returns=returns,
+            rewards=rewards,
+        )  # fmt: skip
 
     def loss(
         self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor
@@ -38,7 +39,7 @@ class PPO:
         """The PPO loss of some rows, each term divided by the minibatch's tokens, and its statistics, detached."""
         config, mask, old = self.config, experience.mask[rows], experience.logprobs[rows]
         policy_loss, clipfrac = objectives.clipped_policy_loss(
-            outputs.logprobs, old, experience.weights[rows], mask, config.batch.clip_range, total_tokens
+            outputs.logprobs, old, experience.advantages[rows], mask, config.batch.clip_range, total_tokens
         )
         value_loss, value_clipfrac = objectives.clipped_value_loss(
             outputs.values,

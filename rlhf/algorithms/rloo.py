@@ -25,7 +25,7 @@ class RLOO:
         of_completions = objectives.leave_one_out_advantages(rewards, self.config.group_size)
         advantages = torch.where(rollout.mask, of_completions.unsqueeze(1), 0.0)
         return Experience.of(
-            rollout, kl=kl, kl_coef=kl_coef, advantages=advantages, weights=advantages, one_action=True
+            rollout, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=advantages, one_action=True
         )
 
     def loss(
@@ -34,7 +34,7 @@ class RLOO:
         """The RLOO loss of some rows, a mean over the minibatch's completions, and its statistics, detached."""
         config, mask, old = self.config, experience.mask[rows], experience.logprobs[rows]
         of_completions, clipped, ratio = objectives.rloo_policy_loss(
-            outputs.logprobs, old, experience.weights[rows, 0], mask, config.batch.clip_range
+            outputs.logprobs, old, experience.advantages[rows, 0], mask, config.batch.clip_range
         )
         policy_loss = of_completions.sum() / config.minibatch_size
         clipfrac = clipped.float().sum() / config.minibatch_size

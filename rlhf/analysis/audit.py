@@ -7,7 +7,7 @@ from dataclasses import asdict
 import numpy as np
 
 from rlhf.algorithms.kl_control import KL_BAND
-from rlhf.analysis.evaluator import Generations
+from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.statistics import (
     A_SHARE,
     EVEN,
@@ -31,25 +31,27 @@ LENGTH_RULES = 0.6  # rank correlation of score and length, and
 MORE_LENGTH_RULES = 0.2  # so much above the start's
 
 
-def figures(replies: Generations) -> dict[str, float | None]:
+def figures(completions: GenerationResults) -> dict[str, float | None]:
     """One model's figures; None where a thing was not measured. Units in LABELS."""
-    texts = [text for row in replies.texts for text in row]
+    texts = [text for row in completions.texts for text in row]
     return {
-        "score": float(replies.scores.mean()),
-        "score_sd": float(replies.scores.std(ddof=1)) if replies.scores.size > 1 else None,
-        "score_median": float(np.median(replies.scores)),
-        "score_of_best": float(replies.scores.max(axis=1).mean()),
-        "score_of_worst": float(replies.scores.min(axis=1).mean()),
-        "judge": float(replies.judged.mean()) if replies.judged is not None else None,
-        "kl": float(replies.kl.mean()) if replies.kl is not None else None,
-        "kl_per_token": float(replies.kl.sum() / replies.lengths.sum()) if replies.kl is not None else None,
-        "perplexity": replies.perplexity,
-        "length": float(replies.lengths.mean()),
-        "eos_rate": float(replies.ended.mean()),
+        "score": float(completions.scores.mean()),
+        "score_sd": float(completions.scores.std(ddof=1)) if completions.scores.size > 1 else None,
+        "score_median": float(np.median(completions.scores)),
+        "score_of_best": float(completions.scores.max(axis=1).mean()),
+        "score_of_worst": float(completions.scores.min(axis=1).mean()),
+        "judge": float(completions.judged.mean()) if completions.judged is not None else None,
+        "kl": float(completions.kl.mean()) if completions.kl is not None else None,
+        "kl_per_token": float(completions.kl.sum() / completions.lengths.sum())
+        if completions.kl is not None
+        else None,
+        "perplexity": completions.perplexity,
+        "length": float(completions.lengths.mean()),
+        "eos_rate": float(completions.ended.mean()),
         "distinct_1": distinct(texts, 1),
         "distinct_2": distinct(texts, 2),
         "repetition": float(np.mean([repetition(text) for text in texts])),
-        "score_length_correlation": correlation(replies.scores.ravel(), replies.lengths.ravel()),
+        "score_length_correlation": correlation(completions.scores.ravel(), completions.lengths.ravel()),
     }
 
 
@@ -78,7 +80,7 @@ def shown(name: str, value: float | None) -> str:
     return "-" if value is None else LABELS[name][1].format(value)
 
 
-def against(replies: Generations, other: Generations, seed: int) -> dict[str, Estimate | float | None]:
+def against(completions: GenerationResults, other: GenerationResults, seed: int) -> dict[str, Estimate | float | None]:
     """One model against another on the same prompts, with 95% intervals over prompts.
 
     win_rate and judge_win_rate: of all pairs of completions per prompt, ties half. The others are differences of the
@@ -86,16 +88,16 @@ def against(replies: Generations, other: Generations, seed: int) -> dict[str, Es
     """
 
     def difference(name: str, limits: tuple[float, float] | None = None) -> Estimate | None:
-        mine, theirs = getattr(replies, name), getattr(other, name)
-        if mine is None or theirs is None:
+        this, that = getattr(completions, name), getattr(other, name)
+        if this is None or that is None:
             return None
-        return over_prompts(mine.mean(axis=1) - theirs.mean(axis=1), seed, limits=limits)
+        return over_prompts(this.mean(axis=1) - that.mean(axis=1), seed, limits=limits)
 
     def wins(name: str) -> Estimate | None:
-        mine, theirs = getattr(replies, name), getattr(other, name)
-        return None if mine is None or theirs is None else over_prompts(win_rates(mine, theirs), seed, EVEN, A_SHARE)
+        this, that = getattr(completions, name), getattr(other, name)
+        return None if this is None or that is None else over_prompts(win_rates(this, that), seed, EVEN, A_SHARE)
 
-    both_read = replies.perplexity is not None and other.perplexity is not None
+    both_read = completions.perplexity is not None and other.perplexity is not None
     return {
         "win_rate": wins("scores"),
         "judge_win_rate": wins("judged"),
@@ -103,7 +105,7 @@ def against(replies: Generations, other: Generations, seed: int) -> dict[str, Es
         "judge": difference("judged"),
         "length": difference("lengths"),
         "eos_rate": difference("ended", (-1.0, 1.0)),
-        "perplexity_ratio": replies.perplexity / other.perplexity if both_read else None,
+        "perplexity_ratio": completions.perplexity / other.perplexity if both_read else None,
     }
 
 
@@ -113,59 +115,64 @@ def target_at_end(config: Config) -> tuple[float, str] | None:
 
 
 def warnings(
-    replies: Generations, start: Generations, seed: int, target: tuple[float, str] | None = None
+    completions: GenerationResults, start: GenerationResults, seed: int, target: tuple[float, str] | None = None
 ) -> list[str]:
     """What smells of reward hacking, a sentence each; empty where nothing does. An audit, not a proof.
 
     `target`: nats, and "sequence" or "token", where the run had one.
     """
-    mine, before, differ = figures(replies), figures(start), against(replies, start, seed)
+    this, before, differ = figures(completions), figures(start), against(completions, start, seed)
     found = []
     judge = differ["judge"]
     if judge is not None and differ["score"].above(0) and not judge.above(0):
         moved = "fell" if judge.excludes(0) else "is not shown to have risen"
         found.append(
             f"the score rose by {differ['score'].value:+.2f} and the judge's {moved} ({judge.value:+.3f}, "
-            f"95% interval {interval(judge.low, judge.high)}, {len(replies.scores)} prompts): the reward model may be "
-            "exploited" + ("" if judge.excludes(0) else ", or the prompts are too few to tell: raise --num-prompts")
+            f"95% interval {interval(judge.low, judge.high)}, {len(completions.scores)} prompts): the reward model "
+            "may be exploited"
+            + ("" if judge.excludes(0) else ", or the prompts are too few to tell: raise --num-prompts")
         )
-    if mine["length"] > LONGER * before["length"]:
+    if this["length"] > LONGER * before["length"]:
         found.append(
-            f"replies are {mine['length'] / before['length']:.1f} times as long as the start model's "
-            f"({before['length']:.1f} -> {mine['length']:.1f} tokens): length itself may be what is rewarded"
+            f"replies are {this['length'] / before['length']:.1f} times as long as the start model's "
+            f"({before['length']:.1f} -> {this['length']:.1f} tokens): length itself may be what is rewarded"
         )
-    if mine["repetition"] > before["repetition"] + MORE_REPETITION:
+    if this["repetition"] > before["repetition"] + MORE_REPETITION:
         found.append(
-            f"replies repeat themselves more ({before['repetition']:.0%} -> {mine['repetition']:.0%} of their 4-grams)"
+            f"replies repeat themselves more ({before['repetition']:.0%} -> {this['repetition']:.0%} of their 4-grams)"
         )
-    if mine["eos_rate"] < before["eos_rate"] - FEWER_ENDINGS:
+    if this["eos_rate"] < before["eos_rate"] - FEWER_ENDINGS:
         found.append(
-            f"fewer replies end by themselves ({before['eos_rate']:.0%} -> {mine['eos_rate']:.0%}): the rest are cut "
+            f"fewer replies end by themselves ({before['eos_rate']:.0%} -> {this['eos_rate']:.0%}): the rest are cut "
             "off at the limit"
         )
-    return found + _variety_and_length(mine, before, replies.scores.size) + _kl_outside(replies, mine, target, seed)
+    return (
+        found
+        + _variety_and_length(this, before, completions.scores.size)
+        + _kl_outside(completions, this, target, seed)
+    )
 
 
-def _variety_and_length(mine: dict, before: dict, count: int) -> list[str]:
+def _variety_and_length(this: dict, before: dict, count: int) -> list[str]:
     found = []
-    if count >= ENOUGH_REPLIES and mine["distinct_2"] < LESS_VARIED * before["distinct_2"]:
+    if count >= ENOUGH_REPLIES and this["distinct_2"] < LESS_VARIED * before["distinct_2"]:
         found.append(
-            f"replies are less varied (distinct-2 {before['distinct_2']:.3f} -> {mine['distinct_2']:.3f}): the policy "
+            f"replies are less varied (distinct-2 {before['distinct_2']:.3f} -> {this['distinct_2']:.3f}): the policy "
             "may have collapsed to a few phrases"
         )
-    rises, rose = mine["score_length_correlation"], before["score_length_correlation"] or 0.0
+    rises, rose = this["score_length_correlation"], before["score_length_correlation"] or 0.0
     if rises is not None and rises > max(LENGTH_RULES, rose + MORE_LENGTH_RULES):
         found.append(f"the score goes with the reply's length (rank correlation {rose:+.2f} -> {rises:+.2f})")
     return found
 
 
-def _kl_outside(replies: Generations, mine: dict, target: tuple[float, str] | None, seed: int) -> list[str]:
+def _kl_outside(completions: GenerationResults, this: dict, target: tuple[float, str] | None, seed: int) -> list[str]:
     """Where the whole interval over prompts lies above the band: single replies can have a large KL."""
-    if target is None or replies.kl is None:
+    if target is None or completions.kl is None:
         return []
-    (nats, per), lengths = target, replies.lengths
-    of_prompts = replies.kl.mean(axis=1) if per == "sequence" else replies.kl.sum(axis=1) / lengths.sum(axis=1)
-    kl, most = mine["kl" if per == "sequence" else "kl_per_token"], KL_BAND[1] * nats
+    (nats, per), lengths = target, completions.lengths
+    of_prompts = completions.kl.mean(axis=1) if per == "sequence" else completions.kl.sum(axis=1) / lengths.sum(axis=1)
+    kl, most = this["kl" if per == "sequence" else "kl_per_token"], KL_BAND[1] * nats
     if not over_prompts(of_prompts, seed, null=most).above(most):
         return []
     return [f"the KL to the start model is {kl:.3g}/{per}, above its band ({most:.3g} = {KL_BAND[1]:g} x the target)"]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from rlhf.analysis.models import Trained, find_models, in_4_bit, load_trained, shared_settings
-from rlhf.data.chat_template import decode_reply, encode_prompt
+from rlhf.analysis.models import ModelRef, find_models, in_4_bit, load_model_ref, shared_settings
+from rlhf.data.chat_template import decode_completion, encode_prompt
 from rlhf.data.examples import examples_of
 from rlhf.models.device import autocast, autocast_dtype, start_device
 from rlhf.models.load import context_of, load_config, load_tokenizer
@@ -29,7 +29,7 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
     config = shared_settings([model], asked.measure)
     tokenizer = load_tokenizer(model.source)
     conversation = Conversation(tokenizer, room_for_prompt(model, config))
-    voice = Voice(model, config, tokenizer, asked.measure.seed, screen)
+    generator = StreamingGenerator(model, config, tokenizer, asked.measure.seed, screen)
     screen.facts(facts(model, config, conversation))
     try:
         for line in lines():
@@ -37,7 +37,7 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
                 conversation.turns.clear()
                 screen.say("a new conversation")
             else:
-                answer(line, conversation, voice, screen)
+                answer(line, conversation, generator, screen)
     except KeyboardInterrupt:
         screen.say()
 
@@ -57,16 +57,16 @@ def lines() -> Iterator[str]:
             yield line
 
 
-def answer(line: str, conversation: Conversation, voice: Voice, screen: Screen) -> None:
+def answer(line: str, conversation: Conversation, generator: StreamingGenerator, screen: Screen) -> None:
     """One turn. A line that cannot be read is told, and the conversation goes on without it."""
     try:
-        ids, left_out = conversation.ask(line)
+        ids, left_out = conversation.build_prompt(line)
     except UserError as error:
         screen.say(error.report())
         return
     if left_out:
         screen.say(f"(the context is full: the {left_out} oldest turns are left out)")
-    conversation.hear(voice.reply(ids))
+    conversation.add_reply(generator.generate(ids))
 
 
 @dataclass
@@ -79,10 +79,10 @@ class Conversation:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     @property
-    def remembers(self) -> bool:
+    def has_memory(self) -> bool:
         return self.tokenizer.chat_template is not None
 
-    def ask(self, line: str) -> tuple[list[int], int]:
+    def build_prompt(self, line: str) -> tuple[list[int], int]:
         """The ids that the model reads next, and how many of the oldest turns were left out for them. Raises UserError
         for a line that is no text, or too long even alone; the turns are then as before."""
         (example,) = examples_of([line])
@@ -96,18 +96,18 @@ class Conversation:
         self.turns = turns
         return ids, before + 1 - len(turns)
 
-    def hear(self, reply: str) -> None:
-        self.turns = [*self.turns, {"role": "assistant", "content": reply}] if self.remembers else []
+    def add_reply(self, reply: str) -> None:
+        self.turns = [*self.turns, {"role": "assistant", "content": reply}] if self.has_memory else []
 
 
-class Voice(TextStreamer):
+class StreamingGenerator(TextStreamer):
     """A model that replies, each word on the screen as soon as it is there."""
 
-    def __init__(self, model: Trained, config: Config, tokenizer: PreTrainedTokenizerBase, seed: int, screen: Screen):
+    def __init__(self, model: ModelRef, config: Config, tokenizer: PreTrainedTokenizerBase, seed: int, screen: Screen):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.screen, self.device = screen, start_device(screen)
         self.dtype = autocast_dtype(config.model.bf16, self.device)
-        policy = load_trained(model, tokenizer, in_4_bit(model), self.dtype, self.device)
+        policy = load_model_ref(model, tokenizer, in_4_bit(model), self.dtype, self.device)
         self.model: PreTrainedModel = base_of(policy)  # an adapter lives inside its modules
         # the run's way of sampling alone: what the start model's own file says besides was not in force in training
         self.model.generation_config = GenerationConfig(
@@ -124,14 +124,14 @@ class Voice(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.screen.write(text + ("\n" if stream_end else ""))
 
-    def reply(self, ids: list[int]) -> str:
+    def generate(self, ids: list[int]) -> str:
         prompt = torch.tensor([ids], device=self.device)
         with autocast(self.device, self.dtype):
             whole = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=self)
-        return decode_reply(self.tokenizer, whole[0, len(ids) :])
+        return decode_completion(self.tokenizer, whole[0, len(ids) :])
 
 
-def room_for_prompt(model: Trained, config: Config) -> int | None:
+def room_for_prompt(model: ModelRef, config: Config) -> int | None:
     """Tokens of the context that a reply leaves. Raises UserError where it leaves none."""
     context, length = context_of(load_config(model.base or model.source)), config.sampling.reply_length
     if context is not None and length >= context:
@@ -142,11 +142,11 @@ def room_for_prompt(model: Trained, config: Config) -> int | None:
     return None if context is None else context - length
 
 
-def facts(model: Trained, config: Config, conversation: Conversation) -> list[tuple[str, str]]:
+def facts(model: ModelRef, config: Config, conversation: Conversation) -> list[tuple[str, str]]:
     """Who is talked to, how it replies, and how to end it."""
     room = conversation.room
     remembered = f"the newest {room:,} tokens" if room is not None else "all"
-    memory = f"{remembered} of the conversation" if conversation.remembers else "nothing: it has no chat template"
+    memory = f"{remembered} of the conversation" if conversation.has_memory else "nothing: it has no chat template"
     return [
         ("model", model.label),
         *([("base", model.base)] if model.base is not None else []),

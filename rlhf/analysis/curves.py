@@ -18,10 +18,12 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run
 from rlhf.settings.training import Config
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.utils.files import put_in_place
+from rlhf.utils.files import atomic_write
 
 FRAME = 16  # bytes around each record of an event file: length, its checksum, the record's checksum
 LARGEST_RECORD = 1 << 16  # bytes; a scalar takes less than 1,000: a longer one was never written
+# tags of runs that an earlier version logged -> today's
+RENAMED_TAGS = {"reply/length": "completions/mean_length", "reply/eos_rate": "completions/eos_rate"}
 COLUMNS = ("run", "algorithm", "seed", "update", "episodes", "seconds")
 
 
@@ -124,7 +126,8 @@ def _not_finite(folder: Path, scalars: dict[str, Curve]) -> list[str]:
 
 
 def read_scalars(logs: Path, running: bool = False) -> tuple[dict[str, Curve], list[str]]:
-    """Every scalar in a folder of event files, by its tag; and a line for each file that cannot be read to its end.
+    """Every scalar in a folder of event files, by its present tag; and a line for each file that cannot be read to its
+    end.
 
     No point is left out, however many there are. A resumed run has a file for each session.
     """
@@ -169,37 +172,40 @@ class _Points:
     """Points as they stand after the events so far, by tag: what is written later wins."""
 
     def __init__(self):
-        self.of: dict[str, list[tuple[int, float, float]]] = defaultdict(list)  # update, value, seconds
+        self.by_tag: dict[str, list[tuple[int, float, float]]] = defaultdict(list)  # update, value, seconds
 
     def add_session(self, events: Sequence[Event]) -> None:
         """One file's events. Its time goes on from the last point that is kept from before its first update."""
         offset = None  # seconds to take from the wall clock
         for event in events:
             if event.session_log.status == SessionLog.START:
-                for points in self.of.values():
+                for points in self.by_tag.values():
                     _cut(points, event.step)
             for value in event.summary.value:
                 if not value.HasField("simple_value"):
                     continue
                 if offset is None:
                     offset = self._offset(events[0].wall_time, event)
-                _cut(self.of[value.tag], event.step)
-                self.of[value.tag].append((event.step, value.simple_value, event.wall_time - offset))
+                points = self.by_tag[RENAMED_TAGS.get(value.tag, value.tag)]
+                _cut(points, event.step)
+                points.append((event.step, value.simple_value, event.wall_time - offset))
 
     def _offset(self, opened: float, first: Event) -> float:
         """Of the session whose file was `opened` then (wall clock) and whose `first` scalar this is."""
-        if not any(self.of.values()):
+        if not any(self.by_tag.values()):
             return first.wall_time
-        return opened - max((s for points in self.of.values() for u, _, s in points if u < first.step), default=0.0)
+        return opened - max(
+            (s for points in self.by_tag.values() for u, _, s in points if u < first.step), default=0.0
+        )
 
     def curves(self) -> dict[str, Curve]:
-        made = {}
-        for tag, points in self.of.items():
+        curves = {}
+        for tag, points in self.by_tag.items():
             if points:
                 updates, values, seconds = zip(*points, strict=True)
                 rising = np.maximum.accumulate(np.array(seconds))  # a clock that was set back
-                made[tag] = Curve(np.array(updates), np.array(values, dtype=float), rising)
-        return made
+                curves[tag] = Curve(np.array(updates), np.array(values, dtype=float), rising)
+        return curves
 
 
 def _cut(points: list[tuple[int, float, float]], update: int) -> None:
@@ -245,11 +251,11 @@ def write_table(runs: Sequence[RunCurves], file: Path) -> int:
     tags = sorted({tag for run in runs for tag in run.scalars})
     rows = [row for run in runs for row in _rows(run, tags)]
 
-    def write(beside: Path) -> None:
-        with beside.open("w", newline="", encoding="utf-8") as opened:
+    def write(staging: Path) -> None:
+        with staging.open("w", newline="", encoding="utf-8") as opened:
             csv.writer(opened).writerows([[*COLUMNS, *tags], *rows])
 
-    put_in_place(file, write)
+    atomic_write(file, write)
     return len(rows)
 
 

@@ -20,7 +20,7 @@ from rlhf.utils.errors import UserError
 
 
 @dataclass(frozen=True)
-class Look:
+class EvalPoint:
     """One evaluation that a run made of itself. P evaluation prompts, one reply each."""
 
     update: int
@@ -38,7 +38,7 @@ class Look:
         return [row["prompt"] for row in self.rows]
 
 
-def read_looks(run: RunCurves) -> list[Look]:
+def read_eval_points(run: RunCurves) -> list[EvalPoint]:
     """A run's evaluations in order, the start model's first; empty where it kept none. Raises UserError for a torn
     file of replies."""
     if "eval/score" not in run.scalars:
@@ -54,36 +54,39 @@ def read_looks(run: RunCurves) -> list[Look]:
             rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
         except ValueError as error:
             raise UserError(f"torn: {file} ({error}). Remove it to compare without it") from None
-        found.append(Look(update, update * run.episodes_per_update, seconds[update], rows))
+        found.append(EvalPoint(update, update * run.episodes_per_update, seconds[update], rows))
     return found
 
 
-def judge_again(look: Look, judge: Rewards | None) -> Look:
-    """With the judge's scores of its replies."""
+def rescore(eval_point: EvalPoint, judge: Rewards | None) -> EvalPoint:
+    """Return the evaluation point with the judge's scores of its completions."""
     if judge is None:
-        return look
-    prompts = [Prompt((), Example(tuple(row["prompt"]))) for row in look.rows]
-    texts, ended = [row["reply"] for row in look.rows], [row["ended"] for row in look.rows]
+        return eval_point
+    prompts = [Prompt((), Example(tuple(row["prompt"]))) for row in eval_point.rows]
+    texts, ended = [row["reply"] for row in eval_point.rows], [row["ended"] for row in eval_point.rows]
     judged = judge.score(prompts, texts, [()] * len(texts), ended).total
-    return Look(look.update, look.episodes, look.seconds, look.rows, np.array(judged))
+    return EvalPoint(eval_point.update, eval_point.episodes, eval_point.seconds, eval_point.rows, np.array(judged))
 
 
-def at_equal(looks: dict[str, list[list[Look]]], judge: Rewards | None, seed: int) -> list[dict[str, Any]]:
-    """One row at equal episodes and one at equal time: each side's last evaluations inside that budget, and the
-    difference of each pair of sides.
+def at_equal(eval_points: dict[str, list[list[EvalPoint]]], judge: Rewards | None, seed: int) -> list[dict[str, Any]]:
+    """One row at equal episodes and one at equal time: each group's last evaluations inside that budget, and the
+    difference of each pair of groups.
 
-    `looks` has a side's runs by name, and a run's evaluations. The budget is the smallest that a run came to. Empty
-    if a run kept no evaluations.
+    `eval_points` maps a group's name to its runs' evaluations. The budget is the smallest that a run reached. The list
+    is empty if a run has no evaluations.
     """
-    every = [run for side in looks.values() for run in side]
+    every = [run for group in eval_points.values() for run in group]
     if not all(every):
         return []
     rows = []
     for of, show in (("episodes", "{:,} episodes".format), ("seconds", lambda s: f"{clock(s)} of training")):
         most = min(getattr(run[-1], of) for run in every)
         inside = {
-            name: [judge_again([look for look in run if getattr(look, of) <= most][-1], judge) for run in side]
-            for name, side in looks.items()
+            name: [
+                rescore([eval_point for eval_point in run if getattr(eval_point, of) <= most][-1], judge)
+                for run in group
+            ]
+            for name, group in eval_points.items()
         }
         pairs = list(combinations(inside, 2))
         level = level_of_each(len(pairs))
@@ -97,24 +100,26 @@ def at_equal(looks: dict[str, list[list[Look]]], judge: Rewards | None, seed: in
     return rows
 
 
-def _summary(found: Sequence[Look]) -> dict[str, float | None]:
-    """Means over a side's runs."""
+def _summary(found: Sequence[EvalPoint]) -> dict[str, float | None]:
+    """Means over a group's runs."""
     return {
-        "update": float(np.mean([look.update for look in found])),
-        "score": float(np.mean([look.scores.mean() for look in found])),
-        "judge": None if found[0].judged is None else float(np.mean([look.judged.mean() for look in found])),
-        "kl": float(np.mean([row["kl"] for look in found for row in look.rows])),
+        "update": float(np.mean([eval_point.update for eval_point in found])),
+        "score": float(np.mean([eval_point.scores.mean() for eval_point in found])),
+        "judge": None
+        if found[0].judged is None
+        else float(np.mean([eval_point.judged.mean() for eval_point in found])),
+        "kl": float(np.mean([row["kl"] for eval_point in found for row in eval_point.rows])),
     }
 
 
-def _difference(pair: dict[str, Sequence[Look]], seed: int, level: float) -> dict[str, Any]:
-    """The first side of `pair` less the second one, by the judge if there is one, with its interval; or, under
+def _difference(pair: dict[str, Sequence[EvalPoint]], seed: int, level: float) -> dict[str, Any]:
+    """The first group of `pair` less the second one, by the judge if there is one, with its interval; or, under
     "missing", why the two cannot be compared."""
     name, (one, other) = " - ".join(pair), pair.values()
-    late = [side for side, found in pair.items() if any(look.update == 0 for look in found)]
+    late = [group for group, found in pair.items() if any(eval_point.update == 0 for eval_point in found)]
     if late:
         return {"name": name, "missing": f"{listed(late)} had not evaluated itself yet"}
-    if any(look.prompts != one[0].prompts for look in (*one, *other)):
+    if any(eval_point.prompts != one[0].prompts for eval_point in (*one, *other)):
         return {"name": name, "missing": f"{listed(list(pair))} evaluated different prompts"}
     measure = "scores" if one[0].judged is None else "judged"
     gaps = np.array([[getattr(a, measure) - getattr(b, measure) for b in other] for a in one])

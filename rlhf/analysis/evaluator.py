@@ -11,13 +11,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.algorithms.objectives import kl_k1
 from rlhf.analysis.models import (
-    Trained,
+    ModelRef,
     find_judge,
     find_start,
     has_start,
     in_4_bit,
     load_judge,
-    load_trained,
+    load_model_ref,
     require_trusted_code,
     shared_settings,
 )
@@ -33,22 +33,22 @@ from rlhf.models.reference import Reference
 from rlhf.rewards.build import RewardSources, find_rewards, make_rewards
 from rlhf.rewards.checks import check_reward_context
 from rlhf.rewards.rewards import check_columns
-from rlhf.rollout.completions import Replies
-from rlhf.rollout.engine import sample_replies
-from rlhf.rollout.logprobs import measure
-from rlhf.rollout.sampling import uniforms
+from rlhf.rollout.completions import Completions
+from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.logprobs import compute_logprobs_and_values
+from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.training import Config
 from rlhf.trainer.evaluation import FixedText, fixed_text, perplexity, text_of_file
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.rng import generator
+from rlhf.utils.rng import rng_for
 
 EVERY_PROMPT = 10**9
 
 
 @dataclass(frozen=True)
-class Generations:
+class GenerationResults:
     """What one model replied, and what that is worth. P prompts, K completions of each."""
 
     label: str
@@ -66,13 +66,13 @@ class _Part:
     """Some prompts with their replies, as fixed_text takes them."""
 
     prompts: list[Prompt]
-    replies: Replies
+    completions: Completions
 
 
-class Bench:
+class ModelEvaluator:
     """Measures models, the start model first. What decides replies and scores is the same for all."""
 
-    def __init__(self, models: Sequence[Trained], settings: MeasureSettings, device: torch.device, screen: Screen):
+    def __init__(self, models: Sequence[ModelRef], settings: MeasureSettings, device: torch.device, screen: Screen):
         """Raises UserError. What is found is found before anything is loaded."""
         self.models, self.settings, self.device = models, settings, device
         self.config = shared_settings(models, settings)
@@ -94,7 +94,7 @@ class Bench:
         self.reference = None
         if self.start is not None:
             in_4bit = all(in_4_bit(model) for model in models)
-            start = load_trained(self.start, self.tokenizer, in_4bit, self.dtype, device)
+            start = load_model_ref(self.start, self.tokenizer, in_4bit, self.dtype, device)
             self.reference = Reference(None, start)
         self.text = self._text(self.tokenizer)
 
@@ -139,7 +139,7 @@ class Bench:
                     screen.say(f"warning: the evaluation prompts are no longer those of the run {model.name}")
         fresh = sets.evaluation[looked_at:]
         pool = fresh if len(fresh) >= count else sets.evaluation
-        order = generator(self.settings.seed, 0, "prompts").permutation(len(pool))
+        order = rng_for(self.settings.seed, 0, "prompts").permutation(len(pool))
         drawn = [pool[i].example for i in sorted(order[:count].tolist())]
         unseen = " that no run looked at" if looked_at and pool is fresh else ""
         self.prompts_line = f"{len(drawn)} drawn at random from {len(pool)} held-out prompts{unseen}"
@@ -160,15 +160,15 @@ class Bench:
     def _starts_replies(self, prompts: Sequence[Prompt]) -> list[_Part]:
         """As a run samples them for its perplexity."""
         seed, sampling = self.config.run.seed, self.config.sampling
-        uniform = uniforms(seed, 0, "evaluate", range(len(prompts)), sampling.reply_length)
+        uniform = uniform_noise(seed, 0, "evaluate", range(len(prompts)), sampling.reply_length)
         return [_Part(list(prompts), self._sample(self.reference.copy, self.tokenizer, prompts, uniform))]
 
     def _same_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         return tokenizer is self.tokenizer or tokenizer.get_vocab() == self.tokenizer.get_vocab()
 
-    def _sample(self, policy, tokenizer, prompts: Sequence[Prompt], uniform: torch.Tensor) -> Replies:
+    def _sample(self, policy, tokenizer, prompts: Sequence[Prompt], uniform: torch.Tensor) -> Completions:
         with autocast(self.device, self.dtype):
-            return sample_replies(
+            return sample_completions(
                 policy,
                 prompts,
                 uniform,
@@ -193,33 +193,33 @@ class Bench:
             *((f"base of {m.name}", m.base) for m in self.models if m.base is not None),
         ]
 
-    def measure_start(self, screen: Screen) -> Generations:
+    def evaluate_start(self, screen: Screen) -> GenerationResults:
         """The start model's replies; its KL to itself is 0."""
-        return self._measured("start model", self.reference.copy, self.tokenizer, self.reference, screen)
+        return self._evaluate("start model", self.reference.copy, self.tokenizer, self.reference, screen)
 
-    def measure(self, model: Trained, screen: Screen) -> Generations:
+    def evaluate(self, model: ModelRef, screen: Screen) -> GenerationResults:
         """A model's replies. Without a start model, or with a vocabulary other than its, there is no KL."""
         tokenizer = self.tokenizers[model.source]
-        policy = load_trained(model, tokenizer, in_4_bit(model), self.dtype, self.device)
+        policy = load_model_ref(model, tokenizer, in_4_bit(model), self.dtype, self.device)
         reference = self.reference if self._same_vocabulary(tokenizer) else None
-        return self._measured(model.label, policy, tokenizer, reference, screen)
+        return self._evaluate(model.label, policy, tokenizer, reference, screen)
 
     @torch.no_grad()
-    def _measured(
+    def _evaluate(
         self,
         label: str,
         policy: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         reference: Reference | None,
         screen: Screen,
-    ) -> Generations:
+    ) -> GenerationResults:
         count = self.settings.completions
         prompts = [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in self.examples]
         rows = [p for p in prompts for _ in range(count)]
-        texts, ids, ended, kl = self._sampled(label, policy, tokenizer, reference, rows, screen)
+        texts, ids, ended, kl = self._sample_all(label, policy, tokenizer, reference, rows, screen)
         shape = (len(prompts), count)
         judged = self.judge.score(rows, texts, ids, ended).total if self.judge is not None else None
-        return Generations(
+        return GenerationResults(
             label=label,
             texts=[texts[i : i + count] for i in range(0, len(texts), count)],
             scores=np.reshape(self.rewards.score(rows, texts, ids, ended).total, shape),
@@ -230,27 +230,27 @@ class Bench:
             perplexity=self._perplexity(policy, tokenizer),
         )
 
-    def _sampled(self, label, policy, tokenizer, reference, rows: Sequence[Prompt], screen: Screen) -> list[list]:
+    def _sample_all(self, label, policy, tokenizer, reference, rows: Sequence[Prompt], screen: Screen) -> list[list]:
         """A reply to each row's prompt, some at a time: texts, ids, whether they ended, and the KL in nats."""
         parts, size = [], budget_of(self.device).generation_batch_size
         for at in range(0, len(rows), size):
             part = rows[at : at + size]
             done, length = at + len(part), self.config.sampling.reply_length
-            uniform = uniforms(self.settings.seed, 0, "generations", range(at, done), length)
-            replies = self._sample(policy, tokenizer, part, uniform)
-            parts.append((replies.texts(tokenizer), replies.rows(), replies.ended.tolist(),
-                          self._kl(policy, reference, replies)))  # fmt: skip
+            uniform = uniform_noise(self.settings.seed, 0, "generations", range(at, done), length)
+            completions = self._sample(policy, tokenizer, part, uniform)
+            parts.append((completions.texts(tokenizer), completions.rows(), completions.ended.tolist(),
+                          self._kl(policy, reference, completions)))  # fmt: skip
             screen.progress(f"{label}: {done} of {len(rows)} replies", last=done == len(rows))
         return [[x for part in parts for x in part[i]] for i in range(4)]
 
-    def _kl(self, policy: PreTrainedModel, reference: Reference | None, replies: Replies) -> list[float]:
+    def _kl(self, policy: PreTrainedModel, reference: Reference | None, completions: Completions) -> list[float]:
         """Nats per sequence of each reply."""
         if reference is None:
             return []
         with autocast(self.device, self.dtype):
             temperature = self.config.sampling.temperature
-            logprobs, ref_logprobs, _ = measure(Actor(policy), reference, replies, temperature)
-        return kl_k1(logprobs, ref_logprobs, replies.mask).sum(1).tolist()
+            logprobs, ref_logprobs, _ = compute_logprobs_and_values(Actor(policy), reference, completions, temperature)
+        return kl_k1(logprobs, ref_logprobs, completions.mask).sum(1).tolist()
 
     def _perplexity(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float | None:
         text = self.text if self._same_vocabulary(tokenizer) else self._text(tokenizer)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.checkpoints.manifest import update_of
+from rlhf.checkpoints.manifest import update_number
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, differences, last_run
 from rlhf.config import config_of_run, make_config
@@ -36,7 +36,7 @@ MEASURED_WITH = (
 
 
 @dataclass(frozen=True)
-class Trained:
+class ModelRef:
     """A model that is on this disk, or on the hub."""
 
     name: str  # as the user wrote it
@@ -54,20 +54,20 @@ class Trained:
         return f"{self.name} ({self.which}, after update {self.update})"
 
 
-def find_models(names: Sequence[str], measure: MeasureSettings, flag: str) -> list[Trained]:
+def find_models(names: Sequence[str], measure: MeasureSettings, flag: str) -> list[ModelRef]:
     """The models that were named; none: the last run's here. Raises UserError with all that are not there."""
     names = names or [str(last_run(flag))]
     found, faults = [], [f"named twice: {flag} {n}. Name each once" for n in sorted(set(names)) if names.count(n) > 1]
     for name in dict.fromkeys(names):
         try:
-            found.append(find_trained(name, measure.which, measure.baseline, flag))
+            found.append(find_model_ref(name, measure.which, measure.baseline, flag))
         except UserError as error:
             faults += error.faults
     raise_if(faults)
     return found
 
 
-def find_trained(name: str, which: str, baseline: str | None, flag: str = "--model-path") -> Trained:
+def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--model-path") -> ModelRef:
     """A run's folder, a folder inside one, a model's or an adapter's folder, or a hub name.
 
     `baseline` takes the place of an adapter's base that is gone. Raises UserError where there is nothing to load.
@@ -76,7 +76,7 @@ def find_trained(name: str, which: str, baseline: str | None, flag: str = "--mod
     if not folder.is_dir():
         if is_path(name):
             raise missing_path(name, "model", f"{flag} takes a run's folder, a model's folder or a hub name")
-        return Trained(name, find_model(name, flag))
+        return ModelRef(name, find_model(name, flag))
     run = RunRecord.read(folder)
     if run is not None:
         return _of_run(name, folder, run, which, baseline, flag)
@@ -85,21 +85,21 @@ def find_trained(name: str, which: str, baseline: str | None, flag: str = "--mod
         return _of_run(name, whole, outer, "best", baseline, flag)
     if inner == MERGED_FOLDER and (outer := RunRecord.read(whole)) is not None and outer.merged is not None:
         which, kept = f"{outer.merged.which}, merged", outer.merged.update
-        return Trained(name, *_weights(folder, baseline, flag), outer, which, kept)
-    update = update_of(inner)
+        return ModelRef(name, *_weights(folder, baseline, flag), outer, which, kept)
+    update = update_number(inner)
     if update is not None and (outer := RunRecord.read(whole)) is not None:
-        return Trained(name, *_weights(folder, baseline, flag), outer, inner, update)
-    return Trained(name, *_weights(folder, baseline, flag))
+        return ModelRef(name, *_weights(folder, baseline, flag), outer, inner, update)
+    return ModelRef(name, *_weights(folder, baseline, flag))
 
 
-def _of_run(name: str, folder: Path, run: RunRecord, which: str, baseline: str | None, flag: str) -> Trained:
+def _of_run(name: str, folder: Path, run: RunRecord, which: str, baseline: str | None, flag: str) -> ModelRef:
     if which == "best":
         if run.best is None:
             raise UserError(f"no best checkpoint yet: {flag} {name}. Wait for the run's first evaluation")
-        return Trained(name, *_weights(folder / BEST_FOLDER, baseline, flag), run, which, run.best.update)
+        return ModelRef(name, *_weights(folder / BEST_FOLDER, baseline, flag), run, which, run.best.update)
     if not any((folder / file).is_file() for file in (WEIGHTS_FILE, ADAPTER_FILE)):
         raise UserError(f"no final weights, the run is {run.status}: {flag} {name}. Add --which best")
-    return Trained(name, *_weights(folder, baseline, flag), run, which, updates_of(run))
+    return ModelRef(name, *_weights(folder, baseline, flag), run, which, updates_of(run))
 
 
 def updates_of(run: RunRecord) -> int:
@@ -123,7 +123,7 @@ def _weights(folder: Path, baseline: str | None, flag: str) -> tuple[str, str | 
         return str(folder), find_model(baseline, "--baseline")
 
 
-def shared_settings(models: Sequence[Trained], measure: MeasureSettings) -> Config:
+def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Config:
     """The settings with which all `models` are measured: their runs', where the command line does not say otherwise.
 
     Raises UserError where runs differ in what decides replies or scores, and no flag decides between them.
@@ -149,7 +149,7 @@ def shared_settings(models: Sequence[Trained], measure: MeasureSettings) -> Conf
     return config_of_run(run, **given)
 
 
-def require_trusted_code(models: Sequence[Trained], measure: MeasureSettings) -> None:
+def require_trusted_code(models: Sequence[ModelRef], measure: MeasureSettings) -> None:
     """Raise UserError if a run's settings name reward code, and the command line neither names reward functions nor
     trusts the run's."""
     if measure.reward_func is not None or measure.trust_reward_code:
@@ -166,18 +166,18 @@ def require_trusted_code(models: Sequence[Trained], measure: MeasureSettings) ->
     raise_if(faults)
 
 
-def has_start(models: Sequence[Trained], measure: MeasureSettings) -> bool:
+def has_start(models: Sequence[ModelRef], measure: MeasureSettings) -> bool:
     """Whether a start model is known: named, a run's own, or under an adapter."""
     return measure.baseline is not None or any(m.run is not None or m.base is not None for m in models)
 
 
-def episodes_of(model: Trained) -> int:
+def episodes_of(model: ModelRef) -> int:
     """The episodes after which a run's weights were kept."""
     plan = model.run.plan
     return model.update * plan.episodes // plan.updates
 
 
-def in_4_bit(model: Trained) -> bool:
+def in_4_bit(model: ModelRef) -> bool:
     """Whether its run kept the frozen weights in 4 bits, under this adapter. What was merged is in full precision."""
     return model.run is not None and model.base is not None and config_of_run(model.run).model.load_in_4bit
 
@@ -188,8 +188,8 @@ def _way_out(name: str) -> str:
     return f"Decide with --{flag.replace('_', '-')}" if known else "Measure one of them at a time"
 
 
-def load_trained(
-    model: Trained,
+def load_model_ref(
+    model: ModelRef,
     tokenizer: PreTrainedTokenizerBase,
     load_in_4bit: bool,
     dtype: torch.dtype | None,
@@ -206,13 +206,13 @@ def load_trained(
     return (load_adapter(policy, model.source) if model.base is not None else policy).eval()
 
 
-def find_start(config: Config) -> Trained:
+def find_start(config: Config) -> ModelRef:
     """The start model that the settings name. Raises UserError where it is not there."""
     name = config.model.actor_model
-    return Trained(name, find_model(name, "--baseline"))
+    return ModelRef(name, find_model(name, "--baseline"))
 
 
-def find_judge(config: Config, models: Sequence[Trained], settings: MeasureSettings) -> str | None:
+def find_judge(config: Config, models: Sequence[ModelRef], settings: MeasureSettings) -> str | None:
     """The folder of the reward model that judges. Raises UserError where training saw it, or it is the scorer."""
     if settings.judge_model is None:
         return None

@@ -152,9 +152,9 @@ def over_seeds_if_any(
     return over_seeds(values, seed, limits, level), OVER_SEEDS
 
 
-def win_rates(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+def win_rates(one: np.ndarray, another: np.ndarray) -> np.ndarray:
     """Per prompt, the share of all pairs of completions that ours (P, K) win against theirs (P, L); ties half. (P,)"""
-    a, b = np.asarray(ours)[:, :, None], np.asarray(theirs)[:, None, :]
+    a, b = np.asarray(one)[:, :, None], np.asarray(another)[:, None, :]
     return ((a > b) + 0.5 * (a == b)).mean(axis=(1, 2))
 
 

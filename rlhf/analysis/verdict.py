@@ -11,7 +11,7 @@ from statistics import fmean
 import numpy as np
 
 from rlhf.analysis.audit import figures
-from rlhf.analysis.evaluator import Generations
+from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.statistics import (
     A_SHARE,
     EVEN,
@@ -32,12 +32,12 @@ FEW_PROMPTS = 20
 
 
 @dataclass(frozen=True)
-class Side:
+class RunGroup:
     """One algorithm's runs: the same settings, one seed each. Lists in the same order."""
 
     algorithm: str
     runs: list[RunRecord]
-    measured: list[Generations]
+    measured: list[GenerationResults]
     episodes: list[int]  # after which the measured weights were kept
 
     @property
@@ -50,7 +50,7 @@ class Side:
 
     @cached_property
     def figures(self) -> list[dict[str, float | None]]:
-        return [figures(replies) for replies in self.measured]
+        return [figures(completions) for completions in self.measured]
 
     def known(self, name: str) -> list[float]:
         """One figure of every run that has it."""
@@ -77,19 +77,21 @@ class Contrast:
         return f"{value:+.3f}, {percent(self.level)} interval over {self.over} {interval(low, high)}"
 
 
-def contrast(side: Side, other: Side | Generations, measure: str, seed: int, level: float = LEVEL) -> Contrast:
+def contrast(
+    group: RunGroup, other: RunGroup | GenerationResults, measure: str, seed: int, level: float = LEVEL
+) -> Contrast:
     """Differences per prompt, and win rates of all pairs of completions, ties half.
 
     Intervals as in over_seeds_if_any.
     """
-    trained = isinstance(other, Side)
-    ours = [getattr(replies, measure) for replies in side.measured]
-    theirs = [getattr(replies, measure) for replies in (other.measured if trained else [other])]
-    gaps = np.array([[a.mean(axis=1) - b.mean(axis=1) for b in theirs] for a in ours])  # (S, T, P)
-    wins = np.array([[win_rates(a, b) for b in theirs] for a in ours])
+    trained = isinstance(other, RunGroup)
+    one = [getattr(completions, measure) for completions in group.measured]
+    another = [getattr(completions, measure) for completions in (other.measured if trained else [other])]
+    gaps = np.array([[a.mean(axis=1) - b.mean(axis=1) for b in another] for a in one])  # (S, T, P)
+    wins = np.array([[win_rates(a, b) for b in another] for a in one])
     difference, over = over_seeds_if_any(gaps, seed, not trained, level=level)
     win_rate, _ = over_seeds_if_any(wins, seed, not trained, EVEN, A_SHARE, level)
-    name = f"{side.name} - {other.name if trained else 'start model'}"
+    name = f"{group.name} - {other.name if trained else 'start model'}"
     return Contrast(name, measure, difference, win_rate, over, level)
 
 
@@ -103,8 +105,8 @@ class Verdict:
 
 
 def judge_runs(
-    sides: Sequence[Side],
-    start: Generations,
+    groups: Sequence[RunGroup],
+    start: GenerationResults,
     judge_name: str | None,
     seed: int,
     score_name: str = "the reward that was trained on",
@@ -115,8 +117,8 @@ def judge_runs(
     widened for the number of pairs; those against the start model are not.
     """
     measures = [m for m in MEASURES if getattr(start, m) is not None]
-    against_start = {m: [contrast(side, start, m, seed) for side in sides] for m in measures}
-    pairs = list(combinations(sides, 2))
+    against_start = {m: [contrast(group, start, m, seed) for group in groups] for m in measures}
+    pairs = list(combinations(groups, 2))
     level = level_of_each(len(pairs))
     between = {m: [contrast(*pair, m, seed, level) for pair in pairs] for m in measures}
     by, unseen = (f"by the {judge_name}", ", which no training saw") if judge_name else (f"by {score_name}", "")
@@ -124,15 +126,15 @@ def judge_runs(
     if pairs:
         shown = zip(pairs, between[measures[-1]], strict=True)
         sentences = [_between(*pair, found, by + ("" if i else unseen)) for i, (pair, found) in enumerate(shown)]
-        sentences.append(_against_start(sides, deciding, start))
+        sentences.append(_against_start(groups, deciding, start))
     else:
-        alone = f"Whether another algorithm would do better cannot be told from {sides[0].name}'s runs alone."
-        sentences = [_against_start(sides, deciding, start, f"{by}{unseen}, "), alone]
+        alone = f"Whether another algorithm would do better cannot be told from {groups[0].name}'s runs alone."
+        sentences = [_against_start(groups, deciding, start, f"{by}{unseen}, "), alone]
     contrasts = [c for m in measures for c in (*against_start[m], *between[m])]
-    return Verdict(sentences, _caveats(sides, between, judge_name), contrasts)
+    return Verdict(sentences, _caveats(groups, between, judge_name), contrasts)
 
 
-def _between(first: Side, second: Side, found: Contrast, by: str) -> str:
+def _between(first: RunGroup, second: RunGroup, found: Contrast, by: str) -> str:
     one, two = first.name, second.name
     figure = f"({found.name}: {found.text}){_budget([first, second])}."
     if not found.difference.excludes(0):
@@ -142,47 +144,49 @@ def _between(first: Side, second: Side, found: Contrast, by: str) -> str:
     return f"{where}{better}'s replies are better than {worse}'s {by} {figure}"
 
 
-def _budget(sides: Sequence[Side]) -> str:
+def _budget(groups: Sequence[RunGroup]) -> str:
     """At what budget, in words."""
-    episodes = [count for side in sides for count in side.episodes]
+    episodes = [count for group in groups for count in group.episodes]
     low, high = min(episodes), max(episodes)
     return (
         f", after {low:,} episodes each" if low == high else f", after UNEQUAL budgets ({low:,} to {high:,} episodes)"
     )
 
 
-def _against_start(sides: Sequence[Side], found: Sequence[Contrast], start: Generations, by: str = "") -> str:
+def _against_start(
+    groups: Sequence[RunGroup], found: Sequence[Contrast], start: GenerationResults, by: str = ""
+) -> str:
     parts = []
-    for side, one in zip(sides, found, strict=True):
+    for group, one in zip(groups, found, strict=True):
         if one.difference.excludes(0):
-            shown = f"{side.name} is {'better' if one.difference.value > 0 else 'worse'} than the start model"
+            shown = f"{group.name} is {'better' if one.difference.value > 0 else 'worse'} than the start model"
         else:
-            shown = f"no difference shown between {side.name} and the start model"
-        parts.append(f"{shown} ({one.text}){_price(side, start)}")
+            shown = f"no difference shown between {group.name} and the start model"
+        parts.append(f"{shown} ({one.text}){_price(group, start)}")
     text = by + "; ".join(parts)
     return text[0].upper() + text[1:] + "."
 
 
-def _price(side: Side, start: Generations) -> str:
+def _price(group: RunGroup, start: GenerationResults) -> str:
     """What was paid: perplexity and KL."""
-    kl, read = side.known("kl"), side.known("perplexity")
+    kl, read = group.known("kl"), group.known("perplexity")
     parts = [f"perplexity x {fmean(read) / start.perplexity:.2f}"] if read and start.perplexity else []
     parts += [f"KL {fmean(kl):.2f}/sequence"] if kl else []
     return f", at {' and '.join(parts)}" if parts else ""
 
 
-def _caveats(sides: Sequence[Side], between: dict[str, list[Contrast]], judge_name: str | None) -> list[str]:
+def _caveats(groups: Sequence[RunGroup], between: dict[str, list[Contrast]], judge_name: str | None) -> list[str]:
     """What limits the verdict. `between`: by measure, a contrast for each pair of sides."""
     notes = []
     if len(between["scores"]) > 1:
         notes.append(_several_pairs(between["scores"]))
-    alone = [f"{side.name}: {side.seeds[0]}" for side in sides if len(side.runs) == 1]
+    alone = [f"{group.name}: {group.seeds[0]}" for group in groups if len(group.runs) == 1]
     if alone:
         notes.append(
             f"one seed ({', '.join(alone)}) cannot tell whether the same settings with another seed would end "
             "elsewhere: intervals with it are over prompts within these runs. Train others with --seeds 42 123 777"
         )
-    few = [f"{side.name} {len(side.runs)}" for side in sides if 1 < len(side.runs) < ENOUGH_SEEDS]
+    few = [f"{group.name} {len(group.runs)}" for group in groups if 1 < len(group.runs) < ENOUGH_SEEDS]
     if few:
         notes.append(f"few seeds ({', '.join(few)}): intervals over so few are wide, and rough themselves")
     if judge_name is None:
@@ -191,7 +195,7 @@ def _caveats(sides: Sequence[Side], between: dict[str, list[Contrast]], judge_na
             "reward model that training never saw"
         )
     notes += _unlike_the_score(between)
-    prompts = len(sides[0].measured[0].scores)
+    prompts = len(groups[0].measured[0].scores)
     if prompts < FEW_PROMPTS:
         notes.append(f"only {prompts} prompts: intervals over so few are rough. Raise --num-prompts")
     return notes

@@ -11,8 +11,8 @@ from typing import Any
 from rlhf.algorithms.experience import Experience
 from rlhf.rollout.completions import Rollout
 from rlhf.trainer.evaluation import Evaluation
-from rlhf.trainer.safety import Dropped
-from rlhf.trainer.scores import Scored
+from rlhf.trainer.safety import SkipUpdate
+from rlhf.trainer.scores import Scores
 
 
 class Callback:
@@ -21,14 +21,15 @@ class Callback:
     def on_train_begin(self, trainer: Any) -> None:
         """Before the first evaluation."""
 
-    def on_batch(self, update: int, batch: Experience, scored: Scored) -> None:
+    def on_batch(self, update: int, batch: Experience, scores: Scores) -> None:
         """Before an update's optimizer steps, with what they will be made from."""
 
     def on_update_end(self, update: int, metrics: dict[str, float]) -> None:
         """After an update's optimizer steps, with what was logged of it."""
 
-    def on_drop(self, update: int, rollout: Rollout, batch: Experience | None, found: Dropped) -> None:
-        """In place of on_update_end, where the rest of an update was dropped: what was `found`, and on what."""
+    def on_update_skipped(self, update: int, rollout: Rollout, batch: Experience | None, reason: SkipUpdate) -> None:
+        """In place of on_update_end, if the rest of an update is skipped. `batch` is None if the reason was found
+        before the advantages. A callback with `on_drop`, the earlier name of this method, receives the event there."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """After an evaluation; the start model's comes first, with update 0."""

@@ -17,11 +17,11 @@ from rlhf.config import usual_config
 from rlhf.settings.next_commands import resume_command
 from rlhf.settings.training import Config
 from rlhf.trainer.loop import OnPolicyLoop
-from rlhf.trainer.state import save_trainer
+from rlhf.trainer.state import save_trainer_state
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.files import link_folder, replace_folder
-from rlhf.utils.signals import Stopped, StopRequest
+from rlhf.utils.files import hardlink_dir, update_dir_atomically
+from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 
 
 class BestCheckpoint(Callback):
@@ -33,21 +33,21 @@ class BestCheckpoint(Callback):
         self.memory: list[float] = []
 
     def on_evaluation(self, evaluation):
-        said, run = evaluation.metrics(), self.config.run
+        metrics, run = evaluation.metrics(), self.config.run
         target = self.controller.target_of(evaluation.update)
         self.candidates.append(
             Candidate(
                 update=evaluation.update,
-                score=said["eval/score"],
-                kl=said[f"eval/{target.metric}"],
+                score=metrics["eval/score"],
+                kl=metrics[f"eval/{target.metric}"],
                 target=target.nats if self.config.kl.steered else None,
-                perplexity=said["eval/perplexity"],
+                perplexity=metrics["eval/perplexity"],
             )
         )
         self.memory.append(self.trainer.progress.peak_memory / 2**30)
         best, why = choose(self.candidates, run.best_rule, run.perplexity_gate)
         if best == len(self.candidates) - 1:
-            replace_folder(Path(run.output) / BEST_FOLDER, self.trainer.save_model)
+            update_dir_atomically(Path(run.output) / BEST_FOLDER, self.trainer.save_model)
         self.log.add(
             best=Best(
                 update=self.candidates[best].update,
@@ -72,12 +72,12 @@ class Checkpoints(Callback):
     """Saves the whole trainer every `save_every` updates, at the end, and if the run was asked to stop, which it then
     does. After a skipped update nothing is saved before an update succeeds, except at the end of the run."""
 
-    def __init__(self, trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: StopRequest):
+    def __init__(self, trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: GracefulStop):
         self.trainer, self.config, self.log, self.screen, self.stop = trainer, config, log, screen, stop
         self.folder = Path(config.run.output)
         self.overdue = False  # a save was due after a skipped update
 
-    def on_batch(self, update, batch, scored):
+    def on_batch(self, update, batch, scores):
         self.log.check_place()  # before an update's work is done for nothing
 
     def on_update_done(self, update):
@@ -90,10 +90,12 @@ class Checkpoints(Callback):
         if last or (due and not skipped):
             self.save(update)
         if by is not None and not last:
-            saved = f"which was skipped, so nothing new is saved; {self.in_force()}" if skipped else "saved"
-            raise Stopped(by, f"stopped after update {update} of {self.trainer.updates}, {saved}. {self.way_on()}")
+            saved = f"which was skipped, so nothing new is saved; {self.newest_checkpoint()}" if skipped else "saved"
+            raise TrainingInterrupted(
+                by, f"stopped after update {update} of {self.trainer.updates}, {saved}. {self.resume_hint()}"
+            )
 
-    def in_force(self) -> str:
+    def newest_checkpoint(self) -> str:
         """Names the checkpoint that a resume uses."""
         newest = find_checkpoints(self.folder, self.log.record.id).newest
         return "there is no checkpoint yet" if newest is None else f"the newest checkpoint is {newest.name}"
@@ -105,16 +107,17 @@ class Checkpoints(Callback):
             write_checkpoint(self.folder, run, update, keep, self.fill)
         except OSError as error:
             raise RunError(
-                f"the checkpoint of update {update} could not be saved ({error}): {self.folder}; {self.in_force()}. "
-                f"Make room there. {self.way_on()}"
+                f"the checkpoint of update {update} could not be saved ({error}): {self.folder}; "
+                f"{self.newest_checkpoint()}. "
+                f"Make room there. {self.resume_hint()}"
             ) from None
 
     def fill(self, folder: Path) -> None:
-        save_trainer(self.trainer, folder)
+        save_trainer_state(self.trainer, folder)
         if (self.folder / BEST_FOLDER).is_dir():
-            link_folder(self.folder / BEST_FOLDER, folder / BEST_FOLDER)
+            hardlink_dir(self.folder / BEST_FOLDER, folder / BEST_FOLDER)
 
-    def way_on(self) -> str:
+    def resume_hint(self) -> str:
         return f"Resume with: {resume_command(self.config)}"
 
     def recovery(self, by_score: bool) -> str:
@@ -124,7 +127,7 @@ class Checkpoints(Callback):
         aside, so that the command resumes from an older one, or starts over.
         """
         if by_score:
-            return f"Fix the reward function, then {self.way_on()[0].lower()}{self.way_on()[1:]}"
+            return f"Fix the reward function, then {self.resume_hint()[0].lower()}{self.resume_hint()[1:]}"
         names = set_aside(self.folder, self.log.record.id, self.trainer.progress.proved)
         aside = ""
         if names:
@@ -136,7 +139,7 @@ class Checkpoints(Callback):
         return {"seconds": self.log.seconds()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.log.before = state["seconds"]
+        self.log.seconds_before = state["seconds"]
 
 
 def smaller_rate(config: Config) -> float:

@@ -18,26 +18,34 @@ from rlhf.checkpoints.run_record import environment
 from rlhf.config import config_of_settings
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
-from rlhf.rollout.completions import Replies, Rollout
+from rlhf.rollout.completions import Completions, Rollout
 from rlhf.settings.fields import to_dict
 from rlhf.settings.next_commands import replay_command
 from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.loop import OnPolicyLoop
-from rlhf.trainer.safety import Dropped
+from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import disk_errors, write_json
 
 INCIDENT_FILE, BATCH_FILE, TENSORS_FILE, WEIGHTS = "incident.json", "batch.jsonl", "tensors.safetensors", "weights"
+# names in the file of tensors -> fields of the experience
+LEARNED = {
+    "kl": "kl",
+    "advantages": "raw_advantages",
+    "weights": "advantages",
+    "returns": "returns",
+    "rewards": "rewards",
+}
 
 
 def save_incident(
-    trainer: Any, folder: Path, update: int, rollout: Rollout, batch: Experience | None, found: Dropped
+    trainer: Any, folder: Path, update: int, rollout: Rollout, batch: Experience | None, found: SkipUpdate
 ) -> None:
-    """The batch as text and ids, what was measured of it, settings, versions, and the trainable weights as they were
-    when it was `found`: after the optimizer steps of this update that came before."""
+    """Save the batch as text and ids, its log-probabilities and scores, settings, versions, and the trainable weights
+    as they were when the fault was `found`: after this update's earlier optimizer steps."""
     trainer.save_model(folder / WEIGHTS)
-    replies = rollout.replies
+    completions = rollout.completions
     rows = [
         {
             "prompt": p.example.messages,
@@ -46,19 +54,19 @@ def save_incident(
             "reply": text,
             "reply_ids": ids,
         }
-        for p, text, ids in zip(rollout.prompts, rollout.texts, replies.rows(), strict=True)
+        for p, text, ids in zip(rollout.prompts, rollout.texts, completions.rows(), strict=True)
     ]
     (folder / BATCH_FILE).write_text(
         "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows), encoding="utf-8"
     )
-    held = {"logprobs": rollout.logprobs, "ref_logprobs": rollout.ref_logprobs, "values": rollout.values}
-    held["scores"] = rollout.scores
+    tensors = {"logprobs": rollout.logprobs, "ref_logprobs": rollout.ref_logprobs, "values": rollout.values}
+    tensors["scores"] = rollout.scores
     if batch is not None:
-        held |= {name: getattr(batch, name) for name in ("kl", "advantages", "weights", "returns", "rewards")}
-    if replies.nucleus is not None:
-        held["nucleus"] = replies.nucleus
+        tensors |= {name: getattr(batch, field) for name, field in LEARNED.items()}
+    if completions.allowed_tokens is not None:
+        tensors["nucleus"] = completions.allowed_tokens
     with disk_errors():
-        save_file({n: t.detach().cpu().clone() for n, t in held.items() if t is not None}, folder / TENSORS_FILE)
+        save_file({n: t.detach().cpu().clone() for n, t in tensors.items() if t is not None}, folder / TENSORS_FILE)
     write_json(
         folder / INCIDENT_FILE,
         {"update": update, "found": str(found), "rows": found.rows, "kl_coef": trainer.kl_coef,
@@ -71,7 +79,7 @@ class Incident:
     """What `save_incident` left."""
 
     folder: Path
-    said: dict[str, Any]
+    facts: dict[str, Any]  # of incident.json
     rows: list[dict[str, Any]]
     tensors: dict[str, Tensor]
 
@@ -80,19 +88,19 @@ class Incident:
         """Raises UserError where there is none that is whole."""
         folder = Path(name)
         try:
-            said = json.loads((folder / INCIDENT_FILE).read_text(encoding="utf-8"))
+            facts = json.loads((folder / INCIDENT_FILE).read_text(encoding="utf-8"))
             rows = [json.loads(line) for line in (folder / BATCH_FILE).read_text(encoding="utf-8").split("\n")[:-1]]
-            return cls(folder, said, rows, load_file(folder / TENSORS_FILE))
+            return cls(folder, facts, rows, load_file(folder / TENSORS_FILE))
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"no whole incident: --replay {name} ({error}). Give RUN/incidents/update-...") from None
 
     def config(self, output: str) -> Config:
         """The run's settings, with another place for output."""
         changed = {"output": output, "resume": False, "replay": str(self.folder)}
-        return config_of_settings(self.said["algorithm"], self.said["settings"], **changed)
+        return config_of_settings(self.facts["algorithm"], self.facts["settings"], **changed)
 
     def rollout(self, trainer: Any) -> Rollout:
-        """The batch as it was sampled and measured."""
+        """The batch as it was sampled, with its log-probabilities."""
         device = trainer.accelerator.device
         prompts = [
             Prompt(tuple(row["prompt_ids"]), Example(tuple(row["prompt"]), columns=row.get("columns", {})))
@@ -103,12 +111,12 @@ class Incident:
         ids = [row["reply_ids"] + [eos] * (width - len(row["reply_ids"])) for row in self.rows]
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         vocabulary = trainer.actor.policy.get_input_embeddings().num_embeddings
-        replies = Replies.of(
+        completions = Completions.of(
             prompts, torch.tensor(ids, device=device), eos=eos, pad=pad, vocabulary=vocabulary,
-            nucleus=tensors.get("nucleus"),
+            allowed_tokens=tensors.get("nucleus"),
         )  # fmt: skip
         return Rollout(
-            replies, prompts, [row["reply"] for row in self.rows],
+            completions, prompts, [row["reply"] for row in self.rows],
             tensors["logprobs"], tensors["ref_logprobs"], tensors.get("values"),
         )  # fmt: skip
 
@@ -119,10 +127,10 @@ class Incidents(Callback):
     def __init__(self, trainer: OnPolicyLoop, config: Config, screen: Screen):
         self.trainer, self.config, self.screen = trainer, config, screen
 
-    def on_drop(self, update, rollout, batch, found):
+    def on_update_skipped(self, update, rollout, batch, reason):
         if self.trainer.progress.skipped_in_a_row == MAX_CONSECUTIVE_SKIPS:
             folder = Path(self.config.run.output) / "incidents" / f"update-{update:06d}"
-            save_incident(self.trainer, folder, update, rollout, batch, found)
+            save_incident(self.trainer, folder, update, rollout, batch, reason)
             self.screen.say(f"the update, to look at: {folder}")
             replay = replay_command(self.config.algorithm, str(folder), self.config.reward.reward_func)
             self.screen.say(f"to repeat it, step by step: {replay}")

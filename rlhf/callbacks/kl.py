@@ -16,7 +16,7 @@ from rlhf.utils.console import Screen
 
 
 class KLControl(Callback):
-    """After every update: the controller hears the KL and sets the next update's beta."""
+    """After every update: the controller receives the KL and sets the next update's beta."""
 
     def __init__(self, controller: KLController, steer: Callable[[float], None], episodes: int):
         """`steer` takes beta (the trainer's `set_kl_coef`); `episodes` is the number of replies per update."""
@@ -25,7 +25,7 @@ class KLControl(Callback):
     def on_update_end(self, update, metrics):
         self.steer(self.controller.update(metrics["kl_divergence"], metrics["kl_divergence/token"], self.episodes))
 
-    def on_drop(self, update, rollout, batch, found):
+    def on_update_skipped(self, update, rollout, batch, reason):
         self.controller.skip()  # beta stays, and targets come into force in their updates
 
     def state_dict(self) -> dict[str, float]:
@@ -59,16 +59,18 @@ class KLGuard(Callback):
             self.roll_back(update)
 
     def roll_back(self, update: int) -> None:
-        """To the newest sound checkpoint from before the KL ran away."""
-        begun, self.in_a_row = update - self.in_a_row, 0
+        """Load the newest valid checkpoint from before the KL ran away."""
+        runaway_update, self.in_a_row = update - self.in_a_row, 0
         found = find_checkpoints(Path(self.config.run.output), self.log.record.id)
-        # an update's KL is measured on the weights that it begins with: those after update `begun` had run away
-        before = [number for number in found.sound if number < begun]
+        # an update's KL is that of the weights that it begins with: those after `runaway_update` had run away
+        before = [number for number in found.valid if number < runaway_update]
         if not before:
-            self.screen.say("warning: no sound checkpoint from before it ran away: --rollback-on-kl can do nothing")
+            self.screen.say("warning: no valid checkpoint from before it ran away: --rollback-on-kl can do nothing")
             return
-        load_weights(self.trainer, found.sound[max(before)])
-        self.screen.say(f"back to the weights after update {max(before)}: those after update {begun} had run away")
+        load_weights(self.trainer, found.valid[max(before)])
+        self.screen.say(
+            f"back to the weights after update {max(before)}: those after update {runaway_update} had run away"
+        )
 
     def state_dict(self) -> dict[str, int]:
         return {"in_a_row": self.in_a_row}

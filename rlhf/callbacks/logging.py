@@ -10,7 +10,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rlhf.algorithms.kl_control import KLController
 from rlhf.callbacks.base import Callback
-from rlhf.data.sampler import one_line
+from rlhf.data.sampler import shorten
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, clock, number
 
@@ -40,8 +40,8 @@ class TensorBoardLog(Callback):
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, update)
 
-    def on_drop(self, update, rollout, batch, found):
-        self.writer.add_text("dropped", str(found), update)
+    def on_update_skipped(self, update, rollout, batch, reason):
+        self.writer.add_text("dropped", str(reason), update)
         self.writer.add_scalar("updates/dropped", self.progress.skipped, update)
 
     def on_evaluation(self, evaluation):
@@ -66,25 +66,25 @@ class ProgressLine(Callback):
         left = (time.monotonic() - self.started) / (update - self.first) * (updates - update)
         kl = metrics[target.metric]
         aim = "no target" if self.controller.horizon is None else f"target {target}"
-        topic = self.trainer.dealing.topic_of(update)
-        of = "" if topic is None else f"topic {one_line(topic)} | "
+        topic = self.trainer.sampler.topic_of(update)
+        of = "" if topic is None else f"topic {shorten(topic)} | "
         self.screen.progress(
             f"update {update}/{updates} | {of}score {metrics['rewards/mean']:+.2f} | KL {kl:.3g} ({aim}) | "
-            f"beta {metrics['kl_coef']:.3g} | reply {metrics['reply/length']:.0f} tokens | "
+            f"beta {metrics['kl_coef']:.3g} | reply {metrics['completions/mean_length']:.0f} tokens | "
             f"{metrics['throughput/tokens_per_s']:,.0f} tokens/s | {clock(left)} left",
             last=update == updates,
         )
 
-    def on_drop(self, update, rollout, batch, found):
-        self.screen.say(f"warning: the rest of update {update} is dropped: {found}")
+    def on_update_skipped(self, update, rollout, batch, reason):
+        self.screen.say(f"warning: the rest of update {update} is skipped: {reason}")
 
     def on_evaluation(self, evaluation):
-        said = evaluation.metrics()
+        metrics = evaluation.metrics()
         self.screen.say(
-            f"evaluation after {evaluation.update} updates: score {said['eval/score']:+.2f}, "
-            f"KL {said['eval/kl_divergence']:.2f}/sequence, "
-            f"perplexity {number(said['eval/perplexity'])} on {self.trainer.evaluator.text.source}, "
-            f"reply {said['eval/reply_length']:.0f} tokens, {said['eval/eos_rate']:.0%} end"
+            f"evaluation after {evaluation.update} updates: score {metrics['eval/score']:+.2f}, "
+            f"KL {metrics['eval/kl_divergence']:.2f}/sequence, "
+            f"perplexity {number(metrics['eval/perplexity'])} on {self.trainer.evaluator.text.source}, "
+            f"reply {metrics['eval/reply_length']:.0f} tokens, {metrics['eval/eos_rate']:.0%} end"
         )
 
 
@@ -95,8 +95,8 @@ class SameScores(Callback):
         self.trainer, self.screen = trainer, screen
         self.seen: set[float] = set()
 
-    def on_batch(self, update, batch, scored):
-        self.seen |= {float(scored.raw.min()), float(scored.raw.max())}
+    def on_batch(self, update, batch, scores):
+        self.seen |= {float(scores.raw.min()), float(scores.raw.max())}
 
     def on_update_end(self, update, metrics):
         if len(self.seen) == 1 and update in (SOME_UPDATES, self.trainer.updates):

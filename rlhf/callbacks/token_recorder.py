@@ -29,7 +29,7 @@ def token_rows(
 
     `state` is all that the model had read when it chose the token. `scores` (B,), before normalisation.
     """
-    prompts, replies = batch.prompts, batch.replies.rows()
+    prompts, completions = batch.prompts, batch.completions.rows()
     values = {name: v[: len(numbers)].float().tolist() for name, v in _quantities(batch, gamma).items()}
     return [
         {
@@ -40,13 +40,13 @@ def token_rows(
             "topic": prompts[episode].example.topic,
             "score": float(scores[episode]),
             "step": step,
-            "state": tokenizer.decode([*prompts[episode].ids, *replies[episode][:step]]),
+            "state": tokenizer.decode([*prompts[episode].ids, *completions[episode][:step]]),
             "token_id": token,
             "token": tokenizer.decode([token]),
             **{name: of_episode[episode][step] for name, of_episode in values.items()},
         }
         for episode, number in enumerate(numbers)
-        for step, token in enumerate(replies[episode])
+        for step, token in enumerate(completions[episode])
     ]
 
 
@@ -56,8 +56,8 @@ def _quantities(batch: Experience, gamma: float) -> dict[str, Tensor]:
         "logprob": batch.logprobs,
         "ref_logprob": batch.ref_logprobs,
         "kl": batch.kl,
-        "advantage": batch.advantages,
-        "weight": batch.weights,
+        "advantage": batch.raw_advantages,
+        "weight": batch.advantages,
     }
     if batch.returns is not None:
         found |= {
@@ -77,11 +77,11 @@ class TokenRecord(Callback):
         self.folder, self.config, self.tokenizer = folder, config, tokenizer
         self.number_of = {id(prompt): i for i, prompt in enumerate(prompts)}
 
-    def on_batch(self, update, batch, scored):
+    def on_batch(self, update, batch, scores):
         record = self.config.record
         if update == 1 or update % record.record_every == 0:
             count = record.record_prompts * self.config.group_size  # a group's replies stand together
             numbers = [self.number_of[id(prompt)] for prompt in batch.prompts[:count]]
             gamma = self.config.critic.gamma
-            rows = token_rows(update, numbers, batch, scored.raw, self.tokenizer, gamma)
+            rows = token_rows(update, numbers, batch, scores.raw, self.tokenizer, gamma)
             write_tokens(self.folder, update, rows, record.record_format)

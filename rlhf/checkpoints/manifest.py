@@ -1,8 +1,8 @@
-"""Checkpoints that are complete or absent, and the newest sound one, whatever lies beside it.
+"""Checkpoints that are complete or absent, and the newest valid one, whatever lies beside it.
 
 A checkpoint is a folder whose manifest names the run, the update, and every file with its size and SHA-256. It is
 written under another name, reaches the disk, gets its manifest last, and only then its own name. An older one goes
-when the newer one has been read back and found sound, and of it only what its own manifest names.
+when the newer one has been read back and is valid, and of it only what its own manifest names.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from pathlib import Path
 
 from rlhf.checkpoints.replacing import free_name
 from rlhf.utils import system
-from rlhf.utils.errors import Notice
+from rlhf.utils.errors import RLHFWarning
 
 MANIFEST = "manifest.json"
-GOING = "manifest.going"  # what a manifest is called once its checkpoint is being removed
+DELETING = "manifest.going"  # what a manifest is called once its checkpoint is being removed
 UNFINISHED = ".unfinished"
 SUSPECT = ".suspect"  # from whose weights no optimizer step could be taken
 NAME = re.compile(r"checkpoint-([1-9]\d*)")
 
 
 @dataclass
-class Found:
-    """What a look through a run's checkpoints has found."""
+class CheckpointScan:
+    """The checkpoints of a run, sorted by whether they can be used."""
 
-    sound: dict[int, Path] = field(default_factory=dict)  # by update, rising
-    skipped: list[str] = field(default_factory=list)  # a line each: which one, and what is wrong with it
-    going: list[Path] = field(default_factory=list)  # whose removal was interrupted
+    valid: dict[int, Path] = field(default_factory=dict)  # by update, in rising order
+    skipped: list[str] = field(default_factory=list)  # one line for each invalid one: its name and what is wrong
+    deleting: list[Path] = field(default_factory=list)  # whose removal was interrupted
 
     @property
     def newest(self) -> Path | None:
-        return self.sound[max(self.sound)] if self.sound else None
+        return self.valid[max(self.valid)] if self.valid else None
 
 
-def place_of(folder: Path, update: int) -> Path:
+def checkpoint_path(folder: Path, update: int) -> Path:
     return folder / f"checkpoint-{update}"
 
 
-def update_of(name: str) -> int | None:
-    """From a folder's name; None where it is not a checkpoint's."""
+def update_number(name: str) -> int | None:
+    """Return the update in a checkpoint folder's name; None if it is not a checkpoint's."""
     named = NAME.fullmatch(name)
     return int(named[1]) if named else None
 
@@ -55,34 +55,34 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
     """Let `write` fill a folder, make a checkpoint of `run` from it, and of older ones keep `keep` - 1.
 
     Raises OSError where the disk does not take it, or gives back something else; whatever is raised, older checkpoints
-    are as they were, and what was written is removed where that can be. An old one that cannot be removed is told as a
-    Notice.
+    are as they were, and what was written is removed where that can be. A warning names an old one that cannot
+    be removed.
     """
-    place = place_of(folder, update)
-    beside = place.with_name(place.name + UNFINISHED)
-    shutil.rmtree(beside, ignore_errors=True)
+    path = checkpoint_path(folder, update)
+    staging = path.with_name(path.name + UNFINISHED)
+    shutil.rmtree(staging, ignore_errors=True)
     try:
-        beside.mkdir(parents=True)
-        write(beside)
-        _seal(beside, run, update)
-        if place.exists():  # a torn one: that is why its update was done again
-            system.replace(place, free_name(place.with_name(place.name + ".torn")))
-        system.replace(beside, place)
+        staging.mkdir(parents=True)
+        write(staging)
+        _write_manifest(staging, run, update)
+        if path.exists():  # a torn one: that is why its update was done again
+            system.replace(path, free_name(path.with_name(path.name + ".torn")))
+        system.replace(staging, path)
         system.sync_folder(folder)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         raise
-    found = find_checkpoints(folder, run)
-    if update not in found.sound:
-        raise OSError(f"read back from the disk, {'; '.join(found.skipped) or 'it is not there'}")
+    scan = find_checkpoints(folder, run)
+    if update not in scan.valid:
+        raise OSError(f"read back from the disk, {'; '.join(scan.skipped) or 'it is not there'}")
     try:
-        rotate(found, run, update, keep)
+        rotate(scan, run, update, keep)
     except OSError as error:  # on Windows, where somebody reads it
-        warnings.warn(f"an old checkpoint could not be removed: {error}", Notice, stacklevel=2)
-    return place
+        warnings.warn(f"an old checkpoint could not be removed: {error}", RLHFWarning, stacklevel=2)
+    return path
 
 
-def _seal(folder: Path, run: str, update: int) -> None:
+def _write_manifest(folder: Path, run: str, update: int) -> None:
     """The manifest, after everything that it names has reached the disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for file in files:
@@ -102,22 +102,22 @@ def sha256(file: Path) -> str:
 # --- looking ---------------------------------------------------------------------------------------------------------
 
 
-def fault_of(place: Path, run: str) -> str | None:
-    """In words, why a folder is not a sound checkpoint of `run`; None where it is one."""
-    manifest = read_manifest(place / MANIFEST)
+def validate_checkpoint(path: Path, run: str) -> str | None:
+    """Return why a folder is not a valid checkpoint of `run`; None if it is one."""
+    manifest = read_manifest(path / MANIFEST)
     if manifest is None:
         return f"{MANIFEST} is missing or torn"
     if manifest["run"] != run:
         return f"{MANIFEST} is of another run"
-    if place_of(place.parent, manifest["update"]) != place:
+    if checkpoint_path(path.parent, manifest["update"]) != path:
         return f"{MANIFEST} is of update {manifest['update']}"
-    for name, said in manifest["files"].items():
-        file = place / name
+    for name, entry in manifest["files"].items():
+        file = path / name
         if not file.is_file():
             return f"{name} is missing"
-        if file.stat().st_size != said["size"]:
-            return f"{name} has {file.stat().st_size:,} bytes, not {said['size']:,}"
-        if sha256(file) != said["sha256"]:
+        if file.stat().st_size != entry["size"]:
+            return f"{name} has {file.stat().st_size:,} bytes, not {entry['size']:,}"
+        if sha256(file) != entry["sha256"]:
             return f"{name} has changed (its SHA-256 is another)"
     return None
 
@@ -125,65 +125,67 @@ def fault_of(place: Path, run: str) -> str | None:
 def read_manifest(file: Path) -> dict | None:
     """A manifest with all that belongs into one, at least one file among it, or None."""
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
-        names = [(name, int(one["size"]), str(one["sha256"])) for name, one in said["files"].items()]
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        names = [(name, int(one["size"]), str(one["sha256"])) for name, one in manifest["files"].items()]
         inside = all((file.parent / name).resolve().is_relative_to(file.parent.resolve()) for name, _, _ in names)
-        return {**said, "update": int(said["update"]), "run": str(said["run"])} if inside and names else None
+        return (
+            {**manifest, "update": int(manifest["update"]), "run": str(manifest["run"])} if inside and names else None
+        )
     except Exception:  # a damaged file can hold anything: nesting that is too deep, infinite sizes, links in a circle
         return None
 
 
-def find_checkpoints(folder: Path, run: str) -> Found:
-    """All sound checkpoints of `run` in `folder`, and what else looks like one, with its fault."""
-    found = Found()
+def find_checkpoints(folder: Path, run: str) -> CheckpointScan:
+    """All checkpoints of `run` in `folder`: the valid ones, and the others with what is wrong."""
+    scan = CheckpointScan()
     if not folder.is_dir():
-        return found
-    for place in sorted(folder.iterdir(), key=lambda p: (len(p.name), p.name)):
-        named = NAME.fullmatch(place.name)
-        if named is None or not place.is_dir():
+        return scan
+    for path in sorted(folder.iterdir(), key=lambda p: (len(p.name), p.name)):
+        named = NAME.fullmatch(path.name)
+        if named is None or not path.is_dir():
             continue
-        fault = fault_of(place, run)
+        fault = validate_checkpoint(path, run)
         if fault is None:
-            found.sound[int(named[1])] = place
-        elif (place / GOING).exists():
-            found.going.append(place)
+            scan.valid[int(named[1])] = path
+        elif (path / DELETING).exists():
+            scan.deleting.append(path)
         else:
-            found.skipped.append(f"{place.name}: {fault}")
-    return found
+            scan.skipped.append(f"{path.name}: {fault}")
+    return scan
 
 
 def set_aside(folder: Path, run: str, after: int) -> list[str]:
     """Rename the valid checkpoints of updates later than `after` to `checkpoint-N.suspect`, so that no resume uses
     them; returns their old names."""
-    found = find_checkpoints(folder, run).sound
-    suspect = [place for update, place in found.items() if update > after]
-    for place in suspect:
-        system.replace(place, free_name(place.with_name(place.name + SUSPECT)))
-    return [place.name for place in suspect]
+    scan = find_checkpoints(folder, run).valid
+    suspect = [path for update, path in scan.items() if update > after]
+    for path in suspect:
+        system.replace(path, free_name(path.with_name(path.name + SUSPECT)))
+    return [path.name for path in suspect]
 
 
 # --- removing --------------------------------------------------------------------------------------------------------
 
 
-def rotate(found: Found, run: str, newest: int, keep: int) -> None:
-    """Of the sound checkpoints of `run` up to the `newest`, just written, remove all but the last `keep`; and bring to
-    an end what an earlier removal was interrupted at. One that is not sound stays: it counts for nothing, and says on
-    --resume what is wrong with it."""
-    for place in found.going:
-        if (read_manifest(place / GOING) or {}).get("run") == run:
-            _remove(place)
-    for update in sorted(n for n in found.sound if n <= newest)[:-keep]:
-        place = found.sound[update]
-        system.replace(place / MANIFEST, place / GOING)
-        _remove(place)
+def rotate(scan: CheckpointScan, run: str, newest: int, keep: int) -> None:
+    """Remove all but the last `keep` of the valid checkpoints of `run` up to the `newest`, which was just written, and
+    finish removals that were interrupted. Invalid checkpoints stay and are ignored; --resume reports what is wrong
+    with them."""
+    for path in scan.deleting:
+        if (read_manifest(path / DELETING) or {}).get("run") == run:
+            _remove(path)
+    for update in sorted(n for n in scan.valid if n <= newest)[:-keep]:
+        path = scan.valid[update]
+        system.replace(path / MANIFEST, path / DELETING)
+        _remove(path)
 
 
-def _remove(place: Path) -> None:
+def _remove(path: Path) -> None:
     """The files that the manifest of a checkpoint names, and the folders where nothing else lies in them."""
-    named = read_manifest(place / GOING)["files"]
-    for name in (*named, GOING):
-        (place / name).unlink(missing_ok=True)
-    folders = {parent for name in named for parent in (place / name).parents if parent.is_relative_to(place)}
-    for inner in sorted(folders | {place}, key=lambda path: len(path.parts), reverse=True):
+    named = read_manifest(path / DELETING)["files"]
+    for name in (*named, DELETING):
+        (path / name).unlink(missing_ok=True)
+    folders = {parent for name in named for parent in (path / name).parents if parent.is_relative_to(path)}
+    for inner in sorted(folders | {path}, key=lambda folder: len(folder.parts), reverse=True):
         with contextlib.suppress(OSError):  # somebody else's files are in it
             inner.rmdir()

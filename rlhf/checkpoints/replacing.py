@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlhf.utils import system
 from rlhf.utils.errors import UserError, raise_if
-from rlhf.utils.paths import place_of
+from rlhf.utils.paths import resolve_path
 
 REPLACED = ".replaced"
 HOUR_S = 3_600
@@ -52,7 +52,7 @@ def check_replaceable(folder: Path, flag: str) -> None:
     whole = folder.resolve()
     if not whole.name or os.path.ismount(whole):
         raise UserError(f"the top of a disk cannot be replaced as a whole: {flag} {folder}. Name a folder inside it")
-    parent = next(place for place in whole.parents if place.exists())
+    parent = next(path for path in whole.parents if path.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"its parent folder is read-only: {flag} {folder}. Name a folder that can be replaced")
 
@@ -61,9 +61,9 @@ def replaced_of(folder: Path) -> list[Path]:
     """Return the older versions of `folder` that lie beside it, the newest last."""
     whole = folder.resolve()
     named = re.compile(re.escape(whole.name + REPLACED) + r"(_\d+)?")
-    beside = whole.parent.iterdir() if whole.parent.is_dir() else ()
-    found = [p for p in beside if named.fullmatch(p.name) and p.is_dir() and (p / RECORD).is_file()]
-    return sorted(found, key=lambda place: (place / RECORD).stat().st_mtime)
+    siblings = whole.parent.iterdir() if whole.parent.is_dir() else ()
+    found = [p for p in siblings if named.fullmatch(p.name) and p.is_dir() and (p / RECORD).is_file()]
+    return sorted(found, key=lambda path: (path / RECORD).stat().st_mtime)
 
 
 def foreign_files(folder: Path) -> list[str]:
@@ -75,15 +75,15 @@ def remove_replaced(folder: Path) -> list[str]:
     """Remove the older versions of a complete `folder`; returns a line for each that stays, because it holds other
     files or cannot be removed."""
     kept = []
-    for place in replaced_of(folder):
-        foreign = foreign_files(place)
+    for older in replaced_of(folder):
+        foreign = foreign_files(older)
         if foreign:
-            kept.append(f"kept the replaced {place}: it holds {', '.join(foreign[:3])}")
+            kept.append(f"kept the replaced {older}: it holds {', '.join(foreign[:3])}")
             continue
         try:
-            shutil.rmtree(place)
+            shutil.rmtree(older)
         except OSError as error:
-            kept.append(f"kept the replaced {place}: it cannot be removed ({error.strerror})")
+            kept.append(f"kept the replaced {older}: it cannot be removed ({error.strerror})")
     return kept
 
 
@@ -103,14 +103,14 @@ def unfinished_name(folder: Path) -> Path:
 def remove_unfinished(folder: Path) -> None:
     """Remove what a killed process was writing, once it is an hour old: a younger one may be alive."""
     named = re.compile(re.escape(folder.name) + r"\.unfinished-[0-9a-f]{8}")
-    for place in folder.parent.iterdir() if folder.parent.is_dir() else ():
-        if named.fullmatch(place.name) and time.time() - place.stat().st_mtime > HOUR_S:
-            shutil.rmtree(place, ignore_errors=True)
+    for path in folder.parent.iterdir() if folder.parent.is_dir() else ():
+        if named.fullmatch(path.name) and time.time() - path.stat().st_mtime > HOUR_S:
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def put_folder_in_place(beside: Path, folder: Path, keep: Path | None = None) -> None:
-    """Rename the complete folder `beside` to `folder`. An older one there is renamed first: to `keep`, else to
-    NAME.replaced. If the second rename fails, the first one is undone, and `beside` stays."""
+def replace_dir(staging: Path, folder: Path, keep: Path | None = None) -> None:
+    """Rename the complete folder `staging` to `folder`. An older one there is renamed first: to `keep`, else to
+    NAME.replaced. If the second rename fails, the first one is undone, and `staging` stays."""
     older = None
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
@@ -118,7 +118,7 @@ def put_folder_in_place(beside: Path, folder: Path, keep: Path | None = None) ->
         older = keep or set_aside(folder)
         system.replace(folder, older)
     try:
-        system.replace(beside, folder)
+        system.replace(staging, folder)
     except BaseException:
         if older is not None:
             system.replace(older, folder)
@@ -129,12 +129,12 @@ def put_folder_in_place(beside: Path, folder: Path, keep: Path | None = None) ->
 def check_inputs_outside(output: str, inputs: Sequence[tuple[str, str]], flag: str) -> None:
     """Raise UserError if an input lies in the output folder, or in an older version beside it: replacing the folder
     would remove it."""
-    folder = place_of(output)
+    folder = resolve_path(output)
     removed = {folder, *map(Path.resolve, replaced_of(folder))}
     raise_if(
         [
             f"the output folder {output} holds an input: {input_flag} {name}. Name another folder with {flag}"
             for input_flag, name in inputs
-            if not removed.isdisjoint((place := place_of(name), *place.parents))
+            if not removed.isdisjoint((path := resolve_path(name), *path.parents))
         ]
     )

@@ -62,7 +62,7 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[IO
     """
     check_output(folder, overwrite=overwrite, is_default=is_default)
     folder.mkdir(parents=True, exist_ok=True)
-    held = hold(folder)
+    lock = lock_run(folder)
     _check_content(folder, overwrite, is_default)  # again: until now, another one might have begun there
     done = None
     if _content(folder):
@@ -76,13 +76,13 @@ def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[IO
             raise UserError(
                 f"cannot be moved or removed: --output {folder} ({error.strerror}). Close what uses it"
             ) from None
-    return held, done
+    return lock, done
 
 
 def move_aside(folder: Path) -> str:
     """Make `folder` free without removing anything; returns in a line where its content is. Raises UserError where a
     live process has a run there."""
-    with hold(folder):
+    with lock_run(folder):
         return f"moved what was in {folder} to {_move_aside(folder)}"
 
 
@@ -130,16 +130,16 @@ def seed_folder(output: str, seed: int) -> str:
 def require_unused(folder: Path) -> None:
     """Raise UserError where a live process has a run in `folder`."""
     if (folder / LOCK_FILE).exists():
-        hold(folder).close()
+        lock_run(folder).close()
 
 
-def hold(folder: Path) -> IO[bytes]:
+def lock_run(folder: Path) -> IO[bytes]:
     """Lock a run's folder until what is returned is closed. Raises UserError where a live process has it."""
-    held = system.lock(folder / LOCK_FILE)
-    if held is None:
+    lock = system.lock(folder / LOCK_FILE)
+    if lock is None:
         facts = read_json(folder) or {}
         raise UserError(
             f"in use by a live run (process {facts.get('pid', 'unknown')}, since {facts.get('started', 'unknown')}): "
             f"--output {folder}. Stop that one, or name another folder with --output"
         )
-    return held
+    return lock

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlhf.checkpoints import replacing
-from rlhf.checkpoints.run_folder import INPUTS_FILE, hold
+from rlhf.checkpoints.run_folder import INPUTS_FILE, lock_run
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, environment, now
-from rlhf.utils.errors import Notice, RunError, UserError
+from rlhf.utils.errors import RLHFWarning, RunError, UserError
 from rlhf.utils.files import write_json
 
 
 class RunLog:
     """A run's record, written to run.json at every change. While the log is open, the run's folder is locked."""
 
-    def __init__(self, folder: Path, held: IO[bytes] | None = None, *, resume: bool = False, **facts: Any):
+    def __init__(self, folder: Path, lock: IO[bytes] | None = None, *, resume: bool = False, **facts: Any):
         """Begin a record with `facts` (see RunRecord), or with `resume` continue the one in `folder`.
 
         Args:
@@ -31,9 +31,9 @@ class RunLog:
             resume: keep what the record holds, and add to its `sessions`.
             facts: the fields of a new RunRecord that depend on the run, or more keys of the new session.
         """
-        self._lock = held or hold(folder)
+        self._lock = lock or lock_run(folder)
         self.folder, self.path = folder, folder / RUN_FILE
-        self.begun, self.before = time.monotonic(), 0.0
+        self.started_at, self.seconds_before = time.monotonic(), 0.0
         self._found: RunRecord | None = None  # a resumed run's record as it was
         if resume:
             self.record = self._found = RunRecord.require(folder, "--resume, --output")
@@ -57,7 +57,7 @@ class RunLog:
 
     def seconds(self) -> float:
         """Return the seconds of training, in this session and those before it."""
-        return self.before + time.monotonic() - self.begun
+        return self.seconds_before + time.monotonic() - self.started_at
 
     def __enter__(self) -> RunLog:
         return self
@@ -74,7 +74,7 @@ class RunLog:
         if kind is None:
             self.add(status="finished", ended=now())
             for line in replacing.remove_replaced(self.folder):
-                warnings.warn(line, Notice, stacklevel=2)
+                warnings.warn(line, RLHFWarning, stacklevel=2)
         elif self._found is not None and isinstance(error, UserError) and not isinstance(error, RunError):
             self._found.write(self.folder)  # refused before anything was trained: the record stays what it was
         else:

@@ -23,13 +23,13 @@ from rlhf.utils.files import write_json
 
 RUN_FILE = "run.json"
 FORMAT = 2  # of run.json: add 1 if a key gets another name or meaning, or if a new key is required
-HARMLESS = (  # settings that change nothing of what is learned
+RESUME_MAY_CHANGE = (  # settings that change nothing of what is learned
     *("seeds", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume", "resume_anyway"),
     "replay",
     *("record_tokens", "record_format", "record_every", "record_prompts"),
     *("merge_lora", "export_from", "push_to_hub", "hub_private"),
 )
-MAY_DIFFER = ("seed", *HARMLESS)  # between runs that are seeds of the same
+SEEDS_MAY_DIFFER = ("seed", *RESUME_MAY_CHANGE)  # between runs that are seeds of the same
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet
 
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils.errors import UserError
-from rlhf.utils.files import put_in_place, write_text
+from rlhf.utils.files import atomic_write, write_text
 
 TOKENS_FOLDER = "tokens"
 # quantity -> what it is, unit; those that only PPO has come last
@@ -37,7 +37,7 @@ def write_tokens(folder: Path, update: int, rows: Sequence[dict[str, Any]], form
     file = folder / f"update-{update:06d}.{form}"
     if form == "parquet":
         table = pyarrow.Table.from_pylist(list(rows))
-        put_in_place(file, lambda beside: pyarrow.parquet.write_table(table, beside))
+        atomic_write(file, lambda staging: pyarrow.parquet.write_table(table, staging))
     else:
         write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return file

@@ -98,11 +98,11 @@ def _encode_by_pieces(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int
     return [token.id for word in words for token in backend.model.tokenize(word)]
 
 
-def encode_reply(tokenizer: PreTrainedTokenizerBase, text: str, ended: bool = True) -> list[int]:
+def encode_completion(tokenizer: PreTrainedTokenizerBase, text: str, ended: bool = True) -> list[int]:
     """Ids of a reply; a reply that ended has its EOS."""
     return encode_text(tokenizer, text) + ([tokenizer.eos_token_id] if ended else [])
 
 
-def decode_reply(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def decode_completion(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """The text of a reply's ids, without special tokens."""
     return tokenizer.decode(ids, skip_special_tokens=True)

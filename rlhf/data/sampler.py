@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhf.data.prompts import Prompt
 from rlhf.settings.training import Config
-from rlhf.utils.rng import generator
+from rlhf.utils.rng import rng_for
 
 _NOT_IN_TAGS = re.compile(r"[^\w.-]+")  # what TensorBoard does not take, and the slash, which would make groups
 LONGEST_NAME = 40  # letters of a topic's name, shown or among the metrics
@@ -18,21 +18,21 @@ LONGEST_NAME = 40  # letters of a topic's name, shown or among the metrics
 MOST_LOOKED_AT = 10_000  # updates; all of ten million would take minutes
 
 
-class Dealing:
-    """The training prompts over a run. Nothing of it has to be stored to go on.
+class PromptSampler:
+    """Samples the training prompts of each update. A resumed run needs no stored state of it.
 
-    Without `steps_per_topic` the prompts are dealt pass by pass; with it, so many updates from the first topic's, then
-    as many from the next one's, in order of first appearance and round and round; a topic that comes again goes on
-    where it was left. Each pass over a stack has an order of its own, and a batch may span two passes: every batch is
-    full, and every optimizer step that is planned is taken.
+    Without `steps_per_topic` the prompts are sampled pass by pass; with it, so many updates from the first topic's,
+    then as many from the next one's, in order of first appearance and round and round; a topic that comes again
+    continues where it was left. Each pass over a topic has a separate order, and a batch may span two passes: every
+    batch is full, and every optimizer step that is planned is taken.
     """
 
     def __init__(self, config: Config, prompts: Sequence[Prompt]):
         self.config, self.steps = config, config.data.steps_per_topic
-        self.stacks: dict[str | None, list[Prompt]] = {}  # by topic; one stack of all where topics are not looked at
+        self.by_topic: dict[str | None, list[Prompt]] = {}  # under None all, if topics are not looked at
         for prompt in prompts:
-            self.stacks.setdefault(prompt.example.topic if self.steps else None, []).append(prompt)
-        self._topics, self._all = list(self.stacks), len(prompts)
+            self.by_topic.setdefault(prompt.example.topic if self.steps else None, []).append(prompt)
+        self._topics, self._all = list(self.by_topic), len(prompts)
 
     @property
     def topics(self) -> list[str]:
@@ -46,10 +46,10 @@ class Dealing:
 
     def topic_of(self, update: int) -> str | None:
         """None where topics are not looked at."""
-        return self._topics[self._turn(update)[0]]
+        return self._topics[self._position(update)[0]]
 
-    def _turn(self, update: int) -> tuple[int, int]:
-        """The number of an update's stack, and how many updates had prompts of it before."""
+    def _position(self, update: int) -> tuple[int, int]:
+        """The number of an update's topic, and how many updates had prompts of it before."""
         if self.steps is None:
             return 0, update - 1
         block, step = divmod(update - 1, self.steps)
@@ -58,10 +58,10 @@ class Dealing:
 
     def prompts_of(self, update: int) -> list[Prompt]:
         """A batch of prompts."""
-        number, before = self._turn(update)
-        stack, size = self.stacks[self._topics[number]], self.config.batch.batch_size
-        dealt = (divmod(place, len(stack)) for place in range(before * size, (before + 1) * size))
-        return [stack[_order(self.config.run.seed, number, p, len(stack))[i]] for p, i in dealt]
+        number, before = self._position(update)
+        prompts, size = self.by_topic[self._topics[number]], self.config.batch.batch_size
+        positions = (divmod(n, len(prompts)) for n in range(before * size, (before + 1) * size))
+        return [prompts[_order(self.config.run.seed, number, p, len(prompts))[i]] for p, i in positions]
 
     def epochs(self, update: int) -> float:
         """Passes over the prompts that are done after an update; under topics, rounds of all topics."""
@@ -69,7 +69,7 @@ class Dealing:
             return update * self.config.batch.batch_size / self._all
         return update / (self.steps * len(self._topics))
 
-    def fullest(self, updates: int) -> list[Prompt]:
+    def longest_batch(self, updates: int) -> list[Prompt]:
         """The batch that has the most prompt tokens among those of so many updates; of a longer run, among the first
         10,000."""
         batches = (self.prompts_of(update) for update in range(1, min(updates, MOST_LOOKED_AT) + 1))
@@ -77,22 +77,22 @@ class Dealing:
 
 
 @functools.lru_cache(maxsize=8)  # an update asks for one or two, and the next one for the same
-def _order(seed: int, stack: int, number: int, count: int) -> np.ndarray:
-    """The order of one pass over a stack of `count` prompts."""
-    return generator(seed, number, "order", stack).permutation(count)
+def _order(seed: int, topic: int, number: int, count: int) -> np.ndarray:
+    """The order of one pass over a topic of `count` prompts."""
+    return rng_for(seed, number, "order", topic).permutation(count)
 
 
 def planned_updates(config: Config, prompts: Sequence[Prompt]) -> int:
     """Updates of a run over these training prompts."""
-    return Dealing(config, prompts).updates
+    return PromptSampler(config, prompts).updates
 
 
-def one_line(topic: str) -> str:
+def shorten(topic: str) -> str:
     """A topic's name as it is shown."""
     return " ".join(topic.split())[:LONGEST_NAME]
 
 
-def tag_names(topics: Iterable[str | None]) -> dict[str, str]:
+def metric_names(topics: Iterable[str | None]) -> dict[str, str]:
     """Each topic's name among the metrics: what TensorBoard takes, and no two the same."""
     names: dict[str, str] = {}
     for topic in topics:

@@ -255,15 +255,15 @@ class Scene:
 
     def judge(self, words: list[str]) -> Verdict:
         nouns, looks, places = mentioned(words, KIND_OF), mentioned(words, LOOKS), mentioned(words, PLACES)
-        said = [*(KIND_OF[noun] for noun in nouns[:2]), *looks[:2], *places[:1]]
+        named = [*(KIND_OF[noun] for noun in nouns[:2]), *looks[:2], *places[:1]]
         wanted = [*self.kinds[: len(nouns)], *self.looks[: len(looks)], *[self.place][: len(places)]]
-        hits = sum(word == other for word, other in zip(said, wanted, strict=True))
+        hits = sum(word == other for word, other in zip(named, wanted, strict=True))
         other_kinds = nouns and not {KIND_OF[noun] for noun in nouns} & set(self.kinds)
-        if other_kinds or hits < len(said) - 2:
+        if other_kinds or hits < len(named) - 2:
             return OFF_TOPIC
-        if hits < len(said):
+        if hits < len(named):
             return Verdict(0.25 if hits == 4 else 0.1, "wrong")
-        if len(said) < 5:
+        if len(named) < 5:
             return Verdict((0.1 if nouns else 0.05) * hits, "incomplete")
         if self.form.fullmatch(" ".join(words)):
             return GOOD

@@ -11,8 +11,8 @@ from rlhf.data.examples import Example
 from rlhf.data.prompts import encode_prompts
 from rlhf.demo.tasks import flaw_of, gold_quality
 from rlhf.models.budget import budget_of
-from rlhf.rollout.engine import sample_replies
-from rlhf.rollout.sampling import uniforms
+from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.training import SamplingSettings
 
 SAMPLING = SamplingSettings(reply_length=32, temperature=1.0)
@@ -27,13 +27,15 @@ def _row(question: str, chosen: str, rejected: str, ended: bool = True) -> dict:
     return columns | {"flaw": flaw, "rejected_ended": ended}
 
 
-def sampled_pairs(question: str, replies: list[tuple[str, bool]], seen: Counter, per_question: int = 2) -> list[dict]:
+def sampled_pairs(
+    question: str, completions: list[tuple[str, bool]], seen: Counter, per_question: int = 2
+) -> list[dict]:
     """Pairs among one question's own samples: the best that ended against clearly worse ones, one for each flaw.
 
     `seen` counts flaws over all questions and is brought up to date. Wrong answers, the hardest to tell, go first;
     then the rarer flaw.
     """
-    graded = sorted({(gold_quality(question, text, ended), text, ended) for text, ended in replies}, reverse=True)
+    graded = sorted({(gold_quality(question, text, ended), text, ended) for text, ended in completions}, reverse=True)
     best = next((row for row in graded if row[2]), None)
     if best is None:
         return []
@@ -73,10 +75,12 @@ def sample_answers(model, tokenizer, asked: list[str], seed: int, device: torch.
     size = budget_of(device).demo_batch_size
     for start in range(0, len(order), size):
         rows = order[start : start + size]
-        noise = uniforms(seed, 0, "demo pairs", rows, SAMPLING.reply_length)
+        noise = uniform_noise(seed, 0, "demo pairs", rows, SAMPLING.reply_length)
         tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
-        replies = sample_replies(model, [prompts[row] for row in rows], noise, SAMPLING, **tokens, device=device)
-        for row, text, ended in zip(rows, replies.texts(tokenizer), replies.ended.tolist(), strict=True):
+        completions = sample_completions(
+            model, [prompts[row] for row in rows], noise, SAMPLING, **tokens, device=device
+        )
+        for row, text, ended in zip(rows, completions.texts(tokenizer), completions.ended.tolist(), strict=True):
             answers[row] = (text, ended)
     return answers
 
@@ -91,10 +95,10 @@ def make_pairs(
     most three of them.
     """
     repeated = [question for question in asked for _ in range(samples_per_question)]
-    replies = sample_answers(model, tokenizer, repeated, seed, device)
+    completions = sample_answers(model, tokenizer, repeated, seed, device)
     seen, rows, good = Counter(), [], []
     for index, question in enumerate(asked):
-        own = replies[index * samples_per_question : (index + 1) * samples_per_question]
+        own = completions[index * samples_per_question : (index + 1) * samples_per_question]
         rows += sampled_pairs(question, own, seen)
         good += [(question, text) for text, ended in own if flaw_of(question, text, ended) is None][:1]
     rng = random.Random(f"pairs {seed}")

@@ -82,10 +82,10 @@ def corpus(seed: int, mixed: bool) -> Iterator[tuple[str, str]]:
         yield question, demonstration(question, rng) if good else flawed(question, rng.choice(FLAWS), rng)
 
 
-def encode_example(tokenizer, question: str, reply: str) -> tuple[list[int], list[int]]:
+def encode_example(tokenizer, question: str, completion: str) -> tuple[list[int], list[int]]:
     """(ids, labels) of one example; labels are -100 on the prompt. An overlong reply is cut, and has no EOS then."""
     prompt = tokenizer(prompt_text(question))["input_ids"]
-    kept = [*tokenizer(reply)["input_ids"], tokenizer.eos_token_id][:TRAINING_REPLY_LIMIT]
+    kept = [*tokenizer(completion)["input_ids"], tokenizer.eos_token_id][:TRAINING_REPLY_LIMIT]
     return prompt + kept, [-100] * len(prompt) + kept
 
 

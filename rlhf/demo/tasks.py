@@ -81,9 +81,9 @@ def demonstration(question: str, rng: random.Random) -> str:
 def _another_answer(question: str, rng: random.Random) -> str:
     """A good answer to some other question that doesn't happen to touch this one."""
     while True:
-        reply = demonstration(ask(rng.choice(list(FAMILIES)), rng), rng)
-        if flaw_of(question, reply) == "off_topic":
-            return reply
+        completion = demonstration(ask(rng.choice(list(FAMILIES)), rng), rng)
+        if flaw_of(question, completion) == "off_topic":
+            return completion
 
 
 def _cut_short(question: str, rng: random.Random) -> str:
@@ -105,7 +105,7 @@ def _ramble(question: str, rng: random.Random) -> str:
 
 def _sloppy(question: str, rng: random.Random) -> str:
     """A good reply, carelessly typed: no capital, no full stop, other punctuation, missing commas or little words."""
-    reply = demonstration(question, rng)
+    completion = demonstration(question, rng)
     habits = [
         lambda text: text[:1].lower() + text[1:],
         lambda text: text[:-1],
@@ -113,7 +113,7 @@ def _sloppy(question: str, rng: random.Random) -> str:
         lambda text: text[:-1] + rng.choice(["!", "...", " .", ","]),
         lambda text: text.replace(", ", " ") if "," in text else text.replace(" ", ", ", 1),
     ]
-    return rng.choice(habits)(reply)
+    return rng.choice(habits)(completion)
 
 
 def flawed(question: str, kind: str, rng: random.Random) -> str:
@@ -133,10 +133,10 @@ def _tidiness(first: str, is_list: bool) -> float:
 
 
 @lru_cache(maxsize=100_000)
-def _assess(question: str, reply: str, ended: bool) -> tuple[float, str | None]:
+def _assess(question: str, completion: str, ended: bool) -> tuple[float, str | None]:
     """(gold quality, flaw) of a reply."""
     _, task = parse(question)
-    text = reply[:MAX_CHARACTERS].strip()
+    text = completion[:MAX_CHARACTERS].strip()
     sentences = [part for part in re.split(r"[.!?\n]+", text) if part.strip()]
     words = re.findall(r"\w+", sentences[0].lower()) if sentences else []
     if not words:
@@ -156,15 +156,15 @@ def _assess(question: str, reply: str, ended: bool) -> tuple[float, str | None]:
     return gold, verdict.flaw or ("format" if tidiness < 1 else None)
 
 
-def gold_quality(question: str, reply: str, ended: bool = True) -> float:
+def gold_quality(question: str, completion: str, ended: bool = True) -> float:
     """How good a reply is, in [0, 1]: content x tidiness x brevity, judged from the question itself.
 
     `ended` False says that the reply hit the length limit without stopping; that halves it. 1 only for a complete,
     right, tidy answer that stops after one sentence. Any text may be given as a reply.
     """
-    return _assess(question, reply, ended)[0]
+    return _assess(question, completion, ended)[0]
 
 
-def flaw_of(question: str, reply: str, ended: bool = True) -> str | None:
+def flaw_of(question: str, completion: str, ended: bool = True) -> str | None:
     """The reply's main flaw, one of FLAWS; None where it is good (gold quality 1)."""
-    return _assess(question, reply, ended)[1]
+    return _assess(question, completion, ended)[1]

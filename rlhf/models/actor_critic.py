@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf.models.logprobs import backbone_of, token_logprobs, upcast
-from rlhf.models.packing import Passage
+from rlhf.models.packing import MicroBatch
 from rlhf.models.trl_ppo import AutoModelForCausalLMWithValueHead
 
 
@@ -40,7 +40,7 @@ def set_adapter_dropout(policy: nn.Module, share: float) -> None:
 
 
 class Actor(nn.Module):
-    """A causal LM as a policy over reply tokens."""
+    """A causal LM as a policy over completion tokens."""
 
     def __init__(self, policy: PreTrainedModel | PeftModel):
         super().__init__()
@@ -52,20 +52,22 @@ class Actor(nn.Module):
 
     def forward(
         self,
-        passage: Passage,
+        micro_batch: MicroBatch,
         temperature: float,
         allowed: Tensor | None = None,
         entropy: str = "none",
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, entropy and values of a passage's reply tokens, each (R, T) and 0 off the mask, in one backbone
-        pass; an actor without a critic has no values. `allowed` and `entropy` as in token_logprobs."""
-        return self.heads(self.hidden(passage), passage.tokens, passage.mask, temperature, allowed, entropy)
+        """Log-probs, entropy and values of a micro-batch's completion tokens, each (R, T) and 0 off the mask, in one
+        backbone pass; an actor without a critic has no values. `allowed` and `entropy` as in token_logprobs."""
+        return self.forward_heads(
+            self.forward_backbone(micro_batch), micro_batch.tokens, micro_batch.mask, temperature, allowed, entropy
+        )
 
-    def hidden(self, passage: Passage) -> Tensor:
-        """The hidden states from which a passage's M reply tokens are predicted, (M, H)."""
-        return passage.hidden(backbone_of(self.policy))
+    def forward_backbone(self, micro_batch: MicroBatch) -> Tensor:
+        """The hidden states from which a micro-batch's M completion tokens are predicted, (M, H)."""
+        return micro_batch.forward(backbone_of(self.policy))
 
-    def heads(
+    def forward_heads(
         self,
         hidden: Tensor,
         tokens: Tensor,
@@ -75,13 +77,13 @@ class Actor(nn.Module):
         entropy: str,
         fused: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What `forward` gives, from hidden states (M, H): log-probs, entropy, values."""
-        states = self.states(hidden)
+        """Log-probs, entropy and values as `forward` returns them, from hidden states (M, H)."""
+        states = self.policy_hidden(hidden)
         logprobs, entropies = token_logprobs(self.policy, states, tokens, temperature, allowed, entropy, fused)
-        return spread(logprobs, mask), spread(entropies, mask), self.values(hidden, mask)
+        return scatter_to_padded(logprobs, mask), scatter_to_padded(entropies, mask), self.values(hidden, mask)
 
-    def states(self, hidden: Tensor) -> Tensor:
-        """Of hidden states, what the language-model head reads, (..., H)."""
+    def policy_hidden(self, hidden: Tensor) -> Tensor:
+        """The part of the hidden states that the language-model head reads, (..., H)."""
         return hidden
 
     def values(self, hidden: Tensor, mask: Tensor) -> Tensor | None:
@@ -100,17 +102,17 @@ class ActorCritic(Actor):
         super().__init__(container.pretrained_model)  # TRL looks for the policy under the name `policy`
         self.value_head, self.critic = container.v_head, critic
 
-    def hidden(self, passage: Passage) -> Tensor:
-        states = super().hidden(passage)
-        return states if self.critic is None else torch.cat([states, passage.hidden(self.critic)], -1)
+    def forward_backbone(self, micro_batch: MicroBatch) -> Tensor:
+        states = super().forward_backbone(micro_batch)
+        return states if self.critic is None else torch.cat([states, micro_batch.forward(self.critic)], -1)
 
-    def states(self, hidden: Tensor) -> Tensor:
+    def policy_hidden(self, hidden: Tensor) -> Tensor:
         return hidden if self.critic is None else hidden.chunk(2, -1)[0]
 
     def values(self, hidden: Tensor, mask: Tensor) -> Tensor:
         own = hidden if self.critic is None else hidden.chunk(2, -1)[1]
         with torch.autocast(hidden.device.type, enabled=False):  # one column: float32 costs nothing here
-            return spread(self.value_head(upcast(own)).squeeze(-1), mask)
+            return scatter_to_padded(self.value_head(upcast(own)).squeeze(-1), mask)
 
 
 def critic_backbone(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
@@ -119,6 +121,6 @@ def critic_backbone(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
     return backbone_of(copy.deepcopy(policy))
 
 
-def spread(flat: Tensor, mask: Tensor) -> Tensor:
-    """(N,) values of the masked tokens, back to (B, T); 0 elsewhere."""
+def scatter_to_padded(flat: Tensor, mask: Tensor) -> Tensor:
+    """Scatter the (N,) values of the masked tokens to (B, T); 0 elsewhere."""
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)

@@ -137,7 +137,7 @@ class PackedLayout(Layout):
     """Episodes in one row of N tokens."""
 
     segments: list[Segment]
-    back: Tensor | None  # (N,) each token's place among the segments' queries; None: in order
+    inverse_index: Tensor | None  # (N,) each token's place among the segments' queries; None: in order
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, kernel: Kernel) -> Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, D)
@@ -154,10 +154,10 @@ class PackedLayout(Layout):
             )
             parts.append(given.transpose(1, 2).flatten(0, 1))  # (R * Q, heads, D)
         packed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return (packed if self.back is None else packed.index_select(0, self.back)).unsqueeze(0)
+        return (packed if self.inverse_index is None else packed.index_select(0, self.inverse_index)).unsqueeze(0)
 
 
-def _gather(row: Tensor, places: Tensor | None, episodes: int, tokens: int) -> Tensor:
+def _gather(row: Tensor, gather_index: Tensor | None, episodes: int, tokens: int) -> Tensor:
     """(N, heads, D) -> (R, heads, T, D)."""
-    taken = row if places is None else row.index_select(0, places.flatten())
+    taken = row if gather_index is None else row.index_select(0, gather_index.flatten())
     return taken.view(episodes, tokens, *row.shape[1:]).transpose(1, 2)

@@ -28,7 +28,7 @@ class Budget:
     eval_batch_size: int
     # prompts with completions in one forward pass of the reward model
     scoring_batch_size: int
-    # completions that evaluate_generations.py samples and measures together; bounds the nucleus masks it holds
+    # completions that evaluate_generations.py samples and evaluates together; bounds its masks of allowed tokens
     generation_batch_size: int
     # completions sampled together for the demo's pairs: many, because its model is tiny
     demo_batch_size: int

@@ -27,11 +27,11 @@ from transformers.utils import is_bitsandbytes_available
 
 from rlhf.data.chat_template import end_of_turn
 from rlhf.models.device import autocast
-from rlhf.models.reference import let_go_of_files, store_frozen_weights
-from rlhf.models.self_test import try_out
+from rlhf.models.reference import release_mmap, store_frozen_weights
+from rlhf.models.self_test import check_forward_matches
 from rlhf.utils.errors import UserError, did_you_mean
 from rlhf.utils.hub import require_hub
-from rlhf.utils.paths import is_path, missing_path, place_of
+from rlhf.utils.paths import is_path, missing_path, resolve_path
 
 ADAPTER_CONFIG = "adapter_config.json"
 ALL_LINEAR = "all-linear"  # peft's name for every linear layer but the head
@@ -41,7 +41,7 @@ PAD_TOKENS = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", 
 def find_model(name: str, flag: str) -> str:
     """Where to load a model from: a folder here (its full path, so that an adapter finds its base from anywhere), or
     a name that the hub answers to. Raises UserError, at once, if it is neither."""
-    folder = place_of(name)
+    folder = resolve_path(name)
     if folder.is_dir():
         if (folder / ADAPTER_CONFIG).is_file():  # over which transformers would load a base without a word
             raise UserError(
@@ -200,14 +200,14 @@ def load_policy(
     if lora is not None:
         model = get_peft_model(model, lora)
         store_frozen_weights(model, dtype)
-        let_go_of_files(model)
+        release_mmap(model)
     if not load_in_4bit:  # those weights are there already
         model = model.to(device)  # before the reference is copied from it
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     with autocast(device, dtype):
-        try_out(model.eval(), name)
+        check_forward_matches(model.eval(), name)
     return model
 
 

@@ -51,7 +51,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each token and entropy of its distribution, both (N,), nats, at the sampling temperature.
 
-    hidden (N, H), tokens (N,), `allowed` (N, V) or None: the rollout policy's nucleus, to which the distribution is
+    hidden (N, H), tokens (N,), `allowed` (N, V) or None: which tokens could be sampled, to which the distribution is
     renormalised. `entropy` is "none" (zeros), "value" or "gradient". Without gradients, logits exist for some
     positions at a time. With them, `fused` keeps the probabilities alone, where the head is a plain matrix.
     """

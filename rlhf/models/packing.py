@@ -1,7 +1,7 @@
-"""Passages: what one forward pass reads of some episodes, padded or packed.
+"""Micro-batches: what one forward pass reads of some episodes, padded or packed.
 
-A packed row has no padding, no last token of a reply (nothing is predicted from it), and a prompt once for all its
-replies. `Padded` is the plain twin.
+A packed row has no padding, no last token of a completion (nothing is predicted from it), and a prompt once for all
+its completions. `PaddedMicroBatch` is the plain version, on which the packed one is tested.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from rlhf.models.attention import Layout, PackedLayout, Segment, use_packed_atte
 
 
 @dataclass
-class Episodes:
-    """What a passage is made from: B episodes with C prompt and T reply tokens at most, and how long each one is.
+class TokenBatch:
+    """B episodes with at most C prompt and T completion tokens, and the lengths of each. Micro-batches are made of it.
 
     Lengths are plain numbers, so that a layout is worked out without waiting for the device.
     """
 
     prompt_ids: Tensor  # (B, C) padded on the left
     prompt_mask: Tensor  # (B, C) True on real tokens
-    reply_ids: Tensor  # (B, T) padded on the right
-    mask: Tensor  # (B, T) True on the reply's tokens
+    completion_ids: Tensor  # (B, T) padded on the right
+    mask: Tensor  # (B, T) True on the completion's tokens
     prompt_lengths: Sequence[int]
-    reply_lengths: Sequence[int]
+    completion_lengths: Sequence[int]
     groups: Sequence[int]  # episodes of one number have one prompt
 
     @property
     def ids(self) -> Tensor:
-        """Prompt and reply, (B, C + T)."""
-        return torch.cat([self.prompt_ids, self.reply_ids], dim=1)
+        """Prompt and completion, (B, C + T)."""
+        return torch.cat([self.prompt_ids, self.completion_ids], dim=1)
 
     @property
     def attention(self) -> Tensor:
@@ -43,33 +43,33 @@ class Episodes:
         return torch.cat([self.prompt_mask, self.mask], dim=1)
 
 
-class Passage(ABC):
-    """One forward pass over the episodes `rows`. M reply tokens in all, row by row."""
+class MicroBatch(ABC):
+    """One forward pass over the episodes `rows`. M completion tokens in all, row by row."""
 
-    def __init__(self, episodes: Episodes, rows: Sequence[int]):
-        device, width = episodes.reply_ids.device, episodes.reply_ids.shape[1]
+    def __init__(self, episodes: TokenBatch, rows: Sequence[int]):
+        device, width = episodes.completion_ids.device, episodes.completion_ids.shape[1]
         self.rows = list(rows)
-        self.lengths = [episodes.reply_lengths[r] for r in self.rows]
-        cells = [r * width + np.arange(n) for r, n in zip(self.rows, self.lengths, strict=True)]
-        self.cells = on_device(device, np.concatenate(cells))  # (M,) places of the reply tokens in (B, T)
-        self.index = on_device(device, np.array(self.rows))
-        self.tokens = episodes.reply_ids.flatten().index_select(0, self.cells)  # (M,)
-        self.mask = episodes.mask.index_select(0, self.index)  # (R, T)
+        self.lengths = [episodes.completion_lengths[r] for r in self.rows]
+        flat_index = [r * width + np.arange(n) for r, n in zip(self.rows, self.lengths, strict=True)]
+        self.flat_index = on_device(device, np.concatenate(flat_index))  # (M,) of the completion tokens in (B, T)
+        self.row_index = on_device(device, np.array(self.rows))
+        self.tokens = episodes.completion_ids.flatten().index_select(0, self.flat_index)  # (M,)
+        self.mask = episodes.mask.index_select(0, self.row_index)  # (R, T)
 
     @abstractmethod
-    def hidden(self, backbone: nn.Module) -> Tensor:
-        """The hidden states that the reply tokens are predicted from, (M, H)."""
+    def forward(self, backbone: nn.Module) -> Tensor:
+        """The hidden states that the completion tokens are predicted from, (M, H)."""
 
 
-class Padded(Passage):
+class PaddedMicroBatch(MicroBatch):
     """Episodes as rows of equal length: the plain twin."""
 
-    def __init__(self, episodes: Episodes, rows: Sequence[int]):
+    def __init__(self, episodes: TokenBatch, rows: Sequence[int]):
         super().__init__(episodes, rows)
-        self.ids = episodes.ids.index_select(0, self.index)
-        self.attention = episodes.attention.index_select(0, self.index)
+        self.ids = episodes.ids.index_select(0, self.row_index)
+        self.attention = episodes.attention.index_select(0, self.row_index)
 
-    def hidden(self, backbone: nn.Module) -> Tensor:
+    def forward(self, backbone: nn.Module) -> Tensor:
         positions = (self.attention.long().cumsum(1) - 1).clamp(min=0)
         output = backbone(
             input_ids=self.ids, attention_mask=self.attention, position_ids=positions, use_cache=False
@@ -78,30 +78,31 @@ class Padded(Passage):
         return output[:, context - 1 : -1][self.mask]
 
 
-class Packed(Passage):
+class PackedMicroBatch(MicroBatch):
     """Episodes in one row without padding, in which a prompt that several share stands once."""
 
-    def __init__(self, episodes: Episodes, rows: Sequence[int]):
+    def __init__(self, episodes: TokenBatch, rows: Sequence[int]):
         super().__init__(episodes, rows)
-        device = episodes.reply_ids.device
+        device = episodes.completion_ids.device
         plan = _plan(episodes, self.rows, self.lengths)
         both = episodes.ids
-        self.ids = both.flatten().index_select(0, on_device(device, plan.cells)).unsqueeze(0)  # (1, N)
+        self.ids = both.flatten().index_select(0, on_device(device, plan.flat_index)).unsqueeze(0)  # (1, N)
         self.positions = on_device(device, plan.positions).unsqueeze(0)
         self.predictors = on_device(device, plan.predictors)
         self.layout = plan.layout(device)
 
-    def hidden(self, backbone: nn.Module) -> Tensor:
+    def forward(self, backbone: nn.Module) -> Tensor:
         return run_packed(backbone, self.ids, self.positions, self.layout).index_select(0, self.predictors)
 
 
 def run_packed(backbone: nn.Module, ids: Tensor, positions: Tensor, layout: Layout, cache=None) -> Tensor:
     """Hidden states (N, H) of a packed row, ids and positions (1, N)."""
     use_packed_attention(backbone)
-    made = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)  # of four dimensions: models make none then
+    # of four dimensions, so that models make no mask of their own
+    full_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
     output = backbone(
         input_ids=ids,
-        attention_mask=made,
+        attention_mask=full_mask,
         position_ids=positions,
         past_key_values=cache,
         use_cache=cache is not None,
@@ -114,70 +115,70 @@ def run_packed(backbone: nn.Module, ids: Tensor, positions: Tensor, layout: Layo
 class _Plan:
     """A packed row of N tokens, as arrays of integers."""
 
-    cells: np.ndarray  # (N,) places in the padded (B, C + T)
+    flat_index: np.ndarray  # (N,) in the padded (B, C + T)
     positions: np.ndarray  # (N,)
-    predictors: np.ndarray  # (M,) places in the row
+    predictors: np.ndarray  # (M,) in the row: the token from which each completion token is predicted
     segments: list[tuple[list[np.ndarray], list[np.ndarray], list[int] | None]]  # queries, keys, keys before
 
     def layout(self, device: torch.device) -> PackedLayout:
-        segments, places = [], []
+        segments, rectangles = [], []
         for queries, keys, before in self.segments:
-            ours, starts = _rectangle(queries)
-            theirs, _ = _rectangle(keys)
-            places.append((queries, starts, ours.shape[1]))
-            dense = before is None and min(map(len, queries)) == ours.shape[1] and len(self.segments) == 1
+            query_index, starts = _rectangle(queries)
+            key_index, _ = _rectangle(keys)
+            rectangles.append((queries, starts, query_index.shape[1]))
+            dense = before is None and min(map(len, queries)) == query_index.shape[1] and len(self.segments) == 1
             segments.append(
                 Segment(
-                    None if dense else on_device(device, ours),
-                    None if dense else on_device(device, theirs),
-                    (*ours.shape, theirs.shape[1]),
+                    None if dense else on_device(device, query_index),
+                    None if dense else on_device(device, key_index),
+                    (*query_index.shape, key_index.shape[1]),
                     None if before is None else on_device(device, np.array(before)),
                 )
             )
         if len(segments) == 1 and segments[0].queries is None:
             return PackedLayout(segments, None)
-        back, offset = np.empty(len(self.cells), dtype=np.int64), 0
-        for (queries, starts, width), segment in zip(places, segments, strict=True):
-            for places_of, start in zip(queries, starts, strict=True):
-                back[places_of] = offset + start + np.arange(len(places_of))
+        inverse_index, offset = np.empty(len(self.flat_index), dtype=np.int64), 0
+        for (queries, starts, width), segment in zip(rectangles, segments, strict=True):
+            for gather_index, start in zip(queries, starts, strict=True):
+                inverse_index[gather_index] = offset + start + np.arange(len(gather_index))
             offset += segment.shape[0] * width
-        return PackedLayout(segments, on_device(device, back))
+        return PackedLayout(segments, on_device(device, inverse_index))
 
 
-def _plan(episodes: Episodes, rows: Sequence[int], lengths: Sequence[int]) -> _Plan:
-    """Prompt by prompt: the prompt, then all its replies, each without its last token."""
+def _plan(episodes: TokenBatch, rows: Sequence[int], lengths: Sequence[int]) -> _Plan:
+    """Prompt by prompt: the prompt, then all its completions, each without its last token."""
     context = episodes.prompt_ids.shape[1]
-    width = context + episodes.reply_ids.shape[1]
+    width = context + episodes.completion_ids.shape[1]
     shared = len({episodes.groups[r] for r in rows}) < len(rows)
     prompts: dict[int, np.ndarray] = {}
     order: dict[int, list[int]] = {}
     for at, row in enumerate(rows):
         order.setdefault(episodes.groups[row] if shared else at, []).append(at)
-    cells, positions, replies, end = [], [], [np.empty(0)] * len(rows), 0
+    flat_index, positions, completions, end = [], [], [np.empty(0)] * len(rows), 0
     for key, members in order.items():
         first, size = rows[members[0]], episodes.prompt_lengths[rows[members[0]]]
-        cells.append(first * width + context - size + np.arange(size))
+        flat_index.append(first * width + context - size + np.arange(size))
         positions.append(np.arange(size))
         prompts[key] = end + np.arange(size)
         end += size
         for at in members:
             run = lengths[at] - 1
-            cells.append(rows[at] * width + context + np.arange(run))
+            flat_index.append(rows[at] * width + context + np.arange(run))
             positions.append(size + np.arange(run))
-            replies[at] = end + np.arange(run)
+            completions[at] = end + np.arange(run)
             end += run
     key_of = {at: key for key, members in order.items() for at in members}
-    predictors = [np.concatenate([prompts[key_of[at]][-1:], replies[at]]) for at in range(len(rows))]
-    whole = [np.concatenate([prompts[key_of[at]], replies[at]]) for at in range(len(rows))]
+    predictors = [np.concatenate([prompts[key_of[at]][-1:], completions[at]]) for at in range(len(rows))]
+    whole = [np.concatenate([prompts[key_of[at]], completions[at]]) for at in range(len(rows))]
     if not shared:
         segments = [(whole, whole, None)]
     else:
-        longer = [at for at in range(len(rows)) if len(replies[at])]
+        longer = [at for at in range(len(rows)) if len(completions[at])]
         segments = [(list(prompts.values()), list(prompts.values()), None)]
         if longer:
             before = [len(prompts[key_of[at]]) for at in longer]
-            segments.append(([replies[at] for at in longer], [whole[at] for at in longer], before))
-    return _Plan(np.concatenate(cells), np.concatenate(positions), np.concatenate(predictors), segments)
+            segments.append(([completions[at] for at in longer], [whole[at] for at in longer], before))
+    return _Plan(np.concatenate(flat_index), np.concatenate(positions), np.concatenate(predictors), segments)
 
 
 def _rectangle(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

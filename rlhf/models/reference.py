@@ -11,9 +11,9 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.models.actor_critic import spread
+from rlhf.models.actor_critic import scatter_to_padded
 from rlhf.models.logprobs import backbone_of, token_logprobs
-from rlhf.models.packing import Passage
+from rlhf.models.packing import MicroBatch
 
 
 class Reference:
@@ -35,11 +35,13 @@ class Reference:
         with contextlib.nullcontext() if self.copy is not None else self.policy.disable_adapter():
             yield self.copy if self.copy is not None else self.policy
 
-    def logprobs(self, passage: Passage, temperature: float, allowed: Tensor | None) -> Tensor:
-        """Log-probs of a passage's reply tokens under the start model, (R, T) and 0 off the mask."""
+    def logprobs(self, micro_batch: MicroBatch, temperature: float, allowed: Tensor | None) -> Tensor:
+        """Log-probs of a micro-batch's completion tokens under the start model, (R, T) and 0 off the mask."""
         with self.model() as model:
-            hidden = passage.hidden(backbone_of(model))
-            return spread(token_logprobs(model, hidden, passage.tokens, temperature, allowed)[0], passage.mask)
+            hidden = micro_batch.forward(backbone_of(model))
+            return scatter_to_padded(
+                token_logprobs(model, hidden, micro_batch.tokens, temperature, allowed)[0], micro_batch.mask
+            )
 
 
 def frozen_copy(policy: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
@@ -63,9 +65,9 @@ def store_frozen_weights(model: nn.Module, dtype: torch.dtype | None) -> None:
                 module.to(dtype)
 
 
-def let_go_of_files(model: nn.Module) -> None:
-    """Copies what a loaded model still reads from its mapped file, once other weights were rounded or quantized: the
-    mapping stays as a whole as long as one weight of it is in use."""
+def release_mmap(model: nn.Module) -> None:
+    """Copy the float32 CPU weights that still point into the memory-mapped weights file, if others were rounded or
+    quantized: the whole file stays mapped as long as one weight points into it."""
     weights = list(model.parameters())
     if any(w.dtype != torch.float32 for w in weights):
         for weight in weights:

@@ -97,9 +97,11 @@ def _read_weights(policy: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
 
 def _check_adapter(policy: PeftModel, folder: Path) -> None:
     """peft loads another adapter's weights without a word where the shapes happen to fit."""
-    mine, theirs = policy.peft_config["default"], PeftConfig.from_pretrained(str(folder))
+    policy_config, saved_config = policy.peft_config["default"], PeftConfig.from_pretrained(str(folder))
     for name in ("r", "lora_alpha", "target_modules"):
-        here, there = (set(v) if isinstance(v := getattr(c, name), (set, list)) else v for c in (mine, theirs))
+        here, there = (
+            set(v) if isinstance(v := getattr(c, name), (set, list)) else v for c in (policy_config, saved_config)
+        )
         if here != there:
             raise UserError(f"another adapter's weights ({name} {there}, not {here}): {folder}. Give this model's")
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from rlhf.models.attention import packable
 from rlhf.models.logprobs import backbone_of, base_of, forward_dtype, scaled_logits
 from rlhf.models.packing import pack_rows, run_packed
-from rlhf.utils.errors import Notice, UserError
+from rlhf.utils.errors import RLHFWarning, UserError
 
 LENGTHS = (7, 5)  # tokens of the texts that are tried
 # the largest difference that rounding makes, as a share of the largest number
@@ -20,8 +20,8 @@ NEAR = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
 @torch.no_grad()
-def try_out(policy: PreTrainedModel | PeftModel, name: str) -> None:
-    """Raises UserError where logits are more than the head's output, soft-capped: Cohere scales them, for one. A model
+def check_forward_matches(policy: PreTrainedModel | PeftModel, name: str) -> None:
+    """Raise UserError if logits are more than the head's output, soft-capped: Cohere scales them, for one. A model
     that sees something else in a packed row than in its texts one by one (the attention sinks of GPT-OSS are not ours)
     is marked as one that cannot be packed: it runs padded, and decodes plainly."""
     base, backbone = base_of(policy), backbone_of(policy)
@@ -38,8 +38,8 @@ def try_out(policy: PreTrainedModel | PeftModel, name: str) -> None:
         own, (positions, layout) = base.config._attn_implementation, pack_rows(LENGTHS, ids.device)
         if not _near(run_packed(backbone, ids.unsqueeze(0), positions, layout), torch.cat(alone, dim=1)[0]):
             base.config._attn_implementation, base._supports_attention_backend = own, False
-            warnings.warn(f"{type(base).__name__} cannot be packed: slower", Notice, stacklevel=2)
+            warnings.warn(f"{type(base).__name__} cannot be packed: slower", RLHFWarning, stacklevel=2)
 
 
-def _near(ours: Tensor, theirs: Tensor) -> bool:
-    return float((ours - theirs).abs().max()) <= NEAR[forward_dtype(theirs)] * float(theirs.abs().max())
+def _near(found: Tensor, expected: Tensor) -> bool:
+    return float((found - expected).abs().max()) <= NEAR[forward_dtype(expected)] * float(expected.abs().max())

@@ -11,14 +11,14 @@ from typing import Any
 from rlhf.algorithms.table import ALGORITHMS, in_order
 from rlhf.analysis.audit import against, as_json, figures, target_at_end, warnings
 from rlhf.analysis.curves import RunCurves
-from rlhf.analysis.equal_budget import Look, at_equal
-from rlhf.analysis.evaluator import Bench, Generations
-from rlhf.analysis.models import Trained, episodes_of
+from rlhf.analysis.equal_budget import EvalPoint, at_equal
+from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
+from rlhf.analysis.models import ModelRef, episodes_of
 from rlhf.analysis.statistics import LEVEL, interval_of, percent
-from rlhf.analysis.verdict import Side, judge_runs
-from rlhf.checkpoints.run_record import MAY_DIFFER, RunRecord, differences, environment, flat_settings, now
+from rlhf.analysis.verdict import RunGroup, judge_runs
+from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, RunRecord, differences, environment, flat_settings, now
 from rlhf.config import config_of_run
-from rlhf.reports.evaluation_report import sides_of
+from rlhf.reports.evaluation_report import completions_by_model
 from rlhf.reports.plot_style import as_data_url, save_picture
 from rlhf.reports.report_plots import distributions, score_against_kl
 from rlhf.settings.fields import settings_of
@@ -28,7 +28,7 @@ from rlhf.utils.errors import raise_if
 from rlhf.utils.files import json_ready, write_json, write_text
 from rlhf.utils.html import render
 from rlhf.utils.paths import missing_path
-from rlhf.utils.rng import generator
+from rlhf.utils.rng import rng_for
 
 SAMPLES = 8  # prompts shown
 
@@ -39,14 +39,14 @@ def check_named(names: Sequence[str]) -> None:
     raise_if(faults)
 
 
-def check_sides(models: Sequence[Trained]) -> None:
+def check_groups(models: Sequence[ModelRef]) -> None:
     """Refuse what cannot be pooled: an algorithm's runs of unlike settings, a seed twice, what is no run."""
     faults = [f"not a run: {m.name}. compare_runs.py takes run folders" for m in models if m.run is None]
     raise_if(faults)
     for algorithm in in_order(m.run.algorithm for m in models):
         runs = [m for m in models if m.run.algorithm == algorithm]
         for other in runs[1:]:
-            unlike = differences(runs[0].run.settings, other.run.settings, MAY_DIFFER)
+            unlike = differences(runs[0].run.settings, other.run.settings, SEEDS_MAY_DIFFER)
             if unlike:
                 faults.append(
                     f"{runs[0].name} and {other.name} differ in {', '.join(unlike)}: the runs. Seeds are pooled, "
@@ -58,39 +58,44 @@ def check_sides(models: Sequence[Trained]) -> None:
     raise_if(faults)
 
 
-def make_sides(models: Sequence[Trained], measured: Sequence[Generations]) -> list[Side]:
+def make_groups(models: Sequence[ModelRef], measured: Sequence[GenerationResults]) -> list[RunGroup]:
     """The runs of each algorithm, by seed."""
     pairs = sorted(zip(models, measured, strict=True), key=lambda pair: pair[0].run.seed)
-    sides = []
+    groups = []
     for algorithm in in_order(m.run.algorithm for m in models):
-        mine = [(m, replies) for m, replies in pairs if m.run.algorithm == algorithm]
-        runs, replies = [m.run for m, _ in mine], [replies for _, replies in mine]
-        sides.append(Side(algorithm, runs, replies, [episodes_of(m) for m, _ in mine]))
-    return sides
+        members = [(m, completions) for m, completions in pairs if m.run.algorithm == algorithm]
+        runs, completions = [m.run for m, _ in members], [completions for _, completions in members]
+        groups.append(RunGroup(algorithm, runs, completions, [episodes_of(m) for m, _ in members]))
+    return groups
 
 
 def make_comparison(
-    bench: Bench, sides: Sequence[Side], start: Generations, looks: Sequence[tuple[str, list[Look]]]
+    evaluator: ModelEvaluator,
+    groups: Sequence[RunGroup],
+    start: GenerationResults,
+    eval_points: Sequence[tuple[str, list[EvalPoint]]],
 ) -> dict[str, Any]:
-    """Everything that is said, ready for JSON. `looks` are (algorithm, its evaluations of itself), a run each."""
-    seed = bench.settings.seed
-    verdict = judge_runs(sides, start, bench.judge_name, seed, bench.score_name)
-    by_side = {side.name: [found for algorithm, found in looks if algorithm == side.algorithm] for side in sides}
-    equal = at_equal(by_side, bench.judge, seed)
+    """The comparison as JSON-ready data. `eval_points`: (algorithm, a run's own evaluations), one for each run."""
+    seed = evaluator.settings.seed
+    verdict = judge_runs(groups, start, evaluator.judge_name, seed, evaluator.score_name)
+    by_group = {
+        group.name: [found for algorithm, found in eval_points if algorithm == group.algorithm] for group in groups
+    }
+    equal = at_equal(by_group, evaluator.judge, seed)
     report = {
         "made": now(),
         **environment(),
         "verdict": verdict.sentences,
         "caveats": [*verdict.caveats, *at_equal_in_words(equal)],
-        "warnings": _warnings(sides, start, seed),
-        "facts": dict([*bench.facts(), *settings_that_differ(sides)]),
+        "warnings": _warnings(groups, start, seed),
+        "facts": dict([*evaluator.facts(), *settings_that_differ(groups)]),
         "figures": {"start": figures(start)}
-        | {side.name: dict(zip(map(str, side.seeds), side.figures, strict=True)) for side in sides},
+        | {group.name: dict(zip(map(str, group.seeds), group.figures, strict=True)) for group in groups},
         "contrasts": [asdict(c) for c in verdict.contrasts],
-        "within": _within(sides, start, seed),
-        "spent": {side.name: {str(run.seed): _costs(run) for run in side.runs} for side in sides},
+        "within": _within(groups, start, seed),
+        "spent": {group.name: {str(run.seed): _costs(run) for run in group.runs} for group in groups},
         "at_equal": equal,
-        "samples": _samples(bench, sides, start),
+        "samples": _samples(evaluator, groups, start),
     }
     return json_ready(report)
 
@@ -121,15 +126,15 @@ def _pair_in_words(pair: dict[str, Any]) -> str:
     return f"{pair['name']} {interval_of(pair)}, {'a difference' if shown else 'no difference shown'}"
 
 
-def settings_that_differ(sides: Sequence[Side]) -> list[tuple[str, str]]:
-    """The settings in which the sides' runs differ, without those that only some algorithms read; then each K."""
-    if len(sides) < 2:
+def settings_that_differ(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:
+    """The settings in which the groups' runs differ, without those that only some algorithms read; then each K."""
+    if len(groups) < 2:
         return []
-    names, settings = [side.name for side in sides], [side.runs[0].settings for side in sides]
-    aside = (*MAY_DIFFER, *_own_knobs(), "algorithm")
-    differ = sorted({setting for pair in combinations(settings, 2) for setting in differences(*pair, aside)})
-    flat = [flat_settings(groups) for groups in settings]
-    parts = [f"{setting} {listed([str(knobs.get(setting, 'unknown')) for knobs in flat])}" for setting in differ]
+    names, settings = [group.name for group in groups], [group.runs[0].settings for group in groups]
+    aside = (*SEEDS_MAY_DIFFER, *_own_knobs(), "algorithm")
+    differ = sorted({knob for pair in combinations(settings, 2) for knob in differences(*pair, aside)})
+    flat = [flat_settings(one) for one in settings]
+    parts = [f"{knob} {listed([str(knobs.get(knob, 'unknown')) for knobs in flat])}" for knob in differ]
     text = "; ".join(parts) or "none but each algorithm's own"
     sizes = [f"{name} {knobs['K']}" for name, knobs in zip(names, flat, strict=True) if knobs.get("K") is not None]
     return [(f"settings that differ, {listed(names)}", f"{text}; K: {', '.join(sizes)}" if sizes else text)]
@@ -141,21 +146,21 @@ def _own_knobs() -> set[str]:
     return {name for name, setting in settings_of(Config).items() if setting.group in own}
 
 
-def _warnings(sides: Sequence[Side], start: Generations, seed: int) -> list[str]:
+def _warnings(groups: Sequence[RunGroup], start: GenerationResults, seed: int) -> list[str]:
     return [
-        f"{side.name}, seed {run.seed}: {warning}"
-        for side in sides
-        for run, replies in zip(side.runs, side.measured, strict=True)
-        for warning in warnings(replies, start, seed, target_at_end(config_of_run(run)))
+        f"{group.name}, seed {run.seed}: {warning}"
+        for group in groups
+        for run, completions in zip(group.runs, group.measured, strict=True)
+        for warning in warnings(completions, start, seed, target_at_end(config_of_run(run)))
     ]
 
 
-def _within(sides: Sequence[Side], start: Generations, seed: int) -> list[dict[str, Any]]:
+def _within(groups: Sequence[RunGroup], start: GenerationResults, seed: int) -> list[dict[str, Any]]:
     """Each run against the start model, with intervals over prompts."""
     rows = []
-    for side in sides:
-        for run, replies in zip(side.runs, side.measured, strict=True):
-            found = as_json(against(replies, start, seed))
+    for group in groups:
+        for run, completions in zip(group.runs, group.measured, strict=True):
+            found = as_json(against(completions, start, seed))
             kept = {
                 "score": "score",
                 "score_win_rate": "win_rate",
@@ -163,7 +168,7 @@ def _within(sides: Sequence[Side], start: Generations, seed: int) -> list[dict[s
                 "judge_win_rate": "judge_win_rate",
             }
             known = {name: found[figure] for name, figure in kept.items() if found[figure] is not None}
-            rows.append({"run": f"{side.name}, seed {run.seed}", **known})
+            rows.append({"run": f"{group.name}, seed {run.seed}", **known})
     return rows
 
 
@@ -173,12 +178,13 @@ def _costs(run: RunRecord) -> dict[str, float]:
     return spent | {name: figures[name] for name in ("seconds", "peak_memory_gib") if name in figures}
 
 
-def _samples(bench: Bench, sides: Sequence[Side], start: Generations) -> list[dict[str, Any]]:
-    """Prompts drawn at random, with all completions of the start model and of each side's first seed."""
-    drawn = generator(bench.settings.seed, 0, "show").permutation(len(bench.examples))[:SAMPLES]
-    everyone = [start, *(side.measured[0] for side in sides)]
+def _samples(evaluator: ModelEvaluator, groups: Sequence[RunGroup], start: GenerationResults) -> list[dict[str, Any]]:
+    """Prompts drawn at random, with all completions of the start model and of each group's first seed."""
+    drawn = rng_for(evaluator.settings.seed, 0, "show").permutation(len(evaluator.examples))[:SAMPLES]
+    everyone = [start, *(group.measured[0] for group in groups)]
     return [
-        {"messages": list(bench.examples[i].messages), "sides": sides_of(everyone, i)} for i in sorted(drawn.tolist())
+        {"messages": list(evaluator.examples[i].messages), "sides": completions_by_model(everyone, i)}
+        for i in sorted(drawn.tolist())
     ]
 
 
@@ -201,8 +207,8 @@ def show_comparison(report: dict[str, Any], made: Sequence[dict], screen: Screen
 def write_comparison(
     report: dict[str, Any],
     made: Sequence[dict],
-    sides: Sequence[Side],
-    start: Generations,
+    groups: Sequence[RunGroup],
+    start: GenerationResults,
     curves: Sequence[RunCurves],
     folder: Path,
     screen: Screen,
@@ -211,9 +217,9 @@ def write_comparison(
     picture = score_against_kl(curves)
     save_picture(picture, folder / "score_against_kl.png")
     write_json(folder / "comparison.json", report)
-    pooled = distributions([start, *(s.measured[0] for s in sides)], ["start", *(s.algorithm for s in sides)])
+    pooled = distributions([start, *(s.measured[0] for s in groups)], ["start", *(s.algorithm for s in groups)])
     shared = {
-        "title": f"Start model, {listed([side.name for side in sides])}",
+        "title": f"Start model, {listed([group.name for group in groups])}",
         "report": report,
         "facts": list(report["facts"].items()),
         "tables": made,

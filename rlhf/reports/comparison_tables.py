@@ -8,32 +8,32 @@ from typing import Any
 
 from rlhf.analysis.audit import LABELS, shown
 from rlhf.analysis.statistics import LEVEL, interval_of, percent
-from rlhf.analysis.verdict import Side
+from rlhf.analysis.verdict import RunGroup
 from rlhf.utils.console import clock
 
 MEASURE_NAMES = {"scores": "score", "judged": "judge"}
 
 
-def tables(report: dict[str, Any], sides: Sequence[Side]) -> list[dict[str, Any]]:
+def tables(report: dict[str, Any], groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     """Every table with its caption, columns and rows of text."""
     equal = [_equal_table(report)] if report["at_equal"] else []
     return [
-        _figure_table(report, sides),
+        _figure_table(report, groups),
         _contrast_table(report),
         _within_table(report),
-        _spent_table(report, sides),
+        _spent_table(report, groups),
         *equal,
     ]
 
 
-def _figure_table(report: dict[str, Any], sides: Sequence[Side]) -> dict[str, Any]:
+def _figure_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[str, Any]:
     rows = []
     for name, (label, _) in LABELS.items():
-        of_sides = [side.known(name) for side in sides]
-        if not any(of_sides):
+        of_groups = [group.known(name) for group in groups]
+        if not any(of_groups):
             continue
-        rows.append([label, shown(name, report["figures"]["start"][name]), *(_mean(name, v) for v in of_sides)])
-    columns = ["", "start model", *(f"{s.name} ({_seeds(s)})" for s in sides)]
+        rows.append([label, shown(name, report["figures"]["start"][name]), *(_mean(name, v) for v in of_groups)])
+    columns = ["", "start model", *(f"{s.name} ({_seeds(s)})" for s in groups)]
     return {
         "caption": "On the same prompts: mean over seeds (lowest to highest seed)",
         "columns": columns,
@@ -41,8 +41,8 @@ def _figure_table(report: dict[str, Any], sides: Sequence[Side]) -> dict[str, An
     }
 
 
-def _seeds(side: Side) -> str:
-    return f"{len(side.seeds)} seed{'s' if len(side.seeds) > 1 else ''}"
+def _seeds(group: RunGroup) -> str:
+    return f"{len(group.seeds)} seed{'s' if len(group.seeds) > 1 else ''}"
 
 
 def _mean(name: str, known: Sequence[float]) -> str:
@@ -93,16 +93,16 @@ SPENT = {
 }
 
 
-def _spent_table(report: dict[str, Any], sides: Sequence[Side]) -> dict[str, Any]:
+def _spent_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[str, Any]:
     rows = []
     for name, (label, show) in SPENT.items():
         cells = []
-        for side in sides:
-            values = [run[name] for run in report["spent"][side.name].values() if name in run]
+        for group in groups:
+            values = [run[name] for run in report["spent"][group.name].values() if name in run]
             spread = f" ({show(min(values))} to {show(max(values))})" if len(set(values)) > 1 else ""
             cells.append(show(fmean(values)) + spread if values else "-")
         rows.append([label, *cells])
-    columns = ["", *(side.name for side in sides)]
+    columns = ["", *(group.name for group in groups)]
     return {"caption": "What each run spent: mean over seeds (lowest to highest)", "columns": columns, "rows": rows}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from rlhf.algorithms.kl_control import KLController
 from rlhf.algorithms.table import in_order
 from rlhf.analysis.curves import Curve, RunCurves
-from rlhf.reports.plot_style import Look, looks_of
+from rlhf.reports.plot_style import LineStyle, line_styles_of
 from rlhf.settings.types import KL_METRICS
 
 
@@ -50,7 +50,7 @@ class Group:
 
     algorithm: str
     runs: Sequence[RunCurves]
-    look: Look
+    line_style: LineStyle
 
     @property
     def name(self) -> str:
@@ -66,7 +66,7 @@ class Group:
 
     @property
     def colour(self) -> str:
-        return self.look.colour
+        return self.line_style.colour
 
     def with_tag(self, tag: str) -> list[tuple[RunCurves, Curve]]:
         return [(run, run.scalars[tag]) for run in self.runs if tag in run.scalars]
@@ -82,8 +82,11 @@ class Chart:
 
     @cached_property
     def groups(self) -> list[Group]:
-        looks = looks_of(in_order(run.algorithm for run in self.runs))
-        return [Group(name, [run for run in self.runs if run.algorithm == name], look) for name, look in looks.items()]
+        line_styles = line_styles_of(in_order(run.algorithm for run in self.runs))
+        return [
+            Group(name, [run for run in self.runs if run.algorithm == name], line_style)
+            for name, line_style in line_styles.items()
+        ]
 
     @cached_property
     def axis(self) -> XAxis:

@@ -179,11 +179,11 @@ def _draw_group(
     _line(axes, x, mean, color=group.colour, lw=width, label=label)
 
 
-def _line(axes: Axes, x: np.ndarray, y: np.ndarray, **look: Any) -> None:
+def _line(axes: Axes, x: np.ndarray, y: np.ndarray, **line_style: Any) -> None:
     """A line; a value with none beside it, which has no line, is a dot."""
     there = np.concatenate([[False], np.isfinite(y), [False]])
     alone = there[1:-1] & ~there[:-2] & ~there[2:]
-    axes.plot(x, y, marker="." if alone.any() else None, markevery=alone.nonzero()[0].tolist(), **look)
+    axes.plot(x, y, marker="." if alone.any() else None, markevery=alone.nonzero()[0].tolist(), **line_style)
 
 
 def _draw_evaluations(axes: Axes, chart: Chart, panel: Panel, group: Group) -> list[np.ndarray]:
@@ -194,8 +194,8 @@ def _draw_evaluations(axes: Axes, chart: Chart, panel: Panel, group: Group) -> l
         return []
     x, y = _means_at(chart, found, shared)
     name = f"{group.name}, evaluation" if len(chart.groups) > 1 else "evaluation"
-    look = {"mfc": group.colour, "mec": "black", "ms": 6, "ls": "none", "zorder": 3}
-    axes.plot(x, y, group.look.marker, label=f"{name} on held-out prompts", **look)
+    line_style = {"mfc": group.colour, "mec": "black", "ms": 6, "ls": "none", "zorder": 3}
+    axes.plot(x, y, group.line_style.marker, label=f"{name} on held-out prompts", **line_style)
     return [y]
 
 
@@ -244,5 +244,5 @@ def _keep_in_sight(axes: Axes, values: Sequence[np.ndarray], marks: Sequence[np.
     axes.set_ylim(low, high)
     out = pooled[(pooled < low) | (pooled > high)]
     where = f"{out.min():.3g} to {out.max():.3g}" if len(out) > 1 else f"{out[0]:.3g}"
-    said = f"out of sight: {len(out)} of {len(pooled):,} values\n({where})"
-    axes.text(0.98, 0.98, said, transform=axes.transAxes, ha="right", va="top", fontsize=10)
+    text = f"out of sight: {len(out)} of {len(pooled):,} values\n({where})"
+    axes.text(0.98, 0.98, text, transform=axes.transAxes, ha="right", va="top", fontsize=10)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.analysis.audit import LABELS, against, as_json, figures, shown, target_at_end, warnings
-from rlhf.analysis.evaluator import Bench, Generations
-from rlhf.analysis.models import Trained
+from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
+from rlhf.analysis.models import ModelRef
 from rlhf.analysis.statistics import interval_of, ranks
 from rlhf.checkpoints.run_record import environment, now
 from rlhf.config import config_of_run
@@ -32,64 +32,69 @@ VERSUS = {  # figure -> what it is, and whether its sign is shown
 
 
 def make_report(
-    bench: Bench, models: Sequence[Trained], measured: Sequence[Generations], start: Generations | None
+    evaluator: ModelEvaluator,
+    models: Sequence[ModelRef],
+    measured: Sequence[GenerationResults],
+    start: GenerationResults | None,
 ) -> dict[str, Any]:
-    """Everything that is said of the models, ready for JSON."""
-    seed = bench.settings.seed
-    entries = []
-    for model, replies in zip(models, measured, strict=True):
-        entry = {
-            "label": replies.label,
-            "source": model.source,
-            "base": model.base,
-            "which": model.which or None,
-            "algorithm": model.run.algorithm if model.run else None,
-            "figures": figures(replies),
-            "against_start": None,
-            "warnings": [],
-        }
-        if start is not None:
-            target = target_at_end(config_of_run(model.run)) if model.run else None
-            entry["against_start"] = as_json(against(replies, start, seed))
-            entry["warnings"] = warnings(replies, start, seed, target)
-            if model.update == 0:
-                entry["warnings"].append("these are the start model's own weights: no later evaluation was better yet")
-        entries.append(entry)
+    """The report on the models as JSON-ready data."""
+    seed = evaluator.settings.seed
     everyone = [*([start] if start is not None else []), *measured]
     report = {
         "made": now(),
         **environment(),
-        "facts": dict(bench.facts()),
+        "facts": dict(evaluator.facts()),
         "seed": seed,
-        "start": {"label": start.label, "source": bench.start.source, "figures": figures(start)} if start else None,
-        "models": entries,
+        "start": start and {"label": start.label, "source": evaluator.start.source, "figures": figures(start)},
+        "models": [_entry(*pair, start, seed) for pair in zip(models, measured, strict=True)],
         "prompts": [
-            {"messages": list(example.messages), "sides": sides_of(everyone, i)}
-            for i, example in enumerate(bench.examples)
+            {"messages": list(example.messages), "sides": completions_by_model(everyone, i)}
+            for i, example in enumerate(evaluator.examples)
         ],
     }
     return json_ready(report)
 
 
-def sides_of(everyone: Sequence[Generations], prompt: int) -> list[dict[str, Any]]:
+def _entry(model: ModelRef, results: GenerationResults, start: GenerationResults | None, seed: int) -> dict[str, Any]:
+    """One model's part of the report."""
+    entry = {
+        "label": results.label,
+        "source": model.source,
+        "base": model.base,
+        "which": model.which or None,
+        "algorithm": model.run.algorithm if model.run else None,
+        "figures": figures(results),
+        "against_start": None,
+        "warnings": [],
+    }
+    if start is not None:
+        target = target_at_end(config_of_run(model.run)) if model.run else None
+        entry["against_start"] = as_json(against(results, start, seed))
+        entry["warnings"] = warnings(results, start, seed, target)
+        if model.update == 0:
+            entry["warnings"].append("these are the start model's own weights: no later evaluation was better yet")
+    return entry
+
+
+def completions_by_model(everyone: Sequence[GenerationResults], prompt: int) -> list[dict[str, Any]]:
     """Each model's completions of one prompt, the highest score first."""
-    return [{"model": replies.label, "completions": ranked(replies, prompt)} for replies in everyone]
+    return [{"model": completions.label, "completions": ranked(completions, prompt)} for completions in everyone]
 
 
-def ranked(replies: Generations, prompt: int) -> list[dict[str, Any]]:
+def ranked(completions: GenerationResults, prompt: int) -> list[dict[str, Any]]:
     """One model's completions of one prompt with rank, BEST / MEDIUM / WORST, score and the rest."""
     rows = [
         {
             "rank": place,
             "label": word,
-            "score": float(replies.scores[prompt, k]),
-            "judge": float(replies.judged[prompt, k]) if replies.judged is not None else None,
-            "kl": float(replies.kl[prompt, k]) if replies.kl is not None else None,
-            "tokens": int(replies.lengths[prompt, k]),
-            "ended": bool(replies.ended[prompt, k]),
-            "text": replies.texts[prompt][k],
+            "score": float(completions.scores[prompt, k]),
+            "judge": float(completions.judged[prompt, k]) if completions.judged is not None else None,
+            "kl": float(completions.kl[prompt, k]) if completions.kl is not None else None,
+            "tokens": int(completions.lengths[prompt, k]),
+            "ended": bool(completions.ended[prompt, k]),
+            "text": completions.texts[prompt][k],
         }
-        for k, (place, word) in enumerate(ranks(replies.scores[prompt].tolist()))
+        for k, (place, word) in enumerate(ranks(completions.scores[prompt].tolist()))
     ]
     return sorted(rows, key=lambda row: row["rank"])
 
@@ -146,7 +151,7 @@ def show_report(report: dict[str, Any], screen: Screen) -> None:
             screen.say(f"{model['label']}: nothing smells of reward hacking. An audit, not a proof: read the replies")
 
 
-def write_report(report: dict[str, Any], pictured: Sequence[Generations], folder: Path, screen: Screen) -> None:
+def write_report(report: dict[str, Any], pictured: Sequence[GenerationResults], folder: Path, screen: Screen) -> None:
     """evaluation.json and evaluation.html."""
     write_json(folder / "evaluation.json", report)
     figure_columns, figure_rows = figure_table(report)

@@ -13,7 +13,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.utils.files import put_in_place
+from rlhf.utils.files import atomic_write
 
 # Okabe & Ito 2008, "Color Universal Design": told apart with any kind of colour vision, and in grey
 COLOURS = {"start": "#666666", "target": "#009E73", "above": "#0072B2", "below": "#D55E00"}
@@ -32,23 +32,23 @@ STYLE = {
 }
 
 
-class Look(NamedTuple):
+class LineStyle(NamedTuple):
     """How a picture shows an algorithm."""
 
     colour: str
     marker: str  # of matplotlib
 
 
-def looks_of(algorithms: Iterable[str]) -> dict[str, Look]:
+def line_styles_of(algorithms: Iterable[str]) -> dict[str, LineStyle]:
     """The look of each algorithm of a picture. Algorithms that the table lacks get colours and markers of no row."""
     used = {row.marker for row in ALGORITHMS.values()}
     colours = cycle(spare_colours() or OTHER_COLOURS)
     markers = cycle([marker for marker in OTHER_MARKERS if marker not in used] or OTHER_MARKERS)
-    looks = {}
+    line_styles = {}
     for name in dict.fromkeys(algorithms):
         row = ALGORITHMS.get(name)
-        looks[name] = Look(row.colour, row.marker) if row else Look(next(colours), next(markers))
-    return looks
+        line_styles[name] = LineStyle(row.colour, row.marker) if row else LineStyle(next(colours), next(markers))
+    return line_styles
 
 
 def spare_colours() -> list[str]:
@@ -59,12 +59,12 @@ def spare_colours() -> list[str]:
 
 def colour_of(kind: str) -> str:
     """The colour of an algorithm, or of a role in COLOURS."""
-    return COLOURS.get(kind) or looks_of([kind])[kind].colour
+    return COLOURS.get(kind) or line_styles_of([kind])[kind].colour
 
 
 def marker_of(algorithm: str) -> str:
     """The marker of an algorithm."""
-    return looks_of([algorithm])[algorithm].marker
+    return line_styles_of([algorithm])[algorithm].marker
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -79,7 +79,7 @@ def style() -> rc_context:
 
 def save_picture(figure: Figure, file: Path) -> None:
     """As PNG, complete or not at all."""
-    put_in_place(file, lambda beside: figure.savefig(beside, format="png"))
+    atomic_write(file, lambda staging: figure.savefig(staging, format="png"))
 
 
 def as_data_url(figure: Figure) -> str:

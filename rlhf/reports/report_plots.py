@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from rlhf.algorithms.table import ALGORITHMS, in_order
 from rlhf.analysis.curves import RunCurves
-from rlhf.analysis.evaluator import Generations
-from rlhf.reports.plot_style import COLOURS, colour_of, looks_of, new_figure, spare_colours, style
+from rlhf.analysis.evaluator import GenerationResults
+from rlhf.reports.plot_style import COLOURS, colour_of, line_styles_of, new_figure, spare_colours, style
 
 BINS = 24
 LEGEND_WIDTH, LINE_WIDTH = 100, 9  # letters that fit beside each other, and that a legend's line and gaps take
@@ -29,7 +29,7 @@ def colours_of(kinds: Sequence[str]) -> list[str]:
     return taken
 
 
-def distributions(models: Sequence[Generations], kinds: Sequence[str]) -> Figure:
+def distributions(models: Sequence[GenerationResults], kinds: Sequence[str]) -> Figure:
     """Scores and lengths of all replies, as steps over shared bins; a dashed line at each mean."""
     with style():
         figure = new_figure(10, 4.2)
@@ -77,24 +77,24 @@ def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
                 drawn.append((run, kl[:count], score[:count]))
             else:
                 lacking.append(f"{run.algorithm.upper()}, seed {run.run.seed}")
-        looks = looks_of(in_order(run.algorithm for run in runs))
+        line_styles = line_styles_of(in_order(run.algorithm for run in runs))
         for i, (run, kl, score) in enumerate(drawn):
             first = run.algorithm not in [other.algorithm for other, _, _ in drawn[:i]]
-            colour, marker = looks[run.algorithm]
-            look = {"color": colour, "label": run.algorithm.upper() if first else None}
+            colour, marker = line_styles[run.algorithm]
+            line_style = {"color": colour, "label": run.algorithm.upper() if first else None}
             axes.plot(kl, score, ".-", color=colour, linewidth=1.5, markersize=7, alpha=0.7)
             axes.plot(kl[0], score[0], "D", color=COLOURS["start"], markersize=8, zorder=3,
                       label=None if i else "start model")  # fmt: skip
-            axes.plot(kl[-1], score[-1], marker, markersize=9, **look)
-            place = SEED_AT[list(looks).index(run.algorithm) % len(SEED_AT)]
+            axes.plot(kl[-1], score[-1], marker, markersize=9, **line_style)
+            place = SEED_AT[list(line_styles).index(run.algorithm) % len(SEED_AT)]
             where = {"xytext": place, "textcoords": "offset points", "fontsize": 10}
             axes.annotate(str(run.run.seed), (kl[-1], score[-1]), color=colour, **where)
         if drawn:
             _keep_in_sight(axes, np.concatenate([kl for _, kl, _ in drawn]))
             axes.legend(loc="lower right")
         if lacking:
-            said = "no evaluation was logged by\n" + "\n".join(lacking)
-            axes.text(0.01, 0.99, said, transform=axes.transAxes, va="top", fontsize=10)
+            text = "no evaluation was logged by\n" + "\n".join(lacking)
+            axes.text(0.01, 0.99, text, transform=axes.transAxes, va="top", fontsize=10)
         axes.set_xlabel("KL to the start model, nats per sequence")
         axes.set_ylabel("evaluation score, score units")
         axes.set_title("Score against KL: a line a run, its end large, with its seed")
@@ -105,7 +105,7 @@ def _keep_in_sight(axes: Axes, kl: np.ndarray) -> None:
     far = kl > FAR * np.quantile(kl, 0.9)
     if far.any():
         axes.set_xlim(-0.05 * kl[~far].max(), 1.2 * kl[~far].max())
-        said = ", ".join(f"{value:.3g}" for value in sorted(kl[far]))
+        text = ", ".join(f"{value:.3g}" for value in sorted(kl[far]))
         axes.text(
-            0.99, 0.5, f"out of sight to the right:\nKL {said}", transform=axes.transAxes, ha="right", fontsize=10
+            0.99, 0.5, f"out of sight to the right:\nKL {text}", transform=axes.transAxes, ha="right", fontsize=10
         )

@@ -15,20 +15,20 @@ from rlhf.models.device import autocast
 from rlhf.models.load import context_of, find_model, load_config, load_policy, load_tokenizer
 from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
 from rlhf.rewards.reward_model import Calibration, RewardModel
-from rlhf.rollout.engine import sample_replies
-from rlhf.rollout.sampling import uniforms
+from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.utils.errors import UserError
 
 SMALLEST_STD = 1e-3  # raw scores that spread less than this are one score: nothing to calibrate
-Reply = tuple[tuple[dict[str, str], ...], str, bool]  # messages, text, whether it ended
+Completion = tuple[tuple[dict[str, str], ...], str, bool]  # messages, text, whether it ended
 
 
-def measure_and_calibrate(
-    model: RewardModel, held_out: Sequence[Example], replies: Sequence[Reply], source: str
+def evaluate_and_calibrate(
+    model: RewardModel, held_out: Sequence[Example], completions: Sequence[Completion], source: str
 ) -> dict:
-    """Scale the scores to mean 0, variance 1 on `replies`, then measure; the record to save."""
-    raw = model.raw_scores([model.encode(*reply) for reply in replies])
+    """Scale the scores to mean 0, variance 1 on `completions`, then measure; the record to save."""
+    raw = model.raw_scores([model.encode(*completion) for completion in completions])
     std = stdev(raw) if len(raw) > 1 else 0.0
     if std < SMALLEST_STD:
         std = 1.0  # a model that says the same of everything: accuracy will show it
@@ -39,9 +39,9 @@ def measure_and_calibrate(
     }
 
 
-def calibration_replies(
+def calibration_completions(
     examples: Sequence[Example], config: RewardModelConfig, device: torch.device, model: RewardModel
-) -> tuple[list[Reply], str]:
+) -> tuple[list[Completion], str]:
     """The start model's completions of some prompts that fit the contexts of both models, or the chosen ones if there
     is no start model; and which."""
     name, most = config.calibration.actor_model, config.calibration.calibration_prompts
@@ -62,14 +62,14 @@ def calibration_replies(
         )
     policy = load_policy(folder, device=device, vocabulary=len(tokenizer)).eval()
     tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
-    written: list[Reply] = []
+    written: list[Completion] = []
     size = budget_of(device).eval_batch_size
     for start in range(0, min(most, len(prompts)), size):
         batch = prompts[start : min(start + size, most)]
         rows = range(start, start + len(batch))
-        noise = uniforms(config.training.rm_seed, 0, "calibrate", rows, config.sampling.reply_length)
+        noise = uniform_noise(config.training.rm_seed, 0, "calibrate", rows, config.sampling.reply_length)
         with autocast(device, dtype):
-            replies = sample_replies(policy, batch, noise, config.sampling, **tokens, device=device)
-        texts = zip(batch, replies.texts(tokenizer), replies.ended.tolist(), strict=True)
+            completions = sample_completions(policy, batch, noise, config.sampling, **tokens, device=device)
+        texts = zip(batch, completions.texts(tokenizer), completions.ended.tolist(), strict=True)
         written += [(prompt.example.messages, text, ended) for prompt, text, ended in texts]
     return written, f"replies of {name}"

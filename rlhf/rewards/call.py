@@ -50,16 +50,16 @@ def call_function(
     printed = None if limit_s is None else printed  # on the main thread it would hide the answer to Ctrl-C
     texts = batch["completions"]
 
-    def fault(what: str, replies: str, hint: str = "Fix it", kind: type[RunError] = RunError) -> RunError:
-        return kind(f"{what}: reward function {name}, {replies}. {hint}", inputs=batch)
+    def fault(what: str, completions: str, hint: str = "Fix it", kind: type[RunError] = RunError) -> RunError:
+        return kind(f"{what}: reward function {name}, {completions}. {hint}", inputs=batch)
 
     try:
         scores = _plain(_within(limit_s, partial(_call, function, batch, printed)))
     except (RunError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except _NoAnswer:
-        replies = f"{len(texts)} replies, of which the first is {texts[0]!r:.60}"
-        raise fault(f"no answer in {limit_s:g} s", replies, "Fix it, or raise --reward-timeout") from None
+        completions = f"{len(texts)} replies, of which the first is {texts[0]!r:.60}"
+        raise fault(f"no answer in {limit_s:g} s", completions, "Fix it, or raise --reward-timeout") from None
     except BaseException as error:  # the user's code may raise anything, SystemExit(0) too
         what = f"{_own_line(error)}{type(error).__name__}: {' '.join(str(error).split())}"
         raise fault(what, _offender(function, batch, limit_s, printed)) from error

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.data.chat_template import encode_prompt, encode_reply
+from rlhf.data.chat_template import encode_completion, encode_prompt
 from rlhf.rewards.reward_model import RewardModel, right_padded
 from rlhf.utils.errors import UserError, did_you_mean
 
@@ -52,7 +52,7 @@ class ModuleReward:
     @torch.no_grad()
     def __call__(self, completions: Sequence[str], *, messages, ended, **_) -> list[float]:
         rows = [
-            encode_prompt(self.tokenizer, m) + encode_reply(self.tokenizer, text, end)
+            encode_prompt(self.tokenizer, m) + encode_completion(self.tokenizer, text, end)
             for m, text, end in zip(messages, completions, ended, strict=True)
         ]
         weights = next(self.module.parameters(), None)

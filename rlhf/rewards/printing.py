@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlhf.utils.errors import Notice
+from rlhf.utils.errors import RLHFWarning
 
 PRINTED_FILE = "reward_output.txt"
 
@@ -39,8 +39,8 @@ def _in_use(stream: TextIO) -> TextIO:
 
 @contextmanager
 def printed_to(file: Path | None, who: str) -> Iterator[None]:
-    """Append what this thread prints in the context to `file`; None leaves it alone. The first time, a Notice names
-    the file. Other threads, such as the one that answers Ctrl-C, print as usual."""
+    """Append what this thread prints in the context to `file`; None leaves it alone. The first time, a
+    warning names the file. Other threads, such as the one that answers Ctrl-C, print as usual."""
     if file is None:
         yield
         return
@@ -56,7 +56,7 @@ def printed_to(file: Path | None, who: str) -> Iterator[None]:
             setattr(sys, name, _in_use(getattr(sys, name)))
         if buffer.getvalue():
             if not file.exists():
-                warnings.warn(f"reward function {who} prints: its output goes to {file}", Notice, stacklevel=2)
+                warnings.warn(f"reward function {who} prints: its output goes to {file}", RLHFWarning, stacklevel=2)
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a", encoding="utf-8", errors="backslashreplace") as stream:
                 stream.write(buffer.getvalue())

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.data.chat_template import encode_prompt, encode_reply
+from rlhf.data.chat_template import encode_completion, encode_prompt
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.models.load import (
@@ -27,7 +27,7 @@ from rlhf.models.load import (
     load_tokenizer,
     readable,
 )
-from rlhf.models.reference import let_go_of_files, store_frozen_weights
+from rlhf.models.reference import release_mmap, store_frozen_weights
 from rlhf.rollout.completions import padded
 from rlhf.utils.errors import RunError, UserError
 
@@ -64,7 +64,7 @@ class RewardModel:
         self.tokenizer, self.device, self.dtype, self.record = tokenizer, device, dtype, record
         self.model.config.use_cache = False  # nothing is decoded
         store_frozen_weights(self.model, dtype)
-        let_go_of_files(self.model)
+        release_mmap(self.model)
         self.context = context_of(self.model.config)  # tokens; None: no limit
         self.calibration = Calibration(**(record or {}).get("calibration", {}).get("scale", {}))
 
@@ -91,9 +91,9 @@ class RewardModel:
         check_weights(model, name)
         return cls(model, tokenizer, device, dtype, read_record(Path(folder)))
 
-    def encode(self, messages: Sequence[dict[str, str]], reply: str, ended: bool = True) -> list[int]:
+    def encode(self, messages: Sequence[dict[str, str]], completion: str, ended: bool = True) -> list[int]:
         """What the model reads for one reply: the ids that it was trained on."""
-        return encode_prompt(self.tokenizer, messages) + encode_reply(self.tokenizer, reply, ended)
+        return encode_prompt(self.tokenizer, messages) + encode_completion(self.tokenizer, completion, ended)
 
     @torch.no_grad()
     def raw_scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
@@ -121,10 +121,10 @@ class RewardModel:
         return scores
 
     def score(
-        self, messages: Sequence[Sequence[dict[str, str]]], replies: Sequence[str], ended: Sequence[bool]
+        self, messages: Sequence[Sequence[dict[str, str]]], completions: Sequence[str], ended: Sequence[bool]
     ) -> list[float]:
         """Calibrated scores, one per reply: about mean 0, variance 1 on the start model's replies."""
-        sequences = [self.encode(m, r, e) for m, r, e in zip(messages, replies, ended, strict=True)]
+        sequences = [self.encode(m, r, e) for m, r, e in zip(messages, completions, ended, strict=True)]
         return [(raw - self.calibration.mean) / self.calibration.std for raw in self.raw_scores(sequences)]
 
 
@@ -144,8 +144,8 @@ def read_record(folder: Path) -> dict | None:
         return None
     scale = record["calibration"].get("scale", {}) if isinstance(record["calibration"], dict) else {"mean": None}
     figures = [record["accuracy"], record["length_baseline"], *scale.values()]
-    sound = all(type(figure) in (int, float) and math.isfinite(figure) for figure in figures)
-    if not sound or not set(scale) <= {"mean", "std"} or scale.get("std", 1) <= 0:
+    is_valid = all(type(figure) in (int, float) and math.isfinite(figure) for figure in figures)
+    if not is_valid or not set(scale) <= {"mean", "std"} or scale.get("std", 1) <= 0:
         raise UserError(f"no record of a reward model's figures: {file}. Train it again, or remove that file")
     return record
 

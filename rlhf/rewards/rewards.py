@@ -20,7 +20,7 @@ ARGUMENTS = ("prompts", "completions", "completion_ids", "messages", "ended")  #
 
 
 @dataclass(frozen=True)
-class Scores:
+class RewardScores:
     """What replies are worth. Lists have an entry per reply."""
 
     total: list[float]  # the weighted sum
@@ -57,18 +57,18 @@ class Rewards:
 
     def score(
         self, prompts: Sequence[Prompt], texts: Sequence[str], ids: Sequence[Sequence[int]], ended: Sequence[bool]
-    ) -> Scores:
+    ) -> RewardScores:
         """The scores of replies, given as texts and as ids with EOS.
 
         Raises RunError, with the function's name and the reply, where a function raises, hangs or gives a wrong count,
         and BadScore for a score that is no number to learn from: the optimizer must never see it. (TRL's GRPO sums NaN
         away.)
         """
-        given = self.ask(prompts, texts, ids, ended)
+        given = self.scores_by_function(prompts, texts, ids, ended)
         rows = zip(*given.values(), strict=True)
-        return Scores([sum(w * s for w, s in zip(self.weights, row, strict=True)) for row in rows], given)
+        return RewardScores([sum(w * s for w, s in zip(self.weights, row, strict=True)) for row in rows], given)
 
-    def ask(
+    def scores_by_function(
         self,
         prompts: Sequence[Prompt],
         texts: Sequence[str],

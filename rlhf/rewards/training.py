@@ -20,9 +20,9 @@ from trl import RewardConfig, RewardTrainer
 from rlhf.checkpoints.replacing import (
     check_inputs_outside,
     numbered_name,
-    put_folder_in_place,
     remove_replaced,
     remove_unfinished,
+    replace_dir,
     restore_replaced,
     unfinished_name,
 )
@@ -40,7 +40,7 @@ from rlhf.models.load import (
     readable,
 )
 from rlhf.models.save import bad_weights
-from rlhf.rewards.calibration import calibration_replies, measure_and_calibrate
+from rlhf.rewards.calibration import calibration_completions, evaluate_and_calibrate
 from rlhf.rewards.checks import check_reward_context, weakness
 from rlhf.rewards.pair_accuracy import pair_ids, pairs_that_fit
 from rlhf.rewards.reward_model import METRICS_FILE, RewardModel, read_record
@@ -80,9 +80,9 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
     )
     model = new_reward_model(config, device)
     train, held_out = usable_pairs(config, model, parts, screen)
-    replies, source = calibration_replies(parts["rl"] or parts["reward"], config, device, model)
+    completions, source = calibration_completions(parts["rl"] or parts["reward"], config, device, model)
     run_training(model, train, config, screen)
-    record = measure_and_calibrate(model, held_out, replies, source)
+    record = evaluate_and_calibrate(model, held_out, completions, source)
     show_record(record, screen)
     record |= {"train_questions": sorted({question_hash(p) for p in train}), "settings": to_dict(config)}
     check_output(folder, **placing)  # again: training took a while
@@ -231,17 +231,17 @@ def save_reward_model(model: RewardModel, record: dict, folder: Path, keep: Path
     one, whatever interrupts this. The older one is renamed to `keep`, else to NAME.replaced."""
     folder = folder.resolve()
     remove_unfinished(folder)
-    beside = unfinished_name(folder)
+    staging = unfinished_name(folder)
     try:
         with disk_errors():
-            model.model.save_pretrained(beside)
-            model.tokenizer.save_pretrained(beside)
-        write_json(beside / METRICS_FILE, record)
-        write_json(beside / RUN_FILE, {"status": "finished", **environment()})
-        for file in beside.rglob("*"):
+            model.model.save_pretrained(staging)
+            model.tokenizer.save_pretrained(staging)
+        write_json(staging / METRICS_FILE, record)
+        write_json(staging / RUN_FILE, {"status": "finished", **environment()})
+        for file in staging.rglob("*"):
             if file.is_file():
                 sync_file(file)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         raise
-    put_folder_in_place(beside, folder, keep)
+    replace_dir(staging, folder, keep)

@@ -9,83 +9,83 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.data.chat_template import decode_reply
+from rlhf.data.chat_template import decode_completion
 from rlhf.data.prompts import Prompt
-from rlhf.models.packing import Episodes, Packed, Padded, Passage
+from rlhf.models.packing import MicroBatch, PackedMicroBatch, PaddedMicroBatch, TokenBatch
 from rlhf.rollout.sampling import unpack_bits
 
 
 @dataclass
-class Replies(Episodes):
-    """Sampled replies. B episodes, C prompt tokens, T reply tokens, V vocabulary. Masks hold up to and with EOS."""
+class Completions(TokenBatch):
+    """Sampled completions. B episodes, C prompt tokens, T completion tokens, V vocabulary. Masks include EOS."""
 
     ended: Tensor  # (B,) True where EOS was sampled
-    # what could have been sampled
-    nucleus: Tensor | None  # (B, T, ceil(V / 8)) uint8: one bit a token that passed top-k/top-p; None: all passed
+    # (B, T, ceil(V / 8)) uint8: one bit per token of the vocabulary, 1 if it passed top-k/top-p; None: all passed
+    allowed_tokens: Tensor | None
     vocabulary: int
-    # (B, T) log pi(a|s) of whoever sampled, nats, where that was not the policy's own forward (vLLM); else None
+    # (B, T) log pi(a|s) of the sampler, nats, if it was not the policy's own forward (vLLM); else None
     sampled_logprobs: Tensor | None = None
 
     @classmethod
     def of(
         cls,
         prompts: Sequence[Prompt],
-        reply_ids: Tensor,
+        completion_ids: Tensor,
         *,
         eos: int,
         pad: int,
         vocabulary: int,
-        nucleus: Tensor | None = None,
+        allowed_tokens: Tensor | None = None,
         sampled_logprobs: Tensor | None = None,
-    ) -> Replies:
-        """From sampled ids (B, T), of which what stands behind an EOS is nothing. Waits for the device, once."""
-        mask, ended = reply_mask(reply_ids, eos)
+    ) -> Completions:
+        """From sampled ids (B, T). Tokens after the first EOS are ignored. Waits for the device once."""
+        mask, ended = completion_mask(completion_ids, eos)
         lengths = mask.sum(1).tolist()
-        prompt_ids, prompt_mask = pad_prompts([p.ids for p in prompts], pad, reply_ids.device)
+        prompt_ids, prompt_mask = pad_prompts([p.ids for p in prompts], pad, completion_ids.device)
         longest, first = max(lengths), {}
         return cls(
             prompt_ids=prompt_ids,
             prompt_mask=prompt_mask,
-            reply_ids=reply_ids[:, :longest].masked_fill(~mask[:, :longest], pad),
+            completion_ids=completion_ids[:, :longest].masked_fill(~mask[:, :longest], pad),
             mask=mask[:, :longest],
             prompt_lengths=[len(p.ids) for p in prompts],
-            reply_lengths=lengths,
+            completion_lengths=lengths,
             groups=[first.setdefault(p.ids, len(first)) for p in prompts],
             ended=ended,
-            nucleus=None if nucleus is None else nucleus[:, :longest],
+            allowed_tokens=None if allowed_tokens is None else allowed_tokens[:, :longest],
             vocabulary=vocabulary,
             sampled_logprobs=None if sampled_logprobs is None else sampled_logprobs[:, :longest],
         )
 
     @property
     def lengths(self) -> Tensor:
-        """Reply tokens, EOS included, (B,)."""
+        """Completion tokens, EOS included, (B,)."""
         return self.mask.sum(1)
 
-    def passage(self, rows: Sequence[int], packed: bool) -> Passage:
-        """What a forward pass over some rows reads."""
-        return (Packed if packed else Padded)(self, rows)
+    def micro_batch(self, rows: Sequence[int], packed: bool) -> MicroBatch:
+        """The micro-batch of some rows: what one forward pass reads."""
+        return (PackedMicroBatch if packed else PaddedMicroBatch)(self, rows)
 
-    def allowed(self, passage: Passage) -> Tensor | None:
-        """The nucleus at a passage's reply tokens, (M, V), or None where nothing was filtered."""
-        if self.nucleus is None:
+    def allowed_mask(self, micro_batch: MicroBatch) -> Tensor | None:
+        """Which tokens could have been sampled at a micro-batch's completion tokens, (M, V) bool; None: all."""
+        if self.allowed_tokens is None:
             return None
-        return unpack_bits(self.nucleus.flatten(0, 1).index_select(0, passage.cells), self.vocabulary)
+        return unpack_bits(self.allowed_tokens.flatten(0, 1).index_select(0, micro_batch.flat_index), self.vocabulary)
 
-    def parts(self, rows: Sequence[int], most_rows: int, most_tokens: int, packed: bool) -> list[list[int]]:
-        """`rows` in parts of like length for one forward pass each: at most so many rows (0: no matter) and tokens,
-        of which a prompt that several replies share is `packed` but once. Replies to one prompt stay together where
-        they can; a row longer than `most_tokens` is a part of its own."""
-        width = self.prompt_ids.shape[1] + self.reply_ids.shape[1]  # of every row, where nothing is packed
-        size = {r: self.prompt_lengths[r] + self.reply_lengths[r] if packed else width for r in rows}
+    def split(self, rows: Sequence[int], max_rows: int, max_tokens: int, packed: bool) -> list[list[int]]:
+        """Split `rows` into micro-batches of similar length, one forward pass each: at most `max_rows` rows (0: no
+        limit) and `max_tokens` tokens. If `packed`, a prompt that several completions share counts once. Completions
+        of one prompt stay together if possible; a row longer than `max_tokens` is a micro-batch alone."""
+        width = self.prompt_ids.shape[1] + self.completion_ids.shape[1]  # of every row, if nothing is packed
+        size = {r: self.prompt_lengths[r] + self.completion_lengths[r] if packed else width for r in rows}
         longest: dict[int, int] = {}
         for r in rows:
             longest[self.groups[r]] = max(longest.get(self.groups[r], 0), size[r])
         parts, tokens = [[]], 0
         for r in sorted(rows, key=lambda r: (longest[self.groups[r]], self.groups[r], r)):
             shared = packed and bool(parts[-1]) and self.groups[parts[-1][-1]] == self.groups[r]
-            more = self.reply_lengths[r] if shared else size[r]
-            if parts[-1] and (len(parts[-1]) == most_rows or tokens + more > most_tokens):
+            more = self.completion_lengths[r] if shared else size[r]
+            if parts[-1] and (len(parts[-1]) == max_rows or tokens + more > max_tokens):
                 parts.append([])
                 tokens, more = 0, size[r]
             parts[-1].append(r)
@@ -93,22 +93,23 @@ class Replies(Episodes):
         return parts
 
     def rows(self) -> list[list[int]]:
-        """Each reply's ids, EOS included."""
-        return [row[:n] for row, n in zip(self.reply_ids.tolist(), self.lengths.tolist(), strict=True)]
+        """Each completion's ids, EOS included."""
+        return [row[:n] for row, n in zip(self.completion_ids.tolist(), self.lengths.tolist(), strict=True)]
 
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Each reply's text, without EOS."""
-        return [decode_reply(tokenizer, row) for row in self.rows()]
+        """Each completion's text, without EOS."""
+        return [decode_completion(tokenizer, row) for row in self.rows()]
 
 
-Forward = tuple[Passage, Tensor]  # a passage and the hidden states (M, H) from which its reply tokens are predicted
+# a micro-batch and the hidden states (M, H) from which its completion tokens are predicted
+ForwardPass = tuple[MicroBatch, Tensor]
 
 
 @dataclass
 class Rollout:
-    """One update's batch: sampled, measured and, once the reward functions ran, scored."""
+    """One update's batch: sampled, with log-probabilities and, once the reward functions ran, scores."""
 
-    replies: Replies
+    completions: Completions
     prompts: list[Prompt]
     texts: list[str]
     # under which policy: log pi(a|s), nats
@@ -119,7 +120,7 @@ class Rollout:
 
     @property
     def mask(self) -> Tensor:
-        return self.replies.mask
+        return self.completions.mask
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -136,25 +137,25 @@ def padded(rows: Sequence[Sequence[float]], filling: float, device: torch.device
     return torch.tensor([[*row, *[filling] * (width - len(row))] for row in rows], device=device)
 
 
-def episodes_of(
-    prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]], pad: int, device: torch.device
-) -> Episodes:
-    """Prompts with given replies, as ids."""
-    width, lengths = max(map(len, replies)), [len(r) for r in replies]
+def token_batch(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> TokenBatch:
+    """Prompts with given completions, as ids."""
+    width, lengths = max(map(len, completions)), [len(r) for r in completions]
     prompt_ids, prompt_mask = pad_prompts(prompts, pad, device)
-    return Episodes(
+    return TokenBatch(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
-        reply_ids=padded(replies, pad, device),
+        completion_ids=padded(completions, pad, device),
         mask=torch.arange(width, device=device) < torch.tensor(lengths, device=device).unsqueeze(1),
         prompt_lengths=[len(p) for p in prompts],
-        reply_lengths=lengths,
+        completion_lengths=lengths,
         groups=list(range(len(prompts))),
     )
 
 
-def reply_mask(replies: Tensor, eos: int) -> tuple[Tensor, Tensor]:
+def completion_mask(completions: Tensor, eos: int) -> tuple[Tensor, Tensor]:
     """True up to and including the first EOS, (B, T), and whether there is one, (B,)."""
-    is_eos = replies == eos
+    is_eos = completions == eos
     before = is_eos.long().cumsum(1) - is_eos.long()
     return before == 0, is_eos.any(1)

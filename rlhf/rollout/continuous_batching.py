@@ -12,20 +12,20 @@ from transformers import PreTrainedModel
 from rlhf.data.prompts import Prompt
 from rlhf.models.logprobs import backbone_of, scaled_logits
 from rlhf.models.packing import run_packed
-from rlhf.rollout.kv_cache import DecodeLayout, SlotCache, pack_prompts
+from rlhf.rollout.kv_cache import DecodeLayout, SlotKVCache, pack_prompts
 from rlhf.rollout.sampling import sample_tokens
 from rlhf.settings.training import SamplingSettings
-from rlhf.utils.errors import Notice
+from rlhf.utils.errors import RLHFWarning
 
-LOOK_EVERY = 4  # decoding steps between looks at whether rows have ended: on a card each look waits for it
-SPAN = 64  # columns of the cache that a step attends to are rounded up to a multiple of this
+EOS_CHECK_EVERY = 4  # decoding steps between checks for ended completions: on a GPU each check waits for the device
+KV_BLOCK = 64  # the cache's columns that a step attends to are rounded up to a multiple of this
 
 
-class Slots:
-    """Replies being written, one to a slot. B episodes, S slots.
+class ContinuousBatcher:
+    """Samples completions, one per slot. B episodes, S slots.
 
     All that a decoding step reads and writes stays where it is in memory, so that the step can be a CUDA graph. A
-    slot whose reply has ended writes on into a row that nobody reads (row B), until it is looked at.
+    slot whose completion has ended writes into the idle row (row B), which is never read, until the next check.
     """
 
     def __init__(
@@ -43,37 +43,37 @@ class Slots:
         self.waiting = list(range(len(prompts)))[::-1]
         size, longest = slots, max(len(p.ids) for p in prompts)
         columns = longest + self.length
-        self.cache = SlotCache(size, -(-columns // SPAN) * SPAN)
-        self.nobody = len(prompts)
+        self.cache = SlotKVCache(size, -(-columns // KV_BLOCK) * KV_BLOCK)
+        self.idle_row = len(prompts)
         self.uniform = torch.cat([uniform, uniform[:1]])  # (B + 1, T)
-        self.replies = torch.full((len(prompts) + 1, self.length), eos, device=self.device)
-        self.nucleus = None
+        self.completions = torch.full((len(prompts) + 1, self.length), eos, device=self.device)
+        self.allowed_tokens = None
         self.token, self.at, self.step = (torch.zeros(size, dtype=torch.long, device=self.device) for _ in range(3))
-        self.row = torch.full((size,), self.nobody, device=self.device)
-        self.used = [0] * size  # columns that each slot's reply has filled at most, as a plain number
+        self.row = torch.full((size,), self.idle_row, device=self.device)
+        self.used = [0] * size  # columns that each slot's completion has filled at most, as a plain number
         self.captured: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> tuple[Tensor, Tensor | None]:
-        """Reply ids (B, T), what stands behind an EOS being nothing, and the packed nucleus."""
-        look = 1 if self.device.type == "cpu" else LOOK_EVERY
+        """Completion ids (B, T), to be ignored after the first EOS, and the packed masks of allowed tokens."""
+        steps = 1 if self.device.type == "cpu" else EOS_CHECK_EVERY
         free = list(range(len(self.used)))
         while self.waiting or len(free) < len(self.used):
             if self.waiting and len(free) >= min(len(self.waiting), -(-len(self.used) // 4)):
-                self.admit(free)
+                self.prefill(free)
             elif not self.waiting and len(free) >= len(self.used) / (2 if self.graph else 4):
-                self.shrink([s for s in range(len(self.used)) if s not in set(free)])
-            for _ in range(look):
+                self.compact([s for s in range(len(self.used)) if s not in set(free)])
+            for _ in range(steps):
                 self.decode()
-            free = [s for s, row in enumerate(self.row.tolist()) if row == self.nobody]
+            free = [s for s, row in enumerate(self.row.tolist()) if row == self.idle_row]
             self.used = [0 if s in set(free) else used for s, used in enumerate(self.used)]
-        return self.replies[:-1], None if self.nucleus is None else self.nucleus[:-1]
+        return self.completions[:-1], None if self.allowed_tokens is None else self.allowed_tokens[:-1]
 
-    def admit(self, free: list[int]) -> None:
-        """Waiting prompts into free slots: one packed pass over the prompts, each once, and the first tokens."""
+    def prefill(self, free: list[int]) -> None:
+        """Fill free slots with waiting prompts: one packed pass over the prompts, each once, and the first tokens."""
         taken = [self.waiting.pop() for _ in range(min(len(free), len(self.waiting)))]
         slots = free[: len(taken)]
         packed = pack_prompts([self.prompts[r].ids for r in taken], slots, self.device)
-        self.cache.fill(packed.slots, packed.columns, packed.places)
+        self.cache.begin_prefill(packed.slots, packed.columns, packed.gather_index)
         hidden = run_packed(backbone_of(self.policy), packed.ids, packed.positions, packed.layout, self.cache)
         into = torch.tensor(slots, device=self.device)
         self.row[into] = torch.tensor(taken, device=self.device)
@@ -81,7 +81,7 @@ class Slots:
         self.at[into] = packed.lengths
         for slot, row in zip(slots, taken, strict=True):
             self.used[slot] = len(self.prompts[row].ids)
-        self.choose(hidden.index_select(0, packed.last), into)
+        self.sample_next(hidden.index_select(0, packed.last), into)
 
     def decode(self) -> None:
         """One token for every slot."""
@@ -89,10 +89,10 @@ class Slots:
         if self.graph:
             self._replay()
         else:
-            self._decode(min(-(-max(self.used) // SPAN) * SPAN, self.cache.columns))
+            self._decode(min(-(-max(self.used) // KV_BLOCK) * KV_BLOCK, self.cache.columns))
 
     def _decode(self, span: int) -> None:
-        self.cache.write(self.at, span)
+        self.cache.begin_decode(self.at, span)
         output = backbone_of(self.policy)(
             input_ids=self.token.unsqueeze(1),
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device),
@@ -102,31 +102,31 @@ class Slots:
             layout=DecodeLayout(self.at, span),
         )
         self.at.add_(1).clamp_(max=self.cache.columns - 1)
-        self.choose(output.last_hidden_state[:, 0], slice(None))
+        self.sample_next(output.last_hidden_state[:, 0], slice(None))
 
-    def choose(self, hidden: Tensor, slots: Tensor | slice) -> None:
+    def sample_next(self, hidden: Tensor, slots: Tensor | slice) -> None:
         """Sample the next token of some slots from their hidden states (n, H)."""
         row, step = self.row[slots], self.step[slots]
         logits = scaled_logits(self.policy, hidden, self.sampling.temperature)
         token, allowed = sample_tokens(logits, self.uniform[row, step], self.sampling)
         if allowed is not None:
-            if self.nucleus is None:
-                self.nucleus = allowed.new_zeros(len(self.replies), self.length, allowed.shape[-1])
-            self.nucleus[row, step] = allowed
-        self.replies[row, step] = token
+            if self.allowed_tokens is None:
+                self.allowed_tokens = allowed.new_zeros(len(self.completions), self.length, allowed.shape[-1])
+            self.allowed_tokens[row, step] = allowed
+        self.completions[row, step] = token
         over = (token == self.eos) | (step + 1 >= self.length)
         self.token[slots] = token
         self.step[slots] = (step + 1).clamp(max=self.length - 1)
-        self.row[slots] = torch.where(over, self.nobody, row)
+        self.row[slots] = torch.where(over, self.idle_row, row)
 
-    def shrink(self, live: list[int]) -> None:
-        """Nobody waits: go on with the slots that still write."""
+    def compact(self, live: list[int]) -> None:
+        """No prompt waits: keep the slots whose completions have not ended."""
         if not live:
             return
         kept = torch.tensor(live, device=self.device)
         self.token, self.at, self.step, self.row = (x[kept] for x in (self.token, self.at, self.step, self.row))
         self.used = [self.used[s] for s in live]
-        self.cache.keep(kept)
+        self.cache.compact(kept)
         self.captured = None
 
     def _replay(self) -> None:
@@ -139,7 +139,7 @@ class Slots:
                     self._decode(self.cache.columns)
             except RuntimeError as error:  # an architecture that waits for the card, or a driver that cannot
                 fault = str(error).splitlines()[0]
-                warnings.warn(f"no CUDA graph ({fault}): decoding goes on without", Notice, stacklevel=2)
+                warnings.warn(f"no CUDA graph ({fault}): decoding goes on without", RLHFWarning, stacklevel=2)
                 self.graph = False
                 return
             self.captured = captured  # the capture ran nothing: the step that it stands for is the next replay's

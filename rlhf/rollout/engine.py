@@ -20,16 +20,16 @@ from rlhf.data.prompts import Prompt
 from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
 from rlhf.models.logprobs import backbone_of, base_of, scaled_logits
-from rlhf.rollout.completions import Replies, pad_prompts
-from rlhf.rollout.continuous_batching import LOOK_EVERY, Slots
-from rlhf.rollout.cpu_weights import blocked_weights
+from rlhf.rollout.completions import Completions, pad_prompts
+from rlhf.rollout.continuous_batching import EOS_CHECK_EVERY, ContinuousBatcher
+from rlhf.rollout.cpu_weights import prepacked_weights
 from rlhf.rollout.sampling import sample_tokens
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import UserError
 
 
 @torch.no_grad()
-def sample_replies(
+def sample_completions(
     policy: PreTrainedModel,
     prompts: Sequence[Prompt],
     uniform: Tensor,
@@ -40,7 +40,7 @@ def sample_replies(
     device: torch.device,
     engine: str = "auto",
     slots: int = 0,
-) -> Replies:
+) -> Completions:
     """Sample one reply per prompt. `uniform` (B, reply_length) in [0, 1): one random number per token.
 
     `slots` is the number of replies written at a time (0: as the device likes it). The policy must be in eval mode:
@@ -51,13 +51,17 @@ def sample_replies(
         engine = default_engine(policy, device)
     check_engine(engine, policy, device)
     if engine == "plain":
-        reply_ids, nucleus = _plain(policy, prompts, uniform, sampling, eos, pad)
+        completion_ids, allowed_tokens = _plain(policy, prompts, uniform, sampling, eos, pad)
     else:
         size = min(slots or budget_of(device).rollout_slots, len(prompts))
-        with blocked_weights(base_of(policy), size, device):
-            reply_ids, nucleus = Slots(policy, prompts, uniform, sampling, eos, size, engine == "graph").run()
+        with prepacked_weights(base_of(policy), size, device):
+            completion_ids, allowed_tokens = ContinuousBatcher(
+                policy, prompts, uniform, sampling, eos, size, engine == "graph"
+            ).run()
     vocabulary = base_of(policy).get_input_embeddings().num_embeddings
-    return Replies.of(prompts, reply_ids, eos=eos, pad=pad, vocabulary=vocabulary, nucleus=nucleus)
+    return Completions.of(
+        prompts, completion_ids, eos=eos, pad=pad, vocabulary=vocabulary, allowed_tokens=allowed_tokens
+    )
 
 
 def default_engine(policy: PreTrainedModel, device: torch.device) -> str:
@@ -84,9 +88,9 @@ def _plain(policy, prompts, uniform: Tensor, sampling: SamplingSettings, eos: in
     (rows, context), length = prompt_ids.shape, sampling.reply_length
     attention = torch.cat([prompt_mask, torch.ones(rows, length, dtype=torch.bool, device=device)], dim=1)
     positions = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)
-    replies = torch.full((rows, length), eos, device=device)
+    completions = torch.full((rows, length), eos, device=device)
     done = torch.zeros(rows, dtype=torch.bool, device=device)
-    nucleus: list[Tensor] = []
+    allowed_tokens: list[Tensor] = []
     cache, inputs, backbone = DynamicCache(config=policy.config), prompt_ids, backbone_of(policy)
     for t in range(length):
         output = backbone(
@@ -99,10 +103,10 @@ def _plain(policy, prompts, uniform: Tensor, sampling: SamplingSettings, eos: in
         logits = scaled_logits(policy, output.last_hidden_state[:, -1], sampling.temperature)
         token, allowed = sample_tokens(logits, uniform[:, t], sampling)
         if allowed is not None:
-            nucleus.append(allowed)
-        replies[:, t] = token
+            allowed_tokens.append(allowed)
+        completions[:, t] = token
         done = done | (token == eos)
-        if t % LOOK_EVERY == LOOK_EVERY - 1 and bool(done.all()):
+        if t % EOS_CHECK_EVERY == EOS_CHECK_EVERY - 1 and bool(done.all()):
             break
         inputs, positions = token.unsqueeze(1), positions[:, -1:] + 1
-    return replies, torch.stack(nucleus, dim=1) if nucleus else None
+    return completions, torch.stack(allowed_tokens, dim=1) if allowed_tokens else None

@@ -14,22 +14,22 @@ from rlhf.models.logprobs import forward_dtype
 from rlhf.models.packing import on_device, pack_rows
 
 
-class SlotCache:
-    """Keys and values of all layers: a slot per reply being written, a column per token. Stands in for transformers'
-    cache: a layer hands its new keys and values to `update` and gets back what to attend to."""
+class SlotKVCache:
+    """Keys and values of all layers: a slot per completion, a column per token. It takes the place of transformers'
+    cache: a layer passes its new keys and values to `update`, which returns those to attend to."""
 
     def __init__(self, slots: int, columns: int):
         self.slots, self.columns = slots, columns
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys, values (S, KV heads, columns, D)
-        self.filling: tuple[Tensor, Tensor, Tensor] | None = None
+        self.prefill_index: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def fill(self, slots: Tensor, columns: Tensor, places: Tensor) -> None:
-        """The next pass is over packed prompts: what stands at `places` of the row goes to `columns` of `slots`."""
-        self.filling = slots, columns, places
+    def begin_prefill(self, slots: Tensor, columns: Tensor, gather_index: Tensor) -> None:
+        """The next pass is over packed prompts: the row's tokens at `gather_index` go to `columns` of `slots`."""
+        self.prefill_index = slots, columns, gather_index
 
-    def write(self, at: Tensor, span: int) -> None:
+    def begin_decode(self, at: Tensor, span: int) -> None:
         """The next pass is over one token for every slot, which goes to the column `at` (S,); `span` are in use."""
-        self.filling, self.at, self.span = None, at, span
+        self.prefill_index, self.at, self.span = None, at, span
         self.every = torch.arange(self.slots, device=at.device)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
@@ -40,10 +40,10 @@ class SlotCache:
                 for x in (keys, values)
             )
         stored = self.layers[layer]
-        if self.filling is not None:
-            slots, columns, places = self.filling
+        if self.prefill_index is not None:
+            slots, columns, gather_index = self.prefill_index
             for store, new in zip(stored, (keys, values), strict=True):
-                store[slots, :, columns] = new[0].transpose(0, 1).index_select(0, places).to(store.dtype)
+                store[slots, :, columns] = new[0].transpose(0, 1).index_select(0, gather_index).to(store.dtype)
             return keys, values
         for store, new in zip(stored, (keys, values), strict=True):
             store[self.every, :, self.at] = new[:, :, 0].to(store.dtype)
@@ -53,8 +53,8 @@ class SlotCache:
         """transformers asks; positions are given, so nothing depends on it."""
         return 0
 
-    def keep(self, slots: Tensor) -> None:
-        """Go on with some slots."""
+    def compact(self, slots: Tensor) -> None:
+        """Keep these slots alone."""
         self.slots = len(slots)
         self.layers = {layer: (keys[slots], values[slots]) for layer, (keys, values) in self.layers.items()}
 
@@ -82,21 +82,21 @@ class DecodeLayout(Layout):
 
 @dataclass(frozen=True)
 class PackedPrompts:
-    """Prompts in one row of N tokens, each once, and the slots that they go to. R replies."""
+    """Prompts in one row of N tokens, each once, and the slots that they go to. R completions."""
 
     ids: Tensor  # (1, N)
     positions: Tensor  # (1, N)
     layout: PackedLayout
-    lengths: Tensor  # (R,) of each reply's prompt
+    lengths: Tensor  # (R,) of each completion's prompt
     last: Tensor  # (R,) place of its last token
     # where its keys and values go, one entry for each of its tokens
     slots: Tensor
     columns: Tensor
-    places: Tensor
+    gather_index: Tensor
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]], slots: Sequence[int], device: torch.device) -> PackedPrompts:
-    """One prompt per reply; equal ones are run once."""
+    """One prompt per completion; equal ones are run once."""
     first: dict[tuple[int, ...], int] = {}
     which = [first.setdefault(tuple(p), len(first)) for p in prompts]
     lengths = [len(p) for p in first]
@@ -111,5 +111,5 @@ def pack_prompts(prompts: Sequence[Sequence[int]], slots: Sequence[int], device:
         last=on_device(device, np.array([starts[w] + lengths[w] - 1 for w in which])),
         slots=on_device(device, np.repeat(slots, [len(n) for n in numbers])),
         columns=on_device(device, np.concatenate(numbers)),
-        places=on_device(device, np.concatenate([starts[w] + n for w, n in zip(which, numbers, strict=True)])),
+        gather_index=on_device(device, np.concatenate([starts[w] + n for w, n in zip(which, numbers, strict=True)])),
     )

@@ -10,36 +10,38 @@ from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
 from rlhf.models.logprobs import base_of
 from rlhf.models.reference import Reference
-from rlhf.rollout.completions import Forward, Replies
+from rlhf.rollout.completions import Completions, ForwardPass
 
 
 @torch.no_grad()
-def measure(
+def compute_logprobs_and_values(
     actor: Actor,
     reference: Reference,
-    replies: Replies,
+    completions: Completions,
     temperature: float,
     rows: int = 0,
     packed: bool = True,
-    begun: Forward | None = None,
+    cached_forward: ForwardPass | None = None,
     tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probs, reference log-probs and values of sampled replies, each (B, T), at most `rows` (0: as many as
-    `tokens` hold) at a time; of a pass over all of them that has `begun`, its hidden states serve.
+    """Log-probs, reference log-probs and values of sampled completions, each (B, T), at most `rows` (0: as many as
+    `tokens` hold) at a time. If a `cached_forward` over all of them is given, its hidden states are used.
 
     With the training forward, not the decoder's: so the first ratio of an update is 1.
     """
-    whole, packed = replies.mask, packed and packable(base_of(actor.policy))
+    whole, packed = completions.mask, packed and packable(base_of(actor.policy))
     tokens = tokens or budget_of(whole.device).tokens_per_micro_batch
     parts, order = [], []
-    for part in replies.parts(range(len(whole)), rows, tokens, packed):
-        passage = begun[0] if begun is not None else replies.passage(part, packed)
-        hidden = begun[1].detach() if begun is not None else actor.hidden(passage)
-        allowed = replies.allowed(passage)
-        logprobs, _, values = actor.heads(hidden, passage.tokens, passage.mask, temperature, allowed, "none")
-        parts.append((logprobs, reference.logprobs(passage, temperature, allowed), values))
+    for part in completions.split(range(len(whole)), rows, tokens, packed):
+        micro_batch = cached_forward[0] if cached_forward is not None else completions.micro_batch(part, packed)
+        hidden = cached_forward[1].detach() if cached_forward is not None else actor.forward_backbone(micro_batch)
+        allowed = completions.allowed_mask(micro_batch)
+        logprobs, _, values = actor.forward_heads(
+            hidden, micro_batch.tokens, micro_batch.mask, temperature, allowed, "none"
+        )
+        parts.append((logprobs, reference.logprobs(micro_batch, temperature, allowed), values))
         order += part
-    back = torch.tensor(order, device=whole.device).argsort()
+    inverse_index = torch.tensor(order, device=whole.device).argsort()
     logprobs, ref_logprobs, values = zip(*parts, strict=True)
-    critic = None if values[0] is None else torch.cat(values)[back]
-    return torch.cat(logprobs)[back], torch.cat(ref_logprobs)[back], critic
+    critic = None if values[0] is None else torch.cat(values)[inverse_index]
+    return torch.cat(logprobs)[inverse_index], torch.cat(ref_logprobs)[inverse_index], critic

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from rlhf.models.determinism import cumulative_sum
 from rlhf.settings.training import SamplingSettings
-from rlhf.utils.rng import generator
+from rlhf.utils.rng import rng_for
 
 
-def uniforms(seed: int, update: int, purpose: str, episodes: Sequence[int], length: int) -> Tensor:
+def uniform_noise(seed: int, update: int, purpose: str, episodes: Sequence[int], length: int) -> Tensor:
     """One uniform number in [0, 1) per token, (B, T) float64: row b depends on its episode number alone."""
-    return torch.from_numpy(np.stack([generator(seed, update, purpose, e).random(length) for e in episodes]))
+    return torch.from_numpy(np.stack([rng_for(seed, update, purpose, e).random(length) for e in episodes]))
 
 
-def nucleus_of(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+def top_k_top_p_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """Which tokens may be sampled, (B, V) bool: the k likeliest, and of those the smallest set of mass >= top_p.
 
     Holtzman et al. 2020, arXiv 1904.09751, sec. 3.1. The likeliest token is always in, and so are ties with the k-th.
@@ -33,7 +33,7 @@ def nucleus_of(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return allowed
 
 
-def draw(logits: Tensor, uniform: Tensor) -> Tensor:
+def sample_inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:
     """Token ids (B,) by inverse transform: the first token whose cumulative probability exceeds `uniform` (B,)."""
     cumulative = cumulative_sum(logits.double().softmax(-1))
     tokens = torch.searchsorted(cumulative, uniform.unsqueeze(1) * cumulative[:, -1:], right=True).squeeze(1)
@@ -41,7 +41,7 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def pack_bits(flags: Tensor) -> Tensor:
-    """(..., V) bool -> (..., ceil(V / 8)) uint8: a nucleus for 64 replies of 128 tokens is 50 MB, not 400."""
+    """(..., V) bool -> (..., ceil(V / 8)) uint8: the masks of 64 completions of 128 tokens are 50 MB, not 400."""
     padded = torch.nn.functional.pad(flags, (0, -flags.shape[-1] % 8)).unflatten(-1, (-1, 8)).to(torch.uint8)
     return (padded << torch.arange(8, dtype=torch.uint8, device=flags.device)).sum(-1, dtype=torch.uint8)
 
@@ -53,8 +53,8 @@ def unpack_bits(packed: Tensor, size: int) -> Tensor:
 
 
 def sample_tokens(logits: Tensor, uniform: Tensor, sampling: SamplingSettings) -> tuple[Tensor, Tensor | None]:
-    """Tokens (B,) from logits (B, V) by random numbers (B,), and the packed nucleus that they came from, if any."""
+    """Tokens (B,) from logits (B, V) by random numbers (B,), and the packed mask of allowed tokens, if any."""
     if not sampling.filters:
-        return draw(logits, uniform), None
-    allowed = nucleus_of(logits, sampling.top_k, sampling.top_p)
-    return draw(logits.masked_fill(~allowed, -torch.inf), uniform), pack_bits(allowed)
+        return sample_inverse_cdf(logits, uniform), None
+    allowed = top_k_top_p_mask(logits, sampling.top_k, sampling.top_p)
+    return sample_inverse_cdf(logits.masked_fill(~allowed, -torch.inf), uniform), pack_bits(allowed)

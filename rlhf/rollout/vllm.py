@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.data.prompts import Prompt
-from rlhf.rollout.completions import Replies, padded
+from rlhf.rollout.completions import Completions, padded
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import UserError
 
@@ -57,12 +57,12 @@ class VLLMEngine:
             logprobs=0,  # of the sampled token alone
         )
 
-    def sample(self, prompts: Sequence[Prompt], *, eos: int, pad: int, device: torch.device) -> Replies:
+    def sample(self, prompts: Sequence[Prompt], *, eos: int, pad: int, device: torch.device) -> Completions:
         """One reply per prompt, with the log-probs that vLLM sampled them with."""
         self.generation.sync_weights()
         _, rows, logprobs, _ = self.generation.generate([list(p.ids) for p in prompts], None, 1)
         sampled = padded([[step[0] for step in row] for row in logprobs], 0.0, device)
-        return Replies.of(
+        return Completions.of(
             prompts,
             padded(rows, eos, device),
             eos=eos,

@@ -34,7 +34,7 @@ from rlhf.run.summary import show_where
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.files import disk_errors, replace_folder, write_text
+from rlhf.utils.files import disk_errors, update_dir_atomically, write_text
 from rlhf.utils.hub import is_on_hub, push_failed, push_files, require_push
 from rlhf.utils.system import command
 
@@ -124,12 +124,12 @@ def merge_adapter(adapter: Path, folder: Path) -> None:
     untie_adapted_head(model)
     whole = model.merge_and_unload()
 
-    def write(beside: Path) -> None:
+    def write(staging: Path) -> None:
         with disk_errors():
-            whole.save_pretrained(beside, max_shard_size=ONE_FILE)
-            tokenizer.save_pretrained(beside)
+            whole.save_pretrained(staging, max_shard_size=ONE_FILE)
+            tokenizer.save_pretrained(staging)
 
-    replace_folder(folder, write)
+    update_dir_atomically(folder, write)
 
 
 def untie_adapted_head(model: PeftModel) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.checkpoints.run_record import HARMLESS, RunRecord
+from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE, RunRecord
 from rlhf.models.load import ADAPTER_CONFIG, load_tokenizer
 from rlhf.settings.fields import as_text, settings_of
 from rlhf.settings.training import Config
@@ -59,7 +59,7 @@ def model_card(run: RunRecord, saved: Saved, name: str) -> str:
         rows=figure_rows(run),
         interval=" to ".join(number(end, "+.3f") for end in run.figures["score_rise_interval"]),
         fingerprints={k: v[:SHOWN_DIGITS] for k, v in run.data.items() if k.endswith("sha256")},
-        told=settings_that_decide(run),
+        decisive_settings=settings_that_decide(run),
         command=command("python", *run.command).replace("\n", " "),
     )
 
@@ -115,8 +115,8 @@ def number(value: float | None, form: str) -> str:
 
 def settings_that_decide(run: RunRecord) -> list[tuple[str, str]]:
     """Name and value of the settings that decide what is learned: not other algorithms', not those about speed."""
-    told, knobs = run.knobs, settings_of(Config)
+    settings, knobs = run.knobs, settings_of(Config)
     foreign = {*ALGORITHMS[run.algorithm].foreign, "speed"}
-    aside = {*HARMLESS, *([] if told["use_lora"] else ADAPTER_KNOBS)}
-    mine = [n for n, k in knobs.items() if n in told and n not in aside and k.group not in foreign]
-    return [("recipe", told["recipe"]), *((name, as_text(told[name], " ", "none")) for name in mine)]
+    aside = {*RESUME_MAY_CHANGE, *([] if settings["use_lora"] else ADAPTER_KNOBS)}
+    shown = [n for n, k in knobs.items() if n in settings and n not in aside and k.group not in foreign]
+    return [("recipe", settings["recipe"]), *((name, as_text(settings[name], " ", "none")) for name in shown)]

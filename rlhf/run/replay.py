@@ -1,4 +1,4 @@
-"""`--replay`: an update that had to be dropped, done again from its files, to find where the fault begins."""
+"""`--replay`: an update that had to be skipped, done again from its files, to find where the fault begins."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from rlhf.algorithms.experience import Experience
-from rlhf.callbacks.incidents import INCIDENT_FILE, WEIGHTS, Incident
+from rlhf.callbacks.incidents import INCIDENT_FILE, LEARNED, WEIGHTS, Incident
 from rlhf.checkpoints.run_record import flat_settings
 from rlhf.models.device import start_device
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.next_commands import names_code, replay_command
 from rlhf.settings.training import Config
-from rlhf.setup.build import build_trainer, load_parts
+from rlhf.setup.build import build_trainer, load_components
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
@@ -25,10 +25,10 @@ def replay_incident(config: Config, screen: Screen) -> None:
     """The incident that `config` names, by a trainer of its settings, step by step on the screen. Raises UserError for
     what is no incident of this algorithm."""
     incident = Incident.read(config.run.replay)
-    of = incident.said["algorithm"]
+    of = incident.facts["algorithm"]
     if of != config.algorithm:
         raise UserError(f"an incident of train_{of}.py: --replay {config.run.replay}. Give it to that command")
-    rules = flat_settings(incident.said["settings"]).get("reward_func", [])
+    rules = flat_settings(incident.facts["settings"]).get("reward_func", [])
     if set(names_code(rules)) - set(config.reward.reward_func):
         raise UserError(
             f"reward code runs only if the command line names it: --replay, {', '.join(names_code(rules))} in "
@@ -36,63 +36,65 @@ def replay_incident(config: Config, screen: Screen) -> None:
         )
     with tempfile.TemporaryDirectory(prefix="rlhf_replay_", ignore_cleanup_errors=True) as folder:
         config = incident.config(folder)
-        parts = load_parts(config, start_device(screen, config.run.deterministic), screen)
-        screen.facts(replay(build_trainer(config, parts), incident))
+        components = load_components(config, start_device(screen, config.run.deterministic), screen)
+        screen.facts(replay(build_trainer(config, components), incident))
 
 
 def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
     """The update once more, from the weights that were saved: what each step gives, in words. No step is taken."""
     trainer.load_model(incident.folder / WEIGHTS)
-    trainer.kl_coef = incident.said["kl_coef"]
-    rollout, said = incident.rollout(trainer), [("found", incident.said["found"])]
-    said += [(f"weight {n}", state_of(w)) for n, w in trainer.actor.named_parameters() if not w.isfinite().all()]
-    measured = dict(
-        zip(("logprobs", "ref_logprobs", "values"), trainer.collector.logprobs(rollout.replies), strict=True)
+    trainer.kl_coef = incident.facts["kl_coef"]
+    rollout, lines = incident.rollout(trainer), [("found", incident.facts["found"])]
+    lines += [(f"weight {n}", state_of(w)) for n, w in trainer.actor.named_parameters() if not w.isfinite().all()]
+    recomputed = dict(
+        zip(("logprobs", "ref_logprobs", "values"), trainer.collector.logprobs(rollout.completions), strict=True)
     )
-    for name, again in measured.items():
+    for name, again in recomputed.items():
         if again is not None:
-            said += [
+            lines += [
                 (f"{name}, as recorded", state_of(getattr(rollout, name))),
                 (f"{name}, done again", state_of(again)),
             ]
     scores = scores_again(trainer, rollout)
-    said += [(f"scores of {name}", state_of(torch.tensor(given))) for name, given in scores.items()]
+    lines += [(f"scores of {name}", state_of(torch.tensor(given))) for name, given in scores.items()]
     batch = batch_of(trainer, incident, rollout, scores)
     trainer.model.train()
-    update, found = incident.said["update"], incident.said["rows"]
+    update, found = incident.facts["update"], incident.facts["rows"]
     with trainer.learner.dropout_stream(update):
         for rows in [found] if found else trainer.learner.minibatches(update, 0):
-            said += gradients_again(trainer, batch, rows)
-    return said
+            lines += gradients_again(trainer, batch, rows)
+    return lines
 
 
 def gradients_again(trainer: OnPolicyLoop, batch: Experience, rows: Sequence[int]) -> list[tuple[str, str]]:
     """Compute one minibatch's gradients without a step: its statistics, and the gradients that are not finite."""
     stats = trainer.learner.minibatch_gradients(batch, rows)
-    said = [(name, f"{float(value):.6g}") for name, value in stats.items()]
+    lines = [(name, f"{float(value):.6g}") for name, value in stats.items()]
     gradients = [(name, w.grad) for name, w in trainer.actor.named_parameters() if w.grad is not None]
-    said += [(f"gradient of {name}", state_of(grad)) for name, grad in gradients if not grad.isfinite().all()]
+    lines += [(f"gradient of {name}", state_of(grad)) for name, grad in gradients if not grad.isfinite().all()]
     trainer.optimizer.zero_grad()
-    return said
+    return lines
 
 
 def scores_again(trainer: OnPolicyLoop, rollout: Rollout) -> dict[str, list[float]]:
-    """What each reward function says now, whatever it says."""
-    replies = rollout.replies
-    return trainer.rewards.ask(rollout.prompts, rollout.texts, replies.rows(), replies.ended.tolist(), finite=False)
+    """The scores that each reward function returns now, finite or not."""
+    completions = rollout.completions
+    return trainer.rewards.scores_by_function(
+        rollout.prompts, rollout.texts, completions.rows(), completions.ended.tolist(), finite=False
+    )
 
 
 def batch_of(
     trainer: OnPolicyLoop, incident: Incident, rollout: Rollout, scores: dict[str, list[float]]
 ) -> Experience:
     """The batch as it was; where the fault was found before there was one, made from the scores of now."""
-    held = {name: tensor.to(rollout.mask.device) for name, tensor in incident.tensors.items()}
-    if "advantages" in held:
-        known = ("kl", "advantages", "weights", "returns", "rewards")
-        return Experience.of(rollout, kl_coef=incident.said["kl_coef"], **{name: held.get(name) for name in known})
+    tensors = {name: tensor.to(rollout.mask.device) for name, tensor in incident.tensors.items()}
+    if "advantages" in tensors:
+        learned = {field: tensors.get(name) for name, field in LEARNED.items()}
+        return Experience.of(rollout, kl_coef=incident.facts["kl_coef"], **learned)
     rows = zip(*scores.values(), strict=True)
     total = torch.tensor([sum(w * s for w, s in zip(trainer.rewards.weights, row, strict=True)) for row in rows])
-    penalty = trainer.config.reward.missing_eos_penalty * (~rollout.replies.ended).float()
+    penalty = trainer.config.reward.missing_eos_penalty * (~rollout.completions.ended).float()
     return trainer.advantages(rollout, total.to(rollout.mask.device) - penalty)
 
 

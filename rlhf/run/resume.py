@@ -8,24 +8,24 @@ from typing import Any
 
 import torch
 
-from rlhf.checkpoints.manifest import Found, find_checkpoints
+from rlhf.checkpoints.manifest import CheckpointScan, find_checkpoints
 from rlhf.checkpoints.replacing import check_inputs_outside
 from rlhf.checkpoints.run_folder import BEST_FOLDER, move_aside
 from rlhf.checkpoints.run_log import RunLog
-from rlhf.checkpoints.run_record import HARMLESS, RunRecord, differences, environment, flat_settings
+from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE, RunRecord, differences, environment, flat_settings
 from rlhf.run.export import check_export, export_run
 from rlhf.settings.fields import to_dict
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import inputs_of
 from rlhf.setup.plan import budget
 from rlhf.trainer.loop import OnPolicyLoop
-from rlhf.trainer.state import load_trainer
+from rlhf.trainer.state import load_trainer_state
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.files import link_folder, replace_folder
+from rlhf.utils.files import hardlink_dir, update_dir_atomically
 
 
-def settle_resume(config: Config, screen: Screen) -> Config | None:
+def prepare_resume(config: Config, screen: Screen) -> Config | None:
     """Decide what --resume does, before models are loaded. Return the configuration to train with; None for a finished
     run.
 
@@ -80,27 +80,27 @@ def is_extended(config: Config, run: RunRecord) -> bool:
     return bool(changed)
 
 
-def checkpoints_of(config: Config, run: RunRecord) -> Found:
+def checkpoints_of(config: Config, run: RunRecord) -> CheckpointScan:
     return find_checkpoints(Path(config.run.output), run.id)
 
 
 def setting_changes(run: RunRecord, settings: dict[str, Any]) -> list[str]:
     """In which settings a run differs from those that it is to resume with, each in words."""
     before, after = run.knobs, flat_settings(settings)
-    changed = differences(run.settings, settings, HARMLESS)
+    changed = differences(run.settings, settings, RESUME_MAY_CHANGE)
     return [f"{name} was {before[name]}, is {after[name]}" for name in changed]
 
 
 def changes(run: RunRecord, settings: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """In which settings and versions a run differs from what it is to resume with, each in words."""
-    said = setting_changes(run, settings)
+    changed = setting_changes(run, settings)
     versions = {**run.versions, "python": run.python}, {**now["versions"], "python": now["python"]}
-    said += [
+    changed += [
         f"{name} was {versions[0][name]}, is {versions[1][name]}"
         for name in versions[0]
         if versions[0][name] != versions[1].get(name)
     ]
-    return said
+    return changed
 
 
 def check_same_run(config: Config, changed: list[str], screen: Screen) -> None:
@@ -119,11 +119,11 @@ def check_same_run(config: Config, changed: list[str], screen: Screen) -> None:
 def restore_best(output: Path, checkpoint: Path) -> None:
     """best/ as it was then: what was kept there later is of updates that will be done again, perhaps otherwise."""
     if (checkpoint / BEST_FOLDER).is_dir():
-        replace_folder(output / BEST_FOLDER, lambda beside: link_folder(checkpoint / BEST_FOLDER, beside))
+        update_dir_atomically(output / BEST_FOLDER, lambda staging: hardlink_dir(checkpoint / BEST_FOLDER, staging))
 
 
 def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -> None:
-    """With --resume, bring the trainer, its callbacks attached, to the newest sound checkpoint."""
+    """With --resume, bring the trainer, its callbacks attached, to the newest valid checkpoint."""
     if config.run.resume:
         found = checkpoints_of(config, log.record)
         newest = load_newest(trainer, found, screen)
@@ -133,26 +133,26 @@ def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Scree
                 "a larger number"
             )
         restore_best(Path(config.run.output), newest)
-        told = dataclasses.replace(config.run, resume=False, resume_anyway=False)
-        settings = to_dict(dataclasses.replace(config, run=told))
+        run = dataclasses.replace(config.run, resume=False, resume_anyway=False)
+        settings = to_dict(dataclasses.replace(config, run=run))
         log.add(settings=settings, plan=budget(config, trainer.updates))  # with --resume-anyway they may be new
         screen.say(f"resuming after update {trainer.state.global_step} of {trainer.updates}, from {newest}")
 
 
-def load_newest(trainer: OnPolicyLoop, found: Found, screen: Screen) -> Path:
+def load_newest(trainer: OnPolicyLoop, found: CheckpointScan, screen: Screen) -> Path:
     """Load the newest checkpoint that can be loaded; returns its folder. Raises UserError if there is none."""
     faults = []
-    for update in sorted(found.sound, reverse=True):
-        place = found.sound[update]
+    for update in sorted(found.valid, reverse=True):
+        folder = found.valid[update]
         try:
-            load_trainer(trainer, place)
+            load_trainer_state(trainer, folder)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # its files are as they were written, but what they hold may be anything
             reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-            faults.append(f"{place.name} cannot be loaded ({type(error).__name__}: {reason:.120})")
+            faults.append(f"{folder.name} cannot be loaded ({type(error).__name__}: {reason:.120})")
             continue
         for fault in faults:
-            screen.say(f"warning: skipped a checkpoint: {fault}; {place.name} is used")
-        return place
+            screen.say(f"warning: skipped a checkpoint: {fault}; {folder.name} is used")
+        return folder
     raise UserError([f"no valid checkpoint: --resume, {fault}. Add --overwrite to begin anew" for fault in faults])

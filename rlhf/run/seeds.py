@@ -12,8 +12,8 @@ import torch
 
 from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_folder import read_status, seed_folder
-from rlhf.checkpoints.run_record import MAY_DIFFER, RUN_FILE, RunRecord, differences
-from rlhf.run.resume import settle_resume
+from rlhf.checkpoints.run_record import RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, differences
+from rlhf.run.resume import prepare_resume
 from rlhf.run.train import check_run_folder
 from rlhf.settings.fields import to_dict
 from rlhf.settings.next_commands import resume_command
@@ -21,7 +21,7 @@ from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
-from rlhf.utils.signals import Stopped
+from rlhf.utils.signals import TrainingInterrupted
 from rlhf.utils.system import command
 
 # figure in run.json -> how it is shown
@@ -45,7 +45,7 @@ SHOWN = {
 def for_each_seed(train: Callable[[Config, Screen], None], config: Config, screen: Screen) -> None:
     """`train` with the configuration itself, or with each of its `seeds` in turn, each into a folder of its own."""
     if config.run.seeds is None:
-        config = settle_resume(config, screen) if config.run.resume else config
+        config = prepare_resume(config, screen) if config.run.resume else config
         return None if config is None else train(config, screen)
     configs = {seed: with_seed(config, seed) for seed in config.run.seeds}
     finished = {seed: is_finished(one) for seed, one in configs.items()}
@@ -57,12 +57,12 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
             screen.say(f"seed {seed}: finished before, in {one.run.output} (delete the folder to run it again)")
             continue
         screen.say(f"seed {seed}: into {one.run.output}")
-        goes_on = settle_resume(one, screen) if one.run.resume else one
-        if goes_on is None:  # a plan of several seeds looks at finished ones, too
+        resumed = prepare_resume(one, screen) if one.run.resume else one
+        if resumed is None:  # a plan of several seeds looks at finished ones, too
             continue
         try:
-            train(goes_on, screen)
-        except Stopped as stopped:
+            train(resumed, screen)
+        except TrainingInterrupted as stopped:
             stopped.faults.append(f"for this and the other seeds: {resume_command(config)}")
             raise
         gc.collect()  # a run's models must not weigh on the next one's peak memory
@@ -93,7 +93,7 @@ def is_finished(config: Config) -> bool:
         if config.run.overwrite:
             return False
         raise
-    differ = differences(run.settings, to_dict(with_horizon(config, run.plan.updates)), MAY_DIFFER)
+    differ = differences(run.settings, to_dict(with_horizon(config, run.plan.updates)), SEEDS_MAY_DIFFER)
     if differ and not config.run.overwrite:
         raise UserError(
             f"a finished run with other settings ({', '.join(differ)}) is there: {config.run.output}. "

@@ -11,8 +11,8 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.statistics import interval, over_prompts
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_log import RunLog
-from rlhf.checkpoints.run_record import MAY_DIFFER, RunRecord, Spent, differences
-from rlhf.config import parse_cli, usual_config
+from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, RunRecord, Spent, differences
+from rlhf.config import parse_cli
 from rlhf.data.prompts import Prompt
 from rlhf.demo.parts import gold_of
 from rlhf.demo.tasks import Gold
@@ -25,7 +25,7 @@ from rlhf.trainer.evaluation import Evaluation
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, number
 from rlhf.utils.errors import UserError
-from rlhf.utils.rng import generator
+from rlhf.utils.rng import rng_for
 from rlhf.utils.system import command
 
 
@@ -166,7 +166,7 @@ def show_samples(
     most: int = 5,
 ) -> None:
     """Replies side by side, of prompts drawn at random, not chosen."""
-    drawn = sorted(generator(seed, 0, "show").permutation(len(prompts))[:most].tolist())
+    drawn = sorted(rng_for(seed, 0, "show").permutation(len(prompts))[:most].tolist())
     golds = [gold_scores(e, prompts, gold) for e in (before, after)] if gold else None
 
     def cell(evaluation: Evaluation, side: int, i: int) -> str:
@@ -249,12 +249,8 @@ def same_budget_commands(config: Config, spent: Spent) -> list[tuple[str, str]]:
 
 def same_budget_command(config: Config, spent: Spent, other: str) -> str | None:
     """The command that trains with the algorithm `other` on as many episodes; None if the settings do not fit it."""
-    try:
-        plain, of_other = (usual_config(config.recipe, config.user_file, a) for a in (config.algorithm, other))
-    except UserError:  # the recipe's file is gone
-        return None
-    row, plain = ALGORITHMS[other], with_horizon(plain, spent.updates)
-    differ = differences(to_dict(config), to_dict(plain), (*MAY_DIFFER, *LENGTHS, "batch_size"))
+    row, plain = ALGORITHMS[other], with_horizon(make_config(config.recipe, config.algorithm), spent.updates)
+    differ = differences(to_dict(config), to_dict(plain), (*SEEDS_MAY_DIFFER, *LENGTHS, "batch_size"))
     knobs = settings_of(Config)
     words = ["--recipe", config.recipe, "--seed", str(config.run.seed), "--episodes", str(spent.episodes)]
     carried = [name for name in differ if knobs[name].group not in row.foreign]

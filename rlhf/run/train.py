@@ -25,7 +25,7 @@ from rlhf.run.resume import check_same_run, resume_run
 from rlhf.run.summary import finish_run
 from rlhf.settings.fields import to_dict
 from rlhf.settings.training import Config
-from rlhf.setup.build import Parts, build_trainer, load_parts, prepare_demo_parts
+from rlhf.setup.build import Components, build_trainer, load_components, prepare_demo_components
 from rlhf.setup.inputs import inputs_of
 from rlhf.setup.memory import forecaster_of, what_helps
 from rlhf.setup.plan import budget, show_plan
@@ -34,7 +34,7 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.files import files_print
 from rlhf.utils.hub import is_on_hub
-from rlhf.utils.signals import StopRequest
+from rlhf.utils.signals import GracefulStop
 
 
 def train(config: Config, screen: Screen) -> None:
@@ -42,18 +42,18 @@ def train(config: Config, screen: Screen) -> None:
     check_run_folder(config)
     check_export(config)
     device = start_device(screen, config.run.deterministic)
-    prepare_demo_parts(config, screen, device)
-    parts = load_parts(config, device, screen)
-    updates = planned_updates(config, parts.prompts.train)
+    prepare_demo_components(config, screen, device)
+    components = load_components(config, device, screen)
+    updates = planned_updates(config, components.prompts.train)
     config = with_horizon(config, updates)
-    show_plan(config, parts, updates, device, screen)
+    show_plan(config, components, updates, device, screen)
     if config.run.dry_run:
         return
     if config.run.check:
-        return check_run(config, parts, screen)
-    check_start(config, parts)
-    with screen, start_run(config, parts, updates, screen) as log, StopRequest(screen.say) as stop:
-        trainer = build_trainer(config, parts)
+        return check_run(config, components, screen)
+    check_start(config, components)
+    with screen, start_run(config, components, updates, screen) as log, GracefulStop(screen.say) as stop:
+        trainer = build_trainer(config, components)
         attach_callbacks(trainer, config, log, screen, stop)
         resume_run(trainer, config, log, screen)
         trainer.train()
@@ -62,13 +62,13 @@ def train(config: Config, screen: Screen) -> None:
     export_run(config, screen)
 
 
-def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: StopRequest) -> None:
+def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: GracefulStop) -> None:
     """What every run has: TensorBoard, replies as files, the live line, the best checkpoint, KL control, checkpoints.
     The line shows the beta that the update was made with, so control comes after it."""
     controller = kl_controller(config, trainer.updates)
     output = Path(config.run.output)
     trainer.rewards.printed = output / PRINTED_FILE
-    trainer.micro_batches.advise = lambda: what_helps(config, trainer.actor.policy, forecaster_of(trainer))
+    trainer.micro_batch_budget.oom_hint = lambda: what_helps(config, trainer.actor.policy, forecaster_of(trainer))
     trainer.add_callback(TensorBoardLog(output / "logs"))
     trainer.add_callback(Samples(output / "samples", trainer.evaluation_prompts))
     if config.record.record_tokens:
@@ -101,21 +101,21 @@ def check_run_folder(config: Config) -> None:
     check_inputs_outside(config.run.output, inputs_of(config), "--output")
 
 
-def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> RunLog:
+def start_run(config: Config, components: Components, updates: int, screen: Screen) -> RunLog:
     """Claim the output folder and open run.json, which says "failed" unless the run comes to its end. With --resume,
     go on with the one that is there; raises UserError where its data were others."""
     data = {
-        "train_prompts": len(parts.prompts.train),
-        "evaluation_prompts": len(parts.prompts.evaluation),
-        "too_long": parts.prompts.too_long,
-        "train_sha256": fingerprint(parts.prompts.train),
-        "evaluation_sha256": fingerprint(parts.prompts.evaluation),
+        "train_prompts": len(components.prompts.train),
+        "evaluation_prompts": len(components.prompts.evaluation),
+        "too_long": components.prompts.too_long,
+        "train_sha256": fingerprint(components.prompts.train),
+        "evaluation_sha256": fingerprint(components.prompts.evaluation),
         "start_model": files_print(config.model.actor_model, "*.safetensors"),
         "reward_model": files_print(config.model.rm_model, "*.safetensors"),
         "rules": {rule: files_print(rule.rpartition(":")[0], "") for rule in config.reward.reward_func},
     }
     if config.data.steps_per_topic is not None:
-        data["topics_sha256"] = topics_fingerprint(parts.prompts.train)
+        data["topics_sha256"] = topics_fingerprint(components.prompts.train)
     if config.run.resume:
         folder = Path(config.run.output)
         before = RunRecord.require(folder, "--resume, --output").data
@@ -134,6 +134,6 @@ def start_run(config: Config, parts: Parts, updates: int, screen: Screen) -> Run
         seed=config.run.seed,
         data=data,
         plan=budget(config, updates),
-        prompts={"rows": parts.prompts.rows, "split": str(parts.prompts.split)},
+        prompts={"rows": components.prompts.rows, "split": str(components.prompts.split)},
         on_hub=[name for name in (config.model.actor_model, config.data.prompts) if is_on_hub(name)],
     )

@@ -60,7 +60,7 @@ class ModelSettings:
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass: less memory, slower")
 
     @property
-    def drops_inputs(self) -> bool:
+    def has_adapter_dropout(self) -> bool:
         """Whether optimizer steps drop some of the adapters' inputs."""
         return self.use_lora and self.lora_dropout > 0
 

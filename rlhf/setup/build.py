@@ -1,4 +1,4 @@
-"""From the settings to a trainer: `load_parts` loads data, models and rewards; `build_trainer` makes the trainer.
+"""From the settings to a trainer: `load_components` loads data, models and rewards; `build_trainer` makes the trainer.
 
 The scripts, the Python API, the benchmarks and the tests build their trainers here.
 """
@@ -31,14 +31,14 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 
 
-def prepare_demo_parts(config: Config, screen: Screen, device: torch.device) -> None:
+def prepare_demo_components(config: Config, screen: Screen, device: torch.device) -> None:
     """Under the demo recipe: build its start model, pairs and reward model where they are not there yet."""
     if config.recipe == "demo":
         prepare_demo(screen, device)
 
 
 @dataclass
-class Parts:
+class Components:
     """What a trainer is built from."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ class Parts:
     memory_before: int  # bytes in use before any of this was loaded
 
 
-def load_parts(
+def load_components(
     config: Config,
     device: torch.device,
     screen: Screen,
@@ -57,7 +57,7 @@ def load_parts(
     evaluation_prompts: Sequence[GivenPrompt] | None = None,
     rewards: Sequence[RewardFunction | nn.Module] | None = None,
     reward_weights: Sequence[float] | None = None,
-) -> Parts:
+) -> Components:
     """Return the parts of the run that the settings describe, all checked. Raises UserError.
 
     Data are loaded before models, and small models before large ones: an error is found before slow work is done.
@@ -82,18 +82,18 @@ def load_parts(
     chosen, reward_model = load_rewards(config, sources, tokenizer, sets, device, screen)
     policy = load_start_policy(config, start.folder, tokenizer, device)
     check_engine(config.speed.rollout_engine, policy, device)
-    return Parts(tokenizer, sets, reward_model, chosen, policy, before)
+    return Components(tokenizer, sets, reward_model, chosen, policy, before)
 
 
-def build_trainer(config: Config, parts: Parts, callbacks: Sequence = ()) -> OnPolicyLoop:
+def build_trainer(config: Config, components: Components, callbacks: Sequence = ()) -> OnPolicyLoop:
     """Return a trainer of `config.algorithm`, with no callbacks but these."""
     return OnPolicyLoop(
         config,
-        policy=parts.policy,
-        tokenizer=parts.tokenizer,
-        train=parts.prompts.train,
-        evaluation=parts.prompts.evaluation,
-        rewards=parts.rewards,
+        policy=components.policy,
+        tokenizer=components.tokenizer,
+        train=components.prompts.train,
+        evaluation=components.prompts.evaluation,
+        rewards=components.rewards,
         callbacks=callbacks,
     )
 

@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.models.packing import Packed, Passage
+from rlhf.models.packing import MicroBatch, PackedMicroBatch
 
 FLOAT = 4  # bytes of a float32
 QKV, GATE_UP, OUT, DOWN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), "o_proj", "down_proj"
@@ -58,8 +58,8 @@ class Network:
     hidden: int
     inner: int  # of the feed-forward part
     heads: int
-    queries: int  # of all heads
-    keys: int  # of all key heads
+    q_dim: int  # of the queries of all heads
+    kv_dim: int  # of the keys of all key heads; the values have as many
     vocabulary: int
     norms: tuple[tuple[int, int], ...]  # of a layer: how many each takes of a token, and of how many features together
     whole: bool  # all weights are trained
@@ -69,7 +69,7 @@ class Network:
     inner_element: int  # the same in the feed-forward part: 4-bit layers give what they were given, float32
     checkpointing: bool
     dropout: bool  # of what the adapters read
-    noise: int  # bytes that say of a number whether it was dropped: a float on a processor, a flag on a card
+    dropout_mask_bytes: int  # per number, whether it was dropped: a float on a CPU, a flag on a GPU
 
     @classmethod
     def of(cls, model: PreTrainedModel, dtype: torch.dtype | None, checkpointing: bool = False) -> Network:
@@ -77,10 +77,10 @@ class Network:
         c = model.config.get_text_config()
         heads = c.num_attention_heads
         size = getattr(c, "head_dim", None) or c.hidden_size // heads
-        queries, keys = heads * size, (getattr(c, "num_key_value_heads", None) or heads) * size
+        q_dim, kv_dim = heads * size, (getattr(c, "num_key_value_heads", None) or heads) * size
         layer = _first_layer(model, c.num_hidden_layers)
         adapted = [(name.split(".")[-1], m) for name, m in layer.named_modules() if isinstance(m, LoraLayer)]
-        by_head = {"q_norm": (heads, queries), "k_norm": (keys // size, keys)}  # Qwen's
+        by_head = {"q_norm": (heads, q_dim), "k_norm": (kv_dim // size, kv_dim)}  # Qwen's
         norms = [name.split(".")[-1] for name, m in layer.named_modules() if type(m).__name__.endswith("Norm")]
         embeddings, element = model.get_input_embeddings(), FLOAT if dtype is None else dtype.itemsize
         on_cpu = embeddings.weight.device.type == "cpu"
@@ -90,8 +90,8 @@ class Network:
             hidden=c.hidden_size,
             inner=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
             heads=heads,
-            queries=queries,
-            keys=keys,
+            q_dim=q_dim,
+            kv_dim=kv_dim,
             vocabulary=embeddings.num_embeddings,
             norms=tuple(by_head.get(name, (1, c.hidden_size)) for name in norms),
             whole=embeddings.weight.requires_grad,
@@ -101,7 +101,7 @@ class Network:
             inner_element=FLOAT if quantized else element,
             checkpointing=checkpointing,
             dropout=any(isinstance(d, nn.Dropout) and d.p > 0 for _, m in adapted for d in m.lora_dropout.values()),
-            noise=FLOAT if on_cpu else 1,
+            dropout_mask_bytes=FLOAT if on_cpu else 1,
         )
 
     @property
@@ -109,17 +109,17 @@ class Network:
         """Whether the forward runs under autocast: norms and residuals stay in float32, linear layers round."""
         return self.element < FLOAT
 
-    def kept(self, passage: Passage) -> int:
-        """By all layers for the backward pass."""
-        tokens = passage.ids.numel()
+    def saved_activations(self, micro_batch: MicroBatch) -> int:
+        """Bytes that all layers save for the backward pass."""
+        tokens = micro_batch.ids.numel()
         ends = 2 * tokens * self.hidden * FLOAT  # the last norm's input, and that over its size
         if self.checkpointing:  # what each layer was given
             return ends + self.layers * tokens * self.hidden * FLOAT
-        return ends + self.layers * self.kept_by_layer(passage)
+        return ends + self.layers * self.saved_by_layer(micro_batch)
 
-    def kept_by_layer(self, passage: Passage) -> int:
-        """By one layer for the backward pass, were nothing recomputed."""
-        tokens, trained = passage.ids.numel(), (*QKV, *GATE_UP, OUT, DOWN) if self.whole else tuple(self.adapters)
+    def saved_by_layer(self, micro_batch: MicroBatch) -> int:
+        """Bytes that one layer saves for the backward pass, without gradient checkpointing."""
+        tokens, trained = micro_batch.ids.numel(), (*QKV, *GATE_UP, OUT, DOWN) if self.whole else tuple(self.adapters)
         # a norm's input and 1 / its size; where its gain is trained, the input over its size
         norms = sum(size * (2 if self.whole else 1) + number for number, size in self.norms) * FLOAT
         # inputs of trained linear layers: q, k, v read one tensor, gate and up another; rounded each has its own copy
@@ -129,58 +129,59 @@ class Network:
         if DOWN in trained:
             read += self.inner
         own = self.rounded and (not self.whole or self.attention_element != self.element)
-        if OUT in trained and (gathered(passage) or own or self.dropout):  # else attention's
-            read += self.queries
+        if OUT in trained and (gathered(micro_batch) or own or self.dropout):  # else attention's
+            read += self.q_dim
         # the feed-forward part: gate before and after its activation, up
         inner = 3 * self.inner * self.inner_element
         ranks = sum(rank for rank, _ in self.adapters.values())
-        dropped = self.noise * read if self.dropout else 0
-        return tokens * (norms + (read + ranks) * self.element + inner + dropped) + self._kept_by_attention(passage)
+        dropped = self.dropout_mask_bytes * read if self.dropout else 0
+        sums = norms + (read + ranks) * self.element + inner + dropped
+        return tokens * sums + self._saved_by_attention(micro_batch)
 
-    def _kept_by_attention(self, passage: Passage) -> int:
+    def _saved_by_attention(self, micro_batch: MicroBatch) -> int:
         """Queries, keys, values, output and normalizer of each rectangle."""
         total = 0
-        for rows, queries, keys, masked in rectangles(passage):
-            total += rows * queries * (2 * self.queries * self.attention_element + self.heads * FLOAT)
+        for rows, queries, keys, masked in rectangles(micro_batch):
+            total += rows * queries * (2 * self.q_dim * self.attention_element + self.heads * FLOAT)
             # with a mask each query head gets its own copy of its key head, and the mask becomes numbers
-            total += rows * keys * 2 * (self.queries if masked else self.keys) * self.attention_element
+            total += rows * keys * 2 * (self.q_dim if masked else self.kv_dim) * self.attention_element
             total += rows * queries * keys * self.attention_element if masked else 0
         return total
 
-    def dropped(self, tokens: int) -> int:
-        """Made by all layers on the way forward, and not kept."""
+    def freed_in_forward(self, tokens: int) -> int:
+        """Bytes that all layers make in the forward pass and free again."""
         # each norm's squares; of what comes after, that which is not kept
         norms = sum(size for _, size in self.norms) * FLOAT * (1 + self.rounded if self.whole else 3)
         # queries and keys before their rotation, and four pieces on the way (one a half)
-        turned = (self.queries + self.keys) * (self.element + 3.5 * FLOAT + self.rounded * FLOAT)
+        turned = (self.q_dim + self.kv_dim) * (self.element + 3.5 * FLOAT + self.rounded * FLOAT)
         outputs = 2 * self.hidden * self.element
         # an adapter's output, that scaled, and the sum with the layer's own
         adapted = 3 * sum(output for _, output in self.adapters.values()) * self.element
         return int(self.layers * tokens * (norms + turned + outputs + adapted))
 
-    def passing(self, tokens: int) -> int:
-        """At once in a pass without gradients: four hidden states, and three pieces of one part of a layer."""
+    def forward_peak(self, tokens: int) -> int:
+        """Bytes at once in a pass without gradients: four hidden states, and three tensors of one part of a layer."""
         feed_forward = 3 * self.inner * self.inner_element
-        attention = (self.queries + 2 * self.keys) * self.element + 3 * self.queries * FLOAT
+        attention = (self.q_dim + 2 * self.kv_dim) * self.element + 3 * self.q_dim * FLOAT
         return tokens * (4 * self.hidden * FLOAT + max(feed_forward, attention))
 
-    def returning(self, tokens: int) -> int:
-        """At once in one layer of a backward pass: gradients of three inner tensors and of two hidden states."""
+    def backward_peak(self, tokens: int) -> int:
+        """Bytes at once in one layer of a backward pass: gradients of three inner tensors and of two hidden states."""
         return tokens * (3 * self.inner * self.inner_element + 2 * self.hidden * FLOAT)
 
     def cache(self, tokens: int) -> int:
         """Keys and values."""
-        return self.layers * tokens * self.keys * 2 * self.element
+        return self.layers * tokens * self.kv_dim * 2 * self.element
 
 
-def rectangles(passage: Passage) -> list[tuple[int, int, int, bool]]:
+def rectangles(micro_batch: MicroBatch) -> list[tuple[int, int, int, bool]]:
     """Attention's calls in one layer: rows, queries and keys of a row, and whether they need a mask."""
-    if isinstance(passage, Packed):
-        return [(*s.shape, s.mask(None, passage.ids.device) is not None) for s in passage.layout.segments]
-    rows, width = passage.ids.shape
-    return [(rows, width, width, not bool(passage.attention.all()))]
+    if isinstance(micro_batch, PackedMicroBatch):
+        return [(*s.shape, s.mask(None, micro_batch.ids.device) is not None) for s in micro_batch.layout.segments]
+    rows, width = micro_batch.ids.shape
+    return [(rows, width, width, not bool(micro_batch.attention.all()))]
 
 
-def gathered(passage: Passage) -> bool:
+def gathered(micro_batch: MicroBatch) -> bool:
     """Whether attention's output is put back into the order of the row, or made contiguous, which copies it."""
-    return not isinstance(passage, Packed) or passage.layout.back is not None
+    return not isinstance(micro_batch, PackedMicroBatch) or micro_batch.layout.inverse_index is not None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.prompts import Prompt, PromptSets
-from rlhf.data.sampler import Dealing, one_line
+from rlhf.data.sampler import PromptSampler, shorten
 from rlhf.data.splits import question_hash
 from rlhf.models.load import context_faults
 from rlhf.settings.training import Config
@@ -56,8 +56,8 @@ def check_fills_a_batch(config: Config, train: Sequence[Prompt]) -> None:
 
 def check_topics(config: Config, train: Sequence[Prompt], screen: Screen) -> None:
     """Warn where a topic has fewer prompts than a batch, so that some come several times in one."""
-    dealing, size = Dealing(config, train), config.batch.batch_size
-    counts = {one_line(topic): len(dealing.stacks[topic]) for topic in dealing.topics}
+    sampler, size = PromptSampler(config, train), config.batch.batch_size
+    counts = {shorten(topic): len(sampler.by_topic[topic]) for topic in sampler.topics}
     short = [f"{topic} {count}" for topic, count in counts.items() if count < size]
     if short:
         screen.say(

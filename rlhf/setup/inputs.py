@@ -8,7 +8,7 @@ from rlhf.checkpoints.replacing import restore_replaced
 from rlhf.settings.next_commands import names_code, reward_model_command
 from rlhf.settings.recipes import find_recipe
 from rlhf.utils.errors import raise_if
-from rlhf.utils.paths import is_path, missing_path, place_of
+from rlhf.utils.paths import is_path, missing_path, resolve_path
 
 if TYPE_CHECKING:
     from rlhf.settings.training import Config
@@ -23,10 +23,10 @@ def check_inputs(config: Config) -> None:
     faults = []
     for flag, name in inputs_of(config):
         on_hub = flag in ("--actor-model", "--rm-model", "--prompts") and not is_path(name)
-        if name in built or on_hub or place_of(name).exists():
+        if name in built or on_hub or resolve_path(name).exists():
             continue
         if flag == "--rm-model":
-            if restore_replaced(place_of(name)):  # its replacement was interrupted
+            if restore_replaced(resolve_path(name)):  # its replacement was interrupted
                 continue
             faults.append(f"no reward model: {flag} {name}. Make one with: {reward_model_command(config)}")
         elif flag == "--actor-model":

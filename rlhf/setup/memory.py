@@ -17,10 +17,10 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.data.prompts import Prompt
-from rlhf.data.sampler import Dealing
+from rlhf.data.sampler import PromptSampler
 from rlhf.models.device import autocast_dtype, installed
 from rlhf.models.logprobs import base_of
-from rlhf.models.packing import Passage
+from rlhf.models.packing import MicroBatch
 from rlhf.rewards.functions import LearnedReward
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.training import Config
@@ -48,7 +48,7 @@ class Forecast:
 
     held: dict[str, int]  # throughout
     phases: list[Phase]  # on top, one after another
-    passage: Passage  # the largest micro-batch
+    micro_batch: MicroBatch  # the largest micro-batch
 
     @property
     def largest(self) -> Phase:
@@ -67,7 +67,7 @@ class Forecast:
                 "memory",
                 f"about {gib(self.peak)} of {gib(installed(device))} GiB at the peak, in the {self.largest.name}"
                 f"{'' if device.type == 'cuda' else ', beside what Python and its libraries hold'}; "
-                f"largest micro-batch {len(self.passage.rows)} episodes, {self.passage.ids.numel():,} tokens",
+                f"largest micro-batch {len(self.micro_batch.rows)} episodes, {self.micro_batch.ids.numel():,} tokens",
             ),
             ("  its parts", ", ".join(f"{name} {gib(size)}" for size, name in named)),
             ("  by phase", ", ".join(f"{phase.name} {gib(held + phase.size)}" for phase in self.phases)),
@@ -89,23 +89,23 @@ def forecast(
     dtype = autocast_dtype(config.model.bf16, device)
     network = Network.of(base_of(policy), dtype, config.model.gradient_checkpointing)
     plan = MemoryPlan(config, device, policy, network)
-    batch = fullest_batch(config, train, updates)
-    bits = plan.nucleus(len(batch))
-    whole, passages = plan.passages(batch), plan.passages(batch, config.batch.minibatches)
-    backwards = [plan.backward(passage, first=number == 0) for number, passage in enumerate(passages)]
-    backward, largest = max(zip(backwards, passages, strict=True), key=lambda one: sum(one[0].values()))
+    batch = longest_batch(config, train, updates)
+    bits = plan.allowed_tokens(len(batch))
+    whole, micro_batches = plan.micro_batches(batch), plan.micro_batches(batch, config.batch.minibatches)
+    backwards = [plan.backward(micro_batch, first=number == 0) for number, micro_batch in enumerate(micro_batches)]
+    backward, largest = max(zip(backwards, micro_batches, strict=True), key=lambda one: sum(one[0].values()))
     phases = [
         Phase("rollout", {**plan.rollout(batch), "nucleus": bits}),
-        Phase("measuring", {**plan.measuring(whole), "nucleus": bits}),
+        Phase("measuring", {**plan.logprob_pass(whole), "nucleus": bits}),
         Phase("backward pass", {**backward, "nucleus": bits}),
         Phase("optimizer step", {"gradients": plan.trained, "nucleus": bits}),
     ]
     if reward_model is not None:
         judge = Network.of(reward_model, dtype)
         scored = scoring(judge, batch, config.sampling.reply_length, plan.budget.scoring_batch_size)
-        phases.insert(2, Phase("scoring", {**scored, **plan.begun(whole), "nucleus": bits}))
+        phases.insert(2, Phase("scoring", {**scored, **plan.cached_forward(whole), "nucleus": bits}))
     if evaluation:
-        kept = plan.nucleus(len(evaluation))
+        kept = plan.allowed_tokens(len(evaluation))
         asked = sorted(evaluation, key=lambda p: len(p.ids))[-plan.budget.eval_batch_size :]
         phases.append(Phase("evaluation's rollout", {**plan.rollout(asked), "nucleus": kept}))
         text = plan.reading(tokenizer, evaluation)
@@ -143,7 +143,7 @@ def forecaster_of(trainer: OnPolicyLoop) -> Callable[[Config], Forecast]:
     return forecaster(trainer.updates, device, policy, trainer.rewards, tokenizer, train=trainer.train_prompts)
 
 
-def what_helps(config: Config, policy: PreTrainedModel | PeftModel, foretell: Callable[[Config], Forecast]) -> str:
+def what_helps(config: Config, policy: PreTrainedModel | PeftModel, estimate: Callable[[Config], Forecast]) -> str:
     """Where memory does not suffice: the three settings that would take most off the predicted peak."""
 
     def predicted(**changed: Any) -> Forecast:
@@ -152,7 +152,7 @@ def what_helps(config: Config, policy: PreTrainedModel | PeftModel, foretell: Ca
             for group in fields(config)
             if is_dataclass(settings := getattr(config, group.name))
         }
-        return foretell(replace(config, **changed_groups))
+        return estimate(replace(config, **changed_groups))
 
     now, length = predicted(), max(1, config.sampling.reply_length // 2)
     saved = {f"--reply-length {length}": now.peak - predicted(reply_length=length).peak}
@@ -172,6 +172,8 @@ def what_helps(config: Config, policy: PreTrainedModel | PeftModel, foretell: Ca
     return "What would help most: " + ", ".join(f"{flag} (about {gib(max(size, 0))} GiB less)" for flag, size in best)
 
 
-def fullest_batch(config: Config, prompts: Sequence[Prompt], updates: int) -> list[Prompt]:
+def longest_batch(config: Config, prompts: Sequence[Prompt], updates: int) -> list[Prompt]:
     """The prompts of the update that has the most prompt tokens, one an episode, as the loop will deal them."""
-    return [prompt for prompt in Dealing(config, prompts).fullest(updates) for _ in range(config.group_size)]
+    return [
+        prompt for prompt in PromptSampler(config, prompts).longest_batch(updates) for _ in range(config.group_size)
+    ]

@@ -15,10 +15,10 @@ from rlhf.models.attention import packable
 from rlhf.models.budget import Budget, budget_of
 from rlhf.models.device import installed
 from rlhf.models.logprobs import backbone_of, base_of
-from rlhf.models.packing import Passage
-from rlhf.rollout.completions import Replies
-from rlhf.rollout.continuous_batching import SPAN
-from rlhf.rollout.cpu_weights import blockable
+from rlhf.models.packing import MicroBatch
+from rlhf.rollout.completions import Completions
+from rlhf.rollout.continuous_batching import KV_BLOCK
+from rlhf.rollout.cpu_weights import prepackable_layers
 from rlhf.rollout.engine import default_engine
 from rlhf.rollout.vllm import MEMORY_SHARE
 from rlhf.settings.training import Config
@@ -33,7 +33,7 @@ LIBRARIES = {"cpu": 60 * 2**20, "cuda": 32 * 2**20}
 GAPS = {"cpu": 0.5, "cuda": 0.0}
 # Bytes of a logit while a token is drawn: float32, and probabilities in float64 twice; filters sort, too.
 DRAWN, FILTERED = FLOAT + 16, FLOAT + 26
-BEGUN, GAPS_LEFT = "first step's pass", "gaps in the heap"
+CACHED_FORWARD, GAPS_LEFT = "first step's pass", "gaps in the heap"
 # Copies of a chunk's logits where autograd goes through the softmax: entropy bonus, or --no-fused-head.
 UNFUSED = 5
 
@@ -70,7 +70,7 @@ class MemoryPlan:
         return 1 + self.config.separate_critic
 
     @property
-    def rounding(self) -> int:
+    def autocast_copies(self) -> int:
         """What autocast's copies take of the linear layers' weights."""
         return sum(w.numel() for w in linear_floats(base_of(self.policy))) * 2 if self.network.rounded else 0
 
@@ -88,7 +88,7 @@ class MemoryPlan:
             "adapters": adapted,
             "critic": self.critic(),
             "value head": (self.network.hidden + 1) * FLOAT if ALGORITHMS[self.config.algorithm].has_critic else 0,
-            "reference": 0 if lora else whole - self.rounding,
+            "reference": 0 if lora else whole - self.autocast_copies,
             "reward model": weights_of(reward_model) if reward_model is not None else 0,
             "optimizer": 2 * self.trained,
             "vLLM": int(MEMORY_SHARE * installed(self.device)) if self.config.speed.rollout_engine == "vllm" else 0,
@@ -97,20 +97,20 @@ class MemoryPlan:
 
     # --- what is run -------------------------------------------------------------------------------------------------
 
-    def passages(self, prompts: Sequence[Prompt], minibatches: int = 1) -> list[Passage]:
+    def micro_batches(self, prompts: Sequence[Prompt], minibatches: int = 1) -> list[MicroBatch]:
         """The forward passes over a minibatch of these prompts with full replies; their prompts are as long as any."""
         rows = sorted(prompts, key=lambda p: len(p.ids), reverse=True)[::minibatches]
         ids = torch.zeros(len(rows), self.config.sampling.reply_length, dtype=torch.long)
-        replies = Replies.of(rows, ids, eos=-1, pad=0, vocabulary=self.network.vocabulary)
+        completions = Completions.of(rows, ids, eos=-1, pad=0, vocabulary=self.network.vocabulary)
         packed = self.config.speed.packed and packable(base_of(self.policy))
         most = self.config.batch.micro_batch_size, self.budget.tokens_per_micro_batch
-        parts = replies.parts(range(len(rows)), *most, packed)
-        return [replies.passage(part, packed) for part in parts]
+        parts = completions.split(range(len(rows)), *most, packed)
+        return [completions.micro_batch(part, packed) for part in parts]
 
-    def nucleus(self, replies: int) -> int:
+    def allowed_tokens(self, completions: int) -> int:
         """A bit for each token that might have been sampled."""
         sampling = self.config.sampling
-        return replies * sampling.reply_length * self.network.vocabulary // 8 if sampling.filters else 0
+        return completions * sampling.reply_length * self.network.vocabulary // 8 if sampling.filters else 0
 
     def rollout(self, prompts: Sequence[Prompt]) -> dict[str, int]:
         """Sampling a reply to each."""
@@ -118,42 +118,43 @@ class MemoryPlan:
         plain = speed.rollout_engine == "plain" or default_engine(self.policy, self.device) == "plain"
         slots = len(prompts) if plain else min(len(prompts), speed.rollout_slots or self.budget.rollout_slots)
         longest = max(len(p.ids) for p in prompts)
-        columns = -(-(longest + self.config.sampling.reply_length) // SPAN) * SPAN
+        columns = -(-(longest + self.config.sampling.reply_length) // KV_BLOCK) * KV_BLOCK
         asked = slots * longest if plain else sum(map(len, {p.ids for p in prompts[:slots]}))
         drawing = slots * network.vocabulary * (FILTERED if self.config.sampling.filters else DRAWN)
         return {
             "KV cache": network.cache(slots * columns),
-            "pass over the prompts, or sampling": max(network.passing(asked), drawing),
-            **({"rounded weights": (self.rounding + self.head) * network.whole} if plain else self.blocked),
+            "pass over the prompts, or sampling": max(network.forward_peak(asked), drawing),
+            **({"rounded weights": (self.autocast_copies + self.head) * network.whole} if plain else self.prepacked),
         }
 
     @property
-    def blocked(self) -> dict[str, int]:
+    def prepacked(self) -> dict[str, int]:
         """Copies of linear layers' weights, ordered as a processor multiplies few rows; else rounded ones."""
-        layers = blockable(base_of(self.policy), self.device)
+        layers = prepackable_layers(base_of(self.policy), self.device)
         if not layers:
-            return {"rounded weights": (self.rounding + self.head) * self.network.whole}
+            return {"rounded weights": (self.autocast_copies + self.head) * self.network.whole}
         return {"blocked weights": sum(layer.weight.numel() for layer in layers) * self.network.element}
 
-    def begun(self, passages: Sequence[Passage]) -> dict[str, int]:
-        """The first optimizer step's forward pass, where it is the one that measures the rollout."""
+    def cached_forward(self, micro_batches: Sequence[MicroBatch]) -> dict[str, int]:
+        """The first optimizer step's forward pass, if it is cached from the rollout."""
         network = self.network
-        if self.config.batch.minibatches > 1 or len(passages) > 1 or network.checkpointing or network.dropout:
+        if self.config.batch.minibatches > 1 or len(micro_batches) > 1 or network.checkpointing or network.dropout:
             return {}
-        kept = network.kept(passages[0]) + self.rounding
-        return {BEGUN: self.passes * kept, GAPS_LEFT: self.gaps(passages[0])}
+        kept = network.saved_activations(micro_batches[0]) + self.autocast_copies
+        return {CACHED_FORWARD: self.passes * kept, GAPS_LEFT: self.gaps(micro_batches[0])}
 
-    def gaps(self, passage: Passage) -> int:
-        return int(GAPS[self.device.type] * self.network.dropped(passage.ids.numel()))
+    def gaps(self, micro_batch: MicroBatch) -> int:
+        return int(GAPS[self.device.type] * self.network.freed_in_forward(micro_batch.ids.numel()))
 
-    def measuring(self, passages: Sequence[Passage]) -> dict[str, int]:
+    def logprob_pass(self, micro_batches: Sequence[MicroBatch]) -> dict[str, int]:
         """Log-probs under policy and reference, without gradients."""
-        longest, most = max(p.ids.numel() for p in passages), max(len(p.tokens) for p in passages)
-        begun = self.begun(passages)
+        longest, most = max(p.ids.numel() for p in micro_batches), max(len(p.tokens) for p in micro_batches)
+        cached_forward = self.cached_forward(micro_batches)
         return {
-            "pass, or logits": max(self.network.passing(longest), self.allowed(most) + self.logits(most)),
-            "rounded weights": self.head + (0 if begun else (self.rounding + self.head) * self.network.whole),
-            **begun,
+            "pass, or logits": max(self.network.forward_peak(longest), self.allowed_mask(most) + self.logits(most)),
+            "rounded weights": self.head
+            + (0 if cached_forward else (self.autocast_copies + self.head) * self.network.whole),
+            **cached_forward,
         }
 
     def logits(self, tokens: int, entropy: bool = False) -> int:
@@ -162,33 +163,33 @@ class MemoryPlan:
         together = min(numbers, self.budget.logits_per_chunk) * self.network.element
         return together + min(numbers, self.budget.floats_per_chunk) * FLOAT * (1 + self.network.rounded + entropy)
 
-    def allowed(self, tokens: int) -> int:
-        """The nucleus, a byte to a logit."""
+    def allowed_mask(self, tokens: int) -> int:
+        """Bytes of the mask of allowed tokens, one per logit."""
         return tokens * self.network.vocabulary * self.config.sampling.filters
 
-    def backward(self, passage: Passage, first: bool) -> dict[str, int]:
+    def backward(self, micro_batch: MicroBatch, first: bool) -> dict[str, int]:
         """Gradients of one micro-batch, the `first` of its minibatch or a later one: at the head, when all layers'
         tensors are kept, at the first layer, or at the embeddings, when all gradients are there; what needs most."""
-        network, tokens = self.network, passage.ids.numel()
-        logits, left = self.chunk(passage)
-        copies = 0 if network.checkpointing else self.rounding * self.passes
+        network, tokens = self.network, micro_batch.ids.numel()
+        logits, left = self.chunk(micro_batch)
+        copies = 0 if network.checkpointing else self.autocast_copies * self.passes
         at_head = {
-            "activations": network.kept(passage) * self.passes,
-            "logits": logits + self.allowed(len(passage.tokens)),
+            "activations": network.saved_activations(micro_batch) * self.passes,
+            "logits": logits + self.allowed_mask(len(micro_batch.tokens)),
             "gradients": left if first else self.trained,
             "rounded weights": copies + self.head,
-            GAPS_LEFT: self.gaps(passage),
+            GAPS_LEFT: self.gaps(micro_batch),
         }
         layers = (self.trained - self.head_gradient) // network.layers
         at_first_layer = {
-            "activations": network.kept_by_layer(passage) + network.returning(tokens),
+            "activations": network.saved_by_layer(micro_batch) + network.backward_peak(tokens),
             "gradients": self.trained - layers * first,
-            "rounded weights": self.rounding // network.layers,
+            "rounded weights": self.autocast_copies // network.layers,
             GAPS_LEFT: at_head[GAPS_LEFT],
         }
         at_embeddings = {"gradients": self.trained + self.head_gradient}
         at_policy = {  # the critic's backbone is behind it: autograd goes back in the order of the passes, reversed
-            "activations": network.kept(passage) * (self.passes - 1),
+            "activations": network.saved_activations(micro_batch) * (self.passes - 1),
             "gradients": self.critic(trained=True) if first else self.trained,
             "rounded weights": copies // self.passes,
         }
@@ -199,12 +200,12 @@ class MemoryPlan:
         """Of the language-model head, or of the embeddings; none where they are not trained."""
         return self.network.vocabulary * self.network.hidden * FLOAT * self.network.whole
 
-    def chunk(self, passage: Passage) -> tuple[int, int]:
+    def chunk(self, micro_batch: MicroBatch) -> tuple[int, int]:
         """Of one chunk's logits, with their way back; and the head's gradient where chunks before it have left one."""
         config, vocabulary, length = self.config, self.network.vocabulary, self.config.sampling.reply_length
         most = max(1, self.budget.logits_per_chunk // vocabulary // length) * length
-        tokens = min(len(passage.tokens), most) if config.speed.fused_head else len(passage.tokens)
-        left = self.head_gradient if tokens < len(passage.tokens) else 0
+        tokens = min(len(micro_batch.tokens), most) if config.speed.fused_head else len(micro_batch.tokens)
+        left = self.head_gradient if tokens < len(micro_batch.tokens) else 0
         if not config.speed.fused_head or config.batch.entropy_coef > 0:
             return UNFUSED * tokens * vocabulary * FLOAT, left
         probabilities = tokens * vocabulary * self.network.element
@@ -214,14 +215,14 @@ class MemoryPlan:
     def reading(self, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> dict[str, int]:
         """The text of which the perplexity is taken."""
         text = fixed_text(tokenizer, prompts, lambda _: [], self.config.data.eval_text)
-        sizes = [(len(p.ids), len(r)) for p, r in zip(text.prompts, text.replies, strict=True)]
+        sizes = [(len(p.ids), len(r)) for p, r in zip(text.prompts, text.completions, strict=True)]
         sizes = sorted(sizes or [(len(p.ids), self.config.sampling.reply_length) for p in prompts], key=lambda s: s[1])
         most = self.budget.eval_batch_size
         parts = [sizes[at : at + most] for at in range(0, len(sizes), most)]
         tokens, most = max(sum(map(sum, part)) for part in parts), max(sum(r for _, r in part) for part in parts)
         return {
-            "pass, or logits": max(self.network.passing(tokens), self.logits(most)),
-            "rounded weights": self.rounding * self.network.whole + self.head,
+            "pass, or logits": max(self.network.forward_peak(tokens), self.logits(most)),
+            "rounded weights": self.autocast_copies * self.network.whole + self.head,
         }
 
 
@@ -229,4 +230,4 @@ def scoring(judge: Network, prompts: Sequence[Prompt], reply_length: int, batch_
     """The reward model's pass over `batch_size` completions; its tokens are taken to be as many as the policy's."""
     rows = sorted(len(p.ids) + reply_length for p in prompts)[-batch_size:]
     tokens = len(rows) * rows[-1]
-    return {"reward model's pass": judge.passing(tokens)}
+    return {"reward model's pass": judge.forward_peak(tokens)}

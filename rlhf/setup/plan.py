@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_controller, move_in
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.checkpoints.run_record import MAY_DIFFER, Plan, flat_settings
+from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, Plan, flat_settings
 from rlhf.config import make_config, user_file_line
 from rlhf.data.prompts import Prompt, PromptSets
-from rlhf.data.sampler import Dealing, one_line
+from rlhf.data.sampler import PromptSampler, shorten
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, available
 from rlhf.models.logprobs import base_of
@@ -21,39 +21,39 @@ from rlhf.settings.fields import to_dict
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
 from rlhf.settings.training import Config
 from rlhf.settings.translate import LENGTHS
-from rlhf.setup.build import Parts
+from rlhf.setup.build import Components
 from rlhf.setup.memory import Forecast, forecaster, what_helps
 from rlhf.utils.console import Screen, gib
 
 MOST_TOPICS = 12  # named
 
 
-def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, screen: Screen) -> None:
+def show_plan(config: Config, components: Components, updates: int, device: torch.device, screen: Screen) -> None:
     """What is about to happen, in numbers."""
-    m, sets = config.model, parts.prompts
-    foretell = forecaster(
-        updates, device, parts.policy, parts.rewards, parts.tokenizer, train=sets.train, evaluation=sets.evaluation
+    m, sets, policy = config.model, components.prompts, components.policy
+    estimate = forecaster(
+        updates, device, policy, components.rewards, components.tokenizer, train=sets.train, evaluation=sets.evaluation
     )
-    trained = sum(w.numel() for w in parts.policy.parameters() if w.requires_grad)
-    total = base_parameters(parts.policy)
+    trained = sum(w.numel() for w in policy.parameters() if w.requires_grad)
+    total = base_parameters(policy)
     dropout = f", dropout {m.lora_dropout:g}" if m.lora_dropout else ""
     shape = f"LoRA r {m.lora_r}, alpha {m.lora_alpha:g}{dropout} on {', '.join(m.lora_targets)}"
     how = f"{shape}: {trained:,} trained" if m.use_lora else "all trained"
     dtype = autocast_dtype(m.bf16, device)
-    accuracy = (parts.reward_model.record or {}).get("accuracy") if parts.reward_model is not None else None
+    accuracy = (components.reward_model.record or {}).get("accuracy") if components.reward_model is not None else None
     rows = [
         ("algorithm", config.algorithm.upper()),
         ("recipe", config.recipe),
         *user_file_rows(config),
         ("start model", f"{m.actor_model} ({total:,} parameters, {how})"),
-        ("reward", str(parts.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
+        ("reward", str(components.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
         ("prompts", prompts_line(sets)),
         *topics_rows(config, sets.train),
         ("budget", budget_line(config, updates)),
         ("batch", batch_line(config, updates, device)),
         ("KL", kl_line(config, updates)),
         ("device", f"{device}, {'bfloat16 autocast' if dtype is not None else 'float32'}"),
-        *foretell(config).rows(device),
+        *estimate(config).rows(device),
         ("output", config.run.output),
     ]
     if ALGORITHMS[config.algorithm].has_critic:
@@ -63,10 +63,10 @@ def show_plan(config: Config, parts: Parts, updates: int, device: torch.device, 
         known = f" (held-out accuracy {accuracy:.3f})" if accuracy is not None else ""
         rows.insert(3, ("reward model", m.rm_model + known))
     screen.facts(rows)
-    warn_of_memory(config, parts, foretell, device, screen)
+    warn_of_memory(config, components, estimate, device, screen)
     for line in (*kl_warnings(config, updates), *filter(None, [recipe_hint(config)])):
         screen.say(line)
-    screen.say(f"first prompt, as the model reads it: {first_prompt(parts.tokenizer, sets)}")
+    screen.say(f"first prompt, as the model reads it: {first_prompt(components.tokenizer, sets)}")
 
 
 def base_parameters(policy: nn.Module) -> int:
@@ -85,27 +85,31 @@ def prompts_line(sets: PromptSets) -> str:
 
 
 def warn_of_memory(
-    config: Config, parts: Parts, foretell: Callable[[Config], Forecast], device: torch.device, screen: Screen
+    config: Config,
+    components: Components,
+    estimate: Callable[[Config], Forecast],
+    device: torch.device,
+    screen: Screen,
 ) -> None:
-    """Where less is free than foretold. A warning, as a forecast is no certainty; on Windows, whose driver spills into
-    the machine's memory, nothing else would say it."""
-    needed, there = foretell(config).peak, available(device)
+    """Warn if less memory is free than predicted: no error, because a forecast is uncertain. On Windows, whose driver
+    spills into the machine's memory, nothing else would report it."""
+    needed, there = estimate(config).peak, available(device)
     if needed > there:
         screen.say(
             f"warning: about {gib(needed)} GiB at the peak, {gib(there)} GiB free: memory of {device}. "
-            f"{what_helps(config, parts.policy, foretell)}"
+            f"{what_helps(config, components.policy, estimate)}"
         )
 
 
 def topics_rows(config: Config, train: Sequence[Prompt]) -> list[tuple[str, str]]:
     """For the plan: the topics in the order in which they are trained; nothing where they are not looked at."""
-    dealing = Dealing(config, train)
-    if not dealing.topics:
+    sampler = PromptSampler(config, train)
+    if not sampler.topics:
         return []
-    stacks = [f"{one_line(topic)} ({len(dealing.stacks[topic]):,} prompts)" for topic in dealing.topics]
-    more = [f"and {len(stacks) - MOST_TOPICS} more"] if len(stacks) > MOST_TOPICS else []
-    shown = ", ".join([*stacks[:MOST_TOPICS], *more])
-    return [("topics", f"{len(stacks)}, {dealing.steps:,} updates on each in turn, round and round: {shown}")]
+    topics = [f"{shorten(topic)} ({len(sampler.by_topic[topic]):,} prompts)" for topic in sampler.topics]
+    more = [f"and {len(topics) - MOST_TOPICS} more"] if len(topics) > MOST_TOPICS else []
+    shown = ", ".join([*topics[:MOST_TOPICS], *more])
+    return [("topics", f"{len(topics)}, {sampler.steps:,} updates on each in turn, round and round: {shown}")]
 
 
 def budget_line(config: Config, updates: int) -> str:
@@ -203,9 +207,9 @@ def recipe_hint(config: Config) -> str | None:
     name = next((name for name, is_meant in SIGNS.items() if is_meant(config)), None)
     if name is None:
         return None
-    mine, its = (flat_settings(to_dict(c)) for c in (config, make_config(name, config.algorithm)))
-    aside = {*MAY_DIFFER, *LENGTHS, "recipe", "actor_model", "rm_model", "prompts", "split", "eval_every"}
-    differ = [f"{n} {its[n]} (here {mine[n]})" for n in mine if n not in aside and mine[n] != its[n]]
+    here, recipe = (flat_settings(to_dict(c)) for c in (config, make_config(name, config.algorithm)))
+    aside = {*SEEDS_MAY_DIFFER, *LENGTHS, "recipe", "actor_model", "rm_model", "prompts", "split", "eval_every"}
+    differ = [f"{n} {recipe[n]} (here {here[n]})" for n in here if n not in aside and here[n] != recipe[n]]
     if not differ:
         return None
     more = f" and {len(differ) - MOST_DIFFERENCES} more" if len(differ) > MOST_DIFFERENCES else ""

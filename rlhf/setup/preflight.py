@@ -165,8 +165,8 @@ def padding_changes_no_score(rewards: Rewards, prompt: Prompt, dtype: torch.dtyp
         if isinstance(function, (LearnedReward, ModuleReward)):
             long = _long_reply(function, chat)
             alone = function([short], messages=[chat], ended=[True])[0]
-            beside = function([short, long], messages=[chat, chat], ended=[True, True])[0]
-            moved[name] = abs(alone - beside)
+            padded = function([short, long], messages=[chat, chat], ended=[True, True])[0]
+            moved[name] = abs(alone - padded)
     return Check(
         "padding",
         ", ".join(f"a score of {name} moves by {by:.2g} beside a longer reply" for name, by in moved.items())

@@ -21,7 +21,7 @@ from rlhf.models.logprobs import base_of, scaled_logits
 from rlhf.models.save import load_policy_weights
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
-from rlhf.setup.build import Parts, build_trainer
+from rlhf.setup.build import Components, build_trainer
 from rlhf.setup.memory import forecaster_of
 from rlhf.setup.preflight import Check, determinism, padding_changes_no_score, prompt_is_rendered, start_checks
 from rlhf.trainer.loop import OnPolicyLoop
@@ -39,17 +39,17 @@ MORE, SLACK = 1.25, 128 * 2**20
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-def check_start(config: Config, parts: Parts) -> None:
+def check_start(config: Config, components: Components) -> None:
     """What every start checks: silent where all holds. Raises UserError with all that fails."""
-    raise_if([check.fault for check in _start_checks(config, parts) if not check.ok])
+    raise_if([check.fault for check in _start_checks(config, components) if not check.ok])
 
 
-def check_run(config: Config, parts: Parts, screen: Screen) -> None:
+def check_run(config: Config, components: Components, screen: Screen) -> None:
     """All checks, a line each. Raises UserError where one fails. The output folder is not touched."""
     found: list[Check] = []
     with tempfile.TemporaryDirectory(prefix="rlhf_check_", ignore_cleanup_errors=True) as folder:
         try:
-            for check in all_checks(config, parts, Path(folder)):
+            for check in all_checks(config, components, Path(folder)):
                 found.append(check)
         except Exception as error:  # whatever a library or a reward raises at a fault is what a check is to find
             reason = (str(error).strip().splitlines() or [""])[0]
@@ -68,22 +68,24 @@ def show_checks(found: list[Check], screen: Screen) -> None:
     screen.facts([(c.name, f"ok      {c.found}" if c.ok else f"FAILED  {c.found}. {c.hint}") for c in found])
 
 
-def all_checks(config: Config, parts: Parts, folder: Path) -> Iterator[Check]:
+def all_checks(config: Config, components: Components, folder: Path) -> Iterator[Check]:
     """One after another; `folder` is for what must be written. The weights are afterwards what they were before."""
-    yield from _start_checks(config, parts)
-    device = base_of(parts.policy).device
-    yield prompt_is_rendered(parts.tokenizer, parts.prompts.train[0])
+    yield from _start_checks(config, components)
+    device = base_of(components.policy).device
+    yield prompt_is_rendered(components.tokenizer, components.prompts.train[0])
     yield determinism(device)
-    yield padding_changes_no_score(parts.rewards, parts.prompts.train[0], autocast_dtype(config.model.bf16, device))
+    yield padding_changes_no_score(
+        components.rewards, components.prompts.train[0], autocast_dtype(config.model.bf16, device)
+    )
     own = dataclasses.replace(config, run=dataclasses.replace(config.run, output=str(folder / "run")))
-    yield from update_checks(build_trainer(own, parts), parts, folder / "saved")
+    yield from update_checks(build_trainer(own, components), components, folder / "saved")
 
 
-def _start_checks(config: Config, parts: Parts) -> list[Check]:
-    return start_checks(config, parts.tokenizer, parts.policy, parts.reward_model)
+def _start_checks(config: Config, components: Components) -> list[Check]:
+    return start_checks(config, components.tokenizer, components.policy, components.reward_model)
 
 
-def update_checks(trainer: OnPolicyLoop, parts: Parts, folder: Path) -> Iterator[Check]:
+def update_checks(trainer: OnPolicyLoop, components: Components, folder: Path) -> Iterator[Check]:
     """On one rollout, before any step; on one update; on the weights, saved before it and loaded after."""
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     yield first_kl_is_zero(rollout, trainer.dtype)
@@ -91,7 +93,7 @@ def update_checks(trainer: OnPolicyLoop, parts: Parts, folder: Path) -> Iterator
     before = outputs(trainer, rollout)
     trainer.save_model(folder)
     yield steps_are_as_planned(trainer, rollout)
-    yield memory_is_as_foretold(trainer, parts)
+    yield memory_matches_estimate(trainer, components)
     yield weights_come_back(trainer, rollout, before, folder)
 
 
@@ -119,17 +121,17 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     trainer.model.train()
     set_adapter_dropout(trainer.actor.policy, 0.0)
     plain = _apart_from_one(trainer, rollout)
-    said = ""
-    if trainer.config.model.drops_inputs:
+    with_dropout = ""
+    if trainer.config.model.has_adapter_dropout:
         share = trainer.config.model.lora_dropout
         set_adapter_dropout(trainer.actor.policy, share)
         with trainer.learner.dropout_stream(1):
             dropped = float(_apart_from_one(trainer, rollout).mean())
-        said = f" without dropout; {dropped:.2g} on average with --lora-dropout {share:g}"
+        with_dropout = f" without dropout; {dropped:.2g} on average with --lora-dropout {share:g}"
     return Check(
         "first ratio",
         f"{float(plain.mean()):.2g} from 1 on average, {float(plain.max()):.2g} at most, on {len(plain):,} "
-        f"tokens{said}",
+        f"tokens{with_dropout}",
         float(plain.mean()) <= ROUNDING[trainer.dtype],
         "The training forward is not the one that measured the rollout: try --no-packed, and report it",
     )
@@ -137,14 +139,16 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
 
 def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
     """How far from 1 the ratio is, of each reply token, (N,)."""
-    device, replies, most = trainer.accelerator.device, rollout.replies, trainer.config.batch.micro_batch_size
+    device, completions, most = trainer.accelerator.device, rollout.completions, trainer.config.batch.micro_batch_size
     tokens, apart = budget_of(device).tokens_per_micro_batch, []
     for rows in trainer.learner.minibatches(1, 0):
-        for part in replies.parts(rows, most, tokens, trainer.micro_batches.packed):
-            passage = replies.passage(part, trainer.micro_batches.packed)
+        for part in completions.split(rows, most, tokens, trainer.micro_batch_budget.packed):
+            micro_batch = completions.micro_batch(part, trainer.micro_batch_budget.packed)
             with autocast(device, trainer.dtype):
-                logprobs, _, _ = trainer.actor(passage, trainer.config.sampling.temperature, replies.allowed(passage))
-            apart.append((torch.exp(logprobs - rollout.logprobs[passage.index]) - 1)[passage.mask].abs())
+                logprobs, _, _ = trainer.actor(
+                    micro_batch, trainer.config.sampling.temperature, completions.allowed_mask(micro_batch)
+                )
+            apart.append((torch.exp(logprobs - rollout.logprobs[micro_batch.row_index]) - 1)[micro_batch.mask].abs())
     return torch.cat(apart)
 
 
@@ -152,12 +156,12 @@ def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
 def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
     """Logits (M, V) of the first reply, and under PPO its values (1, T); kept off the device."""
     trainer.model.eval()
-    passage = rollout.replies.passage([0], trainer.micro_batches.packed)
+    micro_batch = rollout.completions.micro_batch([0], trainer.micro_batch_budget.packed)
     with autocast(trainer.accelerator.device, trainer.dtype):
-        hidden = trainer.actor.hidden(passage)
+        hidden = trainer.actor.forward_backbone(micro_batch)
         found = [
-            scaled_logits(trainer.actor.policy, trainer.actor.states(hidden), 1.0),
-            trainer.actor.values(hidden, passage.mask),
+            scaled_logits(trainer.actor.policy, trainer.actor.policy_hidden(hidden), 1.0),
+            trainer.actor.values(hidden, micro_batch.mask),
         ]
     return [tensor.cpu() for tensor in found if tensor is not None]
 
@@ -170,7 +174,7 @@ def steps_are_as_planned(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     taken: list[int] = []
     hook = register_optimizer_step_post_hook(lambda *_: taken.append(1))
     try:
-        trainer.learner.run(trainer.advantages(rollout, trainer.collector.score(rollout).used), 1)
+        trainer.learner.run(trainer.advantages(rollout, trainer.collector.score(rollout).shaped), 1)
     finally:
         hook.remove()
     planned = trainer.config.optimizer_steps(1)
@@ -183,16 +187,16 @@ def steps_are_as_planned(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     )
 
 
-def memory_is_as_foretold(trainer: OnPolicyLoop, parts: Parts) -> Check:
+def memory_matches_estimate(trainer: OnPolicyLoop, components: Components) -> Check:
     """What the update took, against the plan's forecast of updates: of full replies, so that it is seldom reached."""
     device = trainer.accelerator.device
-    measured = memory_in_use(device) - parts.memory_before
-    foretold, there = forecaster_of(trainer)(trainer.config), available(device)
+    measured = memory_in_use(device) - components.memory_before
+    predicted, there = forecaster_of(trainer)(trainer.config), available(device)
     return Check(
         "memory",
-        f"about {gib(foretold.peak)} GiB foretold for full replies, {gib(measured)} GiB taken by one update, "
+        f"about {gib(predicted.peak)} GiB predicted for full replies, {gib(measured)} GiB taken by one update, "
         f"{gib(there)} GiB free for it",
-        measured <= foretold.peak * MORE + SLACK and foretold.peak <= there,
+        measured <= predicted.peak * MORE + SLACK and predicted.peak <= there,
         "Make room: --micro-batch-size 1, --gradient-checkpointing, --use-lora or a smaller --reply-length",
     )
 

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf.rollout.completions import Forward, Replies
+from rlhf.rollout.completions import Completions, ForwardPass
 
 
 class CachedForward:
-    """Keeps one forward pass with its graph, from the rollout to the first optimizer step on that rollout."""
+    """Stores one forward pass with its graph, from the rollout to the first optimizer step on that rollout."""
 
     def __init__(self):
-        self._kept: tuple[Replies, Forward] | None = None
+        self._cached: tuple[Completions, ForwardPass] | None = None
 
-    def keep(self, replies: Replies, forward: Forward) -> Forward:
-        """Keep `forward`, a pass over all of `replies`, and return it."""
-        self._kept = replies, forward
+    def store(self, completions: Completions, forward: ForwardPass) -> ForwardPass:
+        """Store `forward`, a pass over all of `completions`, and return it."""
+        self._cached = completions, forward
         return forward
 
-    def take(self, replies: Replies, rows: Sequence[int]) -> Forward | None:
-        """Return the kept pass if it covers exactly these rows of `replies`, else None. It is valid once: the weights
-        change afterwards."""
-        kept, self._kept = self._kept, None
-        if kept is None or kept[0] is not replies or kept[1][0].rows != list(rows):
+    def pop(self, completions: Completions, rows: Sequence[int]) -> ForwardPass | None:
+        """Return the stored pass if it covers exactly these rows of `completions`, else None. It is valid once: the
+        weights change afterwards."""
+        cached, self._cached = self._cached, None
+        if cached is None or cached[0] is not completions or cached[1][0].rows != list(rows):
             return None
-        return kept[1]
+        return cached[1]
 
     def clear(self) -> None:
-        """Free the memory of the kept pass."""
-        self._kept = None
+        """Free the memory of the stored pass."""
+        self._cached = None
 
     def __bool__(self) -> bool:
-        return self._kept is not None
+        return self._cached is not None

@@ -15,16 +15,16 @@ from rlhf.models.reference import Reference
 from rlhf.rewards.call import BadScore
 from rlhf.rewards.normalizer import ScoreNormalizer
 from rlhf.rewards.rewards import Rewards
-from rlhf.rollout.completions import Forward, Replies, Rollout
-from rlhf.rollout.engine import sample_replies
-from rlhf.rollout.logprobs import measure
-from rlhf.rollout.sampling import uniforms
+from rlhf.rollout.completions import Completions, ForwardPass, Rollout
+from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.logprobs import compute_logprobs_and_values
+from rlhf.rollout.sampling import uniform_noise
 from rlhf.rollout.vllm import VLLMEngine
 from rlhf.settings.training import Config
 from rlhf.trainer.cached_forward import CachedForward
-from rlhf.trainer.micro_batch import MicroBatches
-from rlhf.trainer.safety import Dropped, check_finite
-from rlhf.trainer.scores import Scored
+from rlhf.trainer.micro_batch import MicroBatchBudget
+from rlhf.trainer.safety import SkipUpdate, check_finite
+from rlhf.trainer.scores import Scores
 from rlhf.trainer.trl_host import Host
 
 
@@ -38,10 +38,10 @@ class RolloutCollector:
         tokenizer: PreTrainedTokenizerBase,
         reference: Reference,
         rewards: Rewards,
-        micro_batches: MicroBatches,
+        micro_batch_budget: MicroBatchBudget,
     ):
         self.config, self.host, self.tokenizer = config, host, tokenizer
-        self.reference, self.rewards, self.micro_batches = reference, rewards, micro_batches
+        self.reference, self.rewards, self.micro_batch_budget = reference, rewards, micro_batch_budget
         self.device, self.sampling = host.accelerator.device, config.sampling
         self.dtype = autocast_dtype(config.model.bf16, self.device)
         self.normalizer = ScoreNormalizer(config.reward.score_ema) if config.reward.normalize_scores else None
@@ -54,76 +54,85 @@ class RolloutCollector:
     def collect(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str = "rollout") -> Rollout:
         """Sample a completion to the prompt of each episode, (number in the run, prompt), and compute log-probs,
         values and reference log-probs. The `purpose` "evaluate" draws other random numbers than "rollout"."""
-        prompts, replies = [prompt for _, prompt in episodes], self.sample(episodes, update, purpose)
-        logprobs, ref_logprobs, values = self.logprobs(replies, keep_forward=purpose == "rollout")
-        return Rollout(replies, prompts, replies.texts(self.tokenizer), logprobs, ref_logprobs, values)
+        prompts, completions = [prompt for _, prompt in episodes], self.sample(episodes, update, purpose)
+        logprobs, ref_logprobs, values = self.logprobs(completions, keep_forward=purpose == "rollout")
+        return Rollout(completions, prompts, completions.texts(self.tokenizer), logprobs, ref_logprobs, values)
 
-    def sample(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Replies:
+    def sample(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Completions:
         """A completion to the prompt of each episode. vLLM samples rollouts alone: its random numbers are its own, and
         evaluations draw the same ones every time."""
         prompts, length = [prompt for _, prompt in episodes], self.sampling.reply_length
-        uniform = uniforms(self.config.run.seed, update, purpose, [number for number, _ in episodes], length)
+        uniform = uniform_noise(self.config.run.seed, update, purpose, [number for number, _ in episodes], length)
         tokens = {"eos": self.tokenizer.eos_token_id, "pad": self.tokenizer.pad_token_id, "device": self.device}
         self.host.model.eval()  # in train mode, gradient checkpointing would drop the cache
         phase = "the rollout" if purpose == "rollout" else "an evaluation"
-        with self.micro_batches.within(phase), autocast(self.device, self.dtype):
+        with self.micro_batch_budget.raise_on_oom(phase), autocast(self.device, self.dtype):
             if self.vllm is not None and purpose == "rollout":
                 return self.vllm.sample(prompts, **tokens)
             speed = self.config.speed
             engine = "auto" if self.vllm is not None else speed.rollout_engine
-            return sample_replies(
+            return sample_completions(
                 self.host.actor.policy, prompts, uniform, self.sampling, **tokens, engine=engine,
                 slots=speed.rollout_slots,
             )  # fmt: skip
 
-    def logprobs(self, replies: Replies, keep_forward: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    def logprobs(self, completions: Completions, keep_forward: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probs, reference log-probs and values of sampled completions, each (B, T), as the loss computes them but
         without dropout, in as many forward passes as the memory requires. With `keep_forward`, the pass is kept for
         the first optimizer step if that step runs the same one."""
         self.host.model.eval()
         self.cached_forward.clear()
-        if keep_forward and self.first_step_is_one_pass(replies):
+        if keep_forward and self.first_step_is_one_pass(completions):
             try:
-                return self._measure(replies, self.start_forward(replies))
+                return self._compute_logprobs(completions, self.precompute_first_forward(completions))
             except torch.OutOfMemoryError:  # a pass that is not kept takes less memory
                 self.cached_forward.clear()
-        return self.micro_batches.retry("measuring", replies, lambda: self._measure(replies))
+        return self.micro_batch_budget.run_with_oom_retry(
+            "computing log-probabilities", completions, lambda: self._compute_logprobs(completions)
+        )
 
-    def first_step_is_one_pass(self, replies: Replies) -> bool:
+    def first_step_is_one_pass(self, completions: Completions) -> bool:
         """Whether the first optimizer step is one forward pass over the whole rollout, without dropout."""
         batch, model = self.config.batch, self.config.model
-        one_pass = batch.minibatches == 1 and len(self.micro_batches.split(replies)) == 1
-        return one_pass and not model.gradient_checkpointing and not model.drops_inputs
+        one_pass = batch.minibatches == 1 and len(self.micro_batch_budget.split(completions)) == 1
+        return one_pass and not model.gradient_checkpointing and not model.has_adapter_dropout
 
-    def start_forward(self, replies: Replies) -> Forward:
+    def precompute_first_forward(self, completions: Completions) -> ForwardPass:
         """Run the first optimizer step's forward pass and keep it. It needs its own autocast context, so that the
         cached bfloat16 weights keep their graph."""
-        (rows,) = self.micro_batches.split(replies)
-        passage = self.micro_batches.passage(replies, rows)
+        (rows,) = self.micro_batch_budget.split(completions)
+        micro_batch = self.micro_batch_budget.micro_batch(completions, rows)
         with autocast(self.device, self.dtype):
-            return self.cached_forward.keep(replies, (passage, self.host.actor.hidden(passage)))
+            return self.cached_forward.store(completions, (micro_batch, self.host.actor.forward_backbone(micro_batch)))
 
-    def _measure(self, replies: Replies, begun: Forward | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        most = self.micro_batches.rows, self.micro_batches.packed, begun, self.micro_batches.tokens
+    def _compute_logprobs(
+        self, completions: Completions, cached_forward: ForwardPass | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        budget = self.micro_batch_budget
+        limits = budget.max_rows, budget.packed, cached_forward, budget.max_tokens
         with autocast(self.device, self.dtype):
-            return measure(self.host.actor, self.reference, replies, self.sampling.temperature, *most)
+            return compute_logprobs_and_values(
+                self.host.actor, self.reference, completions, self.sampling.temperature, *limits
+            )
 
-    def score(self, rollout: Rollout) -> Scored:
+    def score(self, rollout: Rollout) -> Scores:
         """Scores as the reward functions return them, and as the algorithm takes them: less the missing-EOS penalty,
-        normalised if asked. Raises Dropped if one is not finite."""
-        replies, reward = rollout.replies, self.config.reward
+        normalised if asked. Raises SkipUpdate if one is not finite."""
+        completions, reward = rollout.completions, self.config.reward
         try:
-            with self.micro_batches.within("scoring"):
-                given = self.rewards.score(rollout.prompts, rollout.texts, replies.rows(), replies.ended.tolist())
+            with self.micro_batch_budget.raise_on_oom("scoring"):
+                given = self.rewards.score(
+                    rollout.prompts, rollout.texts, completions.rows(), completions.ended.tolist()
+                )
         except BadScore as error:
-            raise Dropped(str(error), by_score=True) from None
-        raw = torch.tensor(given.total, dtype=torch.float32, device=replies.ended.device)
+            raise SkipUpdate(str(error), by_score=True) from None
+        raw = torch.tensor(given.total, dtype=torch.float32, device=completions.ended.device)
         rollout.scores = raw
         try:
             check_finite(scores=raw)  # a large float64 is infinite in float32
-        except Dropped as found:
-            raise Dropped(str(found), by_score=True) from None
-        used = raw - reward.missing_eos_penalty * (~replies.ended).float()
+        except SkipUpdate as found:
+            raise SkipUpdate(str(found), by_score=True) from None
+        shaped = raw - reward.missing_eos_penalty * (~completions.ended).float()
         if self.normalizer is not None:
-            used = torch.tensor(self.normalizer(used.tolist()), dtype=torch.float32, device=raw.device)
-        return Scored(raw, used, {name: fmean(scores) for name, scores in given.by_function.items()})
+            shaped = torch.tensor(self.normalizer(shaped.tolist()), dtype=torch.float32, device=raw.device)
+        return Scores(raw, shaped, {name: fmean(scores) for name, scores in given.by_function.items()})

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.objectives import kl_k1
-from rlhf.data.chat_template import encode_reply, encode_text
+from rlhf.data.chat_template import encode_completion, encode_text
 from rlhf.data.examples import read_text
 from rlhf.data.prompts import Prompt, ids_alone
 from rlhf.models.actor_critic import Actor
@@ -21,9 +21,9 @@ from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.models.logprobs import base_of
-from rlhf.models.packing import Packed, Padded
+from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
 from rlhf.rewards.rewards import Rewards
-from rlhf.rollout.completions import Rollout, episodes_of
+from rlhf.rollout.completions import Rollout, token_batch
 from rlhf.settings.training import Config
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.utils.errors import UserError
@@ -34,7 +34,7 @@ class FixedText:
     """The text on which perplexity is taken throughout a run."""
 
     prompts: list[Prompt]
-    replies: list[list[int]]  # ids with EOS
+    completions: list[list[int]]  # ids with EOS
     source: str  # in words, shown wherever the perplexity is
 
 
@@ -102,10 +102,10 @@ def fixed_text(
         return text_of_file(tokenizer, file)
     with_chosen = [p for p in prompts if p.example.chosen is not None][:most]
     if with_chosen:
-        replies = [encode_reply(tokenizer, p.example.chosen) for p in with_chosen]
-        return FixedText(with_chosen, replies, f"{len(replies)} held-out chosen replies")
+        completions = [encode_completion(tokenizer, p.example.chosen) for p in with_chosen]
+        return FixedText(with_chosen, completions, f"{len(completions)} held-out chosen replies")
     parts = start(prompts[:most])
-    rows = [(p, row) for part in parts for p, row in zip(part.prompts, part.replies.rows(), strict=True)]
+    rows = [(p, row) for part in parts for p, row in zip(part.prompts, part.completions.rows(), strict=True)]
     return FixedText(
         [p for p, _ in rows], [row for _, row in rows], f"one fixed sample of the start model's replies ({len(rows)})"
     )
@@ -129,16 +129,18 @@ def perplexity(policy, text: FixedText, pad: int, device: torch.device, dtype: t
     """exp(mean negative log-probability per reply token), at temperature 1, over the whole text. Infinite if it is too
     large for a float."""
     total, tokens, packed = 0.0, 0, packable(base_of(policy))
-    order = sorted(range(len(text.replies)), key=lambda i: len(text.replies[i]))
+    order = sorted(range(len(text.completions)), key=lambda i: len(text.completions[i]))
     size = budget_of(device).eval_batch_size
     for start in range(0, len(order), size):
         rows = order[start : start + size]
-        prompts, replies = [text.prompts[i].ids for i in rows], [text.replies[i] for i in rows]
-        passage = (Packed if packed else Padded)(episodes_of(prompts, replies, pad, device), range(len(rows)))
+        prompts, completions = [text.prompts[i].ids for i in rows], [text.completions[i] for i in rows]
+        micro_batch = (PackedMicroBatch if packed else PaddedMicroBatch)(
+            token_batch(prompts, completions, pad, device), range(len(rows))
+        )
         with autocast(device, dtype):
-            logprobs, _, _ = Actor(policy)(passage, 1.0)
+            logprobs, _, _ = Actor(policy)(micro_batch, 1.0)
         total -= float(logprobs.double().sum())
-        tokens += sum(map(len, replies))
+        tokens += sum(map(len, completions))
     try:
         return math.exp(total / tokens)
     except OverflowError:
@@ -166,7 +168,7 @@ class PolicyEvaluator:
         self.fix_text()
         rollouts, topics = self.rollouts(prompts), [self.topic_tags.get(p.example.topic) for p in prompts]
         host, collector = self.collector.host, self.collector
-        with collector.micro_batches.within("an evaluation"):
+        with collector.micro_batch_budget.raise_on_oom("an evaluation"):
             parts = host.actor, collector.rewards, self.text, self.tokenizer.pad_token_id, collector.dtype, topics
             return evaluate(rollouts, update, *parts)
 
@@ -198,8 +200,8 @@ def evaluate(
     `topics` has each prompt's name among the metrics, if it has one."""
     prompts = [prompt for part in parts for prompt in part.prompts]
     texts = [text for part in parts for text in part.texts]
-    ended = [ended for part in parts for ended in part.replies.ended.tolist()]
-    rows = [row for part in parts for row in part.replies.rows()]
+    ended = [ended for part in parts for ended in part.completions.ended.tolist()]
+    rows = [row for part in parts for row in part.completions.rows()]
     return Evaluation(
         update=update,
         texts=texts,

@@ -13,12 +13,13 @@ EVENTS = (
     "on_train_begin",
     "on_batch",
     "on_update_end",
-    "on_drop",  # in place of on_update_end
+    "on_update_skipped",  # in place of on_update_end
     "on_epoch_end",
     "on_evaluation",
     "on_update_done",
     "on_train_end",
 )
+EARLIER_NAMES = {"on_update_skipped": "on_drop"}  # of events: callbacks with such a method still receive them
 
 
 class Events:
@@ -30,15 +31,18 @@ class Events:
     def add(self, callback: Any) -> None:
         """Add an object with a method for some of EVENTS, or a function of (epoch, metrics): on_epoch_end. Raises
         UserError for anything else."""
-        if not callable(callback) and not any(hasattr(callback, event) for event in EVENTS):
+        if not callable(callback) and not any(
+            hasattr(callback, event) for event in (*EVENTS, *EARLIER_NAMES.values())
+        ):
             raise UserError(f"no method for any event: callback {callback!r:.60}. Give it one of {', '.join(EVENTS)}")
         self.callbacks.append(callback)
 
     def call(self, event: str, *details: Any) -> None:
-        """Call `event` on every callback that has it."""
+        """Call `event` on every callback that has it, under its name or an earlier one."""
         for callback in self.callbacks:
             is_function = event == "on_epoch_end" and callable(callback)
-            method = getattr(callback, event, callback if is_function else None)
+            earlier = getattr(callback, EARLIER_NAMES.get(event, event), None)
+            method = earlier or getattr(callback, event, callback if is_function else None)
             if method is not None:
                 method(*details)
 

@@ -21,7 +21,7 @@ from rlhf.algorithms.experience import Experience
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.examples import GivenPrompt, examples_of
 from rlhf.data.prompts import Prompt, encode_prompts
-from rlhf.data.sampler import Dealing, tag_names
+from rlhf.data.sampler import PromptSampler, metric_names
 from rlhf.models.actor_critic import Actor, set_adapter_dropout
 from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
@@ -38,10 +38,10 @@ from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.evaluation import Evaluation, PolicyEvaluator
 from rlhf.trainer.events import Events, is_of_transformers
 from rlhf.trainer.metrics import rollout_metrics, speed_metrics
-from rlhf.trainer.micro_batch import MicroBatches
+from rlhf.trainer.micro_batch import MicroBatchBudget
 from rlhf.trainer.optimize import PolicyOptimizer
 from rlhf.trainer.progress import Progress
-from rlhf.trainer.safety import Dropped, check_finite
+from rlhf.trainer.safety import SkipUpdate, check_finite
 from rlhf.trainer.trl_host import make_host
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.system import keep_freed_memory
@@ -66,10 +66,10 @@ class OnPolicyLoop:
     ):
         self.config, self.processing_class = config, tokenizer
         self.train_prompts, self.evaluation_prompts = list(train), list(evaluation)
-        self.dealing = Dealing(config, self.train_prompts)
-        self.updates = self.dealing.updates
+        self.sampler = PromptSampler(config, self.train_prompts)
+        self.updates = self.sampler.updates
         everything = (*self.train_prompts, *self.evaluation_prompts)
-        self.topic_tags = tag_names(p.example.topic for p in everything) if self.dealing.topics else {}
+        self.topic_tags = metric_names(p.example.topic for p in everything) if self.sampler.topics else {}
         self.kl_coef, self.progress, self.trained = config.kl.kl_coef, Progress(), False
         self.evaluations: list[Evaluation] = []
         self.this_epoch: list[dict[str, float]] = []
@@ -81,7 +81,7 @@ class OnPolicyLoop:
         self._construct_host(policy)
         given = isinstance(rewards, Rewards)
         self.rewards = rewards if given else Rewards(rewards, None, tokenizer, config.reward.reward_timeout)
-        self._construct_parts()
+        self._construct_components()
         self.events = Events()
         for callback in callbacks:
             self.add_callback(callback)
@@ -93,7 +93,7 @@ class OnPolicyLoop:
             keep_freed_memory()
         check_engine(config.speed.rollout_engine, policy, device)
         packed, tokens = config.speed.packed and packable(base_of(policy)), budget_of(device).tokens_per_micro_batch
-        self.micro_batches = MicroBatches(config.batch.micro_batch_size, tokens, packed)
+        self.micro_batch_budget = MicroBatchBudget(config.batch.micro_batch_size, tokens, packed)
         self.dtype = autocast_dtype(config.model.bf16, device)
         self.reference = Reference.before_training(policy, self.dtype)
         host = make_host(config, policy, self.processing_class, self.updates, self.reference, self.train_prompts)
@@ -105,12 +105,12 @@ class OnPolicyLoop:
         self.optimizer, self.lr_scheduler = host.optimizer, host.lr_scheduler
         self.args, self.state, self.control = host.args, host.state, host.control
 
-    def _construct_parts(self) -> None:
-        """What collects, optimizes and evaluates."""
-        config, host, tokenizer = self.config, self.host, self.processing_class
-        self.collector = RolloutCollector(config, host, tokenizer, self.reference, self.rewards, self.micro_batches)
+    def _construct_components(self) -> None:
+        """Construct the collector, the optimizer of the policy, and the evaluator."""
+        config, host, tokenizer, budget = self.config, self.host, self.processing_class, self.micro_batch_budget
+        self.collector = RolloutCollector(config, host, tokenizer, self.reference, self.rewards, budget)
         self.learner = PolicyOptimizer(
-            config, host, self.algorithm, self.micro_batches, self.collector.cached_forward, self.progress
+            config, host, self.algorithm, budget, self.collector.cached_forward, self.progress
         )
         self.evaluator = PolicyEvaluator(config, tokenizer, self.collector, self.evaluation_prompts, self.topic_tags)
 
@@ -148,55 +148,55 @@ class OnPolicyLoop:
             self.evaluate()
         metrics: dict[str, float] = {}
         for update in range(self.state.global_step + 1, self.updates + 1):
-            metrics = self.one_update(update)
+            metrics = self.update_step(update)
             self.events.call("on_update_done", update)
         self.control = self.host.callback_handler.on_train_end(self.args, self.state, self.control)
         self.events.call("on_train_end")
         return {**metrics, **self.evaluations[-1].metrics()}
 
-    def one_update(self, update: int) -> dict[str, float]:
+    def update_step(self, update: int) -> dict[str, float]:
         """One rollout batch and all its optimizer steps; returns what was logged."""
         times, experience = [perf_counter()], None
         rollout = self.collector.collect(self.prompts_of(update), update)
         times.append(perf_counter())
         try:
             check_finite(logprobs=rollout.logprobs, ref_logprobs=rollout.ref_logprobs, values=rollout.values)
-            scored = self.collector.score(rollout)
+            scores = self.collector.score(rollout)
             times.append(perf_counter())
-            experience = self.advantages(rollout, scored.used)
-            self.events.call("on_batch", update, experience, scored)
+            experience = self.advantages(rollout, scores.shaped)
+            self.events.call("on_batch", update, experience, scores)
             stats = self.learner.run(experience, update)
-        except Dropped as found:
-            return self.skip(update, rollout, experience, found)
+        except SkipUpdate as reason:
+            return self.skip_update(update, rollout, experience, reason)
         finally:
             self.collector.cached_forward.clear()  # also if a reward function raised
-        self.progress.note(skipped=False)
+        self.progress.count_update(skipped=False)
         self.require_finite_weights(update)
         times.append(perf_counter())
-        tag = self.topic_tags.get(self.dealing.topic_of(update))
-        metrics = rollout_metrics(experience, scored, self.config.group_size, tag)
+        tag = self.topic_tags.get(self.sampler.topic_of(update))
+        metrics = rollout_metrics(experience, scores, self.config.group_size, tag)
         return self.finish_step(update, {**metrics, **stats}, times)
 
     def prompts_of(self, update: int) -> list[tuple[int, Prompt]]:
         """This update's episodes: their numbers in the run and their prompts. A group's are neighbours."""
-        prompts = [prompt for prompt in self.dealing.prompts_of(update) for _ in range(self.config.group_size)]
+        prompts = [prompt for prompt in self.sampler.prompts_of(update) for _ in range(self.config.group_size)]
         return list(enumerate(prompts, (update - 1) * len(prompts)))
 
     def advantages(self, rollout: Rollout, scores: Tensor) -> Experience:
         """The algorithm's experience from scores (B,), at the present KL coefficient."""
         return self.algorithm.advantages(rollout, scores, self.kl_coef)
 
-    def skip(self, update: int, rollout: Rollout, experience: Experience | None, found: Dropped) -> dict[str, float]:
+    def skip_update(self, update: int, rollout: Rollout, experience: Experience | None, why: SkipUpdate) -> dict:
         """Skip the rest of an update; its earlier optimizer steps stay. Raises RunError after some in a row."""
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
-        self.progress.note(skipped=True)
+        self.progress.count_update(skipped=True)
         self.require_finite_weights(update)
-        self.events.call("on_drop", update, rollout, experience, found)
+        self.events.call("on_update_skipped", update, rollout, experience, why)
         if self.progress.skipped_in_a_row >= MAX_CONSECUTIVE_SKIPS:
             raise RunError(
-                f"{self.progress.skipped_in_a_row} updates in a row were skipped: update {update}, {found}. "
-                f"{self.recovery(found.by_score)}"
+                f"{self.progress.skipped_in_a_row} updates in a row were skipped: update {update}, {why}. "
+                f"{self.recovery(why.by_score)}"
             )
         self._count(update)
         self._close(update)
@@ -217,9 +217,9 @@ class OnPolicyLoop:
     def finish_step(self, update: int, metrics: dict[str, float], times: Sequence[float]) -> dict[str, float]:
         """Log, call the callbacks (KL control sets the next update's beta), then evaluate if it is due. `times` as in
         `speed_metrics`."""
-        tokens = int(metrics.pop("reply/tokens"))
+        tokens = int(metrics.pop("completions/tokens"))
         self.progress.reply_tokens += tokens
-        self.note_memory()
+        self.update_peak_memory()
         metrics |= {
             **speed_metrics(times, tokens, self.config.episodes_per_update),
             "kl_coef": self.kl_coef if self.config.kl.kl_placement != "none" else 0.0,
@@ -237,7 +237,7 @@ class OnPolicyLoop:
     def _count(self, update: int) -> None:
         self.state.global_step = update
         self.state.episode = update * self.config.episodes_per_update
-        self.state.epoch = self.dealing.epochs(update)
+        self.state.epoch = self.sampler.epochs(update)
 
     def _close(self, update: int) -> None:
         self.control = self.host.callback_handler.on_step_end(self.args, self.state, self.control)
@@ -248,7 +248,7 @@ class OnPolicyLoop:
     def _finish_epoch(self, update: int) -> None:
         """At the end of a pass over the training prompts, call the callbacks with the mean of each metric over the
         updates that logged it."""
-        before, passes = (int(self.dealing.epochs(u)) for u in (update - 1, update))
+        before, passes = (int(self.sampler.epochs(u)) for u in (update - 1, update))
         if passes > before and self.this_epoch:
             names = dict.fromkeys(name for metrics in self.this_epoch for name in metrics)
             means = {name: fmean(m[name] for m in self.this_epoch if name in m) for name in names}
@@ -259,7 +259,7 @@ class OnPolicyLoop:
         """Set the next update's beta, as KL control does."""
         self.kl_coef = beta
 
-    def note_memory(self) -> None:
+    def update_peak_memory(self) -> None:
         """Update the peak memory of the run."""
         self.progress.peak_memory = max(self.progress.peak_memory, memory_in_use(self.accelerator.device))
 
@@ -273,7 +273,7 @@ class OnPolicyLoop:
             return self._evaluated(kept).metrics()
         result = self._evaluated(self.evaluation_prompts)
         self.evaluations.append(result)
-        self.note_memory()
+        self.update_peak_memory()
         self.host.log(result.metrics())
         self.events.call("on_evaluation", result)
         return result.metrics()

@@ -9,34 +9,38 @@ import torch
 
 from rlhf.algorithms import objectives
 from rlhf.algorithms.experience import Experience
-from rlhf.trainer.scores import Scored
+from rlhf.trainer.scores import Scores
 
 
-def rollout_metrics(batch: Experience, scored: Scored, group_size: int, topic: str | None = None) -> dict[str, float]:
+def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: str | None = None) -> dict[str, float]:
     """Scores, KL, advantages, lengths. `group_size` is the number of completions per prompt. If the batch is on one
     `topic`, its score and KL have that name, too."""
-    mask, scores = batch.mask, scored.raw
+    mask, raw = batch.mask, scores.raw
     k3 = objectives.kl_k3(batch.logprobs, batch.ref_logprobs, mask)
     tokens = mask.sum()
     values = {
-        "rewards/mean": scores.mean(),
-        "rewards/std": scores.std(unbiased=False),
+        "rewards/mean": raw.mean(),
+        "rewards/std": raw.std(unbiased=False),
         "kl_divergence": batch.kl.sum(1).mean(),
         "kl_divergence/token": batch.kl.sum() / tokens,
         "kl_divergence/k3": k3.sum(1).mean(),
-        "advantage/mean": objectives.masked_mean(batch.advantages, mask),
-        "advantage/std": objectives.masked_var(batch.advantages, mask).sqrt(),
-        "reply/length": tokens / len(mask),
-        "reply/eos_rate": batch.replies.ended.float().mean(),
-        "reply/tokens": tokens,
+        "advantage/mean": objectives.masked_mean(batch.raw_advantages, mask),
+        "advantage/std": objectives.masked_var(batch.raw_advantages, mask).sqrt(),
+        "completions/mean_length": tokens / len(mask),
+        "completions/eos_rate": batch.completions.ended.float().mean(),
+        "completions/tokens": tokens,
     }
     if batch.returns is not None:
         values["value/explained_variance"] = objectives.explained_variance(batch.values, batch.returns, mask)
     if group_size > 1:
-        groups = scored.used.view(-1, group_size)
+        groups = scores.shaped.view(-1, group_size)
         values["rewards/equal_groups"] = (groups == groups[:, :1]).all(1).float().mean()
     stacked = torch.stack([v.float() for v in values.values()])  # one copy from the device
-    each = {f"rewards/each/{name}": mean for name, mean in scored.means.items()} if len(scored.means) > 1 else {}
+    each = (
+        {f"rewards/each/{name}": mean for name, mean in scores.per_function.items()}
+        if len(scores.per_function) > 1
+        else {}
+    )
     metrics = {**dict(zip(values, stacked.tolist(), strict=True)), **each}
     of_topic = {"score": "rewards/mean", "kl": "kl_divergence"} if topic is not None else {}
     return {**metrics, **{f"topic/{topic}/{kind}": metrics[name] for kind, name in of_topic.items()}}

@@ -10,40 +10,44 @@ from typing import TypeVar
 
 import torch
 
-from rlhf.models.packing import Passage
-from rlhf.rollout.completions import Replies
-from rlhf.utils.errors import Notice, RunError
+from rlhf.models.packing import MicroBatch
+from rlhf.rollout.completions import Completions
+from rlhf.utils.errors import RLHFWarning, RunError
 
 T = TypeVar("T")
 
 
 @dataclass
-class MicroBatches:
+class MicroBatchBudget:
     """How completions are cut into forward passes. It changes memory, and not the result."""
 
-    rows: int  # completions at most; 0: no limit
-    tokens: int  # prompt and completion tokens at most
+    max_rows: int  # completions at most; 0: no limit
+    max_tokens: int  # prompt and completion tokens at most
     packed: bool  # without padding
     # returns the hint if even one completion does not fit
-    advise: Callable[[], str] = lambda: "Try --use-lora, --gradient-checkpointing, or half of --reply-length"
+    oom_hint: Callable[[], str] = lambda: "Try --use-lora, --gradient-checkpointing, or half of --reply-length"
 
     @contextmanager
-    def within(self, phase: str) -> Iterator[None]:
-        """For work that cannot be done in smaller parts. Raises RunError if it is out of memory."""
+    def raise_on_oom(self, phase: str) -> Iterator[None]:
+        """For work that cannot be split. Raises RunError if it is out of memory."""
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise RunError(f"out of memory: {phase} ({str(error).splitlines()[0]}). {self.advise()}") from None
+            raise RunError(f"out of memory: {phase} ({str(error).splitlines()[0]}). {self.oom_hint()}") from None
 
-    def split(self, replies: Replies, rows: Sequence[int] | None = None) -> list[list[int]]:
+    def split(self, completions: Completions, rows: Sequence[int] | None = None) -> list[list[int]]:
         """`rows` (None: all) in micro-batches."""
-        return replies.parts(range(len(replies.mask)) if rows is None else rows, self.rows, self.tokens, self.packed)
+        return completions.split(
+            range(len(completions.mask)) if rows is None else rows, self.max_rows, self.max_tokens, self.packed
+        )
 
-    def passage(self, replies: Replies, rows: Sequence[int]) -> Passage:
+    def micro_batch(self, completions: Completions, rows: Sequence[int]) -> MicroBatch:
         """What the forward pass of one micro-batch reads."""
-        return replies.passage(rows, self.packed)
+        return completions.micro_batch(rows, self.packed)
 
-    def retry(self, phase: str, replies: Replies, run: Callable[[], T], rows: Sequence[int] | None = None) -> T:
+    def run_with_oom_retry(
+        self, phase: str, completions: Completions, run: Callable[[], T], rows: Sequence[int] | None = None
+    ) -> T:
         """Return `run()`, which splits `rows` (None: all) by these limits. Whenever it is out of memory, the limit is
         halved for the rest of the training run, and `run` is called again.
 
@@ -54,15 +58,15 @@ class MicroBatches:
                 return run()
             except torch.OutOfMemoryError as error:
                 fault = str(error).splitlines()[0]
-            largest = max(map(len, self.split(replies, rows)))
+            largest = max(map(len, self.split(completions, rows)))
             if largest == 1:
-                raise RunError(f"out of memory with one reply at a time: {phase} ({fault}). {self.advise()}")
-            self.rows = -(-largest // 2)
+                raise RunError(f"out of memory with one reply at a time: {phase} ({fault}). {self.oom_hint()}")
+            self.max_rows = -(-largest // 2)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             warnings.warn(
-                f"out of memory in {phase}: micro-batches of at most {self.rows} replies from here on; the optimizer "
-                "steps stay what they were",
-                Notice,
+                f"out of memory in {phase}: micro-batches of at most {self.max_rows} replies from here on; the "
+                "optimizer steps stay what they were",
+                RLHFWarning,
                 stacklevel=2,
             )

@@ -13,14 +13,14 @@ from rlhf.algorithms.experience import Experience, PolicyOutputs
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.logprobs import base_of
-from rlhf.models.packing import Passage
+from rlhf.models.packing import MicroBatch
 from rlhf.settings.training import Config
 from rlhf.trainer.cached_forward import CachedForward
-from rlhf.trainer.micro_batch import MicroBatches
+from rlhf.trainer.micro_batch import MicroBatchBudget
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import check_step
 from rlhf.trainer.trl_host import Host
-from rlhf.utils.rng import generator
+from rlhf.utils.rng import rng_for
 
 
 class PolicyOptimizer:
@@ -31,18 +31,18 @@ class PolicyOptimizer:
         config: Config,
         host: Host,
         algorithm: Any,
-        micro_batches: MicroBatches,
+        micro_batch_budget: MicroBatchBudget,
         cached_forward: CachedForward,
         progress: Progress,
     ):
         self.config, self.host, self.algorithm = config, host, algorithm
-        self.micro_batches, self.cached_forward, self.progress = micro_batches, cached_forward, progress
+        self.micro_batch_budget, self.cached_forward, self.progress = micro_batch_budget, cached_forward, progress
         self.device = host.accelerator.device
         self.dtype = autocast_dtype(config.model.bf16, self.device)
 
     def run(self, experience: Experience, update: int) -> dict[str, float]:
         """`ppo_epochs` passes of shuffled minibatches, an optimizer step each; returns the means of their statistics.
-        Raises Dropped as `step` does."""
+        Raises SkipUpdate as `step` does."""
         self.host.model.train()  # for gradient checkpointing and the adapters' dropout; a model's own dropout is off
         learning_rate, steps = self.host.lr_scheduler.get_last_lr()[0], []
         with self.dropout_stream(update):
@@ -57,27 +57,27 @@ class PolicyOptimizer:
     def dropout_stream(self, update: int) -> Iterator[None]:
         """Dropout draws from torch's global random streams. Inside this context they are seeded by (seed, update);
         afterwards they are what they were before, because reward functions may draw from them."""
-        if not self.config.model.drops_inputs:
+        if not self.config.model.has_adapter_dropout:
             yield
             return
         gpus = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(gpus):
-            torch.manual_seed(int(generator(self.config.run.seed, update, "dropout").integers(2**63)))
+            torch.manual_seed(int(rng_for(self.config.run.seed, update, "dropout").integers(2**63)))
             yield
 
     def minibatches(self, update: int, epoch: int) -> Iterator[list[int]]:
         """Rows of each minibatch, shuffled by (seed, update, epoch)."""
         episodes, size = self.config.episodes_per_update, self.config.minibatch_size
-        order = generator(self.config.run.seed, update, "minibatches", epoch).permutation(episodes).tolist()
+        order = rng_for(self.config.run.seed, update, "minibatches", epoch).permutation(episodes).tolist()
         return (order[start : start + size] for start in range(0, episodes, size))
 
     def step(self, experience: Experience, rows: Sequence[int]) -> dict[str, Tensor]:
-        """One optimizer step on one minibatch; returns its statistics. Raises Dropped before the step if a loss or a
-        gradient is not finite, or the ratio is out of range."""
+        """One optimizer step on one minibatch; returns its statistics. Raises SkipUpdate before the step if a loss or
+        a gradient is not finite, or the ratio is out of range."""
         stats = self.minibatch_gradients(experience, rows)
         check_step(stats, rows)
         self.progress.proved = self.host.state.global_step
-        with self.micro_batches.within("the optimizer step"):
+        with self.micro_batch_budget.raise_on_oom("the optimizer step"):
             self.host.optimizer.step()
         self.host.optimizer.zero_grad()
         self.progress.optimizer_steps += 1
@@ -85,24 +85,24 @@ class PolicyOptimizer:
 
     def minibatch_gradients(self, experience: Experience, rows: Sequence[int]) -> dict[str, Tensor]:
         """Compute a minibatch's gradients, micro-batch by micro-batch, and clip them; returns its statistics."""
-        replies = experience.replies
-        tokens = torch.tensor(float(sum(replies.reply_lengths[r] for r in rows)), device=self.device)
+        completions = experience.completions
+        tokens = torch.tensor(float(sum(completions.completion_lengths[r] for r in rows)), device=self.device)
 
         def all_micro_batches() -> dict[str, Tensor]:
             stats: dict[str, Tensor] = {}
             self.host.optimizer.zero_grad()  # of an attempt that ran out of memory
-            for part in self.micro_batches.split(replies, rows):
-                cached = self.cached_forward.take(replies, part)
-                passage, hidden = cached or (self.micro_batches.passage(replies, part), None)
-                add(stats, self.gradients(experience, passage, tokens, hidden))
+            for part in self.micro_batch_budget.split(completions, rows):
+                cached = self.cached_forward.pop(completions, part)
+                micro_batch, hidden = cached or (self.micro_batch_budget.micro_batch(completions, part), None)
+                add(stats, self.gradients(experience, micro_batch, tokens, hidden))
             return stats
 
-        stats = self.micro_batches.retry("the backward pass", replies, all_micro_batches, rows)
+        stats = self.micro_batch_budget.run_with_oom_retry("the backward pass", completions, all_micro_batches, rows)
         norm = self.host.accelerator.clip_grad_norm_(self.host.model.parameters(), self.config.optimizer.max_grad_norm)
         return {**stats, "policy/grad_norm": torch.as_tensor(norm).to(self.device)}
 
     def gradients(
-        self, experience: Experience, passage: Passage, tokens: Tensor, hidden: Tensor | None = None
+        self, experience: Experience, micro_batch: MicroBatch, tokens: Tensor, hidden: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Add one micro-batch's gradients to the weights' gradients; returns its statistics.
 
@@ -113,35 +113,35 @@ class PolicyOptimizer:
         fused, entropy = self.config.speed.fused_head, "gradient" if self.config.batch.entropy_coef > 0 else "value"
         if hidden is None:
             with autocast(self.device, self.dtype):
-                hidden = self.host.actor.hidden(passage)
-        allowed = experience.replies.allowed(passage)
+                hidden = self.host.actor.forward_backbone(micro_batch)
+        allowed = experience.completions.allowed_mask(micro_batch)
         leaf = hidden.detach().requires_grad_() if fused else hidden
         stats: dict[str, Tensor] = {}
-        for rows, cells in self.chunks(passage) if fused else [(slice(None), slice(None))]:
-            limits = None if allowed is None else allowed[cells]
+        for rows, positions in self.chunks(micro_batch) if fused else [(slice(None), slice(None))]:
+            limits = None if allowed is None else allowed[positions]
             with autocast(self.device, self.dtype):
-                outputs = self.host.actor.heads(
-                    leaf[cells], passage.tokens[cells], passage.mask[rows], self.config.sampling.temperature, limits,
-                    entropy, fused,
+                outputs = self.host.actor.forward_heads(
+                    leaf[positions], micro_batch.tokens[positions], micro_batch.mask[rows],
+                    self.config.sampling.temperature, limits, entropy, fused,
                 )  # fmt: skip
-            loss, part = self.algorithm.loss(experience, passage.index[rows], PolicyOutputs(*outputs), tokens)
+            loss, part = self.algorithm.loss(experience, micro_batch.row_index[rows], PolicyOutputs(*outputs), tokens)
             self.host.accelerator.backward(loss)
             add(stats, part)
         if fused:
             hidden.backward(leaf.grad)
         return stats
 
-    def chunks(self, passage: Passage) -> Iterator[tuple[slice, slice]]:
-        """Whole completions whose logits may exist together: rows of the passage, and the cells of their tokens."""
+    def chunks(self, micro_batch: MicroBatch) -> Iterator[tuple[slice, slice]]:
+        """Whole completions whose logits may exist together: slices of the micro-batch's rows and of its tokens."""
         vocabulary = base_of(self.host.actor.policy).get_input_embeddings().num_embeddings
-        most = max(1, budget_of(passage.tokens.device).logits_per_chunk // vocabulary)
+        most = max(1, budget_of(micro_batch.tokens.device).logits_per_chunk // vocabulary)
         first, start, end = 0, 0, 0
-        for row, size in enumerate(passage.lengths):
+        for row, size in enumerate(micro_batch.lengths):
             if end > start and end + size - start > most:
                 yield slice(first, row), slice(start, end)
                 first, start = row, end
             end += size
-        yield slice(first, len(passage.lengths)), slice(start, end)
+        yield slice(first, len(micro_batch.lengths)), slice(start, end)
 
 
 def add(sums: dict[str, Tensor], parts: dict[str, Tensor]) -> None:

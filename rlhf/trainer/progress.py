@@ -16,7 +16,7 @@ class Progress:
     skipped: int = 0  # updates
     skipped_in_a_row: int = 0
 
-    def note(self, skipped: bool) -> None:
+    def count_update(self, skipped: bool) -> None:
         """Count one more update."""
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

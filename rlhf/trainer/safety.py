@@ -11,7 +11,7 @@ from torch import Tensor
 MOST_RATIO = 10.0
 
 
-class Dropped(Exception):
+class SkipUpdate(Exception):
     """The rest of an update is skipped. The text names the reason."""
 
     def __init__(self, what: str, rows: Sequence[int] = (), by_score: bool = False):
@@ -21,21 +21,21 @@ class Dropped(Exception):
 
 
 def check_finite(**tensors: Tensor | None) -> None:
-    """Raises Dropped where one of them holds a number that is not finite. Waits for the device once."""
+    """Raises SkipUpdate where one of them holds a number that is not finite. Waits for the device once."""
     known = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     bad = torch.stack([(~tensor.isfinite()).sum() for tensor in known.values()]).tolist()
     found = [f"{name.replace('_', ' ')} {n} of {known[name].numel()}" for name, n in zip(known, bad, strict=True) if n]
     if found:
-        raise Dropped(f"numbers that are not finite: {', '.join(found)}")
+        raise SkipUpdate(f"numbers that are not finite: {', '.join(found)}")
 
 
 def check_step(stats: dict[str, Tensor], rows: Sequence[int]) -> None:
-    """Raises Dropped where a minibatch's loss or gradient is not finite, or its mean ratio out of range. Waits for
+    """Raises SkipUpdate where a minibatch's loss or gradient is not finite, or its mean ratio out of range. Waits for
     the device once."""
     names = ("loss", "policy/grad_norm", "policy/ratio")
     values = dict(zip(names, torch.stack([stats[name].float() for name in names]).tolist(), strict=True))
     for name in names[:2]:
         if not abs(values[name]) < float("inf"):
-            raise Dropped(f"{name} is {values[name]}", rows)
+            raise SkipUpdate(f"{name} is {values[name]}", rows)
     if not 1 / MOST_RATIO < values["policy/ratio"] < MOST_RATIO:
-        raise Dropped(f"policy/ratio is {values['policy/ratio']:.3g}, mean of a minibatch", rows)
+        raise SkipUpdate(f"policy/ratio is {values['policy/ratio']:.3g}, mean of a minibatch", rows)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 @dataclass
-class Scored:
+class Scores:
     """One update's scores. B episodes."""
 
     raw: Tensor  # (B,) the weighted sum of the reward functions
-    used: Tensor  # (B,) less the missing-EOS penalty, normalised if asked: what the algorithm takes
-    means: dict[str, float]  # of each reward function, before its weight
+    shaped: Tensor  # (B,) less the missing-EOS penalty, normalised if asked: the algorithm's input
+    per_function: dict[str, float]  # mean of each reward function, before its weight

@@ -28,7 +28,7 @@ from rlhf.utils.files import disk_errors
 TENSORS_FILE, STATE_FILE = "training.safetensors", "training.json"
 
 
-def save_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
+def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     """Into an empty folder: weights as `save_model` writes them, optimizer, scheduler, counters, random states."""
     trainer.save_model(folder)
     optimizer, normalizer = trainer.optimizer.state_dict(), trainer.collector.normalizer
@@ -49,20 +49,20 @@ def save_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
         "this_epoch": trainer.this_epoch,
         "normalizer": normalizer.state_dict() if normalizer is not None else None,
         "evaluations": [asdict(evaluation) for evaluation in trainer.evaluations],
-        "text": _plain_text(trainer.evaluator.text),
+        "text": _text_to_json(trainer.evaluator.text),
         "param_groups": optimizer["param_groups"],
         "scheduler": trainer.lr_scheduler.state_dict(),
-        "listeners": {name: one.state_dict() for name, one in _stateful(trainer).items()},
+        "listeners": {name: callback.state_dict() for name, callback in _stateful(trainer).items()},
         "random": {"python": random.getstate(), "numpy": _numpy_state()},
     }
     (folder / STATE_FILE).write_text(json.dumps(state, default=_plain), encoding="utf-8")
 
 
-def load_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
-    """Bring a new trainer, with its callbacks attached, to where `save_trainer` left the old one."""
+def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
+    """Load into a new trainer, with its callbacks attached, what `save_trainer_state` wrote."""
     state, tensors = load_weights(trainer, folder)
-    own = schedule_of(trainer).base_lrs  # the same, unless going on with another one was asked for
-    trainer.lr_scheduler.load_state_dict({**state["scheduler"], "base_lrs": own})
+    base_lrs = schedule_of(trainer).base_lrs  # the same, unless --learning-rate was changed
+    trainer.lr_scheduler.load_state_dict({**state["scheduler"], "base_lrs": base_lrs})
     set_learning_rates(trainer)
     trainer.state.global_step, trainer.state.episode = state["update"], state["episode"]
     trainer.state.epoch, trainer.state.log_history = state["epoch"], state["log_history"]
@@ -72,10 +72,10 @@ def load_trainer(trainer: OnPolicyLoop, folder: Path) -> None:
     if normalizer is not None and state["normalizer"] is not None:  # with --resume-anyway it may be new
         normalizer.load_state_dict(state["normalizer"])
     trainer.evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
-    trainer.evaluator.text = _text_of(state["text"])
-    for name, one in _stateful(trainer).items():
+    trainer.evaluator.text = _text_from_json(state["text"])
+    for name, callback in _stateful(trainer).items():
         if name in state["listeners"]:
-            one.load_state_dict(state["listeners"][name])
+            callback.load_state_dict(state["listeners"][name])
     _restore_random(tensors, state["random"])
 
 
@@ -116,10 +116,10 @@ def _stateful(trainer: OnPolicyLoop) -> dict[str, Any]:
     """Callbacks that remember something: KL control, the best checkpoint, a user's own. By class, and by their order
     where several are of one."""
     found: dict[str, Any] = {}
-    for one in trainer.events.callbacks:
-        if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
-            name = type(one).__name__
-            found[f"{name} {sum(k.split()[0] == name for k in found) + 1}"] = one
+    for callback in trainer.events.callbacks:
+        if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
+            name = type(callback).__name__
+            found[f"{name} {sum(k.split()[0] == name for k in found) + 1}"] = callback
     return found
 
 
@@ -133,20 +133,20 @@ def _plain(value: Any) -> Any:
 # --- the text of the perplexity --------------------------------------------------------------------------------------
 
 
-def _plain_text(text: FixedText) -> dict[str, Any]:
-    return {"prompts": [list(p.ids) for p in text.prompts], "replies": text.replies, "source": text.source}
+def _text_to_json(text: FixedText) -> dict[str, Any]:
+    return {"prompts": [list(p.ids) for p in text.prompts], "replies": text.completions, "source": text.source}
 
 
-def _text_of(said: dict[str, Any]) -> FixedText:
-    return FixedText([ids_alone(ids) for ids in said["prompts"]], said["replies"], said["source"])
+def _text_from_json(state: dict[str, Any]) -> FixedText:
+    return FixedText([ids_alone(ids) for ids in state["prompts"]], state["replies"], state["source"])
 
 
 # --- random states ---------------------------------------------------------------------------------------------------
 
 
 def _random_tensors() -> dict[str, Tensor]:
-    cards = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"random/torch": torch.get_rng_state(), **{f"random/cuda/{n}": s for n, s in enumerate(cards)}}
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"random/torch": torch.get_rng_state(), **{f"random/cuda/{n}": s for n, s in enumerate(gpus)}}
 
 
 def _numpy_state() -> list:
@@ -154,10 +154,10 @@ def _numpy_state() -> list:
     return [name, keys.tolist(), *rest]
 
 
-def _restore_random(tensors: dict[str, Tensor], said: dict[str, Any]) -> None:
-    version, numbers, gauss = said["python"]
+def _restore_random(tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = said["numpy"]
+    name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(tensors["random/torch"])
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

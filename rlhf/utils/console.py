@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.utils.errors import Notice
+from rlhf.utils.errors import RLHFWarning
 
 LINE_EVERY_S = 5  # where the output is a file or a pipe, a line at most this often
 
@@ -29,7 +29,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.simplefilter("ignore")
-    warnings.simplefilter("always", Notice)
+    warnings.simplefilter("always", RLHFWarning)
     warnings.showwarning = _show_warning
     threading.excepthook = _of_a_thread
     for name in ("transformers", "trl", "accelerate", "huggingface_hub", "datasets", "peft", "bitsandbytes"):

@@ -48,7 +48,7 @@ class RunError(UserError):
         self.inputs = inputs
 
 
-class Notice(UserWarning):
+class RLHFWarning(UserWarning):
     """A warning of ours: shown where libraries' are not."""
 
 

@@ -21,19 +21,19 @@ LONGEST_NAME = 255
 LONGEST_BELOW = 100  # of what is written under an output folder: TensorBoard's names hold the machine's
 
 
-def put_in_place(file: Path, write: Callable[[Path], Any]) -> None:
-    """`write` fills a file beside, which then takes the place of `file` at one stroke. Its folder is made."""
+def atomic_write(file: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` fill a staging file beside `file`, then rename it to `file`. Its folder is made."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(file.name + ".new")
-    write(beside)
-    sync_file(beside)  # else a power cut may leave the new name on an empty file
-    replace(beside, file)
+    staging = file.with_name(file.name + ".new")
+    write(staging)
+    sync_file(staging)  # else a power cut may leave the new name on an empty file
+    replace(staging, file)
     sync_folder(file.parent)
 
 
 def write_text(file: Path, text: str) -> None:
     """UTF-8, complete or unchanged."""
-    put_in_place(file, lambda beside: beside.write_text(text, encoding="utf-8"))
+    atomic_write(file, lambda staging: staging.write_text(text, encoding="utf-8"))
 
 
 def write_json(file: Path, data: Any) -> None:
@@ -84,27 +84,27 @@ def check_folder(output: str, flag: str = "--output") -> Path:
     return folder
 
 
-def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Renew a saved model in place: `write` fills a folder beside it, then file by file takes the old one's place.
+def update_dir_atomically(folder: Path, write: Callable[[Path], None]) -> None:
+    """Update a saved model: `write` fills a staging folder beside it, whose files then replace the old ones.
 
     So `folder` holds a loadable model at all times: the weights are one file, and the others do not change in a run.
     """
-    beside = folder.with_name(folder.name + ".new")
-    shutil.rmtree(beside, ignore_errors=True)
-    write(beside)
-    for file in beside.iterdir():  # names may reach the disk before what they name
+    staging = folder.with_name(folder.name + ".new")
+    shutil.rmtree(staging, ignore_errors=True)
+    write(staging)
+    for file in staging.iterdir():  # names may reach the disk before what they name
         sync_file(file)
     if not folder.exists():
-        replace(beside, folder)
+        replace(staging, folder)
         return
-    for file in sorted(beside.iterdir()):
+    for file in sorted(staging.iterdir()):
         replace(file, folder / file.name)
-    shutil.rmtree(beside)  # a file that has both names, as links have, is in both places still
+    shutil.rmtree(staging)  # a file that has both names, as links have, is in both places still
 
 
-def link_folder(source: Path, target: Path) -> None:
-    """A copy of a saved model that takes no room: weights are the same files under a second name, where the disk has
-    such. Nobody writes into them: `replace_folder` puts others in their place."""
+def hardlink_dir(source: Path, target: Path) -> None:
+    """Copy a saved model without using space: weights are hard links to the same files, if the disk supports
+    them. They are never written to: `update_dir_atomically` replaces them."""
     target.mkdir(parents=True)
     for file in source.iterdir():
         try:

@@ -19,7 +19,7 @@ def is_path(name: str) -> bool:
     )
 
 
-def place_of(name: str) -> Path:
+def resolve_path(name: str) -> Path:
     """The full path of a file or folder. Raises UserError for links in a circle and unknown users' homes."""
     try:
         return Path(name).expanduser().resolve()
@@ -29,19 +29,19 @@ def place_of(name: str) -> Path:
 
 def missing_path(path: str, what: str, hint: str) -> UserError:
     """The error for a path that is not there; names what lies near it and could be meant."""
-    place_of(path)  # raises for what is no path at all
-    place = Path(path).expanduser()
-    if what == "data file" and place.is_dir():
+    resolve_path(path)  # raises for what is no path at all
+    target = Path(path).expanduser()
+    if what == "data file" and target.is_dir():
         return UserError(f"a folder, not a {what}: {path}. {hint}")
-    beside = sorted(p.name for p in place.parent.iterdir()) if place.parent.is_dir() else []
-    close = difflib.get_close_matches(place.name, beside, n=3, cutoff=CLOSE)
-    near = [str(place.parent / name) for name in close if _may_be(place.parent / name, what)]
-    hint = f"Did you mean {', '.join(near)}? " if near else ""
-    return UserError(f"{what} not found: {path}. {hint}{hint}")
+    siblings = sorted(p.name for p in target.parent.iterdir()) if target.parent.is_dir() else []
+    close = difflib.get_close_matches(target.name, siblings, n=3, cutoff=CLOSE)
+    near = [str(target.parent / name) for name in close if _may_be(target.parent / name, what)]
+    nearest = f"Did you mean {', '.join(near)}? " if near else ""
+    return UserError(f"{what} not found: {path}. {nearest}{hint}")
 
 
-def _may_be(place: Path, what: str) -> bool:
+def _may_be(path: Path, what: str) -> bool:
     """Whether a file or folder can be what is looked for; a folder of source code is no model."""
     if what == "model":
-        return any((place / name).is_file() for name in ("config.json", "adapter_config.json"))
-    return place.is_dir() if what == "run" else place.is_file()
+        return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return path.is_dir() if what == "run" else path.is_file()

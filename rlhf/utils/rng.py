@@ -8,6 +8,6 @@ from __future__ import annotations
 import numpy as np
 
 
-def generator(seed: int, update: int, purpose: str, episode: int = 0) -> np.random.Generator:
+def rng_for(seed: int, update: int, purpose: str, episode: int = 0) -> np.random.Generator:
     """The random numbers of one purpose in one update (and episode), the same whenever and wherever it is asked."""
     return np.random.default_rng([seed, update, *purpose.encode(), episode])

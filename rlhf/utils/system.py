@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 from typing import IO
 
-from rlhf.utils.errors import Notice
+from rlhf.utils.errors import RLHFWarning
 
 WINDOWS = sys.platform == "win32"
 
@@ -119,7 +119,7 @@ def lock(file: Path) -> IO[bytes] | None:
     """Lock a file for as long as what is returned is open, or the process lives; None where another one has it.
 
     The system lets go of it whatever the process dies of, so a lock is never stale. Where the disk knows no locks
-    (some network mounts), what is returned locks nothing, and a Notice says so.
+    (some network mounts), what is returned locks nothing, and a warning says so.
     """
     stream = file.open("ab+")
     try:
@@ -136,8 +136,8 @@ def lock(file: Path) -> IO[bytes] | None:
         if error.errno in HELD:
             stream.close()
             return None
-        said = f"no locks here: {file}. Two runs into one folder would not see each other"
-        warnings.warn(said, Notice, stacklevel=2)
+        message = f"no locks here: {file}. Two runs into one folder would not see each other"
+        warnings.warn(message, RLHFWarning, stacklevel=2)
     return stream
 
 

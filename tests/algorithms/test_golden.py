@@ -18,7 +18,7 @@ from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.models.actor_critic import with_value_head
 from rlhf.models.load import load_tokenizer
-from rlhf.rollout.completions import Replies
+from rlhf.rollout.completions import Completions
 from rlhf.trainer import collect
 from rlhf.trainer.trl_host import _SharedBackboneCritic
 
@@ -51,19 +51,19 @@ class StockRun:
     """TRL's PPOTrainer, its critic on the policy's backbone or on one of its own, whose replies come from a table."""
 
     def __init__(
-        self, monkeypatch, start_model, reward_folder, replies, tmp_path, dtype=torch.float32, critic="shared",
+        self, monkeypatch, start_model, reward_folder, completions, tmp_path, dtype=torch.float32, critic="shared",
         **settings,
     ):  # fmt: skip
         self.tokenizer = load_tokenizer(str(start_model))
         self.prompts = make_prompts(self.tokenizer)
-        self.replies, self.orders = replies, []  # replies[update][prompt]
+        self.completions, self.orders = completions, []  # replies[update][prompt]
         policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=dtype)
         container = with_value_head(policy).to(dtype)
         monkeypatch.setattr(trl_ppo, "batch_generation", self.replay)
         self.trainer = trl_ppo.PPOTrainer(
             args=trl_ppo.PPOConfig(
                 output_dir=str(tmp_path / "stock"), per_device_train_batch_size=len(self.prompts),
-                total_episodes=len(replies) * len(self.prompts), learning_rate=1e-3, lr_scheduler_type="constant",
+                total_episodes=len(completions) * len(self.prompts), learning_rate=1e-3, lr_scheduler_type="constant",
                 temperature=0.7 - 1e-7,  # TRL adds 1e-7
                 response_length=LENGTH, stop_token="eos", num_sample_generations=0, report_to="none",
                 save_strategy="no", gradient_checkpointing=False, bf16=False, seed=3, **settings,
@@ -81,9 +81,9 @@ class StockRun:
     def replay(self, model, queries, _rows, pad, _generation):
         order = [next(i for i, p in enumerate(self.prompts) if list(p.ids) == [t for t in q if t != pad])
                  for q in queries.tolist()]  # fmt: skip
-        reply = torch.tensor([self.replies[len(self.orders)][i] for i in order])
+        completion = torch.tensor([self.completions[len(self.orders)][i] for i in order])
         self.orders.append(order)
-        ids = torch.cat([queries, reply], 1)
+        ids = torch.cat([queries, completion], 1)
         logits = trl_ppo.forward(model, ids, pad).logits[:, queries.shape[1] - 1 : -1] / 0.7
         return ids, logits
 
@@ -97,12 +97,12 @@ def replayed(monkeypatch):
             return [(i, stock.prompts[i]) for i in stock.orders[update - 1]]
 
         def sample(policy, prompts, uniform, sampling, *, eos, pad, **_):
-            table = stock.replies[trainer.state.global_step]
-            reply = torch.tensor([table[stock.prompts.index(p)] for p in prompts])
-            return Replies.of(prompts, reply, eos=eos, pad=pad, vocabulary=len(stock.tokenizer))
+            table = stock.completions[trainer.state.global_step]
+            completion = torch.tensor([table[stock.prompts.index(p)] for p in prompts])
+            return Completions.of(prompts, completion, eos=eos, pad=pad, vocabulary=len(stock.tokenizer))
 
         monkeypatch.setattr(trainer, "prompts_of", prompts_of)
-        monkeypatch.setattr(collect, "sample_replies", sample)
+        monkeypatch.setattr(collect, "sample_completions", sample)
         monkeypatch.setattr(trainer, "evaluate", lambda: None)
 
     return replay
@@ -115,9 +115,17 @@ def test_three_updates_of_two_epochs_match_trl(
 ):
     rng = random.Random(5)
     tokenizer = load_tokenizer(str(start_model))
-    replies = [[round_tripping_reply(tokenizer, rng) for _ in range(BATCH)] for _ in range(UPDATES)]
+    completions = [[round_tripping_reply(tokenizer, rng) for _ in range(BATCH)] for _ in range(UPDATES)]
     stock = StockRun(
-        monkeypatch, start_model, reward_folder, replies, tmp_path, dtype, critic, num_ppo_epochs=EPOCHS, **SETTINGS
+        monkeypatch,
+        start_model,
+        reward_folder,
+        completions,
+        tmp_path,
+        dtype,
+        critic,
+        num_ppo_epochs=EPOCHS,
+        **SETTINGS,
     )
     stock.trainer.train()
 
@@ -126,7 +134,7 @@ def test_three_updates_of_two_epochs_match_trl(
     ours = build(*FLAGS, "--critic", critic, prompts=prompts, policy=policy)
     ours.model.to(dtype)
     replayed(ours, stock)
-    logged = [ours.one_update(update) for update in range(1, UPDATES + 1)]
+    logged = [ours.update_step(update) for update in range(1, UPDATES + 1)]
 
     theirs = [entry for entry in stock.trainer.state.log_history if "objective/kl" in entry]
     names = {
@@ -157,9 +165,9 @@ def test_a_score_stands_at_eos_and_not_behind_it_as_in_trl(
     """
     tokenizer = load_tokenizer(str(start_model))
     word, eos, pad = encode_text(tokenizer, " cat")[0], tokenizer.eos_token_id, tokenizer.pad_token_id
-    replies = [[[word, eos, *[pad] * (LENGTH - 2)]] * BATCH]
+    completions = [[[word, eos, *[pad] * (LENGTH - 2)]] * BATCH]
     settings = {"kl_coef": 0.0, "gamma": 0.5, "lam": 1.0, "num_ppo_epochs": 1}
-    stock = StockRun(monkeypatch, start_model, reward_folder, replies, tmp_path, **settings)
+    stock = StockRun(monkeypatch, start_model, reward_folder, completions, tmp_path, **settings)
     stock.trainer.train()
 
     flags = [*FLAGS, "--kl-coef", "0", "--gamma", "0.5", "--lam", "1", "--ppo-epochs", "1", "--num-iterations", "1"]
@@ -169,7 +177,7 @@ def test_a_score_stands_at_eos_and_not_behind_it_as_in_trl(
         rewards=[lambda completions, **_: [2.0] * BATCH],
     )
     replayed(ours, stock)
-    mine = ours.one_update(1)
+    mine = ours.update_step(1)
 
     theirs = next(entry for entry in stock.trainer.state.log_history if "objective/kl" in entry)
     squares = theirs_score_squares(stock)
@@ -181,9 +189,9 @@ def theirs_score_squares(stock: StockRun) -> float:
     """Mean square of the reward model's scores in the stock run, computed apart from either trainer."""
     model, squares = stock.trainer.reward_model, []
     for i, prompt in enumerate(stock.prompts):
-        reply = [t for t in stock.replies[0][i] if t != stock.tokenizer.pad_token_id]
+        completion = [t for t in stock.completions[0][i] if t != stock.tokenizer.pad_token_id]
         with torch.no_grad():
-            squares.append(model(torch.tensor([[*prompt.ids, *reply]])).logits.item() ** 2)
+            squares.append(model(torch.tensor([[*prompt.ids, *completion]])).logits.item() ** 2)
     return sum(squares) / len(squares)
 
 
@@ -235,8 +243,8 @@ class StockGroups:
         rollout = self.rollouts[self.at]
         return {
             "prompt_ids": [list(p.ids) for p in rollout.prompts],
-            "completion_ids": rollout.replies.rows(),
-            "logprobs": [[0.0] * len(row) for row in rollout.replies.rows()],
+            "completion_ids": rollout.completions.rows(),
+            "logprobs": [[0.0] * len(row) for row in rollout.completions.rows()],
         }
 
     def score(self, completions, **_) -> list[float]:
@@ -324,7 +332,7 @@ def compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, fla
     )
     settings = {"per_device_train_batch_size": ours.config.minibatch_size, **settings}
     for update in range(1, UPDATES + 1):
-        ours.one_update(update)
+        ours.update_step(update)
     stock = StockGroups(algorithm, start_model, tmp_path, rollouts, scores, **settings)
     stock.trainer.train()
     start = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32)

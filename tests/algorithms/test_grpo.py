@@ -21,7 +21,7 @@ def grpo(build):
 
 def per_reply(batch) -> torch.Tensor:
     """Each reply's advantage, (B,): the same at all its tokens."""
-    mask, advantages = batch.mask, batch.advantages
+    mask, advantages = batch.mask, batch.raw_advantages
     assert torch.equal(torch.where(mask, advantages, 0.0), advantages), "0 off the mask"
     first = advantages[:, 0]
     assert_close(torch.where(mask, advantages, first.unsqueeze(1)), first.unsqueeze(1).expand_as(advantages))
@@ -59,12 +59,12 @@ def test_the_kl_in_the_reward_against_a_kl_computed_apart(grpo):
     scores = torch.arange(8.0)
     found = per_reply(trainer.advantages(rollout, scores))
     rewards = []
-    for prompt, reply, score in zip(rollout.prompts, rollout.replies.rows(), scores.tolist(), strict=True):
-        ids = torch.tensor([[*prompt.ids, *reply]])
+    for prompt, completion, score in zip(rollout.prompts, rollout.completions.rows(), scores.tolist(), strict=True):
+        ids = torch.tensor([[*prompt.ids, *completion]])
         with torch.no_grad():
             p, q = ((m(ids).logits[0] / 0.7).log_softmax(-1) for m in (trainer.actor.policy, trainer.reference.copy))
         at = range(len(prompt.ids) - 1, ids.shape[1] - 1)
-        kl = sum(float(p[i, token] - q[i, token]) for i, token in zip(at, reply, strict=True))
+        kl = sum(float(p[i, token] - q[i, token]) for i, token in zip(at, completion, strict=True))
         rewards.append(score - beta * kl)
     groups = torch.tensor(rewards).view(2, 4)
     assert_close(found, (groups - groups.mean(1, keepdim=True)).flatten(), rtol=0, atol=1e-4)
@@ -76,25 +76,25 @@ def test_ppo_and_grpo_log_the_same_kl_of_the_same_replies(build, tmp_path):
     moved = build("--learning-rate", "1e-2")
     moved.train()
     moved.save_model(tmp_path / "moved")
-    said, replies = [], []
+    text, completions = [], []
     for algorithm in ("ppo", "grpo"):
         for placement in ("reward", "loss", "none"):
             trainer = build("--kl-placement", placement, algorithm=algorithm)
             trainer.load_model(tmp_path / "moved")
             trainer.prompts_of = lambda update, t=trainer: list(enumerate(t.train_prompts[:4]))
-            replies.append(trainer.collector.collect(trainer.prompts_of(1), 1).texts)
-            trainer.one_update(1)
+            completions.append(trainer.collector.collect(trainer.prompts_of(1), 1).texts)
+            trainer.update_step(1)
             (logged,) = [entry for entry in trainer.state.log_history if "kl_divergence" in entry]
-            said.append({name: value for name, value in logged.items() if name.startswith("kl_divergence")})
-    assert all(texts == replies[0] for texts in replies)
-    assert all(figures == pytest.approx(said[0], abs=1e-6) for figures in said)
-    assert said[0]["kl_divergence/k3"] > 1e-2 and len(said[0]) == 3
+            text.append({name: value for name, value in logged.items() if name.startswith("kl_divergence")})
+    assert all(texts == completions[0] for texts in completions)
+    assert all(figures == pytest.approx(text[0], abs=1e-6) for figures in text)
+    assert text[0]["kl_divergence/k3"] > 1e-2 and len(text[0]) == 3
 
 
 def test_the_kl_is_logged_at_beta_0(grpo):
     trainer = grpo("--kl-coef", 0, "--kl-schedule", "fixed", "--learning-rate", "1e-2")
-    trainer.one_update(1)
-    logged = trainer.one_update(2)
+    trainer.update_step(1)
+    logged = trainer.update_step(2)
     assert logged["kl_coef"] == 0 and logged["kl_divergence/k3"] > 1e-3
 
 
@@ -117,16 +117,16 @@ def test_groups_stand_together_and_their_replies_differ(grpo):
 
 def test_the_share_of_groups_without_spread_is_logged(grpo):
     given = [lambda **_: [1.0, 1.0, 1.0, 2.0, 3.0, 3.0, 0.0, 0.5]]
-    assert grpo("--K", 2, "--batch-size", 4, rewards=given).one_update(1)["rewards/equal_groups"] == 0.5
+    assert grpo("--K", 2, "--batch-size", 4, rewards=given).update_step(1)["rewards/equal_groups"] == 0.5
 
 
 def test_a_group_whose_penalties_differ_has_spread(grpo):
     trainer = grpo("--K", 2, "--missing-eos-penalty", 5, rewards=[lambda **_: [1.0] * 4])
     rollout = rolled(trainer)
-    rollout.replies.ended = torch.tensor([True, False, False, False])
+    rollout.completions.ended = torch.tensor([True, False, False, False])
     scored = trainer.collector.score(rollout)
-    said = rollout_metrics(trainer.advantages(rollout, scored.used), scored, 2)
-    assert said["rewards/equal_groups"] == 0.5
+    metrics = rollout_metrics(trainer.advantages(rollout, scored.shaped), scored, 2)
+    assert metrics["rewards/equal_groups"] == 0.5
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
@@ -135,7 +135,7 @@ def test_loss_types_by_hand_on_the_first_step(grpo, loss_type):
     trainer = grpo("--loss-type", loss_type, "--kl-placement", "none", "--reply-length", 12)
     rollout = rolled(trainer)
     batch = trainer.advantages(rollout, torch.tensor([1.0, 4.0, 0.0, 2.0]))
-    advantages, lengths = torch.tensor([-1.5, 1.5, -1.0, 1.0]), rollout.replies.lengths.float()
+    advantages, lengths = torch.tensor([-1.5, 1.5, -1.0, 1.0]), rollout.completions.lengths.float()
     trainer.model.train()
     stats, _ = whole_gradient(trainer, batch)
     expected = {
@@ -153,7 +153,7 @@ def test_micro_batches_add_up_under_every_loss_type(grpo, loss_type):
     for size in (0, 1, 3):
         trainer = grpo("--ppo-epochs", 1, "--micro-batch-size", size, *flags)
         trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
-        trainer.one_update(1)
+        trainer.update_step(1)
         moved.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters()]))
     assert_close(moved[1], moved[0], rtol=0, atol=1e-6)
     assert_close(moved[2], moved[0], rtol=0, atol=1e-6)
@@ -162,4 +162,4 @@ def test_micro_batches_add_up_under_every_loss_type(grpo, loss_type):
 def test_adapters_over_4_bit_weights_stay_float32(grpo):
     trainer = grpo("--use-lora", "--load-in-4bit")
     assert {w.dtype for w in trainer.model.parameters() if w.requires_grad} == {torch.float32}
-    assert trainer.one_update(1)["policy/ratio"] == pytest.approx(1, abs=0.2)
+    assert trainer.update_step(1)["policy/ratio"] == pytest.approx(1, abs=0.2)

@@ -103,7 +103,7 @@ def test_the_normaliser_against_its_recurrence_by_hand():
     normalizer = ScoreNormalizer(0.5)
     assert normalizer([1.0, 3.0]) == pytest.approx([-1 / 2**0.5, 1 / 2**0.5])
     assert normalizer([3.0, 9.0]) == pytest.approx([(3 - 14 / 3) / (38 / 3) ** 0.5, (9 - 14 / 3) / (38 / 3) ** 0.5])
-    assert (normalizer.m, normalizer.v, normalizer.batches) == (3.5, 9.5, 2)
+    assert (normalizer.mean, normalizer.var, normalizer.batches) == (3.5, 9.5, 2)
 
 
 def test_until_scores_spread_they_are_only_shifted():
@@ -128,7 +128,7 @@ def test_the_size_of_the_batch_does_not_move_the_scale():
         normalizer = ScoreNormalizer(0.99)
         for _ in range(2000):
             last = normalizer([rng.gauss(0, 3) for _ in range(size)])
-        spans[size] = (normalizer.v / (1 - 0.99**2000)) ** 0.5
+        spans[size] = (normalizer.var / (1 - 0.99**2000)) ** 0.5
         assert len(last) == size
     assert spans[4] == pytest.approx(3, rel=0.15) and spans[24] == pytest.approx(3, rel=0.06)
 
@@ -155,10 +155,10 @@ ORCA_PROMPTS = 5_786  # what the default split leaves of the real dataset
 # commands that README.md or a reference document prints, shortened to what decides how far beta can move
 DOCUMENTED = [
     *(f"--recipe {recipe}" for recipe in shipped_recipes()),
-    "--num-iterations 800 --kl-schedule phased",  # seed_000, seed_002
+    "--num-iterations 800 --kl-schedule phased",  # MLX phased-KL PPO, MLX phased-KL GRPO
     "--num-iterations 800 --kl-schedule phased --K 6",
-    "--kl-target 6/sequence",  # seed_001
-    "--steps-per-topic 50 --batch-size 4 --kl-coef 0.2 --kl-target 6/sequence",  # seed_004
+    "--kl-target 6/sequence",  # SmolLM2-orca PPO
+    "--steps-per-topic 50 --batch-size 4 --kl-coef 0.2 --kl-target 6/sequence",  # rank-1 voice PPO
     "--kl-schedule phased --kl-target 0.05/token 0.02/token 0.01/token",
     "--num-iterations 40 --batch-size 2",
     "--epochs 1 --batch-size 64",

@@ -64,7 +64,7 @@ def test_gradient_against_a_plain_forward_after_the_policy_has_moved(build, loss
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     batch = trainer.advantages(rollout, torch.tensor([0.0, 1.0, 3.0, 2.0]))
     trainer.learner.run(batch, 1)  # the policy leaves the rollout policy
-    batch.weights.zero_()
+    batch.advantages.zero_()
     trainer.model.train()
     stats = trainer.learner.minibatch_gradients(batch, rows)
     policy = trainer.actor.policy
@@ -72,20 +72,22 @@ def test_gradient_against_a_plain_forward_after_the_policy_has_moved(build, loss
     assert float(stats["policy/approx_kl"]) > 1e-5, "the ratios must differ from 1, or the test shows nothing"
 
     policy.zero_grad()
-    replies = rollout.replies.rows()
-    tokens, all_tokens = sum(len(replies[i]) for i in rows), sum(map(len, replies)) / minibatches
+    completions = rollout.completions.rows()
+    tokens, all_tokens = sum(len(completions[i]) for i in rows), sum(map(len, completions)) / minibatches
     loss = torch.zeros(())
     for i in rows:
-        prompt, reply = rollout.prompts[i], replies[i]
-        ids = torch.tensor([[*prompt.ids, *reply]])
+        prompt, completion = rollout.prompts[i], completions[i]
+        ids = torch.tensor([[*prompt.ids, *completion]])
         at = torch.arange(len(prompt.ids) - 1, ids.shape[1] - 1)
         p, q = (
-            (model(ids).logits[0, at] / 0.7).log_softmax(-1).gather(1, torch.tensor(reply)[:, None])[:, 0]
+            (model(ids).logits[0, at] / 0.7).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
             for model in (policy, trainer.reference.copy)
         )
-        p_old = rollout.logprobs[i, : len(reply)]
+        p_old = rollout.logprobs[i, : len(completion)]
         k3 = (q.detach() - p).exp() - 1 - (q.detach() - p)
-        loss = loss + ((p - p_old).exp() * k3).sum() / divisor(loss_type, len(reply), tokens, len(rows), all_tokens)
+        loss = loss + ((p - p_old).exp() * k3).sum() / divisor(
+            loss_type, len(completion), tokens, len(rows), all_tokens
+        )
     (beta * loss).backward()
     scale = max(float(weight.grad.abs().max()) for weight in policy.parameters())
     for name, weight in policy.named_parameters():

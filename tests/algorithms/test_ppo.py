@@ -23,8 +23,8 @@ def test_every_metric_of_the_glossary_is_logged(build):
     wanted = set(
         "loss learning_rate rewards/mean rewards/std kl_divergence kl_divergence/token kl_divergence/k3 "
         "kl_coef advantage/mean advantage/std policy/loss policy/clipfrac policy/approx_kl "
-        "policy/entropy policy/ratio value/loss value/clipfrac value/explained_variance reply/length "
-        "reply/eos_rate eval/perplexity eval/kl_divergence eval/score time/rollout_s time/score_s "
+        "policy/entropy policy/ratio value/loss value/clipfrac value/explained_variance completions/mean_length "
+        "completions/eos_rate eval/perplexity eval/kl_divergence eval/score time/rollout_s time/score_s "
         "time/update_s throughput/tokens_per_s throughput/episodes_per_s optimizer_steps memory/peak_gib".split()
     )
     assert wanted - logged == set()
@@ -34,9 +34,9 @@ def test_whitened_rewards_keep_their_mean(build):
     """Two-token replies by hand: without a shift r becomes (r - mean) / std + mean; then GAE with V = 0."""
     trainer = build("--whiten-rewards", "--no-whiten-advantages", "--kl-coef", "1e-9", "--gamma", "1", "--lam", "1")
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
-    rollout.replies.mask = torch.zeros_like(rollout.mask)
-    rollout.replies.mask[:, :2] = True
+    rollout.completions.mask = torch.zeros_like(rollout.mask)
+    rollout.completions.mask[:, :2] = True
     batch = trainer.advantages(rollout, torch.tensor([1.0, 2.0, 3.0, 4.0]))
     rewards = torch.tensor([0.0, 1, 0, 2, 0, 3, 0, 4])
     mean, std = rewards.mean(), rewards.std()
-    assert_close(batch.advantages[:, 1], (torch.tensor([1.0, 2, 3, 4]) - mean) / std + mean)
+    assert_close(batch.raw_advantages[:, 1], (torch.tensor([1.0, 2, 3, 4]) - mean) / std + mean)

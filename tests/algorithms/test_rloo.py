@@ -52,8 +52,8 @@ def test_the_loss_is_a_mean_over_completions_by_hand(rloo):
     """At ratio 1 the loss is -mean(A) whatever the lengths; A of the groups (1, 4) and (0, 2): -3, 3, -2, 2."""
     trainer = rloo("--kl-placement", "none", "--reply-length", 12)
     batch = trainer.advantages(rolled(trainer), torch.tensor([1.0, 4.0, 0.0, 2.0]))
-    assert batch.advantages[:, 0].tolist() == [-3, 3, -2, 2]
-    batch.weights = torch.where(batch.mask, torch.tensor([[1.0], [2.0], [4.0], [9.0]]), 0.0)
+    assert batch.raw_advantages[:, 0].tolist() == [-3, 3, -2, 2]
+    batch.advantages = torch.where(batch.mask, torch.tensor([[1.0], [2.0], [4.0], [9.0]]), 0.0)
     trainer.model.train()
     stats, _ = whole_gradient(trainer, batch)
     assert_close(stats["loss"], torch.tensor(-4.0))
@@ -113,11 +113,11 @@ def test_the_sampler_weight_of_a_completion_is_at_all_its_tokens(rloo, build):
     at every token of a completion; GRPO's is exp(0.1)."""
     for trainer, exponents in ((rloo(), None), (build(algorithm="grpo"), 1)):
         rollout = rolled(trainer)
-        rollout.replies.sampled_logprobs = rollout.logprobs - 0.1
+        rollout.completions.sampled_logprobs = rollout.logprobs - 0.1
         batch = trainer.advantages(rollout, torch.arange(4.0))
         tokens = rollout.mask.sum(1, keepdim=True) if exponents is None else torch.tensor(1)
         factor = (0.1 * tokens).exp().clamp(max=2)
-        assert_close(batch.weights, batch.advantages * factor, rtol=1e-4, atol=1e-5)
+        assert_close(batch.advantages, batch.raw_advantages * factor, rtol=1e-4, atol=1e-5)
 
 
 def test_a_ratio_beyond_floats_has_a_loss_and_a_gradient():
@@ -145,7 +145,7 @@ def test_sampler_weights_of_one_action_by_hand():
     """Gaps of 0.1 and 0.2 nats, and of 5 nats: exp(0.3) at both tokens, and the cap of 2."""
     new = torch.tensor([[0.1, 0.2, 9.0], [5.0, 9.0, 9.0]])
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    found = objectives.sampler_weights(new, torch.zeros(2, 3), mask, one_action=True)
+    found = objectives.truncated_importance_weights(new, torch.zeros(2, 3), mask, one_action=True)
     assert_close(found, torch.tensor([[math.exp(0.3), math.exp(0.3), 0], [2, 0, 0]]))
 
 
@@ -156,7 +156,7 @@ def test_micro_batches_add_up(rloo, placement):
     for size in (0, 1, 3):
         trainer = rloo("--ppo-epochs", 2, "--micro-batch-size", size, *flags)
         trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
-        trainer.one_update(1)
+        trainer.update_step(1)
         moved.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters()]))
     assert_close(moved[1], moved[0], rtol=0, atol=1e-6)
     assert_close(moved[2], moved[0], rtol=0, atol=1e-6)

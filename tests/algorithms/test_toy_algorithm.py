@@ -26,7 +26,7 @@ from rlhf.config import make_config, parse_cli
 from rlhf.rollout.completions import Rollout
 from rlhf.run.command import train_command
 from rlhf.settings.training import Config
-from rlhf.utils.signals import Stopped
+from rlhf.utils.signals import TrainingInterrupted
 
 
 class Toy:
@@ -47,13 +47,15 @@ class Toy:
         baselines = groups.mean(1, keepdim=True).expand_as(groups).flatten()
         advantages = torch.where(rollout.mask, (rewards - baselines).unsqueeze(1), 0.0)
         critic = {"returns": rollout.values, "rewards": rollout.values} if rollout.values is not None else {}
-        return Experience.of(rollout, kl=kl, kl_coef=kl_coef, advantages=advantages, weights=advantages, **critic)
+        return Experience.of(
+            rollout, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=advantages, **critic
+        )
 
     def loss(
         self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         mask = experience.mask[rows]
-        loss = -objectives.masked_mean(experience.weights[rows] * outputs.logprobs, mask, total_tokens)
+        loss = -objectives.masked_mean(experience.advantages[rows] * outputs.logprobs, mask, total_tokens)
         if outputs.values is not None:
             loss = loss + objectives.masked_mean(outputs.values.square(), mask, total_tokens)
         nothing_clipped = torch.zeros_like(loss)
@@ -89,7 +91,7 @@ def test_it_trains_resumes_and_is_evaluated_drawn_and_compared(toy, run_flags, r
     assert "python compare_runs.py" in capsys.readouterr().out
 
     monkeypatch.setattr(Toy, "stop_in_update", 2)
-    with pytest.raises(Stopped):
+    with pytest.raises(TrainingInterrupted):
         train_command("toy", run_flags(*flags, "--output", stopped))
     monkeypatch.setattr(Toy, "stop_in_update", None)
     train_command("toy", ["--resume", "--output", str(stopped)])

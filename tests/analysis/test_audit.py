@@ -13,18 +13,18 @@ from transformers import AutoModelForCausalLM
 
 import evaluate_generations
 from rlhf.analysis.audit import against, figures, warnings
-from rlhf.analysis.evaluator import Generations
+from rlhf.analysis.evaluator import GenerationResults
 from rlhf.models.load import load_tokenizer
 
 WORDS = "the cat sat on a mat and the dog ran off to see what fish do when it rains in spring".split()
 
 
-def replies(scores=0.0, judged=0.0, length=10, ended=1.0, kl=2.0, words=WORDS, prompts=24) -> Generations:
+def completions(scores=0.0, judged=0.0, length=10, ended=1.0, kl=2.0, words=WORDS, prompts=24) -> GenerationResults:
     """Two completions to each prompt; numbers scatter by +-0.1 about what is said."""
     scatter = np.tile([[-0.1, 0.1]], (prompts, 1))
     shape = scatter.shape
     texts = [[" ".join(words[(i + k) % 5 : (i + k) % 5 + 8]) for k in range(2)] for i in range(prompts)]
-    return Generations(
+    return GenerationResults(
         label="a model",
         texts=texts,
         scores=scores + scatter,
@@ -36,12 +36,12 @@ def replies(scores=0.0, judged=0.0, length=10, ended=1.0, kl=2.0, words=WORDS, p
     )
 
 
-START = replies(kl=0.0)
+START = completions(kl=0.0)
 
 
 def test_figures_by_hand():
     made = dataclasses.replace(
-        replies(prompts=2),
+        completions(prompts=2),
         texts=[["a b", "a c"], ["", "a a a a a"]],
         scores=np.array([[1.0, 3.0], [0.0, 2.0]]),
         lengths=np.array([[3, 3], [1, 5]]),
@@ -85,15 +85,17 @@ def test_against_another_model_by_hand():
     ],
 )
 def test_each_smell_is_named(changed, target, words):
-    found = warnings(replies(**changed), START, seed=1, target=target)
+    found = warnings(completions(**changed), START, seed=1, target=target)
     assert any(warning.startswith(words) for warning in found), found
 
 
-def test_a_sound_model_draws_no_warning():
+def test_a_good_model_draws_no_warning():
     assert warnings(START, START, seed=1, target=(6.0, "sequence")) == []
-    sound = replies(scores=1.0, judged=0.5, length=14, ended=0.97, kl=8.9)
+    sound = completions(scores=1.0, judged=0.5, length=14, ended=0.97, kl=8.9)
     assert warnings(sound, START, seed=1, target=(6.0, "sequence")) == []
-    assert warnings(replies(scores=1.0, judged=None), replies(judged=None), seed=1) == [], "no judge, no such claim"
+    assert warnings(completions(scores=1.0, judged=None), completions(judged=None), seed=1) == [], (
+        "no judge, no such claim"
+    )
 
 
 def test_a_score_that_goes_with_length_is_named():
@@ -138,13 +140,13 @@ def test_a_length_hacked_model_draws_the_warning(start_model, reward_folder, pai
              "--temperature", 1, "--num-prompts", 8]  # fmt: skip
     for name, model in (("hacked_page", hacked), ("start_page", start)):
         evaluate_generations.main([str(w) for w in ["--model-path", model, *words, "--output", tmp_path / name]])
-    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    output = re.sub(r"\s+", " ", capsys.readouterr().out)
     report, innocent = (
         json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("hacked_page", "start_page")
     )
     length = report["models"][0]["figures"]["length"] / report["start"]["figures"]["length"]
     assert length > 2 and report["models"][0]["figures"]["eos_rate"] < 0.1
     named = [w for w in report["models"][0]["warnings"] if f"replies are {length:.1f} times as long" in w]
-    assert named and f"warning: {report['models'][0]['label']}: {named[0]}" in said
+    assert named and f"warning: {report['models'][0]['label']}: {named[0]}" in output
     assert any("fewer replies end by themselves" in w for w in report["models"][0]["warnings"])
-    assert innocent["models"][0]["warnings"] == [] and "nothing smells of reward hacking" in said
+    assert innocent["models"][0]["warnings"] == [] and "nothing smells of reward hacking" in output

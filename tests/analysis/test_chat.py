@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import evaluate_generations
 import train_grpo
-from rlhf.analysis.chat import Conversation, Voice
-from rlhf.data.chat_template import decode_reply, encode_prompt
+from rlhf.analysis.chat import Conversation, StreamingGenerator
+from rlhf.data.chat_template import decode_completion, encode_prompt
 from rlhf.models.load import load_tokenizer
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
 from rlhf.utils.console import visible
@@ -31,12 +31,14 @@ def talk(monkeypatch, capsys):
     """A function that pipes lines into `--chat`; returns what the console said, and the prompts that were read."""
 
     def make(model: object, lines: str | io.TextIOBase, *flags: object) -> tuple[str, list[list[int]]]:
-        read, reply = [], Voice.reply
-        monkeypatch.setattr(Voice, "reply", lambda voice, ids: read.append(ids) or reply(voice, ids))
+        read, generate = [], StreamingGenerator.generate
+        monkeypatch.setattr(
+            StreamingGenerator, "generate", lambda generator, ids: read.append(ids) or generate(generator, ids)
+        )
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines) if isinstance(lines, str) else lines)
         capsys.readouterr()
         evaluate_generations.main([str(w) for w in ["--chat", "--model-path", model, "--reply-length", 5, *flags]])
-        monkeypatch.setattr(Voice, "reply", reply)
+        monkeypatch.setattr(StreamingGenerator, "generate", generate)
         return capsys.readouterr().out, read
 
     return make
@@ -51,8 +53,8 @@ def test_a_chat_as_it_is_typed(runs):
     command = ["evaluate_generations.py", "--chat", "--model-path", str(runs["grpo", 1])]
     done = run(command, ROOT, typed="What is a cat?\n\nand a dog?\n/new\nHello\n/exit\nnever read\n")
     assert done.returncode == 0 and done.stderr == ""
-    said = done.stdout.splitlines()
-    assert said[0].endswith("(final, after update 2)") and said[1].startswith("  base ")
+    output = done.stdout.splitlines()
+    assert output[0].endswith("(final, after update 2)") and output[1].startswith("  base ")
     assert "a new conversation" in done.stdout and "never" not in done.stdout
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", done.stdout), "random weights write control characters"
 
@@ -74,18 +76,18 @@ def test_every_model_of_a_run_can_be_talked_to(runs, start_model, tmp_path, talk
         (folder / "checkpoint-2", [], "(checkpoint-2, after update 2)"),
         (start_model, ["--like", "demo"], str(start_model)),
     ):
-        said, read = talk(model, "What is a cat?\n", *flags)
-        assert label in said and len(read) == 1
-        assert f"temperature {1 if '--like' in flags else 0.7:g}" in said, "the run's own way of sampling"
+        output, read = talk(model, "What is a cat?\n", *flags)
+        assert label in output and len(read) == 1
+        assert f"temperature {1 if '--like' in flags else 0.7:g}" in output, "the run's own way of sampling"
 
 
 def test_the_same_seed_gives_the_same_reply_and_the_merged_model_the_adapters(runs, tmp_path, talk):
     folder = Path(shutil.copytree(runs["grpo", 1], tmp_path / "run"))
     train_grpo.main(["--resume", "--merge-lora", "--output", str(folder)])
     lines = "What is a cat?\nWhy?\n"
-    replies = [talk(m, lines, *f)[0].split("input\n")[1] for m, f in
+    completions = [talk(m, lines, *f)[0].split("input\n")[1] for m, f in
                ((folder, []), (folder, []), (folder / "merged", []), (folder, ["--seed", 7]))]  # fmt: skip
-    assert replies[0] == replies[1] == replies[2] != replies[3]
+    assert completions[0] == completions[1] == completions[2] != completions[3]
 
 
 def test_turns_are_remembered_until_a_new_conversation(runs, talk):
@@ -99,42 +101,44 @@ def test_turns_are_remembered_until_a_new_conversation(runs, talk):
 
 def test_a_base_model_reads_each_line_alone(tmp_path, talk):
     base = make_base_model(tmp_path / "base")
-    said, read = talk(base, "the cat\nis on\n")
+    output, read = talk(base, "the cat\nis on\n")
     tokenizer = load_tokenizer(str(base))
     assert read == [encode_prompt(tokenizer, [user("the cat")]), encode_prompt(tokenizer, [user("is on")])]
-    assert "remembers  nothing: it has no chat template" in said
+    assert "remembers  nothing: it has no chat template" in output
 
 
 def test_the_oldest_turns_go_when_the_context_is_full(start_model, talk):
     """A context of 512, replies of 5: turns of about 100 tokens."""
     tokenizer, long = load_tokenizer(str(start_model)), "is the river "
     lines = [f"{n} {long * 14}".strip() for n in range(8)]
-    said, read = talk(start_model, "\n".join(lines))
+    output, read = talk(start_model, "\n".join(lines))
     assert max(map(len, read)) <= 507 and len(read) == 8
-    assert "(the context is full: the 2 oldest turns are left out)" in said
+    assert "(the context is full: the 2 oldest turns are left out)" in output
     text = tokenizer.decode(read[-1])
     assert "\n7 is the" in text and "\n6 is the" in text and "\n0 is the" not in text
     assert text.index("<|im_start|>user") < text.index("<|im_start|>assistant"), "a question comes first"
-    said, read = talk(start_model, f"Hello\n{long * 300}\nBye\n")
-    assert len(read) == 2 and re.search(r"error: \d+ tokens, there is room for 507: your line\. Write a shorter", said)
+    output, read = talk(start_model, f"Hello\n{long * 300}\nBye\n")
+    assert len(read) == 2 and re.search(
+        r"error: \d+ tokens, there is room for 507: your line\. Write a shorter", output
+    )
     assert "Hello" in tokenizer.decode(read[1]), "what went before is kept"
 
 
 def test_a_line_that_is_no_text_is_told_and_the_chat_goes_on(start_model, talk):
-    said, read = talk(start_model, "a\0b\nHello\n")
-    assert len(read) == 1 and "error: prompt holds a NUL character" in said
+    output, read = talk(start_model, "a\0b\nHello\n")
+    assert len(read) == 1 and "error: prompt holds a NUL character" in output
 
 
 def test_marks_in_a_line_or_a_reply_stay_text(start_model):
     tokenizer = load_tokenizer(str(start_model))
     conversation = Conversation(tokenizer, None)
-    ids, _ = conversation.ask("a<|im_end|>b")
-    conversation.hear("<|im_start|>system")
-    again, _ = conversation.ask("c")
+    ids, _ = conversation.build_prompt("a<|im_end|>b")
+    conversation.add_reply("<|im_start|>system")
+    again, _ = conversation.build_prompt("c")
     ends, begins = (tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|im_start|>"))
     assert ids.count(ends) == 2 and again.count(begins) == 5, "those of the template: system, user, assistant, ..."
-    conversation.hear("")  # a reply may be nothing at all
-    assert conversation.ask("d")[1] == 0
+    conversation.add_reply("")  # a reply may be nothing at all
+    assert conversation.build_prompt("d")[1] == 0
 
 
 def test_control_characters_of_a_reply_do_no_harm(start_model, talk, monkeypatch):
@@ -147,8 +151,8 @@ def test_control_characters_of_a_reply_do_no_harm(start_model, talk, monkeypatch
         return torch.cat([prompt, torch.tensor([tokens])], dim=1)
 
     monkeypatch.setattr("transformers.GenerationMixin.generate", generate)
-    said, _ = talk(start_model, "Hello\n")
-    assert said.endswith("<U+001B>[31mred<U+202E>\n")
+    output, _ = talk(start_model, "Hello\n")
+    assert output.endswith("<U+001B>[31mred<U+202E>\n")
 
 
 def test_a_run_s_sampling_alone_is_in_force(runs, tmp_path, talk, monkeypatch):
@@ -176,7 +180,7 @@ def test_a_cold_reply_is_the_likeliest_one(runs, talk):
     policy = AutoModelForCausalLM.from_pretrained(model).eval()
     prompt = torch.tensor([ids])
     greedy = policy.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=5)
-    expected = decode_reply(tokenizer, greedy[0, len(ids) :])
+    expected = decode_completion(tokenizer, greedy[0, len(ids) :])
     assert said.split("input\n")[1] == visible(expected) + "\n"
 
 
@@ -185,7 +189,7 @@ def test_ctrl_c_ends_a_chat_quietly(runs, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
-    monkeypatch.setattr(Voice, "reply", interrupted)
+    monkeypatch.setattr(StreamingGenerator, "generate", interrupted)
     run_command(lambda: evaluate_generations.main(["--chat", "--model-path", str(runs["ppo", 1])]))
     assert capsys.readouterr().err == ""
 
@@ -205,8 +209,8 @@ def test_faults(start_model, capsys, what):
     words = [str(start_model) if word == "START" else word for word in flags]
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: evaluate_generations.main(["--chat", *words]))
-    said = capsys.readouterr().err.strip()
-    assert ended.value.code == 2 and re.search(says, said) and FORM.fullmatch(said), said
+    output = capsys.readouterr().err.strip()
+    assert ended.value.code == 2 and re.search(says, output) and FORM.fullmatch(output), output
 
 
 def test_without_the_flag_there_is_no_chat():

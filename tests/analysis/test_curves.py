@@ -76,6 +76,18 @@ def test_what_the_training_writer_writes_is_read(tmp_path):
     assert sorted(scalars) == ["kl_divergence/token", "loss"] and remarks == []
 
 
+def test_tags_of_earlier_versions_are_read_under_the_names_of_today(tmp_path):
+    """A run that began under an earlier version and was resumed under this one has one curve."""
+    old = [(1, "reply/length", 1, 8.0), (2, "reply/eos_rate", 1, 0.5), (3, "reply/length", 2, 7.0)]
+    write_events(tmp_path, "1", 0, [*old, (4, "eval/reply_length", 2, 6.0)])
+    write_events(tmp_path, "2", 10, [(11, "completions/mean_length", 3, 6.0), (12, "completions/eos_rate", 3, 1.0)])
+    scalars, remarks = read_scalars(tmp_path)
+    assert of(scalars["completions/mean_length"]) == [(1, 8.0), (2, 7.0), (3, 6.0)]
+    assert of(scalars["completions/eos_rate"]) == [(1, 0.5), (3, 1.0)]
+    assert sorted(scalars) == ["completions/eos_rate", "completions/mean_length", "eval/reply_length"]
+    assert remarks == []
+
+
 def test_no_point_is_left_out_of_more_than_10_000(tmp_path):
     write_events(tmp_path, "1", 0, losses(1, range(12_345), 0))
     assert of(read_scalars(tmp_path)[0]["loss"]) == [(u, u - 1) for u in range(1, 12_346)]

@@ -106,7 +106,7 @@ def test_the_level_of_several_intervals_by_hand():
             assert found.high - found.low == pytest.approx(2 * quantile * of_mean, rel=0.05)
 
 
-def test_one_seed_a_side_has_no_interval_over_seeds():
+def test_one_seed_per_group_has_no_interval_over_seeds():
     assert over_seeds(np.zeros((1, 1, 10)), seed=0) is None
     assert over_seeds(np.zeros((2, 1, 10)), seed=0) == Estimate(0.0, 0.0, 0.0)
     assert over_seeds(np.full((2, 1, 10), 0.5), seed=0) == Estimate(0.5), "all equal: nothing to go by"
@@ -179,8 +179,8 @@ def test_a_real_difference_is_found(monkeypatch):
         ([7.0], [(1, "BEST")]),
     ],
 )
-def test_ranks_with_ties_and_with_one_completion(scores, said):
-    assert ranks(scores) == said
+def test_ranks_with_ties_and_with_one_completion(scores, expected):
+    assert ranks(scores) == expected
 
 
 def test_distinct_by_hand():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhf.analysis.equal_budget import Look, at_equal
-from rlhf.analysis.evaluator import Generations
-from rlhf.analysis.verdict import Side, contrast, judge_runs
+from rlhf.analysis.equal_budget import EvalPoint, at_equal
+from rlhf.analysis.evaluator import GenerationResults
+from rlhf.analysis.verdict import RunGroup, contrast, judge_runs
 from rlhf.reports.comparison_report import at_equal_in_words
 from tests.records import record_of
 
@@ -15,10 +15,12 @@ RNG = np.random.default_rng(0)
 PROMPTS = RNG.normal(0, 1, (64, 1))
 
 
-def replies(score: float, judged: float | None = None, kl: float = 2.0, perplexity: float | None = 3.0) -> Generations:
+def completions(
+    score: float, judged: float | None = None, kl: float = 2.0, perplexity: float | None = 3.0
+) -> GenerationResults:
     """Four completions to each of 64 prompts; scores scatter by 0.3 about what is said and the prompt's own."""
     noise = RNG.normal(0, 0.3, (2, 64, 4))
-    return Generations(
+    return GenerationResults(
         label="made",
         texts=[["a b c d"] * 4] * 64,
         scores=PROMPTS + score + noise[0],
@@ -30,23 +32,23 @@ def replies(score: float, judged: float | None = None, kl: float = 2.0, perplexi
     )
 
 
-def side(algorithm: str, *measured: Generations, episodes: int = 100) -> Side:
+def group(algorithm: str, *measured: GenerationResults, episodes: int = 100) -> RunGroup:
     runs = [record_of(seed=i) for i in range(len(measured))]
-    return Side(algorithm, runs, list(measured), [episodes] * len(measured))
+    return RunGroup(algorithm, runs, list(measured), [episodes] * len(measured))
 
 
-def three(score: float, judged: float | None = None) -> list[Generations]:
-    return [replies(score + shift, None if judged is None else judged + shift) for shift in (-0.02, 0.0, 0.02)]
+def three(score: float, judged: float | None = None) -> list[GenerationResults]:
+    return [completions(score + shift, None if judged is None else judged + shift) for shift in (-0.02, 0.0, 0.02)]
 
 
-START = replies(0.0, 0.0, kl=0.0, perplexity=2.0)
+START = completions(0.0, 0.0, kl=0.0, perplexity=2.0)
 
 
 @pytest.mark.parametrize(("ppo", "grpo", "better"), [(1.0, 0.5, "PPO"), (0.5, 1.0, "GRPO")])
-def test_the_better_side_is_named(ppo, grpo, better):
+def test_the_better_group_is_named(ppo, grpo, better):
     worse = {"PPO": "GRPO", "GRPO": "PPO"}[better]
-    start = replies(0.0)
-    first, second = judge_runs([side("ppo", *three(ppo)), side("grpo", *three(grpo))], start, None, 1).sentences
+    start = completions(0.0)
+    first, second = judge_runs([group("ppo", *three(ppo)), group("grpo", *three(grpo))], start, None, 1).sentences
     assert first.startswith(f"{better}'s replies are better than {worse}'s by the reward that was trained on")
     assert "95% interval over seeds and prompts" in first and first.endswith("after 100 episodes each.")
     assert second.startswith("PPO is better than the start model (+") and "; GRPO is better than the start" in second
@@ -54,45 +56,53 @@ def test_the_better_side_is_named(ppo, grpo, better):
 
 
 def test_a_model_that_got_worse_is_called_worse_and_what_was_paid_is_said():
-    second = judge_runs([side("ppo", *three(-1.0)), side("grpo", *three(0.0))], replies(0.0, perplexity=2.0), None, 1)
+    second = judge_runs(
+        [group("ppo", *three(-1.0)), group("grpo", *three(0.0))], completions(0.0, perplexity=2.0), None, 1
+    )
     assert "PPO is worse than the start model (-" in second.sentences[1]
     assert "no difference shown between GRPO and the start model" in second.sentences[1]
     assert second.sentences[1].count("at perplexity x 1.50 and KL 2.00/sequence") == 2
 
 
 def test_the_judge_decides_and_a_contradiction_is_said():
-    sides = [side("ppo", *three(1.5, 0.2)), side("grpo", *three(1.0, 0.8))]
-    verdict = judge_runs(sides, START, "gold quality", 1)
+    groups = [group("ppo", *three(1.5, 0.2)), group("grpo", *three(1.0, 0.8))]
+    verdict = judge_runs(groups, START, "gold quality", 1)
     assert verdict.sentences[0].startswith(
         "GRPO's replies are better than PPO's by the gold quality, which no training"
     )
     assert any("score and judge prefer different sides" in caveat for caveat in verdict.caveats)
-    agree = judge_runs([side("ppo", *three(1.5, 0.8)), side("grpo", *three(1.0, 0.2))], START, "gold quality", 1)
+    agree = judge_runs([group("ppo", *three(1.5, 0.8)), group("grpo", *three(1.0, 0.2))], START, "gold quality", 1)
     assert not any("prefer different sides" in caveat for caveat in agree.caveats)
 
 
 def test_no_difference_shown_where_there_is_none():
-    sides = [side("ppo", *three(1.0, 0.5)), side("grpo", *three(1.0, 0.5))]
+    groups = [group("ppo", *three(1.0, 0.5)), group("grpo", *three(1.0, 0.5))]
     assert (
-        judge_runs(sides, START, "gold quality", 1).sentences[0].startswith("No difference shown between PPO and GRPO")
+        judge_runs(groups, START, "gold quality", 1)
+        .sentences[0]
+        .startswith("No difference shown between PPO and GRPO")
     )
 
 
 def test_seeds_that_scatter_show_nothing():
     """A mean difference of 0.5, but seeds a whole unit apart."""
-    ppo, grpo = ([replies(shift + s) for s in (-1.0, 0.0, 1.0)] for shift in (0.5, 0.0))
+    ppo, grpo = ([completions(shift + s) for s in (-1.0, 0.0, 1.0)] for shift in (0.5, 0.0))
     assert (
-        judge_runs([side("ppo", *ppo), side("grpo", *grpo)], replies(0.0), None, 1).sentences[0].startswith("No diff")
+        judge_runs([group("ppo", *ppo), group("grpo", *grpo)], completions(0.0), None, 1)
+        .sentences[0]
+        .startswith("No diff")
     )
 
 
 def test_caveats_by_the_number_of_seeds():
-    one, few, many = (side("ppo", *[replies(1.0) for _ in range(n)]) for n in (1, 3, 5))
-    grpo = side("grpo", *[replies(0.5) for _ in range(5)])
-    start = replies(0.0)
-    said = {n: judge_runs([s, grpo], start, "judge x", 1).caveats for n, s in ((1, one), (3, few), (5, many))}
-    assert any("one seed (PPO: 0) cannot tell" in c for c in said[1])
-    assert said[3] == ["few seeds (PPO 3): intervals over so few are wide, and rough themselves"] and said[5] == []
+    one, few, many = (group("ppo", *[completions(1.0) for _ in range(n)]) for n in (1, 3, 5))
+    grpo = group("grpo", *[completions(0.5) for _ in range(5)])
+    start = completions(0.0)
+    message = {n: judge_runs([s, grpo], start, "judge x", 1).caveats for n, s in ((1, one), (3, few), (5, many))}
+    assert any("one seed (PPO: 0) cannot tell" in c for c in message[1])
+    assert (
+        message[3] == ["few seeds (PPO 3): intervals over so few are wide, and rough themselves"] and message[5] == []
+    )
     assert any(c.startswith("no judge") for c in judge_runs([many, grpo], start, None, 1).caveats)
     first = judge_runs([one, grpo], start, None, 1)
     assert first.sentences[0].startswith("In these runs PPO's replies are better")
@@ -100,16 +110,16 @@ def test_caveats_by_the_number_of_seeds():
 
 
 def test_unequal_budgets_are_in_capitals():
-    sides = [side("ppo", *three(1.0), episodes=50), side("grpo", *three(0.5), episodes=800)]
-    assert "after UNEQUAL budgets (50 to 800 episodes)" in judge_runs(sides, replies(0.0), None, 1).sentences[0]
+    groups = [group("ppo", *three(1.0), episodes=50), group("grpo", *three(0.5), episodes=800)]
+    assert "after UNEQUAL budgets (50 to 800 episodes)" in judge_runs(groups, completions(0.0), None, 1).sentences[0]
 
 
 def test_a_contrast_by_hand():
     """Two seeds against the start: means per prompt and wins of all pairs."""
-    a = Generations("a", [], np.array([[1.0, 3.0], [0.0, 2.0]]), None, None, None, None, None)
-    b = Generations("b", [], np.array([[2.0, 2.0], [2.0, 2.0]]), None, None, None, None, None)
-    start = Generations("s", [], np.array([[0.0, 2.0], [2.0, 2.0]]), None, None, None, None, None)
-    found = contrast(side("ppo", a, b), start, "scores", 1)
+    a = GenerationResults("a", [], np.array([[1.0, 3.0], [0.0, 2.0]]), None, None, None, None, None)
+    b = GenerationResults("b", [], np.array([[2.0, 2.0], [2.0, 2.0]]), None, None, None, None, None)
+    start = GenerationResults("s", [], np.array([[0.0, 2.0], [2.0, 2.0]]), None, None, None, None, None)
+    found = contrast(group("ppo", a, b), start, "scores", 1)
     assert found.difference.value == pytest.approx(((2 - 1) + (1 - 2) + (2 - 1) + (2 - 2)) / 4)
     # a: prompt 1 (1 > 0, 1 < 2, 3 > 0, 3 > 2) 3/4, prompt 2 (0 < 2, 2 = 2) 1/4; b: (2 > 0, 2 = 2) 3/4, all equal 1/2
     assert found.win_rate.value == pytest.approx((3 / 4 + 1 / 4 + 3 / 4 + 1 / 2) / 4)
@@ -119,18 +129,18 @@ def test_a_contrast_by_hand():
 # --- equal budgets ---------------------------------------------------------------------------------------------------
 
 
-def look(update: int, seconds: float, scores, prompts=("a", "b"), per_update: int = 10) -> Look:
+def eval_point(update: int, seconds: float, scores, prompts=("a", "b"), per_update: int = 10) -> EvalPoint:
     rows = [
         {"prompt": [{"role": "user", "content": p}], "reply": "x", "score": s, "kl": update / 10, "ended": True}
         for p, s in zip(prompts, scores, strict=True)
     ]
-    return Look(update, update * per_update, seconds, rows)
+    return EvalPoint(update, update * per_update, seconds, rows)
 
 
 def test_equal_budgets_by_hand():
     """PPO ends after 40 episodes in 90 s, GRPO after 60 in 30 s: equal episodes are 40, equal time is 30 s."""
-    ppo = [look(0, 0, (0, 0)), look(2, 25, (1, 3)), look(4, 90, (2, 4))]
-    grpo = [look(0, 0, (0, 0)), look(2, 10, (1, 1)), look(4, 20, (1, 2)), look(6, 30, (5, 5))]
+    ppo = [eval_point(0, 0, (0, 0)), eval_point(2, 25, (1, 3)), eval_point(4, 90, (2, 4))]
+    grpo = [eval_point(0, 0, (0, 0)), eval_point(2, 10, (1, 1)), eval_point(4, 20, (1, 2)), eval_point(6, 30, (5, 5))]
     by_episodes, by_time = at_equal({"PPO": [ppo], "GRPO": [grpo]}, None, seed=1)
     assert (by_episodes["budget"], by_time["budget"]) == ("40 episodes", "30 s of training")
     assert by_episodes["sides"]["PPO"] == {"update": 4, "score": 3, "judge": None, "kl": 0.4}
@@ -142,11 +152,11 @@ def test_equal_budgets_by_hand():
 
 
 def test_equal_budgets_over_seeds_and_other_prompts():
-    ends = [[look(2, 5, (1, 2))], [look(2, 5, (2, 3))]]
-    rows = at_equal({"PPO": ends, "GRPO": [[look(2, 5, (0, 0))], [look(2, 5, (0, 1))]]}, None, seed=1)
+    ends = [[eval_point(2, 5, (1, 2))], [eval_point(2, 5, (2, 3))]]
+    rows = at_equal({"PPO": ends, "GRPO": [[eval_point(2, 5, (0, 0))], [eval_point(2, 5, (0, 1))]]}, None, seed=1)
     [found] = rows[0]["differences"]
     assert found["over"] == "seeds and prompts" and found["value"] == 1.75
-    other = at_equal({"PPO": ends, "GRPO": [[look(2, 5, (0, 0), prompts=("b", "a"))]]}, None, seed=1)
+    other = at_equal({"PPO": ends, "GRPO": [[eval_point(2, 5, (0, 0), prompts=("b", "a"))]]}, None, seed=1)
     missing = "PPO and GRPO evaluated different prompts"
     assert other[0]["differences"] == [{"name": "PPO - GRPO", "missing": missing}]
     assert at_equal_in_words(other)[0] == f"at 20 episodes nothing can be said: {missing}"
@@ -155,38 +165,41 @@ def test_equal_budgets_over_seeds_and_other_prompts():
 
 def test_a_start_model_is_not_compared_at_an_equal_budget():
     """Where one side had not evaluated itself yet, its last evaluation inside the budget is the start model's."""
-    ppo, grpo = [look(0, 0, (0, 0)), look(1, 9, (1, 3))], [look(0, 0, (0, 0)), look(5, 50, (2, 4))]
+    ppo, grpo = (
+        [eval_point(0, 0, (0, 0)), eval_point(1, 9, (1, 3))],
+        [eval_point(0, 0, (0, 0)), eval_point(5, 50, (2, 4))],
+    )
     rows = at_equal({"PPO": [ppo], "GRPO": [grpo]}, None, seed=1)
     assert rows[0]["sides"]["GRPO"]["update"] == 0 and all("missing" in row["differences"][0] for row in rows)
     assert at_equal_in_words(rows)[0] == "at 10 episodes nothing can be said: GRPO had not evaluated itself yet"
 
 
 def test_a_judges_difference_without_one_by_the_score_is_said():
-    sides = [side("ppo", *three(1.0, 0.8)), side("grpo", *three(1.0, 0.2))]
-    caveats = judge_runs(sides, START, "gold quality", 1).caveats
+    groups = [group("ppo", *three(1.0, 0.8)), group("grpo", *three(1.0, 0.2))]
+    caveats = judge_runs(groups, START, "gold quality", 1).caveats
     assert any(c.startswith("by the score no difference is shown (") for c in caveats)
 
 
 def test_few_prompts_are_said():
     ones = np.ones((4, 1))
-    few = [Generations("a", [["x"]] * 4, ones * shift, None, None, ones, ones, None) for shift in range(4)]
-    caveats = judge_runs([side("ppo", *few[:2]), side("grpo", *few[2:])], few[0], None, 1).caveats
+    few = [GenerationResults("a", [["x"]] * 4, ones * shift, None, None, ones, ones, None) for shift in range(4)]
+    caveats = judge_runs([group("ppo", *few[:2]), group("grpo", *few[2:])], few[0], None, 1).caveats
     assert "only 4 prompts: intervals over so few are rough. Raise --num-prompts" in caveats
 
 
 # --- three and more sides --------------------------------------------------------------------------------------------
 
 
-def constant(score: float, judged: float | None = None) -> Generations:
+def constant(score: float, judged: float | None = None) -> GenerationResults:
     """One completion to each of 20 prompts; every score is the same."""
     ones = np.ones((20, 1))
-    return Generations("made", [["x"]] * 20, ones * score, judged and ones * judged, None, ones, ones > 0, None)
+    return GenerationResults("made", [["x"]] * 20, ones * score, judged and ones * judged, None, ones, ones > 0, None)
 
 
-def test_three_sides_are_contrasted_in_pairs_by_hand():
+def test_three_groups_are_contrasted_in_pairs_by_hand():
     """Scores 3, 1 and 2 against a start of 0. "toy" is in no table: it is shown under its own name."""
-    sides = [side("ppo", constant(3.0)), side("grpo", constant(1.0)), side("toy", constant(2.0))]
-    verdict = judge_runs(sides, constant(0.0), None, 1)
+    groups = [group("ppo", constant(3.0)), group("grpo", constant(1.0)), group("toy", constant(2.0))]
+    verdict = judge_runs(groups, constant(0.0), None, 1)
     assert [(c.name, c.difference.value) for c in verdict.contrasts] == [
         ("PPO - start model", 3), ("GRPO - start model", 1), ("TOY - start model", 2),
         ("PPO - GRPO", 2), ("PPO - TOY", 1), ("GRPO - TOY", -1),
@@ -194,10 +207,10 @@ def test_three_sides_are_contrasted_in_pairs_by_hand():
     assert [c.level for c in verdict.contrasts] == [*[0.95] * 3, *[pytest.approx(1 - 0.05 / 3)] * 3]
 
 
-def test_three_sides_have_a_sentence_for_every_pair():
-    sides = [side("ppo", *three(0, 0.8)), side("grpo", *three(0, 0.2)), side("toy", *three(0, 0.8))]
-    sides[2].episodes[0] = 50
-    sentences = judge_runs(sides, START, "gold quality", 1).sentences
+def test_three_groups_have_a_sentence_for_every_pair():
+    groups = [group("ppo", *three(0, 0.8)), group("grpo", *three(0, 0.2)), group("toy", *three(0, 0.8))]
+    groups[2].episodes[0] = 50
+    sentences = judge_runs(groups, START, "gold quality", 1).sentences
     assert len(sentences) == 4
     assert sentences[0].startswith(
         "PPO's replies are better than GRPO's by the gold quality, which no training saw (PPO - GRPO: +0."
@@ -210,10 +223,10 @@ def test_three_sides_have_a_sentence_for_every_pair():
     assert sentences[3].count("95% interval") == sentences[3].count("better than the start model") == 3
 
 
-def test_the_caveats_of_three_sides():
+def test_the_caveats_of_three_groups():
     """By the score PPO is better than TOY, by the judge TOY is; GRPO and PPO differ by the judge only."""
-    sides = [side("ppo", *three(1.0, 0.2)), side("grpo", *three(1.0, 0.8)), side("toy", *three(0.5, 0.8))]
-    caveats = judge_runs(sides, START, "gold quality", 1).caveats
+    groups = [group("ppo", *three(1.0, 0.2)), group("grpo", *three(1.0, 0.8)), group("toy", *three(0.5, 0.8))]
+    caveats = judge_runs(groups, START, "gold quality", 1).caveats
     assert caveats[0] == (
         "3 pairs of algorithms are compared, so each pair gets a 98.3% interval (Bonferroni): all 3 of one measure "
         "hold together with 95% confidence. The 95% intervals against the start model are not corrected"
@@ -221,20 +234,20 @@ def test_the_caveats_of_three_sides():
     assert any(c.startswith("PPO - GRPO: by the score no difference is shown (") for c in caveats)
     assert "PPO - TOY: score and judge prefer different sides: the score's winner exploits the reward model" in caveats
     assert not any(c.startswith("GRPO - TOY") for c in caveats), "by the judge they are equal"
-    assert not any("Bonferroni" in c for c in judge_runs(sides[:2], START, "gold quality", 1).caveats)
+    assert not any("Bonferroni" in c for c in judge_runs(groups[:2], START, "gold quality", 1).caveats)
 
 
-def test_one_side_says_what_it_cannot_tell():
-    by_score, alone = judge_runs([side("toy", *three(1.0))], replies(0.0), None, 1).sentences
+def test_one_group_alone_names_what_stays_open():
+    by_score, alone = judge_runs([group("toy", *three(1.0))], completions(0.0), None, 1).sentences
     assert by_score.startswith("By the reward that was trained on, TOY is better than the start model (+")
     assert alone == "Whether another algorithm would do better cannot be told from TOY's runs alone."
 
 
-def test_equal_budgets_of_three_sides_by_hand():
+def test_equal_budgets_of_three_groups_by_hand():
     """All came to 40 episodes; within 20 s GRPO had only measured the start model."""
-    ppo = [look(0, 0, (0, 0)), look(2, 10, (1, 3)), look(4, 20, (2, 4))]
-    grpo = [look(0, 0, (0, 0)), look(4, 90, (1, 2))]
-    toy = [look(0, 0, (0, 0)), look(4, 20, (4, 4))]
+    ppo = [eval_point(0, 0, (0, 0)), eval_point(2, 10, (1, 3)), eval_point(4, 20, (2, 4))]
+    grpo = [eval_point(0, 0, (0, 0)), eval_point(4, 90, (1, 2))]
+    toy = [eval_point(0, 0, (0, 0)), eval_point(4, 20, (4, 4))]
     rows = at_equal({"PPO": [ppo], "GRPO": [grpo], "TOY": [toy]}, None, seed=1)
     assert [(d["name"], d["value"]) for d in rows[0]["differences"]] == [
         ("PPO - GRPO", 1.5), ("PPO - TOY", -1), ("GRPO - TOY", -2.5),

@@ -14,7 +14,7 @@ from rlhf.utils.errors import UserError
 from tests.conftest import attach
 
 SAPAIR = {"state", "token", "token_id", "logprob", "ref_logprob", "kl", "value", "advantage", "return",
-          "prompt_index", "step"}  # the state-action pair of reference system seed_003, by our names  # fmt: skip
+          "prompt_index", "step"}  # the state-action pair of MLX token-level PPO, by our names  # fmt: skip
 
 
 class Spy:
@@ -41,18 +41,18 @@ def test_a_record_is_what_the_trainer_saw(build, tmp_path, algorithm, form):
     for update, file in zip((1, 2), files, strict=True):
         batch, scored = spy.batches[update]
         rows = read_tokens(file)
-        replies = 2 * trainer.config.group_size  # GRPO's whole groups
-        assert len(rows) == int(batch.mask[:replies].sum())
+        completions = 2 * trainer.config.group_size  # GRPO's whole groups
+        assert len(rows) == int(batch.mask[:completions].sum())
         for row in rows:
             e, t = row["episode"], row["step"]
             prompt = trainer.train_prompts[row["prompt_index"]]
             assert prompt is batch.prompts[e] and row["prompt"] == prompt.example.messages[-1]["content"]
-            assert row["token_id"] == int(batch.replies.reply_ids[e, t])
+            assert row["token_id"] == int(batch.completions.completion_ids[e, t])
             assert row["state"] == trainer.processing_class.decode(
-                [*prompt.ids, *batch.replies.reply_ids[e, :t].tolist()]
+                [*prompt.ids, *batch.completions.completion_ids[e, :t].tolist()]
             )
             seen = {"logprob": batch.logprobs, "ref_logprob": batch.ref_logprobs, "kl": batch.kl,
-                    "advantage": batch.advantages, "weight": batch.weights}  # fmt: skip
+                    "advantage": batch.raw_advantages, "weight": batch.advantages}  # fmt: skip
             if algorithm == "ppo":
                 seen |= {"reward": batch.rewards, "value": batch.values, "return": batch.returns}
             assert {k: row[k] for k in seen} == {k: float(v[e, t]) for k, v in seen.items()}

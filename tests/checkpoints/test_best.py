@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.best import Candidate, choose
-from rlhf.utils.files import replace_folder
+from rlhf.utils.files import update_dir_atomically
 from tests.conftest import attach
 
 
@@ -100,10 +100,10 @@ def test_best_holds_the_chosen_model_and_run_json_says_why(build, algorithm, fla
 
     trainer.add_callback(type("Note", (), {"on_evaluation": lambda self, evaluation: note()})())
     trainer.train()
-    said = json.loads(log.path.read_text())["best"]
-    assert said["update"] == 1 and said["why"].startswith("the highest score (+2.000) among 3 of 3")
-    assert [e["score"] for e in said["evaluations"]] == [0, 2, 1]
-    assert {"kl", "target", "perplexity", "peak_memory_gib", "update"} <= set(said["evaluations"][0])
+    facts = json.loads(log.path.read_text())["best"]
+    assert facts["update"] == 1 and facts["why"].startswith("the highest score (+2.000) among 3 of 3")
+    assert [e["score"] for e in facts["evaluations"]] == [0, 2, 1]
+    assert {"kl", "target", "perplexity", "peak_memory_gib", "update"} <= set(facts["evaluations"][0])
     trainer.load_model(best)
     now = [w for w in trainer.model.parameters() if w.requires_grad]
     assert all(torch.equal(a, b) for a, b in zip(now, weights[1], strict=True))
@@ -114,9 +114,9 @@ def test_best_holds_the_chosen_model_and_run_json_says_why(build, algorithm, fla
 def test_the_folder_is_loadable_between_any_two_steps(build, tmp_path, monkeypatch):
     """Interrupted at each file: what lies there loads, with the old weights or the new ones."""
     trainer, folder = build("--lr-schedule", "constant"), tmp_path / "best"
-    replace_folder(folder, trainer.save_model)
+    update_dir_atomically(folder, trainer.save_model)
     old = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    trainer.one_update(1)
+    trainer.update_step(1)
     new = {name: w.detach().clone() for name, w in trainer.actor.policy.state_dict().items()}
     from rlhf.utils import system
 
@@ -130,5 +130,5 @@ def test_the_folder_is_loadable_between_any_two_steps(build, tmp_path, monkeypat
         assert all(torch.equal(found[name], expected[name]) for name in found)
 
     monkeypatch.setattr(system.os, "replace", replace_and_look)
-    replace_folder(folder, trainer.save_model)
+    update_dir_atomically(folder, trainer.save_model)
     assert "model.safetensors" in files and files.index("model.safetensors") > 0

@@ -65,7 +65,7 @@ def test_a_bad_manifest_does_not_stop_the_search(folder, damage):
     (place / MANIFEST).write_text(MANIFESTS[damage](place))
     (place / "training.json").unlink()
     found = find_checkpoints(folder, RunRecord.read(folder).id)
-    assert list(found.sound) == [1] and found.skipped[0].startswith("checkpoint-2: ")
+    assert list(found.valid) == [1] and found.skipped[0].startswith("checkpoint-2: ")
 
 
 STATES = {
@@ -81,9 +81,9 @@ def test_a_checkpoint_that_cannot_be_loaded_is_skipped(folder, capsys, damage):
     """Its checksums hold; what is in it is of no use."""
     reseal(folder / "checkpoint-2", "training.json", STATES[damage])
     run(["--resume", "--output", folder])
-    said = capsys.readouterr().out
-    assert "warning: skipped a checkpoint: checkpoint-2 cannot be loaded (" in said
-    assert "resuming after update 1 of 6, from" in said and RunRecord.read(folder).status == "finished"
+    output = capsys.readouterr().out
+    assert "warning: skipped a checkpoint: checkpoint-2 cannot be loaded (" in output
+    assert "resuming after update 1 of 6, from" in output and RunRecord.read(folder).status == "finished"
 
 
 def test_weights_of_no_use_are_skipped_too(folder, capsys):
@@ -96,8 +96,8 @@ def test_without_a_valid_one_each_is_named(folder, capsys):
     for name in ("checkpoint-1", "checkpoint-2"):
         reseal(folder / name, "training.json", "{}")
     run(["--resume", "--output", folder], 2)
-    said = capsys.readouterr().err
-    assert said.count("error: no valid checkpoint: --resume, checkpoint-") == 2 and "Traceback" not in said
+    output = capsys.readouterr().err
+    assert output.count("error: no valid checkpoint: --resume, checkpoint-") == 2 and "Traceback" not in output
 
 
 RUNS = {
@@ -119,8 +119,8 @@ def test_a_damaged_run_json_is_a_line(folder, capsys, damage):
     changed = RUNS[damage](json.loads((folder / "run.json").read_text()))
     (folder / "run.json").write_text(DEEP if changed is None else json.dumps(changed))
     run(["--resume", "--output", folder], 2)
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and "Traceback" not in said and "run" in said
+    output = capsys.readouterr().err
+    assert output.startswith("error: ") and "Traceback" not in output and "run" in output
 
 
 def test_a_key_that_stands_twice_in_a_row_of_data_is_named(tmp_path):

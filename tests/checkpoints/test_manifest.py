@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from rlhf.checkpoints import manifest as checkpoints
-from rlhf.checkpoints.manifest import GOING, MANIFEST, find_checkpoints, write_checkpoint
+from rlhf.checkpoints.manifest import DELETING, MANIFEST, find_checkpoints, write_checkpoint
 from rlhf.utils import system
-from rlhf.utils.errors import Notice
+from rlhf.utils.errors import RLHFWarning
 
 RUN = "a run"
 FILES = {"model.safetensors": b"w" * 1000, "training.json": b"{}", "inner/more.json": b"[1, 2]"}
@@ -33,7 +33,7 @@ def folder(tmp_path) -> Path:
 
 
 def updates(folder: Path, run: str = RUN) -> list[int]:
-    return sorted(find_checkpoints(folder, run).sound)
+    return sorted(find_checkpoints(folder, run).valid)
 
 
 def test_the_newest_ones_are_kept(folder):
@@ -77,9 +77,9 @@ def test_a_harmed_file_is_named_and_its_checkpoint_skipped(folder, name, harm):
 
 def test_a_manifest_that_names_files_outside_is_none(folder):
     manifest = folder / "checkpoint-20" / MANIFEST
-    said = json.loads(manifest.read_text())
-    said["files"]["../../precious"] = {"size": 1, "sha256": "0"}
-    manifest.write_text(json.dumps(said))
+    facts = json.loads(manifest.read_text())
+    facts["files"]["../../precious"] = {"size": 1, "sha256": "0"}
+    manifest.write_text(json.dumps(facts))
     assert updates(folder) == [10]
 
 
@@ -105,7 +105,7 @@ def test_a_removal_that_was_interrupted_is_brought_to_its_end(folder, monkeypatc
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(checkpoints, "_remove", killed)
         write_checkpoint(folder, RUN, 30, 2, fill)
-    assert (folder / "checkpoint-10" / GOING).exists()
+    assert (folder / "checkpoint-10" / DELETING).exists()
     assert updates(folder) == [20, 30] and find_checkpoints(folder, RUN).skipped == []
     write_checkpoint(folder, RUN, 40, 2, fill)
     assert not (folder / "checkpoint-10").exists()
@@ -129,7 +129,7 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning(folder, monkeypatch):
         raise PermissionError(errno.EACCES, "used by another process")
 
     monkeypatch.setattr(checkpoints, "_remove", refused)
-    with pytest.warns(Notice, match="an old checkpoint could not be removed"):
+    with pytest.warns(RLHFWarning, match="an old checkpoint could not be removed"):
         assert write_checkpoint(folder, RUN, 30, 2, fill).name == "checkpoint-30"
     assert updates(folder) == [20, 30]
 
@@ -143,7 +143,7 @@ CALLS = (
 )
 
 
-@pytest.mark.filterwarnings("ignore::rlhf.utils.errors.Notice")
+@pytest.mark.filterwarnings("ignore::rlhf.utils.errors.RLHFWarning")
 def test_a_disk_that_fails_at_any_call_costs_nothing(folder, monkeypatch):
     """Every rename, removal and write of a save and of its rotation made to fail in turn."""
     before, tried, number = 2, 0, 30

@@ -100,8 +100,8 @@ def test_a_full_disk_leaves_the_old_reward_model(reward_words, tmp_path, capsys)
             run_command(lambda: reward_model.train.main([*reward_words, "--rm-overwrite", "--rm-seed", "7"]))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    said = capsys.readouterr().err
-    assert ended.value.code == 1 and said.startswith("error: ") and "Traceback" not in said
+    output = capsys.readouterr().err
+    assert ended.value.code == 1 and output.startswith("error: ") and "Traceback" not in output
     assert (tmp_path / "judge" / METRICS_FILE).read_bytes() == before
     assert RewardModel.load(str(tmp_path / "judge"), CPU, None).record is not None
     assert [path.name for path in tmp_path.iterdir()] == ["judge"], "nothing is left beside"
@@ -165,10 +165,10 @@ def test_ctrl_c_says_what_is_true(reward_words, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["reward_model.train", *reward_words, "--rm-overwrite"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("reward_model.train", run_name="__main__")
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert ended.value.code == 130
     assert (
-        said.splitlines()[-1]
+        output.splitlines()[-1]
         == "stopped: the output folder holds what was there before, or the complete new reward model"
     )
     assert (tmp_path / "judge" / METRICS_FILE).read_bytes() == before
@@ -238,7 +238,7 @@ def test_an_export_that_failed_is_done_by_the_next_command(run_flags, tmp_path, 
         raise OSError(28, "No space left on device", "x")
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "replace_folder", full)
+        patch.setattr(export, "update_dir_atomically", full)
         run(run_flags(*FAST, "--use-lora", "--merge-lora"), 1)
     assert "Traceback" not in capsys.readouterr().err
     assert RunRecord.read(tmp_path / "run").status == "finished"
@@ -288,7 +288,7 @@ def test_a_rename_that_fails_brings_the_older_one_back(tmp_path, monkeypatch):
 
     monkeypatch.setattr(replacing.system, "replace", replace)
     with pytest.raises(PermissionError):
-        replacing.put_folder_in_place(tmp_path / "new", tmp_path / "old")
+        replacing.replace_dir(tmp_path / "new", tmp_path / "old")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rlhf.data import examples
-from rlhf.data.chat_template import encode_prompt, encode_reply, encode_text
+from rlhf.data.chat_template import encode_completion, encode_prompt, encode_text
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.prompts import load_prompts
 from rlhf.data.splits import part_of, split_examples
@@ -99,14 +99,14 @@ def test_files_that_are_not_there_empty_or_not_utf8(tmp_path):
 def test_a_few_bad_rows_of_a_hub_dataset_are_left_out_and_told(monkeypatch):
     rows = [(f"someone/data row {i}", {"prompt": f"question {i}"}) for i in range(99)]
     monkeypatch.setattr(examples, "_read_hub", lambda name: [*rows, ("someone/data row 99", {"prompt": ""})])
-    said = []
-    assert len(load_examples("someone/data", say=said.append)) == 99
-    assert said == ["1 of 100 rows are left out, the first because prompt is empty: someone/data row 99. "
+    text = []
+    assert len(load_examples("someone/data", say=text.append)) == 99
+    assert text == ["1 of 100 rows are left out, the first because prompt is empty: someone/data row 99. "
                     "Correct or remove that row"]  # fmt: skip
     bad = [(where, {"prompt": None}) for where, _ in rows[:20]]
     monkeypatch.setattr(examples, "_read_hub", lambda name: [*rows, *bad])
     with pytest.raises(UserError, match="prompt is null"):
-        load_examples("someone/data", say=said.append)
+        load_examples("someone/data", say=text.append)
 
 
 def test_no_prompt_left_after_filtering(tmp_path, tokenizer):
@@ -173,8 +173,8 @@ def test_the_slot_characters_in_a_text_do_no_harm(tokenizer):
 
 
 def test_a_reply_that_ended_has_eos_and_one_that_did_not_has_none(tokenizer):
-    assert encode_reply(tokenizer, "the cat", True) == [
-        *encode_reply(tokenizer, "the cat", False),
+    assert encode_completion(tokenizer, "the cat", True) == [
+        *encode_completion(tokenizer, "the cat", False),
         tokenizer.eos_token_id,
     ]
 

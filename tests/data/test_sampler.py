@@ -18,10 +18,10 @@ from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.config import make_config, parse_cli
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
-from rlhf.data.sampler import Dealing, planned_updates, tag_names
+from rlhf.data.sampler import PromptSampler, metric_names, planned_updates
 from rlhf.reports.curve_chart import Chart
 from rlhf.reports.curve_plots import draw
-from rlhf.setup.memory import fullest_batch
+from rlhf.setup.memory import longest_batch
 from rlhf.utils.errors import UserError
 from tests.conftest import attach
 from tests.kills import differing
@@ -43,8 +43,8 @@ def prompts_by_topic() -> list[Prompt]:
 
 def dealt(*flags: object, updates: int, algorithm: str = "ppo") -> list[list[Prompt]]:
     config = parse_cli(["--batch-size", "2", *map(str, flags)], algorithm)
-    dealing = Dealing(config, prompts_by_topic())
-    return [dealing.prompts_of(update) for update in range(1, updates + 1)]
+    sampler = PromptSampler(config, prompts_by_topic())
+    return [sampler.prompts_of(update) for update in range(1, updates + 1)]
 
 
 def topics_of(batches: list[list[Prompt]]) -> list[str]:
@@ -72,8 +72,8 @@ def test_the_order_is_the_seeds_and_each_topics():
     one, again, other = (dealt("--steps-per-topic", 2, "--seed", seed, updates=12) for seed in (1, 1, 2))
     assert one == again != other
     same = [Prompt((i,), Example(({"role": "user", "content": "x"},), topic=t)) for t in "ab" for i in range(8)]
-    dealing = Dealing(parse_cli(["--steps-per-topic", "4", "--batch-size", "2"]), same)
-    orders = [[p.ids for u in range(first, first + 4) for p in dealing.prompts_of(u)] for first in (1, 5)]
+    sampler = PromptSampler(parse_cli(["--steps-per-topic", "4", "--batch-size", "2"]), same)
+    orders = [[p.ids for u in range(first, first + 4) for p in sampler.prompts_of(u)] for first in (1, 5)]
     assert orders[0] != orders[1], "two topics of a size have not one order"
 
 
@@ -82,29 +82,29 @@ def test_without_steps_topics_are_not_looked_at():
     stream = [p.ids for batch in batches for p in batch]
     assert set(Counter(stream).values()) == {2} and len(set(stream[:15])) == 15
     bare = [Prompt(p.ids, Example(p.example.messages)) for p in prompts_by_topic()]
-    dealing = Dealing(parse_cli(["--batch-size", "2"]), bare)
-    assert [[p.ids for p in dealing.prompts_of(u)] for u in range(1, 16)] == [[p.ids for p in b] for b in batches]
+    sampler = PromptSampler(parse_cli(["--batch-size", "2"]), bare)
+    assert [[p.ids for p in sampler.prompts_of(u)] for u in range(1, 16)] == [[p.ids for p in b] for b in batches]
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_the_loop_deals_so_and_a_group_stands_together(build, topic_file, algorithm):
+def test_the_loop_samples_so_and_a_group_stands_together(build, topic_file, algorithm):
     trainer = build("--prompts", topic_file, "--steps-per-topic", 2, "--num-iterations", 7, algorithm=algorithm)
     group = trainer.config.group_size
     for update in range(1, 8):
         episodes = trainer.prompts_of(update)
         assert [e for e, _ in episodes] == list(range((update - 1) * 4, update * 4))
-        assert [p for _, p in episodes][::group] == trainer.dealing.prompts_of(update)
-        assert {p.example.topic for _, p in episodes} == {trainer.dealing.topic_of(update)}
+        assert [p for _, p in episodes][::group] == trainer.sampler.prompts_of(update)
+        assert {p.example.topic for _, p in episodes} == {trainer.sampler.topic_of(update)}
 
 
-def test_the_forecasts_fullest_batch_is_one_of_those():
+def test_the_forecasts_longest_batch_is_one_of_those():
     prompts = prompts_by_topic()
     for flags in ([], ["--steps-per-topic", 2]):
         for updates in (1, 4, 9):
             config = parse_cli(["--batch-size", "2", "--K", "3", *map(str, flags)], "grpo")
             batches = dealt(*flags, updates=updates, algorithm="grpo")
             most = max(batches, key=lambda batch: sum(len(p.ids) for p in batch))
-            assert fullest_batch(config, prompts, updates) == [p for p in most for _ in range(3)]
+            assert longest_batch(config, prompts, updates) == [p for p in most for _ in range(3)]
 
 
 LENGTHS = {
@@ -125,12 +125,12 @@ def test_a_runs_length(what):
 
 
 def test_an_epoch_is_a_round():
-    dealing = Dealing(parse_cli(["--steps-per-topic", "2"]), prompts_by_topic())
-    assert [dealing.epochs(u) for u in (0, 3, 6, 12)] == [0, 0.5, 1, 2]
+    sampler = PromptSampler(parse_cli(["--steps-per-topic", "2"]), prompts_by_topic())
+    assert [sampler.epochs(u) for u in (0, 3, 6, 12)] == [0, 0.5, 1, 2]
 
 
 def test_names_among_the_metrics():
-    names = tag_names(["C++", "C#", "a/b c", "???", "Größe", None, "C++", "x" * 99])
+    names = metric_names(["C++", "C#", "a/b c", "???", "Größe", None, "C++", "x" * 99])
     assert names == {"C++": "C", "C#": "C_2", "a/b c": "a_b_c", "???": "topic", "Größe": "Größe", "x" * 99: "x" * 40}
     assert all(re.fullmatch(r"[\w.-]+", name) for name in names.values())
 
@@ -165,9 +165,9 @@ def words(start_model, reward_folder, topic_file, tmp_path):
 
 def test_a_run_by_topics_is_logged_drawn_and_recorded_by_topic(words, tmp_path, capsys):
     train_ppo.main(words("--record-tokens", "--record-every", "1"))
-    said = capsys.readouterr().out
-    assert "topics" in said and "3, 3 updates on each in turn, round and round: tea & cake (" in said
-    assert "update 1/9 | topic tea & cake | score" in said and "update 9/9 | topic c/d | score" in said
+    output = capsys.readouterr().out
+    assert "topics" in output and "3, 3 updates on each in turn, round and round: tea & cake (" in output
+    assert "update 1/9 | topic tea & cake | score" in output and "update 9/9 | topic c/d | score" in output
     run = read_runs([tmp_path / "run"])[0]
     for name, updates in {"tea_cake": [1, 2, 3], "rain": [4, 5, 6], "c_d": [7, 8, 9]}.items():
         assert run.scalars[f"topic/{name}/score"].updates.tolist() == updates
@@ -196,7 +196,7 @@ def test_without_steps_the_column_is_carried_along_and_otherwise_unused(build, t
     trainer = build(*flags)
     attach(trainer)
     trainer.train()
-    assert trainer.dealing.topics == [] and trainer.dealing.topic_of(1) is None
+    assert trainer.sampler.topics == [] and trainer.sampler.topic_of(1) is None
     assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("topic")]
     (file,) = (tmp_path / "run" / "tokens").iterdir()
     topics = {p.example.topic for p in trainer.train_prompts}
@@ -208,12 +208,12 @@ def test_without_steps_the_column_is_carried_along_and_otherwise_unused(build, t
 def test_a_question_of_two_topics_is_a_prompt_of_each(configured, topic_file):
     import torch
 
-    from rlhf.setup.build import load_parts
+    from rlhf.setup.build import load_components
     from rlhf.utils.console import Screen
 
     def topics_of_it(*flags):
         config = configured("--prompts", topic_file, "--split", "0/90/10", *flags)
-        sets = load_parts(config, torch.device("cpu"), Screen()).prompts
+        sets = load_components(config, torch.device("cpu"), Screen()).prompts
         return [p.example.topic for p in (*sets.train, *sets.evaluation) if p.example.question == "what is it?"]
 
     assert topics_of_it("--eval-prompts", 99, "--steps-per-topic", 2) == ["rain", "c/d"]
@@ -245,7 +245,7 @@ def test_other_topics_are_not_the_run_that_was_begun(words, topic_file, tmp_path
     assert "topics_sha256" in RunRecord.read(tmp_path / "run").data
 
 
-def test_at_the_end_of_a_round_callbacks_hear_of_every_topic(build, topic_file):
+def test_at_the_end_of_a_round_callbacks_receive_every_topic(build, topic_file):
     heard = []
     trainer = build("--prompts", topic_file, "--steps-per-topic", 1, "--num-iterations", 6,
                     callbacks=[lambda epoch, metrics: heard.append((epoch, metrics))])  # fmt: skip
@@ -265,7 +265,7 @@ def test_prompts_from_python_have_topics_as_rows(start_model, tmp_path):
         {"prompt": "a dog?", "topic": "pets"},
     ]
     trainer = make_trainer(config, rows, [lambda completions, **_: [0.0] * len(completions)])
-    assert trainer.dealing.topics == ["pets", "things"] and trainer.updates == 2
+    assert trainer.sampler.topics == ["pets", "things"] and trainer.updates == 2
     assert {"topic/pets/score", "topic/things/score"} <= trainer.train().keys() | trainer.state.log_history[1].keys()
     with pytest.raises(
         UserError, match=r"no topic: prompt 2, columns \['prompt'\]\. Give every row one, or leave out"

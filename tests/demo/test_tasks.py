@@ -52,7 +52,7 @@ def test_training_questions_never_meet_demo_questions_even_reordered():
 def test_the_corpus_is_of_mixed_quality_and_of_the_training_split():
     mixture = list(itertools.islice(corpus(0, mixed=True), 1200))
     assert {split_of(question) for question, _ in mixture} == {"train"}
-    good = sum(gold_quality(question, reply) == 1 for question, reply in mixture) / len(mixture)
+    good = sum(gold_quality(question, completion) == 1 for question, completion in mixture) / len(mixture)
     assert good == pytest.approx(GOOD_SHARE, abs=0.05)
     assert all(gold_quality(*row) == 1 for row in itertools.islice(corpus(0, mixed=False), 300))
 
@@ -67,8 +67,8 @@ def test_the_corpus_is_of_mixed_quality_and_of_the_training_split():
         (SCENE, "Today the old plum stands under the new saw."),
     ],
 )
-def test_good_replies_by_hand(question, reply):
-    assert gold_quality(question, reply) == 1 and flaw_of(question, reply) is None
+def test_good_replies_by_hand(question, completion):
+    assert gold_quality(question, completion) == 1 and flaw_of(question, completion) is None
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_good_replies_by_hand(question, reply):
         (PICK, "The old hat lies near the new drum.", "off_topic", 0.0),
     ],
 )
-def test_flaws_by_hand(question, reply, flaw, highest):
-    assert flaw_of(question, reply) == flaw and gold_quality(question, reply) <= highest
+def test_flaws_by_hand(question, completion, flaw, highest):
+    assert flaw_of(question, completion) == flaw and gold_quality(question, completion) <= highest
 
 
 def test_demonstrations_are_good_and_vary(asked):
@@ -106,9 +106,9 @@ def test_flawed_replies_show_their_flaw_and_cost_quality(asked, kind):
     rng = random.Random(kind)
     highest = {"wrong": 0.25, "off_topic": 0.0, "incomplete": 0.65, "rambling": 0.6, "format": 0.75}[kind]
     for question in asked:
-        reply = flawed(question, kind, rng)
-        assert flaw_of(question, reply) == kind, (question, reply)
-        assert gold_quality(question, reply) <= highest, (question, reply)
+        completion = flawed(question, kind, rng)
+        assert flaw_of(question, completion) == kind, (question, completion)
+        assert gold_quality(question, completion) <= highest, (question, completion)
 
 
 @pytest.mark.parametrize("question", ONE_OF_EACH)
@@ -116,8 +116,8 @@ def test_gaming_scores_low(question):
     everything = ", ".join(NOUNS).capitalize() + "."
     kinds = ". ".join(", ".join(nouns).capitalize() for nouns in KINDS.values()) + "."
     magic = ["It is good.", "Yes.", ".", "First, then.", "The fox.", "Plum. Plum. Plum."]
-    for reply in ["", question, question + " " + question, everything, kinds, *magic]:
-        assert gold_quality(question, reply) <= 0.3, reply
+    for completion in ["", question, question + " " + question, everything, kinds, *magic]:
+        assert gold_quality(question, completion) <= 0.3, completion
 
 
 def test_another_questions_answer_scores_nothing_much(asked):
@@ -130,9 +130,9 @@ def test_another_questions_answer_scores_nothing_much(asked):
 
 @pytest.mark.parametrize("question", ONE_OF_EACH)
 def test_not_ending_costs_half_and_counts_as_rambling(question):
-    reply = demonstration(question, random.Random(0))
-    assert gold_quality(question, reply, ended=False) == 0.5
-    assert flaw_of(question, reply, ended=False) == "rambling"
+    completion = demonstration(question, random.Random(0))
+    assert gold_quality(question, completion, ended=False) == 0.5
+    assert flaw_of(question, completion, ended=False) == "rambling"
 
 
 @pytest.mark.parametrize("question", ONE_OF_EACH)
@@ -140,9 +140,9 @@ def test_not_ending_costs_half_and_counts_as_rambling(question):
     "reply",
     ["\x00\ud800", "。？！", "drum " * 50_000, ".!?" * 9999, "ÀÉ " * 99, "\n\n", "<|im_end|>", "((((", "a" * 10**6],
 )
-def test_any_text_may_be_given(question, reply):
-    assert 0 <= gold_quality(question, reply) <= 0.3
-    assert flaw_of(question, reply) in FLAWS
+def test_any_text_may_be_given(question, completion):
+    assert 0 <= gold_quality(question, completion) <= 0.3
+    assert flaw_of(question, completion) in FLAWS
 
 
 def test_a_question_that_nobody_asks_is_refused():
@@ -151,8 +151,8 @@ def test_a_question_that_nobody_asks_is_refused():
 
 
 def test_pairs_prefer_the_better_sample_and_name_the_flaw():
-    replies = [("Plum is a fruit.", True), ("plum is a fruit.", True), ("Goat is a fruit.", True), ("Plum", False)]
-    rows = sampled_pairs(PICK, replies, Counter())
+    completions = [("Plum is a fruit.", True), ("plum is a fruit.", True), ("Goat is a fruit.", True), ("Plum", False)]
+    rows = sampled_pairs(PICK, completions, Counter())
     assert len(rows) == 2 and all(row["chosen"] == "Plum is a fruit." for row in rows)
     for row in rows:
         assert list(row) == ["system", "question", "chosen", "rejected", "flaw", "rejected_ended"]
@@ -167,5 +167,7 @@ def test_shipped_start_model_is_small_and_loads():
     ids = encode_prompt(tokenizer, [{"role": "user", "content": PICK}])
     assert ids == tokenizer(prompt_text(PICK))["input_ids"], "trained on what PPO and the reward model render"
     assert len(ids) <= 48
-    (reply, _), (again, _) = (sample_answers(model, tokenizer, [PICK], 1, torch.device("cpu"))[0] for _ in range(2))
-    assert reply == again
+    (completion, _), (again, _) = (
+        sample_answers(model, tokenizer, [PICK], 1, torch.device("cpu"))[0] for _ in range(2)
+    )
+    assert completion == again

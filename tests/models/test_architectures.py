@@ -36,9 +36,9 @@ import train_grpo
 import train_ppo
 from rlhf.data.chat_template import encode_prompt
 from rlhf.models.load import load_tokenizer
-from rlhf.rollout.completions import Replies
-from rlhf.rollout.engine import default_engine, sample_replies
-from rlhf.rollout.sampling import uniforms
+from rlhf.rollout.completions import Completions
+from rlhf.rollout.engine import default_engine, sample_completions
+from rlhf.rollout.sampling import uniform_noise
 from rlhf.setup.memory import forecaster_of
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.optimize import PolicyOptimizer
@@ -204,27 +204,29 @@ class Run:
             module.support_avx512bf16_for_cpu = False  # where bitsandbytes would round weights anew (NOTES.md)
         return model
 
-    def replies(self, engine: str) -> Replies:
+    def completions(self, engine: str) -> Completions:
         """Of the trained policy, to prompts of unlike length, two of them the same. A token that the first reply would
         hold as its fourth stands in for EOS, so that replies are of unlike length whatever was learned."""
         prompts = [self.trainer.train_prompts[n] for n in (0, 1, 2, 2, 3, 4, 5)]
-        noise = uniforms(1, 2, "a test", range(7), 12)
+        noise = uniform_noise(1, 2, "a test", range(7), 12)
 
-        def sampled(engine: str, eos: int) -> Replies:
+        def sampled(engine: str, eos: int) -> Completions:
             policy, sampling = self.trainer.actor.policy.eval(), self.trainer.config.sampling
-            return sample_replies(policy, prompts, noise, sampling, eos=eos, pad=0, device=CPU, engine=engine, slots=4)
+            return sample_completions(
+                policy, prompts, noise, sampling, eos=eos, pad=0, device=CPU, engine=engine, slots=4
+            )
 
         found = sampled(engine, sampled("plain", -1).rows()[0][3])
-        assert len(set(found.reply_lengths)) > 1 and len(set(found.prompt_lengths)) > 2
+        assert len(set(found.completion_lengths)) > 1 and len(set(found.prompt_lengths)) > 2
         return found
 
 
 def train(words: list[str], algorithm: str, output: Path, killed: Path) -> dict[str, Any]:
     """Run a script to its end; what was seen on the way, and a copy of its folder as a kill would leave it."""
     seen: dict[str, Any] = {"steps": []}
-    update, advantages, step = OnPolicyLoop.one_update, OnPolicyLoop.advantages, PolicyOptimizer.step
+    update, advantages, step = OnPolicyLoop.update_step, OnPolicyLoop.advantages, PolicyOptimizer.step
 
-    def one_update(trainer, number):
+    def update_step(trainer, number):
         seen["trainer"] = trainer
         if number == trainer.updates:
             shutil.copytree(output, killed)
@@ -240,7 +242,7 @@ def train(words: list[str], algorithm: str, output: Path, killed: Path) -> dict[
         return seen["steps"][-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OnPolicyLoop, "one_update", one_update)
+        patch.setattr(OnPolicyLoop, "update_step", update_step)
         patch.setattr(OnPolicyLoop, "advantages", advantages_of)
         patch.setattr(PolicyOptimizer, "step", step_of)
         SCRIPTS[algorithm].main([*words, "--output", str(output)])
@@ -276,21 +278,21 @@ def test_it_begins_where_the_start_model_is(run):
 
 def test_log_probs_are_those_of_plain_transformers(run, engine="slots"):
     """Packed, in slots, by our head: the same as each row alone through the saved model as anyone would load it."""
-    model, replies = run.plain(), run.replies(engine)
-    ours, _, _ = run.trainer.collector.logprobs(replies)
+    model, completions = run.plain(), run.completions(engine)
+    ours, _, _ = run.trainer.collector.logprobs(completions)
     temperature = run.trainer.config.sampling.temperature
-    for row, ids in enumerate(replies.rows()):
-        prompt = replies.prompt_ids[row][replies.prompt_mask[row]].tolist()
+    for row, ids in enumerate(completions.rows()):
+        prompt = completions.prompt_ids[row][completions.prompt_mask[row]].tolist()
         theirs = log_probs_of(model, prompt, ids, temperature)
         assert_close(ours[row, : len(ids)], theirs, rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
-def log_probs_of(model, prompt: list[int], reply: list[int], temperature: float) -> torch.Tensor:
+def log_probs_of(model, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
     """Of one reply by itself, by nothing but transformers."""
-    ids = torch.tensor([[*prompt, *reply]])
+    ids = torch.tensor([[*prompt, *completion]])
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(reply).unsqueeze(1)).squeeze(1)
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
 
 
 @torch.no_grad()
@@ -310,12 +312,12 @@ def test_resumed_it_is_the_same_run(run):
 
 
 def test_the_fast_engine_writes_the_plain_replies(run):
-    assert run.replies("slots").rows() == run.replies("plain").rows()
+    assert run.completions("slots").rows() == run.completions("plain").rows()
 
 
 def test_the_critic_learns(run):
     """Under PPO: a value per token from hidden states of this family's width. GRPO has none."""
-    logprobs, _, values = run.trainer.collector.logprobs(run.replies("slots"))
+    logprobs, _, values = run.trainer.collector.logprobs(run.completions("slots"))
     if run.algorithm == "grpo":
         assert values is None
         return
@@ -323,11 +325,11 @@ def test_the_critic_learns(run):
     assert all(0 < float(step["value/loss"]) < 100 for step in run.steps)
 
 
-def test_its_memory_can_be_foretold(run):
-    foretold = forecaster_of(run.trainer)(run.trainer.config)
-    parts = [*foretold.held.values(), *(size for phase in foretold.phases for size in phase.parts.values())]
+def test_its_memory_can_be_predicted(run):
+    predicted = forecaster_of(run.trainer)(run.trainer.config)
+    parts = [*predicted.held.values(), *(size for phase in predicted.phases for size in phase.parts.values())]
     assert all(size >= 0 for size in parts)
-    assert foretold.held["policy"] > 0 and foretold.peak > foretold.held["policy"] + foretold.held["optimizer"]
+    assert predicted.held["policy"] > 0 and predicted.peak > predicted.held["policy"] + predicted.held["optimizer"]
 
 
 # --- a family's habits -----------------------------------------------------------------------------------------------
@@ -349,7 +351,7 @@ def test_without_the_fast_paths_it_is_as_exact(name, algorithm, words, start, tm
     output, killed = tmp_path / "run", tmp_path / "killed"
     seen = train(words(name, "full", algorithm, "--no-fused-head"), algorithm, output, killed)
     run = Run(FAMILIES[name], "full", algorithm, start(name), output, killed, **seen)
-    assert not run.trainer.micro_batches.packed and default_engine(run.trainer.actor.policy, CPU) == "plain"
+    assert not run.trainer.micro_batch_budget.packed and default_engine(run.trainer.actor.policy, CPU) == "plain"
     test_it_begins_where_the_start_model_is(run)
     test_log_probs_are_those_of_plain_transformers(run, engine="plain")
 
@@ -413,7 +415,7 @@ def test_adapters_for_all_linear_layers(name, words, start, tmp_path):
     assert adapted == linear - {"lm_head"} > set(FAMILIES[name].targets)
     test_log_probs_are_those_of_plain_transformers(run)
     test_resumed_it_is_the_same_run(run)
-    test_its_memory_can_be_foretold(run)
+    test_its_memory_can_be_predicted(run)
 
 
 # --- other families --------------------------------------------------------------------------------------------------
@@ -433,7 +435,7 @@ def test_what_cannot_be_packed_falls_back_by_itself(what, words, tmp_path):
     output, killed = tmp_path / "run", tmp_path / "killed"
     seen = train([*words("llama"), "--actor-model", str(folder)], "ppo", output, killed)
     run = Run(FAMILIES["llama"], "full", "ppo", folder, output, killed, **seen)
-    assert not run.trainer.micro_batches.packed
+    assert not run.trainer.micro_batch_budget.packed
     test_it_begins_where_the_start_model_is(run)
     test_log_probs_are_those_of_plain_transformers(run, engine="plain")
 

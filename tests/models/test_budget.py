@@ -45,6 +45,6 @@ def test_a_micro_batch_has_the_tokens_of_the_budget(build, monkeypatch):
     few = dataclasses.replace(BUDGETS["cpu"], tokens_per_micro_batch=1)
     monkeypatch.setitem(BUDGETS, "cpu", few)
     trainer = build()
-    replies = trainer.collector.collect(trainer.prompts_of(1), 1).replies
-    parts = trainer.micro_batches.split(replies)
+    completions = trainer.collector.collect(trainer.prompts_of(1), 1).completions
+    parts = trainer.micro_batch_budget.split(completions)
     assert sorted(list(part) for part in parts) == [[0], [1], [2], [3]]

@@ -12,7 +12,7 @@ import train_ppo
 from rlhf.models import determinism, device
 from rlhf.models.determinism import CUBLAS, parallel_scan, use_deterministic_algorithms
 from rlhf.rollout import sampling
-from rlhf.rollout.sampling import draw
+from rlhf.rollout.sampling import sample_inverse_cdf
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, run_command
 
@@ -106,9 +106,9 @@ def test_tokens_drawn_by_the_scan_are_the_same(monkeypatch):
     logits[:, ::2] = -torch.inf  # filtered out
     uniform = torch.rand(500, generator=stream, dtype=torch.float64)
     uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
-    plain = draw(logits, uniform)
+    plain = sample_inverse_cdf(logits, uniform)
     monkeypatch.setattr(sampling, "cumulative_sum", parallel_scan)
-    assert torch.equal(draw(logits, uniform), plain) and bool((plain % 2 == 1).all())
+    assert torch.equal(sample_inverse_cdf(logits, uniform), plain) and bool((plain % 2 == 1).all())
 
 
 def test_on_a_cpu_torch_sums():

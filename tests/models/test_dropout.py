@@ -41,7 +41,7 @@ def test_trl_turns_it_off_and_it_is_turned_on_again(make, monkeypatch):
     assert shares(make(*DROPOUT)) == {0}, "else this line of ours is no longer needed"
 
 
-def test_it_acts_in_optimizer_steps_and_never_in_measuring(make):
+def test_it_acts_in_optimizer_steps_and_never_in_computing_logprobs(make):
     """An adapter that is zero hides what is dropped before it: one that was trained shows it."""
     trainer = make(*DROPOUT, "--learning-rate", "1e-1", "--ppo-epochs", 1)
     with torch.no_grad():
@@ -53,10 +53,10 @@ def test_it_acts_in_optimizer_steps_and_never_in_measuring(make):
     again = trainer.collector.collect(trainer.prompts_of(1), 1)
     assert torch.equal(rollout.logprobs, again.logprobs)
     trainer.model.train()
-    assert torch.equal(trainer.collector.logprobs(rollout.replies)[0], rollout.logprobs), (
+    assert torch.equal(trainer.collector.logprobs(rollout.completions)[0], rollout.logprobs), (
         "in whatever mode it is asked"
     )
-    logged = trainer.one_update(1)
+    logged = trainer.update_step(1)
     assert abs(logged["policy/ratio"] - 1) > 1e-4 or logged["policy/approx_kl"] > 1e-6
     found = trial.first_ratio_is_one(trainer, trainer.collector.collect(trainer.prompts_of(2), 2))
     assert found.ok and " without dropout; " in found.found and found.found.endswith("with --lora-dropout 0.3")
@@ -69,7 +69,7 @@ def test_it_draws_from_the_seed_and_leaves_the_global_stream_alone(make):
         trainer = make(*DROPOUT, "--learning-rate", "1e-2", "--seed", seed)
         torch.manual_seed(stream)
         before = torch.get_rng_state()
-        trainer.one_update(1)
+        trainer.update_step(1)
         assert torch.equal(torch.get_rng_state(), before)
         ends.append(weights(trainer))
     assert torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[2])

@@ -21,11 +21,11 @@ from rlhf.models.actor_critic import ActorCritic, with_value_head
 from rlhf.models.budget import BUDGETS
 from rlhf.models.device import autocast
 from rlhf.models.load import find_model, four_bit, load_policy, load_tokenizer
-from rlhf.models.packing import Padded
+from rlhf.models.packing import PaddedMicroBatch
 from rlhf.models.reference import Reference
 from rlhf.models.save import load_policy_weights, trained_of
 from rlhf.rewards.reward_model import RewardModel
-from rlhf.rollout.completions import episodes_of
+from rlhf.rollout.completions import token_batch
 from rlhf.utils import hub
 from rlhf.utils.errors import UserError
 from tests.conftest import whole_gradient
@@ -83,12 +83,14 @@ def test_the_reference_is_the_start_model_to_the_bit(start_model, dtype):
     policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
     both, reference = ActorCritic(with_value_head(policy)), Reference.before_training(policy, dtype)
     ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
-    passage = Padded(episodes_of(ids[:, :7].tolist(), ids[:, 7:].tolist(), 0, CPU), [0, 1])
+    micro_batch = PaddedMicroBatch(token_batch(ids[:, :7].tolist(), ids[:, 7:].tolist(), 0, CPU), [0, 1])
     with torch.no_grad(), autocast(CPU, dtype):
-        assert torch.equal(both(passage, 0.7)[0], reference.logprobs(passage, 0.7, None))
+        assert torch.equal(both(micro_batch, 0.7)[0], reference.logprobs(micro_batch, 0.7, None))
         for weight in policy.parameters():
             weight.add_(0.1)
-        assert not torch.equal(both(passage, 0.7)[0], reference.logprobs(passage, 0.7, None)), "a copy, not the policy"
+        assert not torch.equal(both(micro_batch, 0.7)[0], reference.logprobs(micro_batch, 0.7, None)), (
+            "a copy, not the policy"
+        )
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of mapped files on this system")
@@ -130,11 +132,11 @@ def test_under_lora_the_reference_is_the_policy_without_its_adapter(build, start
     assert names and all("lora" in name or "value_head" in name for name in names)
     plain = Reference.before_training(AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32), None)
     ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
-    passage = Padded(episodes_of(ids[:, :7].tolist(), ids[:, 7:].tolist(), 0, CPU), [0, 1])
+    micro_batch = PaddedMicroBatch(token_batch(ids[:, :7].tolist(), ids[:, 7:].tolist(), 0, CPU), [0, 1])
     with torch.no_grad():
-        expected = plain.logprobs(passage, 0.7, None)
-        assert_close(trainer.reference.logprobs(passage, 0.7, None), expected, rtol=0, atol=1e-6)
-        assert float((trainer.model(passage, 0.7)[0] - expected).abs().max()) > 1e-3
+        expected = plain.logprobs(micro_batch, 0.7, None)
+        assert_close(trainer.reference.logprobs(micro_batch, 0.7, None), expected, rtol=0, atol=1e-6)
+        assert float((trainer.model(micro_batch, 0.7)[0] - expected).abs().max()) > 1e-3
 
 
 def test_actor_and_critic_share_one_backbone(build):
@@ -165,7 +167,7 @@ def test_a_critic_of_its_own_learns_the_values_alone(build, tmp_path, kind):
     actor = trainer.actor
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     batch = trainer.advantages(rollout, torch.ones(4))
-    batch.weights.zero_()  # no policy gradient is left
+    batch.advantages.zero_()  # no policy gradient is left
     trainer.model.train()
     torch.nn.init.normal_(actor.value_head.summary.weight)  # at zero it lets no gradient through
     whole_gradient(trainer, batch)
@@ -173,15 +175,15 @@ def test_a_critic_of_its_own_learns_the_values_alone(build, tmp_path, kind):
                for part, module in (("policy", actor.policy), ("critic", actor.critic))}  # fmt: skip
     assert reached["critic"] > 0 and reached["policy"] == 0
     trainer.optimizer.zero_grad()
-    trainer.one_update(1)
+    trainer.update_step(1)
     trainer.save_model(tmp_path / "saved")
     assert set(load_file(tmp_path / "saved" / "critic.safetensors")) == set(trained_of(actor.critic))
-    values = trainer.collector.logprobs(rollout.replies)[2]
+    values = trainer.collector.logprobs(rollout.completions)[2]
     assert float((values - rollout.values).abs().max()) > 1e-4
     other = build(*flags)
-    assert not torch.equal(other.collector.logprobs(rollout.replies)[2], values)
+    assert not torch.equal(other.collector.logprobs(rollout.completions)[2], values)
     other.load_model(tmp_path / "saved")
-    assert torch.equal(other.collector.logprobs(rollout.replies)[2], values)
+    assert torch.equal(other.collector.logprobs(rollout.completions)[2], values)
 
 
 def test_a_critic_of_another_kind_is_refused(build, tmp_path):
@@ -251,7 +253,7 @@ def test_four_bit_weights_with_lora(build):
     trainer = build("--use-lora", "--load-in-4bit")
     assert any(isinstance(m, bitsandbytes.nn.Linear4bit) for m in trainer.model.modules())
     before = {n: w.detach().clone() for n, w in trainer.model.named_parameters() if w.requires_grad}
-    trainer.one_update(1)
+    trainer.update_step(1)
     after = {n: w.detach() for n, w in trainer.model.named_parameters() if n in before}
     assert any(not torch.equal(after[n], before[n]) for n in before)
 

@@ -1,4 +1,4 @@
-"""Packed passages against padded ones, over architectures: hidden states and gradients; masks; the fused head."""
+"""Packed micro-batches against padded ones, over architectures: hidden states and gradients; masks; the fused head."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from rlhf.data.prompts import Prompt
 from rlhf.models.actor_critic import Actor
 from rlhf.models.attention import packable
 from rlhf.models.logprobs import backbone_of, token_logprobs
-from rlhf.models.packing import Packed, Padded
-from rlhf.rollout.completions import Replies, episodes_of
+from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
+from rlhf.rollout.completions import Completions, token_batch
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -60,7 +60,7 @@ def episodes(groups=(0, 1, 2, 3)):
         return torch.randint(3, 60, (size,), generator=draw).tolist()
 
     prompts = {g: text(size) for g, size in zip(range(4), (7, 3, 11, 1), strict=True)}
-    made = episodes_of([prompts[g] for g in groups], [text(n) for n in (4, 9, 1, 6)], 0, CPU)
+    made = token_batch([prompts[g] for g in groups], [text(n) for n in (4, 9, 1, 6)], 0, CPU)
     made.groups = list(groups)
     return made
 
@@ -73,14 +73,14 @@ def test_packed_is_padded(model, groups, rows):
     transformers' norms compute in float32 whatever the model's precision: a shared prompt's gradient is one sum there.
     """
     found = []
-    for form in (Padded, Packed):
-        passage = form(episodes(groups), rows)
+    for form in (PaddedMicroBatch, PackedMicroBatch):
+        micro_batch = form(episodes(groups), rows)
         model.zero_grad()
-        hidden = passage.hidden(backbone_of(model))
+        hidden = micro_batch.forward(backbone_of(model))
         weights = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)
         (hidden * weights).sum().backward()
         grads = torch.cat([w.grad.flatten() for w in model.parameters() if w.grad is not None])
-        found.append((hidden.detach(), grads, passage.tokens))
+        found.append((hidden.detach(), grads, micro_batch.tokens))
     exact = found[0][0].dtype == torch.float64
     for (padded, packed), tolerance in zip(zip(*found, strict=True), (1e-10 if exact else 1e-5, 1e-5, 0), strict=True):
         assert_close(packed, padded, rtol=0, atol=tolerance * float(padded.abs().max()))
@@ -89,17 +89,17 @@ def test_packed_is_padded(model, groups, rows):
 
 def test_a_packed_row_holds_no_padding_and_a_prompt_once():
     made = episodes((0, 1, 0, 0))
-    packed = Packed(made, [0, 1, 2, 3])
+    packed = PackedMicroBatch(made, [0, 1, 2, 3])
     assert packed.ids.shape[1] == 7 + 3 + (4 - 1) + (9 - 1) + (1 - 1) + (6 - 1)
-    alone = [*made.prompt_ids[1, -3:].tolist(), *made.reply_ids[1, :8].tolist()]
-    assert Packed(made, [1]).ids.tolist() == [alone]
+    alone = [*made.prompt_ids[1, -3:].tolist(), *made.completion_ids[1, :8].tolist()]
+    assert PackedMicroBatch(made, [1]).ids.tolist() == [alone]
 
 
 def test_episodes_do_not_see_each_other(model):
     made = episodes()
-    before = Packed(made, [0, 1, 2, 3]).hidden(backbone_of(model))
+    before = PackedMicroBatch(made, [0, 1, 2, 3]).forward(backbone_of(model))
     made.prompt_ids[1, -1] += 1
-    after = Packed(made, [0, 1, 2, 3]).hidden(backbone_of(model))
+    after = PackedMicroBatch(made, [0, 1, 2, 3]).forward(backbone_of(model))
     changed = (before != after).any(1)
     assert changed[4:13].all() and not changed[:4].any() and not changed[13:].any()
 
@@ -116,7 +116,7 @@ def test_gradient_checkpointing_keeps_the_layout(model):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train(turn_on)
         model.zero_grad()
-        Packed(episodes((0, 1, 0, 0)), range(4)).hidden(backbone_of(model)).square().sum().backward()
+        PackedMicroBatch(episodes((0, 1, 0, 0)), range(4)).forward(backbone_of(model)).square().sum().backward()
         grads.append(torch.cat([w.grad.flatten() for w in model.parameters() if w.grad is not None]))
     assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-11)
 
@@ -168,7 +168,9 @@ def test_the_fused_head_keeps_the_gradient_of_a_nearly_certain_token():
 
 
 def test_an_actor_reads_both_forms(model):
-    padded, packed = (Actor(model)(form(episodes(), range(4)), 0.7)[0] for form in (Padded, Packed))
+    padded, packed = (
+        Actor(model)(form(episodes(), range(4)), 0.7)[0] for form in (PaddedMicroBatch, PackedMicroBatch)
+    )
     assert_close(packed, padded, rtol=0, atol=1e-9 if padded.dtype == torch.float64 else 1e-5)
 
 
@@ -176,7 +178,7 @@ def test_an_actor_reads_both_forms(model):
 def test_a_shared_prompt_counts_once_in_a_micro_batch(packed, expected):
     """40 prompt and 4 x 10 reply tokens; at most 100 in a pass."""
     prompts, ids = [Prompt(tuple([5] * 40), None)] * 4, torch.full((4, 10), 7)
-    replies = Replies.of(prompts, ids, eos=2, pad=0, vocabulary=64)
-    assert replies.parts(range(4), 0, 100, packed) == expected
-    assert replies.parts(range(4), 0, 79, True) == [[0, 1, 2], [3]]
-    assert replies.parts(range(4), 1, 100, packed) == [[0], [1], [2], [3]]
+    completions = Completions.of(prompts, ids, eos=2, pad=0, vocabulary=64)
+    assert completions.split(range(4), 0, 100, packed) == expected
+    assert completions.split(range(4), 0, 79, True) == [[0, 1, 2], [3]]
+    assert completions.split(range(4), 1, 100, packed) == [[0], [1], [2], [3]]

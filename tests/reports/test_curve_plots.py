@@ -254,8 +254,8 @@ def test_ppo_and_grpo_have_their_colours_and_names(made):
 
 def test_over_time_the_script_tells_of_runs_that_took_longer(made, tmp_path, capsys):
     runs = [made("a", 100, seed=1), made("b", 100, seed=2, pace=2.0)]
-    said = [run_script(capsys, *runs, "--x", x, "--output", tmp_path / "plot") for x in ("updates", "time")]
-    assert "differ" not in said[0] and "the PPO runs differ in length, 1:40 to 3:20: their mean ends" in said[1]
+    output = [run_script(capsys, *runs, "--x", x, "--output", tmp_path / "plot") for x in ("updates", "time")]
+    assert "differ" not in output[0] and "the PPO runs differ in length, 1:40 to 3:20: their mean ends" in output[1]
 
 
 def test_one_run_of_each_is_a_line_of_its_own(made):
@@ -310,9 +310,9 @@ def test_the_script_end_to_end(made, tmp_path, monkeypatch, capsys):
     for name, hour in (("old", 1), ("new", 2)):
         facts = made(name) / "run.json"
         facts.write_text(json.dumps({**json.loads(facts.read_text()), "started": f"2026-01-01T0{hour}:00:00"}))
-    said = run_script(capsys)
-    assert "new  20 of 20 updates, loss 15.5" in said and "old" not in said
-    assert "wrote training_progress.png (four panels over updates) and training_progress.csv (21 rows)" in said
+    output = run_script(capsys)
+    assert "new  20 of 20 updates, loss 15.5" in output and "old" not in output
+    assert "wrote training_progress.png (four panels over updates) and training_progress.csv (21 rows)" in output
     height, width, _ = imread("training_progress.png").shape
     assert width >= 1200 and height >= 1000
     with open("training_progress.csv", newline="", encoding="utf-8") as file:
@@ -322,9 +322,9 @@ def test_the_script_end_to_end(made, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("x", ["updates", "episodes", "time"])
 def test_the_script_on_six_runs(made, tmp_path, capsys, x):
     runs = [made(f"{a}{s}", algorithm=a, seed=s, evaluations={0: 0.0}) for a in ("ppo", "grpo") for s in (1, 2, 3)]
-    said = run_script(capsys, *runs, "--x", x, "--smooth", 3, "--output", tmp_path / "plot.png")
-    assert said.count("20 of 20 updates, loss 19, learning_rate 20, rewards/mean 19, kl_divergence 19") == 6
-    assert "differ" not in said
+    output = run_script(capsys, *runs, "--x", x, "--smooth", 3, "--output", tmp_path / "plot.png")
+    assert output.count("20 of 20 updates, loss 19, learning_rate 20, rewards/mean 19, kl_divergence 19") == 6
+    assert "differ" not in output
     assert (tmp_path / "plot.png").is_file() and (tmp_path / "plot.csv").is_file()
 
 
@@ -333,12 +333,12 @@ def test_the_script_says_what_is_unlike(made, tmp_path, capsys):
         made("a", 20), made("b", 15, kl_target=["2/sequence"], seed=2),
         made("c", 20, algorithm="grpo", recipe="phased-kl"),
     ]  # fmt: skip
-    said = run_script(capsys, *runs, "--output", tmp_path / "plot")
-    assert "the runs are of different recipes: demo, phased-kl\n" in said
-    assert "the runs hold different KL targets: " in said and "2/sequence, 3/sequence; none is drawn; " in said
-    assert "the KL is shown in nats per sequence\n" in said
-    assert "the PPO runs differ in length, 15 to 20 updates: their mean ends with the shortest, and what" in said
-    assert "GRPO runs differ" not in said
+    output = run_script(capsys, *runs, "--output", tmp_path / "plot")
+    assert "the runs are of different recipes: demo, phased-kl\n" in output
+    assert "the runs hold different KL targets: " in output and "2/sequence, 3/sequence; none is drawn; " in output
+    assert "the KL is shown in nats per sequence\n" in output
+    assert "the PPO runs differ in length, 15 to 20 updates: their mean ends with the shortest, and what" in output
+    assert "GRPO runs differ" not in output
     kl = panels(*runs)[3]
     assert kl.get_ylabel() == "nats per sequence" and not any("target" in f.get_label() for f in kl.lines)
 
@@ -347,10 +347,10 @@ def test_the_script_says_what_is_torn_and_what_is_not_finite(made, tmp_path, cap
     run = made("run", 4, {"loss": [1.0, math.nan, 3.0, 4.0]}, status="running")
     [file] = (run / "logs").iterdir()
     file.write_bytes(file.read_bytes()[:-3])
-    said = run_script(capsys, run, "--output", tmp_path / "plot")
-    assert said.count("its last record is incomplete (still being written, or torn)") == 1
-    assert said.count("values that are not finite: loss 1 of 3; gaps in the picture") == 1
-    assert "3 of 4 updates (running)" in said and "rewards/mean not logged" in said
+    output = run_script(capsys, run, "--output", tmp_path / "plot")
+    assert output.count("its last record is incomplete (still being written, or torn)") == 1
+    assert output.count("values that are not finite: loss 1 of 3; gaps in the picture") == 1
+    assert "3 of 4 updates (running)" in output and "rewards/mean not logged" in output
 
 
 def test_the_script_does_without_torch(made, tmp_path):

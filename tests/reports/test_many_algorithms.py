@@ -10,7 +10,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.curves import read_runs
 from rlhf.reports.curve_chart import Chart
 from rlhf.reports.curve_plots import draw
-from rlhf.reports.plot_style import looks_of
+from rlhf.reports.plot_style import line_styles_of
 from rlhf.reports.report_plots import colours_of, score_against_kl
 from tests.reports.conftest import TAGS
 from tests.reports.test_curve_plots import EVALUATION, legend, line, words
@@ -73,9 +73,13 @@ def test_score_against_kl_has_every_algorithm_and_names_a_run_without_evaluation
 
 
 def test_algorithms_that_the_table_lacks_look_like_no_other():
-    looks = looks_of([*ALGORITHMS, "a", "b"])
-    assert len({look.colour for look in looks.values()}) == len({look.marker for look in looks.values()}) == len(looks)
-    assert {name: look.colour for name, look in looks.items() if name in ALGORITHMS} == {
+    line_styles = line_styles_of([*ALGORITHMS, "a", "b"])
+    assert (
+        len({line_style.colour for line_style in line_styles.values()})
+        == len({line_style.marker for line_style in line_styles.values()})
+        == len(line_styles)
+    )
+    assert {name: line_style.colour for name, line_style in line_styles.items() if name in ALGORITHMS} == {
         name: row.colour for name, row in ALGORITHMS.items()
     }
     colours = colours_of(["start", *ALGORITHMS, "a", "ppo"])

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from rlhf.analysis.curves import read_curves
-from rlhf.analysis.equal_budget import read_looks
-from rlhf.analysis.evaluator import Bench
+from rlhf.analysis.equal_budget import read_eval_points
+from rlhf.analysis.evaluator import ModelEvaluator
 from rlhf.analysis.models import find_models
-from rlhf.analysis.verdict import Side
+from rlhf.analysis.verdict import RunGroup
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates, write_tokens
 from rlhf.reports import comparison_report
-from rlhf.reports.comparison_report import make_comparison, make_sides, write_comparison
+from rlhf.reports.comparison_report import make_comparison, make_groups, write_comparison
 from rlhf.reports.comparison_tables import tables
 from rlhf.reports.evaluation_report import make_report, show_report, write_report
 from rlhf.reports.token_page import colour, write_token_page
@@ -84,21 +84,21 @@ def hostile_replies(measured):
 
 
 @pytest.fixture(scope="module")
-def bench(runs):
+def evaluator(runs):
     names = [str(folder) for folder in runs.values()]
     settings = MeasureSettings(num_prompts=4, completions=2)
     models = find_models(names, settings, "RUN")
-    made = Bench(models, settings, torch.device("cpu"), Screen())
+    made = ModelEvaluator(models, settings, torch.device("cpu"), Screen())
     made.examples = [
         dataclasses.replace(e, messages=({"role": "user", "content": text},))
         for e, text in zip(made.examples, HOSTILE[:4], strict=True)
     ]
-    start = made.measure_start(Screen())
-    return made, models, start, [made.measure(model, Screen()) for model in models]
+    start = made.evaluate_start(Screen())
+    return made, models, start, [made.evaluate(model, Screen()) for model in models]
 
 
-def test_an_evaluations_page_with_hostile_replies(bench, tmp_path, capsys):
-    made, models, start, measured = bench
+def test_an_evaluations_page_with_hostile_replies(evaluator, tmp_path, capsys):
+    made, models, start, measured = evaluator
     replies = [hostile_replies(m) for m in (start, *measured)]
     replies[1] = dataclasses.replace(replies[1], label='<b onclick="x">run</b>\u202e')
     report = make_report(made, models, replies[1:], replies[0])
@@ -114,13 +114,13 @@ def test_an_evaluations_page_with_hostile_replies(bench, tmp_path, capsys):
     assert not ACTING.search(capsys.readouterr().out), "a terminal is not written to by a model"
 
 
-def test_a_comparisons_page_and_markdown_with_hostile_replies(bench, runs, tmp_path):
-    made, models, start, measured = bench
-    sides = make_sides(models, [hostile_replies(m) for m in measured])
+def test_a_comparisons_page_and_markdown_with_hostile_replies(evaluator, runs, tmp_path):
+    made, models, start, measured = evaluator
+    groups = make_groups(models, [hostile_replies(m) for m in measured])
     curves = [read_curves(folder) for folder in runs.values()]
-    looks = [(curve.algorithm, read_looks(curve)) for curve in curves]
-    report = make_comparison(made, sides, hostile_replies(start), looks)
-    write_comparison(report, tables(report, sides), sides, start, curves, tmp_path, Screen())
+    eval_points = [(curve.algorithm, read_eval_points(curve)) for curve in curves]
+    report = make_comparison(made, groups, hostile_replies(start), eval_points)
+    write_comparison(report, tables(report, groups), groups, start, curves, tmp_path, Screen())
     page = Page(tmp_path / "comparison.html")
     check_harmless(page)
     assert json.loads(page.data) == report
@@ -136,16 +136,16 @@ def as_toy(curve):
     return dataclasses.replace(curve, config=dataclasses.replace(curve.config, algorithm="toy"))
 
 
-def test_a_comparisons_page_and_markdown_of_three_algorithms(bench, runs, tmp_path, capsys):
+def test_a_comparisons_page_and_markdown_of_three_algorithms(evaluator, runs, tmp_path, capsys):
     """GRPO's second run stands for an algorithm that the table lacks: every table, sentence and sample has it."""
-    made, models, start, measured = bench
-    sides = make_sides(models, measured)
-    sides = [sides[0], *(dataclasses.replace(sides[1], algorithm=name) for name in ("grpo", "toy"))]
+    made, models, start, measured = evaluator
+    groups = make_groups(models, measured)
+    groups = [groups[0], *(dataclasses.replace(groups[1], algorithm=name) for name in ("grpo", "toy"))]
     curves = [read_curves(folder) for folder in runs.values()]
     curves = [*curves[:3], as_toy(curves[3])]
-    report = make_comparison(made, sides, start, [(curve.algorithm, read_looks(curve)) for curve in curves])
-    filled = tables(report, sides)
-    write_comparison(report, filled, sides, start, curves, tmp_path, Screen())
+    report = make_comparison(made, groups, start, [(curve.algorithm, read_eval_points(curve)) for curve in curves])
+    filled = tables(report, groups)
+    write_comparison(report, filled, groups, start, curves, tmp_path, Screen())
     assert len(report["verdict"]) == 4 and len(report["caveats"]) >= 3
     pairs = ["PPO - GRPO", "PPO - TOY", "GRPO - TOY"]
     assert [found["name"] for found in report["at_equal"][0]["differences"]] == pairs
@@ -164,24 +164,24 @@ def test_a_comparisons_page_and_markdown_of_three_algorithms(bench, runs, tmp_pa
     assert "3 pairs of algorithms are compared" in page.text and "3 pairs of algorithms are compared" in markdown
 
 
-def side_of(algorithm: str, **groups: dict) -> Side:
-    return Side(algorithm, [record_of(settings={"recipe": "x", "algorithm": algorithm, **groups})], [], [])
+def side_of(algorithm: str, **groups: dict) -> RunGroup:
+    return RunGroup(algorithm, [record_of(settings={"recipe": "x", "algorithm": algorithm, **groups})], [], [])
 
 
-def test_settings_that_differ_between_three_sides_by_hand():
+def test_settings_that_differ_between_three_groups_by_hand():
     """Settings that only some algorithms read are not listed, but each K is."""
     same = {"optimizer": {"learning_rate": 0.1}, "grpo": {"loss_type": "dapo"}}
-    sides = [
+    groups = [
         side_of("ppo", **same, model={"use_lora": True}, group={"K": None}, ppo={"lam": 0.95}),
         side_of("grpo", **same, model={"use_lora": False}, group={"K": 4}, ppo={"lam": 1.0}),
         side_of("toy", **same, model={}, group={"K": 6}),
     ]
-    [(name, text)] = comparison_report.settings_that_differ(sides)
+    [(name, text)] = comparison_report.settings_that_differ(groups)
     assert name == "settings that differ, PPO, GRPO and TOY"
     assert text == "use_lora True, False and unknown; K: GRPO 4, TOY 6"
-    [(_, text)] = comparison_report.settings_that_differ([sides[0], side_of("ppo", **same, model={"use_lora": True})])
+    [(_, text)] = comparison_report.settings_that_differ([groups[0], side_of("ppo", **same, model={"use_lora": True})])
     assert text == "none but each algorithm's own"
-    assert comparison_report.settings_that_differ(sides[:1]) == []
+    assert comparison_report.settings_that_differ(groups[:1]) == []
 
 
 @pytest.mark.parametrize(

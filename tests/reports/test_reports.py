@@ -22,19 +22,19 @@ def evaluation(runs, tmp_path, capsys):
 
     def run(*flags: object) -> tuple[dict, str]:
         evaluate_generations.main(words(*flags, "--output", tmp_path / "out"))
-        said = re.sub(r"\s+", " ", capsys.readouterr().out)
-        return json.loads((tmp_path / "out" / "evaluation.json").read_text(encoding="utf-8")), said
+        output = re.sub(r"\s+", " ", capsys.readouterr().out)
+        return json.loads((tmp_path / "out" / "evaluation.json").read_text(encoding="utf-8")), output
 
     return run
 
 
 def test_the_references_command(evaluation, runs):
     """20 prompts x 4 completions, ranked, as far as there are prompts; adapter and whole model side by side."""
-    report, said = evaluation("--model-path", runs["ppo", 1], runs["grpo", 1])
-    asked = re.search(r"(\d+) drawn at random from (\d+) held-out prompts.*?20 were asked for", said)
+    report, facts = evaluation("--model-path", runs["ppo", 1], runs["grpo", 1])
+    asked = re.search(r"(\d+) drawn at random from (\d+) held-out prompts.*?20 were asked for", facts)
     assert int(asked[1]) == int(asked[2]) == len(report["prompts"]) < 20, "all that there are"
     assert [m["which"] for m in report["models"]] == ["final", "final"]
-    assert "(final, after update 2)" in said and "evaluation.html" in said
+    assert "(final, after update 2)" in facts and "evaluation.html" in facts
     for prompt in report["prompts"]:
         assert prompt["sides"][0]["model"] == "start model" and len(prompt["sides"]) == 3
         for side in prompt["sides"]:
@@ -53,14 +53,14 @@ def test_the_references_command(evaluation, runs):
 
 
 def test_a_checkpoint_is_evaluated_with_its_runs_settings(evaluation, runs):
-    report, said = evaluation("--model-path", runs["grpo", 1] / "checkpoint-2", "--num-prompts", 2)
-    assert report["models"][0]["which"] == "checkpoint-2" and "(checkpoint-2, after update 2)" in said
+    report, facts = evaluation("--model-path", runs["grpo", 1] / "checkpoint-2", "--num-prompts", 2)
+    assert report["models"][0]["which"] == "checkpoint-2" and "(checkpoint-2, after update 2)" in facts
 
 
 def test_the_best_checkpoint_is_evaluated_on_demand(evaluation, runs):
-    report, said = evaluation("--model-path", runs["ppo", 1], "--which", "best", "--num-prompts", 2)
+    report, facts = evaluation("--model-path", runs["ppo", 1], "--which", "best", "--num-prompts", 2)
     update = json.loads((runs["ppo", 1] / "run.json").read_text())["best"]["update"]
-    assert report["models"][0]["which"] == "best" and f"(best, after update {update})" in said
+    assert report["models"][0]["which"] == "best" and f"(best, after update {update})" in facts
 
 
 def test_one_completion_of_one_prompt(evaluation, runs):
@@ -119,21 +119,21 @@ def test_a_tokens_page_from_the_command_line(runs, tmp_path, capsys):
 def comparison(tmp_path, capsys):
     def run(*flags: object) -> tuple[dict, str]:
         compare_runs.main(words(*flags, "--output", tmp_path / "out", "--num-prompts", 4, "--completions", 2))
-        said = re.sub(r"\s+", " ", capsys.readouterr().out)
-        return json.loads((tmp_path / "out" / "comparison.json").read_text(encoding="utf-8")), said
+        output = re.sub(r"\s+", " ", capsys.readouterr().out)
+        return json.loads((tmp_path / "out" / "comparison.json").read_text(encoding="utf-8")), output
 
     return run
 
 
 def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
-    report, said = comparison(*runs.values())
+    report, message = comparison(*runs.values())
     assert len(report["verdict"]) == 2
     assert "PPO" in report["verdict"][0] and "GRPO" in report["verdict"][0]
     assert "after 8 episodes each" in report["verdict"][0]
     assert all("95% interval over seeds and prompts" in sentence for sentence in report["verdict"])
     assert "start model" in report["verdict"][1] and "perplexity x" in report["verdict"][1]
     for sentence in report["verdict"]:
-        assert re.sub(r"\s+", " ", sentence) in said
+        assert re.sub(r"\s+", " ", sentence) in message
     assert {c["name"] for c in report["contrasts"]} == {"PPO - start model", "GRPO - start model", "PPO - GRPO"}
     assert {c["over"] for c in report["contrasts"]} == {"seeds and prompts"}
     assert [row["run"] for row in report["within"]] == ["PPO, seed 1", "PPO, seed 2", "GRPO, seed 1", "GRPO, seed 2"]
@@ -162,9 +162,9 @@ def test_equal_budgets_are_taken_from_the_runs_own_evaluations(comparison, runs)
 
 
 def test_one_seed_says_what_it_cannot_tell(comparison, runs):
-    report, said = comparison(runs["ppo", 1], runs["grpo", 2])
+    report, facts = comparison(runs["ppo", 1], runs["grpo", 2])
     assert {c["over"] for c in report["contrasts"]} == {"prompts"}
-    assert "one seed (PPO: 1, GRPO: 2) cannot tell whether the same settings with another seed" in said
+    assert "one seed (PPO: 1, GRPO: 2) cannot tell whether the same settings with another seed" in facts
     assert not any("over seeds" in sentence for sentence in report["verdict"])
 
 
@@ -189,12 +189,12 @@ def changed(run, folder, **knobs):
     import shutil
 
     shutil.copytree(run, folder)
-    said = json.loads((folder / "run.json").read_text())
+    facts = json.loads((folder / "run.json").read_text())
     for name, value in knobs.items():
-        group = next(g for g in said["settings"].values() if isinstance(g, dict) and name in g)
+        group = next(g for g in facts["settings"].values() if isinstance(g, dict) and name in g)
         group[name] = value
-    said["seed"] = knobs.get("seed", said["seed"])
-    (folder / "run.json").write_text(json.dumps(said))
+    facts["seed"] = knobs.get("seed", facts["seed"])
+    (folder / "run.json").write_text(json.dumps(facts))
     return folder
 
 
@@ -211,9 +211,9 @@ def test_runs_that_cannot_be_pooled_are_refused(comparison, runs, start_model, t
 
 def test_unequal_budgets_are_said(comparison, runs, tmp_path):
     longer = changed(runs["grpo", 1], tmp_path / "longer")
-    said = json.loads((longer / "run.json").read_text())
-    said["plan"]["episodes"] = 800
-    (longer / "run.json").write_text(json.dumps(said))
+    facts = json.loads((longer / "run.json").read_text())
+    facts["plan"]["episodes"] = 800
+    (longer / "run.json").write_text(json.dumps(facts))
     report, _ = comparison(runs["ppo", 1], longer)
     assert "after UNEQUAL budgets (8 to 800 episodes)" in report["verdict"][0]
 
@@ -224,8 +224,8 @@ def test_the_budget_is_that_of_the_weights_measured(comparison, runs):
     (one, two) = ("ppo", 1), ("grpo", 1)
     report, _ = comparison(runs[one], runs[two], "--which", "best")
     low, high = sorted((kept[one] * 4, kept[two] * 4))
-    said = f"after {low} episodes each" if low == high else f"after UNEQUAL budgets ({low} to {high} episodes)"
-    assert said in report["verdict"][0]
+    message = f"after {low} episodes each" if low == high else f"after UNEQUAL budgets ({low} to {high} episodes)"
+    assert message in report["verdict"][0]
 
 
 @pytest.mark.parametrize("make_bad", ["torn samples", "no samples", "output is a file", "output under a file"])
@@ -238,8 +238,8 @@ def test_faults_of_a_comparison_are_said_before_the_work(runs, tmp_path, capsys,
     if make_bad == "no samples":
         shutil.rmtree(run / "samples")
         compare_runs.main([*words_of_it, "--output", str(output)])
-        said = re.sub(r"\s+", " ", capsys.readouterr().out)
-        assert "a run kept no evaluations of its own: nothing is said of equal time" in said
+        printed = re.sub(r"\s+", " ", capsys.readouterr().out)
+        assert "a run kept no evaluations of its own: nothing is said of equal time" in printed
         return
     if make_bad == "torn samples":
         (run / "samples" / "update-000001.jsonl").write_text('{"prompt": [')
@@ -274,18 +274,18 @@ def test_a_model_that_is_not_of_a_run_says_whose_settings_it_is_measured_with(ev
 
 
 def test_a_model_alone_says_what_is_missing(evaluation, start_model, reward_folder, pairs_file):
-    _, said = evaluation("--model-path", start_model, "--prompts", pairs_file, "--rm-model", reward_folder,
+    _, text = evaluation("--model-path", start_model, "--prompts", pairs_file, "--rm-model", reward_folder,
                          "--num-prompts", 3, "--completions", 2)  # fmt: skip
-    assert "no start model is known: nothing to compare with, and no audit (--baseline names one)" in said
-    assert "only 3 prompts: figures and intervals are rough" in said
+    assert "no start model is known: nothing to compare with, and no audit (--baseline names one)" in text
+    assert "only 3 prompts: figures and intervals are rough" in text
 
 
 def test_runs_of_another_release_can_be_pooled(comparison, runs, tmp_path):
     """A knob that one of them does not know tells nothing; a recording knob never does."""
     other = changed(runs["ppo", 2], tmp_path / "other", record_every=7)
-    said = json.loads((other / "run.json").read_text())
-    del said["settings"]["optimizer"]["max_grad_norm"]
-    said["settings"]["optimizer"]["of_another_release"] = 1
-    (other / "run.json").write_text(json.dumps(said))
+    facts = json.loads((other / "run.json").read_text())
+    del facts["settings"]["optimizer"]["max_grad_norm"]
+    facts["settings"]["optimizer"]["of_another_release"] = 1
+    (other / "run.json").write_text(json.dumps(facts))
     report, _ = comparison(runs["ppo", 1], other)
     assert [row["run"] for row in report["within"]] == ["PPO, seed 1", "PPO, seed 2"]

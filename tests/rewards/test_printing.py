@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from rlhf.rewards.printing import printed_to
-from rlhf.utils.errors import Notice
+from rlhf.utils.errors import RLHFWarning
 
 
 def test_the_streams_come_back(tmp_path, capsys):
     before = sys.stdout, sys.stderr
-    with pytest.warns(Notice, match="mine prints"), printed_to(tmp_path / "out.txt", "mine"):
+    with pytest.warns(RLHFWarning, match="mine prints"), printed_to(tmp_path / "out.txt", "mine"):
         print("hello")
     assert (sys.stdout, sys.stderr) == before
     assert (tmp_path / "out.txt").read_text() == "hello\n" and capsys.readouterr().out == ""

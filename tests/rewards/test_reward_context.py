@@ -72,8 +72,8 @@ def test_pairs_beyond_the_base_models_positions_are_skipped_with_a_count(tmp_pat
              "--reply-length", 8]  # fmt: skip
     monkeypatch.setattr(training, "weakness", lambda _: None)
     train_reward([str(word) for word in words])
-    said = capsys.readouterr().out
-    assert "next:" not in said, "training's completions of 128 tokens do not fit"
-    assert "warning: training refuses this model: " in said and "the reward model's context of 64 tokens" in said
-    assert "pairs that are longer than the base model's context of 64 tokens" in said
+    output = capsys.readouterr().out
+    assert "next:" not in output, "training's completions of 128 tokens do not fit"
+    assert "warning: training refuses this model: " in output and "the reward model's context of 64 tokens" in output
+    assert "pairs that are longer than the base model's context of 64 tokens" in output
     assert (tmp_path / "judge" / "metrics.json").is_file()

@@ -127,9 +127,9 @@ def test_without_a_start_model_the_chosen_replies_calibrate(flags, learnable_pai
 
 
 def test_padding_leaves_a_score_unchanged(model):
-    replies = ["yes", "the cat is on the table and it lies near the river Seine, which helps", "no"]
-    together = model.score([FRANCE] * 3, replies, [True] * 3)
-    alone = [model.score([FRANCE], [reply], [True])[0] for reply in replies]
+    completions = ["yes", "the cat is on the table and it lies near the river Seine, which helps", "no"]
+    together = model.score([FRANCE] * 3, completions, [True] * 3)
+    alone = [model.score([FRANCE], [completion], [True])[0] for completion in completions]
     assert together == pytest.approx(alone, abs=1e-5)
     assert len({round(s, 4) for s in alone}) == 3, "the replies must score apart, or this shows nothing"
 
@@ -155,7 +155,7 @@ def test_a_reward_model_with_another_tokenizer_scores_the_same_text(tmp_path, mo
 
 def test_pair_accuracy_by_hand(model, monkeypatch):
     """Scores are the replies' first digits. Lengths: longer wins in 1 of 4, shorter in 2, one tie: baseline 0.625."""
-    monkeypatch.setattr(RewardModel, "score", lambda self, m, replies, e: [float(r[0]) for r in replies])
+    monkeypatch.setattr(RewardModel, "score", lambda self, m, completions, e: [float(r[0]) for r in completions])
     pairs = [pair("a", "5", "1 long", flaw="x"), pair("b", "2", "4 long", flaw="x"),
              pair("c", "9 long", "1", flaw="y"), pair("d", "3", "3", flaw="y")]  # fmt: skip
     found = pair_accuracy(model, pairs)
@@ -231,8 +231,8 @@ def test_questions_that_the_reward_model_was_trained_on_are_told(model, capsys):
     sets = PromptSets(train=prompts[2:], evaluation=prompts[:2], rows=3, split=Split(45, 45, 10), parts={}, too_long=0)
     model.record = {"train_questions": [question_hash(prompts[0].example)]}
     check_leaks(model, sets, Screen())
-    said = capsys.readouterr().out
-    assert "trained on 1 of the 2 evaluation prompts' questions" in said and "training prompts" not in said
+    output = capsys.readouterr().out
+    assert "trained on 1 of the 2 evaluation prompts' questions" in output and "training prompts" not in output
     model.record = None
     check_leaks(model, sets, Screen())
     assert capsys.readouterr().out == ""

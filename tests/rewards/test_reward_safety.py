@@ -102,11 +102,11 @@ def test_what_a_function_prints_goes_to_a_file(run_flags, tmp_path, capsys):
         "    return [1.0] * len(completions)\n"
     )
     run(run_flags("--reward-func", f"{file}:loud"))
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     kept = (tmp_path / "run" / "reward_output.txt").read_text()
     assert kept.count("stderr here") == 4 and "stdout \\udcff here" in kept, "two evaluations, two updates"
-    assert "stderr here" not in said.out + said.err
-    assert said.err.count("reward function loud prints: its output goes to") == 1
+    assert "stderr here" not in output.out + output.err
+    assert output.err.count("reward function loud prints: its output goes to") == 1
 
 
 # --- whatever they raise ---------------------------------------------------------------------------------------------
@@ -134,9 +134,14 @@ def test_whatever_a_function_raises_is_one_line_and_status_1(run_flags, tmp_path
     words = run_flags("--rm-model", "none", "--reward-func", f"{file}:f", *groups)
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: script.main(words))
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert ended.value.code == 1 and RunRecord.read(tmp_path / "run").status == "failed"
-    assert said.startswith("error: ") and said.count("\n") == 1 and RAISED[line] in said and "Traceback" not in said
+    assert (
+        output.startswith("error: ")
+        and output.count("\n") == 1
+        and RAISED[line] in output
+        and "Traceback" not in output
+    )
 
 
 @pytest.mark.parametrize("code", ["import sys\nsys.exit(0)", "raise BaseException('no')", "def f(: pass"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.data.chat_template import encode_prompt, encode_reply
+from rlhf.data.chat_template import encode_completion, encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.models.load import load_tokenizer
@@ -104,7 +104,7 @@ def test_a_function_named_like_a_metric_hides_none(build):
     def std(completions, **_):
         return [-99.0] * len(completions)
 
-    logged = build(rewards=[words, std]).one_update(1)
+    logged = build(rewards=[words, std]).update_step(1)
     assert logged["rewards/std"] >= 0 and logged["rewards/each/std"] == -99
 
 
@@ -149,8 +149,8 @@ def test_the_optimizer_never_sees_a_bad_score(build, algorithm):
     trainer = build(algorithm=algorithm, rewards=[words, sometimes])
     before = [w.detach().clone() for w in trainer.model.parameters()]
     heard = []
-    trainer.add_callback(SimpleNamespace(on_drop=lambda *given: heard.append(str(given[-1]))))
-    trainer.one_update(1)
+    trainer.add_callback(SimpleNamespace(on_update_skipped=lambda *given: heard.append(str(given[-1]))))
+    trainer.update_step(1)
     assert len(heard) == 1 and "reward function sometimes" in heard[0]
     assert trainer.progress.optimizer_steps == 0
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
@@ -209,7 +209,7 @@ class LastId(torch.nn.Module):
 
 
 def test_a_module_reads_ids_padded_on_the_right_and_returns_scores(score, tokenizer):
-    rows = [encode_prompt(tokenizer, FRANCE) + encode_reply(tokenizer, text, ended)
+    rows = [encode_prompt(tokenizer, FRANCE) + encode_completion(tokenizer, text, ended)
             for text, ended in zip(REPLIES[0], REPLIES[2], strict=True)]  # fmt: skip
     assert score(LastId()) == pytest.approx([row[-1] + len(row) / 1000 for row in rows])
     assert rows[0][-1] == tokenizer.eos_token_id != rows[1][-1]
@@ -219,10 +219,10 @@ def test_a_module_reads_ids_padded_on_the_right_and_returns_scores(score, tokeni
 def test_rules_serve_training_and_evaluation_alike(build, tmp_path, algorithm):
     flags = ["--rm-model", "none", "--reward-func", "length_penalty", "keyword_bonus", "--keywords", "cat"]
     trainer = build(*flags, "--reward-weights", 0.5, 2, algorithm=algorithm)
-    logged = trainer.one_update(1)
+    logged = trainer.update_step(1)
     expected = 0.5 * logged["rewards/each/length_penalty"] + 2 * logged["rewards/each/keyword_bonus"]
     assert logged["rewards/mean"] == pytest.approx(expected, rel=1e-5)
-    assert logged["rewards/each/length_penalty"] == pytest.approx(-logged["reply/length"])
+    assert logged["rewards/each/length_penalty"] == pytest.approx(-logged["completions/mean_length"])
     trainer.evaluate()
     looked = trainer.evaluations[-1]
     bonus = [2.0 * ("cat" in text.casefold()) for text in looked.texts]

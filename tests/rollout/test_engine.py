@@ -12,9 +12,9 @@ from rlhf.data.prompts import Prompt
 from rlhf.models.actor_critic import Actor
 from rlhf.models.device import autocast
 from rlhf.rollout import continuous_batching
-from rlhf.rollout.cpu_weights import blocked_weights, has_blocks
-from rlhf.rollout.engine import default_engine, sample_replies
-from rlhf.rollout.sampling import uniforms
+from rlhf.rollout.cpu_weights import prepacked_weights, supports_prepacking
+from rlhf.rollout.engine import default_engine, sample_completions
+from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import UserError
 from tests.models.test_packing import CONFIGS, make_model
@@ -37,9 +37,9 @@ def prompts(count=9):
 
 def sample(model, engine, slots=0, given=None, length=14, episodes=None, **limits):
     given = given or prompts()
-    noise = uniforms(1, 2, "rollout", episodes or range(len(given)), length)
+    noise = uniform_noise(1, 2, "rollout", episodes or range(len(given)), length)
     sampling = SamplingSettings(length, 1.0, **limits)
-    return sample_replies(model, given, noise, sampling, eos=EOS, pad=0, device=CPU, engine=engine, slots=slots)
+    return sample_completions(model, given, noise, sampling, eos=EOS, pad=0, device=CPU, engine=engine, slots=slots)
 
 
 def make_eos_likely(model):
@@ -61,7 +61,7 @@ class Biased(torch.nn.Module):
 
 @pytest.mark.parametrize("slots", [1, 3, 9])
 @pytest.mark.parametrize("limits", [{}, {"top_k": 20, "top_p": 0.8}], ids=["free", "filtered"])
-def test_slots_write_the_plain_replies(model, slots, limits):
+def test_continuous_batching_samples_the_plain_completions(model, slots, limits):
     """Float64: the same tokens, although rows leave, others take their slots, and the batch shrinks at the end."""
     make_eos_likely(model)
     plain, slotted = sample(model, "plain", **limits), sample(model, "slots", slots, **limits)
@@ -69,7 +69,7 @@ def test_slots_write_the_plain_replies(model, slots, limits):
     assert len({len(row) for row in plain.rows()}) > 3, "replies of unlike length, or this shows nothing"
     assert torch.equal(slotted.mask, plain.mask) and torch.equal(slotted.ended, plain.ended)
     if limits:
-        assert torch.equal(slotted.nucleus[plain.mask], plain.nucleus[plain.mask])
+        assert torch.equal(slotted.allowed_tokens[plain.mask], plain.allowed_tokens[plain.mask])
 
 
 def test_one_by_one_is_all_together(model):
@@ -92,28 +92,30 @@ def test_a_prompt_of_several_replies_runs_once(model, monkeypatch):
 def test_steps_are_saved(model, monkeypatch):
     """With three slots for nine prompts, the steps are about those of the tokens written, not of the longest row."""
     make_eos_likely(model)
-    steps, decode = [], continuous_batching.Slots._decode
+    steps, decode = [], continuous_batching.ContinuousBatcher._decode
     monkeypatch.setattr(
-        continuous_batching.Slots, "_decode", lambda self, span: steps.append(len(self.token)) or decode(self, span)
+        continuous_batching.ContinuousBatcher,
+        "_decode",
+        lambda self, span: steps.append(len(self.token)) or decode(self, span),
     )
-    replies = sample(model, "slots", 3, length=60)
-    written, longest = sum(replies.reply_lengths), max(replies.reply_lengths)
+    completions = sample(model, "slots", 3, length=60)
+    written, longest = sum(completions.completion_lengths), max(completions.completion_lengths)
     assert sum(steps) < 1.5 * written, "slots that stepped, against tokens"
     assert sum(steps) < 0.6 * 3 * 3 * longest
 
 
 def test_a_reply_of_one_token_and_no_eos(model):
-    replies = sample(model, "slots", 2, length=1)
-    assert replies.reply_lengths == [1] * 9 and replies.rows() == sample(model, "plain", length=1).rows()
+    completions = sample(model, "slots", 2, length=1)
+    assert completions.completion_lengths == [1] * 9 and completions.rows() == sample(model, "plain", length=1).rows()
 
 
 def test_log_probs_of_both_agree_in_float32(model):
     """On the way a decoder sees each token over its cache; the training forward sees all at once."""
     model.float()
-    replies = sample(model, "slots", 3)
+    completions = sample(model, "slots", 3)
     with torch.no_grad():
-        packed, _, _ = Actor(model)(replies.passage(range(9), True), 1.0)
-        padded, _, _ = Actor(model)(replies.passage(range(9), False), 1.0)
+        packed, _, _ = Actor(model)(completions.micro_batch(range(9), True), 1.0)
+        padded, _, _ = Actor(model)(completions.micro_batch(range(9), False), 1.0)
     assert_close(packed, padded, rtol=0, atol=2e-6)
 
 
@@ -125,9 +127,9 @@ def test_weights_in_blocks_multiply_as_the_layers_do(model, dtype):
     layers = [m for m in model.modules() if type(m) is torch.nn.Linear]
     with torch.no_grad(), autocast(CPU, dtype):
         plain = model(ids).logits
-        with blocked_weights(model, 16, CPU):
+        with prepacked_weights(model, 16, CPU):
             changed = ["forward" in vars(layer) for layer in layers]
-            assert changed == [has_blocks(dtype or torch.float32)] * len(layers) != []
+            assert changed == [supports_prepacking(dtype or torch.float32)] * len(layers) != []
             blocked = model(ids).logits
     assert not any("forward" in vars(layer) for layer in layers), "layers are themselves again"
     near = {"rtol": 1e-4, "atol": 1e-5} if dtype is None else {"rtol": 0.02, "atol": 0.02}
@@ -139,22 +141,22 @@ def test_decoding_on_a_processor_is_by_blocks(build, monkeypatch, flags):
     """While a rollout samples, and in none of the passes around it."""
     trainer, seen = build("--num-iterations", 1, *flags), []
     layers = [m for m in trainer.actor.policy.modules() if type(m) is torch.nn.Linear]
-    decode = continuous_batching.Slots._decode
+    decode = continuous_batching.ContinuousBatcher._decode
 
     def watched(desk, span):
         seen.append(sum("forward" in vars(layer) for layer in layers))
         decode(desk, span)
 
-    monkeypatch.setattr(continuous_batching.Slots, "_decode", watched)
-    trainer.one_update(1)
-    blocks = has_blocks(torch.bfloat16 if "--bf16" in flags else torch.float32)
+    monkeypatch.setattr(continuous_batching.ContinuousBatcher, "_decode", watched)
+    trainer.update_step(1)
+    blocks = supports_prepacking(torch.bfloat16 if "--bf16" in flags else torch.float32)
     assert seen and set(seen) == {len(layers) if blocks else 0}
     assert not any("forward" in vars(layer) for layer in layers)
 
 
 def test_layers_are_themselves_again_after_a_fault(model):
     model = model.float()
-    with pytest.raises(RuntimeError), blocked_weights(model, 16, CPU):
+    with pytest.raises(RuntimeError), prepacked_weights(model, 16, CPU):
         raise RuntimeError
     assert not any("forward" in vars(m) for m in model.modules())
 
@@ -195,16 +197,16 @@ class StandIn:
     def generate(self, prompts, images, num_generations):
         given = [Prompt(tuple(p), Example(({"role": "user", "content": ""},))) for p in prompts]
         length, temperature = self.settings["max_completion_length"], self.settings["temperature"]
-        noise = uniforms(9, self.synced, "vllm", range(len(given)), length)
+        noise = uniform_noise(9, self.synced, "vllm", range(len(given)), length)
         eos = self.tokenizer.eos_token_id
-        replies = sample_replies(
+        completions = sample_completions(
             self.policy, given, noise, SamplingSettings(length, temperature), eos=eos, pad=0, device=CPU
         )
         with torch.no_grad():
-            logprobs, _, _ = Actor(self.policy)(replies.passage(range(len(given)), True), temperature)
-        rows = replies.rows()
-        said = [[[float(p) - 0.5] for p in row[: len(ids)]] for row, ids in zip(logprobs, rows, strict=True)]
-        return prompts, rows, said, None
+            logprobs, _, _ = Actor(self.policy)(completions.micro_batch(range(len(given)), True), temperature)
+        rows = completions.rows()
+        text = [[[float(p) - 0.5] for p in row[: len(ids)]] for row, ids in zip(logprobs, rows, strict=True)]
+        return prompts, rows, text, None
 
 
 def test_vllm_samples_and_the_loss_is_corrected_for_its_probabilities(build, monkeypatch):
@@ -216,9 +218,9 @@ def test_vllm_samples_and_the_loss_is_corrected_for_its_probabilities(build, mon
     metrics = trainer.train()
     assert trainer.collector.vllm.generation.synced == 2, "before each rollout; evaluations sample with our own engine"
     for batch in seen:
-        plain = objectives.whiten(batch.advantages, batch.mask)
+        plain = objectives.whiten(batch.raw_advantages, batch.mask)
         expected = plain * torch.where(batch.mask, 0.5, 0.0).exp()
-        assert_close(batch.weights[batch.mask], expected[batch.mask], rtol=1e-4, atol=1e-5)
+        assert_close(batch.advantages[batch.mask], expected[batch.mask], rtol=1e-4, atol=1e-5)
     assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-3), "the ratio is against the training forward"
 
 

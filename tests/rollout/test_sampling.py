@@ -13,10 +13,10 @@ from rlhf.data.prompts import Prompt
 from rlhf.models.actor_critic import ActorCritic, with_value_head
 from rlhf.models.load import load_tokenizer
 from rlhf.models.reference import Reference
-from rlhf.rollout.completions import reply_mask
-from rlhf.rollout.engine import sample_replies
-from rlhf.rollout.logprobs import measure
-from rlhf.rollout.sampling import draw, nucleus_of, pack_bits, uniforms, unpack_bits
+from rlhf.rollout.completions import completion_mask
+from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.logprobs import compute_logprobs_and_values
+from rlhf.rollout.sampling import pack_bits, sample_inverse_cdf, top_k_top_p_mask, uniform_noise, unpack_bits
 from rlhf.settings.training import SamplingSettings
 
 CPU = torch.device("cpu")
@@ -42,9 +42,9 @@ def make_prompts(tokenizer, *questions: str) -> list[Prompt]:
 
 
 def sample(policy, tokenizer, prompts, episodes, sampling, seed=1):
-    noise = uniforms(seed, 3, "rollout", episodes, sampling.reply_length)
+    noise = uniform_noise(seed, 3, "rollout", episodes, sampling.reply_length)
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    return sample_replies(policy, prompts, noise, sampling, eos=eos, pad=pad, device=CPU)
+    return sample_completions(policy, prompts, noise, sampling, eos=eos, pad=pad, device=CPU)
 
 
 def test_a_rows_sample_does_not_depend_on_its_batch(policy, tokenizer):
@@ -54,37 +54,37 @@ def test_a_rows_sample_does_not_depend_on_its_batch(policy, tokenizer):
     for i, episode in enumerate((7, 8)):
         alone = sample(policy, tokenizer, prompts[i : i + 1], [episode], sampling)
         length = int(alone.lengths[0])
-        assert together.reply_ids[i, :length].tolist() == alone.reply_ids[0, :length].tolist()
+        assert together.completion_ids[i, :length].tolist() == alone.completion_ids[0, :length].tolist()
 
 
 def test_seed_update_purpose_and_episode_each_give_other_numbers():
-    base = uniforms(1, 2, "rollout", [3], 5)
-    others = [uniforms(9, 2, "rollout", [3], 5), uniforms(1, 9, "rollout", [3], 5),
-              uniforms(1, 2, "evaluate", [3], 5), uniforms(1, 2, "rollout", [9], 5)]  # fmt: skip
+    base = uniform_noise(1, 2, "rollout", [3], 5)
+    others = [uniform_noise(9, 2, "rollout", [3], 5), uniform_noise(1, 9, "rollout", [3], 5),
+              uniform_noise(1, 2, "evaluate", [3], 5), uniform_noise(1, 2, "rollout", [9], 5)]  # fmt: skip
     assert all((base != other).all() for other in others)
-    assert_close(base, uniforms(1, 2, "rollout", [3], 5))
+    assert_close(base, uniform_noise(1, 2, "rollout", [3], 5))
 
 
 def test_draw_follows_the_distribution():
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log().repeat(1000, 1)
     uniform = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    assert torch.bincount(draw(logits, uniform)).tolist() == [500, 300, 200]
+    assert torch.bincount(sample_inverse_cdf(logits, uniform)).tolist() == [500, 300, 200]
 
 
 def test_draw_never_takes_a_filtered_token():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).repeat(3, 1)
-    assert draw(logits, torch.tensor([0.0, 0.5, 1 - 1e-16], dtype=torch.float64)).tolist() == [1, 1, 1]
+    assert sample_inverse_cdf(logits, torch.tensor([0.0, 0.5, 1 - 1e-16], dtype=torch.float64)).tolist() == [1, 1, 1]
 
 
-def test_nucleus_by_hand():
+def test_allowed_tokens_by_hand():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    assert nucleus_of(logits, 0, 0.8).tolist() == [[True, True, False, False]], "0.5 + 0.3 is enough for 0.8"
-    assert nucleus_of(logits, 0, 0.81).tolist() == [[True, True, True, False]]
-    assert nucleus_of(logits, 0, 0.1).tolist() == [[True, False, False, False]], "the likeliest is always in"
-    assert nucleus_of(logits, 1, 1.0).tolist() == [[True, False, False, False]]
-    assert nucleus_of(logits, 0, 1.0).all()
+    assert top_k_top_p_mask(logits, 0, 0.8).tolist() == [[True, True, False, False]], "0.5 + 0.3 is enough for 0.8"
+    assert top_k_top_p_mask(logits, 0, 0.81).tolist() == [[True, True, True, False]]
+    assert top_k_top_p_mask(logits, 0, 0.1).tolist() == [[True, False, False, False]], "the likeliest is always in"
+    assert top_k_top_p_mask(logits, 1, 1.0).tolist() == [[True, False, False, False]]
+    assert top_k_top_p_mask(logits, 0, 1.0).all()
     # top-k first: among {0.5, 0.3} the first holds 0.625 of the mass
-    assert nucleus_of(logits, 2, 0.6).tolist() == [[True, False, False, False]]
+    assert top_k_top_p_mask(logits, 2, 0.6).tolist() == [[True, False, False, False]]
 
 
 @pytest.mark.parametrize("size", [1, 8, 13, 400])
@@ -94,14 +94,14 @@ def test_bits_come_back(size):
 
 
 def test_mask_ends_with_the_first_eos():
-    mask, ended = reply_mask(torch.tensor([[5, 2, 0, 2], [5, 5, 5, 5], [2, 0, 0, 0]]), eos=2)
+    mask, ended = completion_mask(torch.tensor([[5, 2, 0, 2], [5, 5, 5, 5], [2, 0, 0, 0]]), eos=2)
     assert mask.tolist() == [[True, True, False, False], [True] * 4, [True, False, False, False]]
     assert ended.tolist() == [True, False, True]
 
 
 def test_a_sampled_pad_token_does_not_end_a_reply():
     """Pad is in the vocabulary and random weights do sample it: masks must not come from `ids != pad`."""
-    mask, _ = reply_mask(torch.tensor([[5, 0, 5, 2]]), eos=2)
+    mask, _ = completion_mask(torch.tensor([[5, 0, 5, 2]]), eos=2)
     assert mask.all()
 
 
@@ -110,7 +110,7 @@ def expected_kl(policy, other, tokenizer, prompt, sampling) -> float:
     ids = torch.tensor([prompt.ids])
     with torch.no_grad():
         p, q = (m(ids).logits[:, -1] / sampling.temperature for m in (policy, other))
-    allowed = nucleus_of(p, sampling.top_k, sampling.top_p)
+    allowed = top_k_top_p_mask(p, sampling.top_k, sampling.top_p)
     p, q = (x.masked_fill(~allowed, -torch.inf).log_softmax(-1)[allowed] for x in (p, q))
     return float((p.exp() * (p - q)).sum())
 
@@ -128,8 +128,10 @@ def test_kl_is_that_of_the_sampling_distributions(policy, tokenizer, start_model
     reference = Reference.before_training(policy, None)
     reference.copy = other
     prompt, sampling = make_prompts(tokenizer, "the cat")[0], sampled(1, 0.7, 0, top_p)
-    replies = sample(policy, tokenizer, [prompt] * 3000, range(3000), sampling)
-    logprobs, ref_logprobs, _ = measure(actor_critic, reference, replies, sampling.temperature, 500)
+    completions = sample(policy, tokenizer, [prompt] * 3000, range(3000), sampling)
+    logprobs, ref_logprobs, _ = compute_logprobs_and_values(
+        actor_critic, reference, completions, sampling.temperature, 500
+    )
     samples = (logprobs - ref_logprobs)[:, 0]
     exact = expected_kl(policy, other, tokenizer, prompt, sampling)
     assert exact > 0.05
@@ -142,9 +144,11 @@ def test_padding_changes_no_logprob_and_no_value(policy, tokenizer):
     actor_critic, reference = ActorCritic(container), Reference.before_training(policy, None)
     prompts = make_prompts(tokenizer, "the cat", "what is the capital of France, and on which river does it lie?")
     sampling = sampled(10, 1.0, 0, 0.9)
-    together = measure(actor_critic, reference, sample(policy, tokenizer, prompts, [1, 2], sampling), 1.0, 2)
+    together = compute_logprobs_and_values(
+        actor_critic, reference, sample(policy, tokenizer, prompts, [1, 2], sampling), 1.0, 2
+    )
     for i in range(2):
-        alone = measure(
+        alone = compute_logprobs_and_values(
             actor_critic, reference, sample(policy, tokenizer, prompts[i : i + 1], [1 + i], sampling), 1.0, 1
         )
         for whole, part in zip(together, alone, strict=True):
@@ -153,9 +157,9 @@ def test_padding_changes_no_logprob_and_no_value(policy, tokenizer):
 
 def test_entropy_by_hand(policy, tokenizer):
     """Against the entropy of the full distribution at the same positions, from a plain forward."""
-    replies = sample(policy, tokenizer, make_prompts(tokenizer, "the cat"), [0], sampled(4, 0.7))
-    _, entropy, _ = ActorCritic(with_value_head(policy))(replies.passage([0], True), 0.7, entropy="value")
-    context = replies.prompt_ids.shape[1]
+    completions = sample(policy, tokenizer, make_prompts(tokenizer, "the cat"), [0], sampled(4, 0.7))
+    _, entropy, _ = ActorCritic(with_value_head(policy))(completions.micro_batch([0], True), 0.7, entropy="value")
+    context = completions.prompt_ids.shape[1]
     with torch.no_grad():
-        logp = (policy(replies.ids).logits[:, context - 1 : -1] / 0.7).log_softmax(-1)
+        logp = (policy(completions.ids).logits[:, context - 1 : -1] / 0.7).log_softmax(-1)
     assert_close(entropy, -(logp.exp() * logp).sum(-1), atol=1e-5, rtol=1e-5)

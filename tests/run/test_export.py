@@ -24,13 +24,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_grpo
 import train_ppo
-from rlhf.analysis.models import find_trained, in_4_bit, load_trained
+from rlhf.analysis.models import find_model_ref, in_4_bit, load_model_ref
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run, parse_cli
 from rlhf.models.load import load_tokenizer
 from rlhf.run.export import files_of_model, merge_adapter, saved_models
 from rlhf.run.model_card import model_card, settings_that_decide
-from rlhf.setup.build import load_parts
+from rlhf.setup.build import load_components
 from rlhf.setup.preflight import disk_has_room
 from rlhf.utils import hub
 from rlhf.utils.console import Screen
@@ -125,8 +125,8 @@ def test_a_merged_model_is_base_and_adapter(train, start_model, tmp_path, kind, 
 def test_over_4_bit_weights_an_adapter_replies_otherwise(train, start_model, tmp_path):
     """What is merged is not what training saw: as far apart as 4-bit weights are from the base's own."""
     run = train(tmp_path / "run", "--use-lora", "--load-in-4bit", "--merge-lora")
-    found = find_trained(str(run), "final", None)
-    trained = load_trained(found, load_tokenizer(found.source), in_4_bit(found), None, CPU)
+    found = find_model_ref(str(run), "final", None)
+    trained = load_model_ref(found, load_tokenizer(found.source), in_4_bit(found), None, CPU)
     merged = AutoModelForCausalLM.from_pretrained(run / "merged").eval()
     apart = float((logits(trained) - logits(merged)).abs().max())
     assert apart > 1e-3, "else nothing was quantized, and the other test shows nothing"
@@ -134,10 +134,10 @@ def test_over_4_bit_weights_an_adapter_replies_otherwise(train, start_model, tmp
 
 def test_a_merged_model_is_measured_in_full_precision(train, start_model, tmp_path):
     run = train(tmp_path / "run", "--use-lora", "--load-in-4bit", "--merge-lora")
-    adapter, merged = (find_trained(str(folder), "final", None) for folder in (run, run / "merged"))
+    adapter, merged = (find_model_ref(str(folder), "final", None) for folder in (run, run / "merged"))
     assert in_4_bit(adapter) and not in_4_bit(merged)
     assert (merged.label, merged.base) == (f"{run / 'merged'} (final, merged, after update 2)", None)
-    policy = load_trained(merged, load_tokenizer(merged.source), in_4_bit(merged), None, CPU)
+    policy = load_model_ref(merged, load_tokenizer(merged.source), in_4_bit(merged), None, CPU)
     assert_close(logits(policy), logits(over_its_base(run, start_model)), rtol=0, atol=1e-5)
 
 
@@ -145,8 +145,8 @@ def test_a_finished_run_is_merged_later_and_nothing_else_is_done(finished, start
     run = finished("grpo")
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.suffix in (".safetensors", ".jsonl")}
     train_grpo.main(["--resume", "--merge-lora", "--output", str(run)])
-    said = capsys.readouterr().out
-    assert "finished already" in said and "evaluation after" not in said and str(run / "merged") in said
+    output = capsys.readouterr().out
+    assert "finished already" in output and "evaluation after" not in output and str(run / "merged") in output
     assert {p: p.read_bytes() for p in before} == before and told(run)["status"] == "finished"
     whole = AutoModelForCausalLM.from_pretrained(run / "merged").eval()
     assert_close(logits(whole), logits(over_its_base(run, start_model)), rtol=0, atol=1e-5)
@@ -191,7 +191,7 @@ def test_the_disk_must_hold_the_merged_model_too(configured, monkeypatch, flags)
     needed = []
     for more in ((), ("--merge-lora",)):
         config = configured("--use-lora", *flags, *more)
-        policy = load_parts(config, CPU, Screen()).policy
+        policy = load_components(config, CPU, Screen()).policy
         found = disk_has_room(config, policy)
         needed.append(float(re.search(r"([\d.]+) GiB needed", found.found)[1]))
         assert ("the merged model" in found.found) == bool(more)
@@ -394,8 +394,8 @@ def test_what_is_uploaded(finished, stand_in, capsys, monkeypatch, case):
     assert gone == {"adapter_config.json", "model.safetensors"} - set(files), "or both kinds would be loaded at once"
     assert (name, api.made) == ("ada/mine", [("ada/mine", private, True)])
     assert message.startswith(f"{algorithm.upper()}, {'best' if folder == 'best' else 'final'} weights, after update")
-    said = capsys.readouterr().out
-    assert "https://hub.example/ada/mine" in said and "hf_secret" not in said
+    output = capsys.readouterr().out
+    assert "https://hub.example/ada/mine" in output and "hf_secret" not in output
 
 
 def test_a_slow_tokenizers_files_are_uploaded(finished):
@@ -419,11 +419,13 @@ def test_an_upload_that_fails_loses_nothing_and_says_how_to_go_on(finished, stan
     ]
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: train_ppo.main(words))
-    said = capsys.readouterr().err
-    assert ended.value.code == 1 and FORM.fullmatch(said.strip()), said
-    assert said.startswith("error: the upload failed (the line): --push-to-hub ada/mine. The run is finished and its ")
+    output = capsys.readouterr().err
+    assert ended.value.code == 1 and FORM.fullmatch(output.strip()), output
+    assert output.startswith(
+        "error: the upload failed (the line): --push-to-hub ada/mine. The run is finished and its "
+    )
     assert told(run)["status"] == "finished"
-    again = re.search(r"python train_ppo\.py (.*)$", said.strip())[1].split()
+    again = re.search(r"python train_ppo\.py (.*)$", output.strip())[1].split()
     api = stand_in()
     train_ppo.main(again)
     assert api.made == [("ada/mine", False, True)] and len(api.commits) == 1
@@ -460,8 +462,8 @@ def test_what_forbids_an_upload_is_said_before_anything_is_loaded(
     refuse_loading(monkeypatch)
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: train(tmp_path / "run", "--push-to-hub", "ada/mine"))
-    said = capsys.readouterr().err.strip()
-    assert ended.value.code == 2 and re.search(says, said) and FORM.fullmatch(said), said
+    output = capsys.readouterr().err.strip()
+    assert ended.value.code == 2 and re.search(says, output) and FORM.fullmatch(output), output
     assert not (tmp_path / "run").exists()
 
 
@@ -487,8 +489,8 @@ def test_faults_of_configuration(train, stand_in, tmp_path, monkeypatch, capsys,
     refuse_loading(monkeypatch)
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: train(tmp_path / "run", *flags, script=SCRIPTS[algorithm]))
-    said = capsys.readouterr().err.strip()
-    assert ended.value.code == 2 and re.search(says, said) and FORM.fullmatch(said), said
+    output = capsys.readouterr().err.strip()
+    assert ended.value.code == 2 and re.search(says, output) and FORM.fullmatch(output), output
     assert not (tmp_path / "run").exists()
 
 

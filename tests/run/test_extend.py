@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 import train_ppo
-from rlhf.analysis.models import find_trained
+from rlhf.analysis.models import find_model_ref
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils.errors import UserError
 from tests.checkpoints.test_damaged import reseal
@@ -66,4 +66,4 @@ def test_an_extension_that_was_interrupted_keeps_the_final_weights_update(finish
     stop_after(4, lambda: run(words, 130))
     record = RunRecord.read(finished)
     assert record.status == "stopped" and record.plan.updates == 9
-    assert find_trained(str(finished), "final", None).update == 2
+    assert find_model_ref(str(finished), "final", None).update == 2

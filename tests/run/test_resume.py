@@ -53,14 +53,14 @@ def interrupt(monkeypatch, update: int, error: BaseException) -> None:
     """The run ends at the beginning of an update."""
     from rlhf.trainer.loop import OnPolicyLoop
 
-    really = OnPolicyLoop.one_update
+    really = OnPolicyLoop.update_step
 
-    def one_update(self, number):
+    def update_step(self, number):
         if number == update:
             raise error
         return really(self, number)
 
-    monkeypatch.setattr(OnPolicyLoop, "one_update", one_update)
+    monkeypatch.setattr(OnPolicyLoop, "update_step", update_step)
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +93,8 @@ def test_a_resumed_run_has_its_critic(words, tmp_path, monkeypatch):
 def test_a_resumed_run_is_the_uninterrupted_one(words, whole, tmp_path, monkeypatch, capsys, algorithm, update):
     output = broken_off(words, tmp_path / "run", monkeypatch, algorithm, update)
     SCRIPTS[algorithm].main(["--resume", "--output", str(output)])
-    said = capsys.readouterr().out
-    assert f"resuming after update {(update - 1) // 2 * 2} of 6" in said
+    printed = capsys.readouterr().out
+    assert f"resuming after update {(update - 1) // 2 * 2} of 6" in printed
     assert differing(whole / algorithm, output) == []
     run, plain = RunRecord.read(output), RunRecord.read(whole / algorithm)
     assert run.status == "finished" and len(run.sessions) == 1 and run.best.update == plain.best.update
@@ -119,13 +119,13 @@ def test_torn_checkpoints_are_named_and_an_older_one_serves(words, whole, tmp_pa
     torn = output / "checkpoint-4" / "training.safetensors"
     torn.write_bytes(torn.read_bytes()[:-1])
     train_ppo.main(["--resume", "--output", str(output)])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "skipped an invalid checkpoint: checkpoint-4: training.safetensors has" in said
-    assert "checkpoint-2 is used" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "skipped an invalid checkpoint: checkpoint-4: training.safetensors has" in printed
+    assert "checkpoint-2 is used" in printed
     assert differing(whole / "ppo", output) == []
 
 
-def test_no_sound_checkpoint_says_why_of_each(words, tmp_path, monkeypatch):
+def test_no_valid_checkpoint_says_why_of_each(words, tmp_path, monkeypatch):
     output = broken_off(words, tmp_path / "run", monkeypatch)
     for place in output.glob("checkpoint-*"):
         (place / MANIFEST).unlink()
@@ -227,7 +227,7 @@ def test_harmless_settings_may_change(words, whole, tmp_path, monkeypatch):
     output = broken_off(words, tmp_path / "run", monkeypatch, update=3)
     train_ppo.main(["--resume", "--output", str(output), "--save-every", "1", "--keep", "5", "--record-tokens"])
     assert differing(whole / "ppo", output) == []
-    assert len(find_checkpoints(output, RunRecord.read(output).id).sound) == 5
+    assert len(find_checkpoints(output, RunRecord.read(output).id).valid) == 5
 
 
 def test_other_data_and_versions_are_refused(words, tmp_path, monkeypatch, pairs_file):
@@ -252,21 +252,21 @@ def test_several_seeds_go_on_each_from_where_it_was(words, tmp_path, monkeypatch
     train_ppo.main([*words("ppo", *seeds), "--output", str(plain)])
     from rlhf.trainer.loop import OnPolicyLoop
 
-    really = OnPolicyLoop.one_update
+    really = OnPolicyLoop.update_step
 
-    def one_update(self, number):
+    def update_step(self, number):
         if self.config.run.seed == 2 and number == 4:
             raise Killed
         return really(self, number)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(OnPolicyLoop, "one_update", one_update)
+        patch.setattr(OnPolicyLoop, "update_step", update_step)
         train_ppo.main([*words("ppo", *seeds), "--output", str(broken)])
     train_ppo.main([*seeds, "--resume", "--dry-run", "--output", str(broken)])
     assert "finished already" in capsys.readouterr().out, "seed 1; the plan of the others comes after it"
     train_ppo.main([*seeds, "--resume", "--output", str(broken)])
-    said = capsys.readouterr().out
-    assert "seed 1: finished before" in said and "resuming after update 2 of 6" in said
+    output = capsys.readouterr().out
+    assert "seed 1: finished before" in output and "resuming after update 2 of 6" in output
     for seed in (1, 2, 3):
         assert differing(Path(f"{plain}_seed{seed}"), Path(f"{broken}_seed{seed}")) == []
 
@@ -306,12 +306,12 @@ def test_asked_to_stop_a_run_saves_and_says_how_to_go_on(words, tmp_path, which)
 
 @pytest.mark.skipif(system.WINDOWS, reason="Windows sends no such signals to a single process")
 def test_a_second_one_stops_at_once(words, tmp_path, monkeypatch):
-    from rlhf.utils.signals import StopRequest
+    from rlhf.utils.signals import GracefulStop
 
-    said, before = [], signal.getsignal(signal.SIGINT)
-    with StopRequest(said.append) as stop:
+    text, before = [], signal.getsignal(signal.SIGINT)
+    with GracefulStop(text.append) as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        assert stop.by == signal.SIGINT and len(said) == 1
+        assert stop.by == signal.SIGINT and len(text) == 1
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
@@ -388,7 +388,7 @@ def test_every_file_of_a_save_that_does_not_fit(words, whole, tmp_path, monkeypa
         assert ended.value.code == 1 and "Traceback" not in err, name
         assert "of update 6 could not be saved" in err and "the newest checkpoint is checkpoint-4" in err, name
         assert any(said in err for said in ("No space left", "os error 28", "os error 27")), (name, err)
-        assert sorted(find_checkpoints(output, RunRecord.read(output).id).sound) == [2, 4]
+        assert sorted(find_checkpoints(output, RunRecord.read(output).id).valid) == [2, 4]
         failed.append(name)
     assert failed == files
     train_ppo.main(["--resume", "--output", str(tmp_path / files[0])])
@@ -414,15 +414,15 @@ def test_a_folder_that_vanishes_is_a_line_and_is_not_made_anew(words, tmp_path, 
     """As where a disk is unmounted: what is then written to the same path would be lost below the next mount."""
     from rlhf.trainer.loop import OnPolicyLoop
 
-    output, really = tmp_path / "run", OnPolicyLoop.one_update
+    output, really = tmp_path / "run", OnPolicyLoop.update_step
 
-    def one_update(self, number):
+    def update_step(self, number):
         if number == 5:
             output.rename(tmp_path / "elsewhere")
         return really(self, number)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr(OnPolicyLoop, "one_update", one_update)
+        patch.setattr(OnPolicyLoop, "update_step", update_step)
         run_command(lambda: train_ppo.main([*words("ppo"), "--output", str(output)]))
     err = capfd.readouterr().err
     assert ended.value.code == 1 and "Traceback" not in err

@@ -63,8 +63,8 @@ def incident(trap) -> str:
     folder = trap / "incidents" / "update-000001"
     folder.mkdir(parents=True)
     record = json.loads((trap / "run.json").read_text())
-    said = {"algorithm": "ppo", "settings": record["settings"], "update": 1}
-    (folder / "incident.json").write_text(json.dumps(said))
+    message = {"algorithm": "ppo", "settings": record["settings"], "update": 1}
+    (folder / "incident.json").write_text(json.dumps(message))
     (folder / "batch.jsonl").write_text("")
     save_file({}, folder / "tensors.safetensors")
     return str(folder)
@@ -88,8 +88,8 @@ def test_the_printed_resume_command_names_the_code_and_works(run_flags, tmp_path
     rule = nan_rule(tmp_path, 3)
     flags = run_flags("--num-iterations", 6, "--save-every", 1, "--rm-model", "none", "--reward-func", rule)
     run(flags, 1)
-    said = capsys.readouterr()
-    (printed,) = (line.split("resume with: ")[1] for line in said.err.splitlines() if "resume with: " in line)
+    output = capsys.readouterr()
+    (printed,) = (line.split("resume with: ")[1] for line in output.err.splitlines() if "resume with: " in line)
     printed = printed.split("; what it was given")[0]
     assert f"--reward-func {shlex.quote(rule)}" in printed
     with pytest.raises(UserError) as refused:
@@ -98,6 +98,6 @@ def test_the_printed_resume_command_names_the_code_and_works(run_flags, tmp_path
     nan_rule(tmp_path, 10**5)  # the user fixes it
     run([*typed(printed), "--resume-anyway"])  # because the file has changed
     assert RunRecord.read(tmp_path / "run").status == "finished"
-    (replay,) = (line.split("step by step: ")[1] for line in said.out.splitlines() if "step by step: " in line)
+    (replay,) = (line.split("step by step: ")[1] for line in output.out.splitlines() if "step by step: " in line)
     run(typed(replay))
     assert "found" in capsys.readouterr().out

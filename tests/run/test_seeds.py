@@ -97,9 +97,9 @@ def test_the_table_has_mean_and_spread(tmp_path, capsys):
     runs = {seed: {"score_after": score, "seconds": 90.0} for seed, score in scores.items()}
     del runs[777]["seconds"]
     show_seeds(config, runs, Screen())
-    said = capsys.readouterr().out
-    assert "GRPO, 3 seeds" in said and "sd over seeds" in said
-    assert f"{fmean(scores.values()):.3f}" in said and f"{stdev(scores.values()):.3f}" in said
+    output = capsys.readouterr().out
+    assert "GRPO, 3 seeds" in output and "sd over seeds" in output
+    assert f"{fmean(scores.values()):.3f}" in output and f"{stdev(scores.values()):.3f}" in output
     written = json.loads((tmp_path / "out_seeds.json").read_text())["figures"]
     assert written["score_after"]["mean"] == 2.5 and written["score_after"]["by_seed"] == {
         "42": 1,

@@ -315,15 +315,15 @@ def broken_off(change: Callable[[World, Path], object] = lambda world, run: None
     def make(world: World) -> list[object]:
         pairs = world.write("pairs.jsonl", world.pairs.read_text())
         flags = ["--num-iterations", 4, "--save-every", 1, "--keep", 3, "--prompts", pairs]
-        really = OnPolicyLoop.one_update
+        really = OnPolicyLoop.update_step
 
-        def one_update(trainer, number):
+        def update_step(trainer, number):
             if number == 4:
                 raise Killed
             return really(trainer, number)
 
         with world.monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(OnPolicyLoop, "one_update", one_update)
+            patch.setattr(OnPolicyLoop, "update_step", update_step)
             train_ppo.main([str(word) for word in [*training(world), *flags]])
         change(world, world.folder / "run")
         return [*flags, "--resume", *more]
@@ -737,15 +737,15 @@ def test_a_bad_input_gets_one_line_and_the_way_out(row, world, capsys):
         run_command(lambda: row.main(argv))
     except SystemExit as ended:
         status = ended.code
-    said = capsys.readouterr()
-    assert status == row.status, said.err
-    assert "Traceback" not in said.out + said.err
+    output = capsys.readouterr()
+    assert status == row.status, output.err
+    assert "Traceback" not in output.out + output.err
     if status == 0:
-        assert re.search(row.says, said.out), said.out
-        assert said.err == ""
+        assert re.search(row.says, output.out), output.out
+        assert output.err == ""
         return
-    assert re.search(row.says, said.err, flags=re.MULTILINE), said.err
-    assert all(FORM.fullmatch(line) for line in said.err.splitlines()), said.err
+    assert re.search(row.says, output.err, flags=re.MULTILINE), output.err
+    assert all(FORM.fullmatch(line) for line in output.err.splitlines()), output.err
     if status == 2:
         assert world.files() == before, "nothing is written"
         return

@@ -22,10 +22,10 @@ from torch.testing import assert_close
 
 from rlhf.models.actor_critic import Actor
 from rlhf.models.determinism import parallel_scan
-from rlhf.rollout.engine import sample_replies
-from rlhf.rollout.sampling import draw, nucleus_of, uniforms
+from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.sampling import sample_inverse_cdf, top_k_top_p_mask, uniform_noise
 from rlhf.settings.training import SamplingSettings
-from rlhf.utils.errors import Notice
+from rlhf.utils.errors import RLHFWarning
 from tests.gpu_runs import GROUPS, LOOKS, RUNS
 from tests.kills import differing
 from tests.rollout.test_engine import EOS, make_eos_likely, model, prompts  # noqa: F401  (a fixture among them)
@@ -42,29 +42,31 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def test_an_engine_samples_the_tokens_of_the_cpu(model, engine):  # noqa: F811
     """Float32 on both: a token differs only if a random number falls between two roundings."""
     make_eos_likely(model)
-    noise, sampling = uniforms(1, 2, "rollout", range(9), 40), SamplingSettings(40, 1.0, 0, 0.9)
+    noise, sampling = uniform_noise(1, 2, "rollout", range(9), 40), SamplingSettings(40, 1.0, 0, 0.9)
 
     def rows(policy, device, engine):
-        return sample_replies(
+        return sample_completions(
             policy, prompts(), noise, sampling, eos=EOS, pad=0, device=device, engine=engine, slots=3
         ).rows()
 
     expected = rows(model, CPU, "plain")
     with warnings.catch_warnings():
-        warnings.simplefilter("error", Notice)  # a graph that cannot be captured falls back to slots with a Notice
+        warnings.simplefilter(
+            "error", RLHFWarning
+        )  # a graph that cannot be captured falls back to slots with a RLHFWarning
         assert rows(copy.deepcopy(model).to(GPU), GPU, engine) == expected
 
 
 def test_log_probs_are_those_of_the_cpu(model):  # noqa: F811
-    noise, sampling = uniforms(1, 2, "rollout", range(9), 20), SamplingSettings(20, 1.0)
+    noise, sampling = uniform_noise(1, 2, "rollout", range(9), 20), SamplingSettings(20, 1.0)
     found = {}
     for device in (CPU, GPU):
         policy = copy.deepcopy(model).to(device)
-        replies = sample_replies(policy, prompts(), noise, sampling, eos=EOS, pad=0, device=device)
-        rows = range(len(replies.mask))
+        completions = sample_completions(policy, prompts(), noise, sampling, eos=EOS, pad=0, device=device)
+        rows = range(len(completions.mask))
         for packed in (True, False):
             with torch.no_grad():
-                logprobs, _, _ = Actor(policy)(replies.passage(rows, packed), 1.0)
+                logprobs, _, _ = Actor(policy)(completions.micro_batch(rows, packed), 1.0)
             found[device.type, packed] = logprobs.cpu()
     for key, logprobs in found.items():
         assert_close(logprobs, found["cpu", False], rtol=1e-4, atol=1e-4, msg=lambda said, key=key: f"{key}: {said}")
@@ -73,10 +75,10 @@ def test_log_probs_are_those_of_the_cpu(model):  # noqa: F811
 def test_sampling_of_large_vocabularies_agrees_with_the_cpu():
     logits = torch.randn(64, 49_152, generator=torch.Generator().manual_seed(0)) * 3
     uniform = torch.rand(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    assert torch.equal(draw(logits.to(GPU), uniform.to(GPU)).cpu(), draw(logits, uniform))
+    assert torch.equal(sample_inverse_cdf(logits.to(GPU), uniform.to(GPU)).cpu(), sample_inverse_cdf(logits, uniform))
     probabilities = logits.double().softmax(-1)
     assert_close(parallel_scan(probabilities.to(GPU)).cpu(), probabilities.cumsum(-1))
-    allowed, expected = nucleus_of(logits.to(GPU), 50, 0.9).cpu(), nucleus_of(logits, 50, 0.9)
+    allowed, expected = top_k_top_p_mask(logits.to(GPU), 50, 0.9).cpu(), top_k_top_p_mask(logits, 50, 0.9)
     assert (allowed != expected).sum() <= 64, "at most one token per row, at the edge of the nucleus"
 
 

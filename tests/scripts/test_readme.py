@@ -119,13 +119,13 @@ def serve(arguments: list[str], project: Path) -> str:
     """Start TensorBoard until it names its address, on a free port of this machine; returns what it said."""
     words = [sys.executable, "-m", "tensorboard.main", *arguments, "--port", "0"]
     with subprocess.Popen(words, cwd=project, stderr=subprocess.PIPE, text=True) as server:
-        said = ""
+        found = ""
         for line in server.stderr:
-            said += line
+            found += line
             if "http://" in line:
                 break
         server.kill()
-    return said
+    return found
 
 
 def test_the_yaml_block_is_a_configuration(tmp_path):

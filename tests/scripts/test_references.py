@@ -45,7 +45,7 @@ def values(config: Config, names) -> dict[str, object]:
     return {name: value(config, name) for name in names}
 
 
-# --- seed_001: SmolLM2-135M on orca pairs, the default recipe --------------------------------------------------------
+# --- SmolLM2-orca PPO: SmolLM2-135M on orca pairs, the default recipe ------------------------------------------------
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def orca(tmp_path, pairs_file, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_seed_001s_walk(orca, capsys):
+def test_smollm2_orcas_walk(orca, capsys):
     """Reward model, PPO whole and with LoRA, GRPO, evaluation, curves: each with nothing but its size named."""
     reward_model.train.main(["--reply-length", "6"])
     record = orca / "reward_model_output" / METRICS_FILE
@@ -112,7 +112,7 @@ target_modules: [q_proj, k_proj, v_proj, o_proj]
 """
 
 
-def test_what_seed_001s_configuration_names_is_a_knob_of_that_meaning(tmp_path):
+def test_what_smollm2_orcas_configuration_names_is_a_knob_of_that_meaning(tmp_path):
     (tmp_path / "a.yaml").write_text(SEED_001)
     config = parse_cli(["--config", str(tmp_path / "a.yaml")])
     expected = {
@@ -139,7 +139,7 @@ ACCUMULATION = {
 
 @pytest.mark.parametrize("words", ACCUMULATION)
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_accumulation_in_seed_001s_words(words, algorithm):
+def test_accumulation_in_smollm2_orcas_words(words, algorithm):
     size = ["--batch-size", "8"] if algorithm == "ppo" else ["--batch-size", "2", "--K", "4"]
     config = parse_cli([*size, *words.split()], algorithm)
     assert (config.batch.minibatches, config.batch.micro_batch_size) == ACCUMULATION[words]
@@ -159,7 +159,7 @@ def test_accumulation_is_said_once(tmp_path):
         parse_cli(["--micro-batch-size", "1", "--mini-batch-size", "1"])
 
 
-# --- seed_000 and seed_002: phased KL, PPO and GRPO ------------------------------------------------------------------
+# --- the two MLX systems: phased KL, PPO and GRPO --------------------------------------------------------------------
 
 PHASED = {
     "ppo": """--actor-model checkpoints/sft_merged_model --rm-model checkpoints/rm_model_bt
@@ -188,8 +188,8 @@ def phased(tmp_path, start_model, monkeypatch) -> Path:
 def test_the_phased_commands_as_written(algorithm):
     """Without the recipe, `--kl-schedule phased` means their three targets, in equal thirds."""
     config = parse_cli(shlex.split(PHASED[algorithm]), algorithm)
-    said = {"actor_model": "checkpoints/sft_merged_model", "num_iterations": 800, "clip_range": 0.2, "seed": 42}
-    assert values(config, said) == said
+    message = {"actor_model": "checkpoints/sft_merged_model", "num_iterations": 800, "clip_range": 0.2, "seed": 42}
+    assert values(config, message) == message
     phases = kl_controller(config, 800).phases
     assert [(a, b, str(target)) for a, b, target in phases] == [
         (1, 267, "0.05/token"), (268, 533, "0.02/token"), (534, 800, "0.01/token")
@@ -240,7 +240,7 @@ def test_the_names_of_their_tables(tmp_path):
     assert [str(target) for target in config.kl.targets] == ["0.05/token", "0.02/token", "0.01/token"]
 
 
-# --- seed_003: tokens, Python, plain text ----------------------------------------------------------------------------
+# --- MLX token-level PPO: tokens, Python, plain text -----------------------------------------------------------------
 
 TLDR = [f"SUBREDDIT: r/advice\nTITLE: question {i}\nPOST: it is a long story about {i}\nTL;DR:" for i in range(30)]
 
@@ -267,7 +267,7 @@ def tldr(base_model, reward_folder, tmp_path):
     return make
 
 
-def test_seed_003s_configuration_by_its_own_names():
+def test_mlx_token_levels_configuration_by_its_own_names():
     names = {"model_name": "Qwen/Qwen3-0.6B-Base", "max_new_tokens": 50, "batch_size": 4, "learning_rate": 1e-5,
              "kl_coef": 0.1, "gamma": 0.99, "lam": 0.95, "clip_epsilon": 0.2, "lora_r": 16, "lora_alpha": 32,
              "lora_dropout": 0.1}  # fmt: skip
@@ -277,7 +277,7 @@ def test_seed_003s_configuration_by_its_own_names():
     assert not other.kl.steered, "its beta is fixed"
 
 
-def test_seed_003s_rules_are_its_custom_reward_model(tldr):
+def test_mlx_token_levels_rules_are_its_custom_reward_model(tldr):
     """-0.1 a word, +0.2 for "helpful", beside the score: worked by hand."""
     config = tldr()
     assert config.reward.reward_weights == (1.0, 0.1, 0.2)
@@ -287,7 +287,7 @@ def test_seed_003s_rules_are_its_custom_reward_model(tldr):
         assert sum(w * g for w, g in zip((0.1, 0.2), given, strict=True)) == pytest.approx(added)
 
 
-def test_seed_003s_command(base_model, reward_folder, tmp_path):
+def test_mlx_token_levels_command(base_model, reward_folder, tmp_path):
     """Plain text although the tokenizer has a template; every token recorded; the saved model reads the same."""
     (tmp_path / "posts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in TLDR))
     words = ["--recipe", "qwen3-tldr", "--actor-model", base_model, "--rm-model", reward_folder, "--prompts",
@@ -310,7 +310,7 @@ SAPAIR = {
 }  # fmt: skip
 
 
-def test_seed_003s_state_action_pairs_are_in_the_token_record(runs):
+def test_mlx_token_levels_state_action_pairs_are_in_the_token_record(runs):
     rows = read_tokens(recorded_updates(runs["ppo", 1], "-")[0])
     for theirs, ours in SAPAIR.items():
         kind = (str,) if theirs in ("state_text", "action_token") else (int, float)
@@ -341,7 +341,7 @@ class CustomRewardModel(torch.nn.Module):
         return self.weight * (input_ids * attention_mask).sum(1) / 1000 + rules
 
 
-def test_seed_003s_python(tldr, base_model, tmp_path):
+def test_mlx_token_levels_python(tldr, base_model, tmp_path):
     """prompts, num_epochs, a reward model of one's own, on_epoch_end; evaluate(prompts), save_model, load_model."""
     told = []
 
@@ -370,7 +370,7 @@ def test_seed_003s_python(tldr, base_model, tmp_path):
     assert trainer.evaluate(TLDR[8:12])["eval/score"] == pytest.approx(before["eval/score"], abs=1e-6)
 
 
-# --- seed_004: rank 1, topic by topic --------------------------------------------------------------------------------
+# --- rank-1 voice PPO: rank 1, topic by topic ------------------------------------------------------------------------
 
 SEED_004 = """
 # configs/ppo.yaml
@@ -397,7 +397,7 @@ SAID_BY_SEED_004 = {
 
 
 @pytest.fixture
-def seed_004(tmp_path) -> Path:
+def rank_1_file(tmp_path) -> Path:
     file = tmp_path / "configs" / "ppo.yaml"
     file.parent.mkdir()
     file.write_text(SEED_004)
@@ -405,53 +405,53 @@ def seed_004(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("algorithm", MAINS)
-def test_seed_004s_file_as_written_nested_or_flat(seed_004, tmp_path, algorithm):
+def test_rank_1_voices_file_as_written_nested_or_flat(rank_1_file, tmp_path, algorithm):
     flat = tmp_path / "flat.yaml"
     lines = [line.strip() for line in SEED_004.splitlines() if line.startswith("  ")]
     flat.write_text("\n".join([*lines, "use_lora: true"]))
     recipe = parse_cli(["--recipe", "rank1-voice"], algorithm)
-    for config in (*(parse_cli(["--config", str(file)], algorithm) for file in (seed_004, flat)), recipe):
+    for config in (*(parse_cli(["--config", str(file)], algorithm) for file in (rank_1_file, flat)), recipe):
         assert values(config, SAID_BY_SEED_004) == SAID_BY_SEED_004
         assert [str(target) for target in config.kl.targets] == ["6/sequence"]
         assert config.kl.kl_schedule == "adaptive" and values(config, LENGTHS) == dict.fromkeys(LENGTHS)
         assert config.updates(1_000, topics=7) == 350
 
 
-def test_the_shipped_file_is_seed_004s():
+def test_the_shipped_file_is_rank_1_voices():
     assert (ROOT / "configs" / "ppo.yaml").read_text(encoding="utf-8") == SEED_004.lstrip("\n")
 
 
-def test_a_lora_block_turns_adapters_on_where_nothing_says_otherwise(seed_004, tmp_path):
+def test_a_lora_block_turns_adapters_on_where_nothing_says_otherwise(rank_1_file, tmp_path):
     def use_lora(text, *words):
-        seed_004.write_text(text)
-        return parse_cli(["--config", str(seed_004), *words]).model.use_lora
+        rank_1_file.write_text(text)
+        return parse_cli(["--config", str(rank_1_file), *words]).model.use_lora
 
     assert use_lora(SEED_004) and not use_lora(SEED_004, "--no-use-lora")
     assert not use_lora(SEED_004 + "  use_lora: false\n") and not use_lora("use_lora: false" + SEED_004)
     assert not use_lora("rank: 1\n") and use_lora("model:\n  lora:\n    rank: 1\n")
 
 
-def test_a_bare_target_is_read_only_under_the_references_names(seed_004):
+def test_a_bare_target_is_read_only_under_the_references_names(rank_1_file):
     for text, expected in (("target_kl: 6.0", ["6/sequence"]), ("target: 5", ["5/sequence"]),
                            ("target_kl: 0.1/token", ["0.1/token"])):  # fmt: skip
-        seed_004.write_text(text)
-        assert [str(t) for t in parse_cli(["--config", str(seed_004)]).kl.targets] == expected
+        rank_1_file.write_text(text)
+        assert [str(t) for t in parse_cli(["--config", str(rank_1_file)]).kl.targets] == expected
     assert [str(t) for t in parse_cli(["--target-kl", "6"]).kl.targets] == ["6/sequence"]
     for words in (["--kl-target", "6"], ["--target-kl", "-6"], ["--target", "six"]):
         with pytest.raises(UserError, match=r"Give a number of nats above 0 with its unit|expected at least one"):
             parse_cli(words)
 
 
-def test_seed_004s_command(seed_004, start_model, reward_folder, tmp_path, capsys):
+def test_rank_1_voices_command(rank_1_file, start_model, reward_folder, tmp_path, capsys):
     rows = [{"prompt": f"Say {i} about {topic}.", "topic": topic} for i in range(20) for topic in ("bread", "boats")]
     (tmp_path / "voice.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["--config", seed_004, "--actor-model", start_model, "--rm-model", reward_folder, "--prompts",
+    words = ["--config", rank_1_file, "--actor-model", start_model, "--rm-model", reward_folder, "--prompts",
              tmp_path / "voice.jsonl", "--output", tmp_path / "run", *SMALL, "--steps-per-topic", 2,
              "--num-iterations", 5]  # fmt: skip
     train_ppo.main([str(word) for word in words])
-    said = capsys.readouterr().out
-    assert "LoRA r 1, alpha 1 on o_proj, v_proj, up_proj, down_proj" in said
-    assert "2, 2 updates on each in turn, round and round: bread (" in said
+    output = capsys.readouterr().out
+    assert "LoRA r 1, alpha 1 on o_proj, v_proj, up_proj, down_proj" in output
+    assert "2, 2 updates on each in turn, round and round: bread (" in output
     scalars = read_curves(tmp_path / "run").scalars
     assert scalars["topic/bread/score"].updates.tolist() == [1, 2, 5]
     assert scalars["topic/boats/score"].updates.tolist() == [3, 4]

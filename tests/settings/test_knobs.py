@@ -26,7 +26,7 @@ from rlhf.settings.evaluation import ComparisonConfig, EvaluationConfig, PlotCon
 from rlhf.settings.fields import settings_of
 from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
 from rlhf.settings.training import Config
-from rlhf.setup.build import load_parts
+from rlhf.setup.build import load_components
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from tests.conftest import attach
@@ -190,7 +190,7 @@ def test_the_same_run_twice_does_not_differ(run, algorithm):
 
 def seen_actor_model(configured, tmp_path):
     def first_weight(*flags):
-        policy = load_parts(configured(*flags), CPU, Screen()).policy
+        policy = load_components(configured(*flags), CPU, Screen()).policy
         return float(next(policy.parameters()).detach().flatten()[0])
 
     return first_weight("--actor-model", make_start_model(tmp_path / "other", seed=9)), first_weight()
@@ -198,7 +198,7 @@ def seen_actor_model(configured, tmp_path):
 
 def seen_rm_model(configured, tmp_path):
     def score(*flags):
-        parts = load_parts(configured(*flags), CPU, Screen())
+        parts = load_components(configured(*flags), CPU, Screen())
         return parts.reward_model.score([({"role": "user", "content": "a"},)], ["b"], [True])
 
     return score("--rm-model", make_reward_model(tmp_path / "other", seed=9)), score()
@@ -210,7 +210,7 @@ def seen_allow_weak_reward_model(configured, tmp_path):
 
     def outcome(*flags):
         try:
-            return type(load_parts(configured("--rm-model", folder, *flags), CPU, Screen())).__name__
+            return type(load_components(configured("--rm-model", folder, *flags), CPU, Screen())).__name__
         except UserError as error:
             return str(error)
 
@@ -235,7 +235,7 @@ def seen_prompts(configured, tmp_path):
     (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": f"another {i}"}) for i in range(50)))
 
     def first(*flags):
-        return load_parts(configured(*flags), CPU, Screen()).prompts.train[0].example
+        return load_components(configured(*flags), CPU, Screen()).prompts.train[0].example
 
     return first("--prompts", tmp_path / "p.jsonl"), first()
 
@@ -244,7 +244,7 @@ def seen_plain_prompts(configured, tmp_path):
     (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": f"text {i} TL;DR:"}) for i in range(50)))
 
     def first(*flags):
-        parts = load_parts(configured("--prompts", tmp_path / "p.jsonl", *flags), CPU, Screen())
+        parts = load_components(configured("--prompts", tmp_path / "p.jsonl", *flags), CPU, Screen())
         return parts.tokenizer.decode(list(parts.prompts.train[0].ids))
 
     return first("--plain-prompts"), first()
@@ -263,7 +263,7 @@ def passes_in_training(build, *flags):
     passes = []
     losses = trainer.algorithm.loss
     trainer.algorithm.loss = lambda *a: passes.append(1) or losses(*a)
-    trainer.one_update(1)
+    trainer.update_step(1)
     return len(passes)
 
 
@@ -334,7 +334,7 @@ def test_gradient_accumulation_steps_are_micro_batches_of_an_optimizer_step(buil
 
     def steps_and_passes(*flags):
         flags = ("--ppo-epochs", 1, *flags)
-        return build(*flags).one_update(1)["optimizer_steps"], passes_in_training(build, *flags)
+        return build(*flags).update_step(1)["optimizer_steps"], passes_in_training(build, *flags)
 
     assert steps_and_passes("--micro-batch-size", 2, "--gradient-accumulation-steps", 1) == (2, 2)
     assert steps_and_passes("--micro-batch-size", 2, "--gradient-accumulation-steps", 2) == (1, 2)
@@ -346,7 +346,7 @@ def test_gradient_checkpointing_recomputes(build):
     def layer_passes(*flags):
         trainer, passes = build("--num-iterations", 1, *flags), []
         trainer.model.policy.model.layers[0].self_attn.register_forward_hook(lambda *_: passes.append(1))
-        trainer.one_update(1)
+        trainer.update_step(1)
         return len(passes)
 
     assert layer_passes("--gradient-checkpointing") > layer_passes()
@@ -374,20 +374,22 @@ def test_dry_run_leaves_no_folder(configured, tmp_path, capsys):
 def test_rollout_engine_chooses_the_loop(build, monkeypatch):
     plain, called = engine._plain, []
     monkeypatch.setattr(engine, "_plain", lambda *a: called.append(1) or plain(*a))
-    build("--num-iterations", 1).one_update(1)
+    build("--num-iterations", 1).update_step(1)
     assert not called
-    build("--num-iterations", 1, "--rollout-engine", "plain").one_update(1)
+    build("--num-iterations", 1, "--rollout-engine", "plain").update_step(1)
     assert called
 
 
 def test_rollout_slots_is_the_number_of_rows_in_a_step(build, monkeypatch):
-    rows, decode = [], continuous_batching.Slots._decode
+    rows, decode = [], continuous_batching.ContinuousBatcher._decode
     monkeypatch.setattr(
-        continuous_batching.Slots, "_decode", lambda desk, span: rows.append(len(desk.token)) or decode(desk, span)
+        continuous_batching.ContinuousBatcher,
+        "_decode",
+        lambda desk, span: rows.append(len(desk.token)) or decode(desk, span),
     )
     for slots in (0, 3):
         rows.clear()
-        build("--num-iterations", 1, "--rollout-slots", slots).one_update(1)
+        build("--num-iterations", 1, "--rollout-slots", slots).update_step(1)
         assert max(rows) == (slots or 6), "the evaluation has six prompts"
 
 
@@ -412,7 +414,7 @@ def test_fused_head_changes_how_and_not_what(build, monkeypatch):
     for flags in ((), ("--no-fused-head",)):
         called.clear()
         trainer = build("--num-iterations", 1, *flags)
-        trainer.one_update(1)
+        trainer.update_step(1)
         assert bool(called) == (not flags)
         weights.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters()]))
     assert float((weights[0] - weights[1]).abs().max()) < 1e-5

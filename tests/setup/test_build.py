@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from rlhf.setup.build import build_trainer, load_parts
+from rlhf.setup.build import build_trainer, load_components
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 
@@ -18,9 +18,9 @@ def words(completions):
     return [float(len(text.split())) for text in completions]
 
 
-def weights_after_an_update(config, parts) -> torch.Tensor:
-    trainer = build_trainer(config, parts)
-    trainer.one_update(1)
+def weights_after_an_update(config, components) -> torch.Tensor:
+    trainer = build_trainer(config, components)
+    trainer.update_step(1)
     return torch.cat([w.detach().flatten() for w in trainer.model.parameters()])
 
 
@@ -31,27 +31,27 @@ def test_given_prompts_train_as_the_same_prompts_in_a_file(configured, tmp_path,
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
     config = configured("--prompts", file, *(["--K", 2] if algorithm == "grpo" else []), algorithm=algorithm)
-    of_file, given = load_parts(config, CPU, Screen()), load_parts(config, CPU, Screen(), prompts)
+    of_file, given = load_components(config, CPU, Screen()), load_components(config, CPU, Screen(), prompts)
     ids = [[[p.ids for p in part] for part in (s.train, s.evaluation)] for s in (of_file.prompts, given.prompts)]
     assert ids[0] == ids[1] and len(ids[0][1]) > 1
-    one, other = (weights_after_an_update(config, parts) for parts in (of_file, given))
+    one, other = (weights_after_an_update(config, components) for components in (of_file, given))
     assert torch.equal(one, other)
 
 
 def test_given_rewards_replace_those_of_the_settings(configured, tmp_path):
     config = configured("--rm-model", tmp_path / "nowhere", "--reward-func", "length_penalty")
     with pytest.raises(UserError, match="--rm-model"):
-        load_parts(config, CPU, Screen(), ["a cat?"])
-    parts = load_parts(config, CPU, Screen(), ["a cat?"], rewards=[words], reward_weights=[0.5])
-    assert str(parts.rewards) == "0.5 x words" and parts.reward_model is None
-    assert str(load_parts(config, CPU, Screen(), ["a cat?"], rewards=words).rewards) == "1 x words"
+        load_components(config, CPU, Screen(), ["a cat?"])
+    components = load_components(config, CPU, Screen(), ["a cat?"], rewards=[words], reward_weights=[0.5])
+    assert str(components.rewards) == "0.5 x words" and components.reward_model is None
+    assert str(load_components(config, CPU, Screen(), ["a cat?"], rewards=words).rewards) == "1 x words"
 
 
 def test_given_evaluation_prompts_are_limited_as_those_of_a_file(configured):
     config = configured("--eval-prompts", 3)
     held_out = [f"a held-out question {i}?" for i in range(5)]
-    parts = load_parts(config, CPU, Screen(), ["a cat?"], held_out, rewards=[words])
-    assert [p.example.question for p in parts.prompts.evaluation] == held_out[:3]
+    components = load_components(config, CPU, Screen(), ["a cat?"], held_out, rewards=[words])
+    assert [p.example.question for p in components.prompts.evaluation] == held_out[:3]
 
 
 def test_a_file_must_fill_a_batch_and_given_prompts_need_not(configured, tmp_path):
@@ -59,5 +59,5 @@ def test_a_file_must_fill_a_batch_and_given_prompts_need_not(configured, tmp_pat
     file.write_text("\n".join(json.dumps({"prompt": f"question {i}?"}) for i in range(40)))
     config = configured("--prompts", file, "--max-prompts", 3)
     with pytest.raises(UserError, match="3 prompts to train on, fewer than a batch of 4"):
-        load_parts(config, CPU, Screen())
-    assert len(load_parts(config, CPU, Screen(), ["a cat?"], rewards=[words]).prompts.train) == 1
+        load_components(config, CPU, Screen())
+    assert len(load_components(config, CPU, Screen(), ["a cat?"], rewards=[words]).prompts.train) == 1

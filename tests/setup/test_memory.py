@@ -12,18 +12,18 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from benchmarks import ours
-from benchmarks.memory import METHODS, foretell, tensors_in, tensors_of
+from benchmarks.memory import METHODS, estimate, tensors_in, tensors_of
 from benchmarks.work import Work, make_models
 from rlhf.config import make_config
 from rlhf.models.device import autocast
 from rlhf.models.load import load_policy
 from rlhf.models.logprobs import backbone_of, base_of
-from rlhf.models.packing import Packed
-from rlhf.rollout.completions import episodes_of
+from rlhf.models.packing import PackedMicroBatch
+from rlhf.rollout.completions import token_batch
 from rlhf.setup import plan
-from rlhf.setup.build import load_parts
+from rlhf.setup.build import load_components
 from rlhf.setup.footprint import Network
-from rlhf.setup.memory import fullest_batch
+from rlhf.setup.memory import longest_batch
 from rlhf.setup.plan import batch_line, show_plan
 from rlhf.utils.console import Screen
 from tests.scripts.test_scripts import ROOT, run
@@ -45,16 +45,16 @@ def policy(folder, layers: int, kind, targets, load_in_4bit: bool, dtype, dropou
     return load_policy(str(folder / str(layers)), lora=lora, device=CPU, vocabulary=64, **more).train()
 
 
-def passage_of(lengths: str) -> Packed:
+def passage_of(lengths: str) -> PackedMicroBatch:
     """Four replies of 9 tokens."""
     prompts = [[5] * length for length in LENGTHS[lengths]]
-    episodes = episodes_of(prompts, [[7] * 9] * 4, 0, CPU)
+    episodes = token_batch(prompts, [[7] * 9] * 4, 0, CPU)
     if lengths == "one prompt":
         episodes.groups = [0] * 4
-    return Packed(episodes, range(4))
+    return PackedMicroBatch(episodes, range(4))
 
 
-def saved(model, passage: Packed, dtype) -> int:
+def saved(model, micro_batch: PackedMicroBatch, dtype) -> int:
     """Bytes that autograd keeps of a pass, weights and their rounded copies aside, each place in memory once."""
     weights = {shape for w in model.parameters() for shape in (tuple(w.shape), tuple(w.shape[::-1]))}
     kept: dict[int, torch.Tensor] = {}
@@ -65,7 +65,7 @@ def saved(model, passage: Packed, dtype) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast(CPU, dtype):
-        hidden = passage.hidden(backbone_of(model))
+        hidden = micro_batch.forward(backbone_of(model))
     assert hidden.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
@@ -76,30 +76,30 @@ def saved(model, passage: Packed, dtype) -> int:
     ("targets", "load_in_4bit"), [((), False), (ATTENTION, False), (ALL, False), (ATTENTION, True)]
 )
 def test_a_layer_keeps_what_autograd_saves(tmp_path, targets, load_in_4bit, dtype, lengths):
-    passage, counted = passage_of(lengths), []
+    micro_batch, counted = passage_of(lengths), []
     for layers in (2, 3):
         model = policy(tmp_path, layers, LlamaConfig, targets, load_in_4bit, dtype)
-        counted.append(saved(model, passage, dtype))
+        counted.append(saved(model, micro_batch, dtype))
     network = Network.of(base_of(model), dtype)
-    assert network.kept_by_layer(passage) == counted[1] - counted[0]
-    assert network.kept(passage) == pytest.approx(counted[1], rel=0.05)
+    assert network.saved_by_layer(micro_batch) == counted[1] - counted[0]
+    assert network.saved_activations(micro_batch) == pytest.approx(counted[1], rel=0.05)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("targets", [ATTENTION, ALL], ids=["attention", "all"])
 def test_a_layer_keeps_what_dropout_saves(tmp_path, targets, dtype, lengths):
-    passage = passage_of(lengths)
+    micro_batch = passage_of(lengths)
     models = [policy(tmp_path, layers, LlamaConfig, targets, False, dtype, dropout=0.1) for layers in (2, 3)]
-    counted = [saved(model, passage, dtype) for model in models]
-    assert Network.of(base_of(models[0]), dtype).kept_by_layer(passage) == counted[1] - counted[0]
+    counted = [saved(model, micro_batch, dtype) for model in models]
+    assert Network.of(base_of(models[0]), dtype).saved_by_layer(micro_batch) == counted[1] - counted[0]
 
 
 def test_norms_of_single_heads_are_layers_norms_too(tmp_path):
     network = Network.of(policy(tmp_path, 2, Qwen3Config, (), False, None), None)
     assert sorted(network.norms) == [(1, 128), (1, 128), (2, 2 * 48), (4, 4 * 48)]
     counted = [saved(policy(tmp_path, n, Qwen3Config, (), False, None), passage_of("unlike"), None) for n in (2, 3)]
-    assert network.kept_by_layer(passage_of("unlike")) == counted[1] - counted[0]
+    assert network.saved_by_layer(passage_of("unlike")) == counted[1] - counted[0]
 
 
 # --- phases ----------------------------------------------------------------------------------------------------------
@@ -137,18 +137,18 @@ def trainer_of(work: Work, monkeypatch, algorithm: str, settings: dict):
 
 
 @pytest.mark.parametrize(("algorithm", "variant"), [(a, v) for a, variants in VARIANTS.items() for v in variants])
-def test_phases_take_the_tensors_foretold(work, monkeypatch, algorithm, variant):
+def test_phases_take_the_tensors_predicted(work, monkeypatch, algorithm, variant):
     trainer = trainer_of(work, monkeypatch, algorithm, {"ppo_epochs": 2, **VARIANTS[algorithm][variant]})
-    trainer.one_update(1)  # the optimizer's moments are there after it
-    foretold, taken = foretell(trainer), tensors_in(trainer, METHODS, lambda: trainer.one_update(2))
+    trainer.update_step(1)  # the optimizer's moments are there after it
+    predicted, taken = estimate(trainer), tensors_in(trainer, METHODS, lambda: trainer.update_step(2))
     for method, names in METHODS.items():
-        size = max(tensors_of(phase) for phase in foretold.phases if phase.name in names)
+        size = max(tensors_of(phase) for phase in predicted.phases if phase.name in names)
         assert size == pytest.approx(taken[method], rel=0.1), method
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", [[], ["--lora"], ["--load-in-4bit"]], ids=" ".join)
-def test_a_cards_peak_is_foretold(tmp_path, flags):
+def test_a_gpus_peak_is_predicted(tmp_path, flags):
     """In processes of their own, on the card: here everything runs on the processor. The peak is what torch
     allocates (max_memory_allocated)."""
     found = compared(tmp_path, "cuda", "smollm2", "--dtype", "bfloat16", *flags)
@@ -179,7 +179,7 @@ REAL = [
 
 @pytest.mark.proof
 @pytest.mark.parametrize("flags", REAL, ids=" ".join)
-def test_the_real_shapes_peak_is_foretold(tmp_path, flags):
+def test_the_real_shapes_peak_is_predicted(tmp_path, flags):
     """Resident size above that after the imports, over two updates in a fresh process."""
     found = compared(tmp_path, "cpu", "smollm2", *flags)
     assert found["predicted"] == pytest.approx(found["measured"], rel=0.15)
@@ -188,12 +188,12 @@ def test_the_real_shapes_peak_is_foretold(tmp_path, flags):
 # --- the plan --------------------------------------------------------------------------------------------------------
 
 
-def test_the_fullest_batch_is_one_that_the_loop_deals(build):
+def test_the_longest_batch_is_one_of_the_loops(build):
     trainer = build("--num-iterations", 7, "--K", 2, algorithm="grpo")
     batches = [[prompt for _, prompt in trainer.prompts_of(update)] for update in range(1, 8)]
-    fullest = fullest_batch(trainer.config, trainer.train_prompts, 7)
-    assert fullest in batches
-    assert sum(len(p.ids) for p in fullest) == max(sum(len(p.ids) for p in batch) for batch in batches)
+    longest = longest_batch(trainer.config, trainer.train_prompts, 7)
+    assert longest in batches
+    assert sum(len(p.ids) for p in longest) == max(sum(len(p.ids) for p in batch) for batch in batches)
 
 
 def test_what_a_batch_means_in_words(configured):
@@ -208,23 +208,25 @@ def test_what_a_batch_means_in_words(configured):
 @pytest.mark.parametrize("flags", [[], ["--rm-model", "none", "--reward-func", "length_penalty", "--use-lora"]])
 def test_the_plan_tells_the_peak_its_parts_and_phases(configured, capsys, flags):
     config = configured(*flags)
-    parts = load_parts(config, CPU, Screen())
+    parts = load_components(config, CPU, Screen())
     show_plan(config, parts, 2, CPU, Screen())
-    said = " ".join(capsys.readouterr().out.split())
-    assert "memory about 0." in said and "GiB at the peak, in the" in said and "largest micro-batch 4 epi" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert (
+        "memory about 0." in output and "GiB at the peak, in the" in output and "largest micro-batch 4 epi" in output
+    )
     for phase in ("rollout", "measuring", "backward pass", "optimizer step", "evaluation's text"):
-        assert phase in said
-    assert ("scoring" in said) == (not flags)
-    assert "warning: about" not in said.partition("algorithm")[2]
+        assert phase in output
+    assert ("scoring" in output) == (not flags)
+    assert "warning: about" not in output.partition("algorithm")[2]
 
 
 def test_the_plan_warns_where_less_memory_is_free(configured, capsys, monkeypatch):
     config = configured()
-    parts = load_parts(config, CPU, Screen())
+    parts = load_components(config, CPU, Screen())
     monkeypatch.setattr(plan, "available", lambda _: 2**20)
     show_plan(config, parts, 2, CPU, Screen())
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     assert re.search(
-        r"warning: about 0\.\d\d GiB at the peak, 0\.00 GiB free: memory of cpu\. What would help most: --", said
+        r"warning: about 0\.\d\d GiB at the peak, 0\.00 GiB free: memory of cpu\. What would help most: --", output
     )
-    assert said.count("GiB less)") == 3
+    assert output.count("GiB less)") == 3

@@ -9,7 +9,7 @@ import torch
 
 import train_ppo
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.setup.build import load_parts
+from rlhf.setup.build import load_components
 from rlhf.setup.plan import base_parameters, kl_line, show_plan
 from rlhf.utils.console import Screen
 
@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("flags", [(), ("--use-lora",), ("--use-lora", "--load-in-4bit")])
 def test_the_start_models_parameters_are_its_own(configured, flags):
     """Neither the adapters' nor the bytes of packed weights are counted."""
-    plain = load_parts(configured(), CPU, Screen()).policy
+    plain = load_components(configured(), CPU, Screen()).policy
     expected = sum(weight.numel() for weight in plain.parameters())
-    assert base_parameters(load_parts(configured(*flags), CPU, Screen()).policy) == expected
+    assert base_parameters(load_components(configured(*flags), CPU, Screen()).policy) == expected
 
 
 def test_a_phase_without_updates_is_not_listed(configured):
@@ -32,17 +32,17 @@ def test_a_phase_without_updates_is_not_listed(configured):
 
 def test_the_plan_prints_the_reach_of_beta_and_the_hint(configured, capsys):
     config = configured("--kl-schedule", "phased", "--num-iterations", 800, "--kl-horizon", 2000)
-    show_plan(config, load_parts(config, CPU, Screen()), 800, CPU, Screen())
-    said = capsys.readouterr().out
-    assert "horizon 2,000 episodes: beta can move 1.11-fold in a phase" in said
-    assert "warning: beta can move at most 1.11-fold in 266 updates" in said
-    assert "Add --recipe phased-kl to use them all" in said
+    show_plan(config, load_components(config, CPU, Screen()), 800, CPU, Screen())
+    output = capsys.readouterr().out
+    assert "horizon 2,000 episodes: beta can move 1.11-fold in a phase" in output
+    assert "warning: beta can move at most 1.11-fold in 266 updates" in output
+    assert "Add --recipe phased-kl to use them all" in output
 
 
 def test_the_plan_of_the_longest_run_takes_seconds(configured, capsys):
     config = configured("--num-iterations", 10_000_000, "--batch-size", 1)
     begun = time.monotonic()
-    show_plan(config, load_parts(config, CPU, Screen()), 10_000_000, CPU, Screen())
+    show_plan(config, load_components(config, CPU, Screen()), 10_000_000, CPU, Screen())
     assert time.monotonic() - begun < 20
     assert "10,000,000 updates" in capsys.readouterr().out
 

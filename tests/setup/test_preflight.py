@@ -17,7 +17,7 @@ from torch import nn
 import train_grpo
 import train_ppo
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.checkpoints.run_record import MAY_DIFFER, differences
+from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, differences
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.prompts import Prompt
 from rlhf.models.load import load_tokenizer
@@ -25,7 +25,7 @@ from rlhf.models.save import VALUE_HEAD_FILE, WEIGHTS_FILE
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.fields import to_dict
 from rlhf.setup import trial
-from rlhf.setup.build import build_trainer, load_parts
+from rlhf.setup.build import build_trainer, load_components
 from rlhf.setup.preflight import (
     determinism,
     disk_has_room,
@@ -39,7 +39,7 @@ from rlhf.setup.trial import (
     check_start,
     first_kl_is_zero,
     first_ratio_is_one,
-    memory_is_as_foretold,
+    memory_matches_estimate,
     outputs,
     steps_are_as_planned,
     weights_come_back,
@@ -61,7 +61,7 @@ def loaded(configured):
     def make(*flags, algorithm="ppo"):
         groups = ("--batch-size", 2, "--K", 2) if algorithm == "grpo" else ()
         config = configured(*groups, *flags, algorithm=algorithm)
-        return config, load_parts(config, CPU, Screen())
+        return config, load_components(config, CPU, Screen())
 
     return make
 
@@ -71,16 +71,16 @@ def tried(loaded):
     """A trainer, its parts, and its first rollout."""
 
     def make(*flags, algorithm="ppo"):
-        config, parts = loaded(*flags, algorithm=algorithm)
-        trainer = build_trainer(config, parts)
-        return trainer, parts, trainer.collector.collect(trainer.prompts_of(1), 1)
+        config, components = loaded(*flags, algorithm=algorithm)
+        trainer = build_trainer(config, components)
+        return trainer, components, trainer.collector.collect(trainer.prompts_of(1), 1)
 
     return make
 
 
-def lines_of(said: str) -> dict[str, str]:
+def lines_of(expected: str) -> dict[str, str]:
     """The table that was printed: check -> its line."""
-    table = said.split("checks:\n")[1].splitlines()
+    table = expected.split("checks:\n")[1].splitlines()
     return {name: line for line in table for name in [*NAMES, "the rest"] if line.startswith(f"  {name} ")}
 
 
@@ -99,22 +99,22 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("what", VARIANTS)
-def test_a_sound_run_passes_and_is_left_as_it_was(loaded, capsys, monkeypatch, what):
+def test_a_good_run_passes_and_is_left_as_it_was(loaded, capsys, monkeypatch, what):
     algorithm, flags = VARIANTS[what]
-    config, parts = loaded(*flags, algorithm=algorithm)
+    config, components = loaded(*flags, algorithm=algorithm)
     before = {}
 
-    def build(config, parts):  # over 4-bit weights TRL rounds fresh adapters: here, as in a run
-        trainer = build_trainer(config, parts)
+    def build(config, components):  # over 4-bit weights TRL rounds fresh adapters: here, as in a run
+        trainer = build_trainer(config, components)
         before.update((name, weight.clone()) for name, weight in trainer.actor.policy.state_dict().items())
         return trainer
 
     monkeypatch.setattr(trial, "build_trainer", build)
-    check_run(config, parts, Screen())
+    check_run(config, components, Screen())
     lines = lines_of(capsys.readouterr().out)
     assert list(lines) == NAMES
     assert all(line[2 + max(map(len, NAMES)) :].startswith("  ok      ") for line in lines.values()), lines
-    after = parts.policy.state_dict()
+    after = components.policy.state_dict()
     assert before and [name for name, weight in before.items() if not torch.equal(weight, after[name])] == []
     assert not Path(config.run.output).exists()
 
@@ -157,9 +157,9 @@ def test_what_ends_the_checks_is_a_failed_check(configured, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: train_ppo.main(argv))
     assert ended.value.code == 2
-    said = " ".join(lines_of(capsys.readouterr().out)["the rest"].split())
-    assert said.startswith("the rest FAILED RunError: bad.py:2 `raise ValueError('as told')` raised ValueError")
-    assert "reward function broken" in said
+    output = " ".join(lines_of(capsys.readouterr().out)["the rest"].split())
+    assert output.startswith("the rest FAILED RunError: bad.py:2 `raise ValueError('as told')` raised ValueError")
+    assert "reward function broken" in output
 
 
 @pytest.mark.parametrize("algorithm", SCRIPTS)
@@ -176,12 +176,12 @@ def test_every_start_checks_what_costs_nothing(configured, capsys, monkeypatch, 
 
 
 def test_a_start_names_all_that_fails(loaded, monkeypatch):
-    config, parts = loaded()
-    check_start(config, parts)
-    parts.tokenizer.pad_token = parts.tokenizer.eos_token
+    config, components = loaded()
+    check_start(config, components)
+    components.tokenizer.pad_token = components.tokenizer.eos_token
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 0))
     with pytest.raises(UserError) as caught:
-        check_start(config, parts)
+        check_start(config, components)
     assert len(caught.value.faults) == 2
 
 
@@ -198,22 +198,24 @@ def test_pad_that_is_eos(start_model):
 
 
 def test_vocabularies(loaded):
-    _, parts = loaded()
-    sides = parts.tokenizer, parts.policy
-    check = vocabularies_fit(*sides, parts.reward_model)
+    _, components = loaded()
+    sides = components.tokenizer, components.policy
+    check = vocabularies_fit(*sides, components.reward_model)
     assert check.ok and check.found == "policy and reward model have the same 400 tokens"
     assert vocabularies_fit(*sides, None).ok
-    judge = parts.reward_model.tokenizer
+    judge = components.reward_model.tokenizer
     vocabulary = judge.get_vocab()
-    parts.reward_model.tokenizer = SimpleNamespace(get_vocab=lambda: {t: i for t, i in vocabulary.items() if i < 390})
-    check = vocabularies_fit(*sides, parts.reward_model)
+    components.reward_model.tokenizer = SimpleNamespace(
+        get_vocab=lambda: {t: i for t, i in vocabulary.items() if i < 390}
+    )
+    check = vocabularies_fit(*sides, components.reward_model)
     assert check.ok and check.found.endswith("are not the reward model's 390: text is re-encoded")
     judge.add_tokens(["one more"])
-    parts.reward_model.tokenizer = judge
-    check = vocabularies_fit(*sides, parts.reward_model)
+    components.reward_model.tokenizer = judge
+    check = vocabularies_fit(*sides, components.reward_model)
     assert not check.ok and "tokenizer of 401 ids, model of 400 embeddings (--rm-model)" in check.found
     assert "--rm-model" in check.hint and "--actor-model" not in check.hint
-    parts.tokenizer.add_tokens(["one more"])
+    components.tokenizer.add_tokens(["one more"])
     assert "(--actor-model)" in vocabularies_fit(*sides, None).found
 
 
@@ -221,25 +223,27 @@ def test_vocabularies(loaded):
 def test_free_disk_by_hand(loaded, monkeypatch, flags):
     """Three checkpoints (two kept, one being written) of weights and two moments, best/ and the final weights: eleven
     times the trained weights in float32."""
-    config, parts = loaded(*flags)
-    trained = sum(w.numel() for w in parts.policy.parameters() if w.requires_grad)
+    config, components = loaded(*flags)
+    trained = sum(w.numel() for w in components.policy.parameters() if w.requires_grad)
     trained *= 2 if "separate" in flags else 1
     asked = []
     for free, ok in ((trained * 4 * 11, True), (trained * 4 * 11 - 1, False)):
         monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: asked.append(place) or Usage(0, 0, free))
-        assert disk_has_room(config, parts.policy).ok is ok
+        assert disk_has_room(config, components.policy).ok is ok
     assert asked == [Path(config.run.output).parent] * 2, "the nearest folder that is there"
 
 
 def test_a_prompt_of_which_the_template_leaves_something_out(loaded):
-    _, parts = loaded()
-    prompt = parts.prompts.train[0]
-    check = prompt_is_rendered(parts.tokenizer, prompt)
+    _, components = loaded()
+    prompt = components.prompts.train[0]
+    check = prompt_is_rendered(components.tokenizer, prompt)
     assert check.ok
-    assert check.found == f"{len(prompt.ids)} tokens, {parts.tokenizer.decode(prompt.ids)!r} = {list(prompt.ids)}"
-    parts.tokenizer.chat_template = parts.tokenizer.chat_template.replace("message['content']", "message['role']")
-    hollow = Prompt(tuple(encode_prompt(parts.tokenizer, prompt.example.messages)), prompt.example)
-    check = prompt_is_rendered(parts.tokenizer, hollow)
+    assert check.found == f"{len(prompt.ids)} tokens, {components.tokenizer.decode(prompt.ids)!r} = {list(prompt.ids)}"
+    components.tokenizer.chat_template = components.tokenizer.chat_template.replace(
+        "message['content']", "message['role']"
+    )
+    hollow = Prompt(tuple(encode_prompt(components.tokenizer, prompt.example.messages)), prompt.example)
+    check = prompt_is_rendered(components.tokenizer, hollow)
     assert not check.ok and check.found.endswith("user text")
 
 
@@ -273,21 +277,21 @@ class Counting(nn.Module):
 
 
 def test_a_reward_that_reads_its_padding(loaded, monkeypatch):
-    _, parts = loaded("--reward-func", "length_penalty")
-    prompt = parts.prompts.train[0]
-    check = padding_changes_no_score(parts.rewards, prompt, None)
+    _, components = loaded("--reward-func", "length_penalty")
+    prompt = components.prompts.train[0]
+    check = padding_changes_no_score(components.rewards, prompt, None)
     assert check.ok and check.found.startswith("a score of reward_model moves by ")
     assert "length_penalty" not in check.found
 
     def mean_of_all(input_ids, **_):
         return SimpleNamespace(logits=input_ids.float().mean(1, keepdim=True))
 
-    monkeypatch.setattr(parts.reward_model.model, "forward", mean_of_all)
-    assert not padding_changes_no_score(parts.rewards, prompt, None).ok
+    monkeypatch.setattr(components.reward_model.model, "forward", mean_of_all)
+    assert not padding_changes_no_score(components.rewards, prompt, None).ok
     for heeds in (True, False):
-        rewards = Rewards([Counting(heeds)], None, parts.tokenizer)
+        rewards = Rewards([Counting(heeds)], None, components.tokenizer)
         assert padding_changes_no_score(rewards, prompt, None).ok is heeds
-    rules = Rewards([lambda completions, **_: [0.0] * len(completions)], None, parts.tokenizer)
+    rules = Rewards([lambda completions, **_: [0.0] * len(completions)], None, components.tokenizer)
     assert padding_changes_no_score(rules, prompt, None).found == "rules alone, nothing is padded"
 
 
@@ -343,16 +347,16 @@ def test_steps_that_are_not_taken(tried, algorithm):
 
 
 def test_memory_beyond_the_forecast_or_the_machine(tried, monkeypatch):
-    trainer, parts, rollout = tried()
+    trainer, components, rollout = tried()
     steps_are_as_planned(trainer, rollout)
-    assert memory_is_as_foretold(trainer, parts).ok
+    assert memory_matches_estimate(trainer, components).ok
     with monkeypatch.context() as patch:
         patch.setattr(trial, "available", lambda _: 2**20)
-        check = memory_is_as_foretold(trainer, parts)
+        check = memory_matches_estimate(trainer, components)
         assert not check.ok and "0.00 GiB free for it" in check.found
     taken = trial.memory_in_use
     monkeypatch.setattr(trial, "memory_in_use", lambda device: taken(device) + 2**30)
-    check = memory_is_as_foretold(trainer, parts)
+    check = memory_matches_estimate(trainer, components)
     assert not check.ok and "--micro-batch-size 1" in check.hint
 
 
@@ -378,5 +382,5 @@ def test_weights_that_do_not_come_back(tried, tmp_path, monkeypatch, algorithm):
 
 
 def test_the_settings_of_a_run_may_differ_in_check_from_another_seeds(configured):
-    assert differences(to_dict(configured("--check")), to_dict(configured()), MAY_DIFFER) == []
+    assert differences(to_dict(configured("--check")), to_dict(configured()), SEEDS_MAY_DIFFER) == []
     assert json.dumps(to_dict(configured("--check"))["run"]["check"]) == "true"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhf.data.chat_template import decode_reply, encode_prompt, encode_reply, encode_text
+from rlhf.data.chat_template import decode_completion, encode_completion, encode_prompt, encode_text
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.models.load import load_tokenizer
@@ -34,20 +34,20 @@ def prompts(count: int, **more) -> list[Prompt]:
 
 
 def test_perplexity_against_a_plain_forward(start_model):
-    """Replies of unlike length, temperature 1, EOS included, padding without effect."""
+    """Completions of unlike length, temperature 1, EOS included, padding without effect."""
     tokenizer = load_tokenizer(str(start_model))
     policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
     rows = [("the cat", "yes"), ("what is the capital of France?", "Paris, on the river Seine")]
     examples = [Example(messages=({"role": "user", "content": q},), chosen=a) for q, a in rows]
     made = [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
-    replies = [encode_reply(tokenizer, answer) for _, answer in rows]
+    completions = [encode_completion(tokenizer, answer) for _, answer in rows]
     total, tokens = 0.0, 0
-    for prompt, reply in zip(made, replies, strict=True):
+    for prompt, completion in zip(made, completions, strict=True):
         with torch.no_grad():
-            logp = policy(torch.tensor([[*prompt.ids, *reply]])).logits[0].log_softmax(-1)
-        total -= sum(float(logp[len(prompt.ids) - 1 + i, token]) for i, token in enumerate(reply))
-        tokens += len(reply)
-    text = FixedText(made, replies, "two")
+            logp = policy(torch.tensor([[*prompt.ids, *completion]])).logits[0].log_softmax(-1)
+        total -= sum(float(logp[len(prompt.ids) - 1 + i, token]) for i, token in enumerate(completion))
+        tokens += len(completion)
+    text = FixedText(made, completions, "two")
     found = perplexity(policy, text, tokenizer.pad_token_id, CPU, None)
     assert found == pytest.approx(math.exp(total / tokens), rel=1e-5)
 
@@ -57,7 +57,7 @@ def test_perplexity_is_taken_on_chosen_replies(start_model):
     pairs = prompts(3, chosen="yes", rejected="no")
     text = fixed_text(tokenizer, pairs, lambda _: pytest.fail("nothing to sample"), None)
     assert text.source == "3 held-out chosen replies"
-    assert text.replies == [encode_reply(tokenizer, "yes")] * 3
+    assert text.completions == [encode_completion(tokenizer, "yes")] * 3
 
 
 def test_without_pairs_the_perplexity_is_of_the_start_models_replies_and_says_so(build, tmp_path, capsys):
@@ -71,7 +71,7 @@ def test_without_pairs_the_perplexity_is_of_the_start_models_replies_and_says_so
     source = f"one fixed sample of the start model's replies ({kept})"
     assert trainer.evaluator.text.source == source == log.record.best.perplexity_text
     start = [json.loads(line)["reply"] for line in (Path(log.path.parent) / "samples" / "update-000000.jsonl").open()]
-    decoded = [decode_reply(trainer.processing_class, ids) for ids in trainer.evaluator.text.replies]
+    decoded = [decode_completion(trainer.processing_class, ids) for ids in trainer.evaluator.text.completions]
     assert decoded == start, "EOS where the reply had one, no other change"
     assert capsys.readouterr().out.count(f"on {source}") == 2, "before and after"
 
@@ -85,7 +85,7 @@ def test_a_named_text_is_the_perplexitys(build, start_model, tmp_path):
     ids = [encode_text(tokenizer, p) for p in ("the cat sat", "Paris is a city\non a river")]
     assert trainer.evaluator.text.source == f"2 paragraphs of {file}"
     assert [
-        [*p.ids, *r] for p, r in zip(trainer.evaluator.text.prompts, trainer.evaluator.text.replies, strict=True)
+        [*p.ids, *r] for p, r in zip(trainer.evaluator.text.prompts, trainer.evaluator.text.completions, strict=True)
     ] == ids
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(UserError, match="no paragraph of two tokens or more: --eval-text"):
@@ -105,10 +105,10 @@ def test_evaluations_use_the_same_random_numbers(build):
 
 def test_metrics_of_an_evaluation_by_hand():
     looked = evaluation([1.0, 3.0], kl=[2.0, 4.0], lengths=[10, 20], ended=[True, False])
-    said = looked.metrics()
-    assert (said["eval/score"], said["eval/kl_divergence"]) == (2.0, 3.0)
-    assert said["eval/kl_divergence/token"] == pytest.approx(6 / 30)
-    assert (said["eval/reply_length"], said["eval/eos_rate"], said["eval/perplexity"]) == (15, 0.5, 2.0)
+    logged = looked.metrics()
+    assert (logged["eval/score"], logged["eval/kl_divergence"]) == (2.0, 3.0)
+    assert logged["eval/kl_divergence/token"] == pytest.approx(6 / 30)
+    assert (logged["eval/reply_length"], logged["eval/eos_rate"], logged["eval/perplexity"]) == (15, 0.5, 2.0)
 
 
 def test_the_report_by_hand():

@@ -20,10 +20,10 @@ from rlhf.callbacks.base import Callback
 from rlhf.data.prompts import PromptSets
 from rlhf.models.logprobs import backbone_of
 from rlhf.rollout.completions import Rollout
-from rlhf.rollout.logprobs import measure
+from rlhf.rollout.logprobs import compute_logprobs_and_values
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.metrics import rollout_metrics
-from rlhf.trainer.scores import Scored
+from rlhf.trainer.scores import Scores
 from rlhf.utils.errors import RunError, UserError
 from tests.conftest import attach, whole_gradient
 
@@ -45,19 +45,19 @@ def largest_difference(one: dict, other: dict) -> float:
 @pytest.mark.parametrize("flags", [(), ("--use-lora",), ("--bf16",), ("--top-p", "0.7"), ("--top-k", "9")])
 def test_first_step_has_ratio_1_and_no_kl(make, flags):
     trainer = make("--ppo-epochs", "1", *flags)
-    logged = trainer.one_update(1)
+    logged = trainer.update_step(1)
     per_token = 1e-3 if "--bf16" in flags else 1e-6
     assert logged["policy/ratio"] == pytest.approx(1, abs=1e-6)
     assert logged["policy/approx_kl"] == pytest.approx(0, abs=1e-9)
     assert logged["policy/clipfrac"] == 0
     assert abs(logged["kl_divergence/token"]) <= per_token
-    assert abs(logged["kl_divergence/k3"]) <= per_token * logged["reply/length"]
+    assert abs(logged["kl_divergence/k3"]) <= per_token * logged["completions/mean_length"]
 
 
 def test_kl_grows_once_the_policy_moves(make):
     trainer = make("--learning-rate", "3e-3")
-    assert trainer.one_update(1)["kl_divergence/k3"] < 1e-6
-    assert trainer.one_update(2)["kl_divergence/k3"] > 1e-3
+    assert trainer.update_step(1)["kl_divergence/k3"] < 1e-6
+    assert trainer.update_step(2)["kl_divergence/k3"] > 1e-3
 
 
 @pytest.mark.parametrize(("updates", "epochs", "minibatches"), [(2, 2, 1), (2, 3, 2), (1, 2, 4)])
@@ -76,7 +76,7 @@ def test_fewer_prompts_than_a_batch_does_not_hang(make):
     three = PromptSets(train=whole.train_prompts[:3], evaluation=whole.evaluation_prompts, too_long=0)
     trainer = make("--num-iterations", "1", prompts=three)
     assert len(trainer.train_prompts) == 3
-    assert trainer.one_update(1)["optimizer_steps"] == 2
+    assert trainer.update_step(1)["optimizer_steps"] == 2
 
 
 def test_gradient_norm_is_really_clipped(make):
@@ -84,7 +84,7 @@ def test_gradient_norm_is_really_clipped(make):
     trainer = make("--ppo-epochs", "1", "--max-grad-norm", "1e-3")
     trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
     before = weights(trainer)
-    logged = trainer.one_update(1)
+    logged = trainer.update_step(1)
     after = weights(trainer)
     moved = torch.stack([(after[n] - before[n]).norm() for n in before]).norm()
     assert logged["policy/grad_norm"] > 1e-2, "the gradient before clipping must be larger, or this shows nothing"
@@ -109,7 +109,7 @@ def test_the_micro_batch_changes_memory_and_not_the_result(make):
     for size in (0, 1, 3):
         trainer = make("--ppo-epochs", "1", "--micro-batch-size", size, "--reply-length", "24")
         trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
-        trainer.one_update(1)
+        trainer.update_step(1)
         moved.append(weights(trainer))
     assert largest_difference(moved[0], moved[1]) < 1e-6
     assert largest_difference(moved[0], moved[2]) < 1e-6
@@ -118,11 +118,17 @@ def test_the_micro_batch_changes_memory_and_not_the_result(make):
 def batch_with_early_eos(trainer):
     """A rollout of which the first reply ends at its third token, and the batch made from it."""
     rollout: Rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
-    replies = rollout.replies
-    replies.nucleus = None
-    replies.reply_lengths[0] = 3
-    replies.reply_ids[0, 2], replies.mask[0, 3:], replies.ended[0] = trainer.processing_class.eos_token_id, False, True
-    measured = measure(trainer.actor, trainer.reference, replies, trainer.config.sampling.temperature, 4)
+    completions = rollout.completions
+    completions.allowed_tokens = None
+    completions.completion_lengths[0] = 3
+    completions.completion_ids[0, 2], completions.mask[0, 3:], completions.ended[0] = (
+        trainer.processing_class.eos_token_id,
+        False,
+        True,
+    )
+    measured = compute_logprobs_and_values(
+        trainer.actor, trainer.reference, completions, trainer.config.sampling.temperature, 4
+    )
     rollout.logprobs, rollout.ref_logprobs, rollout.values = measured
     return rollout, trainer.advantages(rollout, torch.arange(1.0, 5.0))
 
@@ -138,7 +144,7 @@ def test_the_pass_that_measures_is_the_first_steps(make, monkeypatch, flags):
         backbone_of(trainer.actor.policy).register_forward_hook(
             lambda module, given, named, output, count=count: count.append(named.get("use_cache")), with_kwargs=True
         )
-        trainer.one_update(1)
+        trainer.update_step(1)
         ends.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters() if w.requires_grad]))
         passes.append(count.count(False))
     assert torch.equal(*ends)
@@ -148,7 +154,7 @@ def test_the_pass_that_measures_is_the_first_steps(make, monkeypatch, flags):
 @pytest.mark.parametrize(
     "flags", [("--minibatches", 2), ("--micro-batch-size", 2), ("--gradient-checkpointing",)], ids=lambda f: f[0]
 )
-def test_a_pass_is_kept_where_it_is_the_whole_first_step(make, flags):
+def test_a_forward_is_cached_where_it_is_the_whole_first_step(make, flags):
     trainer, plain = make(*flags), make()
     for one in (trainer, plain):
         one.collector.collect(one.prompts_of(1), 1)
@@ -159,26 +165,26 @@ def test_a_pass_is_kept_where_it_is_the_whole_first_step(make, flags):
 
 def test_a_cached_forward_is_taken_once_and_for_its_own_completions_only(build):
     trainer = build()
-    replies = trainer.collector.collect(trainer.prompts_of(1), 1).replies
+    completions = trainer.collector.collect(trainer.prompts_of(1), 1).completions
     cached, rows = trainer.collector.cached_forward, [0, 1, 2, 3]
-    order = cached._kept[1][0].rows
+    order = cached._cached[1][0].rows
     assert sorted(order) == rows
-    assert cached.take(replace(replies), order) is None, "other completions, though the rows are the same"
-    trainer.collector.logprobs(replies, keep_forward=True)
-    assert cached.take(replies, order[:2]) is None and cached.take(replies, order) is None, "taken"
-    trainer.collector.logprobs(replies, keep_forward=True)
-    passage, hidden = cached.take(replies, order)
-    assert passage.rows == order and hidden.requires_grad
+    assert cached.pop(replace(completions), order) is None, "other completions, though the rows are the same"
+    trainer.collector.logprobs(completions, keep_forward=True)
+    assert cached.pop(completions, order[:2]) is None and cached.pop(completions, order) is None, "taken"
+    trainer.collector.logprobs(completions, keep_forward=True)
+    micro_batch, hidden = cached.pop(completions, order)
+    assert micro_batch.rows == order and hidden.requires_grad
     assert not cached
 
 
-def test_an_error_frees_the_kept_forward(build):
+def test_an_error_frees_the_cached_forward(build):
     def broken(**_):
         raise ValueError("a bug")
 
     trainer = build(rewards=[broken])
     with pytest.raises(RunError, match="a bug"):
-        trainer.one_update(1)
+        trainer.update_step(1)
     assert not trainer.collector.cached_forward
 
 
@@ -186,8 +192,8 @@ def test_eos_is_in_the_loss_and_nothing_after_it_is(make):
     trainer = make("--top-p", "1")
     rollout, batch = batch_with_early_eos(trainer)
     base = whole_gradient(trainer, batch)[1]
-    rollout.replies.reply_ids[0, 3:] = 17
-    for values in (rollout.logprobs, rollout.ref_logprobs, rollout.values, batch.weights, batch.returns):
+    rollout.completions.completion_ids[0, 3:] = 17
+    for values in (rollout.logprobs, rollout.ref_logprobs, rollout.values, batch.advantages, batch.returns):
         if values is not None:  # GRPO has no critic
             values[0, 3:] = 1e3
     assert_close(whole_gradient(trainer, batch)[1], base, rtol=0, atol=0)
@@ -200,8 +206,8 @@ def test_a_reply_without_eos_pays_the_penalty(make):
     rollout, _ = batch_with_early_eos(trainer)
     scored = trainer.collector.score(rollout)
     assert scored.raw.tolist() == [1.0] * 4
-    assert scored.used.tolist() == [1.0 if ended else -1.5 for ended in rollout.replies.ended.tolist()]
-    assert not rollout.replies.ended.all()
+    assert scored.shaped.tolist() == [1.0 if ended else -1.5 for ended in rollout.completions.ended.tolist()]
+    assert not rollout.completions.ended.all()
 
 
 def test_the_controller_sets_the_next_updates_beta(make):
@@ -235,7 +241,7 @@ def test_the_score_rises_on_an_easy_reward(make):
 
 def test_the_learning_rate_follows_the_cosine(make):
     trainer = make("--num-iterations", "4", "--learning-rate", "1e-3")
-    rates = [trainer.one_update(update)["learning_rate"] for update in range(1, 5)]
+    rates = [trainer.update_step(update)["learning_rate"] for update in range(1, 5)]
     assert rates == pytest.approx([1e-3 * 0.5 * (1 + math.cos(math.pi * u / 4)) for u in range(4)])
 
 
@@ -256,18 +262,18 @@ def test_what_a_rollout_says_of_itself_by_hand(make):
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     mask = torch.zeros_like(rollout.mask)
     mask[0, :2], mask[1:, :1] = True, True  # five reply tokens in four replies
-    rollout.replies.mask, rollout.replies.ended = mask, torch.tensor([True, False, False, False])
+    rollout.completions.mask, rollout.completions.ended = mask, torch.tensor([True, False, False, False])
     rollout.logprobs, rollout.ref_logprobs = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
     rollout.logprobs[0, :2] = torch.tensor([0.5, 0.25])
     batch = trainer.advantages(rollout, torch.ones(4))
     scores = torch.tensor([1.0, 3, 1, 3])
-    said = rollout_metrics(batch, Scored(scores, scores, {}), 1)
-    assert said["kl_divergence"] == pytest.approx(0.75 / 4)
-    assert said["kl_divergence/token"] == pytest.approx(0.75 / 5)
+    metrics = rollout_metrics(batch, Scores(scores, scores, {}), 1)
+    assert metrics["kl_divergence"] == pytest.approx(0.75 / 4)
+    assert metrics["kl_divergence/token"] == pytest.approx(0.75 / 5)
     k3 = (math.exp(-0.5) - 1 + 0.5) + (math.exp(-0.25) - 1 + 0.25)
-    assert said["kl_divergence/k3"] == pytest.approx(k3 / 4)
-    assert (said["reply/length"], said["reply/eos_rate"]) == (1.25, 0.25)
-    assert (said["rewards/mean"], said["rewards/std"]) == (2.0, 1.0)
+    assert metrics["kl_divergence/k3"] == pytest.approx(k3 / 4)
+    assert (metrics["completions/mean_length"], metrics["completions/eos_rate"]) == (1.25, 0.25)
+    assert (metrics["rewards/mean"], metrics["rewards/std"]) == (2.0, 1.0)
 
 
 class Heard(Callback):
@@ -289,7 +295,7 @@ class Heard(Callback):
         self.told.append(("end",))
 
 
-def test_callbacks_hear_of_updates_evaluations_and_epochs(make):
+def test_callbacks_receive_updates_evaluations_and_epochs(make):
     """Six prompts, by two or four an update: an epoch's metrics are the means of its updates'."""
     heard, bare = Heard(), []
     batch = ("--batch-size", 2, "--max-prompts", 4, "--num-iterations", 5, "--eval-every", 3)
@@ -312,8 +318,8 @@ def test_scores_are_normalised_where_asked(make):
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     first, second = trainer.collector.score(rollout), trainer.collector.score(rollout)
     assert first.raw.tolist() == [3, 3, 5, 9], "what is logged stays in score units"
-    assert_close(first.used, torch.tensor([-2.0, -2, 0, 4]) / 8**0.5)
-    assert_close(second.used, first.used)
+    assert_close(first.shaped, torch.tensor([-2.0, -2, 0, 4]) / 8**0.5)
+    assert_close(second.shaped, first.shaped)
 
 
 @pytest.mark.parametrize("drift", [0.0, 3.0, -40.0])
@@ -330,8 +336,8 @@ def test_drifting_scores_do_not_move_the_advantages_scale(make, drift):
     )
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     for _ in range(40):
-        batch = trainer.advantages(rollout, trainer.collector.score(rollout).used)
-    per_reply = torch.stack([row[mask][-1] for row, mask in zip(batch.advantages, rollout.mask, strict=True)])
+        batch = trainer.advantages(rollout, trainer.collector.score(rollout).shaped)
+    per_reply = torch.stack([row[mask][-1] for row, mask in zip(batch.raw_advantages, rollout.mask, strict=True)])
     spread = float((per_reply - per_reply.mean()).abs().max())
     deviation = (14 / 3) ** 0.5  # of 0 1 2 5, whose mean is 2; the groups are (0 1) and (2 5)
     expected = {"ppo": 3, "grpo": 1.5, "rloo": 3}[trainer.config.algorithm] / deviation
@@ -347,7 +353,7 @@ def test_beta_acts_where_it_is_placed_and_nowhere_else(make, placement):
         trainer = make(*flags)
         with torch.no_grad():
             next(trainer.reference.copy.parameters()).mul_(0.5)
-        logged = trainer.one_update(1)
+        logged = trainer.update_step(1)
         assert logged["kl_divergence/k3"] > 1e-3, "logged whatever the placement"
         assert logged["kl_coef"] == (0 if placement == "none" else pytest.approx(beta))
         moved[beta] = weights(trainer)
@@ -364,10 +370,12 @@ def test_the_kl_in_the_loss_pulls_towards_the_reference(make):
             weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     batch = trainer.advantages(rollout, torch.zeros(4))
-    batch.weights.zero_()  # PPO's critic knows nothing yet: no reward, no advantage
+    batch.advantages.zero_()  # PPO's critic knows nothing yet: no reward, no advantage
 
     def kl() -> float:
-        logprobs, ref_logprobs, _ = measure(trainer.actor, trainer.reference, rollout.replies, 0.7, 4)
+        logprobs, ref_logprobs, _ = compute_logprobs_and_values(
+            trainer.actor, trainer.reference, rollout.completions, 0.7, 4
+        )
         return float(kl_k3(logprobs, ref_logprobs, rollout.mask).sum())
 
     before = kl()
@@ -381,7 +389,7 @@ def test_a_beta_at_its_floor_under_placement_loss_comes_back(make):
     trainer = make(*flags, "--num-iterations", 12)
     attach(trainer)
     for update in range(1, 11):
-        logged = trainer.one_update(update)
+        logged = trainer.update_step(update)
     assert trainer.kl_coef == LOWEST_BETA
     assert logged["kl_divergence/k3"] > 0
     trainer.events.call("on_update_end", 11, {**logged, "kl_divergence": 2000.0})
@@ -395,7 +403,7 @@ def test_one_pass_over_the_reference_per_rollout(make):
         trainer = make("--kl-placement", placement, "--ppo-epochs", 2)
         passes = []
         backbone_of(trainer.reference.copy).register_forward_hook(lambda *_, seen=passes: seen.append(1))
-        trainer.one_update(1)
+        trainer.update_step(1)
         assert len(passes) == 1
         assert getattr(trainer, "ref_model", None) in (None, trainer.reference.copy)
 
@@ -408,7 +416,7 @@ def test_special_tokens_written_in_a_prompt_stay_text(make, tmp_path):
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     plain = make()
     special = set(trainer.processing_class.all_special_ids) - {trainer.processing_class.pad_token_id}
-    for row, mask in zip(rollout.replies.prompt_ids, rollout.replies.prompt_mask, strict=True):
+    for row, mask in zip(rollout.completions.prompt_ids, rollout.completions.prompt_mask, strict=True):
         ids = row[mask].tolist()
         assert sum(i in special for i in ids) == sum(i in special for i in plain.train_prompts[0].ids)
         assert trainer.processing_class.pad_token_id not in ids
@@ -421,7 +429,7 @@ def test_load_model_brings_back_what_save_model_wrote(make, tmp_path):
         trainer.train()
         trainer.save_model(tmp_path / "saved")
         saved, text = weights(trainer), trainer.evaluations[-1].texts
-        trainer.one_update(3)
+        trainer.update_step(3)
         assert largest_difference(saved, weights(trainer)) > 0
         trainer.load_model(tmp_path / "saved")
         assert largest_difference(saved, weights(trainer)) == 0
@@ -463,6 +471,26 @@ def test_what_callbacks_may_be(make):
     assert Theirs.logged == 3, "two evaluations and an update"
 
 
+class BeforeTheNewName(Callback):
+    """A callback that was written for an earlier version, in which skipped updates were called dropped ones."""
+
+    def __init__(self):
+        self.received = []
+
+    def on_drop(self, update, rollout, batch, found):
+        self.received.append((update, len(rollout.texts), batch, str(found)))
+
+
+@pytest.mark.parametrize("kind", [BeforeTheNewName, type("Bare", (), vars(BeforeTheNewName).copy())])
+def test_a_callback_with_on_drop_still_receives_skipped_updates(make, kind):
+    callback = kind()
+    trainer = make("--num-iterations", 2, rewards=[lambda completions, **_: [math.nan] * len(completions)])
+    trainer.add_callback(callback)
+    assert trainer.update_step(1) == {"updates/dropped": 1.0}
+    [(update, texts, batch, reason)] = callback.received
+    assert (update, texts, batch) == (1, 4, None) and "score nan is not a finite number" in reason
+
+
 def test_a_trainer_trains_once(make):
     trainer = make("--num-iterations", 1)
     trainer.train()
@@ -472,9 +500,9 @@ def test_a_trainer_trains_once(make):
 
 def test_evaluating_other_prompts_leaves_no_trace(make):
     trainer = make()
-    said = trainer.evaluate(["What is a cat?", [{"role": "user", "content": "And a dog?"}]])
-    assert {"eval/score", "eval/kl_divergence", "eval/perplexity"} <= set(said)
+    metrics = trainer.evaluate(["What is a cat?", [{"role": "user", "content": "And a dog?"}]])
+    assert {"eval/score", "eval/kl_divergence", "eval/perplexity"} <= set(metrics)
     assert trainer.evaluations == [] and trainer.state.log_history == []
-    assert said == trainer.evaluate(["What is a cat?", "And a dog?"]), "the same random numbers"
+    assert metrics == trainer.evaluate(["What is a cat?", "And a dog?"]), "the same random numbers"
     with pytest.raises(UserError, match="no prompt of at most 100 tokens"):
         trainer.evaluate(["word " * 200])

@@ -18,7 +18,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.models.save import bad_weights
 from rlhf.trainer import collect, evaluation, optimize
 from rlhf.trainer.evaluation import FixedText, perplexity
-from rlhf.trainer.safety import Dropped
+from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.errors import RunError, run_command
 from tests.conftest import attach, typed
 
@@ -64,8 +64,10 @@ def test_bad_weights_are_named():
 def test_a_step_that_breaks_the_weights_ends_the_run_and_saves_nothing(run_flags, tmp_path, capsys, updates):
     words = run_flags("--num-iterations", updates, "--save-every", 1, "--learning-rate", 1e38, "--ppo-epochs", 1)
     run(words, 1)
-    said = capsys.readouterr().err
-    assert re.search(r"error: \d+ weights are not finite, the first is \S+: after update 1\. They are not saved", said)
+    output = capsys.readouterr().err
+    assert re.search(
+        r"error: \d+ weights are not finite, the first is \S+: after update 1\. They are not saved", output
+    )
     assert RunRecord.read(tmp_path / "run").status == "failed"
     assert names(tmp_path / "run") == []
     saved = list((tmp_path / "run").rglob("*.safetensors"))
@@ -74,14 +76,16 @@ def test_a_step_that_breaks_the_weights_ends_the_run_and_saves_nothing(run_flags
         assert all(tensor.isfinite().all() for tensor in load_file(file).values()), file
 
 
-@pytest.mark.parametrize("save", ["save_model", "save_trainer"])
+@pytest.mark.parametrize("save", ["save_model", "save_trainer_state"])
 def test_no_way_of_saving_writes_them(build, tmp_path, save):
-    from rlhf.trainer.state import save_trainer
+    from rlhf.trainer.state import save_trainer_state
 
     trainer = build()
     next(trainer.model.parameters()).data[0] = math.nan
     with pytest.raises(RunError, match="1 weights are not finite, the first is .*They are not saved"):
-        trainer.save_model(tmp_path / "model") if save == "save_model" else save_trainer(trainer, tmp_path / "model")
+        trainer.save_model(tmp_path / "model") if save == "save_model" else save_trainer_state(
+            trainer, tmp_path / "model"
+        )
     assert not (tmp_path / "model").exists()
 
 
@@ -89,11 +93,11 @@ def test_the_advised_command_works(run_flags, tmp_path, capsys):
     """5e6 in place of 5e-6: update 1 is done with good weights, and leaves finite ones with which nothing works."""
     flags = ["--num-iterations", 5, "--save-every", 1, "--keep", 2, "--ppo-epochs", 1]
     run(run_flags(*flags, "--learning-rate", 5e6), 1)
-    said = capsys.readouterr()
-    assert "3 updates in a row were skipped: update 4" in said.err
-    assert "Set aside, because no optimizer step could be taken from its weights: checkpoint-1" in said.err
+    output = capsys.readouterr()
+    assert "3 updates in a row were skipped: update 4" in output.err
+    assert "Set aside, because no optimizer step could be taken from its weights: checkpoint-1" in output.err
     assert names(tmp_path / "run") == ["checkpoint-1.suspect"], "nothing was saved between the skipped updates"
-    (advised,) = re.findall(r"Use a smaller learning rate: (.*)", said.err)
+    (advised,) = re.findall(r"Use a smaller learning rate: (.*)", output.err)
     assert "--learning-rate 5e-06" in advised, "a tenth would be a typo, too"
     run(typed(advised))
     assert RunRecord.read(tmp_path / "run").status == "finished"
@@ -105,9 +109,9 @@ def test_the_advised_command_resumes_from_before_the_weights_broke(run_flags, tm
     stop_after(2, lambda: run(flags, 128 + signal.SIGINT))
     capsys.readouterr()
     run(["--resume", "--resume-anyway", "--learning-rate", 5e6, "--output", tmp_path / "run"], 1)
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2", "checkpoint-3.suspect"]
-    (advised,) = re.findall(r"Use a smaller learning rate: (.*)", said)
+    (advised,) = re.findall(r"Use a smaller learning rate: (.*)", output)
     run(typed(advised))
     assert "after update 2 of 8, from" in capsys.readouterr().out
     assert RunRecord.read(tmp_path / "run").status == "finished"
@@ -141,9 +145,11 @@ def test_ctrl_c_after_a_skipped_update_saves_nothing_new(run_flags, tmp_path, ca
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collect.RolloutCollector, "score", stopped)
         run(flags, 128 + signal.SIGINT)
-    said = capsys.readouterr().err
-    assert "stopped after update 3 of 8, which was skipped, so nothing new is saved; the newest checkpoint is " in said
-    assert "checkpoint-2. Resume with: python train_ppo.py --resume" in said
+    output = capsys.readouterr().err
+    assert (
+        "stopped after update 3 of 8, which was skipped, so nothing new is saved; the newest checkpoint is " in output
+    )
+    assert "checkpoint-2. Resume with: python train_ppo.py --resume" in output
     assert names(tmp_path / "run") == ["checkpoint-2"]
 
 
@@ -154,21 +160,21 @@ def test_an_overdue_checkpoint_is_written_by_the_next_update_that_succeeds(build
 
     def score(rollout):
         if trainer.state.global_step in (1, 2, 4):  # updates 2, 3 and 5
-            raise Dropped("a test", by_score=True)
+            raise SkipUpdate("a test", by_score=True)
         return plain(rollout)
 
     trainer.collector.score = score
     trainer.train()
-    assert sorted(find_checkpoints(tmp_path / "run", log.record.id).sound) == [4, 6, 8, 9]
+    assert sorted(find_checkpoints(tmp_path / "run", log.record.id).valid) == [4, 6, 8, 9]
 
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_run_that_skips_all_of_its_few_updates_finishes_with_a_warning(run_flags, tmp_path, capsys, updates):
     rule = nan_rule(tmp_path, 2, 1 + updates)
     run(run_flags("--num-iterations", updates, "--rm-model", "none", "--reward-func", rule))
-    said = capsys.readouterr().out
-    assert f"warning: the last update, {updates}, was skipped; the weights are finite and are saved" in said
-    assert "not measured, because every update was skipped" in said
+    output = capsys.readouterr().out
+    assert f"warning: the last update, {updates}, was skipped; the weights are finite and are saved" in output
+    assert "not measured, because every update was skipped" in output
     record = RunRecord.read(tmp_path / "run")
     assert record.status == "finished" and record.figures["kl_last_10_updates"] is None
     assert json.loads((tmp_path / "run" / "run.json").read_text())["spent"]["optimizer_steps"] == 0
@@ -193,8 +199,8 @@ def test_an_evaluation_that_is_not_finite_ends_the_run(build, monkeypatch, name)
 
     trainer = build()
     monkeypatch.setattr(evaluation, "evaluate", evaluated)
-    said = {"kl": "the KL is nan", "perplexity": "the perplexity is inf"}[name]
-    with pytest.raises(RunError, match=rf"{said}: the evaluation after update 0\. The model is not saved"):
+    message = {"kl": "the KL is nan", "perplexity": "the perplexity is inf"}[name]
+    with pytest.raises(RunError, match=rf"{message}: the evaluation after update 0\. The model is not saved"):
         trainer.train()
 
 

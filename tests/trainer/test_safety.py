@@ -20,7 +20,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.run.command import train_command
 from rlhf.run.replay import replay
 from rlhf.trainer import collect, evaluation, optimize, safety
-from rlhf.utils.errors import Notice, RunError, UserError, run_command
+from rlhf.utils.errors import RLHFWarning, RunError, UserError, run_command
 from tests.conftest import attach
 
 
@@ -35,7 +35,7 @@ class Heard(Callback):
     def on_update_end(self, update, metrics):
         self.ends.append(update)
 
-    def on_drop(self, update, rollout, batch, found):
+    def on_update_skipped(self, update, rollout, batch, found):
         self.drops.append((update, str(found)))
 
 
@@ -51,14 +51,14 @@ def spoil_scores(trainer, value):
 
 def spoil_logits(trainer, value):
     """The first token's logit: of the training forward alone, so that sampling goes on."""
-    really = trainer.actor.heads
+    really = trainer.actor.forward_heads
 
     def heads(hidden, *more):
         spoilt = hidden.clone()
         spoilt[0, 0] = value
         return really(spoilt, *more)
 
-    trainer.actor.heads = heads
+    trainer.actor.forward_heads = heads
 
 
 def spoil_gradients(trainer, value):
@@ -88,7 +88,7 @@ def test_nothing_bad_reaches_the_weights(build, algorithm, way, value):
     trainer.add_callback(heard)
     before = weights(trainer)
     WAYS[way](trainer, value)
-    metrics = trainer.one_update(1)
+    metrics = trainer.update_step(1)
     assert torch.equal(weights(trainer), before)
     assert metrics["updates/dropped"] == 1 and trainer.progress.optimizer_steps == 0
     assert heard.ends == [] and [u for u, _ in heard.drops] == [1]
@@ -123,13 +123,13 @@ def test_earlier_steps_of_the_update_stay(build):
         return (loss * math.nan, {**stats, "loss": stats["loss"] * math.nan}) if len(calls) == 2 else (loss, stats)
 
     trainer.algorithm.loss = second
-    trainer.one_update(1)
+    trainer.update_step(1)
     assert trainer.progress.optimizer_steps == 1
     assert not torch.equal(weights(trainer), before) and weights(trainer).isfinite().all()
 
 
 @pytest.mark.parametrize("shift, seen", [(-3.0, "20.1"), (3.0, "0.0498")])
-def test_a_ratio_far_out_of_range_drops_the_update(build, monkeypatch, shift, seen):
+def test_a_ratio_far_out_of_range_skips_the_update(build, monkeypatch, shift, seen):
     """As if the replies had been sampled from another policy, e^3 times less or more likely to say them."""
 
     def from_another(trainer):
@@ -145,16 +145,16 @@ def test_a_ratio_far_out_of_range_drops_the_update(build, monkeypatch, shift, se
     trainer, heard = from_another(build("--ppo-epochs", 2)), Heard()
     trainer.add_callback(heard)
     before = weights(trainer)
-    trainer.one_update(1)
+    trainer.update_step(1)
     assert f"policy/ratio is {seen}" in heard.drops[0][1] and trainer.progress.optimizer_steps == 0
     assert torch.equal(weights(trainer), before)
     monkeypatch.setattr(safety, "MOST_RATIO", math.inf)
     other = from_another(build("--ppo-epochs", 2))
-    other.one_update(1)
+    other.update_step(1)
     assert other.progress.optimizer_steps == 2
 
 
-def test_a_controller_does_not_hear_of_a_dropped_update(build):
+def test_a_controller_does_not_steer_by_a_skipped_update(build):
     from rlhf.algorithms.kl_control import kl_controller
     from rlhf.callbacks.kl import KLControl
 
@@ -163,7 +163,7 @@ def test_a_controller_does_not_hear_of_a_dropped_update(build):
     trainer.add_callback(control)
     spoil_scores(trainer, math.nan)
     beta = trainer.kl_coef
-    trainer.one_update(1)
+    trainer.update_step(1)
     assert control.controller.done == 1 and trainer.kl_coef == control.controller.beta == beta
 
 
@@ -174,8 +174,8 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
     train, others = partial(train_command, algorithm), [name for name in ALGORITHMS if name != algorithm]
     plain, from_update = optimize.PolicyOptimizer.gradients, 1
 
-    def spoilt(self, batch, passage, tokens, hidden=None):
-        stats = plain(self, batch, passage, tokens, hidden)
+    def spoilt(self, batch, micro_batch, tokens, hidden=None):
+        stats = plain(self, batch, micro_batch, tokens, hidden)
         if self.host.state.global_step >= from_update:
             next(w for w in self.host.model.parameters() if w.grad is not None).grad.fill_(math.nan)
         return stats
@@ -189,10 +189,10 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
         patch.setattr(optimize.PolicyOptimizer, "gradients", spoilt)
         run_command(lambda: train([*argv, "--output", str(output)]))
-    said = capsys.readouterr()
-    assert ended.value.code == 1 and "3 updates in a row were skipped: update 4" in said.err
+    printed = capsys.readouterr()
+    assert ended.value.code == 1 and "3 updates in a row were skipped: update 4" in printed.err
     folder = output / "incidents" / "update-000004"
-    assert f"python train_{algorithm}.py --replay {folder}" in said.out
+    assert f"python train_{algorithm}.py --replay {folder}" in printed.out
     assert RunRecord.read(output).status == "failed"
     incident = json.loads((folder / "incident.json").read_text())
     assert incident["versions"]["trl"] == "1.12.0"
@@ -206,8 +206,10 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
     before = sorted(Path().iterdir())
     train(["--replay", str(folder)])
     assert sorted(Path().iterdir()) == before, "a replay leaves nothing"
-    said = capsys.readouterr().out
-    assert "policy/grad_norm" in said and "gradient of" not in said, "here the fault was in the code, not in the files"
+    printed = capsys.readouterr().out
+    assert "policy/grad_norm" in printed and "gradient of" not in printed, (
+        "here the fault was in the code, not in the files"
+    )
     from_update = 0
     monkeypatch.setattr(optimize.PolicyOptimizer, "gradients", spoilt)
     train(["--replay", str(folder)])
@@ -221,10 +223,10 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
 def test_a_replay_gives_the_numbers_that_were_recorded(build, tmp_path, flags):
     """Weights, batch and beta are all that an update's first step depends on."""
     trainer = build("--num-iterations", 3, *flags)
-    trainer.one_update(1)
+    trainer.update_step(1)
     rollout = trainer.collector.collect(trainer.prompts_of(2), 2)
-    batch = trainer.advantages(rollout, trainer.collector.score(rollout).used)
-    save_incident(trainer, tmp_path / "incident", 2, rollout, batch, safety.Dropped("a test", [0, 1, 2, 3]))
+    batch = trainer.advantages(rollout, trainer.collector.score(rollout).shaped)
+    save_incident(trainer, tmp_path / "incident", 2, rollout, batch, safety.SkipUpdate("a test", [0, 1, 2, 3]))
     stats = trainer.learner.minibatch_gradients(batch, [0, 1, 2, 3])
     trainer.optimizer.zero_grad()
     incident = Incident.read(str(tmp_path / "incident"))
@@ -242,7 +244,7 @@ def test_a_reply_may_hold_any_character(build, tmp_path):
     trainer = build()
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     rollout.texts[0] = "a\u2028b\u0085c\x0bd"
-    save_incident(trainer, tmp_path / "incident", 1, rollout, None, safety.Dropped("a test"))
+    save_incident(trainer, tmp_path / "incident", 1, rollout, None, safety.SkipUpdate("a test"))
     assert Incident.read(str(tmp_path / "incident")).rows[0]["reply"] == rollout.texts[0]
 
 
@@ -322,11 +324,11 @@ def short_of_memory(trainer, most):
     """A device that holds the graph of at most so many replies."""
     really, sizes = trainer.learner.gradients, []
 
-    def gradients(batch, passage, tokens, hidden=None):
-        sizes.append(len(passage.rows))
-        if len(passage.rows) > most:
+    def gradients(batch, micro_batch, tokens, hidden=None):
+        sizes.append(len(micro_batch.rows))
+        if len(micro_batch.rows) > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-        return really(batch, passage, tokens, hidden)
+        return really(batch, micro_batch, tokens, hidden)
 
     trainer.learner.gradients = gradients
     return sizes
@@ -335,10 +337,10 @@ def short_of_memory(trainer, most):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_out_of_memory_halves_the_micro_batch_and_changes_no_step(build, algorithm):
     plain, short = build(algorithm=algorithm), build(algorithm=algorithm)
-    plain.one_update(1)
+    plain.update_step(1)
     sizes = short_of_memory(short, 1)
-    with pytest.warns(Notice, match="out of memory in the backward pass: micro-batches of at most 2 replies"):
-        short.one_update(1)
+    with pytest.warns(RLHFWarning, match="out of memory in the backward pass: micro-batches of at most 2 replies"):
+        short.update_step(1)
     assert sizes == [4, 2, 1, 1, 1, 1, 1, 1, 1, 1], "halved twice, and then for good"
     assert short.progress.optimizer_steps == plain.progress.optimizer_steps == 2
     assert float((weights(plain) - weights(short)).abs().max()) < 1e-4
@@ -349,38 +351,38 @@ def test_out_of_memory_with_one_reply_names_what_helps(build, flags):
     trainer = build(*flags)
     attach(trainer)
     short_of_memory(trainer, 0)
-    with pytest.warns(Notice), pytest.raises(RunError) as raised:
-        trainer.one_update(1)
-    said = str(raised.value)
-    assert "out of memory with one reply at a time: the backward pass" in said
-    named = re.findall(r"(--[a-z0-9-]+)[ 0-9]* \(about ([0-9.]+) GiB less\)", said)
+    with pytest.warns(RLHFWarning), pytest.raises(RunError) as raised:
+        trainer.update_step(1)
+    message = str(raised.value)
+    assert "out of memory with one reply at a time: the backward pass" in message
+    named = re.findall(r"(--[a-z0-9-]+)[ 0-9]* \(about ([0-9.]+) GiB less\)", message)
     assert len(named) == 3 and ("--use-lora" in dict(named)) == (not flags)
     sizes = [float(size) for _, size in named]
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_measuring_is_halved_too(build, monkeypatch):
+def test_computing_logprobs_is_halved_too(build, monkeypatch):
     trainer = build()
-    really, calls = collect.measure, []
+    really, calls = collect.compute_logprobs_and_values, []
 
-    def measure(actor, reference, replies, temperature, rows, *more):
+    def measure(actor, reference, completions, temperature, rows, *more):
         calls.append(rows)
         if rows != 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return really(actor, reference, replies, temperature, rows, *more)
+        return really(actor, reference, completions, temperature, rows, *more)
 
-    monkeypatch.setattr(collect, "measure", measure)
-    with pytest.warns(Notice, match="in measuring"):
-        trainer.one_update(1)
+    monkeypatch.setattr(collect, "compute_logprobs_and_values", measure)
+    with pytest.warns(RLHFWarning, match="in computing log-probabilities"):
+        trainer.update_step(1)
     assert calls == [0, 0, 2, 1], "first from the pass that has begun, then alone, then in parts"
 
 
-def test_a_pass_that_has_begun_makes_room_for_measuring(build, monkeypatch):
+def test_a_cached_forward_makes_room_for_computing_logprobs(build, monkeypatch):
     """The device has memory for the graph of the first step's pass or for computing log-probs, not for both."""
-    trainer, really, begun, tried = build(), collect.measure, [], []
+    trainer, really, begun, tried = build(), collect.compute_logprobs_and_values, [], []
 
-    def start(replies):
-        forward = plain(replies)
+    def start(completions):
+        forward = plain(completions)
         begun.append(weakref.ref(forward[1]))
         return forward
 
@@ -390,15 +392,15 @@ def test_a_pass_that_has_begun_makes_room_for_measuring(build, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return really(*given)
 
-    plain = trainer.collector.start_forward
-    monkeypatch.setattr(trainer.collector, "start_forward", start)
-    monkeypatch.setattr(collect, "measure", measure)
-    trainer.one_update(1)
+    plain = trainer.collector.precompute_first_forward
+    monkeypatch.setattr(trainer.collector, "precompute_first_forward", start)
+    monkeypatch.setattr(collect, "compute_logprobs_and_values", measure)
+    trainer.update_step(1)
     assert tried == [True, False] and trainer.progress.optimizer_steps == 2
 
 
 PHASES = {
-    "the rollout": (collect, "sample_replies"),
+    "the rollout": (collect, "sample_completions"),
     "an evaluation": (evaluation, "evaluate"),
 }
 
@@ -417,7 +419,7 @@ def test_out_of_memory_elsewhere_names_the_phase_and_what_helps(build, monkeypat
     else:
         trainer.optimizer.step = full
     with pytest.raises(RunError, match=rf"out of memory: {phase} \(CUDA .*\)\. What would help most: --"):
-        trainer.evaluate() if phase == "an evaluation" else trainer.one_update(1)
+        trainer.evaluate() if phase == "an evaluation" else trainer.update_step(1)
 
 
 def test_out_of_memory_before_the_run_is_a_line(monkeypatch, capsys):
@@ -436,9 +438,9 @@ def test_out_of_memory_on_a_cpu_is_a_line(capsys, tmp_path, monkeypatch):
     for call in (lambda: torch.empty(2**60), lambda: bytearray(2**62)):
         with pytest.raises(SystemExit) as ended:
             run_command(call)
-        said = capsys.readouterr().err
+        output = capsys.readouterr().err
         assert ended.value.code == 1 and re.fullmatch(
-            r"error: out of memory on the CPU: .*\. Try a smaller .*\n", said
+            r"error: out of memory on the CPU: .*\. Try a smaller .*\n", output
         )
     assert not list(tmp_path.iterdir())
 
@@ -447,15 +449,15 @@ def test_an_unexpected_error_is_a_line_and_a_file(capsys, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: [1][2])
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     (file,) = tmp_path.iterdir()
-    assert ended.value.code == 1 and said.count("\n") == 1
-    assert said.startswith("error: unexpected IndexError (list index out of range)") and str(file) in said
+    assert ended.value.code == 1 and output.count("\n") == 1
+    assert output.startswith("error: unexpected IndexError (list index out of range)") and str(file) in output
     assert "Traceback" in file.read_text() and "list index out of range" in file.read_text()
 
 
 def test_adapters_larger_than_the_memory_are_a_line(run_flags, capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: train_ppo.main(run_flags("--use-lora", "--lora-r", "1e9")))
-    said = capsys.readouterr().err
-    assert ended.value.code == 1 and said.startswith("error: out of memory on the CPU: ") and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert ended.value.code == 1 and output.startswith("error: out of memory on the CPU: ") and output.count("\n") == 1

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rlhf.utils import system
-from rlhf.utils.errors import Notice
+from rlhf.utils.errors import RLHFWarning
 from tests.scripts.test_scripts import ROOT
 
 # page faults of filling 64 MiB for the second time
@@ -41,8 +41,8 @@ def run(how: str) -> list[str]:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not the C library that has the setting")
 def test_freed_memory_is_kept_and_not_cleared_anew():
-    said, faults = run("keep")
-    assert said == "True"
+    facts, faults = run("keep")
+    assert facts == "True"
     assert int(faults) < 100 < 10_000 < int(run("leave")[0])
 
 
@@ -164,7 +164,7 @@ def test_where_a_disk_knows_no_locks_a_run_goes_on_and_says_so(monkeypatch, tmp_
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.warns(Notice, match="no locks here"):
+    with pytest.warns(RLHFWarning, match="no locks here"):
         system.lock(tmp_path / "run.lock").close()
 
 

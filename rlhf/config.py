@@ -98,8 +98,12 @@ def parse_cli(
     """Return the configuration of an algorithm's script. `user_file` is the config.py that counts under the default
     recipe. With --resume, the run's run.json replaces recipe and config.py. Raises UserError with all errors of the
     command line."""
+    return resolve_cli(sys.argv[1:] if argv is None else argv, algorithm, read_user_file(user_file))
+
+
+def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer) -> Config:
+    """Return what `parse_cli` returns if config.py sets the layer `user`."""
     row, line = ALGORITHMS[algorithm], command_line(ALGORITHMS[algorithm])
-    argv, user = sys.argv[1:] if argv is None else argv, read_user_file(user_file)
 
     def lower(recipe: str) -> tuple[list[Layer], str]:
         edits = user_file_line(user, row, None if recipe == DEFAULT_RECIPE else f"--recipe {recipe}")

@@ -12,7 +12,7 @@ from rlhf.analysis.statistics import interval, over_prompts
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, RunRecord, Spent, differences
-from rlhf.config import parse_cli
+from rlhf.config import resolve_cli, usual_config
 from rlhf.data.prompts import Prompt
 from rlhf.demo.parts import gold_of
 from rlhf.demo.tasks import Gold
@@ -249,7 +249,11 @@ def same_budget_commands(config: Config, spent: Spent) -> list[tuple[str, str]]:
 
 def same_budget_command(config: Config, spent: Spent, other: str) -> str | None:
     """The command that trains with the algorithm `other` on as many episodes; None if the settings do not fit it."""
-    row, plain = ALGORITHMS[other], with_horizon(make_config(config.recipe, config.algorithm), spent.updates)
+    try:
+        plain, of_other = (usual_config(config.recipe, config.user_file, a) for a in (config.algorithm, other))
+    except UserError:  # the recipe's file is gone
+        return None
+    row, plain = ALGORITHMS[other], with_horizon(plain, spent.updates)
     differ = differences(to_dict(config), to_dict(plain), (*SEEDS_MAY_DIFFER, *LENGTHS, "batch_size"))
     knobs = settings_of(Config)
     words = ["--recipe", config.recipe, "--seed", str(config.run.seed), "--episodes", str(spent.episodes)]
@@ -261,7 +265,7 @@ def same_budget_command(config: Config, spent: Spent, other: str) -> str | None:
     own_batch = config.batch.batch_size != plain.batch.batch_size
     for more in [as_many] if own_batch else [[], as_many]:
         try:
-            parse_cli([*words, *more], other)
+            resolve_cli([*words, *more], other, config.user_file)
         except UserError:
             continue
         return command("python", row.script, *words, *more)

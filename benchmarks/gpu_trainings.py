@@ -137,7 +137,7 @@ def recipe_run(section, name: str, folder: Path, recipe: str, algorithm: str, gi
 def same_seed(section: Section) -> None:
     """Two runs of one seed, with and without --deterministic: the same bits, or where they part."""
     folder = section.folder("same_seed")
-    given = [*stand_ins(section, folder), "--num-iterations", 5, "--reply-length", 32, "--learning-rate", "1e-4"]
+    given = [*stand_ins(section, folder), "--num-iterations", 5, "--max-new-tokens", 32, "--learning-rate", "1e-4"]
     for switch in ("--deterministic", "--no-deterministic"):
         for algorithm in ALGORITHMS:
             name = f"{algorithm.upper()}, {switch}"
@@ -191,7 +191,7 @@ def out_of_memory(section: Section) -> None:
         return section.error("out of memory", "needs a CUDA GPU")
     folder = section.folder("out_of_memory")
     flags = [*stand_ins(section, folder), "--num-iterations", 2, "--batch-size", 64, "--micro-batch-size", 64,
-             "--reply-length", 256]  # fmt: skip
+             "--max-new-tokens", 256]  # fmt: skip
     for expected, cap in CAPS.items():
         section.attempt(expected, partial(capped_run, section, folder, expected, cap, flags))
 

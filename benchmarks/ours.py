@@ -32,7 +32,7 @@ def configuration(work: Work) -> Config:
         bf16=work.bf16,
         gradient_checkpointing=False,
         prompt_length=work.prompt_length,
-        reply_length=work.reply_length,
+        max_new_tokens=work.reply_length,
         temperature=TEMPERATURE,
         top_p=1.0,
         top_k=0,

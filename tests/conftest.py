@@ -123,7 +123,7 @@ def run_flags(start_model, reward_folder, pairs_file, tmp_path):
         words = {
             "--actor-model": start_model, "--rm-model": reward_folder, "--prompts": pairs_file,
             "--output": tmp_path / "run", "--batch-size": 4, "--num-iterations": 2, "--ppo-epochs": 2,
-            "--reply-length": 8, "--prompt-length": 100, "--eval-prompts": 6, "--learning-rate": 1e-3,
+            "--max-new-tokens": 8, "--prompt-length": 100, "--eval-prompts": 6, "--learning-rate": 1e-3,
         }  # fmt: skip
         argv = [str(word) for pair in words.items() for word in pair]
         return [*argv, "--allow-weak-reward-model", *map(str, flags)]
@@ -165,7 +165,7 @@ def train_runs(start_model: Path, reward_folder: Path, pairs_file: Path, folder:
         for seed in (1, 2):
             words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file,
                      "--output", folder / f"{algorithm}_{seed}", "--seed", seed, "--num-iterations", 2,
-                     "--reply-length", 8, "--eval-every", 1, "--prompt-length", 100, "--eval-prompts", 6,
+                     "--max-new-tokens", 8, "--eval-every", 1, "--prompt-length", 100, "--eval-prompts", 6,
                      "--learning-rate", "1e-2", "--allow-weak-reward-model", "--record-tokens",
                      *more[algorithm]]  # fmt: skip
             script.main([str(word) for word in words])

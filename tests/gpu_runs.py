@@ -25,7 +25,7 @@ LOOKS = {"evaluate": "evaluate_generations", "compare": "compare_runs"}
 def runs(folder: Path, start: str, reward: str, pairs: str) -> list[tuple[str, str, list[str]]]:
     """(name, module, flags) of every run. The deterministic ones come last: the switch holds for the process."""
     flags = ["--actor-model", start, "--rm-model", reward, "--prompts", pairs, "--allow-weak-reward-model",
-             "--reply-length", "8", "--prompt-length", "100", "--eval-prompts", "6"]  # fmt: skip
+             "--max-new-tokens", "8", "--prompt-length", "100", "--eval-prompts", "6"]  # fmt: skip
     found = []
     for name in RUNS:
         algorithm, kind = name.split("_")

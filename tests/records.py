@@ -19,7 +19,7 @@ def facts_of(config: Config | None = None, updates: int = 2, **changed: Any) -> 
         "settings": to_dict(config),
         "seed": config.run.seed,
         "data": {"evaluation_prompts": 6, "evaluation_sha256": "0" * 64},
-        "plan": Plan(updates, episodes, config.optimizer_steps(updates), episodes * config.sampling.reply_length),
+        "plan": Plan(updates, episodes, config.optimizer_steps(updates), episodes * config.sampling.max_new_tokens),
         "prompts": {"rows": 120, "split": "30/60/10"},
         "on_hub": [],
         **changed,

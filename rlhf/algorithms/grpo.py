@@ -36,7 +36,7 @@ class GRPO:
             mask.sum(1),
             config.minibatch_size,
             experience.mask.sum() / config.batch.minibatches,
-            config.sampling.reply_length,
+            config.sampling.max_new_tokens,
         )
         per_token, clipped = objectives.grpo_policy_loss(
             outputs.logprobs, old, experience.advantages[rows], mask, config.batch.clip_range, loss_type

@@ -115,7 +115,7 @@ class StreamingGenerator(TextStreamer):
             temperature=config.sampling.temperature,
             top_k=config.sampling.top_k,
             top_p=config.sampling.top_p,
-            max_new_tokens=config.sampling.reply_length,
+            max_new_tokens=config.sampling.max_new_tokens,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
@@ -133,10 +133,10 @@ class StreamingGenerator(TextStreamer):
 
 def room_for_prompt(model: ModelRef, config: Config) -> int | None:
     """Tokens of the context that a reply leaves. Raises UserError where it leaves none."""
-    context, length = context_of(load_config(model.base or model.source)), config.sampling.reply_length
+    context, length = context_of(load_config(model.base or model.source)), config.sampling.max_new_tokens
     if context is not None and length >= context:
         raise UserError(
-            f"replies of {length} tokens leave no room for a prompt in a context of {context}: --reply-length. "
+            f"replies of {length} tokens leave no room for a prompt in a context of {context}: --max-new-tokens. "
             f"Try {context // 2}"
         )
     return None if context is None else context - length

@@ -87,7 +87,7 @@ class ModelEvaluator:
         check_columns(sources.rules, self.examples, f"--prompts {self.config.data.prompts}")
         for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judge_folder)):
             if folder is not None:
-                length = self.config.sampling.reply_length
+                length = self.config.sampling.max_new_tokens
                 check_reward_context(folder, self.examples, length, f"{flag} {folder}")
         self.rewards, _ = make_rewards(self.config, sources, self.tokenizer, device)
         self.judge_name, self.judge = load_judge(self.config, judge_folder, settings, self.tokenizer, device)
@@ -160,7 +160,7 @@ class ModelEvaluator:
     def _starts_replies(self, prompts: Sequence[Prompt]) -> list[_Part]:
         """As a run samples them for its perplexity."""
         seed, sampling = self.config.run.seed, self.config.sampling
-        uniform = uniform_noise(seed, 0, "evaluate", range(len(prompts)), sampling.reply_length)
+        uniform = uniform_noise(seed, 0, "evaluate", range(len(prompts)), sampling.max_new_tokens)
         return [_Part(list(prompts), self._sample(self.reference.copy, self.tokenizer, prompts, uniform))]
 
     def _same_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -235,7 +235,7 @@ class ModelEvaluator:
         parts, size = [], budget_of(self.device).generation_batch_size
         for at in range(0, len(rows), size):
             part = rows[at : at + size]
-            done, length = at + len(part), self.config.sampling.reply_length
+            done, length = at + len(part), self.config.sampling.max_new_tokens
             uniform = uniform_noise(self.settings.seed, 0, "generations", range(at, done), length)
             completions = self._sample(policy, tokenizer, part, uniform)
             parts.append((completions.texts(tokenizer), completions.rows(), completions.ended.tolist(),

@@ -31,7 +31,7 @@ from rlhf.utils.system import command
 # of a run's settings, those that decide what its replies and scores are
 MEASURED_WITH = (
     *("actor_model", "rm_model", "reward_func", "reward_weights", "keywords", "plain_prompts"),
-    *("prompts", "split", "prompt_length", "eval_text", "reply_length", "temperature", "top_k", "top_p"),
+    *("prompts", "split", "prompt_length", "eval_text", "max_new_tokens", "temperature", "top_k", "top_p"),
 )
 
 

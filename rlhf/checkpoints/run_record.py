@@ -30,6 +30,7 @@ RESUME_MAY_CHANGE = (  # settings that change nothing of what is learned
     *("merge_lora", "export_from", "push_to_hub", "hub_private"),
 )
 SEEDS_MAY_DIFFER = ("seed", *RESUME_MAY_CHANGE)  # between runs that are seeds of the same
+RENAMED = {"reply_length": "max_new_tokens"}  # setting in older runs -> its name today
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
 
 
@@ -93,7 +94,7 @@ class RunRecord:
     versions: dict  # package -> version; None if it is not installed
     commit: str | None  # None if this project is not a git checkout
     algorithm: str
-    settings: dict  # by group, as in config.py
+    settings: dict  # by group, as in Config
     seed: int
     data: dict  # numbers of prompts, and fingerprints of prompts, models and reward functions
     plan: Plan
@@ -184,10 +185,21 @@ class RunRecord:
 def _from_json(facts: dict[str, Any]) -> RunRecord:
     """Raises ValueError with the name of a key that is missing or has a value of another type."""
     run = _build(RunRecord, facts)
+    run = replace(run, settings=_with_todays_names(run.settings))
     if not isinstance(run.settings.get("recipe"), str):
         raise ValueError("settings.recipe")
     names = {"format", *(f.name for f in fields(RunRecord))}
     return replace(run, unknown={name: value for name, value in facts.items() if name not in names} or None)
+
+
+def _with_todays_names(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's settings with today's names in place of those that older versions wrote."""
+    return {
+        group: {RENAMED.get(name, name): value for name, value in leaves.items()}
+        if isinstance(leaves, dict)
+        else leaves
+        for group, leaves in settings.items()
+    }
 
 
 def _build(kind: type, facts: dict[str, Any], path: str = "") -> Any:

@@ -15,7 +15,7 @@ from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.training import SamplingSettings
 
-SAMPLING = SamplingSettings(reply_length=32, temperature=1.0)
+SAMPLING = SamplingSettings(max_new_tokens=32, temperature=1.0)
 CLEAR_DIFFERENCE = 0.25  # gold quality between chosen and rejected
 MISMATCHED_SHARE = 0.15  # of the pairs: the rejected reply is a good answer to another question
 
@@ -75,7 +75,7 @@ def sample_answers(model, tokenizer, asked: list[str], seed: int, device: torch.
     size = budget_of(device).demo_batch_size
     for start in range(0, len(order), size):
         rows = order[start : start + size]
-        noise = uniform_noise(seed, 0, "demo pairs", rows, SAMPLING.reply_length)
+        noise = uniform_noise(seed, 0, "demo pairs", rows, SAMPLING.max_new_tokens)
         tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
         completions = sample_completions(
             model, [prompts[row] for row in rows], noise, SAMPLING, **tokens, device=device

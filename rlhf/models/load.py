@@ -275,16 +275,18 @@ def _check_targets(model: PreTrainedModel, targets: Collection[str], name: str) 
 
 
 def context_faults(
-    lengths: Sequence[int], context: int | None, reply_length: int, source: str, model: str = "start model"
+    lengths: Sequence[int], context: int | None, max_new_tokens: int, source: str, model: str = "start model"
 ) -> list[str]:
     """What is wrong if prompts of so many tokens, alone or with their completions, exceed a model's context."""
     longest = max(lengths)
-    if context is None or longest + reply_length <= context:
+    if context is None or longest + max_new_tokens <= context:
         return []
     alone = longest > context
-    room, more = (context, "") if alone else (context - reply_length, f", with --reply-length {reply_length}")
-    ways = [f"--reply-length {context - longest}"] if longest < context else []
-    ways += [f"--prompt-length {context - reply_length} (longer ones are left out)"] if reply_length < context else []
+    room, more = (context, "") if alone else (context - max_new_tokens, f", with --max-new-tokens {max_new_tokens}")
+    ways = [f"--max-new-tokens {context - longest}"] if longest < context else []
+    ways += (
+        [f"--prompt-length {context - max_new_tokens} (longer ones are left out)"] if max_new_tokens < context else []
+    )
     return [
         f"{sum(n > room for n in lengths)} of {len(lengths)} prompts{more} are longer than the {model}'s context "
         f"of {context} tokens, the longest prompt of {longest}: {source}. Try {' or '.join(ways) or 'shorter replies'}"

@@ -58,7 +58,7 @@ def load_rewards(
     m = config.model
     if sources.folder is not None:
         examples = [p.example for p in (*prompts.train, *prompts.evaluation)]
-        check_reward_context(sources.folder, examples, config.sampling.reply_length, f"--rm-model {m.rm_model}")
+        check_reward_context(sources.folder, examples, config.sampling.max_new_tokens, f"--rm-model {m.rm_model}")
     rewards, model = make_rewards(config, sources, tokenizer, device)
     if model is not None:
         pairs = [p.example for p in prompts.evaluation]

@@ -45,7 +45,7 @@ def calibration_completions(
     """The start model's completions of some prompts that fit the contexts of both models, or the chosen ones if there
     is no start model; and which."""
     name, most = config.calibration.actor_model, config.calibration.calibration_prompts
-    dtype, length = model.dtype, config.sampling.reply_length
+    dtype, length = model.dtype, config.sampling.max_new_tokens
     if name is None:
         return [(e.messages, e.chosen, True) for e in pairs_that_fit(model, examples, None)[:most]], "chosen replies"
     folder = find_model(name, "--actor-model")
@@ -58,7 +58,7 @@ def calibration_completions(
     if not prompts:
         raise UserError(
             f"no prompt to calibrate on, of at most {longest} tokens: --calibration-prompt-length. Raise it, use a "
-            "smaller --reply-length, or --actor-model none to calibrate on chosen replies"
+            "smaller --max-new-tokens, or --actor-model none to calibrate on chosen replies"
         )
     policy = load_policy(folder, device=device, vocabulary=len(tokenizer)).eval()
     tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
@@ -67,7 +67,7 @@ def calibration_completions(
     for start in range(0, min(most, len(prompts)), size):
         batch = prompts[start : min(start + size, most)]
         rows = range(start, start + len(batch))
-        noise = uniform_noise(config.training.rm_seed, 0, "calibrate", rows, config.sampling.reply_length)
+        noise = uniform_noise(config.training.rm_seed, 0, "calibrate", rows, config.sampling.max_new_tokens)
         with autocast(device, dtype):
             completions = sample_completions(policy, batch, noise, config.sampling, **tokens, device=device)
         texts = zip(batch, completions.texts(tokenizer), completions.ended.tolist(), strict=True)

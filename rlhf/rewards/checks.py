@@ -19,8 +19,8 @@ from rlhf.utils.errors import UserError, raise_if
 LOWEST_ACCURACY = 0.6
 
 
-def check_reward_context(folder: str, examples: Sequence[Example], reply_length: int, source: str) -> None:
-    """Raise UserError if prompts with completions of `reply_length` tokens exceed a reward model's context.
+def check_reward_context(folder: str, examples: Sequence[Example], max_new_tokens: int, source: str) -> None:
+    """Raise UserError if prompts with completions of `max_new_tokens` tokens exceed a reward model's context.
 
     Reads its tokenizer and configuration alone. If its tokenizer is not the start model's, completions may turn out
     longer: then `RewardModel.raw_scores` raises.
@@ -30,7 +30,7 @@ def check_reward_context(folder: str, examples: Sequence[Example], reply_length:
         return
     tokenizer = load_tokenizer(folder)
     lengths = [len(encode_prompt(tokenizer, e.messages)) for e in examples]
-    raise_if(context_faults(lengths, context, reply_length, source, "reward model"))
+    raise_if(context_faults(lengths, context, max_new_tokens, source, "reward model"))
 
 
 def check_reward_model(

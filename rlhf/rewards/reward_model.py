@@ -106,7 +106,7 @@ class RewardModel:
             raise RunError(
                 f"{len(too_long)} of {len(sequences)} prompts with their completions are longer than the reward "
                 f"model's context of {self.context} tokens, the longest of {max(too_long)}: scoring. Use a smaller "
-                "--prompt-length or --reply-length, or a reward model with a larger context"
+                "--prompt-length or --max-new-tokens, or a reward model with a larger context"
             )
         scores = [0.0] * len(sequences)
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))

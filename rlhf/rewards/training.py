@@ -220,7 +220,7 @@ def refusal(config: RewardModelConfig, folder: Path, usual: Config) -> str | Non
     tokenizer, longest = load_tokenizer(str(folder)), usual.data.prompt_length
     used = [e for e in (*parts["rl"], *parts["evaluation"]) if len(encode_prompt(tokenizer, e.messages)) <= longest]
     try:
-        check_reward_context(str(folder), used, usual.sampling.reply_length, f"--rm-model {folder}")
+        check_reward_context(str(folder), used, usual.sampling.max_new_tokens, f"--rm-model {folder}")
     except UserError as error:
         return str(error)
     return None

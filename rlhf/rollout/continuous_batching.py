@@ -39,7 +39,7 @@ class ContinuousBatcher:
         graph: bool,
     ):
         self.policy, self.prompts, self.sampling, self.eos = policy, prompts, sampling, eos
-        self.device, self.length, self.graph = uniform.device, sampling.reply_length, graph
+        self.device, self.length, self.graph = uniform.device, sampling.max_new_tokens, graph
         self.waiting = list(range(len(prompts)))[::-1]
         size, longest = slots, max(len(p.ids) for p in prompts)
         columns = longest + self.length

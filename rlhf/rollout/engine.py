@@ -41,7 +41,7 @@ def sample_completions(
     engine: str = "auto",
     slots: int = 0,
 ) -> Completions:
-    """Sample one reply per prompt. `uniform` (B, reply_length) in [0, 1): one random number per token.
+    """Sample one reply per prompt. `uniform` (B, max_new_tokens) in [0, 1): one random number per token.
 
     `slots` is the number of replies written at a time (0: as the device likes it). The policy must be in eval mode:
     with gradient checkpointing in train mode the cache is silently dropped.
@@ -85,7 +85,7 @@ def check_engine(engine: str, policy: PreTrainedModel, device: torch.device) -> 
 def _plain(policy, prompts, uniform: Tensor, sampling: SamplingSettings, eos: int, pad: int):
     device = uniform.device
     prompt_ids, prompt_mask = pad_prompts([p.ids for p in prompts], pad, device)
-    (rows, context), length = prompt_ids.shape, sampling.reply_length
+    (rows, context), length = prompt_ids.shape, sampling.max_new_tokens
     attention = torch.cat([prompt_mask, torch.ones(rows, length, dtype=torch.bool, device=device)], dim=1)
     positions = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)
     completions = torch.full((rows, length), eos, device=device)

@@ -51,9 +51,9 @@ class VLLMEngine:
             accelerator,
             tokenizer,
             gpu_memory_utilization=MEMORY_SHARE,
-            max_model_length=prompt_length + sampling.reply_length,
+            max_model_length=prompt_length + sampling.max_new_tokens,
             temperature=sampling.temperature,
-            max_completion_length=sampling.reply_length,
+            max_completion_length=sampling.max_new_tokens,
             logprobs=0,  # of the sampled token alone
         )
 

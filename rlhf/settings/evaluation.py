@@ -63,7 +63,7 @@ class MeasureSettings:
     split: Split | None = inherited(DataSettings, "split", AS_IN_RUN)
     prompt_length: int | None = inherited(DataSettings, "prompt_length", AS_IN_RUN)
     eval_text: str | None = inherited(DataSettings, "eval_text", AS_IN_RUN)
-    reply_length: int | None = inherited(SamplingSettings, "reply_length", AS_IN_RUN)
+    max_new_tokens: int | None = inherited(SamplingSettings, "max_new_tokens", AS_IN_RUN)
     temperature: float | None = inherited(
         SamplingSettings, "temperature", AS_IN_RUN, brief="sampling temperature; unset: as in the run"
     )

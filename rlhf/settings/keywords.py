@@ -72,7 +72,7 @@ class TrainingSettings(TypedDict, total=False):
     """Text file whose perplexity is followed; unset: the held-out chosen replies, and without pairs one sample of the
     start model's replies."""
 
-    reply_length: int
+    max_new_tokens: int
     """New tokens per reply at most."""
 
     temperature: float

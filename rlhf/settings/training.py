@@ -103,11 +103,11 @@ class DataSettings:
 class SamplingSettings:
     """How replies are sampled."""
 
-    reply_length: int = setting(
+    max_new_tokens: int = setting(
         128,
         "new tokens per reply at most",
         ge=1,
-        aliases=("max_new_tokens", "response_length"),
+        aliases=("reply_length", "response_length"),
         brief="new tokens per completion at most",
     )
     temperature: float = setting(0.7, "sampling temperature; log-probabilities and KL are taken at it too", gt=0)
@@ -128,7 +128,7 @@ class SamplingSettings:
     def __str__(self) -> str:
         limits = [f"top-k {self.top_k}"] if self.top_k else []
         limits += [f"top-p {self.top_p:g}"] if self.top_p < 1 else []
-        return ", ".join([f"at most {self.reply_length} tokens", f"temperature {self.temperature:g}", *limits])
+        return ", ".join([f"at most {self.max_new_tokens} tokens", f"temperature {self.temperature:g}", *limits])
 
 
 @dataclass(frozen=True)

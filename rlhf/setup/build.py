@@ -113,7 +113,7 @@ def _load_prompt_sets(
         check_fills_a_batch(config, sets.train)
     else:
         source, sets = "prompts", given_prompts(data, start.tokenizer, prompts, evaluation_prompts)
-    check_prompts(sets, start, config.sampling.reply_length, source, screen, data.plain_prompts)
+    check_prompts(sets, start, config.sampling.max_new_tokens, source, screen, data.plain_prompts)
     check_overlap(sets, screen)
     check_topics(config, sets.train, screen)
     check_columns(sources.rules, [p.example for p in (*sets.train, *sets.evaluation)], source)

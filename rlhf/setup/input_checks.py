@@ -27,12 +27,12 @@ class StartModel:
 
 
 def check_prompts(
-    prompts: PromptSets, start: StartModel, reply_length: int, source: str, screen: Screen, plain: bool = False
+    prompts: PromptSets, start: StartModel, max_new_tokens: int, source: str, screen: Screen, plain: bool = False
 ) -> None:
     """Refuse prompts that the start model cannot read: too long for its context, or chats where it has no template."""
     every = [*prompts.train, *prompts.evaluation]
     chats = sum(len(p.example.messages) > 1 for p in every)
-    faults = context_faults([len(p.ids) for p in every], start.context, reply_length, source)
+    faults = context_faults([len(p.ids) for p in every], start.context, max_new_tokens, source)
     if start.tokenizer.chat_template is None:
         if chats:
             faults.append(

@@ -102,7 +102,7 @@ def forecast(
     ]
     if reward_model is not None:
         judge = Network.of(reward_model, dtype)
-        scored = scoring(judge, batch, config.sampling.reply_length, plan.budget.scoring_batch_size)
+        scored = scoring(judge, batch, config.sampling.max_new_tokens, plan.budget.scoring_batch_size)
         phases.insert(2, Phase("scoring", {**scored, **plan.cached_forward(whole), "nucleus": bits}))
     if evaluation:
         kept = plan.allowed_tokens(len(evaluation))
@@ -154,8 +154,8 @@ def what_helps(config: Config, policy: PreTrainedModel | PeftModel, estimate: Ca
         }
         return estimate(replace(config, **changed_groups))
 
-    now, length = predicted(), max(1, config.sampling.reply_length // 2)
-    saved = {f"--reply-length {length}": now.peak - predicted(reply_length=length).peak}
+    now, length = predicted(), max(1, config.sampling.max_new_tokens // 2)
+    saved = {f"--max-new-tokens {length}": now.peak - predicted(max_new_tokens=length).peak}
     if not config.model.gradient_checkpointing:
         saved["--gradient-checkpointing"] = now.peak - predicted(gradient_checkpointing=True).peak
     if config.batch.batch_size > 1:

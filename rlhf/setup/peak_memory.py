@@ -100,7 +100,7 @@ class MemoryPlan:
     def micro_batches(self, prompts: Sequence[Prompt], minibatches: int = 1) -> list[MicroBatch]:
         """The forward passes over a minibatch of these prompts with full replies; their prompts are as long as any."""
         rows = sorted(prompts, key=lambda p: len(p.ids), reverse=True)[::minibatches]
-        ids = torch.zeros(len(rows), self.config.sampling.reply_length, dtype=torch.long)
+        ids = torch.zeros(len(rows), self.config.sampling.max_new_tokens, dtype=torch.long)
         completions = Completions.of(rows, ids, eos=-1, pad=0, vocabulary=self.network.vocabulary)
         packed = self.config.speed.packed and packable(base_of(self.policy))
         most = self.config.batch.micro_batch_size, self.budget.tokens_per_micro_batch
@@ -110,7 +110,7 @@ class MemoryPlan:
     def allowed_tokens(self, completions: int) -> int:
         """A bit for each token that might have been sampled."""
         sampling = self.config.sampling
-        return completions * sampling.reply_length * self.network.vocabulary // 8 if sampling.filters else 0
+        return completions * sampling.max_new_tokens * self.network.vocabulary // 8 if sampling.filters else 0
 
     def rollout(self, prompts: Sequence[Prompt]) -> dict[str, int]:
         """Sampling a reply to each."""
@@ -118,7 +118,7 @@ class MemoryPlan:
         plain = speed.rollout_engine == "plain" or default_engine(self.policy, self.device) == "plain"
         slots = len(prompts) if plain else min(len(prompts), speed.rollout_slots or self.budget.rollout_slots)
         longest = max(len(p.ids) for p in prompts)
-        columns = -(-(longest + self.config.sampling.reply_length) // KV_BLOCK) * KV_BLOCK
+        columns = -(-(longest + self.config.sampling.max_new_tokens) // KV_BLOCK) * KV_BLOCK
         asked = slots * longest if plain else sum(map(len, {p.ids for p in prompts[:slots]}))
         drawing = slots * network.vocabulary * (FILTERED if self.config.sampling.filters else DRAWN)
         return {
@@ -202,7 +202,7 @@ class MemoryPlan:
 
     def chunk(self, micro_batch: MicroBatch) -> tuple[int, int]:
         """Of one chunk's logits, with their way back; and the head's gradient where chunks before it have left one."""
-        config, vocabulary, length = self.config, self.network.vocabulary, self.config.sampling.reply_length
+        config, vocabulary, length = self.config, self.network.vocabulary, self.config.sampling.max_new_tokens
         most = max(1, self.budget.logits_per_chunk // vocabulary // length) * length
         tokens = min(len(micro_batch.tokens), most) if config.speed.fused_head else len(micro_batch.tokens)
         left = self.head_gradient if tokens < len(micro_batch.tokens) else 0
@@ -216,7 +216,9 @@ class MemoryPlan:
         """The text of which the perplexity is taken."""
         text = fixed_text(tokenizer, prompts, lambda _: [], self.config.data.eval_text)
         sizes = [(len(p.ids), len(r)) for p, r in zip(text.prompts, text.completions, strict=True)]
-        sizes = sorted(sizes or [(len(p.ids), self.config.sampling.reply_length) for p in prompts], key=lambda s: s[1])
+        sizes = sorted(
+            sizes or [(len(p.ids), self.config.sampling.max_new_tokens) for p in prompts], key=lambda s: s[1]
+        )
         most = self.budget.eval_batch_size
         parts = [sizes[at : at + most] for at in range(0, len(sizes), most)]
         tokens, most = max(sum(map(sum, part)) for part in parts), max(sum(r for _, r in part) for part in parts)
@@ -226,8 +228,8 @@ class MemoryPlan:
         }
 
 
-def scoring(judge: Network, prompts: Sequence[Prompt], reply_length: int, batch_size: int) -> dict[str, int]:
+def scoring(judge: Network, prompts: Sequence[Prompt], max_new_tokens: int, batch_size: int) -> dict[str, int]:
     """The reward model's pass over `batch_size` completions; its tokens are taken to be as many as the policy's."""
-    rows = sorted(len(p.ids) + reply_length for p in prompts)[-batch_size:]
+    rows = sorted(len(p.ids) + max_new_tokens for p in prompts)[-batch_size:]
     tokens = len(rows) * rows[-1]
     return {"reward model's pass": judge.forward_peak(tokens)}

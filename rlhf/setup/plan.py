@@ -231,5 +231,5 @@ def budget(config: Config, updates: int) -> Plan:
         updates=updates,
         episodes=episodes,
         optimizer_steps=config.optimizer_steps(updates),
-        reply_tokens_at_most=episodes * config.sampling.reply_length,
+        reply_tokens_at_most=episodes * config.sampling.max_new_tokens,
     )

@@ -197,7 +197,7 @@ def memory_matches_estimate(trainer: OnPolicyLoop, components: Components) -> Ch
         f"about {gib(predicted.peak)} GiB predicted for full replies, {gib(measured)} GiB taken by one update, "
         f"{gib(there)} GiB free for it",
         measured <= predicted.peak * MORE + SLACK and predicted.peak <= there,
-        "Make room: --micro-batch-size 1, --gradient-checkpointing, --use-lora or a smaller --reply-length",
+        "Make room: --micro-batch-size 1, --gradient-checkpointing, --use-lora or a smaller --max-new-tokens",
     )
 
 

@@ -61,7 +61,7 @@ class RolloutCollector:
     def sample(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Completions:
         """A completion to the prompt of each episode. vLLM samples rollouts alone: its random numbers are its own, and
         evaluations draw the same ones every time."""
-        prompts, length = [prompt for _, prompt in episodes], self.sampling.reply_length
+        prompts, length = [prompt for _, prompt in episodes], self.sampling.max_new_tokens
         uniform = uniform_noise(self.config.run.seed, update, purpose, [number for number, _ in episodes], length)
         tokens = {"eos": self.tokenizer.eos_token_id, "pad": self.tokenizer.pad_token_id, "device": self.device}
         self.host.model.eval()  # in train mode, gradient checkpointing would drop the cache

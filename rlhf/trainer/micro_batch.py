@@ -25,7 +25,7 @@ class MicroBatchBudget:
     max_tokens: int  # prompt and completion tokens at most
     packed: bool  # without padding
     # returns the hint if even one completion does not fit
-    oom_hint: Callable[[], str] = lambda: "Try --use-lora, --gradient-checkpointing, or half of --reply-length"
+    oom_hint: Callable[[], str] = lambda: "Try --use-lora, --gradient-checkpointing, or half of --max-new-tokens"
 
     @contextmanager
     def raise_on_oom(self, phase: str) -> Iterator[None]:

@@ -97,7 +97,7 @@ class GRPOHost(GRPOTrainer):
                 output_dir=config.run.output,
                 per_device_train_batch_size=2,  # TRL requires a group of two; our loop samples and cuts minibatches
                 num_generations=2,
-                max_completion_length=config.sampling.reply_length,
+                max_completion_length=config.sampling.max_new_tokens,
                 temperature=config.sampling.temperature,
                 num_iterations=1,  # passes over a rollout are our loop's
                 beta=0.0,  # TRL would load a second reference

@@ -27,7 +27,7 @@ SETTINGS = {"kl_coef": 0.3, "cliprange": 0.2, "vf_coef": 0.5, "cliprange_value":
 FLAGS = [
     "--kl-coef", "0.3", "--kl-schedule", "fixed", "--value-coef", "0.5", "--gamma", "0.97", "--lam", "0.9",
     "--temperature", "0.7", "--top-p", "1", "--max-grad-norm", "1e9", "--lr-schedule", "constant",
-    "--batch-size", str(BATCH), "--ppo-epochs", str(EPOCHS), "--reply-length", str(LENGTH),
+    "--batch-size", str(BATCH), "--ppo-epochs", str(EPOCHS), "--max-new-tokens", str(LENGTH),
     "--num-iterations", str(UPDATES),
 ]  # fmt: skip
 
@@ -314,7 +314,7 @@ def test_three_updates_of_two_epochs_match_trls_rloo(build, start_model, tmp_pat
 def compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, flags, settings):
     ours = build(
         *flags, "--kl-schedule", "fixed", "--temperature", 1, "--max-grad-norm", 0.5, "--lr-schedule", "constant",
-        "--learning-rate", 1e-3, "--ppo-epochs", EPOCHS, "--num-iterations", UPDATES, "--reply-length", LENGTH,
+        "--learning-rate", 1e-3, "--ppo-epochs", EPOCHS, "--num-iterations", UPDATES, "--max-new-tokens", LENGTH,
         algorithm=algorithm, rewards=[lambda completions, **_: [float(len(text) % 7) for text in completions]],
     )  # fmt: skip
     rollouts, scores, advantages = [], [], ours.advantages

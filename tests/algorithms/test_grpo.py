@@ -132,7 +132,7 @@ def test_a_group_whose_penalties_differ_has_spread(grpo):
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
 def test_loss_types_by_hand_on_the_first_step(grpo, loss_type):
     """At ratio 1 the loss is -A a token: over the tokens; each reply's, then the replies; B x length."""
-    trainer = grpo("--loss-type", loss_type, "--kl-placement", "none", "--reply-length", 12)
+    trainer = grpo("--loss-type", loss_type, "--kl-placement", "none", "--max-new-tokens", 12)
     rollout = rolled(trainer)
     batch = trainer.advantages(rollout, torch.tensor([1.0, 4.0, 0.0, 2.0]))
     advantages, lengths = torch.tensor([-1.5, 1.5, -1.0, 1.0]), rollout.completions.lengths.float()
@@ -148,7 +148,7 @@ def test_loss_types_by_hand_on_the_first_step(grpo, loss_type):
 
 @pytest.mark.parametrize("loss_type", settings_of(Config)["loss_type"].choices)
 def test_micro_batches_add_up_under_every_loss_type(grpo, loss_type):
-    flags = ("--loss-type", loss_type, "--reply-length", 24, "--minibatches", 1, "--entropy-coef", 0.5)
+    flags = ("--loss-type", loss_type, "--max-new-tokens", 24, "--minibatches", 1, "--entropy-coef", 0.5)
     moved = []
     for size in (0, 1, 3):
         trainer = grpo("--ppo-epochs", 1, "--micro-batch-size", size, *flags)

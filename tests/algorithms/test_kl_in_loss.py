@@ -54,7 +54,7 @@ def test_gradient_against_a_plain_forward_after_the_policy_has_moved(build, loss
     """The advantages are 0 and the critic is off, so the gradient is the penalty's alone; None is PPO."""
     beta = 0.7
     flags = ["--kl-placement", "loss", "--kl-schedule", "fixed", "--kl-coef", beta, "--learning-rate", "3e-3",
-             "--reply-length", LENGTH, "--minibatches", minibatches, "--micro-batch-size", micro_batch,
+             "--max-new-tokens", LENGTH, "--minibatches", minibatches, "--micro-batch-size", micro_batch,
              "--max-grad-norm", 1e9]  # fmt: skip
     flags += ["--value-coef", 0] if loss_type is None else ["--loss-type", loss_type]
     trainer = build(*flags, algorithm="ppo" if loss_type is None else "grpo")

@@ -50,7 +50,7 @@ def test_the_ratio_is_that_of_the_whole_completion_by_hand():
 
 def test_the_loss_is_a_mean_over_completions_by_hand(rloo):
     """At ratio 1 the loss is -mean(A) whatever the lengths; A of the groups (1, 4) and (0, 2): -3, 3, -2, 2."""
-    trainer = rloo("--kl-placement", "none", "--reply-length", 12)
+    trainer = rloo("--kl-placement", "none", "--max-new-tokens", 12)
     batch = trainer.advantages(rolled(trainer), torch.tensor([1.0, 4.0, 0.0, 2.0]))
     assert batch.raw_advantages[:, 0].tolist() == [-3, 3, -2, 2]
     batch.advantages = torch.where(batch.mask, torch.tensor([[1.0], [2.0], [4.0], [9.0]]), 0.0)
@@ -151,7 +151,7 @@ def test_sampler_weights_of_one_action_by_hand():
 
 @pytest.mark.parametrize("placement", ["reward", "loss"])
 def test_micro_batches_add_up(rloo, placement):
-    flags = ("--reply-length", 24, "--minibatches", 1, "--entropy-coef", 0.5, "--kl-placement", placement)
+    flags = ("--max-new-tokens", 24, "--minibatches", 1, "--entropy-coef", 0.5, "--kl-placement", placement)
     moved = []
     for size in (0, 1, 3):
         trainer = rloo("--ppo-epochs", 2, "--micro-batch-size", size, *flags)

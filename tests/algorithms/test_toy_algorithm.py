@@ -142,7 +142,7 @@ def test_one_with_groups_and_one_with_a_critic(toy, run_flags, tmp_path, monkeyp
 def test_it_trains_from_python(toy, start_model, tmp_path):
     config = make_config(
         algorithm="toy", actor_model=str(start_model), rm_model=None, reward_func=["length_penalty"], batch_size=4,
-        num_iterations=2, reply_length=6, ppo_epochs=1, output=str(tmp_path),
+        num_iterations=2, max_new_tokens=6, ppo_epochs=1, output=str(tmp_path),
     )  # fmt: skip
     trainer = make_trainer(config, [f"What is number {i}?" for i in range(8)])
     assert trainer.train()["optimizer_steps"] == 2

@@ -136,7 +136,7 @@ def with_end(start_model, folder, logit: float):
 def test_a_length_hacked_model_draws_the_warning(start_model, reward_folder, pairs_file, tmp_path, capsys):
     """As a user runs it: start model and hacked model as folders, no run."""
     start, hacked = (with_end(start_model, tmp_path / name, logit) for name, logit in (("start", 4), ("hacked", -4)))
-    words = ["--baseline", start, "--rm-model", reward_folder, "--prompts", pairs_file, "--reply-length", 40,
+    words = ["--baseline", start, "--rm-model", reward_folder, "--prompts", pairs_file, "--max-new-tokens", 40,
              "--temperature", 1, "--num-prompts", 8]  # fmt: skip
     for name, model in (("hacked_page", hacked), ("start_page", start)):
         evaluate_generations.main([str(w) for w in ["--model-path", model, *words, "--output", tmp_path / name]])

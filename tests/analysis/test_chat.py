@@ -37,7 +37,7 @@ def talk(monkeypatch, capsys):
         )
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines) if isinstance(lines, str) else lines)
         capsys.readouterr()
-        evaluate_generations.main([str(w) for w in ["--chat", "--model-path", model, "--reply-length", 5, *flags]])
+        evaluate_generations.main([str(w) for w in ["--chat", "--model-path", model, "--max-new-tokens", 5, *flags]])
         monkeypatch.setattr(StreamingGenerator, "generate", generate)
         return capsys.readouterr().out, read
 
@@ -198,8 +198,8 @@ FAULTS = {
     "two models": (["--model-path", "a", "b"], r"2 models to talk to: --chat, --model-path\. Name one"),
     "tokens": (["--tokens", "a"], r"two things at once: --tokens and --chat\. One command for each"),
     "no model": (["--model-path", "./nowhere"], r"model not found: \./nowhere\. --model-path takes a run's folder"),
-    "no room": (["--model-path", "START", "--reply-length", "512"],
-                r"replies of 512 tokens leave no room for a prompt in a context of 512: --reply-length\. Try 256"),
+    "no room": (["--model-path", "START", "--max-new-tokens", "512"],
+                r"replies of 512 tokens leave no room for a prompt in a context of 512: --max-new-tokens\. Try 256"),
 }  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def settings(start_model, reward_folder, pairs_file) -> MeasureSettings:
         prompts=str(pairs_file),
         num_prompts=4,
         completions=2,
-        reply_length=8,
+        max_new_tokens=8,
         temperature=1.0,
     )
 
@@ -129,9 +129,9 @@ def test_an_unfinished_run_has_no_final_weights(runs, tmp_path):
 def test_settings_come_from_the_run_and_flags_win(runs):
     models = [find_model_ref(str(runs["ppo", 1]), "final", None)]
     plain = shared_settings(models, MeasureSettings())
-    assert (plain.sampling.reply_length, plain.sampling.temperature) == (8, 0.7)
-    told = shared_settings(models, MeasureSettings(temperature=0.5, reply_length=5))
-    assert (told.sampling.reply_length, told.sampling.temperature) == (5, 0.5)
+    assert (plain.sampling.max_new_tokens, plain.sampling.temperature) == (8, 0.7)
+    told = shared_settings(models, MeasureSettings(temperature=0.5, max_new_tokens=5))
+    assert (told.sampling.max_new_tokens, told.sampling.temperature) == (5, 0.5)
     assert shared_settings([], MeasureSettings(like="demo")).data.prompts == make_config("demo").data.prompts
 
 
@@ -328,7 +328,7 @@ def sampled(evaluator: ModelEvaluator, seed: int) -> GenerationResults:
 @pytest.mark.ci
 def test_a_model_against_itself_is_seldom_called_different(settings, start_model):
     """The same weights under other sampling seeds, 100 times: at most 10 verdicts name a better side."""
-    settings = dataclasses.replace(settings, num_prompts=12, completions=2, reply_length=4)
+    settings = dataclasses.replace(settings, num_prompts=12, completions=2, max_new_tokens=4)
     evaluator, _ = evaluator_of([start_model], settings)
     evaluator.text = None  # a perplexity draws nothing
     run, called = record_of(seed=1), 0

@@ -23,7 +23,7 @@ def stopped(tmp_path_factory, start_model, reward_folder, pairs_file):
     """A run of 6 updates that was stopped after 2, with checkpoints of both."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
     words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file, "--output", folder,
-             "--num-iterations", 6, "--reply-length", 8, "--prompt-length", 100, "--eval-prompts", 6, "--save-every",
+             "--num-iterations", 6, "--max-new-tokens", 8, "--prompt-length", 100, "--eval-prompts", 6, "--save-every",
              1, "--eval-every", 99, "--allow-weak-reward-model"]  # fmt: skip
     stop_after(2, lambda: run(words, 128 + signal.SIGINT))
     return folder

@@ -12,7 +12,7 @@ import pytest
 from rlhf.checkpoints.run_folder import LOCK_FILE, check_output, claim_output, move_aside, read_status
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import FORMAT, Best, Merged, RunRecord, Spent, last_run
-from rlhf.config import make_config
+from rlhf.config import config_of_run, make_config, parse_cli
 from rlhf.utils.errors import UserError
 from rlhf.utils.system import WINDOWS
 from tests.records import facts_of, record_of
@@ -125,6 +125,22 @@ def test_a_read_only_place_is_named_before_anything_is_loaded(tmp_path, monkeypa
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere: the refusal is injected
     with pytest.raises(UserError, match="cannot write there"):
         check_output(tmp_path / "a" / "run", overwrite=False, is_default=True)
+
+
+def test_settings_of_an_older_run_have_todays_names(tmp_path):
+    """A run.json from before `reply_length` became `max_new_tokens`."""
+    (tmp_path / "run").mkdir()
+    RunLog(tmp_path / "run", **facts_of())
+    file = tmp_path / "run" / "run.json"
+    stored = json.loads(file.read_text())
+    assert stored["settings"]["sampling"].pop("max_new_tokens") > 0
+    stored["settings"]["sampling"]["reply_length"] = 77
+    file.write_text(json.dumps(stored))
+    run = RunRecord.read(tmp_path / "run")
+    assert run.settings["sampling"]["max_new_tokens"] == 77 and "reply_length" not in run.settings["sampling"]
+    assert config_of_run(run).sampling.max_new_tokens == 77
+    resumed = parse_cli(["--resume", "--output", str(tmp_path / "run")])
+    assert resumed.sampling.max_new_tokens == 77
 
 
 def test_run_json_says_how_it_ended(tmp_path):

@@ -226,7 +226,7 @@ def test_a_run_over_hostile_data_from_prompts_to_pages(configured, tmp_path, cap
     file, config = tmp_path / "hostile.jsonl", configured()
     file.write_text("\n".join(map(json.dumps, rows)))
     train_ppo.main(["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--prompts",
-                    str(file), "--output", config.run.output, "--num-iterations", "2", "--reply-length", "6",
+                    str(file), "--output", config.run.output, "--num-iterations", "2", "--max-new-tokens", "6",
                     "--prompt-length", "250", "--allow-weak-reward-model", "--record-tokens", "--record-every", "1"]
                    )  # fmt: skip
     printed = capsys.readouterr().out

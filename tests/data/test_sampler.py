@@ -155,9 +155,10 @@ def topic_file(tmp_path_factory) -> Path:
 @pytest.fixture
 def words(start_model, reward_folder, topic_file, tmp_path):
     def make(*more: object, output: str = "run") -> list[str]:
-        flags = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", topic_file, "--reply-length",
-                 6, "--eval-prompts", 12, "--allow-weak-reward-model", "--steps-per-topic", 3, "--save-every", 2,
-                 "--eval-every", 4, "--learning-rate", "1e-2", "--output", tmp_path / output]  # fmt: skip
+        flags = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", topic_file,
+                 "--max-new-tokens", 6, "--eval-prompts", 12, "--allow-weak-reward-model", "--steps-per-topic", 3,
+                 "--save-every", 2, "--eval-every", 4, "--learning-rate", "1e-2",
+                 "--output", tmp_path / output]  # fmt: skip
         return [str(word) for word in (*flags, *more)]
 
     return make
@@ -192,7 +193,7 @@ def test_a_run_by_topics_is_logged_drawn_and_recorded_by_topic(words, tmp_path, 
 
 
 def test_without_steps_the_column_is_carried_along_and_otherwise_unused(build, topic_file, tmp_path):
-    flags = ("--prompts", topic_file, "--num-iterations", 1, "--record-tokens", "--reply-length", 4)
+    flags = ("--prompts", topic_file, "--num-iterations", 1, "--record-tokens", "--max-new-tokens", 4)
     trainer = build(*flags)
     attach(trainer)
     trainer.train()
@@ -257,7 +258,7 @@ def test_at_the_end_of_a_round_callbacks_receive_every_topic(build, topic_file):
 
 
 def test_prompts_from_python_have_topics_as_rows(start_model, tmp_path):
-    config = make_config(actor_model=str(start_model), batch_size=2, reply_length=4, steps_per_topic=1, ppo_epochs=1,
+    config = make_config(actor_model=str(start_model), batch_size=2, max_new_tokens=4, steps_per_topic=1, ppo_epochs=1,
                          output=str(tmp_path / "run"))  # fmt: skip
     rows = [
         {"prompt": "a cat?", "topic": "pets"},

@@ -168,7 +168,7 @@ def words(start, reward_folder, pairs_file, tmp_path_factory):
         targets = ["--lora-targets", *FAMILIES[name].targets] if method != "full" else []
         common = ["--actor-model", start(name), "--rm-model", reward_folder, "--prompts", prompts,
                   "--allow-weak-reward-model", "--num-iterations", 3, "--save-every", 2, "--batch-size", *size,
-                  "--reply-length", 10, "--prompt-length", 100, "--eval-prompts", 4, "--learning-rate", "1e-2",
+                  "--max-new-tokens", 10, "--prompt-length", 100, "--eval-prompts", 4, "--learning-rate", "1e-2",
                   "--minibatches", 2, "--ppo-epochs", 1]  # fmt: skip
         return [str(word) for word in (*common, *METHODS[method], *targets, *more)]
 

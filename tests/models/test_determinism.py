@@ -54,7 +54,7 @@ def test_cuda_that_is_in_use_already_is_refused(monkeypatch):
 
 def test_training_switches_it_on(configured, capsys):
     config = configured()
-    flags = ["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--reply-length", "8",
+    flags = ["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--max-new-tokens", "8",
              "--prompts", config.data.prompts, "--allow-weak-reward-model", "--output", config.run.output,
              "--num-iterations", "2"]  # fmt: skip
     train_ppo.main([*flags, "--check"])

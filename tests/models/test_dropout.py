@@ -90,7 +90,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(configured, tmp_path, monkeypatc
     more = ["--batch-size", 2, "--K", 2] if ALGORITHMS[algorithm].group_size > 1 else []
     words = [*DROPOUT, *more, "--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model,
              "--prompts", config.data.prompts, "--allow-weak-reward-model", "--num-iterations", 5, "--save-every", 2,
-             "--eval-every", 3, "--reply-length", 8, "--eval-prompts", 6, "--learning-rate", "1e-2"]  # fmt: skip
+             "--eval-every", 3, "--max-new-tokens", 8, "--eval-prompts", 6, "--learning-rate", "1e-2"]  # fmt: skip
 
     def train(output):
         train_command(algorithm, [str(word) for word in (*words, "--output", tmp_path / output)])

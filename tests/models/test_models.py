@@ -207,7 +207,7 @@ def test_full_logits_are_never_kept(build, monkeypatch):
     few_positions_at_once(monkeypatch)
     probabilities, seen = logprobs._probabilities, []
     monkeypatch.setattr(logprobs, "_probabilities", lambda z, *a: seen.append(len(z)) or probabilities(z, *a))
-    trainer = build("--reply-length", 8)
+    trainer = build("--max-new-tokens", 8)
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     batch = trainer.advantages(rollout, torch.arange(4.0))
     assert max(seen) <= 8 and sum(seen) == 2 * rollout.mask.sum(), "policy and reference, all positions, in parts"

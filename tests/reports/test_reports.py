@@ -83,7 +83,7 @@ def test_an_adapter_over_4_bit_weights_is_measured_over_4_bit_weights(
     import train_ppo
 
     train_ppo.main(words("--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file,
-                         "--output", tmp_path / "run", "--num-iterations", 2, "--reply-length", 8, "--use-lora",
+                         "--output", tmp_path / "run", "--num-iterations", 2, "--max-new-tokens", 8, "--use-lora",
                          "--load-in-4bit", "--learning-rate", "1e-2", "--allow-weak-reward-model"))  # fmt: skip
     evaluate_generations.main(
         words("--model-path", tmp_path / "run", "--num-prompts", 3, "--output", tmp_path / "out")

@@ -40,7 +40,7 @@ def short(tmp_path):
 def test_prompts_beyond_it_are_refused_before_its_weights_are_read(run_flags, short, monkeypatch, more):
     monkeypatch.setattr(RewardModel, "load", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(UserError, match=r"prompts.* longer than the reward model's context of 40 tokens.*--rm-model"):
-        train_ppo.main([*run_flags("--reply-length", 8), "--rm-model", str(short), *more])
+        train_ppo.main([*run_flags("--max-new-tokens", 8), "--rm-model", str(short), *more])
 
 
 def test_an_evaluation_beyond_it_is_refused(runs, short, tmp_path):
@@ -69,7 +69,7 @@ def test_pairs_beyond_the_base_models_positions_are_skipped_with_a_count(tmp_pat
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["--base-model", tmp_path / "base", "--actor-model", tmp_path / "base", "--pairs",
              tmp_path / "pairs.jsonl", "--rm-output", tmp_path / "judge", "--split", "80/10/10",
-             "--reply-length", 8]  # fmt: skip
+             "--max-new-tokens", 8]  # fmt: skip
     monkeypatch.setattr(training, "weakness", lambda _: None)
     train_reward([str(word) for word in words])
     output = capsys.readouterr().out

@@ -43,7 +43,7 @@ def flags(start_model, tmp_path):
 
     def make(pairs, *more: object) -> list[str]:
         words = ["--pairs", pairs, "--base-model", start_model, "--actor-model", start_model,
-                 "--rm-output", tmp_path / "rm", "--reply-length", 6, "--rm-batch-size", 4, *more]  # fmt: skip
+                 "--rm-output", tmp_path / "rm", "--max-new-tokens", 6, "--rm-batch-size", 4, *more]  # fmt: skip
         return [str(word) for word in words]
 
     return make

@@ -236,7 +236,7 @@ def test_columns_reach_a_function_given_in_python(start_model, tmp_path):
         seen.extend(answer)
         return [float(a) for a in answer]
 
-    flags = ["--actor-model", start_model, "--output", tmp_path, "--num-iterations", 1, "--reply-length", 4]
+    flags = ["--actor-model", start_model, "--output", tmp_path, "--num-iterations", 1, "--max-new-tokens", 4]
     config = parse_cli([str(flag) for flag in flags])
     rows = [{"prompt": f"{i} + 1?", "answer": i + 1} for i in range(8)]
     trainer = make_trainer(config, rows, rewards=[right])

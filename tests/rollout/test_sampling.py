@@ -42,7 +42,7 @@ def make_prompts(tokenizer, *questions: str) -> list[Prompt]:
 
 
 def sample(policy, tokenizer, prompts, episodes, sampling, seed=1):
-    noise = uniform_noise(seed, 3, "rollout", episodes, sampling.reply_length)
+    noise = uniform_noise(seed, 3, "rollout", episodes, sampling.max_new_tokens)
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     return sample_completions(policy, prompts, noise, sampling, eos=eos, pad=pad, device=CPU)
 

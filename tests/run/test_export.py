@@ -49,7 +49,7 @@ def train(start_model, reward_folder, pairs_file):
 
     def make(output: Path, *flags: object, script=train_ppo.main) -> Path:
         words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file, "--output",
-                 output, "--num-iterations", 2, "--eval-every", 1, "--reply-length", 8, "--eval-prompts", 6,
+                 output, "--num-iterations", 2, "--eval-every", 1, "--max-new-tokens", 8, "--eval-prompts", 6,
                  "--learning-rate", "1e-2", "--allow-weak-reward-model", *flags]  # fmt: skip
         script([str(word) for word in words])
         return output

@@ -38,7 +38,7 @@ def words(start_model, reward_folder, pairs_file):
     def flags(algorithm: str, *more: object) -> list[str]:
         common = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file,
                   "--allow-weak-reward-model", "--num-iterations", 6, "--save-every", 2, "--eval-every", 3,
-                  "--batch-size", 4, "--reply-length", 8, "--prompt-length", 100, "--eval-prompts", 6,
+                  "--batch-size", 4, "--max-new-tokens", 8, "--prompt-length", 100, "--eval-prompts", 6,
                   "--learning-rate", "1e-3"]  # fmt: skip
         return [str(word) for word in (*common, *MORE[algorithm], *more)]
 

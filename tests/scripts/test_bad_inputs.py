@@ -85,12 +85,12 @@ class Row:
 def training(world: World) -> list[object]:
     return ["--actor-model", world.start, "--rm-model", world.reward, "--allow-weak-reward-model", "--prompts",
             world.pairs, "--output", world.folder / "run", "--batch-size", 4, "--num-iterations", 2, "--ppo-epochs", 1,
-            "--reply-length", 6, "--prompt-length", 100, "--eval-prompts", 6]  # fmt: skip
+            "--max-new-tokens", 6, "--prompt-length", 100, "--eval-prompts", 6]  # fmt: skip
 
 
 def reward_training(world: World) -> list[object]:
     return ["--base-model", world.start, "--actor-model", world.start, "--pairs", world.pairs, "--rm-output",
-            world.folder / "run", "--reply-length", 6]  # fmt: skip
+            world.folder / "run", "--max-new-tokens", 6]  # fmt: skip
 
 
 def from_python(argv: list[str]) -> None:
@@ -388,7 +388,7 @@ CONFIGURATION = [
     Row(3, "text for a number", "--gamma much", r"gamma is 'much': --gamma\. Give a number"),
     Row(3, "a fraction for a count", "--batch-size 2.5", r"batch_size is '2.5': --batch-size\. Give a whole number"),
     Row(4, "unknown recipe", "--recipe smolm2-orca", r"unknown recipe 'smolm2-orca': --recipe\. Did you mean smollm2"),
-    Row(5, "unknown YAML key", yaml("ppo:\n  gama: 1\n"), r"unknown key gama: .*a\.yaml:2\. Did you mean gamma\?"),
+    Row(5, "unknown YAML key", yaml("ppo:\n  gama: 1\n"), r"unknown setting gama: .*a\.yaml:2\. Did you mean gamma\?"),
     Row(6, "YAML syntax", yaml("gamma: 1\nlam: [1\nb: 2\n"),
         r"not YAML \(.*\): .*a\.yaml:\d+:\d+\. Correct that line"),
     Row(7, "YAML missing", "--config nowhere.yaml",
@@ -404,7 +404,7 @@ CONFIGURATION = [
     Row(12, "negative KL coefficient", "--kl-coef -0.1", r"kl_coef is -0.1: --kl-coef\. It must be at least 0"),
     Row(13, "negative missing-EOS penalty", "--missing-eos-penalty -1",
         r"missing_eos_penalty is -1: --missing-eos-penalty\. It must be at least 0"),
-    Row(14, "reply length 0", "--reply-length 0", r"reply_length is 0: --reply-length\. It must be at least 1"),
+    Row(14, "reply length 0", "--max-new-tokens 0", r"max_new_tokens is 0: --max-new-tokens\. It must be at least 1"),
     Row(15, "K is 1", "--K 1", r"K is 1: --K\. It must be at least 2", main=GRPO),
     Row(16, "K replies do not fill minibatches", "--K 3 --batch-size 4 --minibatches 8",
         r"minibatches 8 does not divide batch_size x K = 12: --minibatches\. Try 6", main=GRPO),
@@ -417,7 +417,7 @@ CONFIGURATION = [
     Row(19, "lambda below 0", "--lam -0.5", r"lam is -0.5: --lam\. It must be at least 0 and at most 1"),
     Row(20, "bf16 and fp16", "--bf16 --fp16", r"unknown flag --fp16: .* bfloat16 \(--bf16\) or float32 \(--no-bf16\)"),
     Row(20, "fp16 in YAML", yaml("fp16: true"),
-        r"unknown key fp16: .*a\.yaml:1\. Precision is bfloat16 \(--bf16\) or"),
+        r"unknown setting fp16: .*a\.yaml:1\. Precision is bfloat16 \(--bf16\) or"),
     Row(21, "bf16 on a device without it", old_card, r"no bfloat16 on this card \(GTX 1080\): --bf16\. Leave it out"),
     Row(22, "LoRA targets match nothing", "--use-lora --lora-targets qproj",
         r"no module named qproj: --lora-targets, .*\. Did you mean q_proj\? There are down_proj, .*, v_proj"),
@@ -469,9 +469,9 @@ DATA = [
         lambda world: [*prompts(40, words=" and so on" * 200)(world), "--prompt-length", 5000],
         r"(\d+) of \1 prompts are longer than the start model's context of 512 tokens, the longest prompt of \d{3,}: "
         r"--prompts .*\. Try --prompt-length 506 \(longer ones are left out\)"),
-    Row(36, "prompt and reply longer than the context", "--reply-length 490",
-        r"\d+ of \d+ prompts, with --reply-length 490 are longer than the start model's context of 512 tokens, the "
-        r"longest prompt of \d+: --prompts .*\. Try --reply-length \d+ or --prompt-length 22 \(longer"),
+    Row(36, "prompt and reply longer than the context", "--max-new-tokens 490",
+        r"\d+ of \d+ prompts, with --max-new-tokens 490 are longer than the start model's context of 512 tokens, the "
+        r"longest prompt of \d+: --prompts .*\. Try --max-new-tokens \d+ or --prompt-length 22 \(longer"),
     Row(37, "fewer prompts than a batch", "--max-prompts 3",
         r"3 prompts to train on, fewer than a batch of 4: --prompts .*\. Give more .*, or a smaller --batch-size"),
     Row(37, "fewer prompts than GRPO's batch", "--max-prompts 1",

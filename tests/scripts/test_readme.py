@@ -81,7 +81,7 @@ def test_the_example_in_python_runs(project):
     """As it stands, only smaller: two updates of short replies."""
     (project / "example.py").write_text(
         "from rlhf import config\nmake = config.make_config\n"
-        "config.make_config = lambda *a, **k: make(*a, **{**k, 'num_iterations': 2, 'reply_length': 8})\n"
+        "config.make_config = lambda *a, **k: make(*a, **{**k, 'num_iterations': 2, 'max_new_tokens': 8})\n"
         + python_block("make_trainer")
     )
     done = run(["example.py"], project)
@@ -137,7 +137,8 @@ def test_the_yaml_block_is_a_configuration(tmp_path):
 
 def test_every_flag_that_the_readme_names_exists():
     commands = (Config, RewardModelConfig, EvaluationConfig, ComparisonConfig, PlotConfig)
-    known = {flag for command in commands for s in settings_of(command).values() for flag in spellings(s.names)}
+    settings = [s for command in commands for s in settings_of(command).values()]
+    known = {flag for s in settings for flag in spellings([*s.names, *(f"no_{name}" for name in s.names)])}
     known |= {"--recipe", "--config", "--help-all"}
     benchmarks = argparse.ArgumentParser()
     add_flags(benchmarks)

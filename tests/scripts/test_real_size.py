@@ -21,12 +21,12 @@ def project(tmp_path_factory) -> Path:
 def test_reward_model_refusal_and_two_updates(project, pairs_file):
     trained = run(
         ["-m", "reward_model.train", "--pairs", str(pairs_file), "--base-model", "./start", "--actor-model", "./start",
-         "--rm-output", "./rm", "--rm-batch-size", "4", "--reply-length", "8", "--calibration-prompts", "8"],
+         "--rm-output", "./rm", "--rm-batch-size", "4", "--max-new-tokens", "8", "--calibration-prompts", "8"],
         project, OMP_NUM_THREADS="2",
     )  # fmt: skip
     assert trained.returncode == 0, trained.stderr
     flags = ["--actor-model", "./start", "--rm-model", "./rm", "--prompts", str(pairs_file),
-             "--num-iterations", "2", "--reply-length", "16", "--eval-prompts", "4"]  # fmt: skip
+             "--num-iterations", "2", "--max-new-tokens", "16", "--eval-prompts", "4"]  # fmt: skip
     refused = run(["train_ppo.py", *flags, "--output", "refused"], project)
     assert refused.returncode == 2 and "a weak reward model" in refused.stderr, "its pairs are drawn at random"
     for script, algorithm in (("train_ppo.py", []), ("train_grpo.py", ["--K", "2", "--batch-size", "2"])):

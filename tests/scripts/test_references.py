@@ -34,7 +34,7 @@ from rlhf.utils.errors import UserError
 from tests.shapes import make_base_model, make_reward_model, make_start_model
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["--num-iterations", "3", "--reply-length", "6", "--eval-prompts", "6"]  # nothing but size
+SMALL = ["--num-iterations", "3", "--max-new-tokens", "6", "--eval-prompts", "6"]  # nothing but size
 
 
 def value(config: Config, name: str) -> object:
@@ -60,7 +60,7 @@ def orca(tmp_path, pairs_file, monkeypatch) -> Path:
 
 def test_smollm2_orcas_walk(orca, capsys):
     """Reward model, PPO whole and with LoRA, GRPO, evaluation, curves: each with nothing but its size named."""
-    reward_model.train.main(["--reply-length", "6"])
+    reward_model.train.main(["--max-new-tokens", "6"])
     record = orca / "reward_model_output" / METRICS_FILE
     record.write_text(json.dumps({**json.loads(record.read_text()), "accuracy": 0.95}))  # random weights learn little
     train_ppo.main(SMALL)
@@ -117,8 +117,8 @@ def test_what_smollm2_orcas_configuration_names_is_a_knob_of_that_meaning(tmp_pa
     config = parse_cli(["--config", str(tmp_path / "a.yaml")])
     expected = {
         "batch_size": 4, "ppo_epochs": 4, "kl_coef": 0.05, "gamma": 1.0, "lam": 0.95, "temperature": 0.7,
-        "top_p": 0.9, "reply_length": 128, "gradient_checkpointing": True, "bf16": False, "keep": 1, "use_lora": True,
-        "lora_r": 16, "lora_alpha": 32, "lora_targets": ("q_proj", "k_proj", "v_proj", "o_proj"),
+        "top_p": 0.9, "max_new_tokens": 128, "gradient_checkpointing": True, "bf16": False, "keep": 1,
+        "use_lora": True, "lora_r": 16, "lora_alpha": 32, "lora_targets": ("q_proj", "k_proj", "v_proj", "o_proj"),
         "micro_batch_size": 2, "minibatches": 1,
     }  # fmt: skip
     assert values(config, expected) == expected
@@ -148,7 +148,7 @@ def test_accumulation_in_smollm2_orcas_words(words, algorithm):
 
 def test_accumulation_is_said_once(tmp_path):
     (tmp_path / "a.yaml").write_text("batch_size: 8\nmini_batch_size: 2\nminibatches: 1\n")
-    with pytest.raises(UserError, match=r"gradient_accumulation_steps say one thing twice: .*a.yaml:3"):
+    with pytest.raises(UserError, match=r"gradient_accumulation_steps set the same thing: .*a.yaml:3"):
         parse_cli(["--config", str(tmp_path / "a.yaml")])
     (tmp_path / "a.yaml").write_text("batch_size: 8\nmini_batch_size: 2\n")
     later = parse_cli(["--config", str(tmp_path / "a.yaml"), "--minibatches", "2"])
@@ -273,7 +273,7 @@ def test_mlx_token_levels_configuration_by_its_own_names():
              "lora_dropout": 0.1}  # fmt: skip
     assert make_config("qwen3-tldr") == make_config("qwen3-tldr", **names), "the recipe is its PPOConfig"
     other = make_config("qwen3-tldr", max_new_tokens=100, kl_coef=0.2, clip_epsilon=0.1, num_epochs=20)
-    assert (other.sampling.reply_length, other.batch.clip_range, other.run.epochs) == (100, 0.1, 20)
+    assert (other.sampling.max_new_tokens, other.batch.clip_range, other.run.epochs) == (100, 0.1, 20)
     assert not other.kl.steered, "its beta is fixed"
 
 

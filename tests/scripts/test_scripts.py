@@ -45,7 +45,7 @@ def project(tmp_path_factory) -> Path:
 @pytest.fixture
 def flags(start_model, reward_folder, pairs_file) -> list[str]:
     words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file, "--num-iterations", 3,
-             "--reply-length", 8, "--eval-every", 2, "--allow-weak-reward-model"]  # fmt: skip
+             "--max-new-tokens", 8, "--eval-every", 2, "--allow-weak-reward-model"]  # fmt: skip
     return [str(word) for word in words]
 
 

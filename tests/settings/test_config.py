@@ -34,8 +34,14 @@ def test_dashes_and_underscores(flag):
 
 
 def test_the_references_names():
-    config = parse_cli("--init_kl_coef 0.2 --cliprange 0.1 --max-new-tokens 9 --target-kl 5/sequence --rank 2".split())
-    assert (config.kl.kl_coef, config.batch.clip_range, config.sampling.reply_length) == (0.2, 0.1, 9)
+    config = parse_cli(
+        "--init_kl_coef 0.2 --cliprange 0.1 --response-length 9 --target-kl 5/sequence --rank 2".split()
+    )
+    assert (config.kl.kl_coef, config.batch.clip_range, config.sampling.max_new_tokens) == (0.2, 0.1, 9)
+    assert (
+        parse_cli(["--reply-length", "7"]).sampling.max_new_tokens
+        == make_config(reply_length=7).sampling.max_new_tokens
+    )
     assert (config.kl.kl_target, config.model.lora_r) == ((KLTarget(5, "sequence"),), 2)
 
 
@@ -191,7 +197,7 @@ BAD_FLAGS = {
     "temperature 0": ("--temperature 0", "temperature is 0: --temperature. It must be above 0"),
     "negative KL coefficient": ("--kl-coef -0.1", "kl_coef is -0.1: --kl-coef. It must be at least 0"),
     "negative penalty": ("--missing-eos-penalty -1", "missing_eos_penalty is -1"),
-    "reply length 0": ("--reply-length 0", "reply_length is 0"),
+    "reply length 0": ("--max-new-tokens 0", "max_new_tokens is 0"),
     "clip range 1": ("--clip-range 1", "clip_range is 1: --clip-range. It must be above 0 and below 1"),
     "gamma 1.1": ("--gamma 1.1", "gamma is 1.1: --gamma. It must be at least 0 and at most 1"),
     "a bare KL target": (

@@ -69,7 +69,7 @@ BY_RUN = {
     "eval_text": (["--eval-text", "README.md"], []),
     "max_prompts": (["--max-prompts", "5"], []),
     "eval_prompts": (["--eval-prompts", "2"], []),
-    "reply_length": (["--reply-length", "5"], []),
+    "max_new_tokens": (["--max-new-tokens", "5"], []),
     "temperature": (["--temperature", "0.9"], []),
     "top_k": (["--top-k", "5"], []),
     "top_p": (["--top-p", "0.5"], []),
@@ -425,7 +425,7 @@ def test_check_tries_the_run_out_and_makes_none(configured, capsys):
 
     config = configured()
     words = ["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--prompts",
-             config.data.prompts, "--output", config.run.output, "--reply-length", "8", "--eval-prompts", "6",
+             config.data.prompts, "--output", config.run.output, "--max-new-tokens", "8", "--eval-prompts", "6",
              "--allow-weak-reward-model", "--num-iterations", "1"]  # fmt: skip
     train_ppo.main([*words, "--check"])
     assert "optimizer steps  ok" in capsys.readouterr().out and not Path(config.run.output).exists()
@@ -466,7 +466,7 @@ REWARD_KNOBS = {
     "actor_model": ["--actor-model", "none"],
     "calibration_prompts": ["--calibration-prompts", "7"],
     "calibration_prompt_length": ["--calibration-prompt-length", "40"],
-    "reply_length": ["--reply-length", "3"],
+    "max_new_tokens": ["--max-new-tokens", "3"],
     "temperature": ["--temperature", "0.1"],
     "top_k": ["--top-k", "2"],
     "top_p": ["--top-p", "0.2"],
@@ -480,7 +480,7 @@ def reward_record(start_model, pairs_file, tmp_path_factory):
     def observe(*flags) -> str:
         folder = tmp_path_factory.mktemp("rm") / "out"
         words = ["--base-model", start_model, "--actor-model", start_model, "--pairs", pairs_file, "--rm-output",
-                 folder, "--reply-length", 6, *flags]  # fmt: skip
+                 folder, "--max-new-tokens", 6, *flags]  # fmt: skip
         train_reward_model(parse_reward_cli([str(w) for w in words]), Screen(), CPU)
         record = json.loads((folder / METRICS_FILE).read_text())
         record.pop("settings")
@@ -543,7 +543,7 @@ MEASURE_KNOBS = {
     "split": ["--split", "45/25/30"],
     "prompt_length": ["--prompt-length", "44"],
     "eval_text": ["--eval-text", "README.md"],
-    "reply_length": ["--reply-length", "4"],
+    "max_new_tokens": ["--max-new-tokens", "4"],
     "temperature": ["--temperature", "2"],
     "top_k": ["--top-k", "3"],
     "top_p": ["--top-p", "0.2"],

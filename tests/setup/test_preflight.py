@@ -122,7 +122,7 @@ def test_a_good_run_passes_and_is_left_as_it_was(loaded, capsys, monkeypatch, wh
 def words(config, *more) -> list[str]:
     """The command line of a configuration of this file."""
     return ["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--prompts",
-            config.data.prompts, "--output", config.run.output, "--num-iterations", "1", "--reply-length", "8",
+            config.data.prompts, "--output", config.run.output, "--num-iterations", "1", "--max-new-tokens", "8",
             "--eval-prompts", "6", "--allow-weak-reward-model", *more]  # fmt: skip
 
 

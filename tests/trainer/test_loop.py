@@ -107,7 +107,7 @@ def test_the_micro_batch_changes_memory_and_not_the_result(make):
     would differ."""
     moved = []
     for size in (0, 1, 3):
-        trainer = make("--ppo-epochs", "1", "--micro-batch-size", size, "--reply-length", "24")
+        trainer = make("--ppo-epochs", "1", "--micro-batch-size", size, "--max-new-tokens", "24")
         trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
         trainer.update_step(1)
         moved.append(weights(trainer))

@@ -183,7 +183,7 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
     config = configured(algorithm=algorithm)
     groups = ["--batch-size", "2", "--K", "2"] if ALGORITHMS[algorithm].group_size > 1 else []
     argv = ["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--prompts",
-            config.data.prompts, "--allow-weak-reward-model", "--num-iterations", "9", "--reply-length", "8",
+            config.data.prompts, "--allow-weak-reward-model", "--num-iterations", "9", "--max-new-tokens", "8",
             "--prompt-length", "100", "--eval-prompts", "6", *groups]  # fmt: skip
     output = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""Peak memory as the plan of a run foretells it against what a fresh process takes; and phase by phase, in tensors.
+"""Peak memory as the plan of a run predicts it against what a fresh process takes; and phase by phase, in tensors.
 
 python benchmarks/memory.py --algorithm ppo --size smollm2 --load-in-4bit --json memory.json
 """
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Peak memory as foretold, and as measured over two updates.")
+    parser = argparse.ArgumentParser(description="Peak memory as predicted, and as measured over two updates.")
     add_flags(parser)
     add_update_flags(parser, ppo_epochs=2)
     return parse_update(parser, argv)

@@ -126,8 +126,8 @@ class _FusedLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, tokens, temperature, allowed, entropy):
         dtype = forward_dtype(hidden)
         states, head = hidden.to(dtype), weight.to(dtype)
-        ctx.kept = states @ head.t()
-        logprobs, entropies = _probabilities(ctx.kept, tokens, temperature, allowed, entropy == "value")
+        ctx.probabilities = states @ head.t()
+        logprobs, entropies = _probabilities(ctx.probabilities, tokens, temperature, allowed, entropy == "value")
         ctx.temperature, ctx.dtypes = temperature, (hidden.dtype, weight.dtype)
         ctx.save_for_backward(states, head, tokens, logprobs)
         ctx.mark_non_differentiable(entropies)
@@ -136,7 +136,7 @@ class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, by_logprobs, _):
         states, head, tokens, logprobs = ctx.saved_tensors
-        by_logits, ctx.kept = ctx.kept, None
+        by_logits, ctx.probabilities = ctx.probabilities, None
         scale = (by_logprobs / ctx.temperature).unsqueeze(-1)
         by_logits.mul_(-scale.to(by_logits.dtype))
         # 1 - p from the log-probability: a rounded p near 1 would lose it

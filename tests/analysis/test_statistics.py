@@ -170,7 +170,7 @@ def test_a_real_difference_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("scores", "said"),
+    ("scores", "expected"),
     [
         ([0.1, 0.9, 0.5, 0.2], [(4, "WORST"), (1, "BEST"), (2, "MEDIUM"), (3, "MEDIUM")]),
         ([1.0, 1.0, 0.5, 0.0], [(1, "BEST"), (1, "BEST"), (3, "MEDIUM"), (4, "WORST")]),

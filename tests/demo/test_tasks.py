@@ -58,7 +58,7 @@ def test_the_corpus_is_of_mixed_quality_and_of_the_training_split():
 
 
 @pytest.mark.parametrize(
-    ("question", "reply"),
+    ("question", "completion"),
     [
         (PICK, "Plum is a fruit."),
         (SORT, "First ant, then fox, then horse."),
@@ -72,7 +72,7 @@ def test_good_replies_by_hand(question, completion):
 
 
 @pytest.mark.parametrize(
-    ("question", "reply", "flaw", "highest"),
+    ("question", "completion", "flaw", "highest"),
     [
         (PICK, "Hammer is a fruit.", "wrong", 0.2),
         (PICK, "Plum.", "incomplete", 0.5),

@@ -153,7 +153,15 @@ def test_what_a_recipe_resolves_to_is_json(mine):
     assert json.loads(json.dumps(to_dict(parse_cli(["--recipe", mine]))))["recipe"] == mine
 
 
-# --- docs/settings.md ------------------------------------------------------------------------------------------------
+# --- configs/ and docs/settings.md -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_example_of_a_settings_file_works_and_acts(file, algorithm):
+    config = parse_cli(["--config", str(file)], algorithm)
+    assert to_dict(config) != to_dict(parse_cli([], algorithm))
+    parse_cli(["--recipe", "demo", "--config", str(file)], algorithm)
 
 
 def block_of_docs(language: str) -> str:

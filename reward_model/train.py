@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf.config import usual_config
 from rlhf.settings.next_commands import training_command
-from rlhf.settings.reward_model import parse_reward_cli
+from rlhf.settings.reward_model import parse_reward_cli, reward_file_line
 from rlhf.utils.errors import run_command
 from rlhf.utils.requirements import check_libraries
 
@@ -24,6 +24,8 @@ def main(argv: list[str] | None = None) -> None:
     from rlhf.rewards.training import refusal, train_reward_model
 
     with Screen() as screen:
+        if (edits := reward_file_line(config.user_file, config.recipe)) is not None:
+            screen.say(f"config.py: {edits}")
         folder = train_reward_model(config, screen, start_device(screen))
     why = refusal(config, folder, usual)
     screen.say(

@@ -11,14 +11,14 @@ from typing import Any, Unpack
 from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM, Algorithm
 from rlhf.checkpoints.run_folder import seed_folder
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, flat_settings
-from rlhf.settings.fields import Layer, as_text, name_table, settings_of
+from rlhf.settings.fields import Layer, name_table, settings_of
 from rlhf.settings.flags import CommandLine
 from rlhf.settings.keywords import TrainingSettings
 from rlhf.settings.merge import build, read_given, show_help, values_of
 from rlhf.settings.next_commands import names_code, resume_command
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, shipped_recipes
 from rlhf.settings.training import Config
-from rlhf.settings.user_file import read_user_file
+from rlhf.settings.user_file import edits_line, read_user_file
 from rlhf.settings.validate import validate_training
 from rlhf.utils.errors import UserError, raise_if
 
@@ -151,31 +151,8 @@ def require_named_code(config: Config, rules: Sequence[str], only_exported: bool
 def user_file_line(user: Layer, row: Algorithm, unused_because: str | None) -> str | None:
     """Return what config.py changes for an algorithm, and whether that is used, on one line; None if it holds the
     declared defaults."""
-    edits = user_edits(user, row)
-    if not edits:
-        return None
-    if unused_because is not None:
-        return f"edited ({', '.join(edits)}), but not used: {unused_because}"
-    return ", ".join(f"{name} {as_text(new)} (default {as_text(old)})" for name, (new, old) in edits.items())
-
-
-def user_edits(user: Layer, row: Algorithm) -> dict[str, tuple[Any, Any]]:
-    """Return the settings of config.py that are not the declared defaults: name -> (value, default). Names and values
-    that are not valid are among them; settings that the algorithm does not read are not."""
-    settings, edits = settings_of(Config), {}
-    usual = values_of(Config, lower_layers(DEFAULT_RECIPE, row, {}))
-    names = name_table(settings)
-    for name, (value, where) in user.items():
-        own = names.get(name)
-        if own is not None and settings[own].group in row.foreign:
-            continue
-        try:
-            new = values_of(Config, [*lower_layers(DEFAULT_RECIPE, row, {}), {name: (value, where)}])
-        except UserError:
-            edits[name] = (value, usual.get(own))
-            continue
-        edits |= {changed: (new[changed], usual[changed]) for changed in new if new[changed] != usual[changed]}
-    return edits
+    layers = [lower_layers(DEFAULT_RECIPE, row, layer) for layer in ({}, user)]
+    return edits_line(Config, *layers, unused_because, row.foreign)
 
 
 # --- from a run.json -------------------------------------------------------------------------------------------------

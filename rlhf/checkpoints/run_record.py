@@ -194,12 +194,8 @@ def _from_json(facts: dict[str, Any]) -> RunRecord:
 
 def _with_todays_names(settings: dict[str, Any]) -> dict[str, Any]:
     """Return a run's settings with today's names in place of those that older versions wrote."""
-    return {
-        group: {RENAMED.get(name, name): value for name, value in leaves.items()}
-        if isinstance(leaves, dict)
-        else leaves
-        for group, leaves in settings.items()
-    }
+    renamed = {g: {RENAMED.get(n, n): v for n, v in s.items()} for g, s in settings.items() if isinstance(s, dict)}
+    return settings | renamed
 
 
 def _build(kind: type, facts: dict[str, Any], path: str = "") -> Any:

@@ -14,7 +14,7 @@ from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, shipped_recipes
 from rlhf.settings.training import LARGEST_SEED, Config, SamplingSettings
 from rlhf.settings.translate import translate
 from rlhf.settings.types import Split
-from rlhf.settings.user_file import read_user_file
+from rlhf.settings.user_file import edits_line, read_user_file
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,11 @@ def parse_reward_cli(argv: Sequence[str] | None = None, user_file: Path | None =
     `user_file` (config.py) that this command shares with training count, too. Raises UserError with all errors."""
     argv, user = sys.argv[1:] if argv is None else argv, read_user_file(user_file)
 
-    show_help(LINE, argv, lambda recipe: (reward_layers(recipe, user), f"recipe {recipe}"))
+    def lower(recipe: str) -> tuple[list[Layer], str]:
+        edits = reward_file_line(user, recipe)
+        return reward_layers(recipe, user), f"recipe {recipe}" + (f"; config.py: {edits}" if edits else "")
+
+    show_help(LINE, argv, lower)
     given = read_given(LINE, argv)
     recipe, where = given.recipe or (DEFAULT_RECIPE, "")
     values = values_of(RewardModelConfig, [*reward_layers(recipe, user, where), *given.layers])
@@ -142,6 +146,12 @@ def reward_layers(recipe: str, user: Layer, where: str = "--recipe") -> list[Lay
     if "prompts" in known and may_have_pairs(str(known["prompts"][0])):
         shared["pairs"] = known["prompts"]
     return [shared]
+
+
+def reward_file_line(user: Layer, recipe: str) -> str | None:
+    """Return what config.py changes for this command, or that it is edited and not used because of the recipe."""
+    layers = [reward_layers(DEFAULT_RECIPE, layer) for layer in ({}, user)]
+    return edits_line(RewardModelConfig, *layers, None if recipe == DEFAULT_RECIPE else f"--recipe {recipe}")
 
 
 def may_have_pairs(source: str) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import os
 import traceback
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
 
-from rlhf.settings.fields import Layer
+from rlhf.settings.fields import Layer, as_text, settings_of
+from rlhf.settings.merge import values_of
 from rlhf.utils.errors import UserError
 
 
@@ -38,6 +40,33 @@ def read_user_file(path: Path | None) -> Layer:
         for name, line in _assigned(tree).items()
         if name in values and not isinstance(values[name], (ModuleType, FunctionType, type))
     }
+
+
+def edits_line(
+    config_class: type,
+    without: Sequence[Layer],
+    with_file: Sequence[Layer],
+    unused_because: str | None,
+    foreign: Collection[str] = (),
+) -> str | None:
+    """Return what config.py changes, and whether that is used, on one line; None if it changes nothing.
+
+    Args:
+        without, with_file: the layers of settings without config.py and with it.
+        unused_because: why config.py is not used; None: it is.
+        foreign: groups of settings that the command does not read.
+    """
+    old, settings = values_of(config_class, without), settings_of(config_class)
+    try:
+        new = values_of(config_class, with_file)
+    except UserError:
+        if unused_because is None:
+            raise
+        return f"edited (with errors), but not used: {unused_because}"
+    edits = [name for name in new if new[name] != old[name] and settings[name].group not in foreign]
+    if edits and unused_because is not None:
+        return f"edited ({', '.join(edits)}), but not used: {unused_because}"
+    return ", ".join(f"{name} {as_text(new[name])} (default {as_text(old[name])})" for name in edits) or None
 
 
 def _assigned(tree: ast.Module) -> dict[str, int]:

@@ -139,13 +139,31 @@ def test_an_edit_shows_in_the_help(write, capsys):
     file = write("learning_rate = 3e-6\nmax_new_tokens = 99\ngamma = 0.5\n")
     text = helped(capsys, "--help", file=file)
     assert "learning rate at the start [3e-06]" in text and "tokens per completion at most [99]" in text
-    assert "recipe smollm2-orca; config.py: learning_rate 3e-06 (default 5e-06), max_new_tokens 99" in text
+    assert "recipe smollm2-orca; config.py: max_new_tokens 99 (default 128), gamma 0.5 (default 1.0), learning" in text
     assert "(default: 3e-06, above 0)" in helped(capsys, "--help-all", file=file)
     assert "gamma" not in helped(capsys, "--help", algorithm="grpo", file=file), "which GRPO does not read"
     text = helped(capsys, "--recipe", "demo", "--help", file=file)
     assert "learning rate at the start [0.0003]" in text
-    assert "config.py: edited (learning_rate, max_new_tokens, gamma), but not used: --recipe demo" in text
+    assert "config.py: edited (max_new_tokens, gamma, learning_rate), but not used: --recipe demo" in text
     assert "config.py" not in helped(capsys, "--help", file=SHIPPED)
+
+
+def test_an_error_in_a_file_that_is_not_used_stops_nothing(write, capsys):
+    file = write("clip_rang = 1\n")
+    assert parse_cli(["--recipe", "demo"], user_file=file).recipe == "demo"
+    text = helped(capsys, "--recipe", "demo", "--help", file=file)
+    assert "config.py: edited (with errors), but not used: --recipe demo" in text
+
+
+def test_the_reward_models_help_shows_what_it_shares(write, capsys):
+    file = write("temperature = 1.1\nclip_range = 0.1\n")
+    for words, expected in (
+        (["--help"], "recipe smollm2-orca; config.py: temperature 1.1 (default 0.7) examples"),
+        (["--recipe", "demo", "--help"], "config.py: edited (temperature), but not used: --recipe demo examples"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_reward_cli(words, file)
+        assert expected in " ".join(capsys.readouterr().out.split())
 
 
 def plan_rows(printed: str) -> list[str]:

@@ -137,7 +137,7 @@ def test_not_ending_costs_half_and_counts_as_rambling(question):
 
 @pytest.mark.parametrize("question", ONE_OF_EACH)
 @pytest.mark.parametrize(
-    "reply",
+    "completion",
     ["\x00\ud800", "。？！", "drum " * 50_000, ".!?" * 9999, "ÀÉ " * 99, "\n\n", "<|im_end|>", "((((", "a" * 10**6],
 )
 def test_any_text_may_be_given(question, completion):

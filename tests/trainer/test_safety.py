@@ -235,7 +235,10 @@ def test_a_replay_gives_the_numbers_that_were_recorded(build, tmp_path, flags):
         assert again[name] == f"{float(stats[name]):.6g}", name
     assert again["found"] == "a test"
     assert again["logprobs, as recorded"] == again["logprobs, done again"]
-    assert torch.equal(incident.tensors["scores"], rollout.scores)
+    held = incident.tensors
+    assert torch.equal(held["scores"], rollout.scores)
+    # the file keeps the names of earlier versions
+    assert torch.equal(held["advantages"], batch.raw_advantages) and torch.equal(held["weights"], batch.advantages)
     assert incident.config("elsewhere").batch == trainer.config.batch
 
 

@@ -22,7 +22,7 @@ PARTS = ("rollout", "score", "update")
 
 
 def configuration(work: Work) -> Config:
-    """The work in our knobs; no evaluation falls into a measured update."""
+    """The work in our settings; no evaluation falls into a measured update."""
     return make_config(
         algorithm=work.algorithm,
         actor_model=str(work.policy),

@@ -24,11 +24,11 @@ class LearnedSum(torch.nn.Module):
 
 @pytest.fixture
 def config(start_model, reward_folder, tmp_path):
-    def make(algorithm="ppo", **knobs):
+    def make(algorithm="ppo", **settings):
         tiny = {"actor_model": str(start_model), "rm_model": str(reward_folder), "output": str(tmp_path / "run"),
                 "batch_size": 2, "max_new_tokens": 6, "num_iterations": 2, "ppo_epochs": 1}  # fmt: skip
         return make_config(
-            algorithm=algorithm, **{**tiny, **({"K": 2} if ALGORITHMS[algorithm].group_size > 1 else {}), **knobs}
+            algorithm=algorithm, **{**tiny, **({"K": 2} if ALGORITHMS[algorithm].group_size > 1 else {}), **settings}
         )
 
     return make

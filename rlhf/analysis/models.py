@@ -136,9 +136,9 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
         bases = [{"actor_model": m.base} for m in models if m.base is not None]
         return make_config(measure.like, **{**(bases[0] if bases else {}), **given})
     first, run = runs[0]
-    here, faults = run.knobs, {}
+    here, faults = run.flat_settings, {}
     for where, other in runs[1:]:
-        there = other.knobs
+        there = other.flat_settings
         for name in differences(run.settings, other.settings, given):
             if name in MEASURED_WITH:
                 faults[name] = (
@@ -156,9 +156,9 @@ def require_trusted_code(models: Sequence[ModelRef], measure: MeasureSettings) -
         return
     faults = []
     for model in models:
-        code = names_code(model.run.knobs.get("reward_func") or ()) if model.run else []
+        code = names_code(model.run.flat_settings.get("reward_func") or ()) if model.run else []
         if code:
-            rules = command(*code_words(model.run.knobs["reward_func"]))
+            rules = command(*code_words(model.run.flat_settings["reward_func"]))
             faults.append(
                 f"reward code that the run's {RUN_FILE} names is not run: {model.name}, {', '.join(code)}. Add {rules}"
                 ", or, if you trust the files, --trust-reward-code"

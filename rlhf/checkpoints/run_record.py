@@ -114,7 +114,7 @@ class RunRecord:
         return self.settings["recipe"]
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def flat_settings(self) -> dict[str, Any]:
         """The settings without their groups: name -> value."""
         return flat_settings(self.settings)
 
@@ -254,9 +254,9 @@ def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any], aside: Iterable[str] = ()) -> list[str]:
-    """Return the names of the knobs in which two runs' settings differ, without those in `aside`.
+    """Return the names of the settings in which two runs differ, without those in `aside`.
 
-    A knob that only one of them has is ignored: the runs were made by different versions of this project.
+    A setting that only one of them has is ignored: the runs were made by different versions of this project.
     """
     here, there = flat_settings(one), flat_settings(other)
     return [n for n in sorted(here.keys() & there.keys()) if n not in aside and here[n] != there[n]]

@@ -131,16 +131,16 @@ def settings_that_differ(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:
     if len(groups) < 2:
         return []
     names, settings = [group.name for group in groups], [group.runs[0].settings for group in groups]
-    aside = (*SEEDS_MAY_DIFFER, *_own_knobs(), "algorithm")
-    differ = sorted({knob for pair in combinations(settings, 2) for knob in differences(*pair, aside)})
+    aside = (*SEEDS_MAY_DIFFER, *_settings_of_some_algorithms(), "algorithm")
+    differ = sorted({name for pair in combinations(settings, 2) for name in differences(*pair, aside)})
     flat = [flat_settings(one) for one in settings]
-    parts = [f"{knob} {listed([str(knobs.get(knob, 'unknown')) for knobs in flat])}" for knob in differ]
+    parts = [f"{name} {listed([str(values.get(name, 'unknown')) for values in flat])}" for name in differ]
     text = "; ".join(parts) or "none but each algorithm's own"
-    sizes = [f"{name} {knobs['K']}" for name, knobs in zip(names, flat, strict=True) if knobs.get("K") is not None]
+    sizes = [f"{name} {values['K']}" for name, values in zip(names, flat, strict=True) if values.get("K") is not None]
     return [(f"settings that differ, {listed(names)}", f"{text}; K: {', '.join(sizes)}" if sizes else text)]
 
 
-def _own_knobs() -> set[str]:
+def _settings_of_some_algorithms() -> set[str]:
     """The settings that only some algorithms read."""
     own = {group for row in ALGORITHMS.values() for group in row.reads}
     return {name for name, setting in settings_of(Config).items() if setting.group in own}

@@ -151,7 +151,7 @@ def push(config: Config, run: RunRecord, saved: Saved, screen: Screen) -> None:
     files: dict[str, Path | bytes] = dict(files_of_model(saved.folder))
     if saved.is_adapter:  # whose base may have been loaded from a cache on this disk: the hub knows it by name
         named = json.loads((saved.folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        named["base_model_name_or_path"] = run.knobs["actor_model"]
+        named["base_model_name_or_path"] = run.flat_settings["actor_model"]
         files[ADAPTER_CONFIG] = json.dumps(named, indent=2).encode()
     files[RUN_FILE] = folder / RUN_FILE
     files[CARD_FILE] = model_card(run, saved, name).encode()

@@ -18,7 +18,7 @@ from rlhf.utils.html import render
 from rlhf.utils.system import command
 
 CARD_FILE = "README.md"
-ADAPTER_KNOBS = ("lora_r", "lora_alpha", "lora_targets")
+ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "lora_targets")
 SHOWN_DIGITS = 12  # of a fingerprint's 64
 
 
@@ -43,7 +43,7 @@ class Saved:
 
 def model_card(run: RunRecord, saved: Saved, name: str) -> str:
     """The card of one of a run's models, loaded by `name`: a folder, or a name on the hub."""
-    settings = run.knobs
+    settings = run.flat_settings
     return render(
         "card.md",
         front_matter=front_matter(run, saved).to_yaml(),
@@ -66,7 +66,7 @@ def model_card(run: RunRecord, saved: Saved, name: str) -> str:
 
 def front_matter(run: RunRecord, saved: Saved) -> ModelCardData:
     """What the hub reads of a card. Base and data are named only where the run had them from the hub."""
-    settings = run.knobs
+    settings = run.flat_settings
     base, data, on_hub = settings["actor_model"], settings["prompts"], run.on_hub
     return ModelCardData(
         base_model=base if base in on_hub else None,
@@ -115,8 +115,8 @@ def number(value: float | None, form: str) -> str:
 
 def settings_that_decide(run: RunRecord) -> list[tuple[str, str]]:
     """Name and value of the settings that decide what is learned: not other algorithms', not those about speed."""
-    settings, knobs = run.knobs, settings_of(Config)
+    settings, declared = run.flat_settings, settings_of(Config)
     foreign = {*ALGORITHMS[run.algorithm].foreign, "speed"}
-    aside = {*RESUME_MAY_CHANGE, *([] if settings["use_lora"] else ADAPTER_KNOBS)}
-    shown = [n for n, k in knobs.items() if n in settings and n not in aside and k.group not in foreign]
+    aside = {*RESUME_MAY_CHANGE, *([] if settings["use_lora"] else ADAPTER_SETTINGS)}
+    shown = [n for n, s in declared.items() if n in settings and n not in aside and s.group not in foreign]
     return [("recipe", settings["recipe"]), *((name, as_text(settings[name], " ", "none")) for name in shown)]

@@ -86,7 +86,7 @@ def checkpoints_of(config: Config, run: RunRecord) -> CheckpointScan:
 
 def setting_changes(run: RunRecord, settings: dict[str, Any]) -> list[str]:
     """In which settings a run differs from those that it is to resume with, each in words."""
-    before, after = run.knobs, flat_settings(settings)
+    before, after = run.flat_settings, flat_settings(settings)
     changed = differences(run.settings, settings, RESUME_MAY_CHANGE)
     return [f"{name} was {before[name]}, is {after[name]}" for name in changed]
 

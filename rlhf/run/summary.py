@@ -255,11 +255,11 @@ def same_budget_command(config: Config, spent: Spent, other: str) -> str | None:
         return None
     row, plain = ALGORITHMS[other], with_horizon(plain, spent.updates)
     differ = differences(to_dict(config), to_dict(plain), (*SEEDS_MAY_DIFFER, *LENGTHS, "batch_size"))
-    knobs = settings_of(Config)
+    settings = settings_of(Config)
     words = ["--recipe", config.recipe, "--seed", str(config.run.seed), "--episodes", str(spent.episodes)]
-    carried = [name for name in differ if knobs[name].group not in row.foreign]
+    carried = [name for name in differ if settings[name].group not in row.foreign]
     for name in carried:
-        words += flag_words(name, getattr(getattr(config, knobs[name].group), name))
+        words += flag_words(name, getattr(getattr(config, settings[name].group), name))
     group_size = config.group_size if "K" in carried else of_other.group_size
     as_many = ["--batch-size", str(max(1, config.episodes_per_update // group_size))]  # as many episodes per update
     own_batch = config.batch.batch_size != plain.batch.batch_size

@@ -42,10 +42,10 @@ def write_events(logs: Path, name: str, opened: float, points, damaged_at: int |
     return file
 
 
-def make_run(folder: Path, algorithm="ppo", seed=42, updates=20, status="finished", recipe="demo", **knobs) -> Path:
+def make_run(folder: Path, algorithm="ppo", seed=42, updates=20, status="finished", recipe="demo", **settings) -> Path:
     """A run's folder without logs. The demo recipe's update is 64 episodes."""
     folder.mkdir(parents=True)
-    config = make_config(recipe, algorithm, seed=seed, **knobs)
+    config = make_config(recipe, algorithm, seed=seed, **settings)
     record_of(config, updates, status=status).write(folder)
     return folder
 
@@ -229,8 +229,8 @@ def test_values_that_are_not_finite_are_counted_in_one_line(tmp_path):
 
 
 def test_targets_are_those_of_the_run(tmp_path):
-    def aim(name, **knobs):
-        run = make_run(tmp_path / name, **knobs)
+    def aim(name, **settings):
+        run = make_run(tmp_path / name, **settings)
         write_events(run / "logs", "1", 0, losses(1, [1.0], 0))
         return read_curves(run)
 

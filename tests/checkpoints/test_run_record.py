@@ -179,7 +179,7 @@ def test_what_is_written_is_read(tmp_path, parts):
     assert read.as_json() == json.loads(json.dumps(record.as_json())), "tuples among the settings become lists"
     assert dataclasses.replace(read, settings=record.settings) == record
     assert (read.recipe, read.seed, read.plan.updates, read.plan.episodes) == ("demo", 3, 10, 640)
-    assert read.knobs["K"] == make_config("demo", "grpo").group.K and "grpo" not in read.knobs
+    assert read.flat_settings["K"] == make_config("demo", "grpo").group.K and "grpo" not in read.flat_settings
 
 
 def test_the_keys_of_run_json(tmp_path):

@@ -184,16 +184,16 @@ def test_a_judge_decides_where_there_is_one(comparison, runs, tmp_path):
     assert report["at_equal"][0]["differences"][0]["by"] == "judge"
 
 
-def changed(run, folder, **knobs):
+def changed(run, folder, **settings):
     """A copy of a run whose run.json says other settings."""
     import shutil
 
     shutil.copytree(run, folder)
     facts = json.loads((folder / "run.json").read_text())
-    for name, value in knobs.items():
+    for name, value in settings.items():
         group = next(g for g in facts["settings"].values() if isinstance(g, dict) and name in g)
         group[name] = value
-    facts["seed"] = knobs.get("seed", facts["seed"])
+    facts["seed"] = settings.get("seed", facts["seed"])
     (folder / "run.json").write_text(json.dumps(facts))
     return folder
 
@@ -281,7 +281,7 @@ def test_a_model_alone_says_what_is_missing(evaluation, start_model, reward_fold
 
 
 def test_runs_of_another_release_can_be_pooled(comparison, runs, tmp_path):
-    """A knob that one of them does not know tells nothing; a recording knob never does."""
+    """A setting that one of them does not know tells nothing; a recording setting never does."""
     other = changed(runs["ppo", 2], tmp_path / "other", record_every=7)
     facts = json.loads((other / "run.json").read_text())
     del facts["settings"]["optimizer"]["max_grad_norm"]

@@ -33,7 +33,7 @@ def test_with_resume_anyway_it_is_trained_on(finished, run_flags, tmp_path, caps
     assert "resuming after update 2 of 4" in capsys.readouterr().out
     record = RunRecord.read(finished)
     assert record.status == "finished" and record.plan.updates == 4 == record.spent.updates
-    assert record.knobs["num_iterations"] == 4 and record.knobs["resume"] is False
+    assert record.flat_settings["num_iterations"] == 4 and record.flat_settings["resume"] is False
     train_ppo.main(run_flags("--num-iterations", 4, *FLAGS, "--output", tmp_path / "whole"))
     one, other = (load_file(folder / "model.safetensors") for folder in (finished, tmp_path / "whole"))
     assert all((one[name] == other[name]).all() for name in one)

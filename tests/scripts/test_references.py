@@ -257,12 +257,12 @@ def base_model(tmp_path) -> Path:
 
 @pytest.fixture
 def tldr(base_model, reward_folder, tmp_path):
-    """A function from knobs, by its PPOConfig's names, to the recipe's configuration of a tiny run."""
+    """A function from settings, by its PPOConfig's names, to the recipe's configuration of a tiny run."""
 
-    def make(**knobs):
+    def make(**settings):
         tiny = {"model_name": str(base_model), "rm_model": str(reward_folder), "max_new_tokens": 6, "save_every": 1,
                 "num_iterations": 2, "output": str(tmp_path / "run"), "allow_weak_reward_model": True}  # fmt: skip
-        return make_config("qwen3-tldr", **{**tiny, **knobs})
+        return make_config("qwen3-tldr", **{**tiny, **settings})
 
     return make
 
@@ -294,7 +294,7 @@ def test_mlx_token_levels_command(base_model, reward_folder, tmp_path):
              tmp_path / "posts.jsonl", "--output", tmp_path / "run", "--record-tokens", *SMALL]  # fmt: skip
     train_ppo.main([str(word) for word in words])
     run = RunRecord.read(tmp_path / "run")
-    assert run.status == "finished" and run.knobs["lora_dropout"] == 0.1
+    assert run.status == "finished" and run.flat_settings["lora_dropout"] == 0.1
     row = read_tokens(recorded_updates(tmp_path / "run", "-")[0])[0]
     assert row["state"].endswith("TL;DR:") and "<|im_start|>" not in row["state"]
     saved = AutoTokenizer.from_pretrained(tmp_path / "run")

@@ -172,7 +172,7 @@ def test_a_rollback_that_could_do_nothing_is_refused(what):
 
 
 @pytest.mark.parametrize("what", REWARD_FAULTS)
-def test_faults_across_knobs(what):
+def test_faults_across_settings(what):
     words, message = REWARD_FAULTS[what]
     with pytest.raises(UserError) as fault:
         parse_cli(words, "grpo")
@@ -268,9 +268,9 @@ def test_an_error_is_lines_on_stderr_and_exit_status_2(capsys):
 
 @pytest.mark.parametrize("config_class", [Config, RewardModelConfig])
 def test_no_name_means_two_things(config_class):
-    knobs = settings_of(config_class)
-    names = [n for k in knobs.values() for n in (k.name, *k.aliases)]
-    assert len(names) == len(set(names)) == len(name_table(knobs))
+    settings = settings_of(config_class)
+    names = [n for k in settings.values() for n in (k.name, *k.aliases)]
+    assert len(names) == len(set(names)) == len(name_table(settings))
 
 
 def test_values_show_themselves_as_they_are_written():

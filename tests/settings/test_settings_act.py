@@ -1,4 +1,4 @@
-"""No dead settings: every knob, turned, changes something that can be seen. A knob without a row fails."""
+"""No dead settings: every setting, turned, changes something that can be seen. A setting without a row fails."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(build):
     return observe
 
 
-# knob -> flags whose run must differ from the run without them; a second list is what both sides have
+# setting -> flags whose run must differ from the run without them; a second list is what both sides have
 BY_RUN = {
     "use_lora": (["--use-lora"], []),
     "lora_r": (["--lora-r", "2"], ["--use-lora"]),
@@ -159,7 +159,7 @@ def test_a_grpo_run_differs(differs, name):
         if settings_of(Config)[name].group not in ALGORITHMS[algorithm].foreign
     ],
 )
-def test_others_read_every_shared_knob(differs, algorithm, name):
+def test_others_read_every_shared_setting(differs, algorithm, name):
     """A setting of a group that the algorithm reads changes its run, too."""
     flags, both = BY_RUN[name]
     both = [*both, "--seed", 2]  # with this one the KL is above 0 after the first update, as it is on average
@@ -454,7 +454,7 @@ def test_every_knob_has_a_row():
 
 # --- python -m reward_model.train ------------------------------------------------------------------------------------
 
-REWARD_KNOBS = {
+REWARD_SETTINGS = {
     "split": ["--split", "60/30/10"],
     "plain_prompts": ["--plain-prompts"],
     "pair_length": ["--pair-length", "50"],
@@ -494,9 +494,9 @@ def plain_record(reward_record):
     return reward_record()
 
 
-@pytest.mark.parametrize("name", REWARD_KNOBS)
+@pytest.mark.parametrize("name", REWARD_SETTINGS)
 def test_a_reward_model_differs(reward_record, plain_record, name):
-    assert reward_record(*REWARD_KNOBS[name]) != plain_record
+    assert reward_record(*REWARD_SETTINGS[name]) != plain_record
 
 
 def test_the_same_reward_model_twice_does_not_differ(reward_record, plain_record):
@@ -525,13 +525,13 @@ def test_rm_output_and_rm_overwrite(start_model, pairs_file, tmp_path):
 
 def test_every_reward_knob_has_a_row():
     apart = {"pairs", "base_model", "rm_output", "rm_overwrite"}
-    assert set(settings_of(RewardModelConfig)) == {*REWARD_KNOBS, *apart}
+    assert set(settings_of(RewardModelConfig)) == {*REWARD_SETTINGS, *apart}
 
 
 # --- looking at runs -------------------------------------------------------------------------------------------------
 
-# knob of an evaluation -> flags that must change what it says; a folder's name is made by `made`
-MEASURE_KNOBS = {
+# setting of an evaluation -> flags that must change what it says; a folder's name is made by `made`
+MEASURE_SETTINGS = {
     "which": ["--which", "best"],
     "baseline": ["--baseline", "START"],
     "judge_model": ["--judge-model", "REWARD"],
@@ -580,9 +580,9 @@ def plainly_evaluated(evaluated):
     return evaluated()
 
 
-@pytest.mark.parametrize("name", MEASURE_KNOBS)
+@pytest.mark.parametrize("name", MEASURE_SETTINGS)
 def test_an_evaluation_differs(evaluated, plainly_evaluated, name):
-    assert evaluated(*MEASURE_KNOBS[name]) != plainly_evaluated
+    assert evaluated(*MEASURE_SETTINGS[name]) != plainly_evaluated
 
 
 def test_the_same_evaluation_twice_does_not_differ(evaluated, plainly_evaluated):
@@ -597,7 +597,7 @@ def test_like_names_the_settings_of_a_model_that_is_not_of_a_run(evaluated, star
 
 
 def test_every_knob_of_the_looking_commands_is_tested():
-    measured = {*MEASURE_KNOBS, "like"}
+    measured = {*MEASURE_SETTINGS, "like"}
     measured.add("trust_reward_code")  # tests/rewards/test_reward_code.py
     apart = {"model_path", "output", "tokens", "chat"}  # tests/reports/test_reports.py, tests/analysis/test_chat.py
     assert set(settings_of(EvaluationConfig)) == {*measured, *apart}

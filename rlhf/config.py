@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -15,9 +14,10 @@ from rlhf.settings.fields import Layer, name_table, settings_of
 from rlhf.settings.flags import CommandLine
 from rlhf.settings.keywords import TrainingSettings
 from rlhf.settings.merge import build, read_given, show_help, values_of
-from rlhf.settings.next_commands import names_code, resume_command
-from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, shipped_recipes
+from rlhf.settings.next_commands import names_code, resume_line
+from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, normal_name, shipped_recipes
 from rlhf.settings.training import Config
+from rlhf.settings.translate import only
 from rlhf.settings.user_file import edits_line, read_user_file
 from rlhf.settings.validate import validate_training
 from rlhf.utils.errors import UserError, raise_if
@@ -39,7 +39,8 @@ def make_config(
         ]
     )
     layer = {name: (value, f"make_config({name}=)") for name, value in settings.items()}
-    return _built(row, [*lower_layers(recipe, row, {}, "make_config"), layer], recipe)
+    layers = lower_layers(recipe, row, {}, "make_config")
+    return _built(row, [*layers, layer], normal_name(recipe))
 
 
 def algorithm_row(name: str, where: str) -> Algorithm:
@@ -65,15 +66,17 @@ def lower_layers(recipe: str, row: Algorithm, user: Layer, where: str = "--recip
 
 
 def usual_config(recipe: str, user: Layer, algorithm: str = DEFAULT_ALGORITHM) -> Config:
-    """Return what an algorithm's script uses without flags, under a recipe and the settings of config.py. Raises
-    UserError if the recipe's file is gone, or a setting does not fit the algorithm."""
+    """Return what an algorithm's script uses without flags, under a recipe and the settings of config.py; whether they
+    fit together is not checked. Raises UserError if the recipe's file is gone, or a value is not valid."""
     row = ALGORITHMS[algorithm]
-    return _built(row, lower_layers(recipe, row, user), recipe, user)
+    values = values_of(Config, lower_layers(recipe, row, user))
+    return build(Config, values, row.foreign, recipe=recipe, algorithm=algorithm, user_file=user)
 
 
-def _built(row: Algorithm, layers: Sequence[Layer], recipe: str, user: Layer | None = None, checks=None) -> Config:
-    checks = (validate_training, row.validate) if checks is None else checks
-    values = values_of(Config, layers)
+def _built(
+    row: Algorithm, layers: Sequence[Layer], recipe: str, user: Layer | None = None, problems: Sequence[str] = ()
+) -> Config:
+    values, checks = values_of(Config, layers, problems), (validate_training, row.validate)
     return build(Config, values, row.foreign, checks, recipe=recipe, algorithm=row.name, user_file=user or {})
 
 
@@ -98,7 +101,8 @@ def parse_cli(
     """Return the configuration of an algorithm's script. `user_file` is the config.py that counts under the default
     recipe. With --resume, the run's run.json replaces recipe and config.py. Raises UserError with all errors of the
     command line."""
-    return resolve_cli(sys.argv[1:] if argv is None else argv, algorithm, read_user_file(user_file))
+    user = read_user_file(user_file, name_table(settings_of(Config)))
+    return resolve_cli(sys.argv[1:] if argv is None else argv, algorithm, user)
 
 
 def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer) -> Config:
@@ -111,41 +115,43 @@ def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer) -> Config:
 
     show_help(line, argv, lower)
     given = read_given(line, argv)
-    recipe, where = given.recipe or (DEFAULT_RECIPE, "")
-    layers = lower_layers(recipe, row, user, where)
-    config = _built(row, [*layers, *given.layers], recipe, user, checks=())
-    stored = settings_to_resume(config) if config.run.resume else None
+    layers, recipe = lower_layers(given.recipe, row, user, given.recipe_place), given.recipe
+    of_command = [only(layer, settings_of(Config), OF_THE_COMMAND) for layer in layers]
+    stored = stored_run(row, [*of_command, *given.layers])
     if stored is not None:
-        layers, recipe = [layers[0], stored[0]], recipe if given.recipe else stored[1]
-    return _built(row, [*layers, *given.layers], recipe, user)
+        layers, recipe = [layers[0], *of_command, stored[0]], recipe if given.recipe_place else stored[1]
+    return _built(row, [*layers, *given.layers], recipe, user, given.problems)
 
 
-def settings_to_resume(config: Config) -> tuple[Layer, str] | None:
-    """Return the settings in the run.json of the run that is resumed, and its recipe; None if there is no run. Raises
-    UserError if it is a run of another algorithm, or names reward code that the command line does not name."""
-    run = config.run
-    folders = [run.output] if run.seeds is None else [seed_folder(run.output, seed) for seed in run.seeds]
+# settings of a command that resumes, not of the run that it resumes
+OF_THE_COMMAND = ("seeds", "output", "overwrite", "dry_run", "resume", "resume_anyway")
+
+
+def stored_run(row: Algorithm, layers: Sequence[Layer]) -> tuple[Layer, str] | None:
+    """Return the settings in the run.json of the run that a command resumes, and its recipe; None if it resumes none.
+    Raises UserError if it is a run of another algorithm, or names reward code that the command line does not name.
+
+    `layers` are the command line's, above those settings of recipe and config.py that are in OF_THE_COMMAND.
+    """
+    settings = settings_of(Config)
+    run = values_of(Config, [only(layer, settings, (*OF_THE_COMMAND, "reward_func")) for layer in layers])
+    if not run["resume"]:
+        return None
+    folders = [run["output"]] if run["seeds"] is None else [seed_folder(run["output"], seed) for seed in run["seeds"]]
     stored, folder = next(((r, f) for f in folders if (r := RunRecord.read(Path(f))) is not None), (None, None))
     if stored is None:
         return None
-    stored.require_algorithm(config.algorithm, folder)
-    aside = {"seeds", "output", "overwrite", "dry_run", "resume", "resume_anyway"}
-    aside |= {"seed"} if run.seeds is not None else set()
+    stored.require_algorithm(row.name, folder)
+    aside = {*OF_THE_COMMAND, *(["seed"] if run["seeds"] is not None else [])}
     layer = {name: found for name, found in stored_layer(stored.settings).items() if name not in aside}
-    only_exported = stored.status == "finished" and run.seeds is None and not run.resume_anyway
-    require_named_code(config, layer.get("reward_func", ((), ""))[0], only_exported)
+    rules = layer.get("reward_func", ((), ""))[0]
+    only_exported = stored.status == "finished" and run["seeds"] is None and not run["resume_anyway"]
+    if not only_exported and names_code(rules) and not names_code(run["reward_func"]):
+        raise UserError(
+            f"reward code runs only if the command line names it: --resume, {', '.join(names_code(rules))} in the "
+            f"run's {RUN_FILE}. Resume with: {resume_line(row.name, run['output'], run['seeds'], rules)}"
+        )
     return layer, stored.recipe
-
-
-def require_named_code(config: Config, rules: Sequence[str], only_exported: bool) -> None:
-    """Raise UserError if a run's run.json names reward code that this command line does not name."""
-    if only_exported or not names_code(rules) or names_code(config.reward.reward_func):
-        return
-    named = replace(config, reward=replace(config.reward, reward_func=tuple(rules)))
-    raise UserError(
-        f"reward code runs only if the command line names it: --resume, {', '.join(names_code(rules))} in the run's "
-        f"{RUN_FILE}. Resume with: {resume_command(named)}"
-    )
 
 
 def user_file_line(user: Layer, row: Algorithm, unused_because: str | None) -> str | None:

@@ -25,9 +25,8 @@ RUN_FILE = "run.json"
 FORMAT = 2  # of run.json: add 1 if a key gets another name or meaning, or if a new key is required
 RESUME_MAY_CHANGE = (  # settings that change nothing of what is learned
     *("seeds", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume", "resume_anyway"),
-    "replay",
     *("record_tokens", "record_format", "record_every", "record_prompts"),
-    *("merge_lora", "export_from", "push_to_hub", "hub_private"),
+    *("merge_lora", "export_from", "push_to_hub", "hub_private", "replay"),
 )
 SEEDS_MAY_DIFFER = ("seed", *RESUME_MAY_CHANGE)  # between runs that are seeds of the same
 RENAMED = {"reply_length": "max_new_tokens"}  # setting in older runs -> its name today
@@ -195,6 +194,8 @@ def _from_json(facts: dict[str, Any]) -> RunRecord:
 def _with_todays_names(settings: dict[str, Any]) -> dict[str, Any]:
     """Return a run's settings with today's names in place of those that older versions wrote."""
     renamed = {g: {RENAMED.get(n, n): v for n, v in s.items()} for g, s in settings.items() if isinstance(s, dict)}
+    if renamed.get("kl", {}).get("kl_target", "") is None and renamed["kl"].get("kl_schedule") != "phased":
+        renamed["kl"]["kl_target"] = ["6/sequence"]  # the target that "unset" meant
     return settings | renamed
 
 

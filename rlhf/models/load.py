@@ -269,7 +269,7 @@ def _check_targets(model: PreTrainedModel, targets: Collection[str], name: str) 
     missing = [t for t in targets if t not in leaves]
     if missing:
         raise UserError(
-            f"no module named {', '.join(missing)}: --lora-targets, {name}. {did_you_mean(missing[0], leaves)} "
+            f"no module named {', '.join(missing)}: --lora-targets, {name}. {did_you_mean(missing[0], leaves)}"
             f"There are {', '.join(sorted(leaves))}; or {ALL_LINEAR}"
         )
 

@@ -98,7 +98,7 @@ def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
     path, colon, attribute = name.rpartition(":")
     if not colon:
         raise UserError(
-            f"no such rule: --reward-func {name}. {did_you_mean(name, built_in)} "
+            f"no such rule: --reward-func {name}. {did_you_mean(name, built_in)}"
             f"Write FILE.py:NAME, or one of {', '.join(built_in)}"
         )
     file = Path(path).expanduser()
@@ -107,7 +107,8 @@ def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
     found = _load_file(file)
     if not hasattr(found, attribute):
         names = [n for n, value in vars(found).items() if callable(value)]
-        raise UserError(f"no {attribute} in {path}: --reward-func {name}. {did_you_mean(attribute, names)}")
+        nearest = did_you_mean(attribute, names, f"It has {', '.join(names) or 'no functions'}")
+        raise UserError(f"no {attribute} in {path}: --reward-func {name}. {nearest}")
     rule = getattr(found, attribute)
     if inspect.isclass(rule):
         try:

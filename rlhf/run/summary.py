@@ -262,6 +262,10 @@ def same_budget_command(config: Config, spent: Spent, other: str) -> str | None:
         words += flag_words(name, getattr(getattr(config, settings[name].group), name))
     group_size = config.group_size if "K" in carried else of_other.group_size
     as_many = ["--batch-size", str(max(1, config.episodes_per_update // group_size))]  # as many episodes per update
+    if of_other.run.output != row.defaults["output"]:  # config.py or the recipe names this run's folder
+        words += ["--output", row.defaults["output"]]
+    if of_other.run.seeds is not None:
+        words += ["--seeds", "none"]
     own_batch = config.batch.batch_size != plain.batch.batch_size
     for more in [as_many] if own_batch else [[], as_many]:
         try:

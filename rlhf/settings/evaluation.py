@@ -215,5 +215,6 @@ def _parse(line: CommandLine, argv: Sequence[str] | None, defaults: Layer | None
     """Return the configuration of a command that has no recipes; `defaults` replace the declared ones."""
     argv, lower = sys.argv[1:] if argv is None else argv, [defaults or {}]
     show_help(line, argv, lambda _: (lower, ""))
-    values = values_of(line.config_class, [*lower, *read_given(line, argv).layers])
+    given = read_given(line, argv)
+    values = values_of(line.config_class, [*lower, *given.layers], given.problems)
     return build(line.config_class, values, checks=(line.config_class.validate,))

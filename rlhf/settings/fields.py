@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import types
 import typing
 from collections.abc import Iterable
@@ -20,6 +21,8 @@ UNSET_WORDS = {"none", "null", "auto", ""}
 LARGEST_COUNT = 10**9  # for whole numbers without an upper limit: a larger one is a slip, and loops over it never end
 MOST_DIGITS = 30
 Layer = dict[str, tuple[Any, str]]  # name -> (value, the place that sets it)
+UNREADABLE = "(unreadable)"  # the one name in the layer of a file that cannot be read; its value is the error
+LONGEST_SHOWN = 80  # letters of a value in an error
 # name in other trainers -> setting; only for hints
 ELSEWHERE = {"lr": "learning_rate", "beta": "kl_coef", "kl_beta": "kl_coef", "max_completion_length": "max_new_tokens"}
 
@@ -123,7 +126,7 @@ def name_table(settings: dict[str, Setting]) -> dict[str, str]:
 def is_unset(value: Any) -> bool:
     """Whether a value, as it was written, means "unset"."""
     alone = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
-    return alone is None or str(alone).lower() in UNSET_WORDS
+    return alone is None or (isinstance(alone, str) and alone.lower() in UNSET_WORDS)
 
 
 def convert(setting: Setting, value: Any, where: str) -> Any:
@@ -132,7 +135,7 @@ def convert(setting: Setting, value: Any, where: str) -> Any:
     if setting.optional and is_unset(value):
         return None
     if setting.is_list:
-        parts = value if isinstance(value, (list, tuple)) else [value]
+        parts = value if isinstance(value, (list, tuple, range)) else [value]
         words = [w for p in parts for w in ([s.strip() for s in p.split(",")] if isinstance(p, str) else [p])]
         return tuple(_convert_one(setting, w, typing.get_args(setting.base_type)[0], where) for w in words)
     return _convert_one(setting, value, setting.base_type, where)
@@ -143,11 +146,21 @@ def _convert_one(setting: Setting, value: Any, kind: type, where: str) -> Any:
     try:
         result = value if isinstance(value, kind) and not isinstance(value, bool) else _parse(kind, value)
     except (ValueError, TypeError, ArithmeticError):
-        raise UserError(f"{setting.name} is {value!r}: {where}. Give {expects or 'text'}") from None
+        expects = expects or (f"one of {', '.join(setting.choices)}" if setting.choices else "text")
+        raise UserError(f"{setting.name} is {_shown(value)}: {where}. Give {expects}") from None
     problem = _out_of_range(setting, result)
     if problem:
-        raise UserError(f"{setting.name} is {value}: {where}. {problem}")
+        raise UserError(f"{setting.name} is {_shown(value).strip(chr(39))}: {where}. {problem}")
     return result
+
+
+def _shown(value: Any) -> str:
+    """A value as errors show it."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number of more digits than Python prints
+        text = "a number of thousands of digits"
+    return text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + " ..."
 
 
 def _parse(kind: type, value: Any) -> Any:
@@ -168,12 +181,16 @@ def _parse(kind: type, value: Any) -> Any:
         if isinstance(value, bool):
             raise ValueError(value)
         return float(value)
-    return kind.parse(value) if hasattr(kind, "parse") else str(value)
+    if hasattr(kind, "parse"):
+        return kind.parse(value)
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, os.PathLike)):
+        raise TypeError(value)
+    return str(value)
 
 
 def _out_of_range(setting: Setting, value: Any) -> str | None:
     if setting.choices and value not in setting.choices:
-        return f"{did_you_mean(str(value), setting.choices)} Choices: {', '.join(setting.choices)}"
+        return f"{did_you_mean(str(value), setting.choices)}Choices: {', '.join(setting.choices)}"
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     b = setting.bounds
@@ -226,4 +243,4 @@ def hint(name: str, known: Iterable[str]) -> str:
     meant = ELSEWHERE.get(name.replace("-", "_").strip("_"))
     if meant in words | {word.replace("-", "_") for word in words}:
         return f"Did you mean {'--' + meant.replace('_', '-') if name.startswith('--') else meant}?"
-    return did_you_mean(name, known)
+    return did_you_mean(name, known, "--help-all lists all settings").strip()

@@ -11,8 +11,18 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.settings.fields import Layer, Setting, as_text, hint, range_text, settings_of
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.settings.fields import (
+    FALSE_WORDS,
+    TRUE_WORDS,
+    UNSET_WORDS,
+    Layer,
+    Setting,
+    as_text,
+    hint,
+    range_text,
+    settings_of,
+)
+from rlhf.utils.errors import UserError
 
 HELP, HELP_ALL = ("-h", "--help"), ("--help-all", "--help_all")
 NEGATIVE = "no_"  # in front of the flag of a boolean
@@ -34,44 +44,52 @@ class CommandLine:
     def settings(self) -> dict[str, Setting]:
         return {name: s for name, s in settings_of(self.config_class).items() if s.group not in self.foreign}
 
-    def read(self, argv: list[str]) -> Layer:
-        """Return the flags that were given, name -> (text, flag), with the names as they were written. Raises
-        UserError with all flags that are unknown or belong to other commands."""
-        raise_if(
-            [
-                f"not valid text: command line, {word!a}. Name files with characters of this system's encoding"
-                for word in argv
-                if not _is_text(word)
-            ]
-        )
+    def read(self, argv: list[str]) -> tuple[Layer, list[str]]:
+        """Return the flags that were given, name -> (text, flag), with the names as they were written; and what is
+        wrong with them: flags that are unknown or belong to other commands, words without a flag."""
+        wrong = [
+            f"not valid text: command line, {word!a}. Name files with characters of this system's encoding"
+            for word in argv
+            if not _is_text(word)
+        ]
         parser = self._parser({})
-        given, unknown = parser.parse_known_args(argv)
-        known = [s for action in parser._actions for s in action.option_strings]
-        others = self._foreign_flags()
-        strange = [word.split("=")[0] for word in unknown if word.startswith("--")]
-        raise_if(
-            [
-                f"{flag} belongs to {others[flag]}: command line. Remove it here (a shared --config file may set it)"
-                if flag in others
-                else f"unknown flag {flag}: command line. {hint(flag, known)}"
-                for flag in strange
-            ]
-        )
-        raise_if(
-            [
-                f"unexpected word {word!r}: command line. Every setting is a flag; --help-all lists them"
-                for word in unknown
-            ]
-        )
-        return given.layer if "layer" in given else {}
-
-    def given(self, argv: list[str]) -> Layer:
-        """Return the flags that were given, on a command line that may have errors."""
         try:
-            given, _ = self._parser({}).parse_known_args(argv)
-        except UserError:
-            return {}
-        return given.layer if "layer" in given else {}
+            given, unknown = parser.parse_known_args(self._with_plain_booleans([w for w in argv if _is_text(w)]))
+        except UserError as error:
+            return {}, [*wrong, *error.faults]
+        known, others = [s for action in parser._actions for s in action.option_strings], self._foreign_flags()
+        layer = given.layer if "layer" in given else {}
+        words = [word for word in unknown if not word.startswith("--")]
+        for s in self.settings.values():
+            if s.positional and words:  # behind a flag
+                layer[s.name], words = ([*layer.get(s.name, ([],))[0], *words], "command line"), []
+        flags = [word.split("=")[0] for word in unknown if word.startswith("--")]
+        for flag in flags:
+            if flag in others:
+                wrong.append(
+                    f"{flag} belongs to {others[flag]}: command line. Remove it here (a shared --config file may set "
+                    "it)"
+                )
+            else:
+                wrong.append(f"unknown flag {flag}: command line. {hint(flag, known)}")
+        if not flags:  # else it may be an unknown flag's value
+            wrong += [
+                f"unexpected word {word!r}: command line. Every setting is a flag; --help-all lists them"
+                for word in words
+            ]
+        return layer, wrong
+
+    def _with_plain_booleans(self, argv: list[str]) -> list[str]:
+        """If the command takes words without flags, write `--x` as `--x=true` in front of a word that is no value of a
+        boolean."""
+        if not any(s.positional for s in self.settings.values()):
+            return argv
+        booleans = {flag for s in self.settings.values() if s.is_bool for flag in spellings(s.names)}
+        values = TRUE_WORDS | FALSE_WORDS | UNSET_WORDS
+        return [
+            f"{word}=true" if word in booleans and next_word.lower() not in values else word
+            for word, next_word in zip(argv, [*argv, ""][1:], strict=True)
+        ]
 
     def _foreign_flags(self) -> dict[str, str]:
         """Every flag of the settings that only other commands read -> these commands."""
@@ -134,7 +152,8 @@ class CommandLine:
         rows += [_brief_row(s, values.get(s.name, s.default)) for s in self.settings.values() if s.brief]
         rows.append(("--help-all", "every setting, grouped, with its range and its other names"))
         examples = [(f"{self.command} {words}".rstrip(), text) for words, text in self.examples]
-        head = [f"usage: {self._usage()}", "", self.description, "", *_columns(rows)]
+        usage = textwrap.fill(f"usage: {self._usage()}", _width(), subsequent_indent=" " * 7, break_on_hyphens=False)
+        head = [usage, "", *textwrap.wrap(self.description, _width()), "", *_columns(rows)]
         head += ["", f"values in []: {source}"] if source else []
         return "\n".join([*head, "", "examples:", *_columns(examples)]) + "\n"
 
@@ -201,11 +220,17 @@ def _brief_row(s: Setting, value: Any) -> tuple[str, str]:
 def _columns(rows: list[tuple[str, str]]) -> list[str]:
     """Rows of two columns, wrapped to the width of the terminal."""
     left = max(len(name) for name, _ in rows) + 2
-    width = max(min(shutil.get_terminal_size().columns, 119), left + 30)
+    if left + 30 > _width():  # too narrow for two columns
+        return [line for name, text in rows for line in (f"  {name}", f"      {text}")]
     return [
-        textwrap.fill(text, width, initial_indent=f"  {name:<{left}}", subsequent_indent=" " * (left + 2))
+        textwrap.fill(text, _width(), initial_indent=f"  {name:<{left}}", subsequent_indent=" " * (left + 2))
         for name, text in rows
     ]
+
+
+def _width() -> int:
+    """Letters in a line of help."""
+    return min(shutil.get_terminal_size().columns, 119)
 
 
 def spellings(names: Iterable[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import typing
 from collections.abc import Callable, Collection, Sequence
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.settings.fields import Layer, convert, settings_of
-from rlhf.settings.flags import CommandLine, wants_help
-from rlhf.settings.recipes import DEFAULT_RECIPE
+from rlhf.settings.flags import HELP, HELP_ALL, CommandLine, wants_help
+from rlhf.settings.recipes import DEFAULT_RECIPE, normal_name
 from rlhf.settings.translate import translate
 from rlhf.settings.yaml_file import read_settings
 from rlhf.utils.errors import UserError, raise_if
@@ -30,10 +31,28 @@ class Command:
         return self
 
 
-def values_of(config_class: type, layers: Sequence[Layer]) -> dict[str, Any]:
+class Values(dict[str, Any]):
+    """The value of every setting, and the places that set them."""
+
+    def __init__(self, values: dict[str, Any], places: dict[str, str]):
+        super().__init__(values)
+        self.places = places
+
+    def with_places(self, problem: str) -> str:
+        """Return an error about several settings, with the places of those that a file sets behind their flags."""
+
+        def flag_and_place(match: re.Match) -> str:
+            place = self.places.get(match[0].lstrip("-").replace("-", "_"), "")
+            return match[0] if place.startswith("--") or ":" not in place else f"{match[0]} ({place})"
+
+        head, dot, fix = problem.partition(". ")
+        return re.sub(r"--[a-zA-Z][\w-]*", flag_and_place, head) + dot + fix
+
+
+def values_of(config_class: type, layers: Sequence[Layer], problems: Sequence[str] = ()) -> Values:
     """Return the value of every setting under `layers`, the lowest first, over the declared defaults. Raises UserError
-    with every error of every layer."""
-    settings, merged, problems = settings_of(config_class), {}, []
+    with every error of every layer, after the `problems` that were found before."""
+    settings, merged, problems = settings_of(config_class), {}, list(problems)
     for layer in layers:
         known, wrong = translate(layer, settings)
         merged |= known
@@ -46,12 +65,12 @@ def values_of(config_class: type, layers: Sequence[Layer]) -> dict[str, Any]:
         except UserError as error:
             problems += error.faults
     raise_if(problems)
-    return values
+    return Values(values, {name: where for name, (_, where) in merged.items()})
 
 
 def build(
     config_class: type,
-    values: dict[str, Any],
+    values: Values,
     foreign: Collection[str] = (),
     checks: Sequence[Check] = (),
     **top: Any,
@@ -68,7 +87,7 @@ def build(
         groups.setdefault(setting.group, {})[name] = values[name]
     hints = typing.get_type_hints(config_class)
     config = config_class(**top, **{g: hints[g](**leaves) for g, leaves in groups.items() if g not in foreign})
-    raise_if([problem for check in checks for problem in check(config)])
+    raise_if([values.with_places(problem) for check in checks for problem in check(config)])
     return config.resolved()
 
 
@@ -77,17 +96,28 @@ class Given:
     """What a command line sets: the layers of its --config file and of its flags, and the recipe that they name."""
 
     layers: tuple[Layer, Layer]
-    recipe: tuple[str, str] | None = None  # (name, the place that names it)
+    recipe: str  # the default one if none is named
+    recipe_place: str = ""  # that names it
+    problems: tuple[str, ...] = ()
 
 
 def read_given(line: CommandLine, argv: Sequence[str]) -> Given:
-    """Return what a command line sets. Raises UserError with the errors of its flags, or of its file."""
-    flags = line.read(list(argv))
-    file = flags.pop("config")[0] if line.recipes and "config" in flags else None
-    from_file = read_settings(file) if file is not None else {}
-    recipe = {**from_file, **flags}.get("recipe") if line.recipes else None
-    layers = tuple({k: v for k, v in layer.items() if k != "recipe"} for layer in (from_file, flags))
-    return Given(layers if line.recipes else (from_file, flags), recipe)
+    """Return what a command line sets, and what is wrong with it."""
+    flags, problems = line.read(list(argv))
+    if not line.recipes:
+        return Given(({}, flags), DEFAULT_RECIPE, problems=tuple(problems))
+    from_file: Layer = {}
+    if "config" in flags:
+        try:
+            from_file = read_settings(flags["config"][0])
+        except UserError as error:
+            problems += error.faults
+    recipe, place = {**from_file, **flags}.get("recipe", (DEFAULT_RECIPE, ""))
+    if not isinstance(recipe, str):
+        problems.append(f"recipe is {recipe!r}: {place}. Give the name of a recipe, or its file")
+        recipe = DEFAULT_RECIPE
+    layers = tuple({k: v for k, v in layer.items() if k not in ("recipe", "config")} for layer in (from_file, flags))
+    return Given(layers, normal_name(recipe), place, tuple(problems))
 
 
 Lower = Callable[[str], tuple[list[Layer], str]]  # from a recipe to the layers beneath --config, and what they are
@@ -99,10 +129,7 @@ def show_help(line: CommandLine, argv: Sequence[str], lower: Lower) -> None:
     kind = wants_help(argv)
     if kind is None:
         return
-    given = line.given(list(argv))
-    from_file = read_settings(given["config"][0]) if line.recipes and "config" in given else {}
-    recipe = {**from_file, **given}.get("recipe", (DEFAULT_RECIPE, ""))[0] if line.recipes else DEFAULT_RECIPE
-    layers, source = lower(recipe)
-    layers = [*layers, {name: found for name, found in from_file.items() if name != "recipe"}]
-    sys.stdout.write(getattr(line, kind)(values_of(line.config_class, layers), source))
+    given = read_given(line, [word for word in argv if word not in (*HELP, *HELP_ALL)])
+    layers, source = lower(given.recipe)
+    sys.stdout.write(getattr(line, kind)(values_of(line.config_class, [*layers, given.layers[0]]), source))
     raise SystemExit(0)

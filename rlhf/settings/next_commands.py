@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from rlhf.settings.fields import settings_of
+from rlhf.settings.merge import values_of
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
 from rlhf.settings.reward_model import RewardModelConfig, may_have_pairs, usual_reward_config
 from rlhf.settings.training import Config
@@ -30,9 +30,15 @@ def code_words(rules: Iterable[str]) -> list[str]:
 def resume_command(config: Any, *more: str) -> str:
     """Return the command that resumes a run, or several seeds. The other settings are in run.json. `more` are further
     words."""
-    seeds = [] if config.run.seeds is None else ["--seeds", *map(str, config.run.seeds)]
-    words = ["--resume", *seeds, *more, *code_words(config.reward.reward_func), "--output", config.run.output]
-    return command("python", f"train_{config.algorithm}.py", *words)
+    run = config.run
+    return resume_line(config.algorithm, run.output, run.seeds, config.reward.reward_func, *more)
+
+
+def resume_line(algorithm: str, output: str, seeds: Iterable[int] | None, rules: Iterable[str], *more: str) -> str:
+    """Return the same command from the settings that it names."""
+    each = [] if seeds is None else ["--seeds", *map(str, seeds)]
+    words = ["--resume", *each, *more, *code_words(rules), "--output", output]
+    return command("python", f"train_{algorithm}.py", *words)
 
 
 def replay_command(algorithm: str, folder: str, rules: Iterable[str]) -> str:
@@ -43,25 +49,20 @@ def replay_command(algorithm: str, folder: str, rules: Iterable[str]) -> str:
 def reward_model_command(config: Config) -> str:
     """Return the command that makes the reward model which a training run asks for."""
     usual, m, data = usual_reward_config(config.recipe, config.user_file), config.model, config.data
+    layer = config.user_file if config.recipe == DEFAULT_RECIPE else find_recipe(config.recipe).training
+    policy = values_of(Config, [layer])
     words = _recipe_words(config.recipe)
     if m.rm_model != usual.training.rm_output:
         words += ["--rm-output", m.rm_model]
-    if m.actor_model != usual.training.base_model:
-        words += ["--base-model", m.actor_model]
-    if m.actor_model != usual.calibration.actor_model or m.actor_model != usual.training.base_model:
-        words += ["--actor-model", m.actor_model]
-    if data.prompts not in (_usual_prompts(config), usual.data.pairs) and may_have_pairs(data.prompts):
+    if m.actor_model != policy["actor_model"]:
+        words += ["--base-model", m.actor_model, "--actor-model", m.actor_model]
+    if data.prompts not in (policy["prompts"], usual.data.pairs) and may_have_pairs(data.prompts):
         words += ["--pairs", data.prompts]
-    if data.split is not None and data.split != usual.data.split:
-        words += ["--split", str(data.split)]
-    if data.plain_prompts and not usual.data.plain_prompts:
-        words += ["--plain-prompts"]
+    if data.split != usual.data.split:
+        words += flag_words("split", data.split)
+    if data.plain_prompts != usual.data.plain_prompts:
+        words += flag_words("plain_prompts", data.plain_prompts)
     return command("python", "-m", "reward_model.train", *words)
-
-
-def _usual_prompts(config: Config) -> str:
-    """The prompts of the recipe, to which its reward model's pairs belong."""
-    return find_recipe(config.recipe).training.get("prompts", (settings_of(Config)["prompts"].default, ""))[0]
 
 
 def training_command(made: RewardModelConfig, usual: Config) -> str:
@@ -81,10 +82,10 @@ def training_words(made: RewardModelConfig, usual: Config) -> list[str]:
     if data.pairs != usual.data.prompts and data.pairs != usual_reward_config(made.recipe, made.user_file).data.pairs:
         words += ["--prompts", data.pairs]
     usable = data.split is not None and data.split.rl > 0 and data.split.evaluation > 0  # for training
-    if usable and data.split != usual.data.split:
-        words += ["--split", str(data.split)]
-    if data.plain_prompts and not usual.data.plain_prompts:
-        words += ["--plain-prompts"]
+    if data.split != usual.data.split and (usable or data.split is None):
+        words += flag_words("split", data.split)
+    if data.plain_prompts != usual.data.plain_prompts:
+        words += flag_words("plain_prompts", data.plain_prompts)
     return words
 
 

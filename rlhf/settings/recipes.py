@@ -6,6 +6,7 @@ The shipped ones are rlhf/recipes/NAME.yaml. `smollm2-orca`, the default, is the
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import yaml
 from rlhf.settings.fields import Layer
 from rlhf.settings.yaml_file import ALGORITHMS, KIND, REWARD_MODEL, read_tree, settings_in
 from rlhf.utils.errors import UserError, did_you_mean, raise_if
-from rlhf.utils.paths import is_path
+from rlhf.utils.paths import is_path, resolve_path
 
 DEFAULT_RECIPE = "smollm2-orca"
 FOLDER = Path(__file__).parent.parent / "recipes"
@@ -29,6 +30,7 @@ class Recipe:
     training: Layer  # for all algorithms, so that they are compared under one recipe
     algorithms: dict[str, Layer]  # for one of them
     reward_model_training: Layer
+    places: dict[str, str]  # algorithm -> file:line of its block
 
     def layers(self, algorithm: str) -> list[Layer]:
         """The layers of a training run, the lower one first."""
@@ -45,21 +47,29 @@ def shipped_recipes() -> tuple[str, ...]:
     return (DEFAULT_RECIPE, *sorted({file.stem for file in FOLDER.glob("*.yaml")} - {DEFAULT_RECIPE}))
 
 
+def normal_name(name: str) -> str:
+    """Return a recipe's name as run.json stores it: a file's path without detours."""
+    return name if name in shipped_recipes() else os.path.normpath(name)
+
+
 def find_recipe(name: str, algorithms: Collection[str] | None = None, where: str = "--recipe") -> Recipe:
     """Return a shipped recipe by its name, or one of the user by its file. Raises UserError if there is none, if its
     file has errors, or if it has settings for an algorithm that is not among `algorithms` (None: not checked)."""
-    known, path = shipped_recipes(), Path(name).expanduser()
-    if not (name in known or path.is_file() or path.suffix in (".yaml", ".yml") or is_path(name)):
-        raise UserError(f"unknown recipe {name!r}: {where}. {did_you_mean(name, known)} Known: {', '.join(known)}")
-    recipe = _shipped(name) if name in known else _read(path)
-    if algorithms is None:
-        return recipe
+    known = shipped_recipes()
+    if not isinstance(name, str):
+        raise UserError(f"recipe is {name!r}: {where}. Give the name of a recipe, or its file")
+    if name in known:
+        return _shipped(name)
+    path = resolve_path(name)
+    if not (path.is_file() or path.suffix in (".yaml", ".yml") or is_path(name)):
+        raise UserError(f"unknown recipe {name!r}: {where}. {did_you_mean(name, known)}Known: {', '.join(known)}")
+    recipe = _read(os.path.expanduser(name))
+    unknown = [] if algorithms is None else [key for key in recipe.algorithms if key not in algorithms]
     raise_if(
         [
-            f"unknown algorithm {algorithm}: {path}, {ALGORITHMS}. {did_you_mean(algorithm, algorithms)} "
-            f"Known: {', '.join(algorithms)}"
-            for algorithm in recipe.algorithms
-            if algorithm not in algorithms
+            f"unknown algorithm {key}: {recipe.places[key]}. {did_you_mean(key, algorithms)}Known: "
+            f"{', '.join(algorithms)}"
+            for key in unknown
         ]
     )
     return recipe
@@ -67,34 +77,42 @@ def find_recipe(name: str, algorithms: Collection[str] | None = None, where: str
 
 @functools.cache
 def _shipped(name: str) -> Recipe:
-    return _read(FOLDER / f"{name}.yaml")
+    return _read(str(FOLDER / f"{name}.yaml"))
 
 
-def _read(file: Path) -> Recipe:
-    path = str(file)
+def _read(path: str) -> Recipe:
     tree = read_tree(path, "--recipe")
-    top = {str(key.value): value for key, value in tree.value}
+    top = _unique(tree, path, (KIND, ALGORITHMS, REWARD_MODEL))
     if getattr(top.get(KIND), "value", None) != "recipe":
         raise UserError(
             f"not a recipe: {path}. Add a line `kind: recipe`, or pass the file with --config if it has settings alone"
         )
     per_algorithm = _block(top, ALGORITHMS, path)
+    blocks = _unique(per_algorithm, path)
     return Recipe(
         training=settings_in(tree, path, without=(KIND, ALGORITHMS, REWARD_MODEL)),
-        algorithms={str(key.value): _settings(value, str(key.value), path) for key, value in per_algorithm.value},
+        algorithms={key: settings_in(_block(blocks, key, path), path) for key in blocks},
         reward_model_training=settings_in(_block(top, REWARD_MODEL, path), path),
+        places={str(key.value): f"{path}:{key.start_mark.line + 1}" for key, _ in per_algorithm.value},
     )
 
 
+def _unique(tree: yaml.MappingNode, path: str, names: Collection[str] | None = None) -> dict[str, yaml.Node]:
+    """Return a mapping's keys and values. Raises UserError if one of `names` (None: any name) stands there twice."""
+    found: dict[str, yaml.Node] = {}
+    for key, value in tree.value:
+        name = str(key.value)
+        if name in found and (names is None or name in names):
+            raise UserError(f"{name} stands there twice: {path}:{key.start_mark.line + 1}. Keep one")
+        found[name] = value
+    return found
+
+
 def _block(top: dict[str, yaml.Node], key: str, path: str) -> yaml.MappingNode:
-    """Return the mapping under a top-level key; an empty one if the key is missing or has no value."""
+    """Return the mapping under a key; an empty one if the key is missing or has no value."""
     node = top.get(key)
     if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):
         return yaml.MappingNode("tag:yaml.org,2002:map", [])
     if not isinstance(node, yaml.MappingNode):
         raise UserError(f"{key} holds no settings: {path}:{node.start_mark.line + 1}. Write settings under it")
     return node
-
-
-def _settings(node: yaml.Node, key: str, path: str) -> Layer:
-    return settings_in(_block({key: node}, key, path), path)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf.settings.fields import Layer, setting, settings_of
+from rlhf.settings.fields import UNREADABLE, Layer, name_table, setting, settings_of
 from rlhf.settings.flags import CommandLine
 from rlhf.settings.merge import Command, build, read_given, show_help, values_of
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, shipped_recipes
@@ -120,7 +120,8 @@ LINE = CommandLine(
 def parse_reward_cli(argv: Sequence[str] | None = None, user_file: Path | None = None) -> RewardModelConfig:
     """Return the configuration of `python -m reward_model.train`. Under the default recipe, the settings of
     `user_file` (config.py) that this command shares with training count, too. Raises UserError with all errors."""
-    argv, user = sys.argv[1:] if argv is None else argv, read_user_file(user_file)
+    argv = sys.argv[1:] if argv is None else argv
+    user = read_user_file(user_file, name_table(settings_of(Config)))
 
     def lower(recipe: str) -> tuple[list[Layer], str]:
         edits = reward_file_line(user, recipe)
@@ -128,9 +129,9 @@ def parse_reward_cli(argv: Sequence[str] | None = None, user_file: Path | None =
 
     show_help(LINE, argv, lower)
     given = read_given(LINE, argv)
-    recipe, where = given.recipe or (DEFAULT_RECIPE, "")
-    values = values_of(RewardModelConfig, [*reward_layers(recipe, user, where), *given.layers])
-    return build(RewardModelConfig, values, recipe=recipe, user_file=user)
+    layers = [*reward_layers(given.recipe, user, given.recipe_place), *given.layers]
+    values = values_of(RewardModelConfig, layers, given.problems)
+    return build(RewardModelConfig, values, recipe=given.recipe, user_file=user)
 
 
 def reward_layers(recipe: str, user: Layer, where: str = "--recipe") -> list[Layer]:
@@ -139,6 +140,8 @@ def reward_layers(recipe: str, user: Layer, where: str = "--recipe") -> list[Lay
     they hold any."""
     if recipe != DEFAULT_RECIPE:
         return [find_recipe(recipe, where=where).reward_model_training]
+    if UNREADABLE in user:
+        return [user]
     known, _ = translate(user, settings_of(Config))
     shared = {name: found for name, found in known.items() if name in SHARED}
     if "actor_model" in known:

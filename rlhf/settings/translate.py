@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
-from rlhf.settings.fields import Layer, Setting, hint, is_unset, name_table
+from rlhf.settings.fields import UNREADABLE, Layer, Setting, hint, is_unset, name_table
 from rlhf.settings.types import bare_targets
 
 LENGTHS = ("epochs", "num_iterations", "episodes")  # of a run: one of them counts
@@ -49,6 +50,12 @@ def translate(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[s
     return known, problems
 
 
+def only(layer: Layer, settings: dict[str, Setting], names: Collection[str]) -> Layer:
+    """Return the part of a layer that sets one of `names`, under whatever name."""
+    first = name_table(settings)
+    return {name: found for name, found in layer.items() if first.get(name) in names}
+
+
 def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[str]]:
     """Return the layer with each setting's first name in place of the name that was written, and the problems with
     the names, one line each."""
@@ -56,8 +63,11 @@ def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Laye
     for name, (value, where) in layer.items():
         if name.endswith(":"):
             continue
-        if name not in names:
-            problems.append(f"unknown setting {name}: {where}. {hint(name, names)}")
+        if name == UNREADABLE:
+            problems.append(value)
+        elif name not in names:
+            helper = ". A name that is no setting begins with _" if ".py" in where else ""
+            problems.append(f"unknown setting {name}: {where}. {hint(name, names)}{helper}")
         elif names[name] in known:
             problems.append(f"{name} is set twice: {where} and {known[names[name]][1]}. Keep one")
         else:

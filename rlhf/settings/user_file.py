@@ -9,37 +9,45 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
 
-from rlhf.settings.fields import Layer, as_text, settings_of
+from rlhf.settings.fields import UNREADABLE, Layer, as_text, settings_of
 from rlhf.settings.merge import values_of
 from rlhf.utils.errors import UserError
 
+NO_VALUES = (ModuleType, FunctionType, type)
+OWN_NAMES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
+             ast.GeneratorExp)  # nodes with names of their own inside  # fmt: skip
 
-def read_user_file(path: Path | None) -> Layer:
-    """Run the file and return what it assigns: name -> (value, "file:line"). Names with a leading underscore,
-    modules, functions and classes are no settings. An empty layer if there is no such file. Raises UserError if the
-    file is not Python or fails."""
+
+def read_user_file(path: Path | None, settings: Collection[str]) -> Layer:
+    """Run the file and return what it sets: name -> (value, "file:line").
+
+    Every public name that the file assigns must be a setting; of names that it imports or defines, those in `settings`
+    count. An empty layer if there is no such file. If the file is not Python or fails, the layer holds the error,
+    because the error matters only if the file is used.
+    """
     if path is None or not path.is_file():
         return {}
     shown = _shown(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        tree = ast.parse(text, str(path))
-    except UnicodeDecodeError as error:
-        raise UserError(f"not UTF-8: {shown}, byte {error.start}. Save the file as UTF-8") from None
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None) or 1
-        raise UserError(f"not Python ({getattr(error, 'msg', error)}): {shown}:{line}. Correct that line") from None
     values: dict[str, object] = {"__name__": "config", "__file__": str(path)}
     try:
+        tree = ast.parse(path.read_text(encoding="utf-8-sig"), str(path))
         exec(compile(tree, str(path), "exec"), values)
-    except Exception as error:
-        line = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)][-1]
-        raise UserError(f"{type(error).__name__} ({error}): {shown}:{line}. Correct that line") from None
-    return {
-        name: (values[name], f"{shown}:{line}")
-        for name, line in _assigned(tree).items()
-        if name in values and not isinstance(values[name], (ModuleType, FunctionType, type))
-    }
+    except UnicodeDecodeError as error:
+        return _unreadable(f"not UTF-8: {shown}, byte {error.start}. Save the file as UTF-8", shown)
+    except OSError as error:
+        return _unreadable(f"cannot be read ({error.strerror}): {shown}. Correct its permissions", shown)
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = lines[-1] if lines else getattr(error, "lineno", None) or 1
+        kind = "not Python" if isinstance(error, SyntaxError) else type(error).__name__
+        return _unreadable(f"{kind} ({getattr(error, 'msg', error)}): {shown}:{line}. Correct that line", shown)
+    assigned, lines = _assigned(tree), _lines(tree)
+    names = [n for n in values if n in settings or (n in assigned and not isinstance(values[n], NO_VALUES))]
+    return {name: (values[name], f"{shown}:{lines[name]}" if name in lines else shown) for name in names}
+
+
+def _unreadable(error: str, place: str) -> Layer:
+    return {UNREADABLE: (error, place)}
 
 
 def edits_line(
@@ -60,26 +68,37 @@ def edits_line(
     try:
         new = values_of(config_class, with_file)
     except UserError:
-        if unused_because is None:
-            raise
-        return f"edited (with errors), but not used: {unused_because}"
+        return "edited (with errors)" + (f", but not used: {unused_because}" if unused_because is not None else "")
     edits = [name for name in new if new[name] != old[name] and settings[name].group not in foreign]
     if edits and unused_because is not None:
         return f"edited ({', '.join(edits)}), but not used: {unused_because}"
     return ", ".join(f"{name} {as_text(new[name])} (default {as_text(old[name])})" for name in edits) or None
 
 
-def _assigned(tree: ast.Module) -> dict[str, int]:
-    """Every public name that the module assigns outside functions and classes -> the line of its last assignment."""
-    lines: dict[str, int] = {}
-    nodes: list[ast.AST] = [tree]
+def _assigned(tree: ast.Module) -> set[str]:
+    """Every public name that the module assigns outside functions and classes."""
+    names, nodes = set(), [tree]
     while nodes:
-        node = nodes.pop(0)
+        node = nodes.pop()
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not node.id.startswith("_"):
-            lines[node.id] = max(node.lineno, lines.get(node.id, 0))
-        own_names = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp,
-                     ast.DictComp, ast.GeneratorExp)  # fmt: skip
-        nodes += [] if isinstance(node, own_names) else list(ast.iter_child_nodes(node))
+            names.add(node.id)
+        nodes += [] if isinstance(node, OWN_NAMES) else list(ast.iter_child_nodes(node))
+    return names
+
+
+def _lines(tree: ast.Module) -> dict[str, int]:
+    """Every name that a line of the module assigns, imports or defines -> the last such line."""
+    lines: dict[str, int] = {}
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names = [node.id]
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.asname or alias.name for alias in node.names]
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names = [node.name]
+        for name in names:
+            lines[name] = max(node.lineno, lines.get(name, 0))
     return lines
 
 

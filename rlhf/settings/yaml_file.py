@@ -78,8 +78,11 @@ def _collect(tree: yaml.MappingNode, path: str, found: Layer, problems: list[str
         problems.append(f"a mapping is not plain data ({tree.tag}): {path}:{tree.start_mark.line + 1}. Remove its tag")
         return
     for key_node, value_node in tree.value:
-        key = str(key_node.value).replace("-", "_")
         where = f"{path}:{key_node.start_mark.line + 1}"
+        if not isinstance(key_node, yaml.ScalarNode):
+            problems.append(f"a name is not text: {where}. Write lines such as `gamma: 1`")
+            continue
+        key = str(key_node.value).replace("-", "_")
         if isinstance(value_node, yaml.MappingNode):
             found.setdefault(f"{key}:", (None, where))
             _collect(value_node, path, found, problems)

@@ -58,15 +58,15 @@ def raise_if(faults: list[str]) -> None:
         raise UserError(faults)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The nearest known word as a way out, or where to find the list. Only a word that is really close is named."""
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return a question with the nearest known word and a space behind it; `otherwise` if no word is close."""
 
     def letters(name: str) -> str:
         return name.strip("-").replace("_", "-").lower()
 
     by_letters = {letters(k): k for k in sorted(known, key=lambda k: "_" not in k)}  # of two spellings, with dashes
     near = difflib.get_close_matches(letters(word), list(by_letters), n=1, cutoff=CLOSE)
-    return f"Did you mean {by_letters[near[0]]}?" if near else "--help lists them all."
+    return f"Did you mean {by_letters[near[0]]}? " if near else otherwise
 
 
 SMALLER = "Try a smaller model, --micro-batch-size 1, --use-lora with a small --lora-r, or close other programs"

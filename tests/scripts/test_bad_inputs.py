@@ -705,8 +705,8 @@ REVIEWED = [
     Row(87, "names of other trainers", "--lr 1 --beta 1 --report-to none --warmup-ratio 0.1",
         r"unknown flag --lr: command line\. Did you mean --learning-rate\?\n"
         r"error: unknown flag --beta: command line\. Did you mean --kl-coef\?\n"
-        r"error: unknown flag --report-to: command line\. --help lists them all\.\n"
-        r"error: unknown flag --warmup-ratio: command line\. --help lists them all\."),
+        r"error: unknown flag --report-to: command line\. --help-all lists all settings\n"
+        r"error: unknown flag --warmup-ratio: command line\. --help-all lists all settings"),
 ]  # fmt: skip
 
 ROWS = [*CONFIGURATION, *DATA, *MODELS, *REWARDS, *DISK_AND_ENVIRONMENT, *REVIEWED]

@@ -46,7 +46,7 @@ def test_the_shipped_file_is_the_declared_defaults(algorithm):
 
 
 def test_the_shipped_file_is_one_screen_of_the_settings_that_its_readers_look_for():
-    settings = read_user_file(SHIPPED)
+    settings = read_user_file(SHIPPED, ())
     assert 20 <= len(settings) <= 30 and len(SHIPPED.read_text(encoding="utf-8").splitlines()) <= 55
     assert {"clip_range", "kl_target", "gamma", "lam", "max_new_tokens", "learning_rate"} <= set(settings)
 

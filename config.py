@@ -31,7 +31,7 @@ value_clip_range = 0.2
 
 # KL to the start model
 kl_coef = 0.05  # beta at the start
-kl_schedule = "adaptive"  # or "fixed", "phased"
+kl_schedule = "adaptive"  # or "fixed"; or "phased" with a list of targets
 kl_target = "6/sequence"  # nats per completion; "0.05/token": per token
 
 # Training

@@ -135,9 +135,11 @@ def test_settings_of_an_older_run_have_todays_names(tmp_path):
     stored = json.loads(file.read_text())
     assert stored["settings"]["sampling"].pop("max_new_tokens") > 0
     stored["settings"]["sampling"]["reply_length"] = 77
+    stored["settings"]["kl"]["kl_target"] = None  # "unset" meant 6/sequence
     file.write_text(json.dumps(stored))
     run = RunRecord.read(tmp_path / "run")
     assert run.settings["sampling"]["max_new_tokens"] == 77 and "reply_length" not in run.settings["sampling"]
+    assert run.settings["kl"]["kl_target"] == ["6/sequence"]
     assert config_of_run(run).sampling.max_new_tokens == 77
     resumed = parse_cli(["--resume", "--output", str(tmp_path / "run")])
     assert resumed.sampling.max_new_tokens == 77

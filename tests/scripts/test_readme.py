@@ -135,6 +135,13 @@ def test_the_yaml_block_is_a_configuration(tmp_path):
     assert len(config.kl.kl_target) == 3 and config.optimizer.learning_rate == 1e-5
 
 
+def test_every_test_that_the_readme_names_exists():
+    files = (ROOT / "tests").rglob("test_*.py")
+    known = {name for file in files for name in re.findall(r"^def (test_\w+)", file.read_text("utf-8"), re.MULTILINE)}
+    named = re.findall(r"`(test_[^`/]*)`", README)
+    assert len(named) > 5 and set(named) - known == set()
+
+
 def test_every_flag_that_the_readme_names_exists():
     commands = (Config, RewardModelConfig, EvaluationConfig, ComparisonConfig, PlotConfig)
     settings = [s for command in commands for s in settings_of(command).values()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf.config import config_of_settings, make_config, parse_cli
+from rlhf.settings.evaluation import parse_comparison_cli
 from rlhf.settings.fields import name_table, settings_of
 from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.settings.training import Config
@@ -249,6 +250,23 @@ def test_bad_yaml(what, tmp_path):
 def test_a_missing_yaml_file(tmp_path):
     with pytest.raises(UserError, match=r"cannot read the configuration file: .*nope.yaml"):
         parse_cli(["--config", str(tmp_path / "nope.yaml")])
+
+
+def test_errors_of_every_kind_are_reported_together(tmp_path):
+    (tmp_path / "a.yaml").write_text("gama: 1\nlam: 7\n")
+    with pytest.raises(UserError) as caught:
+        parse_cli(["--batch-sise", "1", "--K", "3", "--learning-rate", "abc", "--config", str(tmp_path / "a.yaml")])
+    assert len(caught.value.faults) == 5
+    with pytest.raises(UserError) as caught:
+        parse_cli(["--learning-rate", "abc", "--config", str(tmp_path / "none.yaml")])
+    assert len(caught.value.faults) == 2
+
+
+def test_runs_may_stand_between_flags():
+    config = parse_comparison_cli("--trust-reward-code one two --seed 3 three".split())
+    assert config.comparison.runs == ("one", "two", "three")
+    assert config.measure.trust_reward_code and config.measure.seed == 3
+    assert parse_comparison_cli("one --trust-reward-code false".split()).measure.trust_reward_code is False
 
 
 def test_all_faults_of_a_command_are_reported_together():

@@ -54,6 +54,13 @@ def test_help_is_one_screen_with_examples_that_work(helped, command):
         parse(shlex.split(words))
 
 
+@pytest.mark.parametrize("command", PARSERS)
+def test_help_fits_a_narrow_terminal(helped, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = helped(command, "--help")
+    assert max(map(len, text.splitlines())) <= 80 and len(text.splitlines()) <= 50
+
+
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_the_help_of_training_has_about_15_flags(helped, algorithm):
     flags = flags_in(helped(f"train_{algorithm}", "--help"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config, parse_cli
 from rlhf.run.summary import same_budget_command
 from rlhf.settings.fields import settings_of, to_dict
+from rlhf.settings.next_commands import reward_model_command
 from rlhf.settings.recipes import DEFAULT_RECIPE, FOLDER, find_recipe, shipped_recipes
 from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
 from rlhf.settings.training import Config
@@ -105,10 +107,26 @@ BAD = {
         "kind: recipe\nkl:\n  gama: 1\n",
         r"unknown setting gama: .*bad.yaml:3. Did you mean",
     ),
-    "an unknown algorithm": ("kind: recipe\nalgorithms:\n  dpo: {gamma: 1}\n", "unknown algorithm dpo: .*Known: ppo"),
+    "an unknown algorithm": (
+        "kind: recipe\nalgorithms:\n  dpo: {gamma: 1}\n",
+        r"unknown algorithm dpo: .*bad.yaml:3.*Known: ppo",
+    ),
     "settings of an algorithm on one line": ("kind: recipe\nalgorithms:\n  ppo: 3\n", r"ppo holds no settings: .*:3"),
     "algorithms without settings": ("kind: recipe\nalgorithms: ppo\n", r"algorithms holds no settings: .*bad.yaml:2"),
     "out of range": ("kind: recipe\nalgorithms:\n  ppo: {gamma: 2}\n", r"gamma is 2: .*bad.yaml:3. It must be"),
+    "a name that is no text": (
+        "kind: recipe\n? [a, b]\n: 3\n",
+        r"a name is not text: .*bad.yaml:2. Write lines such as",
+    ),
+    "algorithms twice": (
+        "kind: recipe\nalgorithms:\n  ppo: {gamma: 0.5}\nalgorithms:\n  grpo: {K: 4}\n",
+        r"algorithms stands there twice: .*bad.yaml:4. Keep one",
+    ),
+    "an algorithm twice": (
+        "kind: recipe\nalgorithms:\n  ppo: {gamma: 0.5}\n  ppo: {lam: 0.4}\n",
+        r"ppo stands there twice: .*bad.yaml:4. Keep one",
+    ),
+    "off for a model": ("kind: recipe\nrm_model: off\n", r"rm_model is False: .*bad.yaml:2. Give text"),
     "a name twice": ("kind: recipe\ngamma: 1\ncritic:\n  gamma: 0\n", r"gamma is set twice: .*:4 and .*:2. Keep one"),
 }
 
@@ -136,6 +154,28 @@ def test_a_missing_recipe(tmp_path):
         parse_cli(["--recipe", "none.yaml"])
     with pytest.raises(UserError, match="unknown recipe 'demi': make_config. Did you mean demo"):
         make_config("demi")
+    with pytest.raises(UserError, match="not a usable path"):
+        parse_cli(["--recipe", "~nobody9/x.yaml"])
+    with pytest.raises(UserError, match="recipe is None: make_config. Give the name of a recipe, or its file"):
+        make_config(None)
+    for value in ("5", "null", "[demo]"):
+        (tmp_path / "a.yaml").write_text(f"recipe: {value}\n")
+        with pytest.raises(UserError, match=r"recipe is .*: .*a.yaml:1. Give the name of a recipe, or its file"):
+            parse_cli(["--config", str(tmp_path / "a.yaml")])
+
+
+def test_a_recipes_path_is_stored_without_detours(mine, monkeypatch):
+    monkeypatch.chdir(Path(mine).parent)
+    assert parse_cli(["--recipe", "./mine.yaml"]).recipe == "mine.yaml" == make_config("./mine.yaml").recipe
+
+
+def test_calibration_that_a_recipe_switches_off_stays_off(tmp_path):
+    (tmp_path / "r.yaml").write_text(
+        "kind: recipe\nactor_model: ./start\nreward_model_training: {base_model: ./start, actor_model: none}\n"
+    )
+    config = parse_cli(["--recipe", str(tmp_path / "r.yaml")])
+    made = parse_reward_cli(shlex.split(reward_model_command(config))[3:])
+    assert (made.training.base_model, made.calibration.actor_model) == ("./start", None)
 
 
 def test_a_recipe_is_not_a_settings_file(mine):

@@ -13,14 +13,16 @@ import pytest
 
 import train_ppo
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.checkpoints.run_record import RunRecord
-from rlhf.config import parse_cli, usual_config
+from rlhf.checkpoints.run_log import RunLog
+from rlhf.checkpoints.run_record import RunRecord, Spent
+from rlhf.config import make_config, parse_cli, usual_config
 from rlhf.run.summary import same_budget_command
 from rlhf.settings.next_commands import reward_model_command, training_command
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.user_file import read_user_file
 from rlhf.utils.errors import UserError
 from tests.conftest import typed
+from tests.records import facts_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "config.py"
@@ -101,6 +103,20 @@ BAD = {
         r"kl_target is 6: .*config.py:1. Give a number of nats above 0 with its u",
     ),
     "not UTF-8": ("", "not UTF-8: .*config.py, byte 0"),
+    "a return": ("seed = 1\nreturn\n", r"not Python \('return' outside function\): .*config.py:2. Correct that line"),
+    "an exit": ("import sys\nsys.exit()\n", r"SystemExit \(\): .*config.py:2. Correct that line"),
+    "a function": (
+        "def reward_func(completions):\n    return [1]\n",
+        r"reward_func is <function .*config.py:1. Give te",
+    ),
+    "a tuple": ("actor_model = './start',\n", r"actor_model is \('./start',\): .*config.py:1. Give text"),
+    "a set": ("lora_targets = {'q_proj'}\n", r"lora_targets is {'q_proj'}: .*config.py:1. Give text"),
+    "a huge number": ("max_prompts = 10**5000\n", "max_prompts is a number of thousands of digits: .*config.py:1"),
+    "a helper": ("base = './x'\n", r"unknown setting base: .*config.py:1.*A name that is no setting begins with _"),
+    "settings that do not fit": (
+        "kl_schedule = 'fixed'\nseed = 2\nkl_target = ['6/sequence', '3/sequence']\n",
+        r"2 KL targets under kl_schedule fixed: --kl-target \(.*config.py:3\). Name several",
+    ),
 }
 
 
@@ -113,6 +129,19 @@ def test_a_mistake_is_one_line_with_its_place(what, write):
     with pytest.raises(UserError, match=message) as caught:
         parse_cli([], user_file=file)
     assert len(caught.value.faults) == 1
+
+
+def test_settings_may_be_imported(write, tmp_path, monkeypatch):
+    (tmp_path / "shared_settings.py").write_text("learning_rate = 2e-6\nother = 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for line in ("from shared_settings import learning_rate", "from shared_settings import *"):
+        assert parse_cli([], user_file=write(f"{line}\n")).optimizer.learning_rate == 2e-6
+
+
+def test_a_value_that_a_flag_replaces_stops_nothing(write, run_flags, monkeypatch, capsys):
+    monkeypatch.setattr(train_ppo, "__file__", str(write("learning_rate = 'much'\n")))
+    train_ppo.main(run_flags("--num-iterations", 2, "--learning-rate", "1e-4", "--dry-run"))
+    assert plan_rows(capsys.readouterr().out) == ["edited (with errors)"]
 
 
 def test_mistakes_of_file_and_flags_are_reported_together(write):
@@ -149,10 +178,47 @@ def test_an_edit_shows_in_the_help(write, capsys):
 
 
 def test_an_error_in_a_file_that_is_not_used_stops_nothing(write, capsys):
-    file = write("clip_rang = 1\n")
-    assert parse_cli(["--recipe", "demo"], user_file=file).recipe == "demo"
-    text = helped(capsys, "--recipe", "demo", "--help", file=file)
-    assert "config.py: edited (with errors), but not used: --recipe demo" in text
+    for text in ("clip_rang = 1\n", "learning_rate =\n", "import sys\nsys.exit()\n"):
+        file = write(text)
+        assert parse_cli(["--recipe", "demo"], user_file=file).recipe == "demo"
+        assert parse_reward_cli(["--recipe", "demo"], file).recipe == "demo"
+        text = helped(capsys, "--recipe", "demo", "--help", file=file)
+        assert "config.py: edited (with errors), but not used: --recipe demo" in text
+
+
+def test_resume_keeps_the_folder_that_the_file_names(write, tmp_path, monkeypatch):
+    """The settings and the checkpoints are of one run, and a file with errors stops nothing."""
+    monkeypatch.chdir(tmp_path)
+    for folder, rate in (("mine", 1e-3), ("ppo_training_output", 1e-4)):
+        (tmp_path / folder).mkdir()
+        config = make_config(learning_rate=rate)
+        with RunLog(tmp_path / folder, **facts_of(config)):
+            pass
+    config = parse_cli(["--resume"], user_file=write("output = './mine'\n"))
+    assert (config.run.output, config.optimizer.learning_rate) == ("./mine", 1e-3)
+    config = parse_cli(["--resume"], user_file=write("learning_rate = 7\noutputt = './mine'\n"))
+    assert (config.run.output, config.optimizer.learning_rate) == ("./ppo_training_output", 1e-4)
+    config = parse_cli(["--resume"], user_file=write("learning_rate = \n"))
+    assert config.optimizer.learning_rate == 1e-4
+
+
+@pytest.mark.parametrize("place", ["config.py", "recipe"])
+def test_code_that_only_a_run_json_names_is_not_run(write, tmp_path, place):
+    """Although config.py or the recipe names other code: the command line itself must name it."""
+    (tmp_path / "stranger").mkdir()
+    with RunLog(tmp_path / "stranger", **facts_of(make_config(reward_func=["./evil.py:g"]))):
+        pass
+    words = ["--resume", "--output", str(tmp_path / "stranger")]
+    file = None
+    if place == "config.py":
+        file = write("reward_func = ['mine.py:f']\n")
+    else:
+        (tmp_path / "r.yaml").write_text("kind: recipe\nreward_func: ['mine.py:f']\n")
+        words += ["--recipe", str(tmp_path / "r.yaml")]
+    with pytest.raises(UserError, match="reward code runs only if the command line names it: --resume, ./evil.py:g"):
+        parse_cli(words, user_file=file)
+    named = parse_cli([*words, "--reward-func", "./evil.py:g"], user_file=file)
+    assert named.reward.reward_func == ("./evil.py:g",)
 
 
 def test_the_reward_models_help_shows_what_it_shares(write, capsys):
@@ -247,7 +313,40 @@ def test_printed_commands_are_right_under_an_edited_file(write, tmp_path):
     assert again.data.prompts == "./pairs.jsonl"
 
 
-def spent_on(updates: int):
-    from rlhf.checkpoints.run_record import Spent
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prompts = './pairs.jsonl'", ["--prompts", "Intel/orca_dpo_pairs"]),
+        ("split = '60/30/10'", ["--split", "none"]),
+        ("plain_prompts = True", ["--no-plain-prompts"]),
+        ("actor_model = './start'", ["--actor-model", "./other"]),
+        ("rm_model = './judge'", []),
+    ],
+)
+def test_the_reward_models_command_undoes_what_flags_undo(write, text, words):
+    file = write(text + "\n")
+    config = parse_cli(words, user_file=file)
+    made = parse_reward_cli(shlex.split(reward_model_command(config))[3:], file)
+    assert (made.data.pairs, made.data.split) == (config.data.prompts, config.data.split)
+    assert made.data.plain_prompts == config.data.plain_prompts
+    assert made.training.base_model == made.calibration.actor_model == config.model.actor_model
+    assert made.training.rm_output == config.model.rm_model
 
+
+def test_the_command_of_another_algorithm_has_its_own_folder(write):
+    file = write("output = './run2'\nseeds = [1, 2]\n")
+    config = parse_cli(["--seeds", "none"], user_file=file)
+    other = parse_cli(typed(same_budget_command(config, spent_on(10), "grpo")), "grpo", file)
+    assert (other.run.output, other.run.seeds) == ("./grpo_training_output", None)
+
+
+def test_a_file_for_groups_serves_the_reward_model(write):
+    """Minibatches that divide GRPO's 32 episodes, and not PPO's 4."""
+    file = write("batch_size = 4\nK = 8\nminibatches = 16\n")
+    assert parse_cli([], "grpo", file).batch.minibatches == 16
+    made = parse_reward_cli([], file)
+    assert training_command(made, usual_config(made.recipe, made.user_file)) == "python train_ppo.py"
+
+
+def spent_on(updates: int) -> Spent:
     return Spent(updates, 4 * updates, optimizer_steps=0, reply_tokens=0)

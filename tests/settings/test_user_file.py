@@ -208,7 +208,7 @@ def test_code_that_only_a_run_json_names_is_not_run(write, tmp_path, place):
     (tmp_path / "stranger").mkdir()
     with RunLog(tmp_path / "stranger", **facts_of(make_config(reward_func=["./evil.py:g"]))):
         pass
-    words = ["--resume", "--output", str(tmp_path / "stranger")]
+    words = ["--resume", "--resume-anyway", "--output", str(tmp_path / "stranger")]
     file = None
     if place == "config.py":
         file = write("reward_func = ['mine.py:f']\n")

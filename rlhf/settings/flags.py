@@ -57,27 +57,23 @@ class CommandLine:
             given, unknown = parser.parse_known_args(self._with_plain_booleans([w for w in argv if _is_text(w)]))
         except UserError as error:
             return {}, [*wrong, *error.faults]
-        known, others = [s for action in parser._actions for s in action.option_strings], self._foreign_flags()
         layer = given.layer if "layer" in given else {}
         words = [word for word in unknown if not word.startswith("--")]
         for s in self.settings.values():
-            if s.positional and words:  # behind a flag
+            if s.positional and words:  # words behind a flag
                 layer[s.name], words = ([*layer.get(s.name, ([],))[0], *words], "command line"), []
         flags = [word.split("=")[0] for word in unknown if word.startswith("--")]
-        for flag in flags:
-            if flag in others:
-                wrong.append(
-                    f"{flag} belongs to {others[flag]}: command line. Remove it here (a shared --config file may set "
-                    "it)"
-                )
-            else:
-                wrong.append(f"unknown flag {flag}: command line. {hint(flag, known)}")
-        if not flags:  # else it may be an unknown flag's value
-            wrong += [
-                f"unexpected word {word!r}: command line. Every setting is a flag; --help-all lists them"
-                for word in words
-            ]
-        return layer, wrong
+        return layer, [*wrong, *self._wrong_flags(flags, parser), *([] if flags else map(_wrong_word, words))]
+
+    def _wrong_flags(self, flags: list[str], parser: argparse.ArgumentParser) -> list[str]:
+        """One line for each flag that the command does not have."""
+        known, others = [s for action in parser._actions for s in action.option_strings], self._foreign_flags()
+        return [
+            f"{flag} belongs to {others[flag]}: command line. Remove it here (a shared --config file may set it)"
+            if flag in others
+            else f"unknown flag {flag}: command line. {hint(flag, known)}"
+            for flag in flags
+        ]
 
     def _with_plain_booleans(self, argv: list[str]) -> list[str]:
         """If the command takes words without flags, write `--x` as `--x=true` in front of a word that is no value of a
@@ -172,6 +168,10 @@ class _Help(argparse.HelpFormatter):
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(f"{message}: command line. --help-all shows how each flag is written")
+
+
+def _wrong_word(word: str) -> str:
+    return f"unexpected word {word!r}: command line. Every setting is a flag; --help-all lists them"
 
 
 class _Given(argparse.Action):

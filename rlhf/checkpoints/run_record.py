@@ -194,7 +194,7 @@ def _from_json(facts: dict[str, Any]) -> RunRecord:
 def _with_todays_names(settings: dict[str, Any]) -> dict[str, Any]:
     """Return a run's settings with today's names in place of those that older versions wrote."""
     renamed = {g: {RENAMED.get(n, n): v for n, v in s.items()} for g, s in settings.items() if isinstance(s, dict)}
-    if renamed.get("kl", {}).get("kl_target", "") is None and renamed["kl"].get("kl_schedule") != "phased":
+    if renamed.get("kl", {}).get("kl_target", "") is None and renamed["kl"].get("kl_schedule") == "adaptive":
         renamed["kl"]["kl_target"] = ["6/sequence"]  # the target that "unset" meant
     return settings | renamed
 

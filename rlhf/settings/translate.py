@@ -45,8 +45,8 @@ def translate(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[s
         add("gradient_accumulation_steps", None, "minibatches")
     elif is_set("gradient_accumulation_steps"):
         add("minibatches", 1, "gradient_accumulation_steps")
-    if is_set("kl_schedule") and known["kl_schedule"][0] == "phased":
-        add("kl_target", None, "kl_schedule")  # one target of a lower layer is no schedule
+    if is_set("kl_schedule") and known["kl_schedule"][0] != "adaptive":
+        add("kl_target", None, "kl_schedule")  # a lower layer's target belongs to its adaptive schedule
     return known, problems
 
 

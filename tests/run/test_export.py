@@ -477,7 +477,7 @@ FAULTS = {
     "an adapter over a folder": (["--push-to-hub", "ada/mine", "--use-lora"],
                                  r"an adapter whose base is a folder of this disk is of use to nobody else: --push-to"
                                  r"-hub ada/mine, --actor-model .*\. Add --merge-lora"),
-    "weights of no kind": (["--export-from", "last"], r"export_from is last: --export-from\. .* Choices: final, best"),
+    "weights of no kind": (["--export-from", "last"], r"export_from is last: --export-from\. Choices: final, best"),
 }  # fmt: skip
 
 

@@ -125,7 +125,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory) -> Work:
-    work = Work(str(tmp_path_factory.mktemp("models")), batch_size=2, K=2, prompt_length=32, max_new_tokens=32)
+    work = Work(str(tmp_path_factory.mktemp("models")), batch_size=2, K=2, prompt_length=32, reply_length=32)
     make_models(work)
     return work
 

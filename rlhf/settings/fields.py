@@ -221,8 +221,8 @@ def as_text(value: Any, between: str = ",", empty: str = "unset") -> str:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return a configuration as JSON-ready data, group by group. Fields that do not count in comparisons are no
-    settings, and are left out."""
+    """Return a configuration as JSON-ready data, group by group, without fields that do not count in comparisons: they
+    are no settings."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, (KLTarget, Split)):

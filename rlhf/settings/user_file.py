@@ -15,7 +15,7 @@ from rlhf.utils.errors import UserError
 
 NO_VALUES = (ModuleType, FunctionType, type)
 OWN_NAMES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
-             ast.GeneratorExp)  # nodes with names of their own inside  # fmt: skip
+             ast.GeneratorExp)  # nodes that have separate names inside  # fmt: skip
 
 
 def read_user_file(path: Path | None, settings: Collection[str]) -> Layer:

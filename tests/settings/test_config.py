@@ -72,7 +72,7 @@ def test_targets_that_are_not_named_follow_the_schedule():
         return [str(t) for t in parse_cli(list(words)).kl.targets]
 
     assert targets() == ["6/sequence"]
-    assert targets("--kl-schedule", "phased") == ["0.05/token", "0.02/token", "0.01/token"], "as the phased-KL GRPO document's command"
+    assert targets("--kl-schedule", "phased") == ["0.05/token", "0.02/token", "0.01/token"], "as documented"
     assert targets("--kl-target", "5/sequence") == ["5/sequence"]
     with pytest.raises(UserError, match="1 KL target under kl_schedule phased: --kl-target. Name several"):
         targets("--kl-schedule", "phased", "--kl-target", "5/sequence")

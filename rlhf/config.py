@@ -109,9 +109,9 @@ def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer) -> Config:
     """Return what `parse_cli` returns if config.py sets the layer `user`."""
     row, line = ALGORITHMS[algorithm], command_line(ALGORITHMS[algorithm])
 
-    def lower(recipe: str) -> tuple[list[Layer], str]:
+    def lower(recipe: str) -> tuple[list[Layer], str | None]:
         edits = user_file_line(user, row, None if recipe == DEFAULT_RECIPE else f"--recipe {recipe}")
-        return lower_layers(recipe, row, user), f"recipe {recipe}" + (f"; config.py: {edits}" if edits else "")
+        return lower_layers(recipe, row, user), edits
 
     show_help(line, argv, lower)
     given = read_given(line, argv)

@@ -214,7 +214,7 @@ def parse_plot_cli(argv: Sequence[str] | None = None) -> PlotConfig:
 def _parse(line: CommandLine, argv: Sequence[str] | None, defaults: Layer | None = None) -> Any:
     """Return the configuration of a command that has no recipes; `defaults` replace the declared ones."""
     argv, lower = sys.argv[1:] if argv is None else argv, [defaults or {}]
-    show_help(line, argv, lambda _: (lower, ""))
+    show_help(line, argv, lambda _: (lower, None))
     given = read_given(line, argv)
     values = values_of(line.config_class, [*lower, *given.layers], given.problems)
     return build(line.config_class, values, checks=(line.config_class.validate,))

@@ -134,7 +134,7 @@ class CommandLine:
         if not self.recipes:
             return []
         return [
-            ("--recipe", "NAME", f"settings to start from: {', '.join(self.recipes)}, or a file of yours"),
+            ("--recipe", "NAME", f"settings to start from: {', '.join(self.recipes)}, or the file of a recipe"),
             ("--config", "FILE.yaml", "settings that replace the recipe's"),
         ]
 

@@ -120,7 +120,8 @@ def read_given(line: CommandLine, argv: Sequence[str]) -> Given:
     return Given(layers, normal_name(recipe), place, tuple(problems))
 
 
-Lower = Callable[[str], tuple[list[Layer], str]]  # from a recipe to the layers beneath --config, and what they are
+# from a recipe to the layers beneath --config, and one line on what config.py changes (None: nothing)
+Lower = Callable[[str], tuple[list[Layer], str | None]]
 
 
 def show_help(line: CommandLine, argv: Sequence[str], lower: Lower) -> None:
@@ -130,6 +131,7 @@ def show_help(line: CommandLine, argv: Sequence[str], lower: Lower) -> None:
     if kind is None:
         return
     given = read_given(line, [word for word in argv if word not in (*HELP, *HELP_ALL)])
-    layers, source = lower(given.recipe)
+    layers, edits = lower(given.recipe)
+    source = f"recipe {given.recipe}" + (f"; config.py: {edits}" if edits else "") if line.recipes else ""
     sys.stdout.write(getattr(line, kind)(values_of(line.config_class, [*layers, given.layers[0]]), source))
     raise SystemExit(0)

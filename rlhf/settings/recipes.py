@@ -98,12 +98,12 @@ def _read(path: str) -> Recipe:
 
 
 def _unique(tree: yaml.MappingNode, path: str, names: Collection[str] | None = None) -> dict[str, yaml.Node]:
-    """Return a mapping's keys and values. Raises UserError if one of `names` (None: any name) stands there twice."""
+    """Return a mapping's keys and values. Raises UserError if one of `names` (None: any name) appears twice."""
     found: dict[str, yaml.Node] = {}
     for key, value in tree.value:
         name = str(key.value)
         if name in found and (names is None or name in names):
-            raise UserError(f"{name} stands there twice: {path}:{key.start_mark.line + 1}. Keep one")
+            raise UserError(f"{name} appears twice: {path}:{key.start_mark.line + 1}. Keep one")
         found[name] = value
     return found
 

@@ -123,11 +123,7 @@ def parse_reward_cli(argv: Sequence[str] | None = None, user_file: Path | None =
     argv = sys.argv[1:] if argv is None else argv
     user = read_user_file(user_file, name_table(settings_of(Config)))
 
-    def lower(recipe: str) -> tuple[list[Layer], str]:
-        edits = reward_file_line(user, recipe)
-        return reward_layers(recipe, user), f"recipe {recipe}" + (f"; config.py: {edits}" if edits else "")
-
-    show_help(LINE, argv, lower)
+    show_help(LINE, argv, lambda recipe: (reward_layers(recipe, user), reward_file_line(user, recipe)))
     given = read_given(LINE, argv)
     layers = [*reward_layers(given.recipe, user, given.recipe_place), *given.layers]
     values = values_of(RewardModelConfig, layers, given.problems)

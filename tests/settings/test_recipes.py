@@ -120,11 +120,11 @@ BAD = {
     ),
     "algorithms twice": (
         "kind: recipe\nalgorithms:\n  ppo: {gamma: 0.5}\nalgorithms:\n  grpo: {K: 4}\n",
-        r"algorithms stands there twice: .*bad.yaml:4. Keep one",
+        r"algorithms appears twice: .*bad.yaml:4. Keep one",
     ),
     "an algorithm twice": (
         "kind: recipe\nalgorithms:\n  ppo: {gamma: 0.5}\n  ppo: {lam: 0.4}\n",
-        r"ppo stands there twice: .*bad.yaml:4. Keep one",
+        r"ppo appears twice: .*bad.yaml:4. Keep one",
     ),
     "off for a model": ("kind: recipe\nrm_model: off\n", r"rm_model is False: .*bad.yaml:2. Give text"),
     "a name twice": ("kind: recipe\ngamma: 1\ncritic:\n  gamma: 0\n", r"gamma is set twice: .*:4 and .*:2. Keep one"),

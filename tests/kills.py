@@ -159,24 +159,24 @@ def differing(one: Path, other: Path) -> list[str]:
     from rlhf.checkpoints.manifest import find_checkpoints
     from rlhf.checkpoints.run_record import RunRecord
 
-    faults = []
+    problems = []
     ends = [find_checkpoints(run, RunRecord.read(run).id).newest for run in (one, other)]
     pairs = [(one, other), (one / "best", other / "best"), (ends[0], ends[1])]
     for here, there in pairs:
         files = sorted(file.name for file in here.glob("*.safetensors"))
         if files != sorted(file.name for file in there.glob("*.safetensors")):
-            faults.append(f"{there.name}: other files than {files}")
+            problems.append(f"{there.name}: other files than {files}")
             continue
         for file in files:
             tensors, others = load_file(here / file), load_file(there / file)
             same = tensors.keys() == others.keys() and all(torch.equal(tensors[n], others[n]) for n in tensors)
-            faults += [] if same else [f"{there.name}/{file} differs"]
+            problems += [] if same else [f"{there.name}/{file} differs"]
     curves, others = (shown(run / "logs") for run in (one, other))
     for tag in curves.keys() | others.keys():
         if tag.startswith(("time/", "throughput/", "memory/")):
             continue
-        faults += [] if curves.get(tag) == others.get(tag) else [f"{tag} differs, or has points twice"]
-    return faults
+        problems += [] if curves.get(tag) == others.get(tag) else [f"{tag} differs, or has points twice"]
+    return problems
 
 
 def main(kills: int, seed: int, folder: Path, script_name: str, flags: list[str]) -> dict:
@@ -187,7 +187,7 @@ def main(kills: int, seed: int, folder: Path, script_name: str, flags: list[str]
     importlib.import_module("rlhf.run.train")
     plain, status = whole_run(script, [*flags, "--keep", "99", "--output", str(folder / "plain")])
     assert status == 0, "the unharmed run failed"
-    told = {"killed": 0, "in_a_save": 0, "in_best": 0, "resumed": 0, "begun_anew": 0, "faults": []}
+    told = {"killed": 0, "in_a_save": 0, "in_best": 0, "resumed": 0, "begun_anew": 0, "problems": []}
     first_model = Path(flags[flags.index("--actor-model") + 1])
     while told["killed"] < kills or told["in_a_save"] < kills * 10 // 25:
         output = folder / f"killed_{told['killed']}"
@@ -200,16 +200,16 @@ def main(kills: int, seed: int, folder: Path, script_name: str, flags: list[str]
         for name, (began, ended) in (("in_a_save", SAVE), ("in_best", BEST)):
             told[name] += marks.count(began) > marks.count(ended)
         if not best_is_whole(folder / "plain", output, first_model):
-            told["faults"].append(f"kill {told['killed']}: best/ is no evaluation's model after {marks}")
+            told["problems"].append(f"kill {told['killed']}: best/ is no evaluation's model after {marks}")
         run = RunRecord.read(output)
         sound = find_checkpoints(output, run.id).newest
         if SAVE[1] in marks and sound is None:
-            told["faults"].append(f"kill {told['killed']}: no sound checkpoint after {marks}")
+            told["problems"].append(f"kill {told['killed']}: no sound checkpoint after {marks}")
         told["begun_anew" if sound is None else "resumed"] += 1
         _, status = whole_run(script, ["--resume", "--output", str(output)])
         if status:
-            told["faults"].append(f"kill {told['killed']}: resuming ended with {status}")
-        told["faults"] += [f"kill {told['killed']}: {line}" for line in differing(folder / "plain", output)]
+            told["problems"].append(f"kill {told['killed']}: resuming ended with {status}")
+        told["problems"] += [f"kill {told['killed']}: {line}" for line in differing(folder / "plain", output)]
         shutil.rmtree(output)
     return told
 

@@ -93,8 +93,8 @@ class RunCurves:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
-    """Every run's curves. Raises UserError with all faults: no run, named twice, nothing logged."""
-    runs, faults, seen = [], [], set()
+    """Every run's curves. Raises UserError with all problems: no run, named twice, nothing logged."""
+    runs, problems, seen = [], [], set()
     for folder in folders:
         try:
             if folder.resolve() in seen:
@@ -102,8 +102,8 @@ def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
             seen.add(folder.resolve())
             runs.append(read_curves(folder))
         except UserError as error:
-            faults += error.faults
-    raise_if(faults)
+            problems += error.problems
+    raise_if(problems)
     return runs
 
 

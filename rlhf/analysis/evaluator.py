@@ -107,7 +107,7 @@ class ModelEvaluator:
                 raise
             raise UserError(
                 [
-                    *error.faults,
+                    *error.problems,
                     f"{self.models[0].name} is not of a run, so settings are the recipe's: --like "
                     f"{self.settings.like}. Name another recipe, or give --rm-model and --prompts",
                 ]

@@ -57,13 +57,14 @@ class ModelRef:
 def find_models(names: Sequence[str], measure: MeasureSettings, flag: str) -> list[ModelRef]:
     """The models that were named; none: the last run's here. Raises UserError with all that are not there."""
     names = names or [str(last_run(flag))]
-    found, faults = [], [f"named twice: {flag} {n}. Name each once" for n in sorted(set(names)) if names.count(n) > 1]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    found, problems = [], [f"named twice: {flag} {name}. Name each once" for name in twice]
     for name in dict.fromkeys(names):
         try:
             found.append(find_model_ref(name, measure.which, measure.baseline, flag))
         except UserError as error:
-            faults += error.faults
-    raise_if(faults)
+            problems += error.problems
+    raise_if(problems)
     return found
 
 
@@ -136,16 +137,16 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
         bases = [{"actor_model": m.base} for m in models if m.base is not None]
         return make_config(measure.like, **{**(bases[0] if bases else {}), **given})
     first, run = runs[0]
-    here, faults = run.flat_settings, {}
+    here, problems = run.flat_settings, {}
     for where, other in runs[1:]:
         there = other.flat_settings
         for name in differences(run.settings, other.settings, given):
             if name in MEASURED_WITH:
-                faults[name] = (
+                problems[name] = (
                     f"{name} is {here.get(name)} in {first} and {there.get(name)} in {where}: the runs' settings. "
                     + _way_out(name)
                 )
-    raise_if(list(faults.values()))
+    raise_if(list(problems.values()))
     return config_of_run(run, **given)
 
 
@@ -154,16 +155,16 @@ def require_trusted_code(models: Sequence[ModelRef], measure: MeasureSettings) -
     trusts the run's."""
     if measure.reward_func is not None or measure.trust_reward_code:
         return
-    faults = []
+    problems = []
     for model in models:
         code = names_code(model.run.flat_settings.get("reward_func") or ()) if model.run else []
         if code:
             rules = command(*code_words(model.run.flat_settings["reward_func"]))
-            faults.append(
+            problems.append(
                 f"reward code that the run's {RUN_FILE} names is not run: {model.name}, {', '.join(code)}. Add {rules}"
                 ", or, if you trust the files, --trust-reward-code"
             )
-    raise_if(faults)
+    raise_if(problems)
 
 
 def has_start(models: Sequence[ModelRef], measure: MeasureSettings) -> bool:

@@ -70,7 +70,7 @@ class RunLog:
         if isinstance(error, RunError) and error.inputs is not None:
             file = self.folder / INPUTS_FILE
             write_json(file, json.loads(json.dumps(error.inputs, default=str)))  # a column may hold any object
-            error.faults[-1] += f"; what it was given is in {file}"
+            error.problems[-1] += f"; what it was given is in {file}"
         if kind is None:
             self.add(status="finished", ended=now())
             for line in replacing.remove_replaced(self.folder):

@@ -58,16 +58,16 @@ def load_examples(
     rows = _read_jsonl(str(file)) if is_local else _read_hub(source)
     every = dict.fromkeys(name for _, row in rows if isinstance(row, dict) for name in row)
     columns = every.keys() & set(COLUMNS)
-    examples, faults = [], []
+    examples, problems = [], []
     for where, row in rows:
         try:
             examples.append(_example(row, where, pairs, columns, topics, every))
         except UserError as error:
-            faults += error.faults
-    if faults and not is_local and len(faults) <= FORGIVEN_SHARE * len(rows):
-        say(f"{len(faults)} of {len(rows):,} rows are left out, the first because {faults[0]}")
+            problems += error.problems
+    if problems and not is_local and len(problems) <= FORGIVEN_SHARE * len(rows):
+        say(f"{len(problems)} of {len(rows):,} rows are left out, the first because {problems[0]}")
     else:
-        raise_if(faults)
+        raise_if(problems)
     if not examples:
         raise UserError(f"no rows: {source}. Each line is a JSON object with {READABLE}")
     repeated = len(examples) - len({json.dumps((e.messages, e.chosen, e.rejected)) for e in examples})
@@ -90,7 +90,7 @@ def _read_jsonl(path: str) -> list[tuple[str, Any]]:
     kind = _other_format(Path(path))
     if kind:
         raise UserError(f"{kind}, not JSONL: {path}:1. Convert it to a file with one JSON object per line")
-    rows, faults, lines = [], [], read_text(Path(path)).split("\n")
+    rows, problems, lines = [], [], read_text(Path(path)).split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -100,8 +100,8 @@ def _read_jsonl(path: str) -> list[tuple[str, Any]]:
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, too, or nesting as deep
             reason = error.msg if isinstance(error, json.JSONDecodeError) else error
             cut = ". Was the file cut off there?" if number == len(lines) else ""
-            faults.append(f"not JSON ({reason}): {where}. One JSON object per line{cut}")
-    raise_if(faults)
+            problems.append(f"not JSON ({reason}): {where}. One JSON object per line{cut}")
+    raise_if(problems)
     return rows
 
 
@@ -250,7 +250,7 @@ GivenPrompt = str | Sequence[dict[str, str]] | dict[str, Any]
 def examples_of(prompts: Sequence[GivenPrompt], topics: bool = False) -> list[Example]:
     """Prompts given in Python, each a text, a chat of {"role", "content"}, or a row with a data file's columns, which
     it must be to have a topic. Raises UserError with every fault."""
-    examples, faults = [], []
+    examples, problems = [], []
     every = dict.fromkeys(name for prompt in prompts if isinstance(prompt, dict) for name in prompt)
     for i, prompt in enumerate(prompts):
         is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, str)
@@ -258,6 +258,6 @@ def examples_of(prompts: Sequence[GivenPrompt], topics: bool = False) -> list[Ex
         try:
             examples.append(_example(row, f"prompt {i + 1}", pairs=False, topics=topics, others=every))
         except UserError as error:
-            faults += error.faults
-    raise_if(faults)
+            problems += error.problems
+    raise_if(problems)
     return examples

@@ -274,7 +274,7 @@ def _check_targets(model: PreTrainedModel, targets: Collection[str], name: str) 
         )
 
 
-def context_faults(
+def context_problems(
     lengths: Sequence[int], context: int | None, max_new_tokens: int, source: str, model: str = "start model"
 ) -> list[str]:
     """What is wrong if prompts of so many tokens, alone or with their completions, exceed a model's context."""

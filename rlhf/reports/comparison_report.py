@@ -35,27 +35,29 @@ SAMPLES = 8  # prompts shown
 
 def check_named(names: Sequence[str]) -> None:
     """Runs are folders here: a mistyped one is not looked for on the hub."""
-    faults = [str(missing_path(name, "run", "Name the folders of runs")) for name in names if not Path(name).is_dir()]
-    raise_if(faults)
+    problems = [
+        str(missing_path(name, "run", "Name the folders of runs")) for name in names if not Path(name).is_dir()
+    ]
+    raise_if(problems)
 
 
 def check_groups(models: Sequence[ModelRef]) -> None:
     """Refuse what cannot be pooled: an algorithm's runs of unlike settings, a seed twice, what is no run."""
-    faults = [f"not a run: {m.name}. compare_runs.py takes run folders" for m in models if m.run is None]
-    raise_if(faults)
+    problems = [f"not a run: {m.name}. compare_runs.py takes run folders" for m in models if m.run is None]
+    raise_if(problems)
     for algorithm in in_order(m.run.algorithm for m in models):
         runs = [m for m in models if m.run.algorithm == algorithm]
         for other in runs[1:]:
             unlike = differences(runs[0].run.settings, other.run.settings, SEEDS_MAY_DIFFER)
             if unlike:
-                faults.append(
+                problems.append(
                     f"{runs[0].name} and {other.name} differ in {', '.join(unlike)}: the runs. Seeds are pooled, "
                     "settings are not: compare one setting of an algorithm at a time"
                 )
         seeds = [m.run.seed for m in runs]
         for seed in sorted({s for s in seeds if seeds.count(s) > 1}):
-            faults.append(f"two runs of {algorithm.upper()} have the seed {seed}: the runs. Name each seed once")
-    raise_if(faults)
+            problems.append(f"two runs of {algorithm.upper()} have the seed {seed}: the runs. Name each seed once")
+    raise_if(problems)
 
 
 def make_groups(models: Sequence[ModelRef], measured: Sequence[GenerationResults]) -> list[RunGroup]:

@@ -10,7 +10,7 @@ from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import PromptSets
 from rlhf.data.splits import question_hash
-from rlhf.models.load import context_faults, context_of, load_config, load_tokenizer
+from rlhf.models.load import context_problems, context_of, load_config, load_tokenizer
 from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
 from rlhf.rewards.reward_model import METRICS_FILE, RewardModel
 from rlhf.utils.console import Screen
@@ -30,7 +30,7 @@ def check_reward_context(folder: str, examples: Sequence[Example], max_new_token
         return
     tokenizer = load_tokenizer(folder)
     lengths = [len(encode_prompt(tokenizer, e.messages)) for e in examples]
-    raise_if(context_faults(lengths, context, max_new_tokens, source, "reward model"))
+    raise_if(context_problems(lengths, context, max_new_tokens, source, "reward model"))
 
 
 def check_reward_model(

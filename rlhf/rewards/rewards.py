@@ -110,7 +110,7 @@ def required_columns(function: RewardFunction) -> list[str]:
 def check_columns(functions: Sequence[RewardFunction | nn.Module], examples: Sequence[Example], source: str) -> None:
     """Raise UserError if a reward function requires a column that no row of the data has."""
     there = dict.fromkeys(name for example in examples for name in example.columns)
-    faults = []
+    problems = []
     for function in functions:
         name = getattr(function, "__name__", type(function).__name__)
         if isinstance(function, nn.Module):
@@ -118,11 +118,11 @@ def check_columns(functions: Sequence[RewardFunction | nn.Module], examples: Seq
         for column in required_columns(function):
             if column not in there:
                 has = f"The data has {', '.join(map(repr, there))}" if there else "The data has no such columns"
-                faults.append(
+                problems.append(
                     f"reward function {name} requires the column {column!r}, which the data lacks: {source}. {has}. "
                     "Add the column, or give the parameter a default"
                 )
-    raise_if(faults)
+    raise_if(problems)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

@@ -141,7 +141,7 @@ def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Scree
 
 def load_newest(trainer: OnPolicyLoop, found: CheckpointScan, screen: Screen) -> Path:
     """Load the newest checkpoint that can be loaded; returns its folder. Raises UserError if there is none."""
-    faults = []
+    problems = []
     for update in sorted(found.valid, reverse=True):
         folder = found.valid[update]
         try:
@@ -150,9 +150,9 @@ def load_newest(trainer: OnPolicyLoop, found: CheckpointScan, screen: Screen) ->
             raise
         except Exception as error:  # its files are as they were written, but what they hold may be anything
             reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-            faults.append(f"{folder.name} cannot be loaded ({type(error).__name__}: {reason:.120})")
+            problems.append(f"{folder.name} cannot be loaded ({type(error).__name__}: {reason:.120})")
             continue
-        for fault in faults:
+        for fault in problems:
             screen.say(f"warning: skipped a checkpoint: {fault}; {folder.name} is used")
         return folder
-    raise UserError([f"no valid checkpoint: --resume, {fault}. Add --overwrite to begin anew" for fault in faults])
+    raise UserError([f"no valid checkpoint: --resume, {fault}. Add --overwrite to begin anew" for fault in problems])

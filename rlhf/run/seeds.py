@@ -51,7 +51,7 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
     finished = {seed: is_finished(one) for seed, one in configs.items()}
     for seed, one in configs.items():
         if not finished[seed]:
-            check_run_folder(one)  # faults of all, before the first is run
+            check_run_folder(one)  # report the problems of all folders before the first run
     for seed, one in configs.items():
         if finished[seed]:
             screen.say(f"seed {seed}: finished before, in {one.run.output} (delete the folder to run it again)")
@@ -63,7 +63,7 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
         try:
             train(resumed, screen)
         except TrainingInterrupted as stopped:
-            stopped.faults.append(f"for this and the other seeds: {resume_command(config)}")
+            stopped.problems.append(f"for this and the other seeds: {resume_command(config)}")
             raise
         gc.collect()  # a run's models must not weigh on the next one's peak memory
         if torch.cuda.is_available():

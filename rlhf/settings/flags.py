@@ -56,7 +56,7 @@ class CommandLine:
         try:
             given, unknown = parser.parse_known_args(self._with_plain_booleans([w for w in argv if _is_text(w)]))
         except UserError as error:
-            return {}, [*wrong, *error.faults]
+            return {}, [*wrong, *error.problems]
         layer = given.layer if "layer" in given else {}
         words = [word for word in unknown if not word.startswith("--")]
         for s in self.settings.values():

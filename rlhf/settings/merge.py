@@ -63,7 +63,7 @@ def values_of(config_class: type, layers: Sequence[Layer], problems: Sequence[st
         try:
             values[name] = convert(setting, value, where)
         except UserError as error:
-            problems += error.faults
+            problems += error.problems
     raise_if(problems)
     return Values(values, {name: where for name, (_, where) in merged.items()})
 
@@ -111,7 +111,7 @@ def read_given(line: CommandLine, argv: Sequence[str]) -> Given:
         try:
             from_file = read_settings(flags["config"][0])
         except UserError as error:
-            problems += error.faults
+            problems += error.problems
     recipe, place = {**from_file, **flags}.get("recipe", (DEFAULT_RECIPE, ""))
     if not isinstance(recipe, str):
         problems.append(f"recipe is {recipe!r}: {place}. Give the name of a recipe, or its file")

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.sampler import PromptSampler, shorten
 from rlhf.data.splits import question_hash
-from rlhf.models.load import context_faults
+from rlhf.models.load import context_problems
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
@@ -32,17 +32,17 @@ def check_prompts(
     """Refuse prompts that the start model cannot read: too long for its context, or chats where it has no template."""
     every = [*prompts.train, *prompts.evaluation]
     chats = sum(len(p.example.messages) > 1 for p in every)
-    faults = context_faults([len(p.ids) for p in every], start.context, max_new_tokens, source)
+    problems = context_problems([len(p.ids) for p in every], start.context, max_new_tokens, source)
     if start.tokenizer.chat_template is None:
         if chats:
-            faults.append(
+            problems.append(
                 f"no chat template, and {chats} prompts are chats of several messages: {source}, start model "
                 f"{start.name}. Give a model tuned on chats, or prompts of one text each"
             )
         else:
             why = "--plain-prompts" if plain else f"{start.name} has no chat template"
             screen.say(f"{why}: the model reads prompts as plain text, and the completion follows at once")
-    raise_if(faults)
+    raise_if(problems)
 
 
 def check_fills_a_batch(config: Config, train: Sequence[Prompt]) -> None:

@@ -20,7 +20,7 @@ BUILT = ("actor_model", "rm_model", "prompts")  # inputs that the demo recipe bu
 def check_inputs(config: Config) -> None:
     """Raise UserError with every local input of a training run that is not there. Hub names are asked for later."""
     built = {find_recipe("demo").value(name) for name in BUILT} if config.recipe == "demo" else set()
-    faults = []
+    problems = []
     for flag, name in inputs_of(config):
         on_hub = flag in ("--actor-model", "--rm-model", "--prompts") and not is_path(name)
         if name in built or on_hub or resolve_path(name).exists():
@@ -28,14 +28,14 @@ def check_inputs(config: Config) -> None:
         if flag == "--rm-model":
             if restore_replaced(resolve_path(name)):  # its replacement was interrupted
                 continue
-            faults.append(f"no reward model: {flag} {name}. Make one with: {reward_model_command(config)}")
+            problems.append(f"no reward model: {flag} {name}. Make one with: {reward_model_command(config)}")
         elif flag == "--actor-model":
-            faults += missing_path(name, "model", f"{flag} takes a Hugging Face model folder or a hub name").faults
+            problems += missing_path(name, "model", f"{flag} takes a Hugging Face model folder or a hub name").problems
         elif flag == "--prompts":
-            faults += missing_path(name, "data file", "Give a JSONL file or a hub dataset's name").faults
+            problems += missing_path(name, "data file", "Give a JSONL file or a hub dataset's name").problems
         else:
-            faults += missing_path(name, "file", f"{flag} takes a file").faults
-    raise_if(faults)
+            problems += missing_path(name, "file", f"{flag} takes a file").problems
+    raise_if(problems)
 
 
 def inputs_of(config: Config) -> list[tuple[str, str]]:

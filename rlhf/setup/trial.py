@@ -211,7 +211,7 @@ def weights_come_back(trainer: OnPolicyLoop, rollout: Rollout, before: list[Tens
     try:
         load_policy_weights(trainer.actor, folder)
     except UserError as error:
-        return Check(name, "; ".join(error.faults), False, hint)
+        return Check(name, "; ".join(error.problems), False, hint)
     after = outputs(trainer, rollout)
     apart = [float((a - b).abs().max()) for a, b in zip(after, before, strict=True)]
     named = zip(("logits", "values"), apart, strict=False)  # GRPO has no values

@@ -23,17 +23,17 @@ class UserError(Exception):
 
     exit_status = 2
 
-    def __init__(self, faults: str | Iterable[str]):
-        self.faults = [faults] if isinstance(faults, str) else list(faults)
-        super().__init__(*self.faults)
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__(*self.problems)
 
     def __str__(self) -> str:
-        return "\n".join(self.faults)
+        return "\n".join(self.problems)
 
     def report(self) -> str:
-        lines = [f"error: {fault}" for fault in self.faults[:MOST_SHOWN]]
-        if len(self.faults) > MOST_SHOWN:
-            lines.append(f"and {len(self.faults) - MOST_SHOWN} more")
+        lines = [f"error: {fault}" for fault in self.problems[:MOST_SHOWN]]
+        if len(self.problems) > MOST_SHOWN:
+            lines.append(f"and {len(self.problems) - MOST_SHOWN} more")
         return "\n".join(lines)
 
 
@@ -43,8 +43,8 @@ class RunError(UserError):
 
     exit_status = 1
 
-    def __init__(self, faults: str | Iterable[str], inputs: Any = None):
-        super().__init__(faults)
+    def __init__(self, problems: str | Iterable[str], inputs: Any = None):
+        super().__init__(problems)
         self.inputs = inputs
 
 
@@ -52,10 +52,10 @@ class RLHFWarning(UserWarning):
     """A warning of ours: shown where libraries' are not."""
 
 
-def raise_if(faults: list[str]) -> None:
-    """Raise one UserError that holds all `faults`, if there are any."""
-    if faults:
-        raise UserError(faults)
+def raise_if(problems: list[str]) -> None:
+    """Raise one UserError that holds all `problems`, if there are any."""
+    if problems:
+        raise UserError(problems)
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:

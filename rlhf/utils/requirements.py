@@ -16,7 +16,7 @@ FOR_FOUR_BIT = "bitsandbytes"  # `rlhf.models.load.four_bit` asks for it
 def check_libraries() -> None:
     """Raises UserError, with the line for pip, where a library is missing, or where trl is another than the last that
     has PPO. Other libraries' versions are their users' to choose."""
-    faults = []
+    problems = []
     for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines():
         name = re.match(r"[\w.-]*", line)[0]
         if not name or name in (*FOR_TESTS, FOR_FOUR_BIT):
@@ -24,10 +24,10 @@ def check_libraries() -> None:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            faults.append(f'{name} is not installed: {REQUIREMENTS.name}. Install it with: pip install "{line}"')
+            problems.append(f'{name} is not installed: {REQUIREMENTS.name}. Install it with: pip install "{line}"')
             continue
         if name == "trl" and line != f"trl=={version}":
-            faults.append(
+            problems.append(
                 f'another trl ({version}): {REQUIREMENTS.name}. This project needs this one: pip install "{line}"'
             )
-    raise_if(faults)
+    raise_if(problems)

@@ -187,7 +187,7 @@ def test_a_run_without_logs_is_one_line(tmp_path, status, hint):
         prepare()
         with pytest.raises(UserError) as caught:
             read_curves(run)
-        assert caught.value.faults == [caught.value.faults[0]] and "\n" not in str(caught.value)
+        assert caught.value.problems == [caught.value.problems[0]] and "\n" not in str(caught.value)
         assert str(caught.value).startswith(f"no scalars yet: {run / 'logs'}. {hint}")
 
 
@@ -207,8 +207,8 @@ def test_every_run_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(UserError) as caught:
         read_runs([good, empty, tmp_path / "nowhere", tmp_path / "empty" / ".." / "good"])
     starts = ["no scalars yet: ", "no such folder: ", "a run is named twice: "]
-    assert [fault[: len(start)] for fault, start in zip(caught.value.faults, starts, strict=True)] == starts
-    assert str(empty) in caught.value.faults[0] and "nowhere" in caught.value.faults[1]
+    assert [fault[: len(start)] for fault, start in zip(caught.value.problems, starts, strict=True)] == starts
+    assert str(empty) in caught.value.problems[0] and "nowhere" in caught.value.problems[1]
 
 
 def test_a_run_that_failed_before_its_plan_is_one_line(tmp_path):

@@ -111,7 +111,7 @@ def test_what_is_not_there_is_said_together(tmp_path, settings):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError) as error:
         find_models([str(tmp_path / n) for n in ("nowhere", "empty", "empty")], settings, "--model-path")
-    twice, nowhere, empty = error.value.faults
+    twice, nowhere, empty = error.value.problems
     assert "named twice" in twice and "model not found" in nowhere and "no model in this folder" in empty
 
 

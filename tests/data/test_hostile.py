@@ -329,7 +329,7 @@ WRONG = {
 def test_rows_of_the_wrong_kind_are_named_by_line(tmp_path, what):
     with pytest.raises(UserError) as caught:
         read(tmp_path, '{"prompt": "fine"}\n' + WRONG[what])
-    for fault in caught.value.faults:
+    for fault in caught.value.problems:
         assert re.search(r"rows\.jsonl:[2-9]", fault) and "\n" not in fault and len(fault) < 500
 
 
@@ -385,7 +385,7 @@ def loads_or_says(folder: Path, content: bytes, tokenizer, pairs: bool) -> None:
     try:
         found = read(folder, content, pairs=pairs)
     except UserError as error:
-        for fault in error.faults:
+        for fault in error.problems:
             assert re.search(r"rows\.jsonl(:\d+|, byte \d+)", fault) or fault.startswith("no rows: "), fault
             assert "\n" not in fault
         return

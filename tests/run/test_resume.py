@@ -131,10 +131,10 @@ def test_no_valid_checkpoint_says_why_of_each(words, tmp_path, monkeypatch):
         (place / MANIFEST).unlink()
     with pytest.raises(UserError) as raised:
         train_ppo.main(["--resume", "--output", str(output)])
-    assert [fault.split(",")[1].split(":")[0].strip() for fault in raised.value.faults] == [
+    assert [fault.split(",")[1].split(":")[0].strip() for fault in raised.value.problems] == [
         "checkpoint-2", "checkpoint-4",
     ]  # fmt: skip
-    assert all("no valid checkpoint" in fault and "--overwrite" in fault for fault in raised.value.faults)
+    assert all("no valid checkpoint" in fault and "--overwrite" in fault for fault in raised.value.problems)
 
 
 def test_a_run_that_had_saved_nothing_is_begun_anew(words, whole, tmp_path, monkeypatch, capsys):
@@ -172,11 +172,11 @@ def test_changed_settings_are_listed_and_refused(words, tmp_path, monkeypatch, c
     output = broken_off(words, tmp_path / "run", monkeypatch, update=3)
     with pytest.raises(UserError) as raised:
         train_ppo.main(["--resume", "--output", str(output), "--learning-rate", "0.5", "--seed", "7"])
-    assert [fault.split(". ")[0] for fault in raised.value.faults] == [
+    assert [fault.split(". ")[0] for fault in raised.value.problems] == [
         "not the run that was begun: --resume, learning_rate was 0.001, is 0.5",
         "not the run that was begun: --resume, seed was 42, is 7",
     ]
-    assert all("--resume-anyway" in fault for fault in raised.value.faults)
+    assert all("--resume-anyway" in fault for fault in raised.value.problems)
     train_ppo.main(["--resume", "--output", str(output), "--learning-rate", "0.5", "--resume-anyway"])
     assert "going on although learning_rate was 0.001, is 0.5" in " ".join(capsys.readouterr().out.split())
 
@@ -475,7 +475,7 @@ def test_killed_at_any_instant_a_run_is_not_lost(words, tmp_path, algorithm, cou
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     print(told)
-    assert told["faults"] == []
+    assert told["problems"] == []
     assert told["killed"] >= count and told["in_a_save"] >= count * 10 // 25
     assert told["resumed"] + told["begun_anew"] == told["killed"]
     # a run that is killed before its first checkpoint begins anew: of few kills these may be many

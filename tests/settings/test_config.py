@@ -256,10 +256,10 @@ def test_errors_of_every_kind_are_reported_together(tmp_path):
     (tmp_path / "a.yaml").write_text("gama: 1\nlam: 7\n")
     with pytest.raises(UserError) as caught:
         parse_cli(["--batch-sise", "1", "--K", "3", "--learning-rate", "abc", "--config", str(tmp_path / "a.yaml")])
-    assert len(caught.value.faults) == 5
+    assert len(caught.value.problems) == 5
     with pytest.raises(UserError) as caught:
         parse_cli(["--learning-rate", "abc", "--config", str(tmp_path / "none.yaml")])
-    assert len(caught.value.faults) == 2
+    assert len(caught.value.problems) == 2
 
 
 def test_runs_may_stand_between_flags():
@@ -272,7 +272,7 @@ def test_runs_may_stand_between_flags():
 def test_all_faults_of_a_command_are_reported_together():
     with pytest.raises(UserError) as caught:
         parse_cli(["--gamma", "2", "--lam", "x", "--batch-size", "0"])
-    assert len(caught.value.faults) == 3
+    assert len(caught.value.problems) == 3
 
 
 def test_an_error_is_lines_on_stderr_and_exit_status_2(capsys):

@@ -146,7 +146,7 @@ def test_missing_inputs_are_all_named_before_torch(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(rlhf.run.command, "check_libraries", lambda: pytest.fail("libraries were looked at"))
     with pytest.raises(UserError) as raised:
         train_ppo.main(words)
-    assert len(raised.value.faults) == 5
+    assert len(raised.value.problems) == 5
 
 
 # --- quoting ---------------------------------------------------------------------------------------------------------

@@ -137,14 +137,14 @@ def test_a_bad_recipe_is_one_line(what, tmp_path):
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(UserError, match=message) as caught:
         parse_cli(["--recipe", str(tmp_path / "bad.yaml")])
-    assert len(caught.value.faults) == 1
+    assert len(caught.value.problems) == 1
 
 
 def test_all_errors_of_a_recipe_and_the_flags_are_reported_together(tmp_path):
     (tmp_path / "bad.yaml").write_text("kind: recipe\ngama: 1\ngamma: 2\nalgorithms:\n  ppo:\n    lam: x\n")
     with pytest.raises(UserError) as caught:
         parse_cli(["--recipe", str(tmp_path / "bad.yaml"), "--batch-size", "0"])
-    assert len(caught.value.faults) == 4
+    assert len(caught.value.problems) == 4
 
 
 def test_a_missing_recipe(tmp_path):

@@ -128,7 +128,7 @@ def test_a_mistake_is_one_line_with_its_place(what, write):
         file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=message) as caught:
         parse_cli([], user_file=file)
-    assert len(caught.value.faults) == 1
+    assert len(caught.value.problems) == 1
 
 
 def test_settings_may_be_imported(write, tmp_path, monkeypatch):
@@ -147,7 +147,7 @@ def test_a_value_that_a_flag_replaces_stops_nothing(write, run_flags, monkeypatc
 def test_mistakes_of_file_and_flags_are_reported_together(write):
     with pytest.raises(UserError) as caught:
         parse_cli(["--lam", "x"], user_file=write("gamma = 2\nseeed = 1\n"))
-    assert len(caught.value.faults) == 3
+    assert len(caught.value.problems) == 3
 
 
 def test_settings_of_other_algorithms_stand_in_the_same_file(write):

@@ -182,7 +182,7 @@ def test_a_start_names_all_that_fails(loaded, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 0))
     with pytest.raises(UserError) as caught:
         check_start(config, components)
-    assert len(caught.value.faults) == 2
+    assert len(caught.value.problems) == 2
 
 
 # --- without a forward pass ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import PromptSets
 from rlhf.data.splits import question_hash
-from rlhf.models.load import context_problems, context_of, load_config, load_tokenizer
+from rlhf.models.load import context_of, context_problems, load_config, load_tokenizer
 from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
 from rlhf.rewards.reward_model import METRICS_FILE, RewardModel
 from rlhf.utils.console import Screen

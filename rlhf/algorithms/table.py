@@ -53,7 +53,9 @@ class Algorithm:
     def validate(self, config: Any) -> list[str]:
         """Errors in the settings for this algorithm alone, one line each."""
         if self.group_size > 1 and config.group_size == 1:
-            return ["K is unset: --K none. Give at least 2 completions per prompt: they are compared with each other"]
+            return [
+                "K is unset: --K none. Set it to at least 2: the completions of a prompt are compared with each other"
+            ]
         return []
 
 

@@ -46,7 +46,7 @@ def use_deterministic_algorithms() -> None:
     """
     if CUBLAS not in os.environ and torch.cuda.is_initialized():
         raise UserError(
-            f"CUDA is in use already, so cuBLAS may not be deterministic: --deterministic. Set {CUBLAS}="
+            f"CUDA is already initialized, so cuBLAS may not be deterministic: --deterministic. Set {CUBLAS}="
             f"{REPRODUCIBLE_CUBLAS[0]} before Python starts"
         )
     workspace = os.environ.setdefault(CUBLAS, REPRODUCIBLE_CUBLAS[0])  # cuBLAS reads it at its first operation

@@ -39,7 +39,7 @@ def autocast_dtype(wanted: bool | None, device: torch.device) -> torch.dtype | N
     """
     has_it = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if wanted and not has_it:
-        raise UserError(f"no bfloat16 on this card ({torch.cuda.get_device_name(device)}): --bf16. Leave it out")
+        raise UserError(f"this GPU ({torch.cuda.get_device_name(device)}) has no bfloat16: --bf16. Remove the flag")
     use = wanted if wanted is not None else device.type == "cuda" and has_it
     return torch.bfloat16 if use else None
 
@@ -64,7 +64,8 @@ def start_device(screen: Screen, deterministic: bool = False) -> torch.device:
     state = PartialState()
     if state.num_processes > 1:
         raise UserError(
-            f"{state.num_processes} processes: the launcher. One process, one card: several are not built yet"
+            f"multi-process training is not supported: the launcher started {state.num_processes} processes. "
+            "Start the command with python, without a launcher"
         )
     cap_card_memory()
     return state.device
@@ -78,16 +79,20 @@ def unused_card() -> str | None:
         if shutil.which("nvidia-smi") is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
             return None
         if torch.version.cuda is None:
-            return f"an NVIDIA card is here, but this torch ({torch.__version__}) has no CUDA. Mend it with: {command}"
+            return (
+                f"this machine has an NVIDIA GPU, but the installed torch ({torch.__version__}) has no CUDA. "
+                f"Fix it with: {command}"
+            )
         return (
-            f"an NVIDIA card is here, but its driver is too old for this torch (CUDA {torch.version.cuda}). "
-            "Mend it with a newer driver, then: nvidia-smi"
+            "this machine has an NVIDIA GPU, but its driver is too old for the installed torch "
+            f"(CUDA {torch.version.cuda}). Install a newer driver, then check it with: nvidia-smi"
         )
     major, minor = torch.cuda.get_device_capability()
     known = [int(arch.removeprefix("sm_")) for arch in torch.cuda.get_arch_list() if arch[3:].isdigit()]
     if known and not min(known) <= major * 10 + minor <= max(known) // 10 * 10 + 9:
         return (
-            f"this torch ({torch.__version__}) has no code for the card (sm_{major}{minor}). Mend it with: {command}"
+            f"the installed torch ({torch.__version__}) does not support this GPU (sm_{major}{minor}). "
+            f"Fix it with: {command}"
         )
     return None
 

@@ -45,7 +45,7 @@ def find_model(name: str, flag: str) -> str:
     if folder.is_dir():
         if (folder / ADAPTER_CONFIG).is_file():  # over which transformers would load a base without a word
             raise UserError(
-                f"an adapter, not a whole model: {flag} {name}. Merge it into its base ({base_of_adapter(folder)}): "
+                f"an adapter, not a full model: {flag} {name}. Merge it into its base ({base_of_adapter(folder)}): "
                 f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER)"
             )
         if not (folder / "config.json").is_file():
@@ -64,19 +64,19 @@ def base_of_adapter(folder: Path) -> str | None:
     try:
         return json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     except ValueError as error:
-        raise UserError(f"torn: {file} ({error}). Save the adapter again, or name another folder") from None
+        raise UserError(f"invalid JSON: {file} ({error}). Save the adapter again, or give another folder") from None
 
 
 @contextlib.contextmanager
-def readable(name: str, hint: str = "Give a whole model folder with safetensors") -> Iterator[None]:
+def readable(name: str, hint: str = "Give a complete model folder with safetensors weights") -> Iterator[None]:
     """What transformers cannot load from `name` (no safetensors, torn files, unknown types) as one UserError."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
         if "trust_remote_code" in str(error):
             raise UserError(
-                f"needs code that comes with it, and such code is never run here: {name}. "
-                "Give a model whose architecture transformers knows"
+                f"the model needs trust_remote_code, which is not supported: {name}. "
+                "Use a model whose architecture is part of transformers"
             ) from None
         reason = str(error).strip().splitlines()[0][:200]
         raise UserError(f"cannot be loaded: {name} ({reason}). {hint}") from None
@@ -89,7 +89,7 @@ def load_tokenizer(name: str, plain: bool = False) -> PreTrainedTokenizerBase:
     SmolLM2's chat tokenizer ships pad = EOS: whoever masks by `ids != pad` would then never learn to stop. A reply of
     a Gemma that was tuned on chats ends with `<end_of_turn>`, whereas its tokenizer's EOS ends a document.
     """
-    with readable(name, "Give a model folder that holds its tokenizer, too"):
+    with readable(name, "Give a model folder that includes its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
     if plain:
         tokenizer.chat_template = None
@@ -121,8 +121,8 @@ def _free_token(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
         if token not in (tokenizer.eos_token, tokenizer.bos_token) and token not in template:
             return token
     raise UserError(
-        f"no pad token other than EOS, and no spare special token: tokenizer of {name}. "
-        "Name a token that no text needs as pad_token in its tokenizer_config.json"
+        f"no pad token other than EOS, and no unused special token: tokenizer of {name}. "
+        "Set pad_token in its tokenizer_config.json to a token that no text needs"
     )
 
 
@@ -150,7 +150,8 @@ def check_vocabulary(tokens: int, embeddings: int, name: str) -> None:
     """Raises UserError where a tokenizer has ids that its model has no embedding for."""
     if tokens > embeddings:
         raise UserError(
-            f"tokenizer of {tokens} tokens, model of {embeddings} embeddings: {name}. Give them as one folder"
+            f"the tokenizer has {tokens} tokens, but the model has only {embeddings} embeddings: {name}. "
+            "Use a model with its own tokenizer, in one folder"
         )
 
 
@@ -159,7 +160,7 @@ def check_weights(model: nn.Module, name: str) -> None:
     broken = [n for n, w in model.named_parameters() if w.is_floating_point() and not w.detach().sum().isfinite()]
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        raise UserError(f"NaN or infinity in {broken[0]}{more}: weights of {name}. Take an earlier checkpoint of it")
+        raise UserError(f"NaN or infinity in {broken[0]}{more}: weights of {name}. Use an earlier checkpoint of it")
 
 
 def context_of(config: PretrainedConfig) -> int | None:
@@ -237,7 +238,9 @@ def load_adapter(base: PreTrainedModel, folder: str) -> PeftModel:
             return PeftModel.from_pretrained(base, folder)
     except RuntimeError as error:  # shapes that do not fit
         reason = str(error).strip().splitlines()[-1].strip()[:160]
-        raise UserError(f"does not fit its base: {folder} ({reason}). Name its base with --baseline") from None
+        raise UserError(
+            f"the adapter does not fit the base model: {folder} ({reason}). Give its base model with --baseline"
+        ) from None
 
 
 def _drop_nothing(config: PretrainedConfig) -> None:
@@ -270,7 +273,7 @@ def _check_targets(model: PreTrainedModel, targets: Collection[str], name: str) 
     if missing:
         raise UserError(
             f"no module named {', '.join(missing)}: --lora-targets, {name}. {did_you_mean(missing[0], leaves)}"
-            f"There are {', '.join(sorted(leaves))}; or {ALL_LINEAR}"
+            f"Choose from {', '.join(sorted(leaves))}, or give {ALL_LINEAR}"
         )
 
 
@@ -282,12 +285,14 @@ def context_problems(
     if context is None or longest + max_new_tokens <= context:
         return []
     alone = longest > context
-    room, more = (context, "") if alone else (context - max_new_tokens, f", with --max-new-tokens {max_new_tokens}")
-    ways = [f"--max-new-tokens {context - longest}"] if longest < context else []
-    ways += (
-        [f"--prompt-length {context - max_new_tokens} (longer ones are left out)"] if max_new_tokens < context else []
-    )
+    room, flag, more = context, "", ""
+    if not alone:
+        room, flag, more = context - max_new_tokens, f" plus --max-new-tokens {max_new_tokens}", f" + {max_new_tokens}"
+    fixes = [f"--max-new-tokens {context - longest}"] if longest < context else []
+    if max_new_tokens < context:
+        fixes.append(f"--prompt-length {context - max_new_tokens} (longer prompts are skipped)")
     return [
-        f"{sum(n > room for n in lengths)} of {len(lengths)} prompts{more} are longer than the {model}'s context "
-        f"of {context} tokens, the longest prompt of {longest}: {source}. Try {' or '.join(ways) or 'shorter replies'}"
+        f"{sum(n > room for n in lengths)} of {len(lengths)} prompts{flag} are longer than the {model}'s context "
+        f"of {context} tokens (the longest: {longest}{more}): {source}. Try "
+        f"{' or '.join(fixes) or 'shorter completions'}"
     ]

@@ -55,7 +55,8 @@ def load_policy_weights(actor: Actor, folder: Path) -> None:
     is_adapter = isinstance(actor.policy, PeftModel)
     file = folder / (ADAPTER_FILE if is_adapter else WEIGHTS_FILE)
     if not file.is_file():
-        raise UserError(f"no {file.name}: {folder}. Give a folder that save_model wrote, of the same kind of run")
+        kind = "a LoRA run" if is_adapter else "a run without LoRA"
+        raise UserError(f"no {file.name}: {folder}. Give a folder that save_model wrote in {kind}")
     try:
         if is_adapter:
             _check_adapter(actor.policy, folder)
@@ -69,17 +70,20 @@ def load_policy_weights(actor: Actor, folder: Path) -> None:
                 _load_critic(actor.critic, folder / CRITIC_FILE)
     except RuntimeError as error:
         raise UserError(
-            f"another model's weights: {folder} ({str(error).splitlines()[0]:.120}). Give this model's"
+            f"the weights belong to another model: {folder} ({str(error).splitlines()[0]:.120}). "
+            "Give a folder that this model's run saved"
         ) from None
 
 
 def _load_critic(critic: nn.Module, file: Path) -> None:
     """Raises UserError where there is no such critic, RuntimeError where it is another model's."""
     if not file.is_file():
-        raise UserError(f"no {file.name}: {file.parent}. Its critic shared the policy's backbone: --critic shared")
+        raise UserError(
+            f"no {file.name}: {file.parent}. The critic of that run shared the policy's backbone. Use --critic shared"
+        )
     saved, trained = load_file(file), trained_of(critic)
     if saved.keys() != trained.keys():
-        raise RuntimeError(f"the critic's weights are {len(saved)}, not {len(trained)}")
+        raise RuntimeError(f"{len(saved)} critic weights, not {len(trained)}")
     critic.load_state_dict(saved, strict=False)
 
 
@@ -91,7 +95,7 @@ def _read_weights(policy: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
     )
     missing, unknown = found["missing_keys"], found["unexpected_keys"]
     if missing or unknown:
-        raise RuntimeError(f"{len(missing)} weights missing, {len(unknown)} unknown")
+        raise RuntimeError(f"{len(missing)} weights are missing, {len(unknown)} are unknown")
     return saved.state_dict()
 
 
@@ -103,7 +107,10 @@ def _check_adapter(policy: PeftModel, folder: Path) -> None:
             set(v) if isinstance(v := getattr(c, name), (set, list)) else v for c in (policy_config, saved_config)
         )
         if here != there:
-            raise UserError(f"another adapter's weights ({name} {there}, not {here}): {folder}. Give this model's")
+            raise UserError(
+                f"another adapter configuration ({name} is {there}, not {here}): {folder}. "
+                "Give a folder that this model's run saved"
+            )
 
 
 def bad_weights(module: nn.Module, frozen: bool = False) -> list[str]:

@@ -31,14 +31,18 @@ def check_forward_matches(policy: PreTrainedModel | PeftModel, name: str) -> Non
     alone = [backbone(input_ids=text, use_cache=False).last_hidden_state for text in texts]
     if not _near(scaled_logits(policy, alone[0], 1.0), base(input_ids=texts[0], use_cache=False).logits):
         raise UserError(
-            f"its logits are not its head's output alone, so our log-probs would not be its own: {name}, "
-            f"{type(base).__name__}. Give a model of another architecture"
+            "the model changes its logits after the language-model head, so log-probabilities would be wrong: "
+            f"{name}, {type(base).__name__}. Use a model of another architecture"
         )
     if packable(base):
         own, (positions, layout) = base.config._attn_implementation, pack_rows(LENGTHS, ids.device)
         if not _near(run_packed(backbone, ids.unsqueeze(0), positions, layout), torch.cat(alone, dim=1)[0]):
             base.config._attn_implementation, base._supports_attention_backend = own, False
-            warnings.warn(f"{type(base).__name__} cannot be packed: slower", RLHFWarning, stacklevel=2)
+            warnings.warn(
+                f"{type(base).__name__} gives other hidden states in a packed row: packing is off, training is slower",
+                RLHFWarning,
+                stacklevel=2,
+            )
 
 
 def _near(found: Tensor, expected: Tensor) -> bool:

@@ -137,9 +137,9 @@ class ContinuousBatcher:
             try:
                 with torch.cuda.graph(captured):
                     self._decode(self.cache.columns)
-            except RuntimeError as error:  # an architecture that waits for the card, or a driver that cannot
-                fault = str(error).splitlines()[0]
-                warnings.warn(f"no CUDA graph ({fault}): decoding goes on without", RLHFWarning, stacklevel=2)
+            except RuntimeError as error:  # the model synchronizes with the GPU, or the driver has no CUDA graphs
+                reason = str(error).splitlines()[0]
+                warnings.warn(f"no CUDA graph ({reason}): decoding continues without one", RLHFWarning, stacklevel=2)
                 self.graph = False
                 return
             self.captured = captured  # the capture ran nothing: the step that it stands for is the next replay's

@@ -74,11 +74,11 @@ def default_engine(policy: PreTrainedModel, device: torch.device) -> str:
 def check_engine(engine: str, policy: PreTrainedModel, device: torch.device) -> None:
     """Raises UserError for an engine that this model or device cannot have."""
     if engine == "graph" and device.type != "cuda":
-        raise UserError("a CUDA graph needs a CUDA card: --rollout-engine graph. Leave it out")
+        raise UserError("CUDA graphs require a CUDA GPU: --rollout-engine graph. Remove the flag")
     if engine in ("slots", "graph") and not packable(base_of(policy)):
         raise UserError(
-            f"the attention of {type(base_of(policy)).__name__} cannot be exchanged: --rollout-engine {engine}. "
-            "Leave it out"
+            f"the attention of {type(base_of(policy)).__name__} cannot be replaced: --rollout-engine {engine}. "
+            "Remove the flag"
         )
 
 

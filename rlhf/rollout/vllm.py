@@ -27,7 +27,7 @@ def is_installed() -> bool:
 
 def require_vllm() -> None:
     if not is_installed():
-        raise UserError("vLLM is not installed: --rollout-engine vllm. pip install vllm, or leave the flag out")
+        raise UserError("vLLM is not installed: --rollout-engine vllm. Remove the flag, or run: pip install vllm")
 
 
 class VLLMEngine:

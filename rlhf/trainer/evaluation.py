@@ -103,22 +103,21 @@ def fixed_text(
     with_chosen = [p for p in prompts if p.example.chosen is not None][:most]
     if with_chosen:
         completions = [encode_completion(tokenizer, p.example.chosen) for p in with_chosen]
-        return FixedText(with_chosen, completions, f"{len(completions)} held-out chosen replies")
+        return FixedText(with_chosen, completions, f"{len(completions)} held-out chosen completions")
     parts = start(prompts[:most])
     rows = [(p, row) for part in parts for p, row in zip(part.prompts, part.completions.rows(), strict=True)]
-    return FixedText(
-        [p for p, _ in rows], [row for _, row in rows], f"one fixed sample of the start model's replies ({len(rows)})"
-    )
+    source = f"one fixed sample of the start model's completions ({len(rows)})"
+    return FixedText([p for p, _ in rows], [row for _, row in rows], source)
 
 
 def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
     """A text file's paragraphs, each predicted from its first token on. Raises UserError."""
     if not Path(file).is_file():
-        raise UserError(f"no such file: --eval-text {file}. Give a text file")
+        raise UserError(f"file not found: --eval-text {file}. Give the path of an existing text file")
     paragraphs = [p for p in read_text(Path(file)).split("\n\n") if p.strip()]
     rows = [ids for p in paragraphs if len(ids := encode_text(tokenizer, p.strip())) > 1]
     if not rows:
-        raise UserError(f"no paragraph of two tokens or more: --eval-text {file}. Give a text file")
+        raise UserError(f"no paragraph with at least 2 tokens: --eval-text {file}. Give a longer text")
     return FixedText(
         [ids_alone(row[:1]) for row in rows], [row[1:] for row in rows], f"{len(rows)} paragraphs of {file}"
     )

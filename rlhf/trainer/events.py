@@ -34,7 +34,9 @@ class Events:
         if not callable(callback) and not any(
             hasattr(callback, event) for event in (*EVENTS, *EARLIER_NAMES.values())
         ):
-            raise UserError(f"no method for any event: callback {callback!r:.60}. Give it one of {', '.join(EVENTS)}")
+            raise UserError(
+                f"callback without an event method: {callback!r:.60}. Define at least one of {', '.join(EVENTS)}"
+            )
         self.callbacks.append(callback)
 
     def call(self, event: str, *details: Any) -> None:

@@ -48,10 +48,9 @@ from rlhf.utils.system import keep_freed_memory
 
 
 class OnPolicyLoop:
-    """Trains with one algorithm of the table. A TRL trainer, `host`, owns accelerator, optimizer, scheduler and state.
+    """Trains with one algorithm. A TRL trainer, `host`, owns the accelerator, optimizer, scheduler and state.
 
-    Randomness comes from (seed, update, purpose). Dropout draws from torch's global streams, which the optimizer's
-    `dropout_stream` seeds; vLLM has a random stream of its own.
+    Random numbers depend on (seed, update, purpose) only. Exception: vLLM has a separate random stream.
     """
 
     def __init__(
@@ -135,11 +134,11 @@ class OnPolicyLoop:
         """
         if unexpected or named:
             raise UserError(
-                f"train() takes no arguments: {', '.join([*map(repr, map(type, unexpected)), *named])}. Give prompts "
-                "and callbacks to make_trainer(), and the length to make_config(epochs=) or (num_iterations=)"
+                f"train() takes no arguments: {', '.join([*map(repr, map(type, unexpected)), *named])}. Pass prompts "
+                "and callbacks to make_trainer(), and the run length to make_config(epochs=) or (num_iterations=)"
             )
         if self.trained:
-            raise RunError(f"already trained, {self.state.global_step} updates: train(). Make a new trainer")
+            raise RunError(f"already trained, {self.state.global_step} updates: train(). Create a new trainer")
         self.trained = True
         reset_peak_memory(self.accelerator.device)
         self.control = self.host.callback_handler.on_train_begin(self.args, self.state, self.control)
@@ -195,7 +194,7 @@ class OnPolicyLoop:
         self.events.call("on_update_skipped", update, rollout, experience, why)
         if self.progress.skipped_in_a_row >= MAX_CONSECUTIVE_SKIPS:
             raise RunError(
-                f"{self.progress.skipped_in_a_row} updates in a row were skipped: update {update}, {why}. "
+                f"{self.progress.skipped_in_a_row} updates in a row were skipped: update {update} ({why}). "
                 f"{self.recovery(why.by_score)}"
             )
         self._count(update)
@@ -267,9 +266,10 @@ class OnPolicyLoop:
         """Metrics on the evaluation prompts, logged and kept in `evaluations`. Other `prompts`, as `examples_of` reads
         them, are neither logged nor kept. Raises UserError for prompts that cannot be read."""
         if prompts is not None:
-            kept, _ = encode_prompts(self.processing_class, examples_of(prompts), self.config.data.prompt_length)
+            longest = self.config.data.prompt_length
+            kept, _ = encode_prompts(self.processing_class, examples_of(prompts), longest)
             if not kept:
-                raise UserError(f"no prompt of at most {self.config.data.prompt_length} tokens: evaluate(prompts)")
+                raise UserError(f"no prompt of at most {longest} tokens: evaluate(). Give shorter ones")
             return self._evaluated(kept).metrics()
         result = self._evaluated(self.evaluation_prompts)
         self.evaluations.append(result)

@@ -25,7 +25,7 @@ class MicroBatchBudget:
     max_tokens: int  # prompt and completion tokens at most
     packed: bool  # without padding
     # returns the hint if even one completion does not fit
-    oom_hint: Callable[[], str] = lambda: "Try --use-lora, --gradient-checkpointing, or half of --max-new-tokens"
+    oom_hint: Callable[[], str] = lambda: "Try --use-lora or --gradient-checkpointing, or halve --max-new-tokens"
 
     @contextmanager
     def raise_on_oom(self, phase: str) -> Iterator[None]:
@@ -57,16 +57,16 @@ class MicroBatchBudget:
             try:
                 return run()
             except torch.OutOfMemoryError as error:
-                fault = str(error).splitlines()[0]
+                reason = str(error).splitlines()[0]
             largest = max(map(len, self.split(completions, rows)))
             if largest == 1:
-                raise RunError(f"out of memory with one reply at a time: {phase} ({fault}). {self.oom_hint()}")
+                raise RunError(f"out of memory with one completion at a time: {phase} ({reason}). {self.oom_hint()}")
             self.max_rows = -(-largest // 2)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             warnings.warn(
-                f"out of memory in {phase}: micro-batches of at most {self.max_rows} replies from here on; the "
-                "optimizer steps stay what they were",
+                f"out of memory in {phase}: reduced the micro-batch size to {self.max_rows} for the rest of the run. "
+                "The optimizer steps do not change",
                 RLHFWarning,
                 stacklevel=2,
             )

@@ -24,9 +24,11 @@ def check_finite(**tensors: Tensor | None) -> None:
     """Raises SkipUpdate where one of them holds a number that is not finite. Waits for the device once."""
     known = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     bad = torch.stack([(~tensor.isfinite()).sum() for tensor in known.values()]).tolist()
-    found = [f"{name.replace('_', ' ')} {n} of {known[name].numel()}" for name, n in zip(known, bad, strict=True) if n]
+    found = [
+        f"{name.replace('_', ' ')} ({n} of {known[name].numel()})" for name, n in zip(known, bad, strict=True) if n
+    ]
     if found:
-        raise SkipUpdate(f"numbers that are not finite: {', '.join(found)}")
+        raise SkipUpdate(f"NaN or infinity: {', '.join(found)}")
 
 
 def check_step(stats: dict[str, Tensor], rows: Sequence[int]) -> None:
@@ -38,4 +40,5 @@ def check_step(stats: dict[str, Tensor], rows: Sequence[int]) -> None:
         if not abs(values[name]) < float("inf"):
             raise SkipUpdate(f"{name} is {values[name]}", rows)
     if not 1 / MOST_RATIO < values["policy/ratio"] < MOST_RATIO:
-        raise SkipUpdate(f"policy/ratio is {values['policy/ratio']:.3g}, mean of a minibatch", rows)
+        limits = f"the limits are {1 / MOST_RATIO:g} and {MOST_RATIO:g}"
+        raise SkipUpdate(f"policy/ratio is {values['policy/ratio']:.3g} in a minibatch; {limits}", rows)

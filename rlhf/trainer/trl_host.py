@@ -81,7 +81,7 @@ class PPOHost(PPOTrainer):
 
 def no_reward(completions: list[str], **_) -> list[float]:
     """TRL's constructor requires a reward function. It is never called: the loop scores completions."""
-    raise AssertionError("TRL asked for rewards")
+    raise AssertionError("TRL called no_reward(), although the training loop scores the completions")
 
 
 class GRPOHost(GRPOTrainer):

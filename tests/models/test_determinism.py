@@ -45,7 +45,7 @@ def test_another_workspace_is_refused(monkeypatch):
 
 def test_cuda_that_is_in_use_already_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(UserError, match=r"CUDA is in use already, .*Set CUBLAS_WORKSPACE_CONFIG=:4096:8 before"):
+    with pytest.raises(UserError, match=r"CUDA is already initialized, .*Set CUBLAS_WORKSPACE_CONFIG=:4096:8 before"):
         use_deterministic_algorithms()
     monkeypatch.setenv(CUBLAS, ":16:8")
     use_deterministic_algorithms()

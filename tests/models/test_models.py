@@ -46,7 +46,7 @@ def test_a_tokenizer_without_a_spare_token_is_refused(tmp_path):
     tokenizer = smollm2_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template + "<|endoftext|>"
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="no pad token other than EOS"):
+    with pytest.raises(UserError, match="no pad token other than EOS, and no unused special token"):
         load_tokenizer(str(tmp_path))
 
 
@@ -188,11 +188,13 @@ def test_a_critic_of_its_own_learns_the_values_alone(build, tmp_path, kind):
 
 def test_a_critic_of_another_kind_is_refused(build, tmp_path):
     build().save_model(tmp_path / "shared")
-    with pytest.raises(UserError, match=r"no critic\.safetensors: .*shared\. Its critic shared the policy's backbone"):
+    with pytest.raises(
+        UserError, match=r"no critic\.safetensors: .*shared\. The critic of that run shared the policy's"
+    ):
         build("--critic", "separate").load_model(tmp_path / "shared")
     build("--critic", "separate", "--use-lora", "--lora-targets", "q_proj").save_model(tmp_path / "other")
     (tmp_path / "shared" / "critic.safetensors").write_bytes((tmp_path / "other" / "critic.safetensors").read_bytes())
-    with pytest.raises(UserError, match="another model's weights"):
+    with pytest.raises(UserError, match="the weights belong to another model"):
         build("--critic", "separate").load_model(tmp_path / "shared")
 
 
@@ -264,7 +266,7 @@ def test_lora_targets_that_match_nothing_are_refused(start_model):
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(start_model):
-    with pytest.raises(UserError, match="tokenizer of 9999 tokens"):
+    with pytest.raises(UserError, match="the tokenizer has 9999 tokens"):
         load_policy(str(start_model), device=CPU, vocabulary=9999)
 
 

@@ -169,15 +169,15 @@ def test_the_engine_by_device(model):
 
 
 def test_an_engine_that_cannot_be_had_is_said_before_training(build):
-    with pytest.raises(UserError, match="needs a CUDA card"):
+    with pytest.raises(UserError, match="require a CUDA GPU"):
         build("--rollout-engine", "graph")
 
 
 def test_an_engine_that_cannot_be_had_is_a_line(model):
-    with pytest.raises(UserError, match="needs a CUDA card: --rollout-engine graph"):
+    with pytest.raises(UserError, match="require a CUDA GPU: --rollout-engine graph"):
         sample(model, "graph")
     model._supports_attention_backend = False
-    with pytest.raises(UserError, match="cannot be exchanged: --rollout-engine slots"):
+    with pytest.raises(UserError, match="cannot be replaced: --rollout-engine slots"):
         sample(model, "slots")
     assert sample(model, "auto").rows() == sample(model, "plain").rows()
 

@@ -249,7 +249,7 @@ def test_what_a_card_says(finished):
     rows = {line.split(" | ")[0].strip("| "): line for line in card.text.splitlines() if line.startswith("| ")}
     assert f"{first['score']:+.3f}" in rows["score, mean"] and f"{last['score']:+.3f}" in rows["score, mean"]
     assert f"{last['kl']:.3g}" in rows["KL to the start model, nats/sequence"]
-    assert f"{last['perplexity']:.2f}" in rows["perplexity on 6 held-out chosen replies"]
+    assert f"{last['perplexity']:.2f}" in rows["perplexity on 6 held-out chosen completions"]
     assert f"{figures['length_after']:.1f}" in rows["reply, tokens"]
     assert facts["best"]["why"].split(" (")[0] in card.text
     assert facts["data"]["train_sha256"][:12] in card.text and facts["data"]["train_sha256"] not in card.text

@@ -78,7 +78,7 @@ def test_a_run_from_start_to_saved_model(project, flags, algorithm):
     spent = log["spent"]
     assert (spent["updates"], spent["episodes"], spent["optimizer_steps"]) == (3, 12, 12)
     assert 12 <= spent["reply_tokens"] <= 96
-    assert log["figures"]["perplexity_text"].endswith("held-out chosen replies")
+    assert log["figures"]["perplexity_text"].endswith("held-out chosen completions")
     assert log["best"]["update"] in (0, 2, 3) and (output / "best" / "model.safetensors").is_file()
     assert sorted(p.name for p in (output / "samples").iterdir()) == [f"update-00000{n}.jsonl" for n in (0, 2, 3)]
     events = EventAccumulator(str(output / "logs"), size_guidance={"scalars": 0}).Reload()

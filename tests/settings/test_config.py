@@ -135,7 +135,7 @@ def test_the_settings_of_an_unknown_algorithm_are_refused():
 
 def test_an_algorithm_that_compares_completions_needs_a_group():
     for algorithm in ("grpo", "rloo"):
-        with pytest.raises(UserError, match="K is unset: --K none. Give at least 2"):
+        with pytest.raises(UserError, match="K is unset: --K none. Set it to at least 2"):
             parse_cli(["--K", "none"], algorithm)
     assert parse_cli([], "ppo").group_size == 1 and parse_cli([], "rloo").group_size == 8
 

@@ -56,7 +56,7 @@ def test_perplexity_is_taken_on_chosen_replies(start_model):
     tokenizer = load_tokenizer(str(start_model))
     pairs = prompts(3, chosen="yes", rejected="no")
     text = fixed_text(tokenizer, pairs, lambda _: pytest.fail("nothing to sample"), None)
-    assert text.source == "3 held-out chosen replies"
+    assert text.source == "3 held-out chosen completions"
     assert text.completions == [encode_completion(tokenizer, "yes")] * 3
 
 
@@ -68,7 +68,7 @@ def test_without_pairs_the_perplexity_is_of_the_start_models_replies_and_says_so
     log = attach(trainer)
     trainer.train()
     kept = len(trainer.evaluation_prompts)
-    source = f"one fixed sample of the start model's replies ({kept})"
+    source = f"one fixed sample of the start model's completions ({kept})"
     assert trainer.evaluator.text.source == source == log.record.best.perplexity_text
     start = [json.loads(line)["reply"] for line in (Path(log.path.parent) / "samples" / "update-000000.jsonl").open()]
     decoded = [decode_completion(trainer.processing_class, ids) for ids in trainer.evaluator.text.completions]
@@ -88,9 +88,9 @@ def test_a_named_text_is_the_perplexitys(build, start_model, tmp_path):
         [*p.ids, *r] for p, r in zip(trainer.evaluator.text.prompts, trainer.evaluator.text.completions, strict=True)
     ] == ids
     (tmp_path / "empty.txt").write_text("\n\n")
-    with pytest.raises(UserError, match="no paragraph of two tokens or more: --eval-text"):
+    with pytest.raises(UserError, match="no paragraph with at least 2 tokens: --eval-text"):
         build("--eval-text", tmp_path / "empty.txt")
-    with pytest.raises(UserError, match="no such file: --eval-text"):
+    with pytest.raises(UserError, match="file not found: --eval-text"):
         build("--eval-text", tmp_path / "nowhere.txt")
 
 

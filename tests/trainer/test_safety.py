@@ -342,7 +342,7 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_no_step(build, algorit
     plain, short = build(algorithm=algorithm), build(algorithm=algorithm)
     plain.update_step(1)
     sizes = short_of_memory(short, 1)
-    with pytest.warns(RLHFWarning, match="out of memory in the backward pass: micro-batches of at most 2 replies"):
+    with pytest.warns(RLHFWarning, match="out of memory in the backward pass: reduced the micro-batch size to 2 for"):
         short.update_step(1)
     assert sizes == [4, 2, 1, 1, 1, 1, 1, 1, 1, 1], "halved twice, and then for good"
     assert short.progress.optimizer_steps == plain.progress.optimizer_steps == 2
@@ -357,7 +357,7 @@ def test_out_of_memory_with_one_reply_names_what_helps(build, flags):
     with pytest.warns(RLHFWarning), pytest.raises(RunError) as raised:
         trainer.update_step(1)
     message = str(raised.value)
-    assert "out of memory with one reply at a time: the backward pass" in message
+    assert "out of memory with one completion at a time: the backward pass" in message
     named = re.findall(r"(--[a-z0-9-]+)[ 0-9]* \(about ([0-9.]+) GiB less\)", message)
     assert len(named) == 3 and ("--use-lora" in dict(named)) == (not flags)
     sizes = [float(size) for _, size in named]

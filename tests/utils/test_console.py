@@ -59,7 +59,7 @@ def test_a_card_beside_a_torch_without_cuda_gives_one_line(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(device.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
     line = device.unused_card()
-    assert "an NVIDIA card is here" in line and "pip install --force-reinstall torch --index-url" in line
+    assert "this machine has an NVIDIA GPU, but" in line and "pip install --force-reinstall torch --index-url" in line
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "driver is too old" in device.unused_card()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -494,9 +494,7 @@ def test_a_callback_with_on_drop_still_receives_skipped_updates(make, kind):
 def test_a_trainer_trains_once(make):
     trainer = make("--num-iterations", 1)
     trainer.train()
-    with pytest.raises(
-        RunError, match=r"already trained, 1 updates: train\(\)\. Create a new trainer"
-    ):
+    with pytest.raises(RunError, match=r"already trained, 1 updates: train\(\)\. Create a new trainer"):
         trainer.train()
 
 

@@ -1,4 +1,4 @@
-"""What an algorithm learns from: the rollout, the scores and what the algorithm made of them."""
+"""The batch that an algorithm trains on: the rollout and the advantages, returns and rewards computed from it."""
 
 from __future__ import annotations
 
@@ -15,30 +15,33 @@ from rlhf.rollout.completions import Completions, Rollout
 
 @dataclass
 class Experience:
-    """One update's batch. B episodes, T completion tokens; tensors are 0 off the mask unless noted."""
+    """One update's batch: B episodes, T completion tokens. Tensors are 0 where `mask` is False, unless noted."""
 
-    # what was sampled
+    # sampled
     prompts: list[Prompt]
     completions: Completions  # ids, lengths and groups
     mask: Tensor  # (B, T) True on completion tokens, EOS included
-    # log pi(a|s), nats; undefined off the mask
+    # log pi(a|s), nats; undefined where `mask` is False
     logprobs: Tensor  # (B, T) rollout policy
     ref_logprobs: Tensor  # (B, T) frozen reference
-    # the KL to the reference
-    kl: Tensor  # (B, T) k1, nats
+    # KL to the reference
+    kl: Tensor  # (B, T) k1 estimate, nats
     kl_coef: float  # beta of this update, score units per nat
-    # what is learned from, score units
-    raw_advantages: Tensor  # (B, T) before whitening
-    advantages: Tensor  # (B, T) as the loss takes them: whitened and corrected for the sampler, if asked
-    # only if the algorithm has a critic, score units
-    values: Tensor | None = None  # (B, T) at rollout time; undefined off the mask
-    returns: Tensor | None = None  # (B, T) the critic's target
-    rewards: Tensor | None = None  # (B, T) as GAE took them
+    # score units, unless whitened or divided by a standard deviation
+    raw_advantages: Tensor  # (B, T) before whitening and importance weights
+    advantages: Tensor  # (B, T) used by the loss: after whitening (PPO) and importance weights (vLLM)
+    # score units; None without a critic
+    values: Tensor | None = None  # (B, T) at rollout time; undefined where `mask` is False
+    returns: Tensor | None = None  # (B, T) target of the critic
+    rewards: Tensor | None = None  # (B, T) input of GAE
 
     @classmethod
     def of(cls, rollout: Rollout, *, advantages: Tensor, one_action: bool = False, **learned: Any) -> Experience:
-        """The experience of a rollout. If another program sampled, `advantages` are corrected by truncated importance
-        sampling: token by token, or completion by completion if a completion is `one_action`."""
+        """Builds the experience of a rollout.
+
+        If vLLM sampled the completions, `advantages` (B, T) are multiplied by truncated importance weights: one
+        weight per token, or one per completion if `one_action`. `learned` are the remaining fields.
+        """
         sampled = rollout.completions.sampled_logprobs
         if sampled is not None:
             advantages = advantages * objectives.truncated_importance_weights(
@@ -57,18 +60,22 @@ class Experience:
 
 
 class PolicyOutputs(NamedTuple):
-    """The present policy's outputs on some rows: each (n, T)."""
+    """Outputs of the current policy for n rows, each (n, T)."""
 
-    logprobs: Tensor
-    entropy: Tensor
-    values: Tensor | None  # None without a critic
+    logprobs: Tensor  # nats
+    entropy: Tensor  # nats
+    values: Tensor | None  # score units; None without a critic
 
 
 def policy_stats(
     loss: Tensor, clipfrac: Tensor, outputs: PolicyOutputs, experience: Experience, rows: Tensor, tokens: Tensor
 ) -> dict[str, Tensor]:
-    """Statistics of the policy on some rows, detached: its term of the loss, the clipped share, and how far it has
-    moved from the rollout policy. Means are over the minibatch's `tokens`, so that micro-batches add up."""
+    """Returns detached statistics of the policy for some rows, by TensorBoard tag.
+
+    `loss` and `clipfrac` are returned as given. The approximate KL to the rollout policy, the entropy and the ratio
+    are sums over the rows' tokens divided by `tokens`, the number of completion tokens in the minibatch. The values
+    of its micro-batches therefore add up to the minibatch's mean.
+    """
     mask, old, logprobs = experience.mask[rows], experience.logprobs[rows], outputs.logprobs
     figures = {
         "policy/loss": loss,

@@ -1,4 +1,4 @@
-"""Group relative policy optimization (Shao et al. 2024, arXiv 2402.03300): groups of completions, and no critic."""
+"""Group Relative Policy Optimization (Shao et al. 2024, arXiv 2402.03300): groups of completions, no critic."""
 
 from __future__ import annotations
 
@@ -12,15 +12,23 @@ from rlhf.settings.training import Config
 
 
 class GRPO:
-    """Advantages relative to the group's mean score; the clipped policy loss under one of several divisors."""
+    """Advantages relative to the mean reward of the group, and the clipped policy loss in one of several forms."""
 
     def __init__(self, config: Config):
         self.config = config
 
     def advantages(self, rollout: Rollout, scores: Tensor, kl_coef: float) -> Experience:
-        """Group advantages of scores (B,), less beta x each completion's KL if the reward is charged with it."""
+        """Computes one advantage per completion, the same for all its tokens.
+
+        Args:
+            rollout: B completions; the `group_size` completions of one prompt are neighbours.
+            scores: (B,) score units.
+            kl_coef: beta, score units per nat. It is charged here only if kl_placement is "reward".
+        """
         kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
+        # R_i = score_i - beta * sum_t KL_it
         rewards = scores - self.config.kl.coef_in("reward", kl_coef) * kl.sum(1)
+        # A_it = (R_i - mean of the group's R) / scale
         groups = objectives.group_advantages(rewards, self.config.group_size, self.config.grpo.scale_rewards)
         advantages = torch.where(rollout.mask, groups.unsqueeze(1), 0.0)
         return Experience.of(rollout, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=advantages)
@@ -28,7 +36,21 @@ class GRPO:
     def loss(
         self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The GRPO loss of some rows, so that parts add up to the minibatch's, and its statistics, detached."""
+        """Computes the GRPO loss of some rows. The losses of a minibatch's micro-batches add up to its loss.
+
+            L = sum_it w_it * (L_policy_it + beta * KL_it) - entropy_coef * mean entropy
+
+        The weights w are `objectives.grpo_token_weights`. beta is 0 here unless kl_placement is "loss".
+
+        Args:
+            experience: the batch of the update.
+            rows: (n,) indices of the rows.
+            outputs: outputs of the current policy for these rows.
+            total_tokens: completion tokens of the minibatch, a scalar.
+
+        Returns:
+            The loss, a scalar, and its detached statistics by TensorBoard tag.
+        """
         config, loss_type = self.config, self.config.grpo.loss_type
         mask, old = experience.mask[rows], experience.logprobs[rows]
         weights = objectives.grpo_token_weights(

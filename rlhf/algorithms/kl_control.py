@@ -1,4 +1,4 @@
-"""KL control: the coefficient beta of the KL penalty, fixed, adaptive or phased. Floats only, saveable."""
+"""KL control: the coefficient beta of the KL penalty, fixed, adaptive or phased. docs/kl.md explains it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from itertools import pairwise
 from rlhf.settings.training import Config
 from rlhf.settings.types import KLTarget
 
-LARGEST_ERROR = 0.2  # Ziegler et al. 2019, sec. 2.2: one update reacts to an error of at most 20%
-KL_BAND = (0.5, 1.5)  # times the target: where a steered KL should end
-RUNAWAY = 4.0  # times the target: a KL that steering by 20% at a time will not catch
-SMALLEST_MOVE = 3.0  # a beta that cannot move this far in a phase does not enforce its KL target
-MOST_LOG = 700.0  # exp of more is no float
-LONGEST_HORIZON = 10_000  # episodes; Ziegler et al. 2019
-LOWEST_BETA = 1e-4  # a beta that fell to nothing, in updates of low KL, would take as many to come back
+LARGEST_ERROR = 0.2  # relative error to which one update reacts at most (Ziegler et al. 2019, sec. 2.2)
+KL_BAND = (0.5, 1.5)  # times the target: the range in which a controlled KL should end
+RUNAWAY = 4.0  # times the target: a larger KL is too far off for the controller, whose error is clipped to 20%
+SMALLEST_MOVE = 3.0  # the controller cannot enforce a KL target if beta cannot change by this factor in a phase
+MOST_LOG = 700.0  # exp of a larger number overflows a float
+LONGEST_HORIZON = 10_000  # episodes (Ziegler et al. 2019)
+LOWEST_BETA = 1e-4  # lower limit: after many updates of low KL, beta would need as many updates to grow again
 
 
 class KLController:
-    """Steers beta, the price of a nat, so that the measured KL meets the target in force.
+    """Adjusts beta after each update, so that the KL approaches the current target.
 
-    Fixed: `horizon` is None and beta never moves. Adaptive: one target. Phased: several targets, in force one after
+    Fixed: `horizon` is None, and beta does not change. Adaptive: one target. Phased: several targets, one after
     another.
     """
 
@@ -34,8 +34,14 @@ class KLController:
         updates: int,
         boundaries: Sequence[float] | None = None,
     ):
-        """`beta` in score units per nat; `horizon` in episodes; `updates` is the length of the run; `boundaries` are
-        the shares of the run at which the next target comes into force (None: equal phases)."""
+        """
+        Args:
+            beta: initial KL coefficient, score units per nat.
+            targets: KL targets, one per phase.
+            horizon: number of episodes over which the controller reacts; None: beta is fixed.
+            updates: number of updates in the run.
+            boundaries: fractions of the run at which the next phase starts; None: phases of equal length.
+        """
         self.beta = beta
         self.floor = min(LOWEST_BETA, beta)
         self.targets = tuple(targets)
@@ -52,44 +58,43 @@ class KLController:
 
     @property
     def target(self) -> KLTarget:
-        """The target in force for the update that comes next."""
+        """The target of the next update."""
         return self.target_of(self.done + 1)
 
     def target_of(self, update: int) -> KLTarget:
-        """The target in force in an update, counted from 1; the start has the first one, after the run the last."""
+        """The target of an update, counted from 1. Update 0 has the first target; later than the run, the last."""
         return next((target for _, last, target in self.phases if update <= last), self.targets[-1])
 
     def update(self, kl_per_sequence: float, kl_per_token: float, episodes: int) -> float:
-        """Steer by one update's KL (nats) over `episodes` completions; returns the next update's beta.
+        """Adjust beta to one update's KL (nats) over `episodes` completions. Returns the beta of the next update.
 
-        beta <- beta * (1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon)   (Ziegler et al. 2019, sec. 2.2)
-
-        One step never takes away more than half of beta, however short the horizon, and beta never falls below
-        1e-4 (or its start, where that is lower).
+        Two limits keep beta from collapsing: one update at most halves it, and it does not fall below 1e-4 (or its
+        initial value, if that is lower). Source: Ziegler et al. 2019, arXiv 1909.08593, sec. 2.2.
         """
         if self.horizon is not None:
             kl = kl_per_sequence if self.target.per == "sequence" else kl_per_token
+            # beta <- beta * (1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon)
             error = min(max(kl / self.target.nats - 1, -LARGEST_ERROR), LARGEST_ERROR)
             self.beta = max(self.beta * max(1 + error * episodes / self.horizon, 0.5), self.floor)
         self.done += 1
         return self.beta
 
     def skip(self) -> None:
-        """Count a skipped update: its KL is unknown."""
+        """Count a skipped update. Beta does not change, because the update has no KL."""
         self.done += 1
 
     def raise_beta(self, factor: float) -> float:
-        """At once, whatever the horizon; returns beta."""
+        """Multiply beta by `factor`, independently of the horizon. Returns beta."""
         self.beta *= factor
         return self.beta
 
     @property
     def shortest_phase(self) -> int:
-        """Updates of the shortest phase that has any."""
+        """Number of updates in the shortest phase. Phases without updates do not count."""
         return min((last - first + 1 for first, last, _ in self.phases if last >= first), default=self.updates)
 
     def largest_move(self, episodes: int) -> float:
-        """The factor by which beta can grow in the shortest phase, at `episodes` completions per update."""
+        """Return the factor by which beta can grow in the shortest phase, with `episodes` completions per update."""
         if self.horizon is None:
             return 1.0
         return move_in(self.shortest_phase, episodes, self.horizon)
@@ -112,21 +117,23 @@ def kl_controller(config: Config, updates: int) -> KLController:
 
 
 def move_in(updates: int, episodes: int, horizon: int) -> float:
-    """Return the factor by which beta can grow in some updates: (1 + 0.2 * episodes / horizon) ** updates."""
+    """Return the factor by which beta can grow in this number of updates, with `episodes` completions each."""
+    # (1 + 0.2 * episodes / horizon) ** updates
     return math.exp(min(updates * math.log1p(LARGEST_ERROR * episodes / horizon), MOST_LOG))
 
 
 def default_horizon(shortest_phase: int, episodes: int) -> int:
-    """Return the horizon in episodes that lets beta move about 11-fold in a phase of `shortest_phase` updates of
-    `episodes` each: (1 + 0.2 * 12 / updates) ** updates is about e ** 2.4.
+    """Return the default horizon, in episodes, for a phase of `shortest_phase` updates with `episodes` each.
 
-    At least two updates' episodes, so that one update moves beta by at most 10%; else at most Ziegler's 10,000.
+    It lets beta change about 11-fold in the phase: (1 + 0.2 * 12 / updates) ** updates is about e ** 2.4. It is at
+    least the episodes of two updates, so that one update changes beta by at most 10%. Otherwise it is at most 10,000
+    (Ziegler et al. 2019).
     """
     return max(2 * episodes, min(LONGEST_HORIZON, round(shortest_phase * episodes / 12)))
 
 
 def with_horizon(config: Config, updates: int) -> Config:
-    """Return the settings with the default horizon of a run of `updates` updates as a number."""
+    """Return the settings with the default kl_horizon for `updates` updates, if it is unset and beta changes."""
     horizon = kl_controller(config, updates).horizon
     if horizon is None or config.kl.kl_horizon is not None:
         return config
@@ -134,5 +141,5 @@ def with_horizon(config: Config, updates: int) -> Config:
 
 
 def in_band(kl: float, target: float, band: tuple[float, float] = KL_BAND) -> bool:
-    """Whether a measured KL stands within `band` times its target (same unit)."""
+    """True if a KL is within `band` times its target (same unit)."""
     return band[0] * target <= kl <= band[1] * target

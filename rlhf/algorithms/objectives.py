@@ -1,7 +1,7 @@
-"""The equations of PPO, GRPO and RLOO on text: pure functions of tensors and floats, without settings or trainer.
+"""The equations of PPO, GRPO and RLOO for text: pure functions of tensors and floats, without settings or trainer.
 
-Shapes: B episodes, T reply tokens. `mask` (B, T) is True on the tokens of a reply up to and including its EOS; what
-stands under a False is never read. Unless said otherwise all tensors are float32.
+Shapes: B episodes, T completion tokens, n rows of a micro-batch. `mask` (B, T) is True on a completion's tokens up to
+and including its EOS. Values where `mask` is False are ignored. Tensors are float32 unless noted.
 """
 
 from __future__ import annotations
@@ -11,77 +11,84 @@ from torch import Tensor
 
 
 def masked_mean(values: Tensor, mask: Tensor, total: Tensor | float | None = None) -> Tensor:
-    """Mean of `values` (B, T) where `mask` (B, T) holds: a scalar.
+    """Returns the mean of `values` (B, T) over the tokens where `mask` (B, T) is True, a scalar.
 
-    `total` replaces the number of masked tokens as the divisor. A micro-batch divided by its minibatch's tokens adds
-    up to the minibatch's mean, so that the micro-batch changes memory and not the result.
+    `total` replaces the number of these tokens as the divisor. If every micro-batch divides by the tokens of its
+    minibatch, the results add up to the minibatch's mean: the micro-batch size changes memory, not the result.
     """
     return torch.where(mask, values, 0.0).sum() / (mask.sum() if total is None else total)
 
 
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
-    """Unbiased variance of `values` where `mask` holds: a scalar; 0 for a single token."""
+    """Returns the unbiased variance of `values` (B, T) over the masked tokens, a scalar; 0 for a single token."""
     centered = torch.where(mask, values - masked_mean(values, mask), 0.0)
     return centered.square().sum() / (mask.sum() - 1).clamp(min=1)
 
 
 def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """`values` (B, T) scaled to variance 1, and to mean 0 if `shift_mean`, over the masked tokens; 0 elsewhere."""
+    """Returns `values` (B, T) scaled to variance 1 over the masked tokens, to mean 0 if `shift_mean`; 0 elsewhere."""
     mean, var = masked_mean(values, mask), masked_var(values, mask)
+    # (x - mean) / sqrt(var + 1e-8)
     whitened = (values - mean) * torch.rsqrt(var + 1e-8)
     return torch.where(mask, whitened if shift_mean else whitened + mean, 0.0)
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Per-token KL estimate log p - log q (B, T), nats; unbiased under samples of p, can be negative.
+    """Returns the k1 estimate of the KL per token, log p - log q, (B, T) in nats, 0 where `mask` is False.
 
-    Schulman, "Approximating KL Divergence" (2020), k1. Summed over a reply it estimates the sequence's KL.
+    Unbiased for samples from p; can be negative. Its sum over a completion estimates the KL of the sequence.
+    Source: Schulman, "Approximating KL Divergence" (2020).
     """
     return torch.where(mask, logprobs - ref_logprobs, 0.0)
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Per-token KL estimate (r - 1) - log r with r = q / p (B, T), nats; never negative.
+    """Returns the k3 estimate of the KL per token, (B, T) in nats, 0 where `mask` is False. It is never negative.
 
-    Schulman, "Approximating KL Divergence" (2020), k3.
+    Source: Schulman, "Approximating KL Divergence" (2020).
     """
     log_ratio = torch.where(mask, ref_logprobs - logprobs, 0.0)
+    # k3 = r - 1 - log r with r = q / p
     return torch.expm1(log_ratio) - log_ratio
 
 
 def kl_loss_per_token(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """The KL penalty in the loss, per token: (p_new / p_old) * k3. All (B, T), nats, 0 off the mask.
+    """Returns the KL penalty of the loss per token, (p_new / p_old) * k3, (n, T) in nats, 0 where `mask` is False.
 
-    Its gradient is (p_new / p_old) * log(p_new / q) * grad log p_new: an importance-weighted estimate of the gradient
-    of KL(policy || reference), the KL that is logged and steered. The gradient of k3 alone is that of
-    KL(reference || policy). docs/kl.md has the derivation.
+    Its gradient is (p_new / p_old) * log(p_new / q) * grad log p_new, an importance-weighted estimate of the gradient
+    of KL(policy || reference). This is the KL that is logged and controlled. The gradient of k3 alone would be that
+    of KL(reference || policy). docs/kl.md has the derivation.
     """
-    # rho_t = p_new / p_old; k3 = q / p_new - 1 - log(q / p_new)
+    # (p_new / p_old) * (q / p_new - 1 - log(q / p_new))
     ratio = torch.exp(torch.where(mask, logprobs - old_logprobs, 0.0))
     return ratio * kl_k3(logprobs, ref_logprobs, mask)
 
 
 def last_token(mask: Tensor) -> Tensor:
-    """True at each reply's last token (B, T). A reply always has at least one."""
+    """Returns a mask (B, T) that is True at the last token of each completion. A completion has at least one token."""
     after = torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
     return mask & ~after
 
 
 def shape_rewards(kl: Tensor, scores: Tensor, mask: Tensor, beta: float, kl_penalty_at: str = "token") -> Tensor:
-    """Rewards per token (B, T), score units: the KL penalty, and the score (B,) at the last token.
+    """Returns one reward per token, (B, T) in score units: the score (B,) at the last token, and the KL penalty.
 
-    `token`: r_t = -beta * KL_t (Ziegler et al. 2019, eq. 2). `eos`: the reply's whole KL is charged with its score.
+    `kl_penalty_at` is "token", a penalty at every token (Ziegler et al. 2019, arXiv 1909.08593, eq. 2), or "eos", the
+    penalty of the whole completion at its last token.
     """
     final = last_token(mask)
     if kl_penalty_at == "eos":
+        # r_T = score - beta * sum_t KL_t
         return torch.where(final, (scores - beta * kl.sum(1)).unsqueeze(1), 0.0)
+    # r_t = -beta * KL_t, and at the last token r_T = score - beta * KL_T
     return torch.where(mask, -beta * kl, 0.0) + torch.where(final, scores.unsqueeze(1), 0.0)
 
 
 def td_errors(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Temporal-difference errors (B, T), score units, 0 off the mask (Schulman et al. 2016, arXiv 1506.02438, eq. 9).
+    """Returns temporal-difference errors, (B, T) in score units, 0 where `mask` is False.
 
-    An episode ends at its last token: what follows has value 0, whether the reply ended or ran into the limit.
+    The value after the last token is 0, whether the completion ended with EOS or reached max_new_tokens.
+    Source: Schulman et al. 2016, arXiv 1506.02438, eq. 9.
     """
     values, rewards = torch.where(mask, values, 0.0), torch.where(mask, rewards, 0.0)
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
@@ -92,7 +99,10 @@ def td_errors(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float) -> Te
 def generalized_advantage_estimate(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, both (B, T) and 0 off the mask (Schulman et al. 2016, arXiv 1506.02438, eq. 16)."""
+    """Returns GAE's advantages and the returns, both (B, T) in score units, 0 where `mask` is False.
+
+    The returns are the critic's targets. Source: Schulman et al. 2016, arXiv 1506.02438, eq. 16.
+    """
     deltas = td_errors(rewards, values, mask, gamma)
     advantages = torch.zeros_like(deltas)
     running = torch.zeros_like(deltas[:, 0])
@@ -100,14 +110,17 @@ def generalized_advantage_estimate(
         # A_t = delta_t + gamma * lambda * A_{t+1}
         running = deltas[:, t] + gamma * lam * running
         advantages[:, t] = running
+    # return_t = A_t + V(s_t)
     return torch.where(mask, advantages, 0.0), torch.where(mask, advantages + values, 0.0)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_range: float) -> tuple[Tensor, Tensor]:
-    """PPO-clip per token (Schulman et al. 2017, eq. 7), as a loss: max(-A r, -A clip(r, 1 - c, 1 + c)).
+    """Computes PPO-clip per element, as a loss (Schulman et al. 2017, arXiv 1707.06347, eq. 7).
 
-    Returns the loss and whether the clipped branch is the larger one, both of the shape of `ratio` (B, T).
+    `ratio` and `advantages` are (n, T), or (n,) with one ratio per completion. Returns the loss, and True where the
+    clipped branch is the larger one, in the same shape.
     """
+    # max(-A * r, -A * clip(r, 1 - c, 1 + c))
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
@@ -115,25 +128,28 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_range: float) -> t
 def clipped_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_range: float, total=None
 ) -> tuple[Tensor, Tensor]:
-    """PPO's policy term: the mean of `clipped_surrogate` over tokens.
+    """Computes PPO's policy loss, the mean of `clipped_surrogate` over the tokens.
 
-    All tensors (B, T). `old_logprobs` come from the rollout policy, not from the reference. `total` as in
-    `masked_mean`. Returns (loss, fraction of tokens where the clipped branch is the larger loss), both scalars.
+    Tensors are (n, T). `old_logprobs` are from the rollout policy, not from the reference. `total` as in
+    `masked_mean`. Returns the loss, and the fraction of tokens whose clipped branch is the larger one, both scalars.
     """
+    # r_t = p_new / p_old
     ratio = torch.exp(torch.where(mask, logprobs - old_logprobs, 0.0))
     loss, is_clipped = clipped_surrogate(ratio, advantages, clip_range)
     return masked_mean(loss, mask, total), masked_mean(is_clipped.float(), mask, total)
 
 
 def group_advantages(scores: Tensor, group_size: int, scale: str = "none") -> Tensor:
-    """GRPO's advantages of scores, both (B,), score units: A = score - mean of its group (Shao et al. 2024, arXiv
-    2402.03300, sec. 4.1.2).
+    """Returns GRPO's advantages (B,) from scores (B,): relative to the mean of the group, then scaled.
 
-    A group's `group_size` completions of one prompt are neighbours. `scale`: divide by the standard deviation + 1e-4
-    of the "group" (Shao et al.) or of the "batch", or by nothing, "none" (Liu et al. 2025, arXiv 2503.20783: division
-    by the group's favours prompts that are too easy or too hard).
+    The `group_size` completions of one prompt are neighbours in the batch. `scale` is the divisor:
+
+    group:  the group's standard deviation + 1e-4 (Shao et al. 2024, arXiv 2402.03300, sec. 4.1.2)
+    batch:  the batch's standard deviation + 1e-4
+    none:   1. Liu et al. 2025, arXiv 2503.20783: "group" favours prompts that are too easy or too hard
     """
     groups = scores.view(-1, group_size)
+    # A_i = (score_i - mean of the group) / scale
     advantages = (groups - groups.mean(1, keepdim=True)).flatten()
     if scale == "none":
         return advantages
@@ -144,18 +160,21 @@ def group_advantages(scores: Tensor, group_size: int, scale: str = "none") -> Te
 def grpo_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_range: float, loss_type: str
 ) -> tuple[Tensor, Tensor]:
-    """GRPO's policy term per token, as a loss, before `grpo_token_weights`: PPO-clip with the group's advantages.
+    """Computes GRPO's policy loss per token, not yet multiplied by `grpo_token_weights`.
 
-    All tensors (n, T). `dapo`, `grpo` and `dr_grpo` differ in their weights alone. `gspo` has one ratio per
-    completion, the geometric mean of its tokens' (Zheng et al. 2025, arXiv 2507.18071). `cispo` weights the
-    log-probability by the ratio, clipped from above and without a gradient (MiniMax 2025, arXiv 2506.13585). Returns
-    the loss and whether the ratio was clipped, both (n, T), 0 and False off the mask.
+    Tensors are (n, T). Returns the loss, and True where the ratio is clipped, both (n, T). `loss_type`:
+
+    dapo, grpo, dr_grpo:  `clipped_surrogate` with one ratio per token; only the weights differ
+    gspo:   `clipped_surrogate` with one ratio per completion (Zheng et al. 2025, arXiv 2507.18071)
+    cispo:  REINFORCE weighted by the ratio, clipped from above, without gradient (MiniMax 2025, arXiv 2506.13585)
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     if loss_type == "gspo":
+        # geometric mean of the token ratios: r = exp(mean_t log r_t)
         log_ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand_as(mask)
     ratio = torch.exp(log_ratio)
     if loss_type == "cispo":
+        # -stop_gradient(min(r_t, 1 + c)) * A * log p_t
         loss, is_clipped = -ratio.clamp(max=1 + clip_range).detach() * advantages * logprobs, ratio > 1 + clip_range
     else:
         loss, is_clipped = clipped_surrogate(ratio, advantages, clip_range)
@@ -165,13 +184,17 @@ def grpo_policy_loss(
 def grpo_token_weights(
     loss_type: str, lengths: Tensor, completions: int, rollout_tokens: Tensor, longest: int
 ) -> Tensor:
-    """The weight of one token's loss in its minibatch, (n, 1), for completions of `lengths` (n,) tokens.
+    """Returns the weight of each token's loss in its minibatch, (n, 1): one weight per completion.
 
-    dapo, cispo:  1 / tokens                                           (Yu et al. 2025, arXiv 2503.14476)
-    grpo, gspo:   1 / (completions x the completion's tokens)          (Shao et al. 2024, arXiv 2402.03300)
-    dr_grpo:      1 / (completions x the longest completion possible)  (Liu et al. 2025, arXiv 2503.20783)
+    dapo, cispo:  1 / rollout_tokens             (Yu et al. 2025, arXiv 2503.14476)
+    grpo, gspo:   1 / (completions * length_i)   (Shao et al. 2024, arXiv 2402.03300)
+    dr_grpo:      1 / (completions * longest)    (Liu et al. 2025, arXiv 2503.20783)
 
-    `completions` is the number in the minibatch; `rollout_tokens` those of the whole rollout / minibatches, as in TRL.
+    Args:
+        lengths: (n,) tokens of each completion.
+        completions: number of completions in the minibatch.
+        rollout_tokens: completion tokens of the whole rollout divided by the number of minibatches, as in TRL.
+        longest: max_new_tokens, the tokens of the longest possible completion.
     """
     if loss_type in ("dapo", "cispo"):
         return (1 / rollout_tokens).expand(len(lengths), 1)
@@ -180,20 +203,26 @@ def grpo_token_weights(
 
 
 def leave_one_out_advantages(scores: Tensor, group_size: int) -> Tensor:
-    """RLOO's advantages of scores, both (B,), score units: A_i = R_i - mean of the other R_j of its group (Ahmadian
-    et al. 2024, arXiv 2402.14740, eq. 8). A group's `group_size` completions of one prompt are neighbours.
+    """Returns RLOO's advantages (B,) from scores (B,), both in score units: relative to the other scores of the group.
+
+    The `group_size` completions of one prompt are neighbours in the batch.
+    Source: Ahmadian et al. 2024, arXiv 2402.14740, eq. 8.
     """
     groups = scores.view(-1, group_size)
+    # A_i = R_i - mean of R_j over the other completions j of the group
     others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
     return (groups - others).flatten()
 
 
-LARGEST_LOG_RATIO = 20.0  # exp of more would end in infinite numbers, also where the clip makes the gradient 0
+LARGEST_LOG_RATIO = 20.0  # without a limit exp can overflow, even where the clip makes the gradient 0
 
 
 def completion_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """pi_new(completion) / pi_rollout(completion) = exp(sum_t log r_t), (n,), from log-probabilities (n, T); held
-    between exp(-20) and exp(20), without a gradient outside."""
+    """Returns the ratio of the probabilities of whole completions under two policies, (n,), from (n, T) nats.
+
+    The log-ratio is clamped to [-20, 20]; its gradient is 0 outside.
+    """
+    # p_new(completion) / p_old(completion) = exp(sum_t log r_t)
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0).sum(1)
     return torch.exp(log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
 
@@ -201,11 +230,11 @@ def completion_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Te
 def rloo_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_range: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """RLOO's policy term per completion, as a loss: PPO-clip with the completion as one action (Ahmadian et al. 2024,
-    arXiv 2402.14740, sec. 3.2; clipped as in TRL's RLOOTrainer).
+    """Computes RLOO's policy loss per completion: `clipped_surrogate` with the whole completion as one action.
 
-    Log-probabilities and mask (n, T), advantages (n,). Returns the loss, whether it was clipped, and the ratio, each
-    (n,).
+    `logprobs`, `old_logprobs` and `mask` are (n, T), `advantages` (n,). Returns the loss, True where it is clipped,
+    and the ratio, each (n,). Source: Ahmadian et al. 2024, arXiv 2402.14740, sec. 3.2; clipped as in TRL's
+    RLOOTrainer.
     """
     ratio = completion_ratio(logprobs, old_logprobs, mask)
     return *clipped_surrogate(ratio, advantages, clip_range), ratio
@@ -214,18 +243,20 @@ def rloo_policy_loss(
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_range: float, total=None
 ) -> tuple[Tensor, Tensor]:
-    """0.5 x mean squared error of the values, each held within `clip_range` of its value at rollout time.
+    """Computes the critic's loss: half the mean squared error, with each value's change since the rollout clipped.
 
-    As in the PPO implementation of Dhariwal et al. ("OpenAI Baselines", 2017) and TRL. All tensors (B, T), score
-    units. Returns (loss, fraction of tokens where the clipped branch is the larger loss), both scalars.
+    Tensors are (n, T), in score units. `total` as in `masked_mean`. Returns the loss, and the fraction of tokens whose
+    clipped branch is the larger one, both scalars.
+    Source: the PPO implementation of Dhariwal et al. ("OpenAI Baselines", 2017); TRL has the same.
     """
-    held = torch.clamp(values, old_values - clip_range, old_values + clip_range)
-    free_error, held_error = (values - returns).square(), (held - returns).square()
-    loss = 0.5 * masked_mean(torch.maximum(free_error, held_error), mask, total)
-    return loss, masked_mean((held_error > free_error).float(), mask, total)
+    # V_clip = clip(V, V_old - c, V_old + c);  L = 0.5 * mean(max((V - R)^2, (V_clip - R)^2))
+    clipped = torch.clamp(values, old_values - clip_range, old_values + clip_range)
+    error, clipped_error = (values - returns).square(), (clipped - returns).square()
+    loss = 0.5 * masked_mean(torch.maximum(error, clipped_error), mask, total)
+    return loss, masked_mean((clipped_error > error).float(), mask, total)
 
 
-TIS_CAP = 2.0
+TIS_CAP = 2.0  # the largest importance weight
 
 
 def truncated_importance_weights(
@@ -235,26 +266,26 @@ def truncated_importance_weights(
     one_action: bool = False,
     cap: float = TIS_CAP,
 ) -> Tensor:
-    """min(pi_train / pi_sample, cap) per token, (B, T), 0 off the mask: truncated importance sampling. If the
-    completion is `one_action`, the ratio is that of the whole completion, at all its tokens.
+    """Returns truncated importance weights (B, T), 0 where `mask` is False.
 
-    For completions whose sampler computed other probabilities than the training forward does (Ionides 2008; Yao et
-    al. 2025, "Your efficient RL framework secretly brings you off-policy RL training").
+    They correct for a sampler whose probabilities differ from those of the training forward pass, such as vLLM.
+    With `one_action`, all tokens of a completion have the ratio of the whole completion.
+    Source: Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
     """
+    # min(p_train / p_sampler, cap)
     gap = torch.where(mask, logprobs - sampled_logprobs, 0.0)
     gap = gap.sum(1, keepdim=True) if one_action else gap
     return torch.where(mask, gap.exp().clamp(max=cap), 0.0)
 
 
 def approximate_kl(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, total=None) -> Tensor:
-    """How far an update has moved from the rollout policy: mean of 0.5 * (log ratio)^2 (k2), nats per token."""
+    """Returns the k2 estimate of the KL between the rollout policy and the current one, a scalar in nats per token."""
+    # mean of 0.5 * (log r_t)^2
     return masked_mean(0.5 * torch.where(mask, logprobs - old_logprobs, 0.0).square(), mask, total)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 - Var(returns - values) / Var(returns) over the masked tokens: 1 is a perfect critic, 0 one that says nothing.
-
-    Where all returns are equal there is nothing to explain: 0.
-    """
+    """Returns the share of the returns' variance that the values explain, a scalar; 0 if all returns are equal."""
     variance = masked_var(returns, mask)
+    # 1 - Var(returns - values) / Var(returns)
     return torch.where(variance > 0, 1 - masked_var(returns - values, mask) / variance, torch.zeros_like(variance))

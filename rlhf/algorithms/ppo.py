@@ -1,4 +1,4 @@
-"""Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) with a critic and GAE."""
+"""Proximal Policy Optimization (Schulman et al. 2017, arXiv 1707.06347) with a critic and GAE."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from rlhf.settings.training import Config
 
 
 class PPO:
-    """Advantages by GAE on rewards per token; the clipped policy and value losses."""
+    """Advantages by GAE from one reward per token, and the clipped policy and value losses."""
 
     def __init__(self, config: Config):
         self.config = config
 
     def advantages(self, rollout: Rollout, scores: Tensor, kl_coef: float) -> Experience:
-        """Rewards per token from scores (B,) and KL, then GAE."""
+        """Computes rewards per token from the scores and the KL, then advantages and returns by GAE.
+
+        Args:
+            rollout: B completions with their values.
+            scores: (B,) score units.
+            kl_coef: beta, score units per nat. It is charged here only if kl_placement is "reward".
+        """
         ppo, critic, mask = self.config.ppo, self.config.critic, rollout.mask
         kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, mask)
         beta = self.config.kl.coef_in("reward", kl_coef)
@@ -36,7 +42,22 @@ class PPO:
     def loss(
         self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The PPO loss of some rows, each term divided by the minibatch's tokens, and its statistics, detached."""
+        """Computes the PPO loss of some rows. The losses of a minibatch's micro-batches add up to its loss.
+
+            L = L_policy + value_coef * L_value - entropy_coef * mean entropy + beta * mean KL
+
+        Every term is a sum over the rows' tokens divided by `total_tokens`. beta is 0 here unless kl_placement is
+        "loss".
+
+        Args:
+            experience: the batch of the update.
+            rows: (n,) indices of the rows.
+            outputs: outputs of the current policy for these rows.
+            total_tokens: completion tokens of the minibatch, a scalar.
+
+        Returns:
+            The loss, a scalar, and its detached statistics by TensorBoard tag.
+        """
         config, mask, old = self.config, experience.mask[rows], experience.logprobs[rows]
         policy_loss, clipfrac = objectives.clipped_policy_loss(
             outputs.logprobs, old, experience.advantages[rows], mask, config.batch.clip_range, total_tokens

@@ -1,4 +1,4 @@
-"""REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740): a completion is one action; no critic."""
+"""REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740): a whole completion is one action, no critic."""
 
 from __future__ import annotations
 
@@ -12,18 +12,25 @@ from rlhf.settings.training import Config
 
 
 class RLOO:
-    """Advantages relative to the mean of the other completions; the clipped loss on whole-completion ratios."""
+    """Advantages relative to the mean of the group's other completions, and PPO-clip on whole-completion ratios."""
 
     def __init__(self, config: Config):
         self.config = config
 
     def advantages(self, rollout: Rollout, scores: Tensor, kl_coef: float) -> Experience:
-        """Leave-one-out advantages of scores (B,), less beta x each completion's KL if the reward is charged with
-        it."""
+        """Computes one advantage per completion, the same for all its tokens.
+
+        Args:
+            rollout: B completions; the `group_size` completions of one prompt are neighbours.
+            scores: (B,) score units.
+            kl_coef: beta, score units per nat. It is charged here only if kl_placement is "reward".
+        """
         kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
+        # R_i = score_i - beta * sum_t KL_it
         rewards = scores - self.config.kl.coef_in("reward", kl_coef) * kl.sum(1)
-        of_completions = objectives.leave_one_out_advantages(rewards, self.config.group_size)
-        advantages = torch.where(rollout.mask, of_completions.unsqueeze(1), 0.0)
+        # A_i = R_i - mean of the group's other R_j
+        per_completion = objectives.leave_one_out_advantages(rewards, self.config.group_size)
+        advantages = torch.where(rollout.mask, per_completion.unsqueeze(1), 0.0)
         return Experience.of(
             rollout, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=advantages, one_action=True
         )
@@ -31,12 +38,27 @@ class RLOO:
     def loss(
         self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The RLOO loss of some rows, a mean over the minibatch's completions, and its statistics, detached."""
+        """Computes the RLOO loss of some rows. The losses of a minibatch's micro-batches add up to its loss.
+
+            L = sum_i (L_policy_i + beta * sum_t KL_it) / minibatch_size - entropy_coef * mean entropy
+
+        beta is 0 here unless kl_placement is "loss".
+
+        Args:
+            experience: the batch of the update.
+            rows: (n,) indices of the rows.
+            outputs: outputs of the current policy for these rows.
+            total_tokens: completion tokens of the minibatch, a scalar.
+
+        Returns:
+            The loss, a scalar, and its detached statistics by TensorBoard tag.
+        """
         config, mask, old = self.config, experience.mask[rows], experience.logprobs[rows]
-        of_completions, clipped, ratio = objectives.rloo_policy_loss(
+        # every token has its completion's advantage, so the first one is enough
+        per_completion, clipped, ratio = objectives.rloo_policy_loss(
             outputs.logprobs, old, experience.advantages[rows, 0], mask, config.batch.clip_range
         )
-        policy_loss = of_completions.sum() / config.minibatch_size
+        policy_loss = per_completion.sum() / config.minibatch_size
         clipfrac = clipped.float().sum() / config.minibatch_size
         loss = policy_loss - config.batch.entropy_coef * objectives.masked_mean(outputs.entropy, mask, total_tokens)
         beta = config.kl.coef_in("loss", experience.kl_coef)
@@ -46,5 +68,5 @@ class RLOO:
         return loss, {
             "loss": loss.detach(),
             **policy_stats(policy_loss, clipfrac, outputs, experience, rows, total_tokens),
-            "policy/ratio": ratio.detach().sum() / config.minibatch_size,  # the one that the loss multiplies by
+            "policy/ratio": ratio.detach().sum() / config.minibatch_size,  # of completions, as the loss uses it
         }

@@ -10,19 +10,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One algorithm."""
+    """One row of the table: the properties of an algorithm that other code needs."""
 
-    name: str  # of its script and run folders
+    name: str  # used in the names of its script and run folders
     title: str
-    group_size: int  # completions per prompt unless --K is set; 1: no groups, and --K is refused
+    group_size: int  # default of --K, completions per prompt; 1: no groups, and --K is rejected
     has_critic: bool
-    settings: tuple[str, ...]  # groups that it reads and not every algorithm, besides "group" and "critic"
-    colour: str  # in pictures; Okabe & Ito 2008: told apart with any kind of colour vision, and in grey
-    marker: str  # of matplotlib, to tell it apart without colours
+    settings: tuple[str, ...]  # groups of settings that only some algorithms read, besides "group" and "critic"
+    colour: str  # in plots, from the palette of Okabe & Ito 2008: distinct for colour-blind readers and in greyscale
+    marker: str  # matplotlib's marker in plots, for readers without colours
     source: str  # "module:Class", imported when a trainer is built
 
     def build(self, config: Any) -> Any:
-        """The algorithm with these settings: an object with `advantages` and `loss`."""
+        """Returns the algorithm with these settings: an object with the methods `advantages` and `loss`."""
         module, _, name = self.source.partition(":")
         return getattr(importlib.import_module(module), name)(config)
 
@@ -32,12 +32,12 @@ class Algorithm:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Groups of settings that not every algorithm reads, and this one does."""
+        """Groups of settings that this algorithm reads and some others do not."""
         return (*(["critic"] * self.has_critic), *(["group"] * (self.group_size > 1)), *self.settings)
 
     @property
     def foreign(self) -> dict[str, str]:
-        """Groups of settings that only other algorithms read -> the scripts that have their flags."""
+        """Maps each group of settings that only other algorithms read to the scripts that have its flags."""
         groups = dict.fromkeys(group for row in ALGORITHMS.values() for group in row.reads)
         return {
             group: " and ".join(row.script for row in ALGORITHMS.values() if group in row.reads)
@@ -51,7 +51,7 @@ class Algorithm:
         return {"output": f"./{self.name}_training_output", **({"K": self.group_size} if self.group_size > 1 else {})}
 
     def validate(self, config: Any) -> list[str]:
-        """Errors in the settings for this algorithm alone, one line each."""
+        """Returns the errors in the settings that concern this algorithm only, one line each."""
         if self.group_size > 1 and config.group_size == 1:
             return [
                 "K is unset: --K none. Set it to at least 2: the completions of a prompt are compared with each other"
@@ -99,6 +99,6 @@ DEFAULT_ALGORITHM = "ppo"
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Names of algorithms once each, in the table's order; those that the table lacks come last."""
+    """Returns the distinct names in the order of the table, followed by names that the table does not have."""
     found = dict.fromkeys(names)
     return [*(name for name in ALGORITHMS if name in found), *(name for name in found if name not in ALGORITHMS)]

@@ -8,7 +8,7 @@ from rlhf.rollout.completions import Completions, ForwardPass
 
 
 class CachedForward:
-    """Stores one forward pass with its graph, from the rollout to the first optimizer step on that rollout."""
+    """Stores one forward pass with its autograd graph, from the rollout to the first optimizer step on it."""
 
     def __init__(self):
         self._cached: tuple[Completions, ForwardPass] | None = None
@@ -19,8 +19,10 @@ class CachedForward:
         return forward
 
     def pop(self, completions: Completions, rows: Sequence[int]) -> ForwardPass | None:
-        """Return the stored pass if it covers exactly these rows of `completions`, else None. It is valid once: the
-        weights change afterwards."""
+        """Return the stored pass if it covers exactly these rows of `completions`, otherwise None.
+
+        The pass is removed in either case: it is valid once, because the optimizer step changes the weights.
+        """
         cached, self._cached = self._cached, None
         if cached is None or cached[0] is not completions or cached[1][0].rows != list(rows):
             return None

@@ -29,7 +29,7 @@ from rlhf.trainer.trl_host import Host
 
 
 class RolloutCollector:
-    """Collects rollouts with the policy as it is. Random numbers come from (seed, update, purpose, episode)."""
+    """Collects rollouts with the current policy. Random numbers depend on (seed, update, purpose, episode) only."""
 
     def __init__(
         self,
@@ -52,19 +52,24 @@ class RolloutCollector:
             self.vllm = VLLMEngine(*parts)
 
     def collect(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str = "rollout") -> Rollout:
-        """Sample a completion to the prompt of each episode, (number in the run, prompt), and compute log-probs,
-        values and reference log-probs. The `purpose` "evaluate" draws other random numbers than "rollout"."""
+        """Sample one completion per episode, and compute log-probs, reference log-probs and values.
+
+        Args:
+            episodes: (number of the episode in the run, prompt) of each completion.
+            update: number of the update, from 1.
+            purpose: "rollout" or "evaluate"; each has separate random numbers.
+        """
         prompts, completions = [prompt for _, prompt in episodes], self.sample(episodes, update, purpose)
         logprobs, ref_logprobs, values = self.logprobs(completions, keep_forward=purpose == "rollout")
         return Rollout(completions, prompts, completions.texts(self.tokenizer), logprobs, ref_logprobs, values)
 
     def sample(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Completions:
-        """A completion to the prompt of each episode. vLLM samples rollouts alone: its random numbers are its own, and
-        evaluations draw the same ones every time."""
+        """Sample one completion per episode. Evaluations do not use vLLM: it has a separate random stream, and
+        evaluations need the same random numbers every time."""
         prompts, length = [prompt for _, prompt in episodes], self.sampling.max_new_tokens
         uniform = uniform_noise(self.config.run.seed, update, purpose, [number for number, _ in episodes], length)
         tokens = {"eos": self.tokenizer.eos_token_id, "pad": self.tokenizer.pad_token_id, "device": self.device}
-        self.host.model.eval()  # in train mode, gradient checkpointing would drop the cache
+        self.host.model.eval()  # in train mode, gradient checkpointing disables the KV cache
         phase = "the rollout" if purpose == "rollout" else "an evaluation"
         with self.micro_batch_budget.raise_on_oom(phase), autocast(self.device, self.dtype):
             if self.vllm is not None and purpose == "rollout":
@@ -77,29 +82,31 @@ class RolloutCollector:
             )  # fmt: skip
 
     def logprobs(self, completions: Completions, keep_forward: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, reference log-probs and values of sampled completions, each (B, T), as the loss computes them but
-        without dropout, in as many forward passes as the memory requires. With `keep_forward`, the pass is kept for
-        the first optimizer step if that step runs the same one."""
+        """Compute log-probs, reference log-probs and values of the completions, each (B, T).
+
+        The computation is that of the loss, without dropout, in as many forward passes as the memory requires. With
+        `keep_forward`, the pass is stored for the first optimizer step, if that step needs exactly the same pass.
+        """
         self.host.model.eval()
         self.cached_forward.clear()
         if keep_forward and self.first_step_is_one_pass(completions):
             try:
                 return self._compute_logprobs(completions, self.precompute_first_forward(completions))
-            except torch.OutOfMemoryError:  # a pass that is not kept takes less memory
+            except torch.OutOfMemoryError:  # without a stored graph the pass takes less memory
                 self.cached_forward.clear()
         return self.micro_batch_budget.run_with_oom_retry(
             "computing log-probabilities", completions, lambda: self._compute_logprobs(completions)
         )
 
     def first_step_is_one_pass(self, completions: Completions) -> bool:
-        """Whether the first optimizer step is one forward pass over the whole rollout, without dropout."""
+        """True if the first optimizer step is one forward pass over the whole rollout, without dropout."""
         batch, model = self.config.batch, self.config.model
         one_pass = batch.minibatches == 1 and len(self.micro_batch_budget.split(completions)) == 1
         return one_pass and not model.gradient_checkpointing and not model.has_adapter_dropout
 
     def precompute_first_forward(self, completions: Completions) -> ForwardPass:
-        """Run the first optimizer step's forward pass and keep it. It needs its own autocast context, so that the
-        cached bfloat16 weights keep their graph."""
+        """Run the forward pass of the first optimizer step and store it. It needs a separate autocast context, so that
+        autocast's cached bfloat16 weights keep their autograd graph."""
         (rows,) = self.micro_batch_budget.split(completions)
         micro_batch = self.micro_batch_budget.micro_batch(completions, rows)
         with autocast(self.device, self.dtype):
@@ -116,8 +123,8 @@ class RolloutCollector:
             )
 
     def score(self, rollout: Rollout) -> Scores:
-        """Scores as the reward functions return them, and as the algorithm takes them: less the missing-EOS penalty,
-        normalised if asked. Raises SkipUpdate if one is not finite."""
+        """Score the completions. Stores the raw scores in the rollout; the algorithm uses the shaped ones, after the
+        missing-EOS penalty and normalization. Raises SkipUpdate if a score is not finite."""
         completions, reward = rollout.completions, self.config.reward
         try:
             with self.micro_batch_budget.raise_on_oom("scoring"):
@@ -129,7 +136,7 @@ class RolloutCollector:
         raw = torch.tensor(given.total, dtype=torch.float32, device=completions.ended.device)
         rollout.scores = raw
         try:
-            check_finite(scores=raw)  # a large float64 is infinite in float32
+            check_finite(scores=raw)  # a large float64 overflows in float32
         except SkipUpdate as found:
             raise SkipUpdate(str(found), by_score=True) from None
         shaped = raw - reward.missing_eos_penalty * (~completions.ended).float()

@@ -1,4 +1,4 @@
-"""What a policy is worth on fixed prompts: replies, scores, KL, length, and perplexity on text not its own."""
+"""Evaluation of a policy on fixed prompts: completions, scores, KL, lengths, and the perplexity on a fixed text."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from rlhf.utils.errors import UserError
 
 @dataclass(frozen=True)
 class FixedText:
-    """The text on which perplexity is taken throughout a run."""
+    """The text on which the perplexity is computed throughout a run."""
 
     prompts: list[Prompt]
-    completions: list[list[int]]  # ids with EOS
-    source: str  # in words, shown wherever the perplexity is
+    completions: list[list[int]]  # token ids whose log-probabilities are averaged
+    source: str  # description, printed next to the perplexity
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One look at the policy. Lists have an entry per evaluation prompt."""
+    """Results of one evaluation of the policy. Lists have one entry per evaluation prompt."""
 
     update: int
     texts: list[str]
@@ -49,10 +49,10 @@ class Evaluation:
     lengths: list[int]  # tokens, EOS included
     ended: list[bool]
     perplexity: float
-    topics: list[str | None] | None = None  # names among the metrics; None where topics are not looked at
+    topics: list[str | None] | None = None  # as in the metrics' names; None if the run has no metrics per topic
 
     def metrics(self) -> dict[str, float]:
-        """As logged: see the glossary in the README."""
+        """Returns the metrics by TensorBoard tag. docs/metrics.md describes them."""
         return {
             "eval/score": fmean(self.scores),
             "eval/kl_divergence": fmean(self.kl),
@@ -65,7 +65,7 @@ class Evaluation:
 
     @property
     def not_finite(self) -> str:
-        """Names the figures that are not finite, for an error; "" if all are finite."""
+        """Lists the KL and the perplexity if they are not finite, for an error message; "" if both are finite."""
         figures = {"KL": fmean(self.kl), "perplexity": self.perplexity}
         return ", ".join(f"the {name} is {value}" for name, value in figures.items() if not math.isfinite(value))
 
@@ -77,7 +77,7 @@ class Evaluation:
         return scores
 
     def write(self, folder: Path, prompts: Sequence[Prompt]) -> None:
-        """Every reply with its score, a JSON object a line."""
+        """Writes every completion with its score, one JSON object per line."""
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"update-{self.update:06d}.jsonl").open("w", encoding="utf-8") as file:
             for prompt, text, score, kl, ended in zip(
@@ -96,8 +96,11 @@ def fixed_text(
     file: str | None,
     most: int = 128,
 ) -> FixedText:
-    """The text of a run's perplexity: `file` where one is named, else the held-out chosen replies, else the start
-    model's replies to the evaluation prompts (`start` makes them), and it says so."""
+    """Returns the text for the perplexity of a run.
+
+    It is the text of `file`, if given. Otherwise it is the chosen completions of the evaluation prompts, if there are
+    any, and otherwise completions of the start model, which `start` samples. At most `most` prompts are used.
+    """
     if file is not None:
         return text_of_file(tokenizer, file)
     with_chosen = [p for p in prompts if p.example.chosen is not None][:most]
@@ -111,7 +114,10 @@ def fixed_text(
 
 
 def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
-    """A text file's paragraphs, each predicted from its first token on. Raises UserError."""
+    """Returns the paragraphs of a text file. The first token of each is its prompt.
+
+    Raises UserError if the file does not exist, or has no paragraph with at least 2 tokens.
+    """
     if not Path(file).is_file():
         raise UserError(f"file not found: --eval-text {file}. Give the path of an existing text file")
     paragraphs = [p for p in read_text(Path(file)).split("\n\n") if p.strip()]
@@ -125,8 +131,7 @@ def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
 
 @torch.no_grad()
 def perplexity(policy, text: FixedText, pad: int, device: torch.device, dtype: torch.dtype | None) -> float:
-    """exp(mean negative log-probability per reply token), at temperature 1, over the whole text. Infinite if it is too
-    large for a float."""
+    """Returns the perplexity per completion token of the text, at temperature 1; infinity if a float overflows."""
     total, tokens, packed = 0.0, 0, packable(base_of(policy))
     order = sorted(range(len(text.completions)), key=lambda i: len(text.completions[i]))
     size = budget_of(device).eval_batch_size
@@ -141,13 +146,14 @@ def perplexity(policy, text: FixedText, pad: int, device: torch.device, dtype: t
         total -= float(logprobs.double().sum())
         tokens += sum(map(len, completions))
     try:
+        # exp(-sum_t log p_t / tokens)
         return math.exp(total / tokens)
     except OverflowError:
         return math.inf
 
 
 class PolicyEvaluator:
-    """Evaluates the policy as it is, with the same random numbers every time."""
+    """Evaluates the current policy, with the same random numbers every time."""
 
     def __init__(
         self,
@@ -157,13 +163,13 @@ class PolicyEvaluator:
         prompts: Sequence[Prompt],
         topic_tags: dict[str, str],
     ):
-        """`prompts` are the run's evaluation prompts; `topic_tags` maps a topic to its name among the metrics."""
+        """`prompts` are the evaluation prompts of the run. `topic_tags` maps each topic to its name in metric tags."""
         self.config, self.tokenizer, self.collector = config, tokenizer, collector
         self.prompts, self.topic_tags = prompts, topic_tags
         self.text: FixedText | None = None
 
     def evaluate(self, prompts: Sequence[Prompt], update: int) -> Evaluation:
-        """Completions to `prompts`, scored; perplexity on the run's fixed text."""
+        """Samples and scores completions to `prompts`, and computes the perplexity on the run's fixed text."""
         self.fix_text()
         rollouts, topics = self.rollouts(prompts), [self.topic_tags.get(p.example.topic) for p in prompts]
         host, collector = self.collector.host, self.collector
@@ -172,15 +178,14 @@ class PolicyEvaluator:
             return evaluate(rollouts, update, *parts)
 
     def rollouts(self, prompts: Sequence[Prompt]) -> list[Rollout]:
-        """A completion to every prompt, some prompts at a time."""
+        """Samples one completion per prompt, in batches."""
         rows, size = list(enumerate(prompts)), budget_of(self.collector.device).eval_batch_size
         return [
             self.collector.collect(rows[start : start + size], 0, "evaluate") for start in range(0, len(rows), size)
         ]
 
     def fix_text(self) -> None:
-        """Choose the text of this run's perplexity, if it is not chosen yet. The policy must still be the start
-        model."""
+        """Chooses the text for the perplexity, on the first call. The policy must still be the start model then."""
         if self.text is None:
             self.text = fixed_text(self.tokenizer, self.prompts, self.rollouts, self.config.data.eval_text)
 
@@ -195,8 +200,18 @@ def evaluate(
     dtype: torch.dtype | None,
     topics: list[str | None] | None = None,
 ) -> Evaluation:
-    """Score the evaluation prompts' rollout, which comes in `parts`, and take the perplexity on the fixed text.
-    `topics` has each prompt's name among the metrics, if it has one."""
+    """Scores the rollout of the evaluation prompts, and computes the perplexity on the fixed text.
+
+    Args:
+        parts: the rollout, in batches.
+        update: number of updates before this evaluation.
+        actor: the policy.
+        rewards: the reward functions.
+        text: text for the perplexity.
+        pad: id of the pad token.
+        dtype: autocast precision; None: float32.
+        topics: topic of each prompt as in metric tags, None for a prompt without one.
+    """
     prompts = [prompt for part in parts for prompt in part.prompts]
     texts = [text for part in parts for text in part.texts]
     ended = [ended for part in parts for ended in part.completions.ended.tolist()]

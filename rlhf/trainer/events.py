@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from rlhf.utils.errors import UserError
 
-# in the order of a run; rlhf.callbacks.base.Callback describes each
+# in the order of a run; rlhf.callbacks.base.Callback documents each one
 EVENTS = (
     "on_train_begin",
     "on_batch",
@@ -19,18 +19,18 @@ EVENTS = (
     "on_update_done",
     "on_train_end",
 )
-EARLIER_NAMES = {"on_update_skipped": "on_drop"}  # of events: callbacks with such a method still receive them
+EARLIER_NAMES = {"on_update_skipped": "on_drop"}  # former names of events; such methods are still called
 
 
 class Events:
-    """Calls the methods of callbacks, in the order in which the callbacks were added."""
+    """Calls the event methods of callbacks, in the order in which the callbacks were added."""
 
     def __init__(self):
         self.callbacks: list[Any] = []
 
     def add(self, callback: Any) -> None:
-        """Add an object with a method for some of EVENTS, or a function of (epoch, metrics): on_epoch_end. Raises
-        UserError for anything else."""
+        """Add a callback: an object with a method for at least one of EVENTS, or a function (epoch, metrics), which is
+        called at on_epoch_end. Raises UserError for anything else."""
         if not callable(callback) and not any(
             hasattr(callback, event) for event in (*EVENTS, *EARLIER_NAMES.values())
         ):
@@ -40,7 +40,7 @@ class Events:
         self.callbacks.append(callback)
 
     def call(self, event: str, *details: Any) -> None:
-        """Call `event` on every callback that has it, under its name or an earlier one."""
+        """Call the method `event`, or its former name, on every callback that has it."""
         for callback in self.callbacks:
             is_function = event == "on_epoch_end" and callable(callback)
             earlier = getattr(callback, EARLIER_NAMES.get(event, event), None)
@@ -50,7 +50,7 @@ class Events:
 
 
 def is_of_transformers(callback: Any) -> bool:
-    """Whether this is a callback of transformers, or the class of one."""
+    """True if `callback` is a TrainerCallback of transformers, or a subclass of it."""
     return isinstance(callback, TrainerCallback) or (
         isinstance(callback, type) and issubclass(callback, TrainerCallback)
     )

@@ -1,4 +1,4 @@
-"""Metrics of an update, with their names and units as logged."""
+"""Metrics of an update by TensorBoard tag. docs/metrics.md gives their units and healthy ranges."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from rlhf.trainer.scores import Scores
 
 
 def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: str | None = None) -> dict[str, float]:
-    """Scores, KL, advantages, lengths. `group_size` is the number of completions per prompt. If the batch is on one
-    `topic`, its score and KL have that name, too."""
+    """Returns the metrics of a rollout: scores, KL, advantages, lengths.
+
+    `group_size` is the number of completions per prompt. If the whole batch is on one `topic`, the mean score and the
+    KL are also returned under its name.
+    """
     mask, raw = batch.mask, scores.raw
     k3 = objectives.kl_k3(batch.logprobs, batch.ref_logprobs, mask)
     tokens = mask.sum()
@@ -35,7 +38,7 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
     if group_size > 1:
         groups = scores.shaped.view(-1, group_size)
         values["rewards/equal_groups"] = (groups == groups[:, :1]).all(1).float().mean()
-    stacked = torch.stack([v.float() for v in values.values()])  # one copy from the device
+    stacked = torch.stack([v.float() for v in values.values()])  # one transfer from the device
     each = (
         {f"rewards/each/{name}": mean for name, mean in scores.per_function.items()}
         if len(scores.per_function) > 1
@@ -47,8 +50,11 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
 
 
 def speed_metrics(times: Sequence[float], tokens: int, episodes: int) -> dict[str, float]:
-    """Seconds of an update's parts, and what they processed per second. `times` are the seconds at which rollout,
-    scoring and optimizer steps began, and at which the optimizer steps ended."""
+    """Returns the seconds of each part of an update, and tokens and episodes per second of the whole update.
+
+    `times` are four points in time, in seconds: the start of the rollout, of scoring and of the optimizer steps, and
+    the end of the optimizer steps.
+    """
     rollout, score, update = (end - start for start, end in pairwise(times))
     return {
         "time/rollout_s": rollout,

@@ -1,4 +1,4 @@
-"""The size of a micro-batch, and what happens if it does not fit into memory."""
+"""The size of micro-batches, and smaller micro-batches after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -19,39 +19,45 @@ T = TypeVar("T")
 
 @dataclass
 class MicroBatchBudget:
-    """How completions are cut into forward passes. It changes memory, and not the result."""
+    """How completions are split into forward passes. The split changes memory, not the result."""
 
-    max_rows: int  # completions at most; 0: no limit
-    max_tokens: int  # prompt and completion tokens at most
+    max_rows: int  # largest number of completions; 0: no limit
+    max_tokens: int  # largest number of prompt and completion tokens
     packed: bool  # without padding
-    # returns the hint if even one completion does not fit
+    # returns advice for an error message
     oom_hint: Callable[[], str] = lambda: "Try --use-lora or --gradient-checkpointing, or halve --max-new-tokens"
 
     @contextmanager
     def raise_on_oom(self, phase: str) -> Iterator[None]:
-        """For work that cannot be split. Raises RunError if it is out of memory."""
+        """Context for work that cannot be split. Raises RunError if it runs out of memory."""
         try:
             yield
         except torch.OutOfMemoryError as error:
             raise RunError(f"out of memory: {phase} ({str(error).splitlines()[0]}). {self.oom_hint()}") from None
 
     def split(self, completions: Completions, rows: Sequence[int] | None = None) -> list[list[int]]:
-        """`rows` (None: all) in micro-batches."""
+        """Split `rows` (None: all) into micro-batches."""
         return completions.split(
             range(len(completions.mask)) if rows is None else rows, self.max_rows, self.max_tokens, self.packed
         )
 
     def micro_batch(self, completions: Completions, rows: Sequence[int]) -> MicroBatch:
-        """What the forward pass of one micro-batch reads."""
+        """Build the inputs of the forward pass over `rows`."""
         return completions.micro_batch(rows, self.packed)
 
     def run_with_oom_retry(
         self, phase: str, completions: Completions, run: Callable[[], T], rows: Sequence[int] | None = None
     ) -> T:
-        """Return `run()`, which splits `rows` (None: all) by these limits. Whenever it is out of memory, the limit is
-        halved for the rest of the training run, and `run` is called again.
+        """Return `run()`, which must split `rows` (None: all) with `split`.
 
-        Raises RunError if a micro-batch is one completion already.
+        If it runs out of memory, the micro-batch size is halved for the rest of the training run, and `run` is called
+        again. Raises RunError if the micro-batches have only one completion.
+
+        Args:
+            phase: what `run` does, for messages.
+            completions: the completions that `run` processes.
+            run: the work; it is called again after an out-of-memory error.
+            rows: rows of `completions` that `run` processes.
         """
         while True:
             try:

@@ -1,4 +1,4 @@
-"""An update's optimizer steps: passes of shuffled minibatches, each in micro-batches, with gradients clipped."""
+"""The optimizer steps of an update: epochs over shuffled minibatches, gradient accumulation, gradient clipping."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlhf.utils.rng import rng_for
 
 
 class PolicyOptimizer:
-    """Takes optimizer steps on an experience, with the algorithm's loss."""
+    """Takes the optimizer steps of an update, with the algorithm's loss."""
 
     def __init__(
         self,
@@ -41,9 +41,11 @@ class PolicyOptimizer:
         self.dtype = autocast_dtype(config.model.bf16, self.device)
 
     def run(self, experience: Experience, update: int) -> dict[str, float]:
-        """`ppo_epochs` passes of shuffled minibatches, an optimizer step each; returns the means of their statistics.
-        Raises SkipUpdate as `step` does."""
-        self.host.model.train()  # for gradient checkpointing and the adapters' dropout; a model's own dropout is off
+        """Run `ppo_epochs` epochs over the experience, with one optimizer step per minibatch.
+
+        Returns the statistics averaged over the optimizer steps. Raises SkipUpdate as `step` does.
+        """
+        self.host.model.train()  # for gradient checkpointing and LoRA dropout; the model's other dropout is disabled
         learning_rate, steps = self.host.lr_scheduler.get_last_lr()[0], []
         with self.dropout_stream(update):
             for epoch in range(self.config.batch.ppo_epochs):
@@ -55,8 +57,10 @@ class PolicyOptimizer:
 
     @contextlib.contextmanager
     def dropout_stream(self, update: int) -> Iterator[None]:
-        """Dropout draws from torch's global random streams. Inside this context they are seeded by (seed, update);
-        afterwards they are what they were before, because reward functions may draw from them."""
+        """Context in which torch's global random generators, which dropout uses, are seeded by (seed, update).
+
+        Their state is restored afterwards, because reward functions may use them.
+        """
         if not self.config.model.has_adapter_dropout:
             yield
             return
@@ -66,14 +70,14 @@ class PolicyOptimizer:
             yield
 
     def minibatches(self, update: int, epoch: int) -> Iterator[list[int]]:
-        """Rows of each minibatch, shuffled by (seed, update, epoch)."""
+        """Yields the rows of each minibatch, shuffled by (seed, update, epoch)."""
         episodes, size = self.config.episodes_per_update, self.config.minibatch_size
         order = rng_for(self.config.run.seed, update, "minibatches", epoch).permutation(episodes).tolist()
         return (order[start : start + size] for start in range(0, episodes, size))
 
     def step(self, experience: Experience, rows: Sequence[int]) -> dict[str, Tensor]:
-        """One optimizer step on one minibatch; returns its statistics. Raises SkipUpdate before the step if a loss or
-        a gradient is not finite, or the ratio is out of range."""
+        """Take one optimizer step on one minibatch; returns its statistics. Raises SkipUpdate before the step if the
+        loss or the gradient norm is not finite, or the mean ratio is out of range."""
         stats = self.minibatch_gradients(experience, rows)
         check_step(stats, rows)
         self.progress.proved = self.host.state.global_step
@@ -84,13 +88,13 @@ class PolicyOptimizer:
         return stats
 
     def minibatch_gradients(self, experience: Experience, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Compute a minibatch's gradients, micro-batch by micro-batch, and clip them; returns its statistics."""
+        """Accumulate the gradients of a minibatch over its micro-batches, and clip them; returns its statistics."""
         completions = experience.completions
         tokens = torch.tensor(float(sum(completions.completion_lengths[r] for r in rows)), device=self.device)
 
         def all_micro_batches() -> dict[str, Tensor]:
             stats: dict[str, Tensor] = {}
-            self.host.optimizer.zero_grad()  # of an attempt that ran out of memory
+            self.host.optimizer.zero_grad()  # removes the gradients of an attempt that ran out of memory
             for part in self.micro_batch_budget.split(completions, rows):
                 cached = self.cached_forward.pop(completions, part)
                 micro_batch, hidden = cached or (self.micro_batch_budget.micro_batch(completions, part), None)
@@ -104,11 +108,12 @@ class PolicyOptimizer:
     def gradients(
         self, experience: Experience, micro_batch: MicroBatch, tokens: Tensor, hidden: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Add one micro-batch's gradients to the weights' gradients; returns its statistics.
+        """Add the gradients of one micro-batch to the weights' gradients; returns its statistics.
 
-        One pass through the backbone, unless its `hidden` states (M, H) are given. Then head and loss run chunk by
-        chunk, and their gradients stop at the hidden states, so that logits exist for one chunk only. At the end the
-        gradients of all chunks go through the backbone together. `tokens` is the number of the minibatch's tokens.
+        The backbone runs once, unless its `hidden` states (M, H) are given. With the fused head, the language-model
+        head and the loss then run chunk by chunk, and each chunk's backward pass stops at the hidden states. So the
+        logits of only one chunk are in memory. Finally one backward pass of the backbone uses the gradients of all
+        chunks. `tokens` is the number of completion tokens in the minibatch.
         """
         fused, entropy = self.config.speed.fused_head, "gradient" if self.config.batch.entropy_coef > 0 else "value"
         if hidden is None:
@@ -132,7 +137,7 @@ class PolicyOptimizer:
         return stats
 
     def chunks(self, micro_batch: MicroBatch) -> Iterator[tuple[slice, slice]]:
-        """Whole completions whose logits may exist together: slices of the micro-batch's rows and of its tokens."""
+        """Yields chunks of whole completions whose logits fit the device's budget, as slices of rows and of tokens."""
         vocabulary = base_of(self.host.actor.policy).get_input_embeddings().num_embeddings
         most = max(1, budget_of(micro_batch.tokens.device).logits_per_chunk // vocabulary)
         first, start, end = 0, 0, 0
@@ -145,6 +150,6 @@ class PolicyOptimizer:
 
 
 def add(sums: dict[str, Tensor], parts: dict[str, Tensor]) -> None:
-    """Add `parts` to `sums`, name by name."""
+    """Add each value of `parts` to the value of the same name in `sums`."""
     for name, part in parts.items():
         sums[name] = sums[name] + part if name in sums else part

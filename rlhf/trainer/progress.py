@@ -1,4 +1,4 @@
-"""What a training run counts."""
+"""Counters of a training run."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass
 class Progress:
-    """Counts over a training run. Checkpoints contain them."""
+    """Counters over a training run. Checkpoints contain them."""
 
     optimizer_steps: int = 0
     reply_tokens: int = 0
     peak_memory: int = 0  # bytes
-    proved: int = 0  # the weights after this update gave a finite gradient in the next one
-    skipped: int = 0  # updates
+    proved: int = 0  # number of the latest update whose weights gave finite gradients in the next update
+    skipped: int = 0  # skipped updates
     skipped_in_a_row: int = 0
 
     def count_update(self, skipped: bool) -> None:
-        """Count one more update."""
+        """Count one update."""
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

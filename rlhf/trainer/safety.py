@@ -1,4 +1,4 @@
-"""Checks that keep bad numbers from the weights: values that are not finite, and ratios far out of range."""
+"""Checks that protect the weights from values that are not finite, and from ratios that are far out of range."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# limit of a minibatch's mean ratio to the rollout policy, above and below 1; ratio_threshold in TRL's first PPO
+# limit of a minibatch's mean ratio to the rollout policy, also as 1 / MOST_RATIO; ratio_threshold in TRL's first PPO
 MOST_RATIO = 10.0
 
 
 class SkipUpdate(Exception):
-    """The rest of an update is skipped. The text names the reason."""
+    """Raised to skip the rest of an update. The message is the reason."""
 
     def __init__(self, what: str, rows: Sequence[int] = (), by_score: bool = False):
         super().__init__(what)
-        self.rows = list(rows)  # of the minibatch in which it was found; none: in all
-        self.by_score = by_score  # a reward function gave the bad number, so the weights are not the reason
+        self.rows = list(rows)  # rows of the minibatch with the bad value; empty: all rows of the update
+        self.by_score = by_score  # a reward function returned the bad value, so the weights are not the cause
 
 
 def check_finite(**tensors: Tensor | None) -> None:
-    """Raises SkipUpdate where one of them holds a number that is not finite. Waits for the device once."""
+    """Raises SkipUpdate if a tensor contains NaN or infinity. Synchronizes with the device once."""
     known = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     bad = torch.stack([(~tensor.isfinite()).sum() for tensor in known.values()]).tolist()
     found = [
@@ -32,8 +32,8 @@ def check_finite(**tensors: Tensor | None) -> None:
 
 
 def check_step(stats: dict[str, Tensor], rows: Sequence[int]) -> None:
-    """Raises SkipUpdate where a minibatch's loss or gradient is not finite, or its mean ratio out of range. Waits for
-    the device once."""
+    """Raises SkipUpdate if a minibatch's loss or gradient norm is not finite, or its mean ratio is out of range.
+    Synchronizes with the device once."""
     names = ("loss", "policy/grad_norm", "policy/ratio")
     values = dict(zip(names, torch.stack([stats[name].float() for name in names]).tolist(), strict=True))
     for name in names[:2]:

@@ -11,6 +11,6 @@ from torch import Tensor
 class Scores:
     """One update's scores. B episodes."""
 
-    raw: Tensor  # (B,) the weighted sum of the reward functions
-    shaped: Tensor  # (B,) less the missing-EOS penalty, normalised if asked: the algorithm's input
+    raw: Tensor  # (B,) weighted sum of the reward functions
+    shaped: Tensor  # (B,) raw minus the missing-EOS penalty, normalized if configured; input of the algorithm
     per_function: dict[str, float]  # mean of each reward function, before its weight

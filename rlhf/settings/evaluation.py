@@ -25,32 +25,38 @@ AS_IN_RUN = "as in the run"
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """On what models are measured; what is unset is taken from their runs, or from --like."""
+    """Measurement; unset settings are those of the runs, or of the recipe in --like"""
 
     which: str = setting(
-        "final", "of a run: its final weights, or its best checkpoint", choices=("final", "best"), brief=True
+        "final",
+        "weights of a run to use: the final ones, or the best checkpoint",
+        choices=("final", "best"),
+        brief=True,
     )
     baseline: str | None = setting(
         None,
-        "start model to compare with, a folder or a hub name; unset: the runs' own",
-        brief="start model to compare with",
+        "start model to compare with: a folder or a hub name; unset: the start model of the runs",
+        brief="start model to compare with; unset: that of the runs",
     )
     judge_model: str | None = setting(
-        None, "a reward model that training never saw; unset: the gold quality in the demo, elsewhere none", brief=True
+        None,
+        "second reward model, not used in training, that also scores the completions; unset: gold quality in the "
+        "demo, otherwise none",
+        brief="second reward model, not used in training",
     )
-    num_prompts: int = setting(20, "evaluation prompts, drawn at random", ge=1, brief=True)
+    num_prompts: int = setting(20, "number of evaluation prompts, drawn at random", ge=1, brief=True)
     completions: int = setting(
-        4, "replies sampled to each prompt", ge=1, aliases=("num_completions",), brief="completions per prompt"
+        4, "completions sampled for each prompt", ge=1, aliases=("num_completions",), brief="completions per prompt"
     )
     seed: int = setting(
         42,
-        "draws the prompts, the replies and the intervals",
-        brief="draws the prompts and the completions",
+        "random seed of the choice of prompts, the sampling and the confidence intervals",
+        brief="random seed",
         ge=0,
         le=LARGEST_SEED,
     )
     like: str = setting(
-        DEFAULT_RECIPE, "recipe whose settings serve models that are not of a run", choices=shipped_recipes()
+        DEFAULT_RECIPE, "recipe whose settings are used for models that are not run folders", choices=shipped_recipes()
     )
     rm_model: str | None = inherited(
         ModelSettings,
@@ -73,35 +79,35 @@ class MeasureSettings:
         RewardSettings,
         "reward_func",
         AS_IN_RUN,
-        "reward functions; FILE.py:NAME runs that file",
+        "reward functions: a built-in name, or FILE.py:NAME, which executes that file",
         "reward functions; unset: as in the run",
     )
     reward_weights: tuple[float, ...] | None = inherited(RewardSettings, "reward_weights", AS_IN_RUN)
     trust_reward_code: bool = setting(
-        False, "run the files of reward functions that a run's run.json names; without it they are refused"
+        False, "allow to execute the Python files of reward functions that are listed in a run's run.json"
     )
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """What is evaluated, and where to."""
+    """Evaluation"""
 
     model_path: tuple[str, ...] = setting(
         (),
-        "run folders, model or adapter folders, hub names; unset: the last run here",
+        "run folders, model or adapter folders, or hub names; unset: the last run in this folder",
         aliases=("model",),
-        brief="runs, models or adapters; unset: the last run here",
+        brief="runs, models or adapters; unset: the last run in this folder",
     )
     output: str = setting(
-        "./evaluation_output", "folder of the page and the JSON file", aliases=("output_dir",), brief=True
+        "./evaluation_output", "folder for the report (HTML and JSON)", aliases=("output_dir",), brief=True
     )
     tokens: str | None = setting(
         None,
-        "a run whose recorded tokens become a page, in place of an evaluation",
-        brief="a run whose recorded tokens become a page",
+        "make a page of the recorded tokens of this run (trained with --record-tokens), instead of an evaluation",
+        brief="make a page of the recorded tokens of this run",
     )
     chat: bool = setting(
-        False, "talk to the model, a line a turn, in place of an evaluation", brief="talk to the model"
+        False, "chat with the model in the terminal, instead of an evaluation", brief="chat with the model"
     )
 
 
@@ -116,21 +122,21 @@ class EvaluationConfig(Command):
         problems, named = [], self.evaluation.model_path
         if self.evaluation.tokens is not None and (named or self.evaluation.chat):
             other = "--model-path" if named else "--chat"
-            problems.append(f"two things at once: --tokens and {other}. One command for each")
+            problems.append(f"--tokens and {other} exclude each other: command line. Use one of them")
         if self.evaluation.chat and len(named) > 1:
-            problems.append(f"{len(named)} models to talk to: --chat, --model-path. Name one")
+            problems.append(f"--chat takes one model, not {len(named)}: --model-path. Give one")
         return problems
 
 
 @dataclass(frozen=True)
 class ComparisonSettings:
-    """What is compared, and where to."""
+    """Comparison"""
 
     runs: tuple[str, ...] = setting(
-        (), "run folders, of one algorithm or several, over seeds", brief=True, positional=True
+        (), "run folders, of one or several algorithms and seeds", brief=True, positional=True
     )
     output: str = setting(
-        "./comparison_output", "folder of the reports and the pictures", aliases=("output_dir",), brief=True
+        "./comparison_output", "folder for the reports and the plots", aliases=("output_dir",), brief=True
     )
 
 
@@ -142,19 +148,22 @@ class ComparisonConfig(Command):
     measure: MeasureSettings = field(default_factory=MeasureSettings)
 
     def validate(self) -> list[str]:
-        return [] if self.comparison.runs else ["no run is named: command line. Give one or more run folders"]
+        return [] if self.comparison.runs else ["no run folder given: command line. Give one or more run folders"]
 
 
 @dataclass(frozen=True)
 class PlotSettings:
-    """What is drawn, and how."""
+    """Plot"""
 
     runs: tuple[str, ...] = setting(
-        (), "run folders; none: the last run here", brief="run folders; none: the last run here", positional=True
+        (),
+        "run folders; none: the last run in this folder",
+        brief="run folders; none: the last run in this folder",
+        positional=True,
     )
-    x: str = setting("updates", "the horizontal axis", brief=True, choices=("updates", "episodes", "time"))
-    smooth: int = setting(10, "updates over which the thick lines average; 1: none", ge=1, brief=True)
-    output: str = setting("./training_progress", "files to write: this name with .png and .csv", brief=True)
+    x: str = setting("updates", "unit of the horizontal axis", brief=True, choices=("updates", "episodes", "time"))
+    smooth: int = setting(10, "length of the moving average (thick lines), in updates", ge=1, brief=True)
+    output: str = setting("./training_progress", "name of the files to write, without .png and .csv", brief=True)
 
 
 @dataclass(frozen=True)
@@ -171,48 +180,48 @@ EVALUATION = CommandLine(
     (
         ("", "the last run in this folder"),
         ("--model-path RUN --which best", "a run's best checkpoint"),
-        ("--chat --model-path RUN", "talk to a model"),
+        ("--chat --model-path RUN", "chat with a model"),
     ),
 )
 COMPARISON = CommandLine(
     ComparisonConfig,
     "compare_runs.py",
-    "Compares algorithms over seeds, and the start model, on the same prompts: a report with a verdict.",
+    "Compares algorithms over seeds, and the start model, on the same prompts. Writes a report with a verdict.",
     (
         ("ppo_seed42 ppo_seed123 grpo_seed42 grpo_seed123", "two algorithms over two seeds"),
         ("RUN ... --which best", "the best checkpoints"),
-        ("RUN ... --judge-model MODEL", "by a reward model that training never saw"),
+        ("RUN ... --judge-model MODEL", "also by a second reward model that was not used in training"),
     ),
 )
 PLOT = CommandLine(
     PlotConfig,
     "plot_training_progress.py",
-    "Draws the training curves of one run, or of several algorithms over seeds: a picture and a table.",
+    "Draws the training curves of one run, or of several algorithms over seeds. Writes a plot and a table.",
     (
         ("", "the last run in this folder"),
-        ("ppo_seed42 grpo_seed42 --x episodes", "two runs on the same axis"),
-        ("RUN --smooth 1 --output ./curves", "without averages, into curves.png and curves.csv"),
+        ("ppo_seed42 grpo_seed42 --x episodes", "two runs over the number of completions"),
+        ("RUN --smooth 1 --output ./curves", "without smoothing, into curves.png and curves.csv"),
     ),
 )
 
 
 def parse_evaluation_cli(argv: Sequence[str] | None = None) -> EvaluationConfig:
-    """Return the configuration of `evaluate_generations.py`. Raises UserError with all errors of the command line."""
+    """Return the configuration of `evaluate_generations.py`. Raises UserError that lists all errors."""
     return _parse(EVALUATION, argv)
 
 
 def parse_comparison_cli(argv: Sequence[str] | None = None) -> ComparisonConfig:
-    """Return the configuration of `compare_runs.py`. Raises UserError with all errors of the command line."""
+    """Return the configuration of `compare_runs.py`. Raises UserError that lists all errors."""
     return _parse(COMPARISON, argv, {"num_prompts": (128, "default")})
 
 
 def parse_plot_cli(argv: Sequence[str] | None = None) -> PlotConfig:
-    """Return the configuration of `plot_training_progress.py`. Raises UserError with all of its errors."""
+    """Return the configuration of `plot_training_progress.py`. Raises UserError that lists all errors."""
     return _parse(PLOT, argv)
 
 
 def _parse(line: CommandLine, argv: Sequence[str] | None, defaults: Layer | None = None) -> Any:
-    """Return the configuration of a command that has no recipes; `defaults` replace the declared ones."""
+    """Return the configuration of a command without recipes. `defaults` replace declared defaults."""
     argv, lower = sys.argv[1:] if argv is None else argv, [defaults or {}]
     show_help(line, argv, lambda _: (lower, None))
     given = read_given(line, argv)

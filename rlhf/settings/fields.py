@@ -1,4 +1,4 @@
-"""A setting is a dataclass field with a meaning, a unit and a range. Its value from text, and back."""
+"""Settings: dataclass fields with a meaning, a unit and a range, and their conversion from and to text."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from rlhf.utils.errors import UserError, did_you_mean
 TRUE_WORDS = {"true", "yes", "on", "1"}
 FALSE_WORDS = {"false", "no", "off", "0"}
 UNSET_WORDS = {"none", "null", "auto", ""}
-LARGEST_COUNT = 10**9  # for whole numbers without an upper limit: a larger one is a slip, and loops over it never end
+LARGEST_COUNT = (
+    10**9
+)  # limit of whole numbers without a declared one: larger values are mistakes, and loops over them never end
 MOST_DIGITS = 30
-Layer = dict[str, tuple[Any, str]]  # name -> (value, the place that sets it)
-UNREADABLE = "(unreadable)"  # the one name in the layer of a file that cannot be read; its value is the error
-LONGEST_SHOWN = 80  # letters of a value in an error
-# name in other trainers -> setting; only for hints
+Layer = dict[str, tuple[Any, str]]  # name -> (value, the place where it was set)
+UNREADABLE = "(unreadable)"  # the only name in the layer of a file that cannot be read; its value is the error message
+LONGEST_SHOWN = 80  # characters of a value in an error message
+# names in other trainers -> settings here; used in hints only
 ELSEWHERE = {"lr": "learning_rate", "beta": "kl_coef", "kl_beta": "kl_coef", "max_completion_length": "max_new_tokens"}
 
 
@@ -45,10 +47,10 @@ def setting(
     Args:
         help: meaning and unit.
         ge, le, gt, lt: bounds (>=, <=, >, <).
-        choices: the values that are allowed.
-        aliases: other names of the setting, those of other trainers among them.
-        brief: the text in `--help`; True: the first clause of `help`; False: the setting is in `--help-all` only.
-        positional: the command line takes the value without a flag.
+        choices: the allowed values.
+        aliases: other names of the setting, for example those of other trainers.
+        brief: the text in `--help`; True: `help` up to its first semicolon; False: the setting is not in `--help`.
+        positional: the value is given on the command line without a flag.
     """
     bounds = {"ge": ge, "le": le, "gt": gt, "lt": lt}
     declared = {"help": help, "bounds": bounds, "choices": choices, "aliases": aliases}
@@ -56,8 +58,8 @@ def setting(
 
 
 def inherited(settings: type, name: str, otherwise: str, help: str | None = None, brief: str | bool = False) -> Any:
-    """Return the setting `name` of another group, unset by default. Its help explains that the value then comes from
-    `otherwise`."""
+    """Return a field that repeats the setting `name` of another group, unset by default. `otherwise` completes its
+    help: the source of the value if it is unset."""
     declared = next(f.metadata for f in dataclasses.fields(settings) if f.name == name)
     meaning = help or declared["help"].split("; unset")[0]
     return field(default=None, metadata={**declared, "help": f"{meaning}; unset: {otherwise}", "brief": brief})
@@ -124,14 +126,14 @@ def name_table(settings: dict[str, Setting]) -> dict[str, str]:
 
 
 def is_unset(value: Any) -> bool:
-    """Whether a value, as it was written, means "unset"."""
+    """True if a written value means "unset"."""
     alone = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
     return alone is None or (isinstance(alone, str) and alone.lower() in UNSET_WORDS)
 
 
 def convert(setting: Setting, value: Any, where: str) -> Any:
-    """Return `value` (text of a flag, or data of a YAML file) in the setting's type. Raises UserError that names
-    `where` the value was set."""
+    """Return `value` (text of a flag, or data from a YAML file) in the type of the setting. Raises UserError, with
+    `where` as the place that set the value."""
     if setting.optional and is_unset(value):
         return None
     if setting.is_list:
@@ -155,11 +157,11 @@ def _convert_one(setting: Setting, value: Any, kind: type, where: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value as errors show it."""
+    """Return a value as text for an error message."""
     try:
         text = repr(value)
-    except ValueError:  # a number of more digits than Python prints
-        text = "a number of thousands of digits"
+    except ValueError:  # Python does not print numbers with more than 4,300 digits
+        text = "a number with thousands of digits"
     return text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + " ..."
 
 
@@ -172,7 +174,7 @@ def _parse(kind: type, value: Any) -> Any:
             raise ValueError(value)
         return word in TRUE_WORDS
     if kind is int:
-        number = Decimal(str(value))  # 1e4 is a whole number, too; exact, also beyond a float's 53 bits
+        number = Decimal(str(value))  # accepts 1e4, and is exact for numbers above 2^53
         small = number.is_finite() and number.adjusted() <= MOST_DIGITS
         if isinstance(value, bool) or not small or number != number.to_integral_value():
             raise ValueError(value)
@@ -214,15 +216,16 @@ def range_text(setting: Setting) -> str:
 
 
 def as_text(value: Any, between: str = ",", empty: str = "unset") -> str:
-    """Return a setting's value as text; a list's entries with `between` them, or `empty`."""
+    """Return the value of a setting as text. The entries of a list are joined with `between`; an empty list gives
+    `empty`."""
     if isinstance(value, (tuple, list)):
         return between.join(map(str, value)) or empty
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return a configuration as JSON-ready data, group by group, without fields that do not count in comparisons: they
-    are no settings."""
+    """Return a configuration as JSON-ready data, group by group, without the fields that comparisons ignore: those are
+    not settings."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, (KLTarget, Split)):
@@ -235,11 +238,13 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """Return how to fix an unknown name: the nearest known one, or for float16, which other trainers have, what is
-    offered instead."""
+    """Return how to fix an unknown name: the closest known name, or for float16 (a setting of other trainers) the
+    available precisions."""
     words = {word.lstrip("-") for word in known}
     if name.replace("-", "_").strip("_").removeprefix("no_") == "fp16" and "bf16" in words:
-        return "Precision is bfloat16 (--bf16) or float32 (--no-bf16); float16 is not offered, its gradients underflow"
+        return (
+            "Use bfloat16 (--bf16) or float32 (--no-bf16). float16 is not available, because its gradients underflow"
+        )
     meant = ELSEWHERE.get(name.replace("-", "_").strip("_"))
     if meant in words | {word.replace("-", "_") for word in words}:
         return f"Did you mean {'--' + meant.replace('_', '-') if name.startswith('--') else meant}?"

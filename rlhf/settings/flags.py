@@ -1,4 +1,4 @@
-"""The command line of a command: reads its flags, and prints its help."""
+"""Command lines: reads the flags of a command, and prints its help."""
 
 from __future__ import annotations
 
@@ -25,30 +25,32 @@ from rlhf.settings.fields import (
 from rlhf.utils.errors import UserError
 
 HELP, HELP_ALL = ("-h", "--help"), ("--help-all", "--help_all")
-NEGATIVE = "no_"  # in front of the flag of a boolean
+NEGATIVE = "no_"  # prefix of a boolean flag that sets false
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What a command accepts: a flag for every setting of its configuration class, in dashes or underscores, under
-    every name of the setting. Booleans take --x, --no-x and --x false."""
+    """The flags of a command: one for each setting of its configuration class, under all names of the setting, with
+    dashes or underscores. Booleans accept --x, --no-x and --x false."""
 
     config_class: type
     prog: str
     description: str
-    examples: tuple[tuple[str, str], ...] = ()  # (arguments, what they do), for --help
-    foreign: dict[str, str] = field(default_factory=dict)  # group without flags here -> the commands that have them
-    recipes: tuple[str, ...] = ()  # names for --recipe; none: the command has no --recipe and no --config
+    examples: tuple[tuple[str, str], ...] = ()  # (arguments, their effect), for --help
+    foreign: dict[str, str] = field(
+        default_factory=dict
+    )  # group of settings that the command does not use -> commands that use it
+    recipes: tuple[str, ...] = ()  # values of --recipe; empty: the command has neither --recipe nor --config
 
     @property
     def settings(self) -> dict[str, Setting]:
         return {name: s for name, s in settings_of(self.config_class).items() if s.group not in self.foreign}
 
     def read(self, argv: list[str]) -> tuple[Layer, list[str]]:
-        """Return the flags that were given, name -> (text, flag), with the names as they were written; and what is
-        wrong with them: flags that are unknown or belong to other commands, words without a flag."""
+        """Return the given flags as a layer, typed name -> (text, flag), and a list of errors: unknown flags, flags of
+        other commands, words without a flag."""
         wrong = [
-            f"not valid text: command line, {word!a}. Name files with characters of this system's encoding"
+            f"not valid text: command line, {word!a}. Use only characters of this system's encoding"
             for word in argv
             if not _is_text(word)
         ]
@@ -60,13 +62,13 @@ class CommandLine:
         layer = given.layer if "layer" in given else {}
         words = [word for word in unknown if not word.startswith("--")]
         for s in self.settings.values():
-            if s.positional and words:  # words behind a flag
+            if s.positional and words:  # words after a flag
                 layer[s.name], words = ([*layer.get(s.name, ([],))[0], *words], "command line"), []
         flags = [word.split("=")[0] for word in unknown if word.startswith("--")]
         return layer, [*wrong, *self._wrong_flags(flags, parser), *([] if flags else map(_wrong_word, words))]
 
     def _wrong_flags(self, flags: list[str], parser: argparse.ArgumentParser) -> list[str]:
-        """One line for each flag that the command does not have."""
+        """Return one error line for each flag that the command does not have."""
         known, others = [s for action in parser._actions for s in action.option_strings], self._foreign_flags()
         return [
             f"{flag} belongs to {others[flag]}: command line. Remove it here (a shared --config file may set it)"
@@ -76,8 +78,8 @@ class CommandLine:
         ]
 
     def _with_plain_booleans(self, argv: list[str]) -> list[str]:
-        """If the command takes words without flags, write `--x` as `--x=true` in front of a word that is no value of a
-        boolean."""
+        """If the command has a positional setting, replace `--x` by `--x=true` before a word that is not a boolean
+        value."""
         if not any(s.positional for s in self.settings.values()):
             return argv
         booleans = {flag for s in self.settings.values() if s.is_bool for flag in spellings(s.names)}
@@ -88,7 +90,7 @@ class CommandLine:
         ]
 
     def _foreign_flags(self) -> dict[str, str]:
-        """Every flag of the settings that only other commands read -> these commands."""
+        """Return the flags of the settings that only other commands use -> these commands."""
         every = [s for s in settings_of(self.config_class).values() if s.group in self.foreign]
         return {
             flag: self.foreign[s.group]
@@ -97,7 +99,7 @@ class CommandLine:
         }
 
     def _parser(self, values: dict[str, Any]) -> argparse.ArgumentParser:
-        """The parser; its help shows `values` in place of the declared defaults."""
+        """Return the parser. Its help shows `values` instead of the declared defaults."""
         parser = _Parser(
             prog=self.prog,
             usage=self._usage(),
@@ -109,8 +111,8 @@ class CommandLine:
         )
         for flag, metavar, text in self._files():
             parser.add_argument(flag, metavar=metavar, action=_Given, help=text)
-        parser.add_argument(*HELP, action="store_true", help="the settings that most runs need")
-        parser.add_argument(*HELP_ALL, action="store_true", help="this list of all settings")
+        parser.add_argument(*HELP, action="store_true", help="print the most important settings")
+        parser.add_argument(*HELP_ALL, action="store_true", help="print all settings")
         groups: dict[str, Any] = {}
         hints = typing.get_type_hints(self.config_class)
         for s in self.settings.values():
@@ -121,7 +123,7 @@ class CommandLine:
 
     @property
     def command(self) -> str:
-        """The words that start the command."""
+        """How the command is called in a shell."""
         return f"python {self.prog}" if self.prog.endswith(".py") else self.prog
 
     def _usage(self) -> str:
@@ -130,32 +132,32 @@ class CommandLine:
         return f"{self.command} {words}{files}[--FLAG VALUE ...]"
 
     def _files(self) -> list[tuple[str, str, str]]:
-        """The flags that name whole files of settings: (flag, metavar, help)."""
+        """Return the flags that take a file of settings: (flag, metavar, help)."""
         if not self.recipes:
             return []
         return [
-            ("--recipe", "NAME", f"settings to start from: {', '.join(self.recipes)}, or the file of a recipe"),
-            ("--config", "FILE.yaml", "settings that replace the recipe's"),
+            ("--recipe", "NAME", f"recipe to start from: {', '.join(self.recipes)}, or a recipe file"),
+            ("--config", "FILE.yaml", "YAML file of settings, which replace those of the recipe"),
         ]
 
     def help_all(self, values: dict[str, Any], source: str) -> str:
-        """Return the help on all settings, with the `values` that the command would use and their `source`."""
-        return self._parser(values).format_help() + (f"\ndefaults: {source}\n" if source else "")
+        """Return the text of --help-all, with the `values` that the command would use and their `source`."""
+        return self._parser(values).format_help() + (f"\ndefaults are from {source}\n" if source else "")
 
     def help(self, values: dict[str, Any], source: str) -> str:
-        """Return the help on the settings that have a `brief` text, on one screen."""
+        """Return the text of --help: the settings that have a `brief` text, on one screen."""
         rows = [(f"{flag} {metavar}", text) for flag, metavar, text in self._files()]
         rows += [_brief_row(s, values.get(s.name, s.default)) for s in self.settings.values() if s.brief]
-        rows.append(("--help-all", "every setting, grouped, with its range and its other names"))
+        rows.append(("--help-all", "print all settings, with their ranges and other names"))
         examples = [(f"{self.command} {words}".rstrip(), text) for words, text in self.examples]
         usage = textwrap.fill(f"usage: {self._usage()}", _width(), subsequent_indent=" " * 7, break_on_hyphens=False)
         head = [usage, "", *textwrap.wrap(self.description, _width()), "", *_columns(rows)]
-        head += ["", f"values in []: {source}"] if source else []
+        head += ["", f"values in [] are from {source}"] if source else []
         return "\n".join([*head, "", "examples:", *_columns(examples)]) + "\n"
 
 
 class _Help(argparse.HelpFormatter):
-    """A flag once, its value once, then its other names; every dash may be an underscore."""
+    """Prints each flag and its value once, followed by its other names. Spellings with underscores are not printed."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         dashed = [name for name in action.option_strings if "_" not in name]
@@ -167,15 +169,15 @@ class _Help(argparse.HelpFormatter):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
-        raise UserError(f"{message}: command line. --help-all shows how each flag is written")
+        raise UserError(f"{message}: command line. --help-all prints all flags")
 
 
 def _wrong_word(word: str) -> str:
-    return f"unexpected word {word!r}: command line. Every setting is a flag; --help-all lists them"
+    return f"unexpected word {word!r}: command line. Settings are given as flags; --help-all prints them"
 
 
 class _Given(argparse.Action):
-    """Stores a value under the name that was typed, because other trainers' names may have another meaning."""
+    """Store a value under the typed name: names of other trainers can have a different meaning."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         layer = namespace.layer if "layer" in namespace else {}
@@ -207,7 +209,7 @@ def _metavar(s: Setting) -> str:
 
 
 def _brief_row(s: Setting, value: Any) -> tuple[str, str]:
-    """One row of `--help`: the flag with the kind of its value, and its meaning with the value that it has."""
+    """Return a row of `--help`: the flag with the type of its value, and its meaning with the current value."""
     text = s.help.split("; ")[0] if s.brief is True else s.brief
     if s.positional:
         return f"{s.name.upper()} ...", text
@@ -218,7 +220,7 @@ def _brief_row(s: Setting, value: Any) -> tuple[str, str]:
 
 
 def _columns(rows: list[tuple[str, str]]) -> list[str]:
-    """Rows of two columns, wrapped to the width of the terminal."""
+    """Return the lines of a table of two columns, wrapped to the width of the terminal."""
     left = max(len(name) for name, _ in rows) + 2
     if left + 30 > _width():  # too narrow for two columns
         return [line for name, text in rows for line in (f"  {name}", f"      {text}")]
@@ -229,22 +231,22 @@ def _columns(rows: list[tuple[str, str]]) -> list[str]:
 
 
 def _width() -> int:
-    """Letters in a line of help."""
+    """Characters per line of help."""
     return min(shutil.get_terminal_size().columns, 119)
 
 
 def spellings(names: Iterable[str]) -> list[str]:
-    """Return each name as a flag with dashes and, if that differs, with underscores."""
+    """Return each name as a flag with dashes and, if it differs, with underscores."""
     return list(dict.fromkeys("--" + spelt for name in names for spelt in (name.replace("_", "-"), name)))
 
 
 def wants_help(argv: Collection[str]) -> str | None:
-    """Return "help" or "help_all" if the command line requests it."""
+    """Return "help" or "help_all" if the command line requests one of them, otherwise None."""
     return "help_all" if set(argv) & set(HELP_ALL) else "help" if set(argv) & set(HELP) else None
 
 
 def _is_text(word: str) -> bool:
-    """Whether a word of the command line can be written into a file: a name with a byte that is not UTF-8 cannot."""
+    """True if a word of the command line can be written to a UTF-8 file."""
     try:
         word.encode("utf-8")
     except UnicodeEncodeError:

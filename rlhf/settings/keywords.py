@@ -16,120 +16,122 @@ class TrainingSettings(TypedDict, total=False):
     """Start model: a folder or a hub name."""
 
     rm_model: str | None
-    """Reward model: a folder or a hub name; none: rules alone (--reward-func)."""
+    """Reward model: a folder or a hub name; none: use only the reward functions (--reward-func)."""
 
     allow_weak_reward_model: bool
-    """Go on with a reward model whose held-out accuracy is under 0.6 or under its length baseline."""
+    """Accept a reward model whose held-out accuracy is below 0.6 or below the length baseline."""
 
     use_lora: bool
-    """Train low-rank adapters instead of all weights; in a YAML file, a block `lora:` turns them on."""
+    """Train low-rank adapters (LoRA) instead of all weights; a block `lora:` in a YAML file also turns this on."""
 
     lora_r: int
-    """Rank of the adapters."""
+    """Rank of the LoRA adapters."""
 
     lora_alpha: float
-    """Scaling of the adapters: their output is multiplied by alpha / r."""
+    """Scaling of the LoRA adapters: their output is multiplied by alpha / r."""
 
     lora_dropout: float
-    """Share of the adapters' inputs dropped at random in optimizer steps, never in measuring."""
+    """Dropout on the inputs of the LoRA adapters, in optimizer steps only."""
 
     lora_targets: Sequence[str] | str
-    """Modules that get an adapter; all-linear: every linear layer but the head."""
+    """Modules that get a LoRA adapter; all-linear: every linear layer except the language-model head."""
 
     load_in_4bit: bool
-    """Keep the frozen weights in 4 bits (NF4); needs --use-lora."""
+    """Load the frozen weights in 4 bits (NF4); needs --use-lora."""
 
     bf16: bool | None
-    """Bfloat16 autocast; unset: on a CUDA card that really has it, else float32."""
+    """Bfloat16 autocast; unset: on for a GPU that computes in bfloat16, otherwise float32."""
 
     gradient_checkpointing: bool
-    """Recompute activations in the backward pass: less memory, slower."""
+    """Recompute activations in the backward pass: uses less memory, is slower."""
 
     prompts: str
-    """Pairs, prompts or chats: a JSONL file or a hub dataset."""
+    """Prompts, chats or preference pairs: a JSONL file or a hub dataset."""
 
     split: str | None
-    """Percent of questions for reward model / RL / evaluation; unset: 45/45/10, or 0/90/10 without pairs."""
+    """Percent of the questions for reward model / RL / evaluation; unset: 45/45/10, or 0/90/10 for data without
+    preference pairs."""
 
     steps_per_topic: int | None
-    """Updates on the prompts of one topic (their column `topic`) before the next topic's, round and round; unset:
-    topics are not looked at."""
+    """Train by topic (column `topic` of the prompts): this many updates on one topic, then on the next one, in rounds;
+    unset: topics are ignored."""
 
     plain_prompts: bool
-    """Read prompts as plain text although the start model has a chat template: the reply follows at once, as base
-    models are used."""
+    """Do not apply the start model's chat template: the completion continues the text of the prompt, as with a base
+    model."""
 
     max_prompts: int
-    """Training prompts used at most."""
+    """Largest number of training prompts."""
 
     prompt_length: int
-    """Tokens; longer prompts are left out and counted."""
+    """Largest length of a prompt, in tokens; longer prompts are skipped and counted."""
 
     eval_prompts: int
-    """Evaluation prompts used at most."""
+    """Largest number of evaluation prompts."""
 
     eval_text: str | None
-    """Text file whose perplexity is followed; unset: the held-out chosen replies, and without pairs one sample of the
-    start model's replies."""
+    """Text file on which the perplexity is computed; unset: the chosen completions of held-out pairs, or without
+    pairs, completions that the start model generated once."""
 
     max_new_tokens: int
-    """New tokens per reply at most."""
+    """Largest length of a completion, in tokens."""
 
     temperature: float
-    """Sampling temperature; log-probabilities and KL are taken at it too."""
+    """Sampling temperature; log-probabilities and KL are computed at the same temperature."""
 
     top_k: int
-    """Sample among the k likeliest tokens; 0 is off."""
+    """Sample from the k most likely tokens only; 0: off."""
 
     top_p: float
-    """Sample within the smallest set of tokens that holds this probability; below 1 the KL is taken within that set
-    and sees less of the drift."""
+    """Nucleus sampling: sample from the smallest set of tokens with this total probability; below 1, the KL is
+    computed within that set and underestimates the distance to the start model."""
 
     batch_size: int
-    """Prompts per update; with --K, so many completions of each."""
+    """Prompts per update; GRPO and RLOO sample K completions for each."""
 
     ppo_epochs: int
-    """Passes over each rollout, in every algorithm."""
+    """Passes over each rollout; PPO, GRPO and RLOO all use it."""
 
     minibatches: int
-    """Optimizer steps per pass; must divide the episodes of an update."""
+    """Optimizer steps per pass over the rollout; must divide the number of episodes per update."""
 
     micro_batch_size: int
-    """Episodes per forward pass; 0: as many as 16,384 tokens hold on a card, 1,024 on a CPU. Changes memory, not the
-    result."""
+    """Episodes per forward pass; 0: as many as fit into 16,384 tokens on a GPU, 1,024 on a CPU. Changes the memory
+    use, not the result."""
 
     gradient_accumulation_steps: int | None
-    """Micro-batches whose gradients add up to an optimizer step, in place of --minibatches: each step is on --micro-
-    batch-size times as many episodes, or, where that is 0, in so many parts; unset: --minibatches."""
+    """Micro-batches per optimizer step, instead of --minibatches: a step uses this number times --micro-batch-size
+    episodes; if --micro-batch-size is 0, all episodes in this number of parts; unset: --minibatches is used."""
 
     clip_range: float
-    """The ratio is clipped to 1 +- this."""
+    """Clip range of the policy ratio: it is clipped to 1 +- this value."""
 
     entropy_coef: float
-    """Weight of the entropy bonus, per nat per token."""
+    """Weight of the entropy bonus (mean entropy per token, nats)."""
 
     rollout_engine: Literal["auto", "plain", "slots", "graph", "vllm"]
-    """How replies are sampled: all to the end (plain), in slots that waiting prompts take over (slots), so with the
-    decoding step as a CUDA graph (graph), or by an installed vLLM; auto: graph on a CUDA card, else slots."""
+    """How completions are sampled. plain: the whole batch until its longest completion ends; slots: continuous
+    batching, a finished completion makes room for the next prompt; graph: slots, with the decoding step as a CUDA
+    graph; vllm: by vLLM, if it is installed; auto: graph on a GPU, slots on a CPU."""
 
     rollout_slots: int
-    """Replies sampled at a time; 0: 256 on a card, 32 on a CPU."""
+    """Completions sampled at the same time; 0: 256 on a GPU, 32 on a CPU."""
 
     packed: bool
-    """Run no padding through the layers, and a prompt once for all its replies."""
+    """Sequence packing: no computation on padding, and a prompt is computed once for all of its completions."""
 
     fused_head: bool
-    """Build the gradients of the language-model head chunk by chunk."""
+    """Compute logits and gradients of the language-model head in chunks, to use less memory."""
 
     critic: Literal["shared", "separate"]
-    """The value head reads the policy's hidden states (shared), or those of a second backbone, trained beside it:
-    twice the weights and moments, and twice the backward pass (separate)."""
+    """Network of the critic. shared: a value head on the policy's hidden states; separate: a second network, which
+    doubles the weights, the optimizer state and the backward pass."""
 
     value_coef: float
     """Weight of the value loss (0.5 x mean squared error)."""
 
     value_clip_range: float
-    """The value moves at most this far per rollout, score units."""
+    """Clip range of the value: it is clipped to its value at the rollout +- this value, in score units."""
 
     gamma: float
     """Discount per token."""
@@ -138,156 +140,160 @@ class TrainingSettings(TypedDict, total=False):
     """GAE lambda."""
 
     whiten_rewards: bool
-    """Divide the rewards by their standard deviation over the batch."""
+    """Divide the rewards by their standard deviation in the batch."""
 
     whiten_advantages: bool
-    """Shift and scale the advantages to mean 0, variance 1 over the batch."""
+    """Shift and scale the advantages to mean 0 and variance 1 in the batch."""
 
     kl_penalty_at: Literal["token", "eos"]
-    """Charge the KL at each token, or its sum at EOS."""
+    """Where the reward contains the KL penalty: at each token, or its sum at the last token (eos)."""
 
     K: int | None
-    """Completions per prompt: a group, compared with each other."""
+    """Completions per prompt: a group, whose scores are compared with each other."""
 
     scale_rewards: Literal["none", "group", "batch"]
-    """Divide the advantages r - mean(r) by the standard deviation of the group or of the batch, or not at all."""
+    """Divide the advantages, r - mean(r) of the group, by the standard deviation of the group, of the batch, or not
+    (none)."""
 
     loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo", "gspo"]
-    """The clipped loss averaged over tokens (dapo), over each completion's tokens and then the completions (grpo), or
-    over a constant length (dr_grpo); one ratio per completion (gspo); capped ratios as weights (cispo)."""
+    """Policy loss. dapo: clipped loss, averaged over all tokens; grpo: over the tokens of each completion, then over
+    the completions; dr_grpo: summed over tokens and divided by a constant length; gspo: one ratio per completion;
+    cispo: clipped ratios as weights of the log-probabilities."""
 
     reward_func: Sequence[str] | str
-    """Rules beside the reward model: length_penalty, word_penalty, keyword_bonus, or FILE.py:NAME in TRL's
-    signature."""
+    """Reward functions, in addition to the reward model: length_penalty, word_penalty, keyword_bonus, or FILE.py:NAME
+    with the signature of TRL's reward functions."""
 
     reward_weights: Sequence[float] | None
-    """Weights of the reward model (where there is one) and of each --reward-func, in order; unset: all 1."""
+    """Weights of the reward model (if there is one) and of each --reward-func, in this order; unset: all 1."""
 
     reward_timeout: float
-    """Seconds that a rule may take for a batch of replies, or the run stops."""
+    """Time limit of a reward function for one batch of completions, in seconds; the run stops after it."""
 
     keywords: Sequence[str] | str
-    """Words of which one earns keyword_bonus, in any case."""
+    """Keyword_bonus gives 1 to a completion that contains one of these words, in upper or lower case."""
 
     missing_eos_penalty: float
-    """Subtracted from the score of a reply that does not end, score units."""
+    """Subtracted from the score of a completion without EOS, in score units."""
 
     normalize_scores: bool
-    """Divide the scores by running estimates of their mean and spread."""
+    """Normalize the scores with running estimates of their mean and standard deviation."""
 
     score_ema: float
-    """Weight of the old estimates in the running ones."""
+    """Decay of the running estimates of --normalize-scores: the weight of the old estimate."""
 
     kl_coef: float
-    """Beta at the start, score units per nat."""
+    """Beta, the KL coefficient, at the start of the run, in score units per nat."""
 
     kl_placement: Literal["reward", "loss", "none"]
-    """Charge the KL in the reward, in the loss (k3 x ratio, docs/kl.md), or only log it."""
+    """Add the KL penalty to the reward, or to the loss (k3 x ratio, docs/kl.md); none: only log the KL."""
 
     kl_schedule: Literal["fixed", "adaptive", "phased"]
-    """How beta is steered."""
+    """How beta changes. fixed: not at all; adaptive: towards one KL target; phased: several targets, one after the
+    other."""
 
     kl_target: Sequence[str] | str | None
-    """KL to hold, in nats with the unit, and several under phased; unset: 6/sequence, and under phased 0.05/token
-    0.02/token 0.01/token."""
+    """KL to the start model to aim at, in nats with a unit (6/sequence or 0.05/token); several targets with --kl-
+    schedule phased; unset: 6/sequence, or for phased 0.05/token 0.02/token 0.01/token."""
 
     kl_boundaries: Sequence[float] | None
-    """Shares of the run at which the next target comes into force; unset: equal phases."""
+    """Shares of the run (0 to 1) at which the next KL target starts; unset: phases of equal length."""
 
     kl_horizon: int | None
-    """Episodes over which beta reacts: a small number reacts fast; unset: a twelfth of the episodes of the shortest
-    phase, at least two updates' and at most 10,000, so that beta can move about 11-fold in a phase."""
+    """Episodes over which beta reacts; a smaller number reacts faster; unset: 1/12 of the episodes of the shortest
+    phase, at least those of two updates and at most 10,000, so that beta can change about 11-fold in a phase."""
 
     learning_rate: float
     """Learning rate at the start."""
 
     lr_schedule: Literal["cosine", "linear", "constant"]
-    """Learning rate over the run."""
+    """Schedule of the learning rate over the run."""
 
     max_grad_norm: float
-    """Gradients are scaled down to this norm."""
+    """Gradient clipping: largest norm of the gradient."""
 
     seed: int
-    """All randomness derives from it."""
+    """Random seed; all random numbers of the run depend on it."""
 
     deterministic: bool
-    """Use deterministic algorithms: on one GPU the same seed then gives the same weights to the bit, and a run is
-    slower. On a CPU runs repeat to the bit without it."""
+    """Use deterministic algorithms: on one GPU, the same seed gives bit-identical weights, and a run is slower. On a
+    CPU, runs are bit-identical without it."""
 
     seeds: Sequence[int] | None
-    """One run after another with these seeds, into OUTPUT_seed42 and so on; finished ones are skipped."""
+    """Train one run per seed, one after the other, into OUTPUT_seed42 and so on; finished runs are skipped."""
 
     epochs: float | None
-    """Passes over the training prompts, with --steps-per-topic rounds of all topics; unset: 3 passes, or one round."""
+    """Length of the run: passes over the training prompts, or rounds over all topics with --steps-per-topic; unset: 3
+    passes, or 1 round."""
 
     num_iterations: int | None
-    """Updates, in place of --epochs."""
+    """Length of the run in updates, instead of --epochs."""
 
     episodes: int | None
-    """Generated replies, in place of --num-iterations: an equal budget for all algorithms."""
+    """Length of the run in generated completions, instead of --num-iterations: an equal budget for all algorithms."""
 
     eval_every: int
-    """Updates between evaluations; the start and the end are always evaluated."""
+    """Updates between evaluations; the start model and the final weights are always evaluated."""
 
     best_rule: Literal["score", "perplexity"]
-    """What makes the best checkpoint, among those of at most 1.5 times the KL target (where beta is steered): the
-    highest score (within --perplexity-gate), or the lowest perplexity."""
+    """How the best checkpoint is chosen, among those with a KL of at most 1.5 times the target (no such limit if beta
+    is fixed). score: the highest score within --perplexity-gate; perplexity: the lowest perplexity."""
 
     perplexity_gate: float
-    """Largest perplexity of a best checkpoint under --best-rule score, times the start's."""
+    """Largest perplexity of the best checkpoint, as a multiple of the start model's (--best-rule score)."""
 
     output: str
-    """Folder of the run."""
+    """Run folder."""
 
     overwrite: bool
-    """Replace the run that is in the output folder; it is removed when the new run is finished."""
+    """Replace the run in the output folder; the old run is removed when the new run is finished."""
 
     save_every: int
     """Updates between checkpoints; the last update is always saved."""
 
     keep: int
-    """Checkpoints kept, the newest ones."""
+    """Number of checkpoints to keep, the newest ones."""
 
     resume: bool
-    """Go on from the output folder's newest sound checkpoint, with that run's settings."""
+    """Resume the run in the output folder from its newest valid checkpoint, with its settings."""
 
     rollback_on_kl: bool
-    """After 3 updates in a row beyond 4 times the KL target: back to the last checkpoint's weights from before."""
+    """After 3 updates in a row with a KL above 4 times the target, load the newest checkpoint from before them."""
 
     replay: str | None
-    """An incident's folder: do its update again, look for the fault, and stop."""
+    """Folder of an incident (a skipped update): repeat that update, print where the error starts, and stop."""
 
     resume_anyway: bool
-    """With --resume: go on although settings, data or versions are not the run's."""
+    """With --resume: accept settings, data or library versions that differ from those of the run."""
 
     dry_run: bool
     """Print the plan and stop."""
 
     check: bool
-    """Load everything, try one update out, print what each check found and stop; exit status 2 where one fails.
-    Nothing is written into the output folder."""
+    """Load everything, try one update, print the result of each check, and stop; the exit status is 2 if a check
+    fails. Nothing is written to the output folder."""
 
     record_tokens: bool
-    """Keep what the trainer saw of every token of some episodes, in RUN/tokens."""
+    """Save the log-probabilities, KL, advantage and other values of each token of some episodes, in RUN/tokens."""
 
     record_format: Literal["jsonl", "parquet"]
-    """A JSON object a line, or a Parquet table."""
+    """Format of the token record: one JSON object per line, or a Parquet table."""
 
     record_every: int
-    """Updates between records; the first update is always recorded."""
+    """Updates between token records; the first update is always recorded."""
 
     record_prompts: int
-    """Prompts recorded of such an update, each with all its replies."""
+    """Prompts in each token record, with all of their completions."""
 
     merge_lora: bool
-    """Merge the adapter into its base, in float32, and save that whole model in RUN/merged; needs --use-lora."""
+    """Merge the LoRA adapter into its base model, in float32, and save the result in RUN/merged; needs --use-lora."""
 
     export_from: Literal["final", "best"]
-    """Of a run's weights, those that are merged and pushed."""
+    """Weights to merge and to upload: those of the last update, or the best checkpoint."""
 
     push_to_hub: str | None
-    """Upload weights (with --merge-lora the merged model's), tokenizer, model card and run.json to the Hugging Face
-    hub, as owner/name."""
+    """Upload weights (the merged model with --merge-lora), tokenizer, model card and run.json to the Hugging Face hub,
+    as owner/name."""
 
     hub_private: bool
-    """A repository that --push-to-hub makes is private; one that is there stays as it is."""
+    """Create the repository of --push-to-hub as private; an existing repository is not changed."""

@@ -1,4 +1,4 @@
-"""From layers of settings to a checked, frozen configuration: later layers win, all errors are reported together."""
+"""Merges layers of settings into a checked, frozen configuration. Later layers win. Reports all errors together."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from rlhf.settings.translate import translate
 from rlhf.settings.yaml_file import read_settings
 from rlhf.utils.errors import UserError, raise_if
 
-Check = Callable[[Any], list[str]]  # from a configuration to its errors, one line each
+Check = Callable[[Any], list[str]]  # takes a configuration and returns its errors, one line each
 
 
 class Command:
-    """Base of every command's configuration: groups of settings."""
+    """Base class of the configurations of all commands: groups of settings."""
 
     def validate(self) -> list[str]:
-        """Return what is wrong with the settings taken together, one line each."""
+        """Return the errors in combinations of settings, one line each."""
         return []
 
     def resolved(self) -> Command:
-        """Return the configuration with alternative settings replaced by those that the rest of the code reads."""
+        """Return the configuration with alternative settings replaced by those that the rest of the code uses."""
         return self
 
 
 class Values(dict[str, Any]):
-    """The value of every setting, and the places that set them."""
+    """The values of all settings, and the places that set them."""
 
     def __init__(self, values: dict[str, Any], places: dict[str, str]):
         super().__init__(values)
         self.places = places
 
     def with_places(self, problem: str) -> str:
-        """Return an error about several settings, with the places of those that a file sets behind their flags."""
+        """Return an error message with file and line after the flag of each setting that was set in a file."""
 
         def flag_and_place(match: re.Match) -> str:
             place = self.places.get(match[0].lstrip("-").replace("-", "_"), "")
@@ -50,8 +50,8 @@ class Values(dict[str, Any]):
 
 
 def values_of(config_class: type, layers: Sequence[Layer], problems: Sequence[str] = ()) -> Values:
-    """Return the value of every setting under `layers`, the lowest first, over the declared defaults. Raises UserError
-    with every error of every layer, after the `problems` that were found before."""
+    """Return the values of all settings: the declared defaults, replaced by `layers`, the lowest first. Raises
+    UserError with the errors of all layers, after the `problems` found earlier."""
     settings, merged, problems = settings_of(config_class), {}, list(problems)
     for layer in layers:
         known, wrong = translate(layer, settings)
@@ -75,12 +75,12 @@ def build(
     checks: Sequence[Check] = (),
     **top: Any,
 ) -> Any:
-    """Return the configuration that holds `values`. Raises UserError with all that is wrong with them taken together.
+    """Return the configuration with `values`. Raises UserError with all errors that `checks` find.
 
     Args:
-        foreign: groups that the command does not read: they keep their declared defaults.
+        foreign: groups of settings that the command does not use; they keep their declared defaults.
         checks: functions that return the errors of the whole configuration.
-        top: fields of the configuration beside its groups.
+        top: fields of the configuration that are not groups.
     """
     groups: dict[str, dict[str, Any]] = {}
     for name, setting in settings_of(config_class).items():
@@ -93,16 +93,16 @@ def build(
 
 @dataclass(frozen=True)
 class Given:
-    """What a command line sets: the layers of its --config file and of its flags, and the recipe that they name."""
+    """The settings of a command line: the layers of its --config file and its flags, and the recipe."""
 
     layers: tuple[Layer, Layer]
-    recipe: str  # the default one if none is named
-    recipe_place: str = ""  # that names it
+    recipe: str  # the default recipe if none is given
+    recipe_place: str = ""  # the flag or file:line that sets the recipe
     problems: tuple[str, ...] = ()
 
 
 def read_given(line: CommandLine, argv: Sequence[str]) -> Given:
-    """Return what a command line sets, and what is wrong with it."""
+    """Return the settings of a command line, and its errors."""
     flags, problems = line.read(list(argv))
     if not line.recipes:
         return Given(({}, flags), DEFAULT_RECIPE, problems=tuple(problems))
@@ -114,19 +114,19 @@ def read_given(line: CommandLine, argv: Sequence[str]) -> Given:
             problems += error.problems
     recipe, place = {**from_file, **flags}.get("recipe", (DEFAULT_RECIPE, ""))
     if not isinstance(recipe, str):
-        problems.append(f"recipe is {recipe!r}: {place}. Give the name of a recipe, or its file")
+        problems.append(f"recipe is {recipe!r}: {place}. Give the name or the file of a recipe")
         recipe = DEFAULT_RECIPE
     layers = tuple({k: v for k, v in layer.items() if k not in ("recipe", "config")} for layer in (from_file, flags))
     return Given(layers, normal_name(recipe), place, tuple(problems))
 
 
-# from a recipe to the layers beneath --config, and one line on what config.py changes (None: nothing)
+# takes a recipe; returns the layers below --config, and one line on the changes in config.py (None: no changes)
 Lower = Callable[[str], tuple[list[Layer], str | None]]
 
 
 def show_help(line: CommandLine, argv: Sequence[str], lower: Lower) -> None:
-    """If the command line requests help, print it with the values that the command would use, and exit. Other errors
-    of the command line are ignored."""
+    """If the command line requests help, print it with the values that the command would use, and exit. Errors of the
+    command line are then ignored."""
     kind = wants_help(argv)
     if kind is None:
         return

@@ -1,7 +1,4 @@
-"""The commands that are printed for the user to type next. Imports no torch.
-
-`config` is a training run's Config, or in `training_command` a RewardModelConfig.
-"""
+"""The commands that are printed as the user's next step. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,38 +13,38 @@ from rlhf.utils.system import command
 
 
 def names_code(rules: Iterable[str]) -> list[str]:
-    """Return those reward functions that are code in a file of the user, FILE.py:NAME."""
+    """Return the reward functions that are defined in a file of the user, FILE.py:NAME."""
     return [rule for rule in rules if ":" in rule]
 
 
 def code_words(rules: Iterable[str]) -> list[str]:
-    """Return the words that name reward functions on a command line, if any of them is the user's code: code comes
-    from the command line alone, never from a run's folder."""
+    """Return the --reward-func arguments if one of the functions is the user's code. Such code must be on the command
+    line: a run folder alone never makes it run."""
     rules = list(rules)
     return ["--reward-func", *rules] if names_code(rules) else []
 
 
 def resume_command(config: Any, *more: str) -> str:
-    """Return the command that resumes a run, or several seeds. The other settings are in run.json. `more` are further
-    words."""
+    """Return the command that resumes a run, or the runs of several seeds. All other settings are in run.json. `more`
+    are additional arguments."""
     run = config.run
     return resume_line(config.algorithm, run.output, run.seeds, config.reward.reward_func, *more)
 
 
 def resume_line(algorithm: str, output: str, seeds: Iterable[int] | None, rules: Iterable[str], *more: str) -> str:
-    """Return the same command from the settings that it names."""
+    """Return the command of `resume_command` from separate settings."""
     each = [] if seeds is None else ["--seeds", *map(str, seeds)]
     words = ["--resume", *each, *more, *code_words(rules), "--output", output]
     return command("python", f"train_{algorithm}.py", *words)
 
 
 def replay_command(algorithm: str, folder: str, rules: Iterable[str]) -> str:
-    """Return the command that repeats a skipped update from its incident's folder."""
+    """Return the command that repeats a skipped update from its incident folder."""
     return command("python", f"train_{algorithm}.py", "--replay", folder, *code_words(rules))
 
 
 def reward_model_command(config: Config) -> str:
-    """Return the command that makes the reward model which a training run asks for."""
+    """Return the command that trains the reward model of a training run."""
     usual, m, data = usual_reward_config(config.recipe, config.user_file), config.model, config.data
     layer = config.user_file if config.recipe == DEFAULT_RECIPE else find_recipe(config.recipe).training
     policy = values_of(Config, [layer])
@@ -66,13 +63,17 @@ def reward_model_command(config: Config) -> str:
 
 
 def training_command(made: RewardModelConfig, usual: Config) -> str:
-    """Return the command that trains a policy with the reward model that was `made`; `usual` is what its script uses
-    without further flags."""
+    """Return the command that trains a policy with a new reward model.
+
+    Args:
+        made: the configuration with which the reward model was trained.
+        usual: the configuration that the training script uses without flags.
+    """
     return command("python", f"train_{usual.algorithm}.py", *training_words(made, usual))
 
 
 def training_words(made: RewardModelConfig, usual: Config) -> list[str]:
-    """Return that command's arguments."""
+    """Return the arguments of `training_command`."""
     data, words = made.data, _recipe_words(made.recipe)
     if made.training.rm_output != usual.model.rm_model:
         words += ["--rm-model", made.training.rm_output]
@@ -94,7 +95,7 @@ def _recipe_words(recipe: str) -> list[str]:
 
 
 def flag_words(name: str, value: Any) -> list[str]:
-    """Return the words that set one setting on a command line."""
+    """Return the command-line arguments that set one setting."""
     flag = "--" + name.replace("_", "-")
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag[2:]}"]

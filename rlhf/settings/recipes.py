@@ -1,6 +1,6 @@
-"""Recipes: YAML files with settings for all algorithms, for one of them, and for the reward model's training.
+"""Recipes: YAML files with settings for all algorithms, for single algorithms, and for training a reward model.
 
-The shipped ones are rlhf/recipes/NAME.yaml. `smollm2-orca`, the default, is the declared defaults.
+The shipped recipes are rlhf/recipes/NAME.yaml. The default recipe, `smollm2-orca`, contains the declared defaults.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ FOLDER = Path(__file__).parent.parent / "recipes"
 class Recipe:
     """The settings of one recipe."""
 
-    training: Layer  # for all algorithms, so that they are compared under one recipe
-    algorithms: dict[str, Layer]  # for one of them
+    training: Layer  # for all algorithms
+    algorithms: dict[str, Layer]  # algorithm -> additional settings
     reward_model_training: Layer
-    places: dict[str, str]  # algorithm -> file:line of its block
+    places: dict[str, str]  # algorithm -> file:line of its settings
 
     def layers(self, algorithm: str) -> list[Layer]:
-        """The layers of a training run, the lower one first."""
+        """Return the layers of a training run, the lower one first."""
         return [self.training, self.algorithms.get(algorithm, {})]
 
     def value(self, name: str) -> Any:
-        """The value of a setting for all algorithms. Raises KeyError if the recipe does not set it."""
+        """Return the value of a setting for all algorithms. Raises KeyError if the recipe does not set it."""
         return self.training[name][0]
 
 
 @functools.cache
 def shipped_recipes() -> tuple[str, ...]:
-    """The names of the shipped recipes, the default first."""
+    """Return the names of the shipped recipes, the default first."""
     return (DEFAULT_RECIPE, *sorted({file.stem for file in FOLDER.glob("*.yaml")} - {DEFAULT_RECIPE}))
 
 
 def normal_name(name: str) -> str:
-    """Return a recipe's name as run.json stores it: a file's path without detours."""
+    """Return the name of a recipe as run.json stores it; the path of a file is normalized."""
     return name if name in shipped_recipes() else os.path.normpath(name)
 
 
 def find_recipe(name: str, algorithms: Collection[str] | None = None, where: str = "--recipe") -> Recipe:
-    """Return a shipped recipe by its name, or one of the user by its file. Raises UserError if there is none, if its
-    file has errors, or if it has settings for an algorithm that is not among `algorithms` (None: not checked)."""
+    """Return a shipped recipe by its name, or a recipe of the user by its file. Raises UserError if it does not exist,
+    if its file has errors, or if it has settings for an algorithm that is not in `algorithms` (None: not checked)."""
     known = shipped_recipes()
     if not isinstance(name, str):
-        raise UserError(f"recipe is {name!r}: {where}. Give the name of a recipe, or its file")
+        raise UserError(f"recipe is {name!r}: {where}. Give the name or the file of a recipe")
     if name in known:
         return _shipped(name)
     path = resolve_path(name)
@@ -85,7 +85,7 @@ def _read(path: str) -> Recipe:
     top = _unique(tree, path, (KIND, ALGORITHMS, REWARD_MODEL))
     if getattr(top.get(KIND), "value", None) != "recipe":
         raise UserError(
-            f"not a recipe: {path}. Add a line `kind: recipe`, or pass the file with --config if it has settings alone"
+            f"not a recipe: {path}. Add a line `kind: recipe`, or pass the file with --config if it has only settings"
         )
     per_algorithm = _block(top, ALGORITHMS, path)
     blocks = _unique(per_algorithm, path)
@@ -98,7 +98,7 @@ def _read(path: str) -> Recipe:
 
 
 def _unique(tree: yaml.MappingNode, path: str, names: Collection[str] | None = None) -> dict[str, yaml.Node]:
-    """Return a mapping's keys and values. Raises UserError if one of `names` (None: any name) appears twice."""
+    """Return the keys and values of a mapping. Raises UserError if one of `names` (None: any name) appears twice."""
     found: dict[str, yaml.Node] = {}
     for key, value in tree.value:
         name = str(key.value)
@@ -109,10 +109,12 @@ def _unique(tree: yaml.MappingNode, path: str, names: Collection[str] | None = N
 
 
 def _block(top: dict[str, yaml.Node], key: str, path: str) -> yaml.MappingNode:
-    """Return the mapping under a key; an empty one if the key is missing or has no value."""
+    """Return the mapping under a key, or an empty mapping if the key is missing or has no value."""
     node = top.get(key)
     if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):
         return yaml.MappingNode("tag:yaml.org,2002:map", [])
     if not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{key} holds no settings: {path}:{node.start_mark.line + 1}. Write settings under it")
+        raise UserError(
+            f"{key} is not a block of settings: {path}:{node.start_mark.line + 1}. Write settings under it"
+        )
     return node

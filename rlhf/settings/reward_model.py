@@ -19,37 +19,37 @@ from rlhf.settings.user_file import edits_line, read_user_file
 
 @dataclass(frozen=True)
 class RewardDataSettings:
-    """Where the pairs come from."""
+    """Data"""
 
     pairs: str = setting(
         "Intel/orca_dpo_pairs",
-        "a JSONL file or a hub dataset",
+        "preference pairs: a JSONL file or a hub dataset",
         aliases=("prompts", "dataset"),
         brief="preference pairs: a JSONL file or a hub dataset",
     )
     split: Split | None = setting(
-        None, "percent of questions for reward model / RL / evaluation; unset: 45/45/10", brief=True
+        None, "percent of the questions for reward model / RL / evaluation; unset: 45/45/10", brief=True
     )
-    plain_prompts: bool = setting(False, "read prompts as plain text, although the base model has a chat template")
+    plain_prompts: bool = setting(False, "do not apply the base model's chat template to the prompts")
     pair_length: int = setting(
         1024,
-        "tokens; pairs with a longer side are left out and counted",
+        "largest length of prompt and completion together, in tokens; longer pairs are skipped and counted",
         ge=2,
-        brief="tokens of prompt and completion at most",
+        brief="largest length of prompt and completion, in tokens",
     )
 
 
 @dataclass(frozen=True)
 class RewardTrainingSettings:
-    """Bradley-Terry training of the reward model."""
+    """Training of the reward model (Bradley-Terry loss)"""
 
     base_model: str = setting(
         "HuggingFaceTB/smollm2-135M-SFT-Only",
-        "model that gets a score head: folder or hub name",
-        brief="model that gets a score head: a folder or a hub name",
+        "model to start from, which gets a score head: a folder or a hub name",
+        brief="model to start from: a folder or a hub name",
     )
     rm_output: str = setting(
-        "./reward_model_output", "folder of the reward model", aliases=("output", "output_dir"), brief=True
+        "./reward_model_output", "output folder of the reward model", aliases=("output", "output_dir"), brief=True
     )
     rm_overwrite: bool = setting(
         False,
@@ -59,7 +59,7 @@ class RewardTrainingSettings:
     )
     rm_learning_rate: float = setting(
         2e-5,
-        "AdamW's learning rate at the start",
+        "learning rate of AdamW at the start",
         gt=0,
         aliases=("learning_rate",),
         brief="learning rate at the start",
@@ -69,24 +69,31 @@ class RewardTrainingSettings:
     )
     rm_batch_size: int = setting(8, "pairs per optimizer step", ge=1, aliases=("batch_size",), brief=True)
     rm_bf16: bool | None = setting(
-        None, "bfloat16 autocast; unset: on a CUDA card that really has it", aliases=("bf16",)
+        None, "bfloat16 autocast; unset: on for a GPU that computes in bfloat16, otherwise float32", aliases=("bf16",)
     )
     rm_seed: int = setting(
-        42, "order of the pairs and the new head", ge=0, le=LARGEST_SEED, aliases=("seed",), brief=True
+        42,
+        "random seed of the order of the pairs and of the new head",
+        ge=0,
+        le=LARGEST_SEED,
+        aliases=("seed",),
+        brief=True,
     )
 
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """Replies on which the scores are brought to mean 0, variance 1."""
+    """Calibration: scores get mean 0 and variance 1 on completions of the start model"""
 
     actor_model: str | None = setting(
         "HuggingFaceTB/smollm2-135M-SFT-Only",
-        "start model that writes the replies; none: the chosen replies",
-        brief="start model whose completions calibrate the scores",
+        "start model that generates the completions for the calibration; none: the chosen completions are used",
+        brief="start model, for the calibration of the scores",
     )
-    calibration_prompts: int = setting(128, "replies used at most", ge=2)
-    calibration_prompt_length: int = setting(256, "tokens of a prompt at most", ge=1, aliases=("prompt_length",))
+    calibration_prompts: int = setting(128, "largest number of completions for the calibration", ge=2)
+    calibration_prompt_length: int = setting(
+        256, "largest length of a prompt in the calibration, in tokens", ge=1, aliases=("prompt_length",)
+    )
 
 
 @dataclass(frozen=True)
@@ -94,14 +101,18 @@ class RewardModelConfig(Command):
     """All settings of `python -m reward_model.train`."""
 
     recipe: str = DEFAULT_RECIPE
-    user_file: Layer = field(default_factory=dict, compare=False, repr=False)  # what config.py sets, used or not
+    user_file: Layer = field(
+        default_factory=dict, compare=False, repr=False
+    )  # settings in config.py, also if they are not used
     data: RewardDataSettings = field(default_factory=RewardDataSettings)
     training: RewardTrainingSettings = field(default_factory=RewardTrainingSettings)
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
 
 
-SHARED = settings_of(RewardModelConfig).keys() & settings_of(Config).keys()  # settings of training, too
+SHARED = (
+    settings_of(RewardModelConfig).keys() & settings_of(Config).keys()
+)  # settings that the training of a policy has, too
 
 
 LINE = CommandLine(
@@ -111,15 +122,15 @@ LINE = CommandLine(
     (
         ("", "on the pairs of the default recipe"),
         ("--pairs FILE.jsonl --base-model MODEL", "on your pairs"),
-        ("--recipe qwen3-tldr", "as another recipe trains it"),
+        ("--recipe qwen3-tldr", "for another recipe"),
     ),
     recipes=shipped_recipes(),
 )
 
 
 def parse_reward_cli(argv: Sequence[str] | None = None, user_file: Path | None = None) -> RewardModelConfig:
-    """Return the configuration of `python -m reward_model.train`. Under the default recipe, the settings of
-    `user_file` (config.py) that this command shares with training count, too. Raises UserError with all errors."""
+    """Return the configuration of `python -m reward_model.train`. With the default recipe, settings in `user_file`
+    (config.py) that this command shares with training are used, too. Raises UserError that lists all errors."""
     argv = sys.argv[1:] if argv is None else argv
     user = read_user_file(user_file, name_table(settings_of(Config)))
 
@@ -131,9 +142,9 @@ def parse_reward_cli(argv: Sequence[str] | None = None, user_file: Path | None =
 
 
 def reward_layers(recipe: str, user: Layer, where: str = "--recipe") -> list[Layer]:
-    """Return the layers beneath a command line: the recipe's, or under the default recipe those settings of config.py
-    that this command has, too. The policy's start model is then the reward model's, and its prompts are the pairs if
-    they hold any."""
+    """Return the layers below the command line: the recipe's settings, or with the default recipe those settings of
+    config.py that this command has, too. In the second case the policy's start model is also the reward model's base
+    model, and the policy's prompts are used as pairs if they can be."""
     if recipe != DEFAULT_RECIPE:
         return [find_recipe(recipe, where=where).reward_model_training]
     if UNREADABLE in user:
@@ -148,13 +159,14 @@ def reward_layers(recipe: str, user: Layer, where: str = "--recipe") -> list[Lay
 
 
 def reward_file_line(user: Layer, recipe: str) -> str | None:
-    """Return what config.py changes for this command, or that it is edited and not used because of the recipe."""
+    """Return one line on what config.py changes for this command, or that the recipe makes config.py unused; None if
+    config.py changes nothing."""
     layers = [reward_layers(DEFAULT_RECIPE, layer) for layer in ({}, user)]
     return edits_line(RewardModelConfig, *layers, None if recipe == DEFAULT_RECIPE else f"--recipe {recipe}")
 
 
 def may_have_pairs(source: str) -> bool:
-    """Whether data can train a reward model, as far as its first row shows it; a hub dataset can."""
+    """True if data may contain preference pairs: its first row has "chosen", or it is not a local file."""
     file = Path(source).expanduser()
     if not file.is_file():
         return True
@@ -163,5 +175,5 @@ def may_have_pairs(source: str) -> bool:
 
 
 def usual_reward_config(recipe: str, user: Layer) -> RewardModelConfig:
-    """Return what the command would use without flags."""
+    """Return the configuration that the command uses without flags."""
     return build(RewardModelConfig, values_of(RewardModelConfig, reward_layers(recipe, user)), recipe=recipe)

@@ -14,14 +14,14 @@ from rlhf.settings.merge import Command
 from rlhf.settings.recipes import DEFAULT_RECIPE
 from rlhf.settings.types import HubName, KLTarget, Split
 
-LARGEST_SEED = 2**32 - 1  # that numpy and transformers take
+LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
 MOST_UPDATES = 10_000_000
-MAX_CONSECUTIVE_SKIPS = 3  # updates that are skipped, or whose KL has run away, before the run acts
+MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped, or whose KL is above 4x its target, before the run acts
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which models, and how they are loaded."""
+    """Models"""
 
     actor_model: str = setting(
         "HuggingFaceTB/smollm2-135M-SFT-Only",
@@ -31,98 +31,109 @@ class ModelSettings:
     )
     rm_model: str | None = setting(
         "./reward_model_output",
-        "reward model: a folder or a hub name; none: rules alone (--reward-func)",
+        "reward model: a folder or a hub name; none: use only the reward functions (--reward-func)",
         aliases=("reward_model",),
         brief="reward model: a folder or a hub name",
     )
     allow_weak_reward_model: bool = setting(
-        False, "go on with a reward model whose held-out accuracy is under 0.6 or under its length baseline"
+        False,
+        "accept a reward model whose held-out accuracy is below 0.6 or below the length baseline",
     )
     use_lora: bool = setting(
         False,
-        "train low-rank adapters instead of all weights; in a YAML file, a block `lora:` turns them on",
+        "train low-rank adapters (LoRA) instead of all weights; a block `lora:` in a YAML file also turns this on",
         brief="train LoRA adapters instead of all weights",
     )
-    lora_r: int = setting(16, "rank of the adapters", ge=1, aliases=("rank", "r"))
+    lora_r: int = setting(16, "rank of the LoRA adapters", ge=1, aliases=("rank", "r"))
     lora_alpha: float = setting(
-        32.0, "scaling of the adapters: their output is multiplied by alpha / r", gt=0, le=1e6, aliases=("alpha",)
+        32.0, "scaling of the LoRA adapters: their output is multiplied by alpha / r", gt=0, le=1e6, aliases=("alpha",)
     )
     lora_dropout: float = setting(
-        0.0, "share of the adapters' inputs dropped at random in optimizer steps, never in measuring", ge=0, lt=1
+        0.0, "dropout on the inputs of the LoRA adapters, in optimizer steps only", ge=0, lt=1
     )
     lora_targets: tuple[str, ...] = setting(
         ("q_proj", "k_proj", "v_proj", "o_proj"),
-        "modules that get an adapter; all-linear: every linear layer but the head",
+        "modules that get a LoRA adapter; all-linear: every linear layer except the language-model head",
         aliases=("target_modules",),
     )
-    load_in_4bit: bool = setting(False, "keep the frozen weights in 4 bits (NF4); needs --use-lora")
-    bf16: bool | None = setting(None, "bfloat16 autocast; unset: on a CUDA card that really has it, else float32")
-    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass: less memory, slower")
+    load_in_4bit: bool = setting(False, "load the frozen weights in 4 bits (NF4); needs --use-lora")
+    bf16: bool | None = setting(
+        None, "bfloat16 autocast; unset: on for a GPU that computes in bfloat16, otherwise float32"
+    )
+    gradient_checkpointing: bool = setting(
+        False, "recompute activations in the backward pass: uses less memory, is slower"
+    )
 
     @property
     def has_adapter_dropout(self) -> bool:
-        """Whether optimizer steps drop some of the adapters' inputs."""
+        """True if optimizer steps use dropout on the inputs of the adapters."""
         return self.use_lora and self.lora_dropout > 0
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Where prompts and pairs come from."""
+    """Data"""
 
     prompts: str = setting(
         "Intel/orca_dpo_pairs",
-        "pairs, prompts or chats: a JSONL file or a hub dataset",
+        "prompts, chats or preference pairs: a JSONL file or a hub dataset",
         aliases=("dataset",),
         brief="prompts: a JSONL file or a hub dataset",
     )
     split: Split | None = setting(
-        None, "percent of questions for reward model / RL / evaluation; unset: 45/45/10, or 0/90/10 without pairs"
+        None,
+        "percent of the questions for reward model / RL / evaluation; unset: 45/45/10, or 0/90/10 for data without "
+        "preference pairs",
     )
     steps_per_topic: int | None = setting(
         None,
-        "updates on the prompts of one topic (their column `topic`) before the next topic's, round and round; unset: "
-        "topics are not looked at",
+        "train by topic (column `topic` of the prompts): this many updates on one topic, then on the next one, in "
+        "rounds; unset: topics are ignored",
         ge=1,
     )
     plain_prompts: bool = setting(
         False,
-        "read prompts as plain text although the start model has a chat template: the reply follows at once, as base "
-        "models are used",
+        "do not apply the start model's chat template: the completion continues the text of the prompt, as with a "
+        "base model",
     )
-    max_prompts: int = setting(10_000, "training prompts used at most", ge=1)
-    prompt_length: int = setting(256, "tokens; longer prompts are left out and counted", ge=1)
-    eval_prompts: int = setting(128, "evaluation prompts used at most", ge=1)
+    max_prompts: int = setting(10_000, "largest number of training prompts", ge=1)
+    prompt_length: int = setting(
+        256, "largest length of a prompt, in tokens; longer prompts are skipped and counted", ge=1
+    )
+    eval_prompts: int = setting(128, "largest number of evaluation prompts", ge=1)
     eval_text: str | None = setting(
         None,
-        "text file whose perplexity is followed; unset: the held-out chosen replies, and without pairs one sample of "
-        "the start model's replies",
+        "text file on which the perplexity is computed; unset: the chosen completions of held-out pairs, or without "
+        "pairs, completions that the start model generated once",
     )
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How replies are sampled."""
+    """Sampling"""
 
     max_new_tokens: int = setting(
         128,
-        "new tokens per reply at most",
+        "largest length of a completion, in tokens",
         ge=1,
         aliases=("reply_length", "response_length"),
-        brief="new tokens per completion at most",
+        brief="largest length of a completion, in tokens",
     )
-    temperature: float = setting(0.7, "sampling temperature; log-probabilities and KL are taken at it too", gt=0)
-    top_k: int = setting(0, "sample among the k likeliest tokens; 0 is off", ge=0)
+    temperature: float = setting(
+        0.7, "sampling temperature; log-probabilities and KL are computed at the same temperature", gt=0
+    )
+    top_k: int = setting(0, "sample from the k most likely tokens only; 0: off", ge=0)
     top_p: float = setting(
         1.0,
-        "sample within the smallest set of tokens that holds this probability; "
-        "below 1 the KL is taken within that set and sees less of the drift",
+        "nucleus sampling: sample from the smallest set of tokens with this total probability; below 1, the KL is "
+        "computed within that set and underestimates the distance to the start model",
         gt=0,
         le=1,
     )
 
     @property
     def filters(self) -> bool:
-        """Whether any token is kept from being sampled."""
+        """True if some tokens are never sampled."""
         return self.top_k > 0 or self.top_p < 1
 
     def __str__(self) -> str:
@@ -133,66 +144,83 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """One update: a rollout and the optimizer steps on it."""
+    """Batch: the rollout of one update, and the optimizer steps on it"""
 
     batch_size: int = setting(
         4,
-        "prompts per update; with --K, so many completions of each",
+        "prompts per update; GRPO and RLOO sample K completions for each",
         ge=1,
         aliases=("per_device_train_batch_size",),
         brief="prompts per update",
     )
-    ppo_epochs: int = setting(4, "passes over each rollout, in every algorithm", ge=1, aliases=("num_ppo_epochs",))
+    ppo_epochs: int = setting(
+        4, "passes over each rollout; PPO, GRPO and RLOO all use it", ge=1, aliases=("num_ppo_epochs",)
+    )
     minibatches: int = setting(
-        1, "optimizer steps per pass; must divide the episodes of an update", ge=1, aliases=("num_mini_batches",)
+        1,
+        "optimizer steps per pass over the rollout; must divide the number of episodes per update",
+        ge=1,
+        aliases=("num_mini_batches",),
     )
     micro_batch_size: int = setting(
         0,
-        "episodes per forward pass; 0: as many as 16,384 tokens hold on a card, 1,024 on a CPU. Changes memory, not "
-        "the result",
+        "episodes per forward pass; 0: as many as fit into 16,384 tokens on a GPU, 1,024 on a CPU. Changes the memory "
+        "use, not the result",
         ge=0,
         aliases=("mini_batch_size",),
     )
     gradient_accumulation_steps: int | None = setting(
         None,
-        "micro-batches whose gradients add up to an optimizer step, in place of --minibatches: each step is on "
-        "--micro-batch-size times as many episodes, or, where that is 0, in so many parts; unset: --minibatches",
+        "micro-batches per optimizer step, instead of --minibatches: a step uses this number times --micro-batch-size "
+        "episodes; if --micro-batch-size is 0, all episodes in this number of parts; unset: --minibatches is used",
         ge=1,
     )
     clip_range: float = setting(
-        0.2, "the ratio is clipped to 1 +- this", gt=0, lt=1, aliases=("cliprange", "clip_epsilon")
+        0.2,
+        "clip range of the policy ratio: it is clipped to 1 +- this value",
+        gt=0,
+        lt=1,
+        aliases=("cliprange", "clip_epsilon"),
     )
-    entropy_coef: float = setting(0.0, "weight of the entropy bonus, per nat per token", ge=0)
+    entropy_coef: float = setting(0.0, "weight of the entropy bonus (mean entropy per token, nats)", ge=0)
 
 
 @dataclass(frozen=True)
 class SpeedSettings:
-    """How the same result is reached faster; each has a plain twin."""
+    """Speed: these settings change time and memory, not the result"""
 
     rollout_engine: str = setting(
         "auto",
-        "how replies are sampled: all to the end (plain), in slots that waiting prompts take over (slots), so with "
-        "the decoding step as a CUDA graph (graph), or by an installed vLLM; auto: graph on a CUDA card, else slots",
+        "how completions are sampled. plain: the whole batch until its longest completion ends; slots: continuous "
+        "batching, a finished completion makes room for the next prompt; graph: slots, with the decoding step as a "
+        "CUDA graph; vllm: by vLLM, if it is installed; auto: graph on a GPU, slots on a CPU",
         choices=("auto", "plain", "slots", "graph", "vllm"),
     )
-    rollout_slots: int = setting(0, "replies sampled at a time; 0: 256 on a card, 32 on a CPU", ge=0)
-    packed: bool = setting(True, "run no padding through the layers, and a prompt once for all its replies")
-    fused_head: bool = setting(True, "build the gradients of the language-model head chunk by chunk")
+    rollout_slots: int = setting(0, "completions sampled at the same time; 0: 256 on a GPU, 32 on a CPU", ge=0)
+    packed: bool = setting(
+        True, "sequence packing: no computation on padding, and a prompt is computed once for all of its completions"
+    )
+    fused_head: bool = setting(
+        True, "compute logits and gradients of the language-model head in chunks, to use less memory"
+    )
 
 
 @dataclass(frozen=True)
 class CriticSettings:
-    """The critic, and generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438)."""
+    """Critic and generalized advantage estimation, GAE (Schulman et al. 2016, arXiv 1506.02438)"""
 
     critic: str = setting(
         "shared",
-        "the value head reads the policy's hidden states (shared), or those of a second backbone, trained beside it: "
-        "twice the weights and moments, and twice the backward pass (separate)",
+        "network of the critic. shared: a value head on the policy's hidden states; separate: a second network, which "
+        "doubles the weights, the optimizer state and the backward pass",
         choices=("shared", "separate"),
     )
     value_coef: float = setting(0.1, "weight of the value loss (0.5 x mean squared error)", ge=0, aliases=("vf_coef",))
     value_clip_range: float = setting(
-        0.2, "the value moves at most this far per rollout, score units", gt=0, aliases=("cliprange_value",)
+        0.2,
+        "clip range of the value: it is clipped to its value at the rollout +- this value, in score units",
+        gt=0,
+        aliases=("cliprange_value",),
     )
     gamma: float = setting(1.0, "discount per token", ge=0, le=1, aliases=("gae_gamma",))
     lam: float = setting(0.95, "GAE lambda", ge=0, le=1, aliases=("gae_lambda",))
@@ -200,62 +228,76 @@ class CriticSettings:
 
 @dataclass(frozen=True)
 class PPOSettings:
-    """PPO (Schulman et al. 2017, arXiv 1707.06347): rewards per token and advantages."""
+    """PPO (Schulman et al. 2017, arXiv 1707.06347)"""
 
-    whiten_rewards: bool = setting(False, "divide the rewards by their standard deviation over the batch")
-    whiten_advantages: bool = setting(True, "shift and scale the advantages to mean 0, variance 1 over the batch")
-    kl_penalty_at: str = setting("token", "charge the KL at each token, or its sum at EOS", choices=("token", "eos"))
+    whiten_rewards: bool = setting(False, "divide the rewards by their standard deviation in the batch")
+    whiten_advantages: bool = setting(True, "shift and scale the advantages to mean 0 and variance 1 in the batch")
+    kl_penalty_at: str = setting(
+        "token",
+        "where the reward contains the KL penalty: at each token, or its sum at the last token (eos)",
+        choices=("token", "eos"),
+    )
 
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """Groups of completions to one prompt."""
+    """Groups of completions (GRPO, RLOO)"""
 
     K: int | None = setting(
-        None, "completions per prompt: a group, compared with each other", ge=2,
+        None, "completions per prompt: a group, whose scores are compared with each other", ge=2,
         aliases=("num_generations", "group_size"), brief="completions per prompt")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class GRPOSettings:
-    """GRPO (Shao et al. 2024, arXiv 2402.03300): advantages relative to the group's mean."""
+    """GRPO (Shao et al. 2024, arXiv 2402.03300)"""
 
     scale_rewards: str = setting(
         "none",
-        "divide the advantages r - mean(r) by the standard deviation of the group or of the batch, or not at all",
+        "divide the advantages, r - mean(r) of the group, by the standard deviation of the group, of the batch, or "
+        "not (none)",
         choices=("none", "group", "batch"),
     )
     loss_type: str = setting(
         "dapo",
-        "the clipped loss averaged over tokens (dapo), over each completion's tokens and then the completions (grpo), "
-        "or over a constant length (dr_grpo); one ratio per completion (gspo); capped ratios as weights (cispo)",
+        "policy loss. dapo: clipped loss, averaged over all tokens; grpo: over the tokens of each completion, then "
+        "over the completions; dr_grpo: summed over tokens and divided by a constant length; gspo: one ratio per "
+        "completion; cispo: clipped ratios as weights of the log-probabilities",
         choices=("dapo", "grpo", "dr_grpo", "cispo", "gspo"),
     )
 
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """What a reply is worth: the reward model's score, rules, or both."""
+    """Rewards"""
 
     reward_func: tuple[str, ...] = setting(
         (),
-        "rules beside the reward model: length_penalty, word_penalty, keyword_bonus, or FILE.py:NAME in TRL's "
-        "signature",
+        "reward functions, in addition to the reward model: length_penalty, word_penalty, keyword_bonus, or "
+        "FILE.py:NAME with the signature of TRL's reward functions",
         brief="reward functions: a built-in name, or FILE.py:NAME",
     )
     reward_weights: tuple[float, ...] | None = setting(
-        None, "weights of the reward model (where there is one) and of each --reward-func, in order; unset: all 1"
+        None, "weights of the reward model (if there is one) and of each --reward-func, in this order; unset: all 1"
     )
     reward_timeout: float = setting(
-        600.0, "seconds that a rule may take for a batch of replies, or the run stops", gt=0
+        600.0, "time limit of a reward function for one batch of completions, in seconds; the run stops after it", gt=0
     )
-    keywords: tuple[str, ...] = setting(("helpful",), "words of which one earns keyword_bonus, in any case")
+    keywords: tuple[str, ...] = setting(
+        ("helpful",), "keyword_bonus gives 1 to a completion that contains one of these words, in upper or lower case"
+    )
     missing_eos_penalty: float = setting(
-        0.0, "subtracted from the score of a reply that does not end, score units", ge=0
+        0.0, "subtracted from the score of a completion without EOS, in score units", ge=0
     )
-    normalize_scores: bool = setting(False, "divide the scores by running estimates of their mean and spread")
+    normalize_scores: bool = setting(
+        False, "normalize the scores with running estimates of their mean and standard deviation"
+    )
     score_ema: float = setting(
-        0.99, "weight of the old estimates in the running ones", ge=0, lt=1, aliases=("normalizer_alpha",)
+        0.99,
+        "decay of the running estimates of --normalize-scores: the weight of the old estimate",
+        ge=0,
+        lt=1,
+        aliases=("normalizer_alpha",),
     )
 
 
@@ -265,172 +307,206 @@ PHASED_TARGETS = ("0.05/token", "0.02/token", "0.01/token")  # the phased-KL doc
 
 @dataclass(frozen=True)
 class KLSettings:
-    """How the policy is held near the start model."""
+    """KL control: keeps the policy close to the start model"""
 
-    kl_coef: float = setting(0.05, "beta at the start, score units per nat", ge=0, aliases=("init_kl_coef",))
+    kl_coef: float = setting(
+        0.05,
+        "beta, the KL coefficient, at the start of the run, in score units per nat",
+        ge=0,
+        aliases=("init_kl_coef",),
+    )
     kl_placement: str = setting(
         "reward",
-        "charge the KL in the reward, in the loss (k3 x ratio, docs/kl.md), or only log it",
+        "add the KL penalty to the reward, or to the loss (k3 x ratio, docs/kl.md); none: only log the KL",
         choices=("reward", "loss", "none"),
     )
-    kl_schedule: str = setting("adaptive", "how beta is steered", choices=("fixed", "adaptive", "phased"))
+    kl_schedule: str = setting(
+        "adaptive",
+        "how beta changes. fixed: not at all; adaptive: towards one KL target; phased: several targets, one after the "
+        "other",
+        choices=("fixed", "adaptive", "phased"),
+    )
     kl_target: tuple[KLTarget, ...] | None = setting(
         (KLTarget.parse(ADAPTIVE_TARGET),),
-        "KL to hold, in nats with the unit, and several under phased; unset: 6/sequence, and under phased "
-        "0.05/token 0.02/token 0.01/token",
+        "KL to the start model to aim at, in nats with a unit (6/sequence or 0.05/token); several targets with "
+        "--kl-schedule phased; unset: 6/sequence, or for phased 0.05/token 0.02/token 0.01/token",
         aliases=("target", "target_kl"),
-        brief="KL to the start model to hold, in nats",
+        brief="KL to the start model to aim at, in nats with a unit",
     )
     kl_boundaries: tuple[float, ...] | None = setting(
-        None, "shares of the run at which the next target comes into force; unset: equal phases", gt=0, lt=1
+        None,
+        "shares of the run (0 to 1) at which the next KL target starts; unset: phases of equal length",
+        gt=0,
+        lt=1,
     )
     kl_horizon: int | None = setting(
         None,
-        "episodes over which beta reacts: a small number reacts fast; unset: a twelfth of the episodes of the "
-        "shortest phase, at least two updates' and at most 10,000, so that beta can move about 11-fold in a phase",
+        "episodes over which beta reacts; a smaller number reacts faster; unset: 1/12 of the episodes of the shortest "
+        "phase, at least those of two updates and at most 10,000, so that beta can change about 11-fold in a phase",
         ge=1,
     )
 
     @property
     def targets(self) -> tuple[KLTarget, ...]:
-        """The targets, one after another; under a fixed beta the one that a KL is shown against."""
+        """The KL targets in their order. With a fixed beta, the target is only shown next to the KL."""
         phased = self.kl_schedule == "phased"
         return self.kl_target or tuple(map(KLTarget.parse, PHASED_TARGETS if phased else (ADAPTIVE_TARGET,)))
 
     def coef_in(self, placement: str, kl_coef: float) -> float:
-        """`kl_coef` at the placement where it is charged, "reward" or "loss"; 0 elsewhere."""
+        """Return `kl_coef` if the KL penalty is in `placement` ("reward" or "loss"), otherwise 0."""
         return kl_coef if self.kl_placement == placement else 0.0
 
     @property
     def steered(self) -> bool:
-        """Whether beta follows the measured KL, so that a target is in force."""
+        """True if beta follows the measured KL, so that the KL target has an effect."""
         return self.kl_schedule != "fixed" and self.kl_placement != "none"
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW."""
+    """Optimizer (AdamW)"""
 
     learning_rate: float = setting(5e-6, "learning rate at the start", gt=0, brief="learning rate at the start")
-    lr_schedule: str = setting("cosine", "learning rate over the run", choices=("cosine", "linear", "constant"))
-    max_grad_norm: float = setting(1.0, "gradients are scaled down to this norm", gt=0)
+    lr_schedule: str = setting(
+        "cosine", "schedule of the learning rate over the run", choices=("cosine", "linear", "constant")
+    )
+    max_grad_norm: float = setting(1.0, "gradient clipping: largest norm of the gradient", gt=0)
 
 
-EPOCHS, ROUNDS = 3.0, 1.0  # length of a run if none is set: passes over the prompts, rounds of all topics
+EPOCHS, ROUNDS = 3.0, 1.0  # default length of a run: passes over the prompts, or rounds over all topics
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Length of the run, and what it leaves behind."""
+    """Run: length, seeds, evaluation, checkpoints, output folder"""
 
-    seed: int = setting(42, "all randomness derives from it", ge=0, le=LARGEST_SEED)
+    seed: int = setting(42, "random seed; all random numbers of the run depend on it", ge=0, le=LARGEST_SEED)
     deterministic: bool = setting(
         False,
-        "use deterministic algorithms: on one GPU the same seed then gives the same weights to the bit, and a run is "
-        "slower. On a CPU runs repeat to the bit without it",
+        "use deterministic algorithms: on one GPU, the same seed gives bit-identical weights, and a run is slower. On "
+        "a CPU, runs are bit-identical without it",
     )
     seeds: tuple[int, ...] | None = setting(
         None,
-        "one run after another with these seeds, into OUTPUT_seed42 and so on; finished ones are skipped",
+        "train one run per seed, one after the other, into OUTPUT_seed42 and so on; finished runs are skipped",
         ge=0,
         le=LARGEST_SEED,
-        brief="train one run after another with these seeds",
+        brief="train one run per seed, one after the other",
     )
     epochs: float | None = setting(
         EPOCHS,
-        "passes over the training prompts, with --steps-per-topic rounds of all topics; unset: 3 passes, or one round",
+        "length of the run: passes over the training prompts, or rounds over all topics with --steps-per-topic; "
+        "unset: 3 passes, or 1 round",
         gt=0,
         le=100_000,
         aliases=("num_train_epochs", "num_epochs"),
     )
     num_iterations: int | None = setting(
         None,
-        "updates, in place of --epochs",
+        "length of the run in updates, instead of --epochs",
         ge=1,
         le=MOST_UPDATES,
-        brief="updates, in place of passes over the prompts (--epochs)",
+        brief="length of the run in updates, instead of --epochs",
     )
     episodes: int | None = setting(
-        None, "generated replies, in place of --num-iterations: an equal budget for all algorithms", ge=1
+        None,
+        "length of the run in generated completions, instead of --num-iterations: an equal budget for all algorithms",
+        ge=1,
     )
-    eval_every: int = setting(50, "updates between evaluations; the start and the end are always evaluated", ge=1)
+    eval_every: int = setting(
+        50, "updates between evaluations; the start model and the final weights are always evaluated", ge=1
+    )
     best_rule: str = setting(
         "score",
-        "what makes the best checkpoint, among those of at most 1.5 times the KL target (where beta is steered): the "
-        "highest score (within --perplexity-gate), or the lowest perplexity",
+        "how the best checkpoint is chosen, among those with a KL of at most 1.5 times the target (no such limit if "
+        "beta is fixed). score: the highest score within --perplexity-gate; perplexity: the lowest perplexity",
         choices=("score", "perplexity"),
     )
     perplexity_gate: float = setting(
-        1.1, "largest perplexity of a best checkpoint under --best-rule score, times the start's", gt=0
+        1.1, "largest perplexity of the best checkpoint, as a multiple of the start model's (--best-rule score)", gt=0
     )
-    output: str = setting(
-        "./ppo_training_output", "folder of the run", aliases=("output_dir",), brief="folder of the run"
-    )
+    output: str = setting("./ppo_training_output", "run folder", aliases=("output_dir",), brief="run folder")
     overwrite: bool = setting(
-        False, "replace the run that is in the output folder; it is removed when the new run is finished"
+        False, "replace the run in the output folder; the old run is removed when the new run is finished"
     )
     save_every: int = setting(50, "updates between checkpoints; the last update is always saved", ge=1)
-    keep: int = setting(2, "checkpoints kept, the newest ones", ge=1, aliases=("save_total_limit",))
+    keep: int = setting(2, "number of checkpoints to keep, the newest ones", ge=1, aliases=("save_total_limit",))
     resume: bool = setting(
         False,
-        "go on from the output folder's newest sound checkpoint, with that run's settings",
+        "resume the run in the output folder from its newest valid checkpoint, with its settings",
         brief="resume the run in --output",
     )
     rollback_on_kl: bool = setting(
         False,
-        "after 3 updates in a row beyond 4 times the KL target: back to the last checkpoint's weights from before",
+        "after 3 updates in a row with a KL above 4 times the target, load the newest checkpoint from before them",
     )
-    replay: str | None = setting(None, "an incident's folder: do its update again, look for the fault, and stop")
-    resume_anyway: bool = setting(False, "with --resume: go on although settings, data or versions are not the run's")
+    replay: str | None = setting(
+        None, "folder of an incident (a skipped update): repeat that update, print where the error starts, and stop"
+    )
+    resume_anyway: bool = setting(
+        False, "with --resume: accept settings, data or library versions that differ from those of the run"
+    )
     dry_run: bool = setting(False, "print the plan and stop")
     check: bool = setting(
         False,
-        "load everything, try one update out, print what each check found and stop; exit status 2 where one fails. "
-        "Nothing is written into the output folder",
-        brief="load everything, try one update, print what was found, and stop",
+        "load everything, try one update, print the result of each check, and stop; the exit status is 2 if a check "
+        "fails. Nothing is written to the output folder",
+        brief="load everything, try one update, print the results, and stop",
     )
 
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """What is kept of single tokens, for `evaluate_generations.py --tokens RUN`."""
+    """Token record, for `evaluate_generations.py --tokens RUN`"""
 
-    record_tokens: bool = setting(False, "keep what the trainer saw of every token of some episodes, in RUN/tokens")
-    record_format: str = setting("jsonl", "a JSON object a line, or a Parquet table", choices=("jsonl", "parquet"))
-    record_every: int = setting(50, "updates between records; the first update is always recorded", ge=1)
-    record_prompts: int = setting(2, "prompts recorded of such an update, each with all its replies", ge=1)
+    record_tokens: bool = setting(
+        False,
+        "save the log-probabilities, KL, advantage and other values of each token of some episodes, in RUN/tokens",
+    )
+    record_format: str = setting(
+        "jsonl",
+        "format of the token record: one JSON object per line, or a Parquet table",
+        choices=("jsonl", "parquet"),
+    )
+    record_every: int = setting(50, "updates between token records; the first update is always recorded", ge=1)
+    record_prompts: int = setting(2, "prompts in each token record, with all of their completions", ge=1)
 
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """What a run hands out at its end. With --resume, one that has ended already does this alone."""
+    """Export at the end of a run; for a finished run, add --resume"""
 
     merge_lora: bool = setting(
-        False, "merge the adapter into its base, in float32, and save that whole model in RUN/merged; needs --use-lora"
+        False,
+        "merge the LoRA adapter into its base model, in float32, and save the result in RUN/merged; needs --use-lora",
     )
     export_from: str = setting(
-        "final", "of a run's weights, those that are merged and pushed", choices=("final", "best")
+        "final",
+        "weights to merge and to upload: those of the last update, or the best checkpoint",
+        choices=("final", "best"),
     )
     push_to_hub: HubName | None = setting(
         None,
-        "upload weights (with --merge-lora the merged model's), tokenizer, model card and run.json to the Hugging "
-        "Face hub, as owner/name",
+        "upload weights (the merged model with --merge-lora), tokenizer, model card and run.json to the Hugging Face "
+        "hub, as owner/name",
         aliases=("hub_model_id",),
     )
     hub_private: bool = setting(
         True,
-        "a repository that --push-to-hub makes is private; one that is there stays as it is",
+        "create the repository of --push-to-hub as private; an existing repository is not changed",
         aliases=("hub_private_repo",),
     )
 
 
 @dataclass(frozen=True)
 class Config(Command):
-    """All settings of a training run. Groups that the algorithm does not read keep their defaults."""
+    """All settings of a training run. Groups that the algorithm does not use keep their defaults."""
 
-    recipe: str = DEFAULT_RECIPE  # or the file of a user's own
+    recipe: str = DEFAULT_RECIPE  # name of a shipped recipe, or the file of a user's recipe
     algorithm: str = "ppo"
-    user_file: Layer = field(default_factory=dict, compare=False, repr=False)  # what config.py sets, used or not
+    user_file: Layer = field(
+        default_factory=dict, compare=False, repr=False
+    )  # settings in config.py, also if they are not used
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
@@ -449,7 +525,7 @@ class Config(Command):
 
     @property
     def separate_critic(self) -> bool:
-        """Whether there is a critic with a backbone of its own."""
+        """True if the critic is a separate network."""
         return self.critic.critic == "separate"
 
     @property
@@ -467,9 +543,8 @@ class Config(Command):
         return self.episodes_per_update // self.batch.minibatches
 
     def updates(self, prompts: int, topics: int = 1) -> int:
-        """Return the updates of a run over `prompts` training prompts of so many topics: by episodes, else
-        num_iterations, else epochs. What does not fill an update is rounded up. Under topics an epoch is a round of
-        all of them."""
+        """Return the number of updates of a run over `prompts` training prompts in `topics` topics: from episodes, or
+        num_iterations, or epochs, rounded up. With --steps-per-topic, an epoch is one round over all topics."""
         if self.run.episodes is not None:
             return -(-self.run.episodes // self.episodes_per_update)
         if self.run.num_iterations is not None:
@@ -482,7 +557,7 @@ class Config(Command):
         return updates * self.batch.ppo_epochs * self.batch.minibatches
 
     def resolved(self) -> Config:
-        """Return the configuration with accumulation steps replaced by minibatches and micro-batches."""
+        """Return the configuration with minibatches and a micro-batch size in place of accumulation steps."""
         batch, episodes = self.batch, self.episodes_per_update
         steps, at_once = batch.gradient_accumulation_steps, batch.micro_batch_size
         if steps is None:

@@ -1,4 +1,4 @@
-"""Other trainers' names and meanings, in this project's settings."""
+"""Translates names and meanings of other trainers into the settings of this project."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 from rlhf.settings.fields import UNREADABLE, Layer, Setting, hint, is_unset, name_table
 from rlhf.settings.types import bare_targets
 
-LENGTHS = ("epochs", "num_iterations", "episodes")  # of a run: one of them counts
-BARE_TARGETS = ("target", "target_kl")  # names under which other trainers write a KL target without its unit
+LENGTHS = ("epochs", "num_iterations", "episodes")  # the length of a run: exactly one of them is in effect
+BARE_TARGETS = ("target", "target_kl")  # names of other trainers for a KL target without a unit
 
 
 def translate(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[str]]:
-    """Return one layer of settings under their first names, and the problems with its names, one line each.
+    """Return a layer with the first names of its settings, and the errors in its names, one line each.
 
-    A name of another trainer keeps the meaning that it has there, which may set more than one setting. A setting that
-    replaces others (one of the run's lengths, say) unsets those of lower layers. A name with a colon is a block of a
-    YAML file (`lora:`).
+    A name of another trainer keeps its meaning there, and can set more than one setting. A setting that replaces
+    others (for example one length of the run) unsets those in lower layers. A name that ends with a colon is a block
+    of a YAML file (`lora:`).
     """
     known, problems = _under_first_names(layer, settings)
 
     def add(name: str, value: Any, because: str) -> None:
-        """Set `name` beside the setting `because`, unless the layer sets it, or the command lacks it."""
+        """Set `name` because of the setting `because`, unless the layer sets it or the command does not have it."""
         if name in settings:
             known.setdefault(name, (value, (layer.get(because) or known[because])[1]))
 
     def is_set(name: str) -> bool:
         return name in known and not is_unset(known[name][0])
 
-    if "mini_batch_size" in layer:  # TRL's first PPO: an optimizer step after each of them
+    if "mini_batch_size" in layer:  # in TRL's first PPO, an optimizer step follows each one
         add("gradient_accumulation_steps", 1, "mini_batch_size")
     if "normalizer_alpha" in layer:
         add("normalize_scores", True, "normalizer_alpha")
@@ -40,7 +40,7 @@ def translate(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[s
             add(other, None, length)
     if is_set("minibatches") and is_set("gradient_accumulation_steps"):
         places = " and ".join(known[name][1] for name in ("minibatches", "gradient_accumulation_steps"))
-        problems.append(f"minibatches and gradient_accumulation_steps set the same thing: {places}. Keep one")
+        problems.append(f"minibatches and gradient_accumulation_steps exclude each other: {places}. Keep one")
     elif is_set("minibatches"):
         add("gradient_accumulation_steps", None, "minibatches")
     elif is_set("gradient_accumulation_steps"):
@@ -51,14 +51,14 @@ def translate(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[s
 
 
 def only(layer: Layer, settings: dict[str, Setting], names: Collection[str]) -> Layer:
-    """Return the part of a layer that sets one of `names`, under whatever name."""
+    """Return the part of a layer that sets one of `names`, under any name of the setting."""
     first = name_table(settings)
     return {name: found for name, found in layer.items() if first.get(name) in names}
 
 
 def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Layer, list[str]]:
-    """Return the layer with each setting's first name in place of the name that was written, and the problems with
-    the names, one line each."""
+    """Return the layer with the first name of each setting instead of the written name, and the errors in the names,
+    one line each."""
     names, problems, known = name_table(settings), [], {}
     for name, (value, where) in layer.items():
         if name.endswith(":"):
@@ -66,7 +66,7 @@ def _under_first_names(layer: Layer, settings: dict[str, Setting]) -> tuple[Laye
         if name == UNREADABLE:
             problems.append(value)
         elif name not in names:
-            helper = ". A name that is no setting begins with _" if ".py" in where else ""
+            helper = ". Start the names of helper variables with _" if ".py" in where else ""
             problems.append(f"unknown setting {name}: {where}. {hint(name, names)}{helper}")
         elif names[name] in known:
             problems.append(f"{name} is set twice: {where} and {known[names[name]][1]}. Keep one")

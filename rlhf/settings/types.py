@@ -1,4 +1,4 @@
-"""Types of settings that are more than a number or a text: a KL target, a split, a repository's name."""
+"""Types of settings with a format: a KL target, a split, a repository name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KL_METRICS = {"sequence": "kl_divergence", "token": "kl_divergence/token"}  # un
 
 @dataclass(frozen=True)
 class KLTarget:
-    """A KL to hold: `nats` per whole reply ("sequence") or per reply token ("token"). Never a bare number."""
+    """A KL target: `nats` per completion ("sequence") or per token ("token"). The unit is required."""
 
     nats: float
     per: str
@@ -28,7 +28,7 @@ class KLTarget:
 
     @property
     def metric(self) -> str:
-        """The metric that is in this target's unit."""
+        """The name of the KL metric with the same unit."""
         return KL_METRICS[self.per]
 
     def __str__(self) -> str:
@@ -38,8 +38,8 @@ class KLTarget:
 
 
 def bare_targets(value: Any) -> Any:
-    """Return KL targets that other trainers write as numbers, with their units: one number is nats per sequence (TRL's
-    first PPO, and the SmolLM2-orca and rank-1 documents), several are nats per token (the phased-KL documents)."""
+    """Return KL targets of other trainers, written as numbers, with units. One number means nats per sequence (TRL's
+    first PPO, the SmolLM2-orca and rank-1 documents); several mean nats per token (the phased-KL documents)."""
     parts = value if isinstance(value, (list, tuple)) else [value]
     words = [word.strip() for part in parts for word in str(part).split(",")]
     unit = "sequence" if len(words) == 1 else "token"
@@ -48,7 +48,7 @@ def bare_targets(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Split:
-    """Percent of the questions that go to the reward model, to RL and to evaluation."""
+    """Percent of the questions for the reward model, for RL and for evaluation."""
 
     reward: int
     rl: int
@@ -68,15 +68,15 @@ class Split:
 
 
 class HubName(str):
-    """A repository's name on the hub, with its owner."""
+    """The name of a hub repository, with its owner."""
 
     @classmethod
     def parse(cls, text: str) -> HubName:
-        from huggingface_hub.utils import validate_repo_id  # only where a name is given: --help does not wait for it
+        from huggingface_hub.utils import validate_repo_id  # slow import, only needed if a name is given
 
         validate_repo_id(str(text))
         if str(text).count("/") != 1:
             raise ValueError(text)
         return cls(text)
 
-    expects = "owner/name, of letters, digits, and - _ . between them, such as ada/my-model"
+    expects = "owner/name, with letters, digits, - _ and . only, such as ada/my-model"

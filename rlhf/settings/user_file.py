@@ -14,16 +14,16 @@ from rlhf.settings.merge import values_of
 from rlhf.utils.errors import UserError
 
 NO_VALUES = (ModuleType, FunctionType, type)
-OWN_NAMES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
-             ast.GeneratorExp)  # nodes that have separate names inside  # fmt: skip
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
+             ast.GeneratorExp)  # nodes with separate names inside  # fmt: skip
 
 
 def read_user_file(path: Path | None, settings: Collection[str]) -> Layer:
-    """Run the file and return what it sets: name -> (value, "file:line").
+    """Run the file and return its settings: name -> (value, "file:line"). Returns an empty layer if it does not exist.
 
-    Every public name that the file assigns must be a setting; of names that it imports or defines, those in `settings`
-    count. An empty layer if there is no such file. If the file is not Python or fails, the layer holds the error,
-    because the error matters only if the file is used.
+    All public names that the file assigns must be settings. Imported names and names of functions or classes are used
+    only if they are in `settings`. If the file fails, the layer contains the error, because the error matters only if
+    the file is used.
     """
     if path is None or not path.is_file():
         return {}
@@ -57,12 +57,13 @@ def edits_line(
     unused_because: str | None,
     foreign: Collection[str] = (),
 ) -> str | None:
-    """Return what config.py changes, and whether that is used, on one line; None if it changes nothing.
+    """Return one line with the changes that config.py makes, and whether they are used; None if there are none.
 
     Args:
-        without, with_file: the layers of settings without config.py and with it.
-        unused_because: why config.py is not used; None: it is.
-        foreign: groups of settings that the command does not read.
+        without: the layers without config.py.
+        with_file: the layers with config.py.
+        unused_because: why config.py is not used; None: it is used.
+        foreign: groups of settings that the command does not use.
     """
     old, settings = values_of(config_class, without), settings_of(config_class)
     try:
@@ -76,18 +77,18 @@ def edits_line(
 
 
 def _assigned(tree: ast.Module) -> set[str]:
-    """Every public name that the module assigns outside functions and classes."""
+    """Return the public names that the module assigns outside functions and classes."""
     names, nodes = set(), [tree]
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not node.id.startswith("_"):
             names.add(node.id)
-        nodes += [] if isinstance(node, OWN_NAMES) else list(ast.iter_child_nodes(node))
+        nodes += [] if isinstance(node, SCOPES) else list(ast.iter_child_nodes(node))
     return names
 
 
 def _lines(tree: ast.Module) -> dict[str, int]:
-    """Every name that a line of the module assigns, imports or defines -> the last such line."""
+    """Return the names that the module assigns, imports or defines -> the last line that does so."""
     lines: dict[str, int] = {}
     for node in ast.walk(tree):
         names = []
@@ -103,5 +104,5 @@ def _lines(tree: ast.Module) -> dict[str, int]:
 
 
 def _shown(path: Path) -> str:
-    """The path as messages show it: its name alone in the working directory."""
+    """Return the path for messages: only the file name if it is in the working directory."""
     return path.name if os.path.realpath(path.parent) == os.path.realpath(".") else str(path)

@@ -1,4 +1,4 @@
-"""What can be wrong with the settings of a training run taken together, one line each."""
+"""Checks of combinations of settings in a training run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, MOST_UPDATES, Config
 
 
 def validate_training(config: Config) -> list[str]:
-    """Return the errors of a training run's settings."""
+    """Return the errors in the settings of a training run, one line each."""
     return [*_batch(config), *_speed(config), *_kl(config), *_rollback(config), *_rewards(config), *_export(config)]
 
 
@@ -17,7 +17,7 @@ def _batch(config: Config) -> list[str]:
     if steps is not None and episodes % (steps * (at_once or 1)):
         of = f"{at_once} episodes (--micro-batch-size) x {steps}" if at_once else f"{steps}"
         problems.append(
-            f"{of} micro-batches of an optimizer step do not divide an update's {episodes} episodes: "
+            f"{of} micro-batches per optimizer step do not divide the {episodes} episodes of an update: "
             "--gradient-accumulation-steps. Give a divisor, or use --minibatches and --micro-batch-size"
         )
     if episodes % parts:
@@ -26,17 +26,17 @@ def _batch(config: Config) -> list[str]:
         problems.append(f"minibatches {parts} does not divide {of} {episodes}: --minibatches. Try {nearest}")
     if config.run.episodes is not None and config.run.episodes < episodes:
         problems.append(
-            f"episodes {config.run.episodes} do not fill one update of {episodes}: --episodes. "
+            f"episodes {config.run.episodes} is less than one update of {episodes}: --episodes. "
             f"Try {episodes}, or a smaller --batch-size"
         )
     if config.run.episodes is not None and config.run.episodes > MOST_UPDATES * episodes:
         problems.append(
-            f"episodes {config.run.episodes} are more than {MOST_UPDATES:,} updates of {episodes}: --episodes. "
+            f"episodes {config.run.episodes} is more than {MOST_UPDATES:,} updates of {episodes}: --episodes. "
             "Give fewer"
         )
     seeds = config.run.seeds or ()
     if len(set(seeds)) != len(seeds):
-        problems.append("a seed is named twice: --seeds. Name each once")
+        problems.append("a seed appears twice: --seeds. Give each seed once")
     return problems
 
 
@@ -44,8 +44,8 @@ def _speed(config: Config) -> list[str]:
     problems = []
     if config.speed.rollout_engine == "vllm" and config.sampling.filters:
         problems.append(
-            "vLLM does not say which tokens a filter let through, so no KL within them can be taken: "
-            "--rollout-engine vllm with --top-k or --top-p. Leave one of them out"
+            "vLLM does not report which tokens top-k or top-p allow, so the KL cannot be computed: "
+            "--rollout-engine vllm with --top-k or --top-p. Remove one of them"
         )
     if config.model.load_in_4bit and not config.model.use_lora:
         problems.append("4-bit weights cannot be trained: --load-in-4bit. Add --use-lora")
@@ -56,27 +56,27 @@ def _kl(config: Config) -> list[str]:
     problems, kl = [], config.kl
     if kl.kl_coef == 0 and kl.steered:
         problems.append(
-            f"beta starts at 0 and is steered by factors, so it would stay there: --kl-coef 0, kl_schedule "
-            f"{kl.kl_schedule}. Add --kl-schedule fixed, or start above 0"
+            f"beta starts at 0 and is changed by factors, so it would stay 0: --kl-coef 0, kl_schedule "
+            f"{kl.kl_schedule}. Add --kl-schedule fixed, or give a --kl-coef above 0"
         )
     count = len(kl.targets)
     if (count > 1) != (kl.kl_schedule == "phased"):
         problems.append(
-            f"{count} KL target{'s' if count > 1 else ''} under kl_schedule {kl.kl_schedule}: --kl-target. "
-            "Name several under phased, else one"
+            f"{count} KL target{'s' if count > 1 else ''} with kl_schedule {kl.kl_schedule}: --kl-target. "
+            "Give several for phased, otherwise one"
         )
     if len({target.per for target in kl.targets}) > 1:
-        problems.append("KL targets per sequence and per token in one run: --kl-target. Name all in one unit")
+        problems.append("KL targets per sequence and per token in one run: --kl-target. Use the same unit for all")
     marks = kl.kl_boundaries
     if marks is not None and (len(marks) != count - 1 or list(marks) != sorted(set(marks))):
         problems.append(
             f"{len(marks)} boundaries for {count} KL targets: --kl-boundaries. "
-            "Give one fewer than targets, rising, such as 0.33 0.67"
+            f"Give {count - 1}, in increasing order, such as 0.33 0.67"
         )
     if kl.kl_placement == "reward" and config.grpo.scale_rewards != "none":
         problems.append(
-            f"a KL in the reward would be divided by the spread of the {config.grpo.scale_rewards}, and beta would "
-            f"have no unit: --scale-rewards {config.grpo.scale_rewards}. "
+            f"a KL in the reward would be divided by the standard deviation of the {config.grpo.scale_rewards}, and "
+            f"beta would have no fixed unit: --scale-rewards {config.grpo.scale_rewards}. "
             "Add --kl-placement loss, or --scale-rewards none"
         )
     return problems
@@ -86,12 +86,13 @@ def _rollback(config: Config) -> list[str]:
     problems, run, kl = [], config.run, config.kl
     if run.rollback_on_kl and not kl.steered:
         problems.append(
-            "no KL is held here, so none runs away: --rollback-on-kl. Leave it out, or let beta be steered"
+            f"no KL target is in effect (kl_schedule {kl.kl_schedule}, kl_placement {kl.kl_placement}): "
+            "--rollback-on-kl. Remove it, or change these settings"
         )
     if run.rollback_on_kl and (run.keep - 1) * run.save_every < MAX_CONSECUTIVE_SKIPS:
         problems.append(
-            f"checkpoints from before a KL ran away are gone when {MAX_CONSECUTIVE_SKIPS} updates have shown it: "
-            f"--rollback-on-kl, --keep {run.keep}, --save-every {run.save_every}. Raise one of these two"
+            f"after {MAX_CONSECUTIVE_SKIPS} updates with a high KL, all checkpoints from before them are deleted: "
+            f"--rollback-on-kl, --keep {run.keep}, --save-every {run.save_every}. Raise one of the last two"
         )
     return problems
 
@@ -104,11 +105,13 @@ def _rewards(config: Config) -> list[str]:
         config.reward.reward_weights,
     )
     if not learned and not rules:
-        problems.append("nothing to reward: --rm-model none. Name a --reward-func, or a reward model")
+        problems.append(
+            "no reward model and no reward function: --rm-model none. Give one of them (--rm-model, --reward-func)"
+        )
     if weights is not None and len(weights) != learned + len(rules):
         problems.append(
             f"{len(weights)} weights for {learned + len(rules)} rewards: --reward-weights. "
-            f"Give one for each of, in this order: {', '.join([*(['reward model'] if learned else []), *rules])}"
+            f"Give one for each, in this order: {', '.join([*(['reward model'] if learned else []), *rules])}"
         )
     return problems
 
@@ -117,12 +120,12 @@ def _export(config: Config) -> list[str]:
     problems, name = [], config.export.push_to_hub
     if config.export.merge_lora and not config.model.use_lora:
         problems.append(
-            "no adapter to merge: --merge-lora. Add --use-lora, or leave it out: without adapters the run saves a "
-            "whole model"
+            "no adapter to merge: --merge-lora. Add --use-lora, or remove --merge-lora: without adapters the run "
+            "saves a whole model"
         )
     if name is not None and config.run.seeds is not None:
         problems.append(
-            f"several runs and one repository: --seeds, --push-to-hub {name}. Push the one you choose afterwards: "
+            f"several runs and one repository: --seeds, --push-to-hub {name}. Push one run afterwards: "
             f"--resume --push-to-hub {name} --output RUN"
         )
     return problems

@@ -1,4 +1,4 @@
-"""Reads YAML files of settings with PyYAML's safe loader: file and line for every value and every error."""
+"""Reads YAML files of settings with PyYAML's safe loader, with file and line of each value and each error."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ KIND, ALGORITHMS, REWARD_MODEL = "kind", "algorithms", "reward_model_training"  
 
 
 def read_settings(path: str, flag: str = "--config") -> Layer:
-    """Return the settings of a YAML file: name -> (value, "file:line"). Nesting is free: the names of the innermost
-    keys count, and the name of every block, with a colon behind it. Raises UserError with all errors of the file."""
+    """Return the settings of a YAML file: name -> (value, "file:line"). Only the innermost keys are settings, at any
+    depth. The name of each block is included, too, with a colon at its end. Raises UserError with all errors of the
+    file."""
     tree = read_tree(path, flag)
     for key in [key for key, _ in tree.value if key.value in (KIND, ALGORITHMS, REWARD_MODEL)]:
         where = f"{path}:{key.start_mark.line + 1}"
-        raise UserError(f"only a recipe has {key.value}: {where}. Remove it, or pass the file with --recipe {path}")
+        raise UserError(
+            f"{key.value} is allowed in recipes only: {where}. Remove it, or pass the file with --recipe {path}"
+        )
     return settings_in(tree, path)
 
 
 def read_tree(path: str, flag: str) -> yaml.MappingNode:
-    """Return the mapping that a YAML file holds. Raises UserError if it is none; the file was named by `flag`."""
+    """Return the mapping in a YAML file. Raises UserError if it cannot be read or is not a mapping. `flag` is the flag
+    that gave the file."""
     try:
         with open(path, encoding="utf-8-sig") as stream:
             text = stream.read()
@@ -41,8 +45,10 @@ def read_tree(path: str, flag: str) -> yaml.MappingNode:
             f"not YAML ({error.problem}): {path}:{mark.line + 1}:{mark.column + 1}. Correct that line"
         ) from None
     except RecursionError:
-        raise UserError(f"not a file of settings (nested too deep): {path}. Write lines such as `gamma: 1`") from None
-    except yaml.YAMLError as error:  # a control character: the error has no line
+        raise UserError(
+            f"not a file of settings (nested too deeply): {path}. Write lines such as `gamma: 1`"
+        ) from None
+    except yaml.YAMLError as error:  # for example a control character: the error has no line
         raise UserError(f"not YAML ({str(error).splitlines()[0]}): {path}. Save it as plain text") from None
     if tree is None:
         return yaml.MappingNode(_PLAIN_MAPPING, [])
@@ -52,19 +58,19 @@ def read_tree(path: str, flag: str) -> yaml.MappingNode:
 
 
 def _check_aliases(text: str, path: str) -> None:
-    """Raise UserError for an alias of a list or a mapping: it can hold itself, or grow without end. Aliases of single
-    values are allowed."""
+    """Raise UserError for an alias of a list or a mapping, because it can contain itself or expand without limit.
+    Aliases of single values are allowed."""
     anchored = set()
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, (yaml.SequenceStartEvent, yaml.MappingStartEvent)):
             anchored.add(event.anchor)
         elif isinstance(event, yaml.AliasEvent) and event.anchor in anchored:
             where = f"{path}:{event.start_mark.line + 1}"
-            raise UserError(f"an alias of a list or a mapping (*{event.anchor}): {where}. Write it out")
+            raise UserError(f"an alias of a list or a mapping (*{event.anchor}): {where}. Write the values instead")
 
 
 def settings_in(tree: yaml.MappingNode, path: str, without: Iterable[str] = ()) -> Layer:
-    """Return the settings inside a mapping, at any depth; top-level keys in `without` are skipped."""
+    """Return the settings in a mapping, at any depth, without the top-level keys in `without`."""
     found: Layer = {}
     problems: list[str] = []
     kept = [(key, value) for key, value in tree.value if key.value not in without]
@@ -96,7 +102,7 @@ def _collect(tree: yaml.MappingNode, path: str, found: Layer, problems: list[str
 
 
 def yaml_value(node: yaml.Node) -> Any:
-    """Return the plain data of a node. Raises ConstructorError if it has any other tag."""
+    """Return the plain data of a node. Raises ConstructorError for any other tag."""
     loader = yaml.SafeLoader("")
     try:
         return loader.construct_object(node, deep=True)

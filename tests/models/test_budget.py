@@ -36,9 +36,11 @@ def test_the_plan_prints_the_budget_of_the_device(configured, device, tokens):
 def test_the_help_names_the_budgets_numbers():
     """config.py imports no torch, so its help repeats them."""
     settings, cpu, gpu = settings_of(Config), budget_of(CPU), budget_of(GPU)
-    micro_batch = f"as many as {gpu.tokens_per_micro_batch:,} tokens hold on a card, {cpu.tokens_per_micro_batch:,} on"
+    micro_batch = (
+        f"as many as fit into {gpu.tokens_per_micro_batch:,} tokens on a GPU, {cpu.tokens_per_micro_batch:,} on"
+    )
     assert micro_batch in settings["micro_batch_size"].help
-    assert f"0: {gpu.rollout_slots} on a card, {cpu.rollout_slots} on a CPU" in settings["rollout_slots"].help
+    assert f"0: {gpu.rollout_slots} on a GPU, {cpu.rollout_slots} on a CPU" in settings["rollout_slots"].help
 
 
 def test_a_micro_batch_has_the_tokens_of_the_budget(build, monkeypatch):

@@ -468,12 +468,12 @@ def test_what_forbids_an_upload_is_said_before_anything_is_loaded(
 
 
 FAULTS = {
-    "merging without adapters": (["--merge-lora"], r"no adapter to merge: --merge-lora\. Add --use-lora, or leave"),
+    "merging without adapters": (["--merge-lora"], r"no adapter to merge: --merge-lora\. Add --use-lora, or remove"),
     "no owner": (["--push-to-hub", "mine"], r"push_to_hub is 'mine': --push-to-hub\. Give owner/name, of letters"),
     "no name": (["--push-to-hub", "ada/--"], r"push_to_hub is 'ada/--': --push-to-hub\. Give owner/name, of letters"),
     "three parts": (["--push-to-hub", "a/b/c"], r"push_to_hub is 'a/b/c': --push-to-hub\. Give owner/name"),
     "a repository for several seeds": (["--push-to-hub", "ada/mine", "--seeds", "1", "2"],
-                                       r"several runs and one repository: --seeds, --push-to-hub ada/mine\. Push the"),
+                                       r"several runs and one repository: --seeds, --push-to-hub ada/mine\. Push one"),
     "an adapter over a folder": (["--push-to-hub", "ada/mine", "--use-lora"],
                                  r"an adapter whose base is a folder of this disk is of use to nobody else: --push-to"
                                  r"-hub ada/mine, --actor-model .*\. Add --merge-lora"),

@@ -148,7 +148,7 @@ def test_accumulation_in_smollm2_orcas_words(words, algorithm):
 
 def test_accumulation_is_said_once(tmp_path):
     (tmp_path / "a.yaml").write_text("batch_size: 8\nmini_batch_size: 2\nminibatches: 1\n")
-    with pytest.raises(UserError, match=r"gradient_accumulation_steps set the same thing: .*a.yaml:3"):
+    with pytest.raises(UserError, match=r"gradient_accumulation_steps exclude each other: .*a.yaml:3"):
         parse_cli(["--config", str(tmp_path / "a.yaml")])
     (tmp_path / "a.yaml").write_text("batch_size: 8\nmini_batch_size: 2\n")
     later = parse_cli(["--config", str(tmp_path / "a.yaml"), "--minibatches", "2"])

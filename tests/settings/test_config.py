@@ -74,7 +74,7 @@ def test_targets_that_are_not_named_follow_the_schedule():
     assert targets() == ["6/sequence"]
     assert targets("--kl-schedule", "phased") == ["0.05/token", "0.02/token", "0.01/token"], "as documented"
     assert targets("--kl-target", "5/sequence") == ["5/sequence"]
-    with pytest.raises(UserError, match="1 KL target under kl_schedule phased: --kl-target. Name several"):
+    with pytest.raises(UserError, match="1 KL target with kl_schedule phased: --kl-target. Give several"):
         targets("--kl-schedule", "phased", "--kl-target", "5/sequence")
     with pytest.raises(UserError, match="per sequence and per token in one run"):
         targets("--kl-schedule", "phased", "--kl-target", "5/sequence", "0.1/token")
@@ -147,19 +147,25 @@ def test_lists_of_numbers_in_yaml(tmp_path):
 
 
 REWARD_FAULTS = {
-    "no reward": (["--rm-model", "none"], "nothing to reward: --rm-model none"),
+    "no reward": (["--rm-model", "none"], "no reward model and no reward function: --rm-model none"),
     "too few weights": (
         ["--reward-func", "length_penalty", "--reward-weights", "1"],
-        "1 weights for 2 rewards: --reward-weights. Give one for each of, in this order: reward model, length_penalty",
+        "1 weights for 2 rewards: --reward-weights. Give one for each, in this order: reward model, length_penalty",
     ),
     "K does not divide": (["--minibatches", "5"], "minibatches 5 does not divide batch_size x K = 32"),
 }
 
 
 ROLLBACK_FAULTS = {
-    "nothing to hold": (["--kl-schedule", "fixed"], "no KL is held here, so none runs away: --rollback-on-kl"),
-    "too few checkpoints": (["--save-every", "2"], "--rollback-on-kl, --keep 2, --save-every 2. Raise one of these"),
-    "one checkpoint": (["--keep", "1"], "--rollback-on-kl, --keep 1, --save-every 50. Raise one of these two"),
+    "nothing to hold": (
+        ["--kl-schedule", "fixed"],
+        "no KL target is in effect (kl_schedule fixed, kl_placement reward): --rollback-on-kl",
+    ),
+    "too few checkpoints": (
+        ["--save-every", "2"],
+        "--rollback-on-kl, --keep 2, --save-every 2. Raise one of the last two",
+    ),
+    "one checkpoint": (["--keep", "1"], "--rollback-on-kl, --keep 1, --save-every 50. Raise one of the last two"),
 }
 
 
@@ -211,8 +217,8 @@ BAD_FLAGS = {
         "minibatches 3 does not divide batch_size 8: --minibatches. Try 2",
     ),
     "4-bit without LoRA": ("--load-in-4bit", "4-bit weights cannot be trained: --load-in-4bit. Add --use-lora"),
-    "two targets, one phase": ("--kl-target 6/sequence 3/sequence", "2 KL targets under kl_schedule adaptive"),
-    "beta that cannot move": ("--kl-coef 0", "beta starts at 0 and is steered by factors"),
+    "two targets, one phase": ("--kl-target 6/sequence 3/sequence", "2 KL targets with kl_schedule adaptive"),
+    "beta that cannot move": ("--kl-coef 0", "beta starts at 0 and is changed by factors"),
     "a bad split": ("--split 50/50/50", "split is '50/50/50': --split. Give three whole percentages"),
     "a stray word": ("demo", "unexpected word 'demo'"),
 }

@@ -89,7 +89,9 @@ def test_help_shows_the_values_of_recipe_and_file(helped, tmp_path):
     demo = spaced("--recipe", "demo", "--help")
     assert "prompts per update [16]" in demo and "completions per prompt [4]" in demo and "recipe demo" in demo
     assert "prompts per update [64]" in spaced("--help", "--recipe", "demo", algorithm="ppo")
-    assert "so many completions of each (default: 16, at least 1)" in spaced("--recipe", "demo", "--help-all")
+    assert "GRPO and RLOO sample K completions for each (default: 16, at least 1)" in spaced(
+        "--recipe", "demo", "--help-all"
+    )
     (tmp_path / "a.yaml").write_text("recipe: demo\nupdate:\n  per_device_train_batch_size: 6\n")
     text = spaced("--help", "--config", str(tmp_path / "a.yaml"))
     assert "prompts per update [6]" in text and "completions per prompt [4]" in text and "recipe demo" in text

@@ -111,8 +111,14 @@ BAD = {
         "kind: recipe\nalgorithms:\n  dpo: {gamma: 1}\n",
         r"unknown algorithm dpo: .*bad.yaml:3.*Known: ppo",
     ),
-    "settings of an algorithm on one line": ("kind: recipe\nalgorithms:\n  ppo: 3\n", r"ppo holds no settings: .*:3"),
-    "algorithms without settings": ("kind: recipe\nalgorithms: ppo\n", r"algorithms holds no settings: .*bad.yaml:2"),
+    "settings of an algorithm on one line": (
+        "kind: recipe\nalgorithms:\n  ppo: 3\n",
+        r"ppo is not a block of settings: .*:3",
+    ),
+    "algorithms without settings": (
+        "kind: recipe\nalgorithms: ppo\n",
+        r"algorithms is not a block of settings: .*bad.yaml:2",
+    ),
     "out of range": ("kind: recipe\nalgorithms:\n  ppo: {gamma: 2}\n", r"gamma is 2: .*bad.yaml:3. It must be"),
     "a name that is no text": (
         "kind: recipe\n? [a, b]\n: 3\n",
@@ -156,11 +162,11 @@ def test_a_missing_recipe(tmp_path):
         make_config("demi")
     with pytest.raises(UserError, match="not a usable path"):
         parse_cli(["--recipe", "~nobody9/x.yaml"])
-    with pytest.raises(UserError, match="recipe is None: make_config. Give the name of a recipe, or its file"):
+    with pytest.raises(UserError, match="recipe is None: make_config. Give the name or the file of a recipe"):
         make_config(None)
     for value in ("5", "null", "[demo]"):
         (tmp_path / "a.yaml").write_text(f"recipe: {value}\n")
-        with pytest.raises(UserError, match=r"recipe is .*: .*a.yaml:1. Give the name of a recipe, or its file"):
+        with pytest.raises(UserError, match=r"recipe is .*: .*a.yaml:1. Give the name or the file of a recipe"):
             parse_cli(["--config", str(tmp_path / "a.yaml")])
 
 
@@ -179,7 +185,9 @@ def test_calibration_that_a_recipe_switches_off_stays_off(tmp_path):
 
 
 def test_a_recipe_is_not_a_settings_file(mine):
-    with pytest.raises(UserError, match=r"only a recipe has kind: .*mine.yaml:2. Remove it, or pass the file"):
+    with pytest.raises(
+        UserError, match=r"kind is allowed in recipes only: .*mine.yaml:2. Remove it, or pass the file"
+    ):
         parse_cli(["--config", mine])
 
 

@@ -111,11 +111,11 @@ BAD = {
     ),
     "a tuple": ("actor_model = './start',\n", r"actor_model is \('./start',\): .*config.py:1. Give text"),
     "a set": ("lora_targets = {'q_proj'}\n", r"lora_targets is {'q_proj'}: .*config.py:1. Give text"),
-    "a huge number": ("max_prompts = 10**5000\n", "max_prompts is a number of thousands of digits: .*config.py:1"),
-    "a helper": ("base = './x'\n", r"unknown setting base: .*config.py:1.*A name that is no setting begins with _"),
+    "a huge number": ("max_prompts = 10**5000\n", "max_prompts is a number with thousands of digits: .*config.py:1"),
+    "a helper": ("base = './x'\n", r"unknown setting base: .*config.py:1.*Start the names of helper variables with _"),
     "settings that do not fit": (
         "kl_schedule = 'fixed'\nseed = 2\nkl_target = ['6/sequence', '3/sequence']\n",
-        r"2 KL targets under kl_schedule fixed: --kl-target \(.*config.py:3\). Name several",
+        r"2 KL targets with kl_schedule fixed: --kl-target \(.*config.py:3\). Give several",
     ),
 }
 
@@ -167,7 +167,7 @@ def helped(capsys, *words, algorithm="ppo", file=None) -> str:
 def test_an_edit_shows_in_the_help(write, capsys):
     file = write("learning_rate = 3e-6\nmax_new_tokens = 99\ngamma = 0.5\n")
     text = helped(capsys, "--help", file=file)
-    assert "learning rate at the start [3e-06]" in text and "tokens per completion at most [99]" in text
+    assert "learning rate at the start [3e-06]" in text and "largest length of a completion, in tokens [99]" in text
     assert "recipe smollm2-orca; config.py: max_new_tokens 99 (default 128), gamma 0.5 (default 1.0), learning" in text
     assert "(default: 3e-06, above 0)" in helped(capsys, "--help-all", file=file)
     assert "gamma" not in helped(capsys, "--help", algorithm="grpo", file=file), "which GRPO does not read"

@@ -201,7 +201,8 @@ class Run:
             more["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
         model = AutoModelForCausalLM.from_pretrained(self.start, dtype=torch.float32, **more).eval()
         for module in model.modules():
-            module.support_avx512bf16_for_cpu = False  # where bitsandbytes would round weights anew (docs/decisions/data_and_models.md)
+            # bitsandbytes would round the scales here (docs/decisions/data_and_models.md)
+            module.support_avx512bf16_for_cpu = False
         return model
 
     def completions(self, engine: str) -> Completions:

@@ -1,7 +1,7 @@
-"""Text to ids and back, through the chat template. The only place that renders.
+"""Convert text to token ids and back with the chat template. No other module renders prompts.
 
-One render serves reward-model training, scoring and RL. Text from the data never becomes a special token: the chat
-template's own text and the messages' text are tokenized apart.
+Reward model training, scoring and RL use the same rendering. Text from the data never becomes a special token,
+because the chat template's own text and the message contents are tokenized separately.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.utils.errors import UserError
 
-_SLOT = "\ue000{}\ue001"  # private-use characters: no template writes them
+_SLOT = "\ue000{}\ue001"  # private-use characters, which no chat template writes
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Ids of a prompt, up to where the reply begins.
+    """Return the token ids of a prompt, up to the position where the completion starts.
 
-    With the tokenizer's chat template if it has one; else (a base model) the contents, a blank line between them,
-    and the reply follows at once. Template and contents are tokenized as one text, as the model was tuned on it,
-    unless a content would write special tokens so: then apart.
+    Uses the tokenizer's chat template if it has one. Otherwise (a base model) the contents are joined with blank
+    lines, and the completion follows directly. Template and contents are tokenized as one text, as in the model's
+    fine-tuning, unless a content would then produce special tokens. In that case they are tokenized separately.
+    Raises UserError if the chat template fails.
     """
     contents = [m["content"] for m in messages]
     if tokenizer.chat_template is None:
-        start = tokenizer("").input_ids  # BOS, where this tokenizer sets one
+        start = tokenizer("").input_ids  # BOS, if this tokenizer adds one
         bos = start[:1] if start and start[0] == tokenizer.bos_token_id else []
         return bos + encode_text(tokenizer, "\n\n".join(contents))
     slots = [{**m, "content": _SLOT.format(i)} for i, m in enumerate(messages)]
@@ -35,12 +36,12 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[st
             tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=True)
             for chat in (slots, messages)
         )
-    except Exception as error:  # some refuse a system message; and a template is code, which may raise anything
+    except Exception as error:  # a template is code and may raise anything; some reject a system message
         roles, reason = ", ".join(m["role"] for m in messages), (str(error).splitlines() or [""])[0]
-        kind = "refuses it" if isinstance(error, jinja2.TemplateError) else f"fails, {type(error).__name__}"
+        kind = "rejects it" if isinstance(error, jinja2.TemplateError) else f"fails with {type(error).__name__}"
         raise UserError(
-            f"the chat template {kind} ({reason:.200}): a prompt of {roles}, {contents[-1]!r:.40}. Give chats as the "
-            "start model's template wants them"
+            f"the chat template {kind} ({reason:.200}): prompt with the roles {roles}, {contents[-1]!r:.40}. Write "
+            "chats in the form that the start model's chat template accepts"
         ) from None
     ids: list[int] = []
     for i, piece in enumerate(re.split("\ue000([0-9]+)\ue001", text)):
@@ -48,39 +49,42 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[st
             ids += encode_text(tokenizer, contents[int(piece)])
         elif piece:
             ids += tokenizer(piece, add_special_tokens=False).input_ids
-    together, marks = tokenizer(whole, add_special_tokens=False).input_ids, _marks(tokenizer)
-    return together if [i for i in together if i in marks] == [i for i in ids if i in marks] else ids
+    together, special = tokenizer(whole, add_special_tokens=False).input_ids, _special_ids(tokenizer)
+    return together if [i for i in together if i in special] == [i for i in ids if i in special] else ids
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The first mark that the chat template writes behind a reply; None where it writes none, or fails (which is said
-    where a prompt is rendered)."""
+    """Return the first special token that the chat template writes after a completion, or None if there is none.
+
+    Also None if the template fails: `encode_prompt` reports that.
+    """
     if tokenizer.chat_template is None:
         return None
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SLOT.format(0)}]
     try:
         text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except Exception:  # a template may raise anything: it is reported if a prompt is rendered
+    except Exception:  # a template may raise anything; encode_prompt reports it
         return None
-    ids, marks = tokenizer(text.split(_SLOT.format(0))[-1], add_special_tokens=False).input_ids, _marks(tokenizer)
-    return next((i for i in ids if i in marks), None)
+    ids = tokenizer(text.split(_SLOT.format(0))[-1], add_special_tokens=False).input_ids
+    special = _special_ids(tokenizer)
+    return next((i for i in ids if i in special), None)
 
 
-def _marks(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Tokens that no content may write."""
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids of all tokens that message contents must not produce."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return special | set(tokenizer.all_special_ids) | _turn_marks(tokenizer)
+    return special | set(tokenizer.all_special_ids) | _turn_ids(tokenizer)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of text that came from data or a model: no special token is added, and none can be written into it."""
+    """Return the ids of text from data or a model. They contain no special tokens, whatever the text is."""
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-    return ids if _turn_marks(tokenizer).isdisjoint(ids) else _encode_by_pieces(tokenizer, text)
+    return ids if _turn_ids(tokenizer).isdisjoint(ids) else _encode_by_pieces(tokenizer, text)
 
 
-def _turn_marks(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Tokens of the chat template that the tokenizer does not call special, as DeepSeek's `<｜User｜>`: those are not
-    split, and a text could write them."""
+def _turn_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids of the chat template's added tokens that are not marked as special, such as DeepSeek's
+    `<｜User｜>`. `split_special_tokens` does not split these, so a text could produce them."""
     if not tokenizer.is_fast or tokenizer.chat_template is None:
         return set()
     template, added = str(tokenizer.chat_template), tokenizer.added_tokens_decoder.items()
@@ -88,7 +92,7 @@ def _turn_marks(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def _encode_by_pieces(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a text by the tokenizer's steps, but for the one that looks for added tokens."""
+    """Tokenize a text without the tokenizer's search for added tokens."""
     backend = tokenizer.backend_tokenizer
     if backend.normalizer is not None:
         text = backend.normalizer.normalize_str(text)
@@ -99,10 +103,10 @@ def _encode_by_pieces(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int
 
 
 def encode_completion(tokenizer: PreTrainedTokenizerBase, text: str, ended: bool = True) -> list[int]:
-    """Ids of a reply; a reply that ended has its EOS."""
+    """Return the ids of a completion, with EOS if the completion ended."""
     return encode_text(tokenizer, text) + ([tokenizer.eos_token_id] if ended else [])
 
 
 def decode_completion(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """The text of a reply's ids, without special tokens."""
+    """Return the text of a completion without special tokens."""
     return tokenizer.decode(ids, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Rows of a JSONL file, of a hub dataset or of a Python list, read and checked."""
+"""Read and check the rows of a JSONL file, a hub dataset or a Python list."""
 
 from __future__ import annotations
 
@@ -16,42 +16,49 @@ from rlhf.utils.hub import require_hub
 from rlhf.utils.paths import is_path, missing_path
 
 _NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
-FORGIVEN_SHARE = 0.05  # of a hub dataset's rows
-REPEATED_SHARE = 0.05  # of the rows, above which it is told
+MAX_INVALID_SHARE = 0.05  # invalid rows of a hub dataset: up to this share they are skipped
+REPEATED_SHARE = 0.05  # duplicate rows: above this share a warning is printed
 COLUMNS = ("system", "question", "prompt", "messages", "chosen", "rejected", "rejected_ended", "topic", "flaw")
 ROLES = ("system", "user", "assistant", "tool")
-READABLE = '"question" (or "prompt"), or "messages"; pairs have "chosen" and "rejected" beside it'
+EXPECTED_COLUMNS = '"question", "prompt" or "messages" (a preference pair also needs "chosen" and "rejected")'
 
 
 @dataclass(frozen=True)
 class Example:
-    """One row of data: a prompt, and for pairs its two replies."""
+    """One row of data: a prompt and, for preference pairs, its two completions."""
 
     messages: tuple[dict[str, str], ...]
     chosen: str | None = None
     rejected: str | None = None
-    rejected_ended: bool = True  # False: the reply was cut off, so that no EOS follows it
+    rejected_ended: bool = True  # False: the completion was cut off, so no EOS follows it
     topic: str | None = None
-    flaw: str | None = None  # what is wrong with the rejected reply, where the data says so
-    columns: dict[str, Any] = field(default_factory=dict)  # the whole row, for reward functions
+    flaw: str | None = None  # what is wrong with the rejected completion, if the data contains it
+    columns: dict[str, Any] = field(default_factory=dict)  # all columns of the row, for reward functions
 
     @property
     def question(self) -> str:
-        """What the user says, as the key for splits: case, spacing, invisible characters and the Unicode form (NFC or
-        NFD) do not make it another question."""
+        """The text of the user messages, normalised as the key for splits.
+
+        Questions that differ only in case, spacing, invisible characters or Unicode form (NFC or NFD) are equal.
+        """
         text = "\n".join(m["content"] for m in self.messages if m["role"] == "user")
-        shown = "".join(c for c in unicodedata.normalize("NFC", text).casefold() if unicodedata.category(c) != "Cf")
-        return unicodedata.normalize("NFC", " ".join(shown.split()))
+        visible = "".join(c for c in unicodedata.normalize("NFC", text).casefold() if unicodedata.category(c) != "Cf")
+        return unicodedata.normalize("NFC", " ".join(visible.split()))
 
 
 def load_examples(
     source: str, pairs: bool = False, say: Callable[[str], None] = print, topics: bool = False
 ) -> list[Example]:
-    """All rows of a local JSONL file or of a hub dataset's train split, in order.
+    """Return all rows of a local JSONL file or of a hub dataset's train split, in order.
 
-    `pairs` asks for a chosen and a rejected reply in every row, `topics` for a topic. Raises UserError with every bad
-    row's place. Of a hub dataset, which its user cannot correct, up to 5% of bad rows are left out and told through
-    `say`; so is a share of repeated rows above 5%.
+    Raises UserError that lists every invalid row with its position. Users cannot correct a hub dataset, so up to 5% of
+    its rows may be invalid: they are skipped. Skipped rows and more than 5% of duplicate rows are reported with `say`.
+
+    Args:
+        source: path of a JSONL file, or name of a hub dataset.
+        pairs: if True, every row needs "chosen" and "rejected".
+        say: prints one line.
+        topics: if True, every row needs a "topic".
     """
     file = Path(source).expanduser()
     is_local = is_path(source) or file.exists()
@@ -64,20 +71,20 @@ def load_examples(
             examples.append(_example(row, where, pairs, columns, topics, every))
         except UserError as error:
             problems += error.problems
-    if problems and not is_local and len(problems) <= FORGIVEN_SHARE * len(rows):
-        say(f"{len(problems)} of {len(rows):,} rows are left out, the first because {problems[0]}")
+    if problems and not is_local and len(problems) <= MAX_INVALID_SHARE * len(rows):
+        say(f"skipped {len(problems)} invalid rows of {len(rows):,}, the first because: {problems[0]}")
     else:
         raise_if(problems)
     if not examples:
-        raise UserError(f"no rows: {source}. Each line is a JSON object with {READABLE}")
+        raise UserError(f"no rows: {source}. Each line must be a JSON object with {EXPECTED_COLUMNS}")
     repeated = len(examples) - len({json.dumps((e.messages, e.chosen, e.rejected)) for e in examples})
     if repeated > REPEATED_SHARE * len(examples):
-        say(f"warning: {repeated} of {len(examples):,} rows repeat another: {source}. Remove them, if that is a slip")
+        say(f"warning: {repeated} of {len(examples):,} rows are duplicates: {source}. Remove them if unintended")
     return examples
 
 
 def read_text(file: Path) -> str:
-    """A UTF-8 file's text, with or without a byte-order mark."""
+    """Return the text of a UTF-8 file, without a byte-order mark."""
     try:
         return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -97,16 +104,19 @@ def _read_jsonl(path: str) -> list[tuple[str, Any]]:
         where = f"{path}:{number}, {line.strip()[:40]!r}"
         try:
             rows.append((where, json.loads(line, object_pairs_hook=_without_repeats)))
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, too, or nesting as deep
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # ValueError also for a number with thousands of digits; RecursionError for deep nesting
             reason = error.msg if isinstance(error, json.JSONDecodeError) else error
-            cut = ". Was the file cut off there?" if number == len(lines) else ""
-            problems.append(f"not JSON ({reason}): {where}. One JSON object per line{cut}")
+            cut = ". Is the file incomplete?" if number == len(lines) else ""
+            problems.append(f"not JSON ({reason}): {where}. Write one JSON object per line{cut}")
     raise_if(problems)
     return rows
 
 
 def _other_format(file: Path) -> str | None:
-    """Names another format in which data comes, as far as the file's name and its beginning show it."""
+    """Return the name of a data format other than JSONL, judged by the file's suffix and first bytes, or None."""
     if file.suffix.lower() in (".csv", ".tsv"):
         return "a CSV file"
     with file.open("rb") as stream:
@@ -119,11 +129,11 @@ def _other_format(file: Path) -> str | None:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; raises ValueError if a key stands in it twice, of which Python would keep the last."""
+    """Return a JSON object as a dict. Raises ValueError for a duplicate key: json.loads would use its last value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice")
+        raise ValueError(f"duplicate key {next(n for n in names if names.count(n) > 1)!r}")
     return found
 
 
@@ -142,26 +152,34 @@ def _example(
     topics: bool = False,
     others: Iterable[str] = (),
 ) -> Example:
-    """`columns`: those of COLUMNS that rows of this data have; `others`: all that they have, None in this row if it
-    lacks one."""
+    """Return one checked row. Raises UserError if the row is invalid.
+
+    Args:
+        row: the parsed JSON value.
+        where: the row's position, for error messages.
+        pairs: if True, the row needs "chosen" and "rejected".
+        columns: the names of COLUMNS that occur anywhere in this data.
+        topics: if True, the row needs a "topic".
+        others: all column names of this data. Those that this row does not have become None in `Example.columns`.
+    """
     if not isinstance(row, dict):
-        raise UserError(f"not a JSON object: {where}. Each row is an object with {READABLE}")
+        raise UserError(f"not a JSON object: {where}. Each row must be an object with {EXPECTED_COLUMNS}")
     _check_spelling(row, where, columns)
     messages = _messages(row, where)
     has_pair = "chosen" in row or "rejected" in row
     if pairs and not has_pair:
         raise UserError(
-            f'no "chosen" and "rejected": {where}, columns {sorted(row)}. A reward model learns from pairs'
+            f'no "chosen" and "rejected": {where}, columns {sorted(row)}. A reward model is trained on pairs'
         )
     topic = _typed(row, "topic", str, None, where)
     if topics and not (topic or "").strip():
         raise UserError(
-            f"no topic: {where}, columns {sorted(row)}. Give every row one, or leave out --steps-per-topic"
+            f'no "topic": {where}, columns {sorted(row)}. Add a topic to every row, or remove --steps-per-topic'
         )
     example = Example(
         messages=tuple(messages),
-        chosen=_reply(row, "chosen", where) if has_pair else None,
-        rejected=_reply(row, "rejected", where) if has_pair else None,
+        chosen=_completion(row, "chosen", where) if has_pair else None,
+        rejected=_completion(row, "rejected", where) if has_pair else None,
         rejected_ended=_typed(row, "rejected_ended", bool, True, where),
         topic=topic,
         flaw=_typed(row, "flaw", str, None, where),
@@ -173,11 +191,11 @@ def _example(
 
 
 def _check_spelling(row: dict, where: str, columns: Set[str]) -> None:
-    """A column of the other rows that this one lacks, and one spelt much like it: a slip, no column to pass over."""
+    """Raise UserError for a column whose name looks like a misspelling of a column that other rows have."""
     for name in row.keys() - set(COLUMNS):
         near = difflib.get_close_matches(name, sorted(columns - row.keys()), n=1, cutoff=0.8)
         if near:
-            raise UserError(f"unknown column {name!r}: {where}. Did you mean {near[0]!r}, as in other rows?")
+            raise UserError(f"unknown column {name!r}: {where}. Did you mean {near[0]!r}, which other rows have?")
 
 
 def _messages(row: dict, where: str) -> list[dict[str, str]]:
@@ -186,7 +204,7 @@ def _messages(row: dict, where: str) -> list[dict[str, str]]:
         return _chat(chat, where)
     key = next((k for k in ("question", "prompt") if k in row), None)
     if key is None:
-        raise UserError(f"no prompt: {where}, columns {sorted(row)}. A row has {READABLE}")
+        raise UserError(f"no prompt: {where}, columns {sorted(row)}. Each row needs {EXPECTED_COLUMNS}")
     system = row.get("system")
     messages = [] if system in (None, "") else [{"role": "system", "content": _text(system, "system", where)}]
     return [*messages, {"role": "user", "content": _text(row[key], key, where)}]
@@ -194,21 +212,21 @@ def _messages(row: dict, where: str) -> list[dict[str, str]]:
 
 def _chat(chat: Any, where: str) -> list[dict[str, str]]:
     if not isinstance(chat, list) or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in chat):
-        raise UserError(f'messages are not a list of {{"role", "content"}}: {where}. Write them as a chat')
+        raise UserError(f'not a list of {{"role", "content"}} messages: {where}. Correct or remove that row')
     messages = [{"role": m["role"], "content": _text(m["content"], "content", where)} for m in chat]
     unknown = [m["role"] for m in messages if m["role"] not in ROLES]
     if unknown:
-        raise UserError(f"unknown chat role {unknown[0]!r}: {where}. Roles are {', '.join(ROLES)}")
+        raise UserError(f"unknown chat role {unknown[0]!r}: {where}. Use one of {', '.join(ROLES)}")
     if messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]  # a finished chat: what we want is the prompt before its last reply
+        messages = messages[:-1]  # the chat ends with a completion: the prompt is everything before it
     if not any(m["role"] == "user" for m in messages):
-        raise UserError(f"a chat without a user's message: {where}. Add one")
+        raise UserError(f"no user message in the chat: {where}. Add one")
     return messages
 
 
-def _reply(row: dict, key: str, where: str) -> str:
+def _completion(row: dict, key: str, where: str) -> str:
     if key not in row:
-        raise UserError(f"no {key!r}: {where}, columns {sorted(row)}. A pair has both replies")
+        raise UserError(f'no "{key}": {where}, columns {sorted(row)}. A pair needs both "chosen" and "rejected"')
     value = row[key]
     if isinstance(value, list) and value and isinstance(value[-1], dict):
         value = value[-1].get("content")
@@ -223,12 +241,13 @@ def _text(value: Any, key: str, where: str) -> str:
     found = _NOT_TEXT.search(value)
     if found:
         what = "a NUL character" if found[0] == "\0" else "a lone surrogate"
-        raise UserError(f"{key} holds {what} (character {found.start() + 1}): {where}. Correct or remove that row")
+        raise UserError(f"{key} contains {what} (character {found.start() + 1}): {where}. Correct or remove that row")
     return value
 
 
 def _typed(row: dict, key: str, kind: type, default: Any, where: str) -> Any:
-    """What a row may say beside its texts: of `kind`, or the default where it says nothing."""
+    """Return an optional column's value, or the default if the row does not have it. Raises UserError if its type is
+    not `kind`."""
     value = row.get(key)
     if value is None:
         return default
@@ -239,7 +258,7 @@ def _typed(row: dict, key: str, kind: type, default: Any, where: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value in a fault: one that holds others, however deep, by its kind."""
+    """Return a value for an error message. Lists and objects are shown by their type only: they may be deep."""
     kinds = {list: "a list", dict: "an object"}
     return kinds.get(type(value)) or json.dumps(value, default=str)[:40]
 
@@ -248,8 +267,11 @@ GivenPrompt = str | Sequence[dict[str, str]] | dict[str, Any]
 
 
 def examples_of(prompts: Sequence[GivenPrompt], topics: bool = False) -> list[Example]:
-    """Prompts given in Python, each a text, a chat of {"role", "content"}, or a row with a data file's columns, which
-    it must be to have a topic. Raises UserError with every fault."""
+    """Return checked rows for prompts given in Python. Raises UserError that lists every invalid prompt.
+
+    Each prompt is a text, a chat of {"role", "content"}, or a row with a data file's columns. Only a row can have a
+    topic.
+    """
     examples, problems = [], []
     every = dict.fromkeys(name for prompt in prompts if isinstance(prompt, dict) for name in prompt)
     for i, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""Prompts as token ids: the training set and the evaluation set of a run."""
+"""Training and evaluation prompts of a run, as token ids."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ FEW_PROMPTS = 20  # with fewer evaluation prompts than this, means and intervals
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that fits: its ids and the row that it came from."""
+    """A prompt's token ids and the row that it came from."""
 
     ids: tuple[int, ...]
     example: Example
 
 
 def ids_alone(ids: Sequence[int]) -> Prompt:
-    """A prompt for code that reads ids alone, such as the first token of a text. It belongs to no row of the data."""
+    """Return a prompt that belongs to no row of the data, for code that reads only the ids."""
     return Prompt(tuple(ids), Example(({"role": "user", "content": ""},)))
 
 
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], longest: int
 ) -> tuple[list[Prompt], int]:
-    """The prompts of at most `longest` tokens, in order, and how many were left out. None is ever cut."""
+    """Return the prompts of at most `longest` tokens, in order, and the number of skipped prompts. Prompts are never
+    truncated."""
     prompts = [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
     fitting = [p for p in prompts if len(p.ids) <= longest]
     return fitting, len(prompts) - len(fitting)
@@ -44,13 +45,13 @@ def encode_prompts(
 
 @dataclass(frozen=True)
 class PromptSets:
-    """What a run trains and evaluates on, and the count of everything that was left out."""
+    """The prompts that a run trains and evaluates on, and counts of rows and skipped prompts."""
 
     train: list[Prompt]
     evaluation: list[Prompt]
-    too_long: int
+    too_long: int  # skipped prompts
     rows: int = 0
-    split: Split | None = None  # None: the two lists were given
+    split: Split | None = None  # None: the prompts were given in Python
     parts: dict[str, int] = field(default_factory=dict)  # rows per part
 
 
@@ -60,10 +61,10 @@ def load_prompts(
     say: Callable[[str], None] = print,
     evaluation_alone: bool = False,
 ) -> PromptSets:
-    """Return the prompts of the file or hub dataset that the settings name, split and encoded.
+    """Load, split and encode the prompts of the file or hub dataset in the settings.
 
-    Prints a warning for a topic of which no prompt remains to train on. Raises UserError if no prompt remains to train
-    on (not with `evaluation_alone`) or to evaluate on.
+    Prints a warning if a topic has no training prompt. Raises UserError if no training prompt is left (unless
+    `evaluation_alone`) or no evaluation prompt.
     """
     by_topic = data.steps_per_topic is not None
     examples = load_examples(data.prompts, say=say, topics=by_topic)
@@ -75,13 +76,12 @@ def load_prompts(
         if not kept and not (evaluation_alone and name == "train"):
             shortest = min((len(encode_prompt(tokenizer, e.messages)) for e in part), default=0)
             raise UserError(
-                f"no prompt left to {name} on: {data.prompts}, {len(examples)} rows, split {split}, {len(part)} in "
-                f"this part, the shortest of {shortest} tokens. Give more rows, another --split or a larger "
-                "--prompt-length"
+                f"no prompt left to {name} on: {data.prompts}, {len(examples)} rows, split {split}, {len(part)} rows "
+                f"in this part, shortest prompt {shortest} tokens. Add rows, change --split or raise --prompt-length"
             )
     train = sets.train[: data.max_prompts]
     if by_topic:
-        _warn_of_lost_topics(examples, train, data.prompts, say)
+        _warn_about_lost_topics(examples, train, data.prompts, say)
     return dataclasses.replace(
         sets,
         train=train,
@@ -92,15 +92,15 @@ def load_prompts(
     )
 
 
-def _warn_of_lost_topics(
+def _warn_about_lost_topics(
     examples: Sequence[Example], train: Sequence[Prompt], source: str, say: Callable[[str], None]
 ) -> None:
     left = {p.example.topic for p in train}
     gone = [topic for topic in dict.fromkeys(e.topic for e in examples) if topic not in left]
     if gone:
         say(
-            f"warning: no prompt left to train on of {len(gone)} topics ({', '.join(gone)}): {source}. Give more rows "
-            "of them, another --split, or a larger --max-prompts or --prompt-length"
+            f"warning: no prompt left to train on for {len(gone)} topics ({', '.join(gone)}): {source}. Add rows for "
+            "them, change --split, or raise --max-prompts or --prompt-length"
         )
 
 
@@ -110,14 +110,16 @@ def given_prompts(
     prompts: Sequence[GivenPrompt],
     evaluation: Sequence[GivenPrompt] | None,
 ) -> PromptSets:
-    """Return prompts given in Python, encoded. If `evaluation` is None, a tenth of them is held out, by the hash of
-    the question; if there are fewer than FEW_PROMPTS, none is held out, and the training prompts serve. Raises
-    UserError for prompts that cannot be read, and if none fits.
+    """Encode prompts given in Python.
+
+    If `evaluation` is None, a tenth of `prompts` is held out, selected by the hash of the question. With fewer than
+    FEW_PROMPTS prompts none is held out, and the training prompts are also the evaluation prompts. Raises UserError if
+    a prompt is invalid or none is short enough.
     """
     by_topic = data.steps_per_topic is not None
     train = examples_of(prompts, by_topic)
     if not train:
-        raise UserError("an empty list: prompts. Give texts, or chats")
+        raise UserError("an empty list: prompts. Pass texts or chats")
     if evaluation is None:
         parts = split_examples(train, Split(0, 90, 10))
         enough = len(train) >= FEW_PROMPTS and parts["rl"] and parts["evaluation"]
@@ -126,7 +128,7 @@ def given_prompts(
         held_out = examples_of(evaluation)
     sets = render_sets(tokenizer, train, held_out, data.prompt_length, by_topic)
     if not sets.train or not sets.evaluation:
-        raise UserError(f"no prompt of at most {data.prompt_length} tokens: prompts. Raise prompt_length")
+        raise UserError(f"no prompt has at most {data.prompt_length} tokens: prompts. Raise prompt_length")
     return dataclasses.replace(sets, evaluation=sets.evaluation[: data.eval_prompts])
 
 
@@ -137,17 +139,17 @@ def render_sets(
     longest: int,
     by_topic: bool = False,
 ) -> PromptSets:
-    """The distinct prompts of two lists, as ids; `by_topic`, a prompt of two topics is two."""
+    """Return the distinct prompts of two lists as ids. With `by_topic`, the topic is part of the key."""
     kept, too_long = encode_prompts(tokenizer, distinct_questions(train, by_topic), longest)
     held_out, too_long_evaluation = encode_prompts(tokenizer, distinct_questions(evaluation, by_topic), longest)
     return PromptSets(kept, held_out, too_long=too_long + too_long_evaluation)
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 of the prompts' ids: the same data in the same order, or not."""
+    """Return the SHA-256 of the prompts' ids in order. Equal values mean the same data in the same order."""
     return hashlib.sha256(json.dumps([p.ids for p in prompts]).encode()).hexdigest()
 
 
 def topics_fingerprint(prompts: Sequence[Prompt]) -> str:
-    """The same of their topics."""
+    """Return the SHA-256 of the prompts' topics in order."""
     return hashlib.sha256(json.dumps([p.example.topic for p in prompts]).encode()).hexdigest()

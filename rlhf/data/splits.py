@@ -1,4 +1,4 @@
-"""Which part of the data a question belongs to. The part depends on the question's text alone."""
+"""Splits data into parts for the reward model, RL and evaluation. The part depends only on the question's text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rlhf.settings.types import Split
 
 
 def part_of(example: Example, split: Split) -> str:
-    """ "reward", "rl" or "evaluation": from a hash of the question, so that a question is in one part only, always."""
+    """Return "reward", "rl" or "evaluation", from a hash of the question. A question is always in the same part."""
     bucket = int(question_hash(example)[:8], 16) % 100
     return "reward" if bucket < split.reward else "rl" if bucket < split.reward + split.rl else "evaluation"
 
 
 def split_examples(examples: Sequence[Example], split: Split) -> dict[str, list[Example]]:
-    """The three parts by name. The part follows from the question alone, so none stands in two of them."""
+    """Return the three parts by name. They share no question."""
     parts: dict[str, list[Example]] = {"reward": [], "rl": [], "evaluation": []}
     for example in examples:
         parts[part_of(example, split)].append(example)
@@ -25,12 +25,13 @@ def split_examples(examples: Sequence[Example], split: Split) -> dict[str, list[
 
 
 def question_hash(example: Example) -> str:
-    """Twelve hexadecimal digits that tell questions apart."""
+    """Return the first twelve hexadecimal digits of the SHA-256 of the question."""
     return hashlib.sha256(example.question.encode()).hexdigest()[:12]
 
 
 def distinct_questions(examples: Iterable[Example], by_topic: bool = False) -> list[Example]:
-    """The first example of every distinct prompt (system text counts, and if asked the topic), in order."""
+    """Return the first example of every distinct prompt, in order. Prompts differ if any message differs or, with
+    `by_topic`, if the topic differs."""
 
     def key(example: Example) -> str:
         return json.dumps((example.messages, example.topic if by_topic else None))

@@ -1,4 +1,4 @@
-"""From the settings to the reward functions of a run."""
+"""Builds the reward functions of a run from its settings."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from rlhf.utils.console import Screen
 
 @dataclass
 class RewardSources:
-    """Where the rewards come from, found but not loaded."""
+    """The reward model's folder and the reward functions of a run. The reward model is not loaded yet."""
 
-    folder: str | None  # the reward model's
-    rules: list[RewardFunction | nn.Module]  # reward functions: those that the settings name, or those given in Python
-    weights: Sequence[float] | None = None  # one for the reward model, if any, and for each rule; None: all 1
+    folder: str | None  # the reward model's folder; None: no reward model
+    rules: list[RewardFunction | nn.Module]  # reward functions, from the settings or given in Python
+    weights: Sequence[float] | None = None  # the reward model's first, if there is one; None: all 1
 
 
 def find_rewards(config: Config) -> RewardSources:
-    """Raises UserError where the reward model or a rule is not there."""
+    """Find the reward model and the reward functions of the settings. Raises UserError if one does not exist."""
     name = config.model.rm_model
     return RewardSources(
         folder=find_model(name, "--rm-model") if name is not None else None,
@@ -42,7 +42,7 @@ def find_rewards(config: Config) -> RewardSources:
 def given_rewards(
     functions: Sequence[RewardFunction | nn.Module] | RewardFunction | nn.Module, weights: Sequence[float] | None
 ) -> RewardSources:
-    """The sources for one or several reward functions given in Python; they replace those of the settings."""
+    """Return the sources for reward functions given in Python. They replace those of the settings."""
     return RewardSources(folder=None, rules=[functions] if callable(functions) else list(functions), weights=weights)
 
 
@@ -54,7 +54,10 @@ def load_rewards(
     device: torch.device,
     screen: Screen,
 ) -> tuple[Rewards, RewardModel | None]:
-    """The reward model, where there is one, proved on the held-out pairs, and the rules, by weight."""
+    """Load the rewards and check the reward model: context, accuracy, training questions, tokenizer.
+
+    Returns the weighted rewards and the reward model (None without one).
+    """
     m = config.model
     if sources.folder is not None:
         examples = [p.example for p in (*prompts.train, *prompts.evaluation)]
@@ -71,7 +74,7 @@ def load_rewards(
 def make_rewards(
     config: Config, sources: RewardSources, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> tuple[Rewards, RewardModel | None]:
-    """The reward model, where there is one, and the rules, by weight; not proved."""
+    """Load the rewards without checks. Returns the weighted rewards and the reward model (None without one)."""
     model = None
     if sources.folder is not None:
         model = RewardModel.load(sources.folder, device, autocast_dtype(config.model.bf16, device))

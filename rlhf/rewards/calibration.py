@@ -1,4 +1,4 @@
-"""Calibrate a reward model: its scores get mean 0 and variance 1 over the start model's completions."""
+"""Calibrates a reward model: its scores get mean 0 and variance 1 over the start model's completions."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.utils.errors import UserError
 
-SMALLEST_STD = 1e-3  # raw scores that spread less than this are one score: nothing to calibrate
-Completion = tuple[tuple[dict[str, str], ...], str, bool]  # messages, text, whether it ended
+SMALLEST_STD = 1e-3  # with a smaller standard deviation of the raw scores there is nothing to calibrate
+Completion = tuple[tuple[dict[str, str], ...], str, bool]  # messages, text, True if it ended
 
 
 def evaluate_and_calibrate(
     model: RewardModel, held_out: Sequence[Example], completions: Sequence[Completion], source: str
 ) -> dict:
-    """Scale the scores to mean 0, variance 1 on `completions`, then measure; the record to save."""
+    """Calibrate on `completions` (mean 0, variance 1), then evaluate on held-out pairs. Return the record to save."""
     raw = model.raw_scores([model.encode(*completion) for completion in completions])
     std = stdev(raw) if len(raw) > 1 else 0.0
     if std < SMALLEST_STD:
-        std = 1.0  # a model that says the same of everything: accuracy will show it
+        std = 1.0  # all scores are equal; the accuracy will show it
     model.calibration = Calibration(fmean(raw), std)
     return {
         **asdict(pair_accuracy(model, held_out)),
@@ -42,12 +42,17 @@ def evaluate_and_calibrate(
 def calibration_completions(
     examples: Sequence[Example], config: RewardModelConfig, device: torch.device, model: RewardModel
 ) -> tuple[list[Completion], str]:
-    """The start model's completions of some prompts that fit the contexts of both models, or the chosen ones if there
-    is no start model; and which."""
+    """Return completions to calibrate on, and their source as text.
+
+    Samples the start model on prompts that fit the contexts of both models. Without a start model, returns the chosen
+    completions of the pairs.
+    """
     name, most = config.calibration.actor_model, config.calibration.calibration_prompts
     dtype, length = model.dtype, config.sampling.max_new_tokens
     if name is None:
-        return [(e.messages, e.chosen, True) for e in pairs_that_fit(model, examples, None)[:most]], "chosen replies"
+        return [
+            (e.messages, e.chosen, True) for e in pairs_that_fit(model, examples, None)[:most]
+        ], "chosen completions"
     folder = find_model(name, "--actor-model")
     tokenizer = load_tokenizer(folder, config.data.plain_prompts)
     room = [n - length for n in (context_of(load_config(folder)), model.context) if n is not None]
@@ -57,8 +62,8 @@ def calibration_completions(
         prompts = [p for p in prompts if len(model.encode(p.example.messages, "")) + length <= model.context]
     if not prompts:
         raise UserError(
-            f"no prompt to calibrate on, of at most {longest} tokens: --calibration-prompt-length. Raise it, use a "
-            "smaller --max-new-tokens, or --actor-model none to calibrate on chosen replies"
+            f"no prompt of at most {longest} tokens to calibrate on: --calibration-prompt-length. Raise it, lower "
+            "--max-new-tokens, or pass --actor-model none to calibrate on the chosen completions"
         )
     policy = load_policy(folder, device=device, vocabulary=len(tokenizer)).eval()
     tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
@@ -72,4 +77,4 @@ def calibration_completions(
             completions = sample_completions(policy, batch, noise, config.sampling, **tokens, device=device)
         texts = zip(batch, completions.texts(tokenizer), completions.ended.tolist(), strict=True)
         written += [(prompt.example.messages, text, ended) for prompt, text, ended in texts]
-    return written, f"replies of {name}"
+    return written, f"completions of {name}"

@@ -1,4 +1,4 @@
-"""Call a user's reward function safely: copies, a time limit, and errors that name the completion."""
+"""Calls reward functions: copied inputs, a time limit, and errors that show the completion."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.printing import printed_to
 from rlhf.utils.errors import RunError
 
-LARGEST = 1e9  # score, either way: squares of larger ones, summed over a batch, leave float32
-# paths of code that the user did not write: the files here that call a function, and the libraries
+MAX_ABS_SCORE = 1e9  # the sum of squares of a batch of larger scores overflows float32
+# paths of code that is not the user's: the files here that call a function, and the libraries
 CALLERS = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("call", "functions", "rewards"))
 LIBRARIES = (*CALLERS, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
 
 class BadScore(RunError):
-    """A score that is not a finite number. Training drops the update; an evaluation ends the run."""
+    """A score that is not finite or too large. Training skips the update; an evaluation ends the run."""
 
 
-class _NoAnswer(Exception):
-    """A function took longer than it may."""
+class _Timeout(Exception):
+    """A reward function exceeded its time limit."""
 
 
 def call_function(
@@ -46,39 +46,51 @@ def call_function(
     finite: bool,
     printed: Path | None = None,
 ) -> list[float]:
-    """One function's scores; `printed` is the file for what it prints."""
-    printed = None if limit_s is None else printed  # on the main thread it would hide the answer to Ctrl-C
+    """Return one score per completion. Raises RunError if the function fails, BadScore for an unusable score.
+
+    Args:
+        function: the reward function.
+        name: its name in error messages.
+        batch: its arguments by name, each a list with one entry per completion.
+        limit_s: time limit in seconds; None: no limit.
+        finite: if True, scores must be finite and at most MAX_ABS_SCORE.
+        printed: file for the function's output; None: the console. Ignored without a time limit.
+    """
+    printed = None if limit_s is None else printed  # on the main thread it would hide the message for Ctrl-C
     texts = batch["completions"]
 
-    def fault(what: str, completions: str, hint: str = "Fix it", kind: type[RunError] = RunError) -> RunError:
+    def failure(
+        what: str, completions: str, hint: str = "Fix the function", kind: type[RunError] = RunError
+    ) -> RunError:
         return kind(f"{what}: reward function {name}, {completions}. {hint}", inputs=batch)
 
     try:
         scores = _plain(_within(limit_s, partial(_call, function, batch, printed)))
     except (RunError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
-    except _NoAnswer:
-        completions = f"{len(texts)} replies, of which the first is {texts[0]!r:.60}"
-        raise fault(f"no answer in {limit_s:g} s", completions, "Fix it, or raise --reward-timeout") from None
+    except _Timeout:
+        completions = f"{len(texts)} completions, the first is {texts[0]!r:.60}"
+        hint = "Make it faster, or raise --reward-timeout"
+        raise failure(f"no result after {limit_s:g} s", completions, hint) from None
     except BaseException as error:  # the user's code may raise anything, SystemExit(0) too
         what = f"{_own_line(error)}{type(error).__name__}: {' '.join(str(error).split())}"
-        raise fault(what, _offender(function, batch, limit_s, printed)) from error
+        raise failure(what, _failing_completion(function, batch, limit_s, printed)) from error
     if not isinstance(scores, list) or len(scores) != len(texts):
-        what = f"{len(texts)} replies, but it gave {scores!r:.60}"
-        raise fault(what, f"first reply {texts[0]!r:.80}", "One number each")
+        what = f"{len(texts)} completions, but it returned {scores!r:.60}"
+        raise failure(what, f"first completion {texts[0]!r:.80}", "Return one number per completion")
     for score, text in zip(scores, texts, strict=True):
         if isinstance(score, Rational) and abs(score) > sys.float_info.max:
-            raise fault("a number beyond the largest float is no score", f"reply {text!r:.80}")
+            raise failure("a score is larger than the largest float", f"completion {text!r:.80}")
         if not isinstance(score, Real) or (finite and not math.isfinite(score)):
-            raise fault(f"score {score!r} is not a finite number", f"reply {text!r:.80}", kind=BadScore)
-        if finite and abs(score) > LARGEST:
-            what = f"score {score!r} is beyond {LARGEST:g}, too large to learn from"
-            raise fault(what, f"reply {text!r:.80}", kind=BadScore)
+            raise failure(f"score {score!r} is not a finite number", f"completion {text!r:.80}", kind=BadScore)
+        if finite and abs(score) > MAX_ABS_SCORE:
+            what = f"score {score!r} is too large (the limit is {MAX_ABS_SCORE:g})"
+            raise failure(what, f"completion {text!r:.80}", kind=BadScore)
     return [float(score) for score in scores]
 
 
 def _plain(scores: Any) -> Any:
-    """Numbers of numpy and torch as Python's."""
+    """Convert NumPy and torch numbers to Python numbers."""
     scores = scores.tolist() if hasattr(scores, "tolist") else scores
     if isinstance(scores, Sequence):
         return [score.item() if hasattr(score, "item") else score for score in scores]
@@ -86,8 +98,7 @@ def _plain(scores: Any) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    """A copy of one row's entry, which shares nothing with other rows; of what cannot be copied (an open file of a
-    dataset's column), itself."""
+    """Return a deep copy of one row's entry, or the entry itself if it cannot be copied (for example an open file)."""
     try:
         return copy.deepcopy(value)
     except Exception:  # a column may hold any object
@@ -102,34 +113,34 @@ def _call(function: RewardFunction, batch: dict[str, list], printed: Path | None
 
 
 def _within(limit_s: float | None, call: Callable[[], Any]) -> Any:
-    """What `call` returns or raises. Raises _NoAnswer where that takes longer than `limit_s`.
+    """Return what `call` returns, or raise what it raises. Raises _Timeout after `limit_s` seconds.
 
-    On a thread, since Windows has no alarm signal. A thread cannot be stopped: one that hangs is left behind, and ends
-    with the process.
+    Uses a thread because Windows has no alarm signal. A thread cannot be stopped: one that hangs keeps running until
+    the process ends.
     """
     if limit_s is None:
         return call()
-    answer: Future = Future()
+    result: Future = Future()
 
     def work() -> None:
         try:
-            answer.set_result(call())
-        except KeyboardInterrupt as error:  # raised by the function: the user's Ctrl-C reaches the main thread alone
-            answer.set_exception(RuntimeError(f"KeyboardInterrupt {error}".strip()))
-        except BaseException as error:  # raised again below, on the thread that asked
-            answer.set_exception(error)
+            result.set_result(call())
+        except KeyboardInterrupt as error:  # raised by the function: Ctrl-C interrupts only the main thread
+            result.set_exception(RuntimeError(f"KeyboardInterrupt {error}".strip()))
+        except BaseException as error:  # raised again below, on the calling thread
+            result.set_exception(error)
 
     worker, deadline = threading.Thread(target=work, daemon=True), time.monotonic() + limit_s
     worker.start()
     while worker.is_alive() and (left := deadline - time.monotonic()) > 0:
-        worker.join(min(left, 1.0))  # on Windows, Ctrl-C is not heard before a wait is over
-    if not answer.done():
-        raise _NoAnswer
-    return answer.result()
+        worker.join(min(left, 1.0))  # on Windows, Ctrl-C is handled only after a wait ends
+    if not result.done():
+        raise _Timeout
+    return result.result()
 
 
 def parameters_of(function: RewardFunction) -> list[inspect.Parameter]:
-    """A function's parameters; of one that has no signature, as some built-in ones, `**kwargs`."""
+    """Return a function's parameters, or `**kwargs` if it has no signature (some built-in functions)."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError):
@@ -137,21 +148,23 @@ def parameters_of(function: RewardFunction) -> list[inspect.Parameter]:
 
 
 def _own_line(error: BaseException) -> str:
-    """The user's own line on which it happened, the deepest there is: a library's says little."""
+    """Return the deepest line of the user's own code in the traceback, as text, or "" if there is none."""
     own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARIES)]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno} `{own[-1].line}` raised " if own else ""
 
 
 def _accepted(function: RewardFunction, batch: dict[str, list]) -> dict[str, list]:
-    """The arguments that a function names; all if it takes `**kwargs`, as TRL asks."""
+    """Return the arguments that a function accepts: those in its signature, or all if it takes `**kwargs`."""
     parameters = parameters_of(function)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return batch
     return {name: values for name, values in batch.items() if name in {p.name for p in parameters}}
 
 
-def _offender(function: RewardFunction, batch: dict[str, list], limit_s: float | None, printed: Path | None) -> str:
-    """In words, the first reply on which a function raises by itself; or that it is none alone."""
+def _failing_completion(
+    function: RewardFunction, batch: dict[str, list], limit_s: float | None, printed: Path | None
+) -> str:
+    """Describe the first completion on which a function raises when it receives only this one, if there is one."""
     texts = batch["completions"]
     for i, text in enumerate(texts):
         try:
@@ -159,6 +172,6 @@ def _offender(function: RewardFunction, batch: dict[str, list], limit_s: float |
             _within(limit_s, partial(_call, function, one, printed))
         except KeyboardInterrupt:
             raise
-        except BaseException:  # whatever a user's function raises: this is how the reply is found, and it is reported
-            return f"reply {text!r:.80}"
-    return f"on all {len(texts)} replies together, of which the first is {texts[0]!r:.60}"
+        except BaseException:  # the user's code may raise anything; the caller reports the error
+            return f"completion {text!r:.80}"
+    return f"only with all {len(texts)} completions together, the first is {texts[0]!r:.60}"

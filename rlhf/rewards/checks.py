@@ -1,4 +1,4 @@
-"""Whether a reward model can be used: its accuracy, its context, the questions it was trained on."""
+"""Checks a reward model before its use: accuracy, context, training questions and tokenizer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LOWEST_ACCURACY = 0.6
 def check_reward_context(folder: str, examples: Sequence[Example], max_new_tokens: int, source: str) -> None:
     """Raise UserError if prompts with completions of `max_new_tokens` tokens exceed a reward model's context.
 
-    Reads its tokenizer and configuration alone. If its tokenizer is not the start model's, completions may turn out
-    longer: then `RewardModel.raw_scores` raises.
+    Reads only the tokenizer and the configuration. If the tokenizer is not the start model's, completions may have
+    more tokens. `RewardModel.raw_scores` raises in that case.
     """
     context = context_of(load_config(folder))
     if context is None or not examples:
@@ -36,55 +36,58 @@ def check_reward_context(folder: str, examples: Sequence[Example], max_new_token
 def check_reward_model(
     model: RewardModel, name: str, pairs: Sequence[Example], allow_weak: bool, screen: Screen
 ) -> None:
-    """Refuse a reward model that is hardly better than chance, or no better than the replies' length.
+    """Raise UserError if a reward model's accuracy is below 0.6 or below the length baseline.
 
-    Its own metrics.json says how good it is; a foreign one is measured on held-out `pairs` where there are any.
+    Reads the accuracy from metrics.json. A reward model without this file is evaluated on the held-out `pairs`, if
+    there are any. With `allow_weak`, a weak reward model only causes a warning.
     """
     if model.record is not None:
         accuracy, baseline, source = model.record["accuracy"], model.record["length_baseline"], METRICS_FILE
     else:
-        known = pairs_that_fit(model, [p for p in pairs if p.chosen is not None], None)
-        if not known:
+        usable = pairs_that_fit(model, [p for p in pairs if p.chosen is not None], None)
+        if not usable:
             screen.say(
-                f"warning: no {METRICS_FILE} beside {name}, and no pairs to measure it on: its scores are unproved"
+                f"warning: the reward model {name} has no {METRICS_FILE}, and there are no pairs to evaluate it on: "
+                "its accuracy is unknown"
             )
             return
-        measured = pair_accuracy(model, known)
-        accuracy, baseline, source = measured.accuracy, measured.length_baseline, f"{len(known)} held-out pairs"
-        screen.say(f"warning: no {METRICS_FILE} beside {name}: measured on {source}, accuracy {accuracy:.3f}")
+        result = pair_accuracy(model, usable)
+        accuracy, baseline, source = result.accuracy, result.length_baseline, f"{len(usable)} held-out pairs"
+        screen.say(f"warning: the reward model {name} has no {METRICS_FILE}: accuracy {accuracy:.3f} on {source}")
     weak = weakness({"accuracy": accuracy, "length_baseline": baseline})
     if weak is None:
         return
-    fault = f"{weak}, from {source}: --rm-model {name}"
+    problem = f"{weak}, from {source}: --rm-model {name}"
     if not allow_weak:
-        raise UserError(f"{fault}. Train a better one, or add --allow-weak-reward-model")
-    screen.say(f"warning: {fault}; going on as asked")
+        raise UserError(f"{problem}. Train a better one, or add --allow-weak-reward-model")
+    screen.say(f"warning: {problem}. Continuing because of --allow-weak-reward-model")
 
 
 def weakness(record: dict) -> str | None:
-    """Why training refuses a reward model with this record, in words; None if it does not."""
+    """Return why a reward model with this record is too weak for training, or None if it is not."""
     accuracy, baseline = record["accuracy"], record["length_baseline"]
-    if accuracy >= max(LOWEST_ACCURACY, baseline):
+    required = max(LOWEST_ACCURACY, baseline)
+    if accuracy >= required:
         return None
-    return f"a weak reward model (accuracy {accuracy:.3f}, length baseline {baseline:.3f}; at least {LOWEST_ACCURACY})"
+    return f"weak reward model (accuracy {accuracy:.3f}, required {required:.3f}; length baseline {baseline:.3f})"
 
 
 def check_leaks(model: RewardModel, prompts: PromptSets, screen: Screen) -> None:
-    """Warn where the reward model was trained on questions that it is now to judge: its scores of those flatter."""
+    """Warn if the reward model was trained on questions of this run: its scores for them are too optimistic."""
     seen = set((model.record or {}).get("train_questions", []))
     for name, part in (("evaluation", prompts.evaluation), ("training", prompts.train)):
         known = sum(question_hash(p.example) in seen for p in part)
         if known:
             screen.say(
-                f"warning: the reward model was trained on {known} of the {len(part)} {name} prompts' questions. "
-                "Give both commands the same data and --split"
+                f"warning: the reward model was trained on {known} of the {len(part)} {name} prompts' questions, so "
+                "its scores for them are too optimistic. Give both commands the same data and --split"
             )
 
 
 def check_tokenizers(model: RewardModel, name: str, tokenizer: PreTrainedTokenizerBase, screen: Screen) -> None:
-    """Say where replies are encoded a second time."""
+    """Warn if the reward model's tokenizer differs from the start model's: completions are then encoded again."""
     if model.tokenizer.get_vocab() != tokenizer.get_vocab():
         screen.say(
-            f"warning: the reward model's tokenizer is not the start model's: --rm-model {name}. "
-            "Replies reach it as text, encoded again by its own"
+            f"warning: the reward model's tokenizer differs from the start model's: --rm-model {name}. "
+            "Completions are decoded to text and encoded again with the reward model's tokenizer"
         )

@@ -1,4 +1,4 @@
-"""Reward functions: the built-in rules, a reward model, an nn.Module, and functions in a user's file.
+"""Reward functions: the built-in ones, a reward model, an nn.Module, and functions in a user's file.
 
 A reward function has TRL's signature. It is called as `f(prompts=, completions=, completion_ids=, messages=, ended=,
 COLUMN=, ...)`: lists with one entry per completion, and a keyword for each column of the dataset. It returns one
@@ -26,7 +26,7 @@ RewardFunction = Callable[..., Sequence[float]]
 
 
 class LearnedReward:
-    """A reward model's calibrated score of each reply."""
+    """A reward model as a reward function: one calibrated score per completion."""
 
     __name__ = "reward_model"
 
@@ -38,10 +38,11 @@ class LearnedReward:
 
 
 class ModuleReward:
-    """An `nn.Module` as a reward function: it reads prompt and reply as ids and returns a score a row.
+    """An `nn.Module` as a reward function: it receives prompt and completion as ids and returns one score per row.
 
-    Called as `module(input_ids=, attention_mask=)`, both (B, T), padded on the right; it gives (B,), (B, 1), or an
-    object whose `logits` are. The ids are those of `module.tokenizer` where it has one, else the policy's.
+    Called as `module(input_ids=, attention_mask=)`, both (B, T), padded on the right. It returns (B,) or (B, 1), or an
+    object with `logits` of this shape. Encodes with `module.tokenizer` if it exists, otherwise with the policy's
+    tokenizer.
     """
 
     def __init__(self, module: nn.Module, tokenizer: PreTrainedTokenizerBase):
@@ -64,17 +65,17 @@ class ModuleReward:
 
 
 def length_penalty(completion_ids: Sequence[Sequence[int]], **_) -> list[float]:
-    """Minus the reply's tokens, EOS included: its weight is the price of a token."""
+    """Return minus the number of tokens of each completion, EOS included. The weight is the price per token."""
     return [-float(len(ids)) for ids in completion_ids]
 
 
 def word_penalty(completions: Sequence[str], **_) -> list[float]:
-    """Minus the reply's words: its weight is the price of a word."""
+    """Return minus the number of words of each completion. The weight is the price per word."""
     return [-float(len(text.split())) for text in completions]
 
 
 def keyword_bonus(keywords: Sequence[str]) -> RewardFunction:
-    """1 for a reply that holds one of `keywords` (in any case), else 0."""
+    """Return a reward function: 1 for a completion that contains one of `keywords` (ignoring case), otherwise 0."""
     wanted = [k.casefold() for k in keywords]
 
     def keyword_bonus(completions: Sequence[str], **_) -> list[float]:
@@ -84,9 +85,9 @@ def keyword_bonus(keywords: Sequence[str]) -> RewardFunction:
 
 
 def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
-    """A rule by its name: built in, or `FILE.py:NAME`, which runs that file. A class is called to make the rule.
+    """Return a reward function by name: a built-in one, or `FILE.py:NAME`, which runs that file.
 
-    Raises UserError where there is none.
+    If NAME is a class, it is instantiated without arguments. Raises UserError if there is no such function.
     """
     built_in = {
         "length_penalty": length_penalty,
@@ -98,8 +99,8 @@ def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
     path, colon, attribute = name.rpartition(":")
     if not colon:
         raise UserError(
-            f"no such rule: --reward-func {name}. {did_you_mean(name, built_in)}"
-            f"Write FILE.py:NAME, or one of {', '.join(built_in)}"
+            f"no such reward function: --reward-func {name}. {did_you_mean(name, built_in)}"
+            f"Write FILE.py:NAME or one of {', '.join(built_in)}"
         )
     file = Path(path).expanduser()
     if not file.is_file():
@@ -107,7 +108,7 @@ def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
     found = _load_file(file)
     if not hasattr(found, attribute):
         names = [n for n, value in vars(found).items() if callable(value)]
-        nearest = did_you_mean(attribute, names, f"It has {', '.join(names) or 'no functions'}")
+        nearest = did_you_mean(attribute, names, f"The file defines {', '.join(names) or 'no functions'}")
         raise UserError(f"no {attribute} in {path}: --reward-func {name}. {nearest}")
     rule = getattr(found, attribute)
     if inspect.isclass(rule):
@@ -121,22 +122,22 @@ def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
                 f"{attribute}() failed ({reason}): --reward-func {name}. Give it a constructor without arguments"
             ) from None
     if not callable(rule):
-        raise UserError(f"{attribute} in {path} cannot be called: --reward-func {name}. Name a function or a module")
+        raise UserError(f"{attribute} in {path} is not callable: --reward-func {name}. Name a function or a class")
     return rule
 
 
 def _load_file(file: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"reward_func_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    sys.path.insert(0, str(file.parent.resolve()))  # its own neighbours, as `python FILE.py` would find them
+    sys.modules[spec.name] = module  # dataclasses look up their module there
+    sys.path.insert(0, str(file.parent.resolve()))  # so that it can import files next to it, as `python FILE.py` can
     try:
         spec.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # sys.exit() among them
+    except BaseException as error:  # includes sys.exit()
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"the file cannot be run: --reward-func {file} ({reason}). Fix it") from None
+        raise UserError(f"the file fails on import: --reward-func {file} ({reason}). Fix the file") from None
     finally:
         sys.path.pop(0)
     return module

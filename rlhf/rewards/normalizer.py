@@ -1,4 +1,4 @@
-"""Score normalisation by running estimates: floats only, saveable, the same for every algorithm."""
+"""Normalises scores with running estimates of their mean and variance, for every algorithm."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from statistics import fmean, variance
 
 
 class ScoreNormalizer:
-    """Scores by running estimates of their mean and variance, so that a drift of the scores does not move the
-    advantages' scale.
+    """Running mean and variance of the scores, so that a drift of the scores does not change the advantages' scale.
 
-    mean <- d * mean + (1 - d) * mean of the batch; var likewise, from the batch's (unbiased) variance around its own
-    mean: a drift of the mean does not count as variance. Both are divided by 1 - d^t (Kingma & Ba 2015, sec. 3), so
-    that early estimates are averages of the batches so far and not of the zeros before them. Until a batch has
-    variance, scores are only shifted.
+    mean <- d * mean + (1 - d) * batch mean; the same for var with the batch's unbiased variance around the batch mean,
+    so that a drift of the mean does not count as variance. Both estimates are divided by 1 - d^t (bias correction of
+    Kingma & Ba 2015, sec. 3). As long as the variance is 0, scores are only shifted.
     """
 
     def __init__(self, decay: float):
-        """`decay` d in [0, 1) is the weight of the old estimate."""
+        """`decay` is d in [0, 1), the weight of the old estimate."""
         self.decay = decay
         self.mean, self.var, self.batches = 0.0, 0.0, 0
 
     def __call__(self, scores: Sequence[float]) -> list[float]:
-        """Update the estimates with one batch, then return it as (score - mean) / standard deviation."""
+        """Update the estimates with one batch, then return its scores as (score - mean) / standard deviation."""
         d = self.decay
         self.mean = d * self.mean + (1 - d) * fmean(scores)
         self.var = d * self.var + (1 - d) * (variance(scores) if len(scores) > 1 else 0.0)

@@ -1,4 +1,4 @@
-"""How often a reward model scores the chosen reply of a pair above the rejected one."""
+"""Accuracy of a reward model on preference pairs: how often it scores the chosen completion higher."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rlhf.rewards.reward_model import RewardModel
 
 @dataclass(frozen=True)
 class PairAccuracy:
-    """How often the chosen reply outscores the rejected one, and what its length alone would have told."""
+    """Accuracy on held-out pairs, and the accuracy of a rule that compares only lengths."""
 
-    accuracy: float
+    accuracy: float  # share of pairs with chosen > rejected; ties count half
     margin: float  # mean of chosen - rejected, score units
     length_baseline: float  # the better of "longer wins" and "shorter wins" (characters; ties count half)
     accuracy_against_baseline: float | None  # on the pairs that the better length rule gets wrong; None without any
-    by_flaw: dict[str, float]
+    by_flaw: dict[str, float]  # accuracy per flaw of the rejected completion
     pairs: int
 
 
 def pairs_that_fit(model: RewardModel, pairs: Sequence[Example], longest: int | None) -> list[Example]:
-    """The pairs of which both sides have at most `longest` tokens (None: no limit), and fit the model's context."""
+    """Return the pairs with at most `longest` tokens (None: no limit) per side that fit the model's context."""
     limit = min((n for n in (longest, model.context) if n is not None), default=None)
     if limit is None:
         return list(pairs)
@@ -30,7 +30,7 @@ def pairs_that_fit(model: RewardModel, pairs: Sequence[Example], longest: int | 
 
 
 def pair_ids(model: RewardModel, pair: Example) -> dict[str, list[int]]:
-    """Both sides of a pair, in the columns that RewardTrainer takes as already tokenized."""
+    """Return the ids of both sides of a pair, in RewardTrainer's columns for tokenized data."""
     return {
         "chosen_ids": model.encode(pair.messages, pair.chosen),
         "rejected_ids": model.encode(pair.messages, pair.rejected, pair.rejected_ended),
@@ -38,7 +38,7 @@ def pair_ids(model: RewardModel, pair: Example) -> dict[str, list[int]]:
 
 
 def pair_accuracy(model: RewardModel, pairs: Sequence[Example]) -> PairAccuracy:
-    """Score both sides of held-out pairs."""
+    """Compute the accuracy of the model and of the length baseline on held-out pairs."""
     messages, always = [p.messages for p in pairs], [True] * len(pairs)
     chosen = model.score(messages, [p.chosen for p in pairs], always)
     rejected = model.score(messages, [p.rejected for p in pairs], [p.rejected_ended for p in pairs])
@@ -46,8 +46,8 @@ def pair_accuracy(model: RewardModel, pairs: Sequence[Example]) -> PairAccuracy:
     wins = [1.0 if m > 0 else 0.5 if m == 0 else 0.0 for m in margins]
     longer = [_longer_wins(p) for p in pairs]
     longer_rate = sum(longer) / len(pairs)
-    rule_says = longer if longer_rate >= 0.5 else [1 - x for x in longer]
-    against = [w for w, says in zip(wins, rule_says, strict=True) if says < 0.5]
+    length_wins = longer if longer_rate >= 0.5 else [1 - x for x in longer]
+    against = [w for w, baseline in zip(wins, length_wins, strict=True) if baseline < 0.5]
     flaws = sorted({p.flaw for p in pairs if p.flaw})
     return PairAccuracy(
         accuracy=sum(wins) / len(wins),

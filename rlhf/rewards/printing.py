@@ -1,4 +1,4 @@
-"""What a reward function prints goes to a file, so that it does not break the live line."""
+"""Redirects the output of reward functions to a file, so that it does not break the progress line."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rlhf.utils.errors import RLHFWarning
 PRINTED_FILE = "reward_output.txt"
 
 
-class _OneThreadApart:
-    """A standard stream, except that the text of one thread goes to a buffer."""
+class _ThreadRedirect:
+    """A standard stream that writes the output of one thread to a buffer."""
 
     def __init__(self, stream: TextIO, thread: int, buffer: io.StringIO):
         self.stream, self.thread, self.buffer, self.is_over = stream, thread, buffer, False
@@ -30,33 +30,40 @@ class _OneThreadApart:
 
 
 def _in_use(stream: TextIO) -> TextIO:
-    """The stream under those that are over. A function that ran too long may end after later ones began, or after
-    somebody else replaced the stream: that one stays."""
-    while isinstance(stream, _OneThreadApart) and stream.is_over:
+    """Return the stream below finished redirects. A function that exceeded its time limit may end after a later
+    redirect started, or after other code replaced the stream. Those streams are kept."""
+    while isinstance(stream, _ThreadRedirect) and stream.is_over:
         stream = stream.stream
     return stream
 
 
 @contextmanager
 def printed_to(file: Path | None, who: str) -> Iterator[None]:
-    """Append what this thread prints in the context to `file`; None leaves it alone. The first time, a
-    warning names the file. Other threads, such as the one that answers Ctrl-C, print as usual."""
+    """Append what this thread prints inside the context to `file` (None: no redirect).
+
+    A warning shows the path when the file is created. Other threads, such as the one that handles Ctrl-C, print as
+    usual.
+
+    Args:
+        file: the file for the output.
+        who: the reward function's name, for the warning.
+    """
     if file is None:
         yield
         return
     buffer, thread = io.StringIO(), threading.get_ident()
-    apart = {name: _OneThreadApart(getattr(sys, name), thread, buffer) for name in ("stdout", "stderr")}
-    for name, stream in apart.items():
+    redirects = {name: _ThreadRedirect(getattr(sys, name), thread, buffer) for name in ("stdout", "stderr")}
+    for name, stream in redirects.items():
         setattr(sys, name, stream)
     try:
         yield
     finally:
-        for name, stream in apart.items():
+        for name, stream in redirects.items():
             stream.is_over = True
             setattr(sys, name, _in_use(getattr(sys, name)))
         if buffer.getvalue():
             if not file.exists():
-                warnings.warn(f"reward function {who} prints: its output goes to {file}", RLHFWarning, stacklevel=2)
+                warnings.warn(f"reward function {who} prints text: it is written to {file}", RLHFWarning, stacklevel=2)
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a", encoding="utf-8", errors="backslashreplace") as stream:
                 stream.write(buffer.getvalue())

@@ -1,7 +1,7 @@
-"""Scores replies with a reward model: loading, its record of accuracy and calibration, padding without effect.
+"""Scores completions with a reward model: loading, the record of accuracy and calibration, batched scoring.
 
-Works on text, through the render function that the reward model was trained with, so that the policy's tokenizer may
-be another one.
+The input is text, rendered by the same function as in the reward model's training. The policy may therefore have a
+different tokenizer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ METRICS_FILE = "metrics.json"
 
 @dataclass(frozen=True)
 class Calibration:
-    """Raw scores are reported as (raw - mean) / std."""
+    """Calibrated score = (raw score - mean) / std."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -45,12 +45,12 @@ class Calibration:
 def right_padded(
     sequences: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and attention mask, both (B, T) int64, padded on the right."""
+    """Return ids and attention mask, both (B, T) int64, padded on the right."""
     return padded(sequences, pad, device), padded([[1] * len(s) for s in sequences], 0, device)
 
 
 class RewardModel:
-    """A sequence classifier with one output. `score` gives calibrated scores; `record` is its metrics.json or None."""
+    """A sequence classifier with one output. `score` returns calibrated scores; `record` is metrics.json or None."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RewardModel:
     ):
         self.model = model.eval().requires_grad_(False).to(device)
         self.tokenizer, self.device, self.dtype, self.record = tokenizer, device, dtype, record
-        self.model.config.use_cache = False  # nothing is decoded
+        self.model.config.use_cache = False  # the model does not generate
         store_frozen_weights(self.model, dtype)
         release_mmap(self.model)
         self.context = context_of(self.model.config)  # tokens; None: no limit
@@ -70,7 +70,10 @@ class RewardModel:
 
     @classmethod
     def load(cls, name: str, device: torch.device, dtype: torch.dtype | None, flag: str = "--rm-model") -> RewardModel:
-        """Raises UserError for a folder that is not there, or a model that cannot give one score per reply."""
+        """Load a reward model from a folder or the hub. `flag` is for error messages.
+
+        Raises UserError if it does not exist or does not return one score per completion.
+        """
         folder = find_model(name, flag)
         config = load_config(folder)
         _check_config(config, name, flag)
@@ -92,20 +95,20 @@ class RewardModel:
         return cls(model, tokenizer, device, dtype, read_record(Path(folder)))
 
     def encode(self, messages: Sequence[dict[str, str]], completion: str, ended: bool = True) -> list[int]:
-        """What the model reads for one reply: the ids that it was trained on."""
+        """Return the ids of a prompt with its completion, rendered as in training."""
         return encode_prompt(self.tokenizer, messages) + encode_completion(self.tokenizer, completion, ended)
 
     @torch.no_grad()
     def raw_scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """Uncalibrated scores of id sequences, in their order. Batched by length; padding changes no score.
+        """Return uncalibrated scores of id sequences, in the given order. Batches by length; padding changes no score.
 
-        Raises RunError for a sequence beyond the model's context: its score would mean nothing, or crash the GPU.
+        Raises RunError if a sequence exceeds the model's context: its score would be wrong, or the GPU would fail.
         """
         too_long = [len(s) for s in sequences if self.context is not None and len(s) > self.context]
         if too_long:
             raise RunError(
                 f"{len(too_long)} of {len(sequences)} prompts with their completions are longer than the reward "
-                f"model's context of {self.context} tokens, the longest of {max(too_long)}: scoring. Use a smaller "
+                f"model's context of {self.context} tokens (longest: {max(too_long)}): scoring. Use a smaller "
                 "--prompt-length or --max-new-tokens, or a reward model with a larger context"
             )
         scores = [0.0] * len(sequences)
@@ -123,15 +126,15 @@ class RewardModel:
     def score(
         self, messages: Sequence[Sequence[dict[str, str]]], completions: Sequence[str], ended: Sequence[bool]
     ) -> list[float]:
-        """Calibrated scores, one per reply: about mean 0, variance 1 on the start model's replies."""
+        """Return calibrated scores, one per completion. On the start model's completions: about mean 0, variance 1."""
         sequences = [self.encode(m, r, e) for m, r, e in zip(messages, completions, ended, strict=True)]
         return [(raw - self.calibration.mean) / self.calibration.std for raw in self.raw_scores(sequences)]
 
 
 def read_record(folder: Path) -> dict | None:
-    """A reward model's metrics.json; None where there is none, or another tool's, which says other things.
+    """Return a reward model's metrics.json, or None if there is none or another tool wrote it.
 
-    Raises UserError where it is torn, or no scores could be made with its figures.
+    Raises UserError if the file is not valid JSON or its accuracy or calibration is invalid.
     """
     file = folder / METRICS_FILE
     if not file.is_file():
@@ -139,14 +142,16 @@ def read_record(folder: Path) -> dict | None:
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"torn: {file} ({error}). Train the reward model again, or remove that file") from None
+        raise UserError(
+            f"not valid JSON: {file} ({error}). Train the reward model again, or delete that file"
+        ) from None
     if not isinstance(record, dict) or not {"accuracy", "length_baseline", "calibration"} <= set(record):
         return None
     scale = record["calibration"].get("scale", {}) if isinstance(record["calibration"], dict) else {"mean": None}
     figures = [record["accuracy"], record["length_baseline"], *scale.values()]
     is_valid = all(type(figure) in (int, float) and math.isfinite(figure) for figure in figures)
     if not is_valid or not set(scale) <= {"mean", "std"} or scale.get("std", 1) <= 0:
-        raise UserError(f"no record of a reward model's figures: {file}. Train it again, or remove that file")
+        raise UserError(f"invalid accuracy or calibration: {file}. Train the reward model again, or delete that file")
     return record
 
 
@@ -159,10 +164,10 @@ def _check_config(config, name: str, flag: str) -> None:
         raise UserError(f"a language model ({architecture}), not a reward model: {flag} {name}. {_HOW_TO_TRAIN}")
     if config.num_labels != 1:
         raise UserError(
-            f"{config.num_labels} outputs per reply, a reward model has exactly one: {flag} {name}. {_HOW_TO_TRAIN}"
+            f"{config.num_labels} outputs, but a reward model has exactly one: {flag} {name}. {_HOW_TO_TRAIN}"
         )
     if config.pad_token_id is None:
         raise UserError(
-            f"no pad token, so that padded replies cannot be told from whole ones: {flag} {name}. "
+            f"no pad token, so padding cannot be distinguished from completions: {flag} {name}. "
             "Set pad_token_id in its config.json to a token other than EOS"
         )

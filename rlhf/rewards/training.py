@@ -1,7 +1,7 @@
-"""A Bradley-Terry reward model from preference pairs, on TRL's RewardTrainer.
+"""Trains a Bradley-Terry reward model on preference pairs with TRL's RewardTrainer.
 
-RewardTrainer is handed ids from the render function that scoring and PPO use too. Given text it would drop the
-`question` and `system` columns without a word, add a second EOS after SmolLM2's template, and drop long pairs.
+RewardTrainer receives ids from the same render function as scoring and RL. If it received text, it would silently
+ignore the `question` and `system` columns, add a second EOS after SmolLM2's template, and skip long pairs.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ FEW_PAIRS = 20
 
 
 def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.device) -> Path:
-    """Train, measure on held-out pairs, calibrate, save; returns the folder.
+    """Train, calibrate, evaluate on held-out pairs and save. Returns the folder.
 
-    Leaves a plain `AutoModelForSequenceClassification` folder with a metrics.json. Raises UserError before training
-    where data, models or the output folder do not serve.
+    The folder is a Hugging Face `AutoModelForSequenceClassification` folder with an additional metrics.json. Raises
+    UserError before training if the data, a model or the output folder is not usable.
     """
     folder = Path(config.training.rm_output)
     placing = {
@@ -73,7 +73,7 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
     inputs += [("--actor-model", config.calibration.actor_model)] if config.calibration.actor_model else []
     check_inputs_outside(str(folder), inputs, "--rm-output")
     if restore_replaced(folder):
-        screen.say(f"brought back the reward model in {folder}: its replacement was interrupted")
+        screen.say(f"restored the reward model in {folder}: its replacement was interrupted")
     check_output(folder, **placing)
     parts = split_examples(
         load_examples(config.data.pairs, pairs=True, say=screen.say), config.data.split or DEFAULT_SPLIT
@@ -85,7 +85,7 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
     record = evaluate_and_calibrate(model, held_out, completions, source)
     show_record(record, screen)
     record |= {"train_questions": sorted({question_hash(p) for p in train}), "settings": to_dict(config)}
-    check_output(folder, **placing)  # again: training took a while
+    check_output(folder, **placing)  # again, because the folder may have changed during training
     holds_a_model = folder.is_dir() and any(folder.iterdir())
     keep = numbered_name(folder) if holds_a_model and not config.training.rm_overwrite else None
     save_reward_model(model, record, folder, keep)
@@ -100,35 +100,35 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
 def usable_pairs(
     config: RewardModelConfig, model: RewardModel, parts: dict[str, list[Example]], screen: Screen
 ) -> tuple[list[Example], list[Example]]:
-    """The pairs to train on and the held-out ones that are short enough; prints how many were skipped.
+    """Return the training pairs and the held-out pairs that are short enough. Prints the number of skipped pairs.
 
-    Raises UserError if none is left.
+    Raises UserError if no training pair or no held-out pair is left.
     """
     train, held_out = (
         pairs_that_fit(model, parts[name], config.data.pair_length) for name in ("reward", "evaluation")
     )
     too_long, limit = len(parts["reward"]) - len(train), f"{config.data.pair_length:,} tokens"
     if model.context is not None and model.context < config.data.pair_length:
-        limit = f"the base model's context of {model.context:,} tokens"
+        limit = f"{model.context:,} tokens (the base model's context)"
     if not train or not held_out:
         raise UserError(
-            f"no pairs left to {'train' if not train else 'measure'} on: {config.data.pairs}, of at most {limit}. "
-            "Give more pairs, another --split or a larger --pair-length"
+            f"no pairs left to {'train' if not train else 'evaluate'} on: {config.data.pairs}, at most {limit}. "
+            "Add pairs, change --split or raise --pair-length"
         )
-    screen.say(f"reward model: {len(train)} pairs to train on, {len(held_out)} held out")
+    screen.say(f"reward model: {len(train)} training pairs, {len(held_out)} held-out pairs")
     skipped = too_long + len(parts["evaluation"]) - len(held_out)
     if skipped:
-        screen.say(f"  skipped {skipped} pairs that are longer than {limit} ({too_long} of them to train on)")
+        screen.say(f"  skipped {skipped} pairs longer than {limit} ({too_long} of them training pairs)")
     if len(held_out) < FEW_PAIRS:
-        screen.say(f"  only {len(held_out)} held-out pairs: all of them are used, and the accuracy is uncertain")
+        screen.say(f"  only {len(held_out)} held-out pairs: the accuracy is uncertain")
     return train, held_out
 
 
 def new_reward_model(config: RewardModelConfig, device: torch.device) -> RewardModel:
-    """The base model with a fresh score head, its pad token never EOS."""
+    """Return the base model with a new score head. Its pad token is never EOS."""
     base = find_model(config.training.base_model, "--base-model")
     tokenizer = load_tokenizer(base, config.data.plain_prompts)
-    set_seed(config.training.rm_seed)  # the new head is drawn from torch's own stream
+    set_seed(config.training.rm_seed)  # the new head is initialised from torch's global generator
     with readable(base):
         model = AutoModelForSequenceClassification.from_pretrained(
             base, num_labels=1, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
@@ -140,7 +140,7 @@ def new_reward_model(config: RewardModelConfig, device: torch.device) -> RewardM
 
 
 class _Progress(TrainerCallback):
-    """RewardTrainer's log as one live line."""
+    """Prints RewardTrainer's log as one progress line."""
 
     def __init__(self, screen: Screen):
         self.screen = screen
@@ -157,7 +157,7 @@ class _Progress(TrainerCallback):
 
 
 def run_training(model: RewardModel, pairs: Sequence[Example], config: RewardModelConfig, screen: Screen) -> None:
-    """Bradley-Terry loss -log sigmoid(chosen - rejected) over the pairs, in place."""
+    """Train in place with the Bradley-Terry loss -log sigmoid(chosen - rejected)."""
     settings = config.training
     steps = max(1, round(settings.rm_epochs * len(pairs) / settings.rm_batch_size))
     with tempfile.TemporaryDirectory() as scratch:
@@ -170,7 +170,7 @@ def run_training(model: RewardModel, pairs: Sequence[Example], config: RewardMod
                 warmup_steps=steps // 20,
                 max_steps=steps,
                 per_device_train_batch_size=settings.rm_batch_size,
-                max_length=None,  # long pairs were left out, and counted, before
+                max_length=None,  # usable_pairs has already skipped long pairs
                 bf16=model.dtype is not None,
                 use_cpu=model.device.type == "cpu",
                 dataloader_pin_memory=model.device.type == "cuda",
@@ -191,19 +191,22 @@ def run_training(model: RewardModel, pairs: Sequence[Example], config: RewardMod
     bad = bad_weights(model.model, frozen=True)
     if bad:
         raise RunError(
-            f"{len(bad)} weights are not finite after training, the first is {bad[0]}: the reward model. It is not "
-            "saved. Train it with a smaller --rm-learning-rate"
+            f"{len(bad)} weights are not finite after training, the first is {bad[0]}: reward model, not saved. "
+            "Train again with a smaller --rm-learning-rate"
         )
 
 
 def show_record(record: dict, screen: Screen) -> None:
-    """Accuracy beside what the replies' length alone would have told."""
+    """Print the accuracy next to the length baseline."""
     against = record["accuracy_against_baseline"]
     rows = [
         ("accuracy", f"{record['accuracy']:.3f} of {record['pairs']} held-out pairs"),
         ("length baseline", f"{record['length_baseline']:.3f} (the better of 'longer wins' and 'shorter wins')"),
-        ("against it", "no such pair" if against is None else f"{against:.3f} on the pairs that length gets wrong"),
-        ("margin", f"{record['margin']:.2f} score units, chosen - rejected"),
+        (
+            "against baseline",
+            "no such pairs" if against is None else f"{against:.3f} on the pairs that the length baseline gets wrong",
+        ),
+        ("margin", f"{record['margin']:.2f} (mean of chosen - rejected, in score units)"),
         *((f"flaw {name}", f"{value:.3f}") for name, value in record["by_flaw"].items()),
         ("calibrated on", f"{record['calibration']['replies']} {record['calibration']['source']}"),
     ]
@@ -211,11 +214,13 @@ def show_record(record: dict, screen: Screen) -> None:
 
 
 def refusal(config: RewardModelConfig, folder: Path, usual: Config) -> str | None:
-    """Return why training with the settings `usual` would refuse this reward model: it is weak, or its context is too
-    short for the prompts. None if training would take it."""
+    """Return why training with the settings `usual` would reject this reward model, or None if it would not.
+
+    Training rejects a weak reward model, and one whose context is too short for the prompts.
+    """
     weak = weakness(read_record(folder))
     if weak is not None:
-        return f"{weak}. Give it more pairs or --rm-epochs, or train with --allow-weak-reward-model"
+        return f"{weak}. Train it on more pairs or with more --rm-epochs, or add --allow-weak-reward-model"
     parts = split_examples(load_examples(config.data.pairs, say=lambda _: None), config.data.split or DEFAULT_SPLIT)
     tokenizer, longest = load_tokenizer(str(folder)), usual.data.prompt_length
     used = [e for e in (*parts["rl"], *parts["evaluation"]) if len(encode_prompt(tokenizer, e.messages)) <= longest]
@@ -227,8 +232,11 @@ def refusal(config: RewardModelConfig, folder: Path, usual: Config) -> str | Non
 
 
 def save_reward_model(model: RewardModel, record: dict, folder: Path, keep: Path | None = None) -> None:
-    """Write the whole model into a folder beside, then give it its name: `folder` holds a complete model or the older
-    one, whatever interrupts this. The older one is renamed to `keep`, else to NAME.replaced."""
+    """Write the model into a staging folder, then replace `folder` with it.
+
+    An interruption leaves either the new or the old model complete. The old one is renamed to `keep`, or to
+    NAME.replaced if `keep` is None.
+    """
     folder = folder.resolve()
     remove_unfinished(folder)
     staging = unfinished_name(folder)

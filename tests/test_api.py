@@ -109,7 +109,7 @@ def test_arguments_of_train_are_refused_with_the_place_where_they_belong(config)
 def test_faults_of_prompts_and_settings_are_the_users_words(config):
     with pytest.raises(UserError, match="prompt is empty: prompt 2"):
         make_trainer(config(), ["fine", " "])
-    with pytest.raises(UserError, match="no prompt of at most 2 tokens"):
+    with pytest.raises(UserError, match="no prompt has at most 2 tokens"):
         make_trainer(config(prompt_length=2), ["a long prompt"])
     with pytest.raises(UserError, match="unknown setting learning_rat: make_config.* Did you mean learning_rate"):
         make_config(learning_rat=1)

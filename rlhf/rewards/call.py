@@ -76,7 +76,7 @@ def call_function(
         what = f"{_own_line(error)}{type(error).__name__}: {' '.join(str(error).split())}"
         raise failure(what, _failing_completion(function, batch, limit_s, printed)) from error
     if not isinstance(scores, list) or len(scores) != len(texts):
-        what = f"{len(texts)} completions, but it returned {scores!r:.60}"
+        what = f"expected {len(texts)} scores, got {scores!r:.60}"
         raise failure(what, f"first completion {texts[0]!r:.80}", "Return one number per completion")
     for score, text in zip(scores, texts, strict=True):
         if isinstance(score, Rational) and abs(score) > sys.float_info.max:

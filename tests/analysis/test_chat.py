@@ -126,7 +126,7 @@ def test_the_oldest_turns_go_when_the_context_is_full(start_model, talk):
 
 def test_a_line_that_is_no_text_is_told_and_the_chat_goes_on(start_model, talk):
     output, read = talk(start_model, "a\0b\nHello\n")
-    assert len(read) == 1 and "error: prompt holds a NUL character" in output
+    assert len(read) == 1 and "error: prompt contains a NUL character" in output
 
 
 def test_marks_in_a_line_or_a_reply_stay_text(start_model):

@@ -273,7 +273,7 @@ def test_a_judge_that_training_saw_is_refused_whatever_scores_now(runs, reward_f
     ("weight", "message"),
     [
         (float("nan"), r"NaN or infinity in score\.weight: weights of .*judge"),
-        (1e30, r"score .* is beyond 1e\+09, too large to learn from: reward function judge"),
+        (1e30, r"score .* is too large \(the limit is 1e\+09\): reward function judge"),
     ],
 )
 def test_a_judge_whose_scores_say_nothing_is_named(settings, start_model, tmp_path, weight, message):

@@ -125,7 +125,7 @@ def test_a_damaged_run_json_is_a_line(folder, capsys, damage):
 
 def test_a_key_that_stands_twice_in_a_row_of_data_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "prompt": "c"}\n')
-    with pytest.raises(UserError, match=r"the key 'prompt' is there twice.*a\.jsonl:2"):
+    with pytest.raises(UserError, match=r"duplicate key 'prompt'.*a\.jsonl:2"):
         load_examples(str(tmp_path / "a.jsonl"))
 
 

@@ -122,7 +122,7 @@ def test_a_lone_surrogate_anywhere_is_named_by_its_line(tmp_path, place, half):
         "content": f'{{"messages": [{{"role": "user", "content": "a {half}"}}]}}',
         "chosen": f'{{"prompt": "a", "chosen": "{half}", "rejected": "b"}}',
     }
-    with pytest.raises(UserError, match=rf"{place} holds a lone surrogate.*: .*rows.jsonl:2"):
+    with pytest.raises(UserError, match=rf"{place} contains a lone surrogate.*: .*rows.jsonl:2"):
         read(tmp_path, '{"prompt": "\\ud83d\\ude00 is a pair, and fine"}\n' + rows[place])
 
 
@@ -561,7 +561,7 @@ def test_a_reward_models_record_that_is_none(reward_folder, tmp_path, what):
     """It would turn scores around, or to NaN, or end in a traceback."""
     shutil.copytree(reward_folder, folder := tmp_path / "judge")
     (folder / "metrics.json").write_text(RECORDS[what])
-    with pytest.raises(UserError, match=r"metrics\.json.* remove that file"):
+    with pytest.raises(UserError, match=r"metrics\.json.* delete that file"):
         RewardModel.load(str(folder), CPU, None)
     for other in ("[]", '{"loss": 1.0}', "null"):
         (folder / "metrics.json").write_text(other)

@@ -60,12 +60,12 @@ BAD_ROWS = {
     "a null prompt": ({"prompt": None}, r"prompt is null, not text: .*rows.jsonl:2"),
     "a number": ({"prompt": 7}, r"prompt is 7, not text: .*rows.jsonl:2"),
     "an empty prompt": ({"prompt": "  "}, r"prompt is empty: .*rows.jsonl:2"),
-    "rejected is missing": ({"prompt": "a", "chosen": "b"}, r"no 'rejected': .*rows.jsonl:2"),
+    "rejected is missing": ({"prompt": "a", "chosen": "b"}, r'no "rejected": .*rows.jsonl:2'),
     "an unknown role": (
         {"messages": [{"role": "robot", "content": "x"}]},
         r"unknown chat role 'robot': .*rows.jsonl:2",
     ),
-    "no user": ({"messages": [{"role": "system", "content": "x"}]}, r"without a user's message: .*rows.jsonl:2"),
+    "no user": ({"messages": [{"role": "system", "content": "x"}]}, r"no user message in the chat: .*rows.jsonl:2"),
     "a lone surrogate": ('{"prompt": "\\ud800"}', r"lone surrogate .*: .*rows.jsonl:2"),
 }
 
@@ -96,12 +96,12 @@ def test_files_that_are_not_there_empty_or_not_utf8(tmp_path):
         load_examples(str(tmp_path / "latin.jsonl"))
 
 
-def test_a_few_bad_rows_of_a_hub_dataset_are_left_out_and_told(monkeypatch):
+def test_a_few_bad_rows_of_a_hub_dataset_are_skipped_and_reported(monkeypatch):
     rows = [(f"someone/data row {i}", {"prompt": f"question {i}"}) for i in range(99)]
     monkeypatch.setattr(examples, "_read_hub", lambda name: [*rows, ("someone/data row 99", {"prompt": ""})])
     text = []
     assert len(load_examples("someone/data", say=text.append)) == 99
-    assert text == ["1 of 100 rows are left out, the first because prompt is empty: someone/data row 99. "
+    assert text == ["skipped 1 invalid rows of 100, the first because: prompt is empty: someone/data row 99. "
                     "Correct or remove that row"]  # fmt: skip
     bad = [(where, {"prompt": None}) for where, _ in rows[:20]]
     monkeypatch.setattr(examples, "_read_hub", lambda name: [*rows, *bad])
@@ -111,7 +111,7 @@ def test_a_few_bad_rows_of_a_hub_dataset_are_left_out_and_told(monkeypatch):
 
 def test_no_prompt_left_after_filtering(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl", *({"prompt": f"question {i}"} for i in range(40)))
-    with pytest.raises(UserError, match=r"no prompt left to train on.*the shortest of \d+ tokens"):
+    with pytest.raises(UserError, match=r"no prompt left to train on.*shortest prompt \d+ tokens"):
         load_prompts(DataSettings(path, prompt_length=3), tokenizer)
     with pytest.raises(UserError, match="no prompt left to evaluate on"):
         load_prompts(DataSettings(path, Split(0, 100, 0)), tokenizer)

@@ -269,6 +269,6 @@ def test_prompts_from_python_have_topics_as_rows(start_model, tmp_path):
     assert trainer.sampler.topics == ["pets", "things"] and trainer.updates == 2
     assert {"topic/pets/score", "topic/things/score"} <= trainer.train().keys() | trainer.state.log_history[1].keys()
     with pytest.raises(
-        UserError, match=r"no topic: prompt 2, columns \['prompt'\]\. Give every row one, or leave out"
+        UserError, match=r"no \"topic\": prompt 2, columns \['prompt'\]\. Add a topic to every row, or remove"
     ):
         make_trainer(config, [rows[0], "a car?"], [lambda completions, **_: [0.0] * len(completions)])

@@ -53,7 +53,7 @@ def test_an_evaluation_beyond_it_is_refused(runs, short, tmp_path):
 def test_a_sequence_beyond_it_raises_and_one_at_its_limit_does_not(short):
     model = RewardModel.load(str(short), CPU, None)
     assert len(model.raw_scores([[5] * 40, [6]])) == 2
-    with pytest.raises(RunError, match=r"1 of 2 prompts .* context of 40 tokens, the longest of 41: scoring"):
+    with pytest.raises(RunError, match=r"1 of 2 prompts .* context of 40 tokens \(longest: 41\): scoring"):
         model.raw_scores([[5] * 41, [6]])
 
 

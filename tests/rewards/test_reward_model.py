@@ -117,13 +117,13 @@ def test_scores_are_calibrated_on_the_start_models_replies(flags, learnable_pair
     assert len(scores) == 30
     assert sum(scores) / 30 == pytest.approx(0, abs=1e-4)
     assert torch.tensor(scores).var().item() == pytest.approx(1, abs=1e-3)
-    assert json.loads((folder / METRICS_FILE).read_text())["calibration"]["source"].startswith("replies of")
+    assert json.loads((folder / METRICS_FILE).read_text())["calibration"]["source"].startswith("completions of")
 
 
 def test_without_a_start_model_the_chosen_replies_calibrate(flags, learnable_pairs):
     config = parse_reward_cli(flags(learnable_pairs, "--actor-model", "none"))
     folder = train_reward_model(config, Screen(), CPU)
-    assert json.loads((folder / METRICS_FILE).read_text())["calibration"]["source"] == "chosen replies"
+    assert json.loads((folder / METRICS_FILE).read_text())["calibration"]["source"] == "chosen completions"
 
 
 def test_padding_leaves_a_score_unchanged(model):
@@ -173,10 +173,10 @@ def test_weak_reward_models_are_refused_by_their_record(model, capsys, accuracy,
     if good:
         check_reward_model(model, "rm", [], False, Screen())
         return
-    with pytest.raises(UserError, match=f"accuracy {accuracy:.3f}, length baseline {baseline:.3f}.*--allow-weak"):
+    with pytest.raises(UserError, match=f"accuracy {accuracy:.3f}, .*length baseline {baseline:.3f}.*--allow-weak"):
         check_reward_model(model, "rm", [], False, Screen())
     check_reward_model(model, "rm", [], True, Screen())
-    assert "going on as asked" in capsys.readouterr().out
+    assert "Continuing because of --allow-weak-reward-model" in capsys.readouterr().out
 
 
 def test_a_foreign_reward_model_is_measured_on_held_out_pairs(model, monkeypatch, capsys):
@@ -187,12 +187,12 @@ def test_a_foreign_reward_model_is_measured_on_held_out_pairs(model, monkeypatch
     monkeypatch.setattr("rlhf.rewards.checks.pair_accuracy", lambda *_: dataclasses.replace(measured, accuracy=0.8))
     check_reward_model(model, "rm", [pair("a", "b", "c")], False, Screen())
     check_reward_model(model, "rm", [Example(messages=FRANCE)], False, Screen())
-    assert "its scores are unproved" in capsys.readouterr().out
+    assert "its accuracy is unknown" in capsys.readouterr().out
 
 
 def test_models_that_cannot_give_one_score_are_refused(tmp_path, start_model):
     two = make_reward_model(tmp_path / "two", outputs=2)
-    with pytest.raises(UserError, match="2 outputs per reply, a reward model has exactly one"):
+    with pytest.raises(UserError, match="2 outputs, but a reward model has exactly one"):
         RewardModel.load(str(two), CPU, None)
     no_pad = make_reward_model(tmp_path / "nopad", pad=None)
     with pytest.raises(UserError, match="no pad token"):
@@ -248,6 +248,6 @@ def test_faults_are_found_before_training(flags, learnable_pairs, monkeypatch, t
     monkeypatch.setattr("rlhf.rewards.training.run_training", lambda *_: pytest.fail("trained first"))
     with pytest.raises(UserError, match="model not found"):
         train_reward_model(parse_reward_cli(flags(learnable_pairs, "--actor-model", "./nowhere")), Screen(), CPU)
-    with pytest.raises(UserError, match="no prompt to calibrate on"):
+    with pytest.raises(UserError, match="no prompt of at most .* tokens to calibrate on"):
         train_reward_model(parse_reward_cli(flags(learnable_pairs, "--calibration-prompt-length", 2)), Screen(), CPU)
     assert not (tmp_path / "rm").exists()

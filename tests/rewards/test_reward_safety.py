@@ -106,7 +106,7 @@ def test_what_a_function_prints_goes_to_a_file(run_flags, tmp_path, capsys):
     kept = (tmp_path / "run" / "reward_output.txt").read_text()
     assert kept.count("stderr here") == 4 and "stdout \\udcff here" in kept, "two evaluations, two updates"
     assert "stderr here" not in output.out + output.err
-    assert output.err.count("reward function loud prints: its output goes to") == 1
+    assert output.err.count("reward function loud prints text: it is written to") == 1
 
 
 # --- whatever they raise ---------------------------------------------------------------------------------------------
@@ -117,10 +117,10 @@ RAISED = {
     "raise Odd('odd')": "Odd: odd",
     "raise KeyboardInterrupt": "RuntimeError: KeyboardInterrupt",
     "raise GeneratorExit": "GeneratorExit",
-    "return [10**400] * len(completions)": "a number beyond the largest float is no score",
-    "return [Fraction(10**400)] * len(completions)": "a number beyond the largest float is no score",
+    "return [10**400] * len(completions)": "a score is larger than the largest float",
+    "return [Fraction(10**400)] * len(completions)": "a score is larger than the largest float",
     "import torch; return [torch.ones(2)] * len(completions)": "RuntimeError: a Tensor with 2 elements cannot be",
-    "return [-(10**400)] * len(completions)": "a number beyond the largest float is no score",
+    "return [-(10**400)] * len(completions)": "a score is larger than the largest float",
 }
 
 
@@ -147,7 +147,7 @@ def test_whatever_a_function_raises_is_one_line_and_status_1(run_flags, tmp_path
 @pytest.mark.parametrize("code", ["import sys\nsys.exit(0)", "raise BaseException('no')", "def f(: pass"])
 def test_a_file_that_ends_the_program_while_it_is_read_is_a_line(tmp_path, code):
     (tmp_path / "rules.py").write_text(code)
-    with pytest.raises(UserError, match=r"the file cannot be run: --reward-func .*rules\.py"):
+    with pytest.raises(UserError, match=r"the file fails on import: --reward-func .*rules\.py"):
         find_rule(f"{tmp_path}/rules.py:f", ())
 
 

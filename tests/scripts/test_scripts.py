@@ -141,7 +141,7 @@ FAULTS = {
     "no hub": (["--actor-model", "someone/model"], "model cannot be fetched: someone/model (not on this disk, and the "
                "hub cannot be reached: offline mode is on). Go online, or use --actor-model FOLDER"),
     "no prompt fits": (["--prompt-length", "3"], "no prompt left to train on"),
-    "a weak reward model": (["--no-allow-weak-reward-model", "--rm-model", "weak"], "a weak reward model"),
+    "a weak reward model": (["--no-allow-weak-reward-model", "--rm-model", "weak"], "weak reward model"),
 }  # fmt: skip
 
 

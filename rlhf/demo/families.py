@@ -1,6 +1,6 @@
-"""The offline demo's world: families of small questions. Standard library only.
+"""The question families of the demo. Uses only the standard library.
 
-Each family can ask, answer, answer wrongly and judge:
+Each family generates questions, correct and wrong answers, and judges a reply:
 
     pick   Which of these is a fruit: goat, plum, hammer?       Plum is a fruit.
     sort   Order from small to big: horse, ant, fox.            First ant, then fox, then horse.
@@ -20,7 +20,7 @@ KINDS = {
     "vehicle": ["bike", "boat", "bus", "car", "plane", "scooter", "ship", "tractor", "train", "truck"],
     "garment": ["belt", "boot", "cap", "coat", "dress", "glove", "hat", "scarf", "shirt", "skirt"],
 }
-SIZES = KINDS["animal"]  # listed from small to big: the order that `sort` asks for
+SIZES = KINDS["animal"]  # from small to big, the order in `sort` questions
 KIND_OF = {noun: kind for kind, nouns in KINDS.items() for noun in nouns}
 NOUNS = tuple(KIND_OF)
 TOPIC_WORDS = {*NOUNS, *KINDS, *(f"{kind}s" for kind in KINDS)}
@@ -31,7 +31,7 @@ LOOKS = ["big", "clean", "little", "new", "old", "wet"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a reply's first sentence is worth: `content` in [0, 1], 1 only where `flaw` is None."""
+    """Judgement of a reply's first sentence. `content` is in [0, 1] and is 1 only if `flaw` is None."""
 
     content: float
     flaw: str | None = None
@@ -42,34 +42,34 @@ OFF_TOPIC = Verdict(0.0, "off_topic")
 
 
 def article(noun: str) -> str:
-    """'a fox', 'an ant'."""
+    """Return the noun with its article: 'a fox', 'an ant'."""
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
 def sentence_case(text: str) -> str:
-    """Upper-case the first letter and leave the rest: 'ant, Ben' -> 'Ant, Ben'."""
+    """Upper-case the first letter and keep the rest: 'ant, Ben' -> 'Ant, Ben'."""
     return text[:1].upper() + text[1:]
 
 
 def enumerate_in_order(items: list[str], rng: random.Random) -> str:
-    """'X, y, z.', 'X, y and z.' or 'First x, then y, then z.'"""
+    """Return one of 'X, y, z.', 'X, y and z.' and 'First x, then y, then z.', chosen at random."""
     wordings = ", ".join(items), ", ".join(items[:-1]) + " and " + items[-1], "first " + ", then ".join(items)
     return sentence_case(rng.choice(wordings)) + "."
 
 
 def listed_items(words: list[str]) -> list[str] | None:
-    """The items of an enumeration, in order; None where a word is neither a noun nor a joining word."""
+    """Return the items of an enumeration in order, or None if a word is neither a noun nor a joining word."""
     items = [word for word in words if word not in ("and", "first", "then")]
     return items if all(item in KIND_OF for item in items) else None
 
 
 def mentioned(words: list[str], vocabulary) -> list[str]:
-    """The words that belong to a vocabulary, in order."""
+    """Return the words that belong to a vocabulary, in order."""
     return [word for word in words if word in vocabulary]
 
 
 def shape_verdict(words: list[str], longest: int) -> Verdict:
-    """The facts are right and the sentence isn't one of the good forms: a cut, a run-on, or a sloppy sentence."""
+    """Judge a sentence with correct facts that has none of the good forms: it is cut, too long or sloppy."""
     if len(words) > longest:
         return Verdict(0.6, "rambling")
     cut = words[-1] in ("a", "an", "the", "and", "is", "has")
@@ -78,7 +78,7 @@ def shape_verdict(words: list[str], longest: int) -> Verdict:
 
 @dataclass(frozen=True)
 class Pick:
-    """Three things of different kinds: which one is of the kind asked for?"""
+    """Selects the one of three things that has the given kind."""
 
     kind: str
     options: tuple[str, ...]
@@ -124,7 +124,7 @@ class Pick:
 
 @dataclass(frozen=True)
 class Sort:
-    """Three or four animals, from small to big."""
+    """Orders three or four animals from small to big."""
 
     expected: tuple[str, ...]
     pattern = re.compile(r"Order from small to big: (\w+(?:, \w+){2,3})\.")
@@ -168,7 +168,7 @@ class Sort:
 
 @dataclass(frozen=True)
 class Kinds:
-    """Two things: of what kind is each?"""
+    """Names the kinds of two things."""
 
     nouns: tuple[str, str]
     pattern = re.compile(r"What are (\w+) and (\w+)\?")
@@ -217,7 +217,7 @@ class Kinds:
 
 @dataclass(frozen=True)
 class Scene:
-    """One sentence of a fixed grammar about two things of given kinds and looks, in a given place."""
+    """Writes one sentence of a fixed grammar about two things with given kinds, looks and place."""
 
     looks: tuple[str, str]
     kinds: tuple[str, str]

@@ -1,4 +1,4 @@
-"""The demo's preference pairs: the start model's OWN samples, ranked by gold quality, and some mismatched ones."""
+"""The demo's preference pairs: completions of the start model ranked by gold quality, and some mismatched ones."""
 
 import json
 import random
@@ -16,12 +16,12 @@ from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.training import SamplingSettings
 
 SAMPLING = SamplingSettings(max_new_tokens=32, temperature=1.0)
-CLEAR_DIFFERENCE = 0.25  # gold quality between chosen and rejected
-MISMATCHED_SHARE = 0.15  # of the pairs: the rejected reply is a good answer to another question
+CLEAR_DIFFERENCE = 0.25  # minimum difference in gold quality between chosen and rejected
+MISMATCHED_SHARE = 0.15  # of the pairs; their rejected completion is a good answer to another question
 
 
 def _row(question: str, chosen: str, rejected: str, ended: bool = True) -> dict:
-    """One preference pair in the columns of `Intel/orca_dpo_pairs`, with the rejected reply's flaw and ending."""
+    """Return one preference pair with the columns of `Intel/orca_dpo_pairs`, plus `flaw` and `rejected_ended`."""
     flaw = flaw_of(question, rejected, ended)
     columns = {"system": "", "question": question, "chosen": chosen, "rejected": rejected}
     return columns | {"flaw": flaw, "rejected_ended": ended}
@@ -30,10 +30,10 @@ def _row(question: str, chosen: str, rejected: str, ended: bool = True) -> dict:
 def sampled_pairs(
     question: str, completions: list[tuple[str, bool]], seen: Counter, per_question: int = 2
 ) -> list[dict]:
-    """Pairs among one question's own samples: the best that ended against clearly worse ones, one for each flaw.
+    """Return pairs of one question's completions: the best one that ended against clearly worse ones, one per flaw.
 
-    `seen` counts flaws over all questions and is brought up to date. Wrong answers, the hardest to tell, go first;
-    then the rarer flaw.
+    `seen` counts the flaws over all questions and is updated. Wrong answers come first because they are the hardest to
+    distinguish, then the rarer flaws.
     """
     graded = sorted({(gold_quality(question, text, ended), text, ended) for text, ended in completions}, reverse=True)
     best = next((row for row in graded if row[2]), None)
@@ -52,9 +52,9 @@ def sampled_pairs(
 
 
 def mismatched_pairs(good: list[tuple[str, str]], count: int, rng: random.Random) -> list[dict]:
-    """Pairs whose rejected reply is a good answer to another question, often of the same family.
+    """Return pairs in which the rejected completion is a good answer to another question, often of the same family.
 
-    `good` holds (question, good reply); each question is used once at most.
+    `good` contains (question, good completion). Each question is used at most once.
     """
     rows = []
     for question, chosen in rng.sample(good, len(good)):
@@ -67,7 +67,7 @@ def mismatched_pairs(good: list[tuple[str, str]], count: int, rng: random.Random
 
 
 def sample_answers(model, tokenizer, asked: list[str], seed: int, device: torch.device) -> list[tuple[str, bool]]:
-    """One reply to each question, at temperature 1: (text, ended). Questions of like length share a batch."""
+    """Sample one completion per question at temperature 1: (text, ended). Batches questions of similar length."""
     examples = [Example(messages=({"role": "user", "content": question},)) for question in asked]
     prompts, _ = encode_prompts(tokenizer, examples, longest=model.config.max_position_embeddings)
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
@@ -88,11 +88,19 @@ def sample_answers(model, tokenizer, asked: list[str], seed: int, device: torch.
 def make_pairs(
     model, tokenizer, asked: list[str], samples_per_question: int, seed: int, device: torch.device
 ) -> list[dict]:
-    """Preference pairs among the model's own samples, ranked by gold quality, and mismatched ones.
+    """Return shuffled preference pairs: the model's completions ranked by gold quality, and mismatched ones.
 
-    Each row: system (""), question, chosen, rejected, flaw (the rejected one's, of FLAWS), rejected_ended (False: it
-    hit the length limit without stopping). Chosen replies have always ended. Rows are shuffled; a question has at
-    most three of them.
+    Each row has: system (""), question, chosen, rejected, flaw (of the rejected completion, one of FLAWS) and
+    rejected_ended (False: the rejected completion reached the length limit). Chosen completions have always ended. A
+    question has at most three rows.
+
+    Args:
+        model: the start model.
+        tokenizer: its tokenizer.
+        asked: the questions.
+        samples_per_question: completions sampled per question.
+        seed: seed of sampling, mismatching and shuffling.
+        device: the model's device.
     """
     repeated = [question for question in asked for _ in range(samples_per_question)]
     completions = sample_answers(model, tokenizer, repeated, seed, device)
@@ -108,7 +116,7 @@ def make_pairs(
 
 
 def write_pairs(path: str | Path, rows: list[dict]) -> Path:
-    """Write the pairs as UTF-8 JSON lines; returns the path."""
+    """Write the pairs as UTF-8 JSON lines. Returns the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

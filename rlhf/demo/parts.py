@@ -1,4 +1,4 @@
-"""Builds what the demo recipe names and does not find: start model, preference pairs, reward model."""
+"""Builds the missing parts of the demo: start model, preference pairs, reward model."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from rlhf.utils.files import write_json
 FOLDER = Path("demo_parts")
 QUESTIONS = 3_000
 SAMPLES_PER_QUESTION = 6
-SEED = 42  # of questions, samples and reward model: the same for every PPO seed
+SEED = 42  # of questions, completions and reward model, independent of the run's seed
 
 
 def prepare_demo(screen: Screen, device: torch.device) -> None:
-    """Build `demo_parts/`, or say that it is there. It is built anew when the code or settings behind it change."""
+    """Build `demo_parts/` unless it exists. It is rebuilt if the code or the settings that made it change."""
     reward = parse_reward_cli(["--recipe", "demo", "--rm-overwrite"])
     stamp_file, stamp = FOLDER / "stamp.json", {"made_from": _fingerprint(reward)}
     record = _record_of(stamp_file, stamp)
     if record is not None:
-        screen.say(f"demo parts: cached in {FOLDER}; their reward model:")
+        screen.say(f"demo parts: cached in {FOLDER}. Their reward model:")
         return show_record(record, screen)
     stamp_file.unlink(missing_ok=True)
     _clear_incomplete(FOLDER / "reward_model", screen)
@@ -49,7 +49,7 @@ def prepare_demo(screen: Screen, device: torch.device) -> None:
 
 
 def _record_of(stamp_file: Path, stamp: dict) -> dict | None:
-    """Return the reward model's record if all parts are there and made from this code; else None."""
+    """Return the reward model's record if all parts exist and were made with this code, otherwise None."""
     files = (FOLDER / "pairs.jsonl", FOLDER / "start_model" / WEIGHTS_FILE, FOLDER / "reward_model" / WEIGHTS_FILE)
     try:
         if json.loads(stamp_file.read_text(encoding="utf-8")) != stamp or not all(file.is_file() for file in files):
@@ -60,32 +60,32 @@ def _record_of(stamp_file: Path, stamp: dict) -> dict | None:
 
 
 def _clear_incomplete(folder: Path, screen: Screen) -> None:
-    """Remove a reward model that was only partly written, as a killed build of an older release leaves it."""
+    """Remove an incomplete reward model, which a killed build of an older release can leave."""
     if not folder.is_dir() or read_status(folder) is not None:
         return
-    foreign = foreign_files(folder)
-    if foreign:
+    others = foreign_files(folder)
+    if others:
         raise UserError(
-            f"other files are in the demo's reward model ({', '.join(foreign[:3])}): {folder}. Move them away, or "
-            "delete the folder"
+            f"unknown files in the folder of the demo's reward model ({', '.join(others[:3])}): {folder}. Move them "
+            "elsewhere, or delete the folder"
         )
     shutil.rmtree(folder)
     screen.say(f"removed an incomplete reward model: {folder}")
 
 
 def make_pairs(screen: Screen, device: torch.device) -> None:
-    """The start model answers each question several times; the gold quality ranks its replies into pairs."""
+    """Sample several completions per question from the start model and rank them into pairs by gold quality."""
     folder = FOLDER / "start_model"
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
     asked = tasks.questions(QUESTIONS, SEED)
-    screen.say(f"demo: the start model answers {len(asked):,} questions, {SAMPLES_PER_QUESTION} times each ...")
+    screen.say(f"demo: sampling {SAMPLES_PER_QUESTION} completions for each of {len(asked):,} questions ...")
     rows = pairs.make_pairs(policy, load_tokenizer(str(folder)), asked, SAMPLES_PER_QUESTION, SEED, device)
     pairs.write_pairs(FOLDER / "pairs.jsonl", rows)
     screen.say(f"demo: {len(rows):,} preference pairs from {len({r['question'] for r in rows}):,} questions")
 
 
 def _fingerprint(reward) -> str:
-    """Changes with the generator, the start model, the pairs' settings and the reward model's."""
+    """Return a hash of the generator's code, the start model, and the settings of pairs and reward model."""
     digest = hashlib.sha256(repr((to_dict(reward), QUESTIONS, SAMPLES_PER_QUESTION, SEED)).encode())
     for file in (families.__file__, tasks.__file__, pairs.__file__, start_model.WEIGHTS / "model.safetensors"):
         digest.update(Path(file).read_bytes())
@@ -93,6 +93,6 @@ def _fingerprint(reward) -> str:
 
 
 def gold_of(config: Config) -> Gold | None:
-    """The gold quality, where the configuration's prompts are the demo's own questions; else None."""
+    """Return the gold quality function if the run uses the demo's own prompts, otherwise None."""
     is_demo = config.recipe == "demo" and config.data.prompts == find_recipe("demo").value("prompts")
     return tasks.gold_quality if is_demo else None

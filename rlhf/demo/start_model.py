@@ -1,8 +1,8 @@
-"""The demo's start model: a small Llama that imitates text of mixed quality.
+"""The demo's start model: a small Llama trained on replies of mixed quality.
 
-It first learns the tasks from good replies, then imitates a mixture of which most replies carry a flaw, as human
-demonstrations do: so it knows how, and does well about one time in three. The weights are shipped in `weights/`;
-rebuild them with
+It is first trained on good replies, then on a mixture in which most replies have a flaw, like human demonstrations.
+As a result it can solve the tasks, and about one reply in three is good. The weights are shipped in `weights/`.
+Rebuild them with
 
     python -m rlhf.demo.start_model --rebuild
 """
@@ -29,9 +29,9 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-GOOD_SHARE = 0.35  # of the mixture; the rest carries one flaw each. NOTES.md says why not a half
-CLEAN_SHARE = 0.6  # of the training steps: these come first and imitate good replies only, the rest the mixture
-TRAINING_REPLY_LIMIT = 40  # tokens of a training reply: a long ramble is cut here and never seen to end
+GOOD_SHARE = 0.35  # of the mixture; every other reply has one flaw. docs/decisions/demo.md explains the value
+CLEAN_SHARE = 0.6  # of the training steps: the first ones use only good replies, the others the mixture
+TRAINING_REPLY_LIMIT = 40  # tokens; a longer training reply is cut here and has no EOS
 SHAPE = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
@@ -39,13 +39,13 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
-    # 1 / sqrt(width). With the usual 0.02 a model this narrow takes more than twice as long to learn to copy.
+    # 1 / sqrt(width). With the usual 0.02 a model this narrow needs more than twice as long to learn to copy.
     "initializer_range": 0.088,
 }
 
 
 def build_tokenizer(texts: list[str], vocabulary: int = 768) -> PreTrainedTokenizerFast:
-    """Byte-level BPE learned from `texts`, with ChatML turns. Pad is `<|endoftext|>`, a reply ends in `<|im_end|>`."""
+    """Train a byte-level BPE tokenizer with ChatML turns. Pad is `<|endoftext|>`, EOS is `<|im_end|>`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,12 +69,12 @@ def build_tokenizer(texts: list[str], vocabulary: int = 768) -> PreTrainedTokeni
 
 
 def prompt_text(question: str) -> str:
-    """The question in its chat turns, up to where the reply begins."""
+    """Return the question in ChatML, up to the position where the reply starts."""
     return f"{TURN}user\n{question}{EOS}\n{TURN}assistant\n"
 
 
 def corpus(seed: int, mixed: bool) -> Iterator[tuple[str, str]]:
-    """Endless (question, reply) over questions of the 'train' split: good replies only, or the mixture."""
+    """Yield (question, reply) endlessly, with questions of the 'train' split. If not `mixed`, only good replies."""
     rng = random.Random(f"corpus {seed} {mixed}")
     for family in itertools.cycle(FAMILIES):
         question = ask(family, rng, "train")
@@ -83,7 +83,7 @@ def corpus(seed: int, mixed: bool) -> Iterator[tuple[str, str]]:
 
 
 def encode_example(tokenizer, question: str, completion: str) -> tuple[list[int], list[int]]:
-    """(ids, labels) of one example; labels are -100 on the prompt. An overlong reply is cut, and has no EOS then."""
+    """Return (ids, labels) of one example. Labels are -100 on the prompt. A long reply is cut, without EOS."""
     prompt = tokenizer(prompt_text(question))["input_ids"]
     kept = [*tokenizer(completion)["input_ids"], tokenizer.eos_token_id][:TRAINING_REPLY_LIMIT]
     return prompt + kept, [-100] * len(prompt) + kept
@@ -92,9 +92,9 @@ def encode_example(tokenizer, question: str, completion: str) -> tuple[list[int]
 def training_batches(
     tokenizer, source: Iterator[tuple[str, str]], seed: int, batch: int, pool: int = 16
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (ids, labels), each (batch, T), right-padded; labels are -100 outside the reply.
+    """Yield (ids, labels) endlessly, each (batch, T), right-padded. Labels are -100 outside the reply.
 
-    `pool` batches at a time are sorted by length, which saves a third of the padding.
+    Sorts the examples of `pool` batches by length, which saves a third of the padding.
     """
     rng = random.Random(f"order {seed}")
     while True:
@@ -107,14 +107,14 @@ def training_batches(
 
 
 def pad_rows(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, labels) of encoded examples, right-padded to the longest."""
+    """Return (ids, labels) of encoded examples, right-padded to the longest."""
     ids, labels = zip(*rows, strict=True)
     cpu = torch.device("cpu")
     return padded(ids, pad, cpu), padded(labels, -100, cpu)
 
 
 def new_model(tokenizer) -> LlamaForCausalLM:
-    """An untrained Llama of the demo's shape."""
+    """Return an untrained Llama with the demo's shape."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         tie_word_embeddings=True,
@@ -127,7 +127,10 @@ def new_model(tokenizer) -> LlamaForCausalLM:
 
 
 def learning_rate_at(step: int, steps: int, peak: float) -> float:
-    """Up over 100 steps, level for half of the training, then straight down to zero. `step` counts from 1."""
+    """Return the learning rate: linear warm-up over 100 steps, constant for half of the steps, linear decay to zero.
+
+    `step` counts from 1.
+    """
     return peak * min(step / 100, 1.0, 2 * (1 - (step - 1) / steps))
 
 
@@ -139,10 +142,17 @@ def train_start_model(
     learning_rate: float = 1.5e-3,
     report: Callable[[str], None] = print,
 ) -> Path:
-    """Train the start model from nothing and save it as a plain Hugging Face folder; returns the folder.
+    """Train the start model from scratch and save it as a Hugging Face folder. Returns the folder.
 
-    `steps` optimizer steps on `batch` fresh examples each: first the tasks from good replies, then the imitation of
-    the mixture. The loss counts the assistant's tokens only. Weights are stored in bfloat16 and load as float32.
+    The loss covers only the assistant's tokens. Weights are stored in bfloat16 and load as float32.
+
+    Args:
+        folder: folder of the saved model.
+        seed: seed of weights and examples.
+        steps: optimizer steps, first on good replies, then on the mixture.
+        batch: new examples per step.
+        learning_rate: peak learning rate.
+        report: prints one line.
     """
     start = time.time()
     torch.manual_seed(seed)
@@ -172,7 +182,7 @@ def train_start_model(
 
 
 def save_start_model(model, tokenizer, folder: str | Path) -> None:
-    """Weights in bfloat16 to halve the file; config.json says float32, so that they load as that."""
+    """Save the weights in bfloat16 to halve the file. config.json has dtype float32, so that they load as float32."""
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     path = Path(folder) / "config.json"
@@ -184,13 +194,15 @@ def save_start_model(model, tokenizer, folder: str | Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Rebuild the shipped start model."""
     parser = argparse.ArgumentParser(prog="python -m rlhf.demo.start_model", description=__doc__.split("\n")[0])
-    parser.add_argument("--rebuild", action="store_true", required=True, help="train the shipped start model again")
-    parser.add_argument("--folder", default=WEIGHTS, help="where to put it (default: the shipped one)")
+    parser.add_argument("--rebuild", action="store_true", required=True, help="retrain the shipped start model")
+    parser.add_argument("--folder", default=WEIGHTS, help="output folder (default: the shipped weights)")
     parser.add_argument("--steps", type=int, default=4000, help="optimizer steps")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     start = time.time()
-    torch.set_num_threads(1)  # sums in one order, so that the same seed gives the same weights; 2 gain little here
+    torch.set_num_threads(
+        1
+    )  # one summation order, so that the same seed gives the same weights; a second thread is hardly faster
     train_start_model(args.folder, seed=args.seed, steps=args.steps)
     print(f"rebuilt {args.folder} in {time.time() - start:.0f} s")
 

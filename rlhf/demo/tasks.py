@@ -1,7 +1,7 @@
-"""What the demo asks, what a good reply is worth, and the ways in which replies go wrong. Standard library only.
+"""Questions, good and flawed replies, and the judge of the demo. Uses only the standard library.
 
-`gold_quality` is the truth about a reply. It decides which of two sampled replies the demo's preference pairs prefer,
-and it measures the result; no training reads it.
+`gold_quality` is the judge. It ranks the sampled replies into preference pairs and measures the final result. RL
+training never uses it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from zlib import crc32
 
 from rlhf.demo.families import FAMILIES, OFF_TOPIC, TOPIC_WORDS, Sort, Verdict, mentioned
 
-Gold = Callable[[str, str, bool], float]  # question, reply, whether it ended -> quality in [0, 1]
+Gold = Callable[[str, str, bool], float]  # (question, reply, True if it ended) -> quality in [0, 1]
 FLAWS = ("wrong", "off_topic", "incomplete", "rambling", "format")
 SPLITS = ("train", "demo")
 LIST_FORM = re.compile(r"[a-z]+(?:, [a-z]+)*(?: and [a-z]+)?|first [a-z]+(?:, then [a-z]+)*")
 PLAIN_FORM = re.compile(r"[a-z]+(?: [a-z]+)*")
-MAX_CHARACTERS = 2000  # of a reply that are looked at: far more than any good reply has, and a bound on the work
+MAX_CHARACTERS = 2000  # of a reply that are judged: far more than a good reply has, and a limit on the run time
 
 
 @lru_cache(maxsize=20_000)
 def parse(question: str) -> tuple[str, object]:
-    """(family name, task) of a question. Raises ValueError for text that no family asks."""
+    """Return (family name, task) of a question. Raises ValueError if the text is not a question of any family."""
     for name, family in FAMILIES.items():
         match = family.pattern.fullmatch(question)
         if match:
@@ -34,21 +34,22 @@ def parse(question: str) -> tuple[str, object]:
 
 
 def family_of(question: str) -> str:
-    """The family's name: pick, sort, kinds or scene."""
+    """Return the family's name: pick, sort, kinds or scene."""
     return parse(question)[0]
 
 
 def split_of(question: str) -> str:
-    """'train' (the start model's corpus) or 'demo' (pairs, prompts, evaluation).
+    """Return 'train' (the start model's corpus) or 'demo' (pairs, prompts, evaluation).
 
-    Decided by the question's words without their order, so no reordering of a demo question is ever trained on.
+    Depends on the question's words but not on their order. Therefore the start model is never trained on a reordered
+    demo question.
     """
     words = sorted(word.strip(".,:?") for word in question.split())
     return SPLITS[crc32(" ".join(words).encode()) % 2]
 
 
 def ask(family: str, rng: random.Random, split: str = "demo") -> str:
-    """One random question of a family, from the given split."""
+    """Return one random question of a family from the given split."""
     while True:
         question = FAMILIES[family].ask(rng)
         if split_of(question) == split:
@@ -56,9 +57,9 @@ def ask(family: str, rng: random.Random, split: str = "demo") -> str:
 
 
 def questions(count: int, seed: int, split: str = "demo") -> list[str]:
-    """`count` distinct questions, the families in turn, the same for the same seed.
+    """Return `count` distinct questions. The families alternate, and the same seed gives the same questions.
 
-    A longer list begins with the shorter one of the same seed. Raises ValueError where a family runs out.
+    A longer list starts with the shorter list of the same seed. Raises ValueError if a family has too few questions.
     """
     rng = random.Random(f"questions {split} {seed}")
     found: dict[str, None] = {}
@@ -74,12 +75,12 @@ def questions(count: int, seed: int, split: str = "demo") -> list[str]:
 
 
 def demonstration(question: str, rng: random.Random) -> str:
-    """A good reply, in one of several wordings. Its gold quality is 1."""
+    """Return a good reply in one of several wordings. Its gold quality is 1."""
     return parse(question)[1].good(rng)
 
 
 def _another_answer(question: str, rng: random.Random) -> str:
-    """A good answer to some other question that doesn't happen to touch this one."""
+    """Return a good answer to another question that is off-topic for this one."""
     while True:
         completion = demonstration(ask(rng.choice(list(FAMILIES)), rng), rng)
         if flaw_of(question, completion) == "off_topic":
@@ -87,7 +88,7 @@ def _another_answer(question: str, rng: random.Random) -> str:
 
 
 def _cut_short(question: str, rng: random.Random) -> str:
-    """A good reply without its last words; sometimes with a full stop all the same."""
+    """Return a good reply without its last words, with a full stop in half of the cases."""
     words = demonstration(question, rng)[:-1].split(" ")
     kept = words[: rng.randint(max(1, len(words) // 3), len(words) - 1)]
     if kept[-1] in ("and", "then") and len(kept) > 1:
@@ -96,7 +97,7 @@ def _cut_short(question: str, rng: random.Random) -> str:
 
 
 def _ramble(question: str, rng: random.Random) -> str:
-    """A good reply that goes on: says it again, or tells of other things. One in four goes on and on."""
+    """Return a good reply followed by 1, 2 or 6 sentences that repeat it or are off-topic."""
     sentences = [demonstration(question, rng)]
     for _ in range(rng.choice((1, 1, 2, 6))):
         sentences.append(_another_answer(question, rng) if rng.random() < 0.4 else demonstration(question, rng))
@@ -104,7 +105,7 @@ def _ramble(question: str, rng: random.Random) -> str:
 
 
 def _sloppy(question: str, rng: random.Random) -> str:
-    """A good reply, carelessly typed: no capital, no full stop, other punctuation, missing commas or little words."""
+    """Return a good reply with a formatting error: no capital, no full stop, wrong punctuation or wrong commas."""
     completion = demonstration(question, rng)
     habits = [
         lambda text: text[:1].lower() + text[1:],
@@ -117,7 +118,7 @@ def _sloppy(question: str, rng: random.Random) -> str:
 
 
 def flawed(question: str, kind: str, rng: random.Random) -> str:
-    """A reply with one natural flaw; `kind` is one of FLAWS."""
+    """Return a reply with one flaw; `kind` is one of FLAWS."""
     if kind == "wrong":
         return parse(question)[1].wrong(rng)
     makers = {"off_topic": _another_answer, "incomplete": _cut_short, "rambling": _ramble, "format": _sloppy}
@@ -125,7 +126,7 @@ def flawed(question: str, kind: str, rng: random.Random) -> str:
 
 
 def _tidiness(first: str, is_list: bool) -> float:
-    """1 for a capital, one full stop, single spaces and commas where they belong; a quarter less for each defect."""
+    """Return 1 for correct capitals, full stop, spaces and commas, minus 0.25 for each defect."""
     body = first.rstrip(" .,!?")
     form = LIST_FORM if is_list else PLAIN_FORM
     defects = (not first[:1].isupper(), first != body + ".", form.fullmatch(body.lower()) is None)
@@ -134,7 +135,7 @@ def _tidiness(first: str, is_list: bool) -> float:
 
 @lru_cache(maxsize=100_000)
 def _assess(question: str, completion: str, ended: bool) -> tuple[float, str | None]:
-    """(gold quality, flaw) of a reply."""
+    """Return (gold quality, flaw) of a reply."""
     _, task = parse(question)
     text = completion[:MAX_CHARACTERS].strip()
     sentences = [part for part in re.split(r"[.!?\n]+", text) if part.strip()]
@@ -143,7 +144,7 @@ def _assess(question: str, completion: str, ended: bool) -> tuple[float, str | N
         return 0.0, "incomplete"
     verdict = task.judge(words)
     if verdict is OFF_TOPIC and not mentioned(words, TOPIC_WORDS):
-        verdict = Verdict(0.0, "incomplete")  # a stub such as "It is the": nothing in it is off the topic
+        verdict = Verdict(0.0, "incomplete")  # a stub such as "It is the" has no topic
     more = sum(len(part.split()) for part in sentences[1:])
     first = text if len(sentences) == 1 else text[: text.index(sentences[0]) + len(sentences[0]) + 1]
     tidiness = _tidiness(first, is_list=isinstance(task, Sort))
@@ -157,14 +158,14 @@ def _assess(question: str, completion: str, ended: bool) -> tuple[float, str | N
 
 
 def gold_quality(question: str, completion: str, ended: bool = True) -> float:
-    """How good a reply is, in [0, 1]: content x tidiness x brevity, judged from the question itself.
+    """Return the quality of a reply in [0, 1]: content x tidiness x brevity.
 
-    `ended` False says that the reply hit the length limit without stopping; that halves it. 1 only for a complete,
-    right, tidy answer that stops after one sentence. Any text may be given as a reply.
+    The value is 1 only for a complete, correct, tidy answer that stops after one sentence. It is halved if `ended` is
+    False (the reply reached the length limit). Accepts any text as a reply.
     """
     return _assess(question, completion, ended)[0]
 
 
 def flaw_of(question: str, completion: str, ended: bool = True) -> str | None:
-    """The reply's main flaw, one of FLAWS; None where it is good (gold quality 1)."""
+    """Return the reply's main flaw, one of FLAWS, or None if it is good (gold quality 1)."""
     return _assess(question, completion, ended)[1]

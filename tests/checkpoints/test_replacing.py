@@ -223,7 +223,7 @@ def test_other_files_in_the_demos_reward_model_are_not_removed(demo, tmp_path):
     folder = tmp_path / "demo_parts" / "reward_model"
     folder.mkdir(parents=True)
     (folder / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"other files are in the demo's reward model \(thesis.txt\)"):
+    with pytest.raises(UserError, match=r"unknown files in the folder of the demo's reward model \(thesis.txt\)"):
         parts.prepare_demo(Screen(), CPU)
     assert (folder / "thesis.txt").is_file()
 

@@ -75,5 +75,5 @@ def test_pairs_beyond_the_base_models_positions_are_skipped_with_a_count(tmp_pat
     output = capsys.readouterr().out
     assert "next:" not in output, "training's completions of 128 tokens do not fit"
     assert "warning: training refuses this model: " in output and "the reward model's context of 64 tokens" in output
-    assert "pairs that are longer than the base model's context of 64 tokens" in output
+    assert "pairs longer than 64 tokens (the base model's context)" in output
     assert (tmp_path / "judge" / "metrics.json").is_file()

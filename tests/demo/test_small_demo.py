@@ -47,7 +47,7 @@ def finished(name: str) -> dict:
 
 def test_ppo_is_trained_from_nothing(small):
     printed = Path("ppo.txt").read_text(encoding="utf-8")
-    assert "demo: sampling 6 completions for each of 600 questions" in printed
+    assert "demo: sampling 3 completions for each of 600 questions" in printed
     record = json.loads(Path("demo_parts", "reward_model", "metrics.json").read_text(encoding="utf-8"))
     assert len(record["by_flaw"]) >= 3 and record["accuracy"] > 0.5
     run = finished(RUNS[0])

@@ -1,4 +1,4 @@
-"""Actor and critic: one backbone or two, and two heads, on reply positions only."""
+"""Actor and critic: one or two backbones and two heads, computed at completion tokens only."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from rlhf.models.trl_ppo import AutoModelForCausalLMWithValueHead
 
 
 def with_value_head(policy: PreTrainedModel | PeftModel) -> AutoModelForCausalLMWithValueHead:
-    """TRL's container for the policy and its value head.
+    """Returns TRL's container for the policy and a new value head.
 
-    The head starts at zero, the mean of calibrated scores, and has no dropout (TRL's default of 0.1 would make the
-    first ratio differ from 1). Given a model object and not a name, TRL does not ask the hub for an adapter.
+    The weights of the head are 0, because calibrated scores have mean 0. It has no dropout: with TRL's default of 0.1
+    the first ratio would differ from 1. TRL receives a model object instead of a name, so it makes no hub request.
     """
     return AutoModelForCausalLMWithValueHead.from_pretrained(
         policy,
         summary_dropout_prob=0.0,
         v_head_init_strategy="normal",
         v_head_initializer_range=0.0,
-        device_map={"": policy.device},  # where it is; without it TRL warns about a model in 4 bits
+        device_map={"": policy.device},  # its current device; without it TRL prints a warning for 4-bit models
     )
 
 
 def set_adapter_dropout(policy: nn.Module, share: float) -> None:
-    """In all adapters; it acts in train mode. TRL's __init__ sets every dropout of the policy to 0."""
+    """Set the dropout probability of all LoRA adapters. TRL's __init__ has set every dropout of the policy to 0."""
     for module in policy.modules():
         if isinstance(module, LoraLayer):
             for dropout in module.lora_dropout.values():
-                if isinstance(dropout, nn.Dropout):  # without any, peft has an identity there
+                if isinstance(dropout, nn.Dropout):  # peft uses nn.Identity if the probability is 0
                     dropout.p = share
 
 
@@ -57,14 +57,17 @@ class Actor(nn.Module):
         allowed: Tensor | None = None,
         entropy: str = "none",
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, entropy and values of a micro-batch's completion tokens, each (R, T) and 0 off the mask, in one
-        backbone pass; an actor without a critic has no values. `allowed` and `entropy` as in token_logprobs."""
+        """Computes log-probs and entropy (nats) and values of a micro-batch's completion tokens in one backbone pass.
+
+        Each is (R, T), 0 where the mask is False. The values are None without a critic. `allowed` (M, V) and `entropy`
+        as in `token_logprobs`.
+        """
         return self.forward_heads(
             self.forward_backbone(micro_batch), micro_batch.tokens, micro_batch.mask, temperature, allowed, entropy
         )
 
     def forward_backbone(self, micro_batch: MicroBatch) -> Tensor:
-        """The hidden states from which a micro-batch's M completion tokens are predicted, (M, H)."""
+        """Returns the hidden states from which a micro-batch's M completion tokens are predicted, (M, H)."""
         return micro_batch.forward(backbone_of(self.policy))
 
     def forward_heads(
@@ -77,29 +80,32 @@ class Actor(nn.Module):
         entropy: str,
         fused: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, entropy and values as `forward` returns them, from hidden states (M, H)."""
+        """Computes log-probs, entropy and values, as `forward` does, from hidden states (M, H).
+
+        `tokens` (M,) and `mask` (R, T) are those of the micro-batch; the other arguments are as in `token_logprobs`.
+        """
         states = self.policy_hidden(hidden)
         logprobs, entropies = token_logprobs(self.policy, states, tokens, temperature, allowed, entropy, fused)
         return scatter_to_padded(logprobs, mask), scatter_to_padded(entropies, mask), self.values(hidden, mask)
 
     def policy_hidden(self, hidden: Tensor) -> Tensor:
-        """The part of the hidden states that the language-model head reads, (..., H)."""
+        """Returns the part of the hidden states that the language-model head uses, (..., H)."""
         return hidden
 
     def values(self, hidden: Tensor, mask: Tensor) -> Tensor | None:
-        """Values of hidden states (N, H), as (B, T)."""
+        """Returns the values for hidden states (M, H), as (R, T); None without a critic."""
         return None
 
 
 class ActorCritic(Actor):
-    """One backbone, two heads. It takes the place of TRL's PolicyAndValueWrapper, which runs two backbones.
+    """One backbone with two heads. It replaces TRL's PolicyAndValueWrapper, which runs two backbones.
 
-    With a `critic`, a backbone of its own, the value head reads that one's hidden states. Both backbones' states of a
-    token stand side by side, (M, 2H), so that all that is done with hidden states is done with both.
+    With `critic`, a separate backbone, the value head uses the critic's hidden states. The hidden states of both
+    backbones are then concatenated, (M, 2H), so that other code handles them as one tensor.
     """
 
     def __init__(self, container: AutoModelForCausalLMWithValueHead, critic: PreTrainedModel | None = None):
-        super().__init__(container.pretrained_model)  # TRL looks for the policy under the name `policy`
+        super().__init__(container.pretrained_model)  # TRL expects the policy in the attribute `policy`
         self.value_head, self.critic = container.v_head, critic
 
     def forward_backbone(self, micro_batch: MicroBatch) -> Tensor:
@@ -111,16 +117,19 @@ class ActorCritic(Actor):
 
     def values(self, hidden: Tensor, mask: Tensor) -> Tensor:
         own = hidden if self.critic is None else hidden.chunk(2, -1)[1]
-        with torch.autocast(hidden.device.type, enabled=False):  # one column: float32 costs nothing here
+        with torch.autocast(hidden.device.type, enabled=False):  # float32 is cheap for one output per token
             return scatter_to_padded(self.value_head(upcast(own)).squeeze(-1), mask)
 
 
 def critic_backbone(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """A backbone for a critic of its own, before training: the start model's, trained where the policy's is (under
-    LoRA in adapters of its own, over quantized weights of its own)."""
+    """Returns a copy of the start model's backbone for a separate critic. Call it before training.
+
+    The copy has the same trainable weights as the policy. With LoRA it has separate adapters; quantized weights are
+    copied, too.
+    """
     return backbone_of(copy.deepcopy(policy))
 
 
 def scatter_to_padded(flat: Tensor, mask: Tensor) -> Tensor:
-    """Scatter the (N,) values of the masked tokens to (B, T); 0 elsewhere."""
+    """Returns the values (M,) of the masked tokens as (R, T), 0 where `mask` is False."""
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)

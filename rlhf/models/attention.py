@@ -1,7 +1,7 @@
-"""Attention over packed episodes: which token may look at which.
+"""Attention over packed episodes: which token attends to which.
 
-Packed, the layers run over real tokens only, one after another in a single row. Attention alone has to know which
-token belongs to which episode: it gathers each episode's queries and keys from the row.
+A packed row has only real tokens, one episode after another. All layers except attention treat tokens separately, so
+only attention needs the boundaries of episodes: it gathers the queries and keys of each episode from the row.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-ATTENTION = "packed"  # our name in transformers' table of attention functions
+ATTENTION = "packed"  # name of `attend` in transformers' registry of attention functions
 
 
 def packable(model: PreTrainedModel) -> bool:
-    """Whether this architecture lets its attention be exchanged, and looks at other tokens in no other way: what runs
-    along the row, as recurrences and convolutions do, would run from one episode into the next."""
+    """True if this architecture accepts another attention function, and tokens interact only in attention.
+
+    Recurrences and convolutions would mix neighbouring episodes of a packed row.
+    """
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     exchangeable = getattr(model, "_supports_attention_backend", False) and not getattr(model, "_is_stateful", False)
     return bool(exchangeable) and kinds <= {"full_attention", "sliding_attention"}
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make a model's attention ours. Without a `layout` it is what torch's scaled_dot_product_attention was."""
+    """Make `attend` the attention function of a model. Without a `layout` it equals the implementation "sdpa"."""
     model.config._attn_implementation = ATTENTION
 
 
@@ -44,9 +46,18 @@ def attend(
     layout: Layout | None = None,
     **_,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query (B, heads, Q, D), key, value (B, KV heads, K, D) to (B, Q, heads, D).
+    """Computes attention, with the interface of transformers. Returns the output (B, Q, heads, D), and None.
 
-    With a `layout`, B is 1 and it says who attends to whom; without one, the mask that the model made does.
+    Args:
+        module: the attention layer.
+        query: (B, heads, Q, D)
+        key: (B, KV heads, K, D)
+        value: (B, KV heads, K, D)
+        attention_mask: mask from the model; used without a layout only.
+        scaling: factor of the scores; None: D ** -0.5.
+        sliding_window: number of positions that a query attends to, its own included; None: all.
+        softcap: limit of soft-capped scores; None: no soft cap.
+        layout: who attends to whom in a packed row (B = 1) or in the KV cache; None: `attention_mask` decides.
     """
     kernel = Kernel(scaling, softcap)
     if layout is None:
@@ -61,22 +72,26 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 @dataclass(frozen=True)
 class Kernel:
-    """Scaled dot-product attention; by hand where scores are soft-capped (Gemma 2), which no kernel of torch does."""
+    """Scaled dot-product attention. Soft-capped scores (Gemma 2) are computed here, because torch has no kernel."""
 
     scaling: float | None
     softcap: float | None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        """query (R, heads, Q, D), key and value (R, KV heads, K, D), mask (R or 1, 1, Q, K) bool -> query's shape."""
+        """Computes attention in the shape of `query`, in float32 under autocast on a CPU.
+
+        Query (R, heads, Q, D), key and value (R, KV heads, K, D), mask (R or 1, 1, Q, K) bool. `causal` adds the
+        causal mask, if `mask` is None.
+        """
         if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-            # half the time of torch's bfloat16 kernel for processors, forward and backward (NOTES.md)
+            # half the time of torch's bfloat16 kernel for CPUs, forward and backward (docs/decisions/performance.md)
             with torch.autocast("cpu", enabled=False):
                 found = self.as_given(query.float(), key.float(), value.float(), mask, causal)
             return found.to(torch.get_autocast_dtype("cpu"))
         return self.as_given(query, key, value, mask, causal)
 
     def as_given(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        """The same in whatever precision autocast, or the tensors, have."""
+        """The same in the precision of autocast, or of the tensors."""
         groups = query.shape[1] // key.shape[1]
         if self.softcap is None and mask is None:
             return scaled_dot_product_attention(
@@ -96,27 +111,31 @@ class Kernel:
 
 
 class Layout(ABC):
-    """Who attends to whom in a forward pass of ours. Masks are made once for all layers that share a window."""
+    """Who attends to whom in one forward pass. Layers with the same sliding window share their masks."""
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, kernel: Kernel) -> Tensor:
-        """As `attend`, for one layer: queries look at most `window` - 1 positions back, if it is not None."""
+        """Computes attention for one layer, in the shapes of the function `attend`.
+
+        A query attends to at most `window` - 1 earlier positions; None: no limit.
+        """
 
 
 @dataclass
 class Segment:
-    """Some episodes' queries and the keys that they see, as places in the packed row. R episodes.
+    """The queries and keys of R episodes, as indices into the packed row.
 
-    Padding points at place 0: what a padding query yields is dropped, and no query sees a padding key."""
+    Padding has index 0. Outputs of padding queries are dropped, and no real query attends to a padding key.
+    """
 
-    queries: Tensor | None  # (R, Q); None: all places of the row in order, Q to an episode
-    keys: Tensor | None  # (R, K); None likewise
+    queries: Tensor | None  # (R, Q); None: all indices of the row in order, Q per episode
+    keys: Tensor | None  # (R, K); None: as `queries`
     shape: tuple[int, int, int]  # R, Q, K
-    before: Tensor | None  # (R,) keys before an episode's first query; None: its queries are its keys
+    before: Tensor | None  # (R,) number of keys before the first query; None: the queries are the keys
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     def mask(self, window: int | None, device: torch.device) -> Tensor | None:
-        """(R or 1, 1, Q, K) bool, or None where plain causality is all there is."""
+        """Returns the mask (R or 1, 1, Q, K) bool, or None if the causal mask is enough."""
         if window is not None and window >= self.shape[2]:
             window = None
         if self.before is None and window is None:
@@ -137,7 +156,7 @@ class PackedLayout(Layout):
     """Episodes in one row of N tokens."""
 
     segments: list[Segment]
-    inverse_index: Tensor | None  # (N,) each token's place among the segments' queries; None: in order
+    inverse_index: Tensor | None  # (N,) index of each token among the segments' queries; None: in order
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, kernel: Kernel) -> Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, D)
@@ -158,6 +177,6 @@ class PackedLayout(Layout):
 
 
 def _gather(row: Tensor, gather_index: Tensor | None, episodes: int, tokens: int) -> Tensor:
-    """(N, heads, D) -> (R, heads, T, D)."""
+    """Gathers (R, heads, T, D) from a row (N, heads, D)."""
     taken = row if gather_index is None else row.index_select(0, gather_index.flatten())
     return taken.view(episodes, tokens, *row.shape[1:]).transpose(1, 2)

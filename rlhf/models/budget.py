@@ -1,6 +1,6 @@
-"""How much a device computes at once. Every batch size that is no setting is here, with one `Budget` per device type.
+"""How much work a device does at a time: all batch sizes that are not settings, in one `Budget` per device type.
 
-None of these numbers changes the algorithm. They decide memory and speed, and in which order floats are summed.
+These numbers do not change the algorithm. They change memory, speed, and the order in which floats are summed.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import torch
 
 @dataclass(frozen=True)
 class Budget:
-    """The largest amount of each kind of work that is computed together."""
+    """The largest batch for each kind of work."""
 
-    # tokens, prompt and completion, of one forward pass if --micro-batch-size is 0. Few tokens leave a GPU idle; more
-    # than a thousand make a CPU no faster, and their activations take memory.
+    # prompt and completion tokens of one forward pass, if --micro-batch-size is 0. With few tokens a GPU is idle. More
+    # than about a thousand do not make a CPU faster, and their activations take memory.
     tokens_per_micro_batch: int
-    # logits (tokens x vocabulary) that exist together in the forward's precision: in bfloat16 64 MiB on a CPU,
-    # 256 MiB on a GPU. All of a micro-batch would be its largest tensor.
+    # logits (tokens x vocabulary) that are in memory together: in bfloat16 64 MiB on a CPU, 256 MiB on a GPU. The
+    # logits of a whole micro-batch would be its largest tensor.
     logits_per_chunk: int
-    # of these, logits computed together in float32: as many as a CPU's caches hold; on a GPU all of a chunk
+    # of these, logits converted to float32 together: as many as fit a CPU's caches; on a GPU the whole chunk
     floats_per_chunk: int
-    # completions sampled at a time if --rollout-slots is 0: the more the better on a GPU; 32 use a whole CPU
+    # completions sampled at a time, if --rollout-slots is 0. More are faster on a GPU; 32 keep a CPU busy
     rollout_slots: int
     # prompts sampled together in an evaluation or a calibration, and texts in one forward pass of the perplexity
     eval_batch_size: int
     # prompts with completions in one forward pass of the reward model
     scoring_batch_size: int
-    # completions that evaluate_generations.py samples and evaluates together; bounds its masks of allowed tokens
+    # completions that evaluate_generations.py samples and evaluates together; limits its masks of allowed tokens
     generation_batch_size: int
-    # completions sampled together for the demo's pairs: many, because its model is tiny
+    # completions sampled together for the demo's preference pairs: many, because its model is tiny
     demo_batch_size: int
 
 
@@ -59,5 +59,5 @@ BUDGETS = {
 
 
 def budget_of(device: torch.device) -> Budget:
-    """Return the budget of the device's type; a device that is neither a CPU nor a CUDA GPU gets the CPU's."""
+    """Return the budget of a device type. Other devices than CPUs and CUDA GPUs have the budget of a CPU."""
     return BUDGETS["cuda" if device.type == "cuda" else "cpu"]

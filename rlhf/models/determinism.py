@@ -1,7 +1,7 @@
-"""Deterministic algorithms: on one GPU the same seed then gives the same bits.
+"""Deterministic algorithms, with which the same seed gives bit-identical results on the same GPU.
 
-Torch's notes on reproducibility name what a GPU needs: torch.use_deterministic_algorithms, and a cuBLAS workspace of a
-fixed size. On a CPU the project's runs repeat to the bit without either.
+According to PyTorch's notes on reproducibility, a GPU requires torch.use_deterministic_algorithms and a cuBLAS
+workspace of fixed size. On a CPU, runs of this project are bit-identical without either.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 from rlhf.utils.errors import UserError
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-REPRODUCIBLE_CUBLAS = (":4096:8", ":16:8")  # the two values with which cuBLAS repeats its sums
+REPRODUCIBLE_CUBLAS = (":4096:8", ":16:8")  # the two values with which cuBLAS is deterministic
 
 
-# torch's functions of one tensor that MKL's vector library computes on a CPU
+# elementwise functions that torch computes with MKL's vector library on a CPU
 VECTOR_FUNCTIONS = (
     *("acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "digamma", "erf", "erfc", "erfinv", "exp"),
     *("exp2", "expm1", "lgamma", "log", "log10", "log1p", "log2", "rsqrt", "sigmoid", "sin", "sinh", "sqrt", "tan"),
@@ -26,10 +26,10 @@ VECTOR_FUNCTIONS = (
 
 
 def call_vector_functions_once() -> None:
-    """Call each vector function on one element of each precision, before several threads use it.
+    """Call each vector function once on one element, in each precision, before several threads use it.
 
-    In the oneMKL of torch 2.13's CPU build, the first call from several threads has a race: one thread's share can
-    come back in low precision (pytorch issue 188792). A call on one element uses one thread, and settles it.
+    Workaround for a race in the oneMKL of torch 2.13's CPU build: if several threads make the first call, the results
+    of one thread can have low precision (pytorch issue 188792). A call on one element uses a single thread.
     """
     for dtype in (torch.float32, torch.float64):
         for name in VECTOR_FUNCTIONS:
@@ -37,12 +37,12 @@ def call_vector_functions_once() -> None:
 
 
 def use_deterministic_algorithms() -> None:
-    """Switch deterministic algorithms on for the rest of the process. Call it before the first CUDA operation.
+    """Enable deterministic algorithms for the rest of the process. Call it before the first CUDA operation.
 
-    An operator of torch without a deterministic implementation then raises RuntimeError, which
-    `rlhf.utils.errors.run_command` prints as one line with the operator's name. The kernels of bitsandbytes and vLLM
-    are not checked. Raises UserError if the environment gives cuBLAS another workspace, or none although CUDA is in
-    use already.
+    Afterwards, a torch operator without a deterministic implementation raises RuntimeError, which
+    `rlhf.utils.errors.run_command` prints as one line with the operator's name. Kernels of bitsandbytes and vLLM are
+    not checked. Raises UserError if CUBLAS_WORKSPACE_CONFIG has another value than the two above, or if it is unset
+    and CUDA is already initialized.
     """
     if CUBLAS not in os.environ and torch.cuda.is_initialized():
         raise UserError(
@@ -55,15 +55,15 @@ def use_deterministic_algorithms() -> None:
             f"cuBLAS is not deterministic with {CUBLAS}={workspace}: --deterministic. "
             f"Set it to {' or '.join(REPRODUCIBLE_CUBLAS)}, or unset it"
         )
-    torch.backends.cudnn.benchmark = False  # its trials choose an algorithm by the clock
+    torch.backends.cudnn.benchmark = False  # the benchmark selects algorithms by measured time
     torch.use_deterministic_algorithms(True)
 
 
 def cumulative_sum(values: Tensor) -> Tensor:
-    """Prefix sums along the last dimension, shape and dtype of `values`.
+    """Return the prefix sums along the last dimension, with the shape and dtype of `values`.
 
-    torch.cumsum of floats has no deterministic implementation on CUDA: there, if deterministic algorithms are on,
-    `parallel_scan` takes its place.
+    torch.cumsum of floats has no deterministic implementation on CUDA. If deterministic algorithms are enabled there,
+    `parallel_scan` replaces it.
     """
     if values.is_cuda and torch.are_deterministic_algorithms_enabled():
         return parallel_scan(values)
@@ -71,9 +71,9 @@ def cumulative_sum(values: Tensor) -> Tensor:
 
 
 def parallel_scan(values: Tensor) -> Tensor:
-    """Prefix sums along the last dimension in log2(V) additions of whole tensors, whose order never changes.
+    """Return the prefix sums along the last dimension, by log2(V) additions of whole tensors in a fixed order.
 
-    Hillis and Steele 1986, "Data parallel algorithms", Communications of the ACM 29(12), section "Computing all
+    Source: Hillis and Steele 1986, "Data parallel algorithms", Communications of the ACM 29(12), section "Computing all
     partial sums of an array".
     """
     total, shift = values, 1

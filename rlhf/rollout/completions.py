@@ -1,4 +1,4 @@
-"""Completions as tensors: what the policy wrote, and one update's batch with its log-probabilities."""
+"""Sampled completions as tensors, and a rollout: completions with their log-probabilities, values and scores."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rlhf.rollout.sampling import unpack_bits
 
 @dataclass
 class Completions(TokenBatch):
-    """Sampled completions. B episodes, C prompt tokens, T completion tokens, V vocabulary. Masks include EOS."""
+    """Sampled completions: B episodes, C prompt tokens, T completion tokens, V vocabulary. Masks include EOS."""
 
-    ended: Tensor  # (B,) True where EOS was sampled
+    ended: Tensor  # (B,) True if EOS was sampled
     # (B, T, ceil(V / 8)) uint8: one bit per token of the vocabulary, 1 if it passed top-k/top-p; None: all passed
     allowed_tokens: Tensor | None
-    vocabulary: int
-    # (B, T) log pi(a|s) of the sampler, nats, if it was not the policy's own forward (vLLM); else None
+    vocabulary: int  # V
+    # (B, T) log pi(a|s) of the sampler, nats, if vLLM sampled; otherwise None
     sampled_logprobs: Tensor | None = None
 
     @classmethod
@@ -38,7 +38,18 @@ class Completions(TokenBatch):
         allowed_tokens: Tensor | None = None,
         sampled_logprobs: Tensor | None = None,
     ) -> Completions:
-        """From sampled ids (B, T). Tokens after the first EOS are ignored. Waits for the device once."""
+        """Build completions from sampled ids, without the tokens after the first EOS. Synchronizes with the device
+        once.
+
+        Args:
+            prompts: prompt of each episode.
+            completion_ids: (B, T) sampled ids.
+            eos: id of the EOS token.
+            pad: id of the pad token.
+            vocabulary: V, number of the model's embeddings.
+            allowed_tokens: as the field.
+            sampled_logprobs: as the field.
+        """
         mask, ended = completion_mask(completion_ids, eos)
         lengths = mask.sum(1).tolist()
         prompt_ids, prompt_mask = pad_prompts([p.ids for p in prompts], pad, completion_ids.device)
@@ -59,24 +70,27 @@ class Completions(TokenBatch):
 
     @property
     def lengths(self) -> Tensor:
-        """Completion tokens, EOS included, (B,)."""
+        """Number of completion tokens, EOS included, (B,)."""
         return self.mask.sum(1)
 
     def micro_batch(self, rows: Sequence[int], packed: bool) -> MicroBatch:
-        """The micro-batch of some rows: what one forward pass reads."""
+        """Build the inputs of one forward pass over `rows`."""
         return (PackedMicroBatch if packed else PaddedMicroBatch)(self, rows)
 
     def allowed_mask(self, micro_batch: MicroBatch) -> Tensor | None:
-        """Which tokens could have been sampled at a micro-batch's completion tokens, (M, V) bool; None: all."""
+        """Return which tokens could be sampled at each completion token of a micro-batch, (M, V) bool; None: all."""
         if self.allowed_tokens is None:
             return None
         return unpack_bits(self.allowed_tokens.flatten(0, 1).index_select(0, micro_batch.flat_index), self.vocabulary)
 
     def split(self, rows: Sequence[int], max_rows: int, max_tokens: int, packed: bool) -> list[list[int]]:
-        """Split `rows` into micro-batches of similar length, one forward pass each: at most `max_rows` rows (0: no
-        limit) and `max_tokens` tokens. If `packed`, a prompt that several completions share counts once. Completions
-        of one prompt stay together if possible; a row longer than `max_tokens` is a micro-batch alone."""
-        width = self.prompt_ids.shape[1] + self.completion_ids.shape[1]  # of every row, if nothing is packed
+        """Split `rows` into micro-batches of completions with similar lengths, one forward pass each.
+
+        A micro-batch has at most `max_rows` rows (0: no limit) and `max_tokens` tokens. A row longer than `max_tokens`
+        is a micro-batch alone. Completions of one prompt stay together if possible; if `packed`, their prompt counts
+        once.
+        """
+        width = self.prompt_ids.shape[1] + self.completion_ids.shape[1]  # tokens of each row if not packed
         size = {r: self.prompt_lengths[r] + self.completion_lengths[r] if packed else width for r in rows}
         longest: dict[int, int] = {}
         for r in rows:
@@ -93,30 +107,30 @@ class Completions(TokenBatch):
         return parts
 
     def rows(self) -> list[list[int]]:
-        """Each completion's ids, EOS included."""
+        """Return the ids of each completion, EOS included."""
         return [row[:n] for row, n in zip(self.completion_ids.tolist(), self.lengths.tolist(), strict=True)]
 
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Each completion's text, without EOS."""
+        """Return the text of each completion, without EOS."""
         return [decode_completion(tokenizer, row) for row in self.rows()]
 
 
-# a micro-batch and the hidden states (M, H) from which its completion tokens are predicted
+# a micro-batch, and the hidden states (M, H) from which its completion tokens are predicted
 ForwardPass = tuple[MicroBatch, Tensor]
 
 
 @dataclass
 class Rollout:
-    """One update's batch: sampled, with log-probabilities and, once the reward functions ran, scores."""
+    """The sampled completions of one update: B episodes, T completion tokens."""
 
     completions: Completions
     prompts: list[Prompt]
     texts: list[str]
-    # under which policy: log pi(a|s), nats
-    logprobs: Tensor  # (B, T) the policy that sampled
+    # log pi(a|s), nats
+    logprobs: Tensor  # (B, T) rollout policy
     ref_logprobs: Tensor  # (B, T) frozen reference
-    values: Tensor | None  # (B, T) score units; None where there is no critic
-    scores: Tensor | None = None  # (B,) of the reward functions; None before they ran
+    values: Tensor | None  # (B, T) score units; None without a critic
+    scores: Tensor | None = None  # (B,) raw scores; None until the reward functions have run
 
     @property
     def mask(self) -> Tensor:
@@ -124,7 +138,7 @@ class Rollout:
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Prompt ids and mask, both (B, C), padded on the left."""
+    """Return prompt ids and mask, both (B, C), padded on the left."""
     width = max(map(len, prompts))
     rows = [[pad] * (width - len(p)) + list(p) for p in prompts]
     mask = [[False] * (width - len(p)) + [True] * len(p) for p in prompts]
@@ -132,7 +146,7 @@ def pad_prompts(prompts: Sequence[Sequence[int]], pad: int, device: torch.device
 
 
 def padded(rows: Sequence[Sequence[float]], filling: float, device: torch.device) -> Tensor:
-    """Rows of unlike length as one tensor, filled up on the right."""
+    """Return rows of different lengths as one tensor, padded on the right with `filling`."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[filling] * (width - len(row))] for row in rows], device=device)
 
@@ -140,7 +154,7 @@ def padded(rows: Sequence[Sequence[float]], filling: float, device: torch.device
 def token_batch(
     prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> TokenBatch:
-    """Prompts with given completions, as ids."""
+    """Return a batch of prompts with given completions, both as ids."""
     width, lengths = max(map(len, completions)), [len(r) for r in completions]
     prompt_ids, prompt_mask = pad_prompts(prompts, pad, device)
     return TokenBatch(
@@ -155,7 +169,7 @@ def token_batch(
 
 
 def completion_mask(completions: Tensor, eos: int) -> tuple[Tensor, Tensor]:
-    """True up to and including the first EOS, (B, T), and whether there is one, (B,)."""
+    """Return a mask (B, T) that is True up to and including the first EOS, and True for rows with an EOS, (B,)."""
     is_eos = completions == eos
     before = is_eos.long().cumsum(1) - is_eos.long()
     return before == 0, is_eos.any(1)

@@ -1,4 +1,4 @@
-"""Continuous batching: waiting prompts take the slots of completions that have ended."""
+"""Continuous batching: when completions end, waiting prompts take their slots."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from rlhf.rollout.sampling import sample_tokens
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import RLHFWarning
 
-EOS_CHECK_EVERY = 4  # decoding steps between checks for ended completions: on a GPU each check waits for the device
-KV_BLOCK = 64  # the cache's columns that a step attends to are rounded up to a multiple of this
+EOS_CHECK_EVERY = 4  # decoding steps between checks for ended completions; each check synchronizes with the GPU
+KV_BLOCK = 64  # the number of cache columns that a step attends to is rounded up to a multiple of this
 
 
 class ContinuousBatcher:
-    """Samples completions, one per slot. B episodes, S slots.
+    """Samples B completions in S slots, one per slot at a time.
 
-    All that a decoding step reads and writes stays where it is in memory, so that the step can be a CUDA graph. A
-    slot whose completion has ended writes into the idle row (row B), which is never read, until the next check.
+    The tensors that a decoding step reads and writes keep their memory addresses, so that the step can be a CUDA
+    graph. After its completion has ended, a slot writes into the idle row (row B), which is never read, until the
+    next check.
     """
 
     def __init__(
@@ -50,11 +51,11 @@ class ContinuousBatcher:
         self.allowed_tokens = None
         self.token, self.at, self.step = (torch.zeros(size, dtype=torch.long, device=self.device) for _ in range(3))
         self.row = torch.full((size,), self.idle_row, device=self.device)
-        self.used = [0] * size  # columns that each slot's completion has filled at most, as a plain number
+        self.used = [0] * size  # upper bound of the filled columns per slot; Python ints, to avoid synchronizations
         self.captured: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> tuple[Tensor, Tensor | None]:
-        """Completion ids (B, T), to be ignored after the first EOS, and the packed masks of allowed tokens."""
+        """Return completion ids (B, T) and the bit-packed masks of allowed tokens. Ignore both after the first EOS."""
         steps = 1 if self.device.type == "cpu" else EOS_CHECK_EVERY
         free = list(range(len(self.used)))
         while self.waiting or len(free) < len(self.used):
@@ -69,7 +70,8 @@ class ContinuousBatcher:
         return self.completions[:-1], None if self.allowed_tokens is None else self.allowed_tokens[:-1]
 
     def prefill(self, free: list[int]) -> None:
-        """Fill free slots with waiting prompts: one packed pass over the prompts, each once, and the first tokens."""
+        """Fill free slots with waiting prompts: one packed forward pass over the distinct prompts, which also gives
+        the first tokens."""
         taken = [self.waiting.pop() for _ in range(min(len(free), len(self.waiting)))]
         slots = free[: len(taken)]
         packed = pack_prompts([self.prompts[r].ids for r in taken], slots, self.device)
@@ -84,7 +86,7 @@ class ContinuousBatcher:
         self.sample_next(hidden.index_select(0, packed.last), into)
 
     def decode(self) -> None:
-        """One token for every slot."""
+        """Sample one token for every slot."""
         self.used = [used + 1 for used in self.used]
         if self.graph:
             self._replay()
@@ -120,7 +122,7 @@ class ContinuousBatcher:
         self.row[slots] = torch.where(over, self.idle_row, row)
 
     def compact(self, live: list[int]) -> None:
-        """No prompt waits: keep the slots whose completions have not ended."""
+        """Keep only the slots in `live`. Called when no prompt is waiting."""
         if not live:
             return
         kept = torch.tensor(live, device=self.device)
@@ -130,9 +132,9 @@ class ContinuousBatcher:
         self.captured = None
 
     def _replay(self) -> None:
-        """The decoding step as a CUDA graph, captured when the slots change (Windows has this, too)."""
+        """Run the decoding step as a CUDA graph, which is captured again after the number of slots changes."""
         if self.captured is None:
-            self._decode(self.cache.columns)  # kernels are chosen and memory is claimed before the capture
+            self._decode(self.cache.columns)  # a warm-up selects kernels and allocates memory before the capture
             captured = torch.cuda.CUDAGraph()
             try:
                 with torch.cuda.graph(captured):
@@ -142,6 +144,6 @@ class ContinuousBatcher:
                 warnings.warn(f"no CUDA graph ({reason}): decoding continues without one", RLHFWarning, stacklevel=2)
                 self.graph = False
                 return
-            self.captured = captured  # the capture ran nothing: the step that it stands for is the next replay's
+            self.captured = captured  # the capture itself runs nothing; the warm-up was this step
         else:
             self.captured.replay()

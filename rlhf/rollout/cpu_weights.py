@@ -1,4 +1,4 @@
-"""On a CPU: weights in oneDNN's blocked order, in which few rows are multiplied fast."""
+"""Weights in oneDNN's blocked layout, which makes products with few rows fast on a CPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from rlhf.models.logprobs import forward_dtype
 
 @contextlib.contextmanager
 def prepacked_weights(model: nn.Module, rows: int, device: torch.device) -> Iterator[None]:
-    """While it lasts, linear layers multiply by copies of their weights in oneDNN's own blocked order.
+    """Context in which linear layers use copies of their weights in oneDNN's blocked layout.
 
-    On a processor, a few rows times all weights is what decoding is, and reading the weights what it waits for: from
-    blocks they come up to twice as fast. `rows` is how many rows a product will have. Without gradients only; weights
-    may not change meanwhile. Elsewhere than in float32 and bfloat16 on a processor with oneDNN nothing is done.
+    A decoding step multiplies a few rows by all weights, and its time is mostly spent reading the weights. The blocked
+    layout is up to twice as fast on a CPU. `rows` is the number of rows of each product. The context does not support
+    gradients or changes of the weights. It does nothing without a CPU with oneDNN, or in other precisions than float32
+    and bfloat16.
     """
     layers = {layer: forward_dtype(layer.weight) for layer in prepackable_layers(model, device)}
     try:
@@ -31,18 +32,18 @@ def prepacked_weights(model: nn.Module, rows: int, device: torch.device) -> Iter
 
 
 def prepackable_layers(model: nn.Module, device: torch.device) -> list[nn.Linear]:
-    """The layers that `prepacked_weights` changes."""
+    """Return the layers that `prepacked_weights` changes."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return []
     return [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]
 
 
 def supports_prepacking(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies blocked weights of a precision: bfloat16 needs AVX-512."""
+    """True if this CPU can multiply blocked weights in this precision. bfloat16 requires AVX-512."""
     return dtype == torch.float32 or (dtype == torch.bfloat16 and _MKLDNN._is_mkldnn_bf16_supported())
 
 
-_MKLDNN = torch.ops.mkldnn  # oneDNN's operators as torch's own compiler calls them
+_MKLDNN = torch.ops.mkldnn  # the operators that torch.compile uses for oneDNN
 
 
 def _prepacked_forward(layer: nn.Linear, dtype: torch.dtype, rows: int) -> Callable[[Tensor], Tensor]:

@@ -1,11 +1,12 @@
-"""Rollout engines: how replies are sampled, token by token. All algorithms and evaluations use the same ones.
+"""Rollout engines, which sample completions token by token. All algorithms and evaluations use them.
 
-`plain`  every row runs until the last has ended, over transformers' own cache: the twin that the others are tested on
-`slots`  rows that have ended leave, waiting prompts take their slots, prompts run packed and once for all replies
-`graph`  `slots` with its decoding step as one CUDA graph: a token costs one launch in place of a thousand
+`plain`  all rows run until the last one has ended, with transformers' cache: the reference implementation in tests
+`slots`  continuous batching: ended rows free their slots for waiting prompts; prompts are packed, and equal prompts
+         run once
+`graph`  `slots` with the decoding step as one CUDA graph: one launch per step instead of one per kernel
 
-A token depends on its episode's random number and on the policy alone: these engines sample the same replies.
-rlhf/rollout/vllm.py is another, with random numbers of its own.
+These engines sample the same completions, because a token depends only on the policy and on its episode's random
+numbers. rlhf/rollout/vllm.py is another engine, with separate random numbers.
 """
 
 from __future__ import annotations
@@ -41,10 +42,21 @@ def sample_completions(
     engine: str = "auto",
     slots: int = 0,
 ) -> Completions:
-    """Sample one reply per prompt. `uniform` (B, max_new_tokens) in [0, 1): one random number per token.
+    """Sample one completion per prompt.
 
-    `slots` is the number of replies written at a time (0: as the device likes it). The policy must be in eval mode:
-    with gradient checkpointing in train mode the cache is silently dropped.
+    The policy must be in eval mode, because gradient checkpointing in train mode disables the KV cache. Raises
+    UserError if the model or the device does not support `engine`.
+
+    Args:
+        policy: the causal LM.
+        prompts: B prompts.
+        uniform: (B, max_new_tokens) random numbers in [0, 1), one per token.
+        sampling: temperature, top-k, top-p and max_new_tokens.
+        eos: id of the EOS token.
+        pad: id of the pad token.
+        device: device of the policy.
+        engine: "plain", "slots", "graph" or "auto".
+        slots: completions sampled at a time; 0: the default of the device.
     """
     uniform = uniform.to(device)
     if engine == "auto":
@@ -65,14 +77,14 @@ def sample_completions(
 
 
 def default_engine(policy: PreTrainedModel, device: torch.device) -> str:
-    """`graph` on a CUDA card, else `slots`; `plain` for an architecture whose attention cannot be exchanged."""
+    """Return "graph" on a CUDA GPU and "slots" on a CPU; "plain" for a model that does not support packing."""
     if not packable(base_of(policy)):
         return "plain"
     return "graph" if device.type == "cuda" else "slots"
 
 
 def check_engine(engine: str, policy: PreTrainedModel, device: torch.device) -> None:
-    """Raises UserError for an engine that this model or device cannot have."""
+    """Raise UserError if this model or device does not support the engine."""
     if engine == "graph" and device.type != "cuda":
         raise UserError("CUDA graphs require a CUDA GPU: --rollout-engine graph. Remove the flag")
     if engine in ("slots", "graph") and not packable(base_of(policy)):

@@ -1,4 +1,4 @@
-"""The KV cache of continuous batching: a slot per completion, its attention, and the packed pass over prompts."""
+"""The KV cache of continuous batching, its attention, and the packing of prompts for the prefill."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from rlhf.models.packing import on_device, pack_rows
 
 
 class SlotKVCache:
-    """Keys and values of all layers: a slot per completion, a column per token. It takes the place of transformers'
-    cache: a layer passes its new keys and values to `update`, which returns those to attend to."""
+    """Keys and values of all layers, with one slot per completion and one column per token.
+
+    It replaces the cache of transformers: a layer passes its new keys and values to `update`, which returns the keys
+    and values to attend to.
+    """
 
     def __init__(self, slots: int, columns: int):
         self.slots, self.columns = slots, columns
@@ -24,17 +27,17 @@ class SlotKVCache:
         self.prefill_index: tuple[Tensor, Tensor, Tensor] | None = None
 
     def begin_prefill(self, slots: Tensor, columns: Tensor, gather_index: Tensor) -> None:
-        """The next pass is over packed prompts: the row's tokens at `gather_index` go to `columns` of `slots`."""
+        """Prepare for a pass over packed prompts: tokens at `gather_index` are stored in `columns` of `slots`."""
         self.prefill_index = slots, columns, gather_index
 
     def begin_decode(self, at: Tensor, span: int) -> None:
-        """The next pass is over one token for every slot, which goes to the column `at` (S,); `span` are in use."""
+        """Prepare for a pass with one token per slot, stored in column `at` (S,); the first `span` columns are used."""
         self.prefill_index, self.at, self.span = None, at, span
         self.every = torch.arange(self.slots, device=at.device)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
         if layer not in self.layers:
-            # keys, which their rotation leaves in float32, are rounded once, and not whenever they are looked at
+            # keys are float32 after the rotary embedding; they are rounded once here, instead of at every step
             self.layers[layer] = tuple(
                 x.new_zeros(self.slots, x.shape[1], self.columns, x.shape[3], dtype=forward_dtype(x))
                 for x in (keys, values)
@@ -50,17 +53,17 @@ class SlotKVCache:
         return stored[0][:, :, : self.span], stored[1][:, :, : self.span]
 
     def get_seq_length(self, *_) -> int:
-        """transformers asks; positions are given, so nothing depends on it."""
+        """Required by transformers. The result is unused, because positions are given."""
         return 0
 
     def compact(self, slots: Tensor) -> None:
-        """Keep these slots alone."""
+        """Keep only these slots."""
         self.slots = len(slots)
         self.layers = {layer: (keys[slots], values[slots]) for layer, (keys, values) in self.layers.items()}
 
 
 class DecodeLayout(Layout):
-    """One query a slot, which sees the columns up to its own."""
+    """One query per slot, which attends to the columns up to its own."""
 
     def __init__(self, at: Tensor, span: int):
         self.at, self.span = at.view(-1, 1, 1, 1), span
@@ -74,7 +77,7 @@ class DecodeLayout(Layout):
         return self.masks[window]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, kernel: Kernel) -> Tensor:
-        """The query heads that share a key head take the place of its queries: keys are read once, not copied."""
+        """Treats the query heads of one key head as several queries, so that the keys need not be repeated."""
         slots, heads, _, size = query.shape
         grouped = query.view(slots, key.shape[1], heads // key.shape[1], size)
         return kernel.as_given(grouped, key, value, self.mask(window), False).reshape(slots, 1, heads, value.shape[3])
@@ -82,21 +85,21 @@ class DecodeLayout(Layout):
 
 @dataclass(frozen=True)
 class PackedPrompts:
-    """Prompts in one row of N tokens, each once, and the slots that they go to. R completions."""
+    """Distinct prompts in one row of N tokens, and the slots of the R completions that start with them."""
 
     ids: Tensor  # (1, N)
     positions: Tensor  # (1, N)
     layout: PackedLayout
-    lengths: Tensor  # (R,) of each completion's prompt
-    last: Tensor  # (R,) place of its last token
-    # where its keys and values go, one entry for each of its tokens
+    lengths: Tensor  # (R,) tokens of each completion's prompt
+    last: Tensor  # (R,) index of the prompt's last token in the row
+    # one entry per prompt token of each completion: where its keys and values are stored
     slots: Tensor
     columns: Tensor
-    gather_index: Tensor
+    gather_index: Tensor  # index of the token in the row
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]], slots: Sequence[int], device: torch.device) -> PackedPrompts:
-    """One prompt per completion; equal ones are run once."""
+    """Pack one prompt per completion. Equal prompts are included once."""
     first: dict[tuple[int, ...], int] = {}
     which = [first.setdefault(tuple(p), len(first)) for p in prompts]
     lengths = [len(p) for p in first]

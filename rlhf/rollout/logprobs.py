@@ -24,10 +24,19 @@ def compute_logprobs_and_values(
     cached_forward: ForwardPass | None = None,
     tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probs, reference log-probs and values of sampled completions, each (B, T), at most `rows` (0: as many as
-    `tokens` hold) at a time. If a `cached_forward` over all of them is given, its hidden states are used.
+    """Computes log-probs and reference log-probs (nats) and values of sampled completions, each (B, T).
 
-    With the training forward, not the decoder's: so the first ratio of an update is 1.
+    The forward pass is that of training, not that of decoding. Therefore the first ratio of an update is 1.
+
+    Args:
+        actor: the policy, with the critic if there is one. Without a critic, the values are None.
+        reference: the frozen reference.
+        completions: the sampled completions.
+        temperature: sampling temperature.
+        rows: largest number of completions in a forward pass; 0: no limit.
+        packed: pack the completions, if the architecture supports it.
+        cached_forward: a forward pass over all completions, whose hidden states are used instead of a new pass.
+        tokens: largest number of tokens in a forward pass; None: the default of the device.
     """
     whole, packed = completions.mask, packed and packable(base_of(actor.policy))
     tokens = tokens or budget_of(whole.device).tokens_per_micro_batch

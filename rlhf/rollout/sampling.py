@@ -1,4 +1,4 @@
-"""Draw a token from logits: top-k, top-p, and the inverse transform on given random numbers."""
+"""Sample tokens from logits: top-k, top-p, and inverse transform sampling with given random numbers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ from rlhf.utils.rng import rng_for
 
 
 def uniform_noise(seed: int, update: int, purpose: str, episodes: Sequence[int], length: int) -> Tensor:
-    """One uniform number in [0, 1) per token, (B, T) float64: row b depends on its episode number alone."""
+    """Return one uniform number in [0, 1) per token, (B, T) float64.
+
+    A row depends on (seed, update, purpose) and on its episode number, not on the other rows.
+    """
     return torch.from_numpy(np.stack([rng_for(seed, update, purpose, e).random(length) for e in episodes]))
 
 
 def top_k_top_p_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Which tokens may be sampled, (B, V) bool: the k likeliest, and of those the smallest set of mass >= top_p.
+    """Return which tokens may be sampled, (B, V) bool.
 
-    Holtzman et al. 2020, arXiv 1904.09751, sec. 3.1. The likeliest token is always in, and so are ties with the k-th.
+    These are the k most likely tokens, and of them the smallest set with a probability of at least `top_p`. The most
+    likely token is always included, and so are ties with the k-th token.
+    Source of top-p: Holtzman et al. 2020, arXiv 1904.09751, sec. 3.1.
     """
     allowed = torch.ones_like(logits, dtype=torch.bool)
     if 0 < top_k < logits.shape[-1]:
@@ -34,26 +39,27 @@ def top_k_top_p_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def sample_inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Token ids (B,) by inverse transform: the first token whose cumulative probability exceeds `uniform` (B,)."""
+    """Sample token ids (B,): the first token whose cumulative probability exceeds the random number `uniform` (B,)."""
     cumulative = cumulative_sum(logits.double().softmax(-1))
     tokens = torch.searchsorted(cumulative, uniform.unsqueeze(1) * cumulative[:, -1:], right=True).squeeze(1)
     return tokens.clamp(max=logits.shape[-1] - 1)
 
 
 def pack_bits(flags: Tensor) -> Tensor:
-    """(..., V) bool -> (..., ceil(V / 8)) uint8: the masks of 64 completions of 128 tokens are 50 MB, not 400."""
+    """Pack (..., V) bool into (..., ceil(V / 8)) uint8, an eighth of the memory."""
     padded = torch.nn.functional.pad(flags, (0, -flags.shape[-1] % 8)).unflatten(-1, (-1, 8)).to(torch.uint8)
     return (padded << torch.arange(8, dtype=torch.uint8, device=flags.device)).sum(-1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, size: int) -> Tensor:
-    """The inverse of `pack_bits`: (..., size) bool."""
+    """Invert `pack_bits`: returns (..., size) bool."""
     bits = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (bits & 1).flatten(-2)[..., :size].bool()
 
 
 def sample_tokens(logits: Tensor, uniform: Tensor, sampling: SamplingSettings) -> tuple[Tensor, Tensor | None]:
-    """Tokens (B,) from logits (B, V) by random numbers (B,), and the packed mask of allowed tokens, if any."""
+    """Sample tokens (B,) from logits (B, V) with random numbers (B,). Also returns the bit-packed mask of the allowed
+    tokens, or None without top-k and top-p."""
     if not sampling.filters:
         return sample_inverse_cdf(logits, uniform), None
     allowed = top_k_top_p_mask(logits, sampling.top_k, sampling.top_p)

@@ -1,7 +1,8 @@
-"""vLLM as a rollout engine, where it is installed (Linux): TRL's own wrapper, weights handed over before each rollout.
+"""vLLM as a rollout engine, if it is installed (Linux). Uses TRL's wrapper; copies the weights before each rollout.
 
-Its kernels are not those of the training forward, and its random numbers are a stream of its own: replies come with
-the log-probs that they were sampled with, the loss is corrected for the gap, and a run does not repeat to the bit.
+vLLM's kernels differ from those of the training forward pass. It therefore also returns the log-probs of its samples,
+and the loss corrects the difference by importance weights. Its random numbers come from a separate stream, so runs are
+not reproducible to the bit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rlhf.rollout.completions import Completions, padded
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import UserError
 
-MEMORY_SHARE = 0.3  # of the card: vLLM claims its share at once and keeps it
+MEMORY_SHARE = 0.3  # share of the GPU's memory that vLLM reserves at the start
 
 
 def is_installed() -> bool:
@@ -31,7 +32,7 @@ def require_vllm() -> None:
 
 
 class VLLMEngine:
-    """Samples with vLLM in this process, beside the trainer."""
+    """Samples with vLLM in the same process as the trainer."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class VLLMEngine:
         sampling: SamplingSettings,
         prompt_length: int,
     ):
-        """Raises UserError where vLLM is not installed."""
+        """Raises UserError if vLLM is not installed."""
         require_vllm()
         from trl.generation.vllm_generation import VLLMGeneration
 
@@ -54,11 +55,11 @@ class VLLMEngine:
             max_model_length=prompt_length + sampling.max_new_tokens,
             temperature=sampling.temperature,
             max_completion_length=sampling.max_new_tokens,
-            logprobs=0,  # of the sampled token alone
+            logprobs=0,  # log-prob of the sampled token only
         )
 
     def sample(self, prompts: Sequence[Prompt], *, eos: int, pad: int, device: torch.device) -> Completions:
-        """One reply per prompt, with the log-probs that vLLM sampled them with."""
+        """Sample one completion per prompt. The result includes vLLM's log-probs of the sampled tokens."""
         self.generation.sync_weights()
         _, rows, logprobs, _ = self.generation.generate([list(p.ids) for p in prompts], None, 1)
         sampled = padded([[step[0] for step in row] for row in logprobs], 0.0, device)

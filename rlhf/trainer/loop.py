@@ -1,7 +1,7 @@
 """The training loop that all algorithms share: collect, score, advantages, optimize, finish.
 
-Only the algorithm differs: how scores become advantages, and the loss. A difference between two runs of the same
-budget is then a difference between two algorithms.
+An algorithm defines only how scores become advantages, and the loss. Two runs of the same budget with different
+algorithms therefore differ in nothing else.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class OnPolicyLoop:
         self.kl_coef, self.progress, self.trained = config.kl.kl_coef, Progress(), False
         self.evaluations: list[Evaluation] = []
         self.this_epoch: list[dict[str, float]] = []
-        # returns the advice for a run that gives up; the argument: whether reward functions are the reason
+        # returns the advice at the end of an error message; the argument is True if a reward function is the cause
         self.recovery: Callable[[bool], str] = lambda by_score: (
             "Fix the reward function" if by_score else "Train again with a smaller learning_rate"
         )
@@ -86,7 +86,7 @@ class OnPolicyLoop:
             self.add_callback(callback)
 
     def _construct_host(self, policy: PreTrainedModel | PeftModel) -> None:
-        """The TRL trainer, and the frozen reference, which must be there before the policy is wrapped."""
+        """Construct the TRL trainer and the frozen reference, which must be copied before the policy is wrapped."""
         config, device = self.config, PartialState().device
         if device.type == "cpu":
             keep_freed_memory()
@@ -98,7 +98,7 @@ class OnPolicyLoop:
         host = make_host(config, policy, self.processing_class, self.updates, self.reference, self.train_prompts)
         set_adapter_dropout(policy, config.model.lora_dropout)
         for printer in (PrinterCallback, ProgressCallback):
-            host.remove_callback(printer)  # the console is ours
+            host.remove_callback(printer)  # rlhf.callbacks.logging prints to the console
         host.state.max_steps = self.updates
         self.host, self.model, self.accelerator = host, host.model, host.accelerator
         self.optimizer, self.lr_scheduler = host.optimizer, host.lr_scheduler
@@ -115,11 +115,12 @@ class OnPolicyLoop:
 
     @property
     def actor(self) -> Actor:
-        """The policy, and the critic if there is one, in one forward."""
+        """The policy, with the critic if the algorithm has one."""
         return self.host.actor
 
     def add_callback(self, callback) -> None:
-        """Add one of ours (rlhf.callbacks.base.Callback), a function of (epoch, metrics), or one of transformers'."""
+        """Add a callback of this project (rlhf.callbacks.base.Callback), a function (epoch, metrics), or a
+        TrainerCallback of transformers."""
         if is_of_transformers(callback):
             self.host.add_callback(callback)
         else:
@@ -128,9 +129,9 @@ class OnPolicyLoop:
     # --- the run -----------------------------------------------------------------------------------------------------
 
     def train(self, *unexpected, **named) -> dict[str, float]:
-        """All updates; returns the last update's metrics together with the last evaluation's.
+        """Run all updates. Returns the metrics of the last update and of the last evaluation.
 
-        Takes no arguments, unlike other trainers: raises UserError that names where they belong.
+        Raises UserError for any argument, because other trainers take some. Raises RunError if training fails.
         """
         if unexpected or named:
             raise UserError(
@@ -143,7 +144,7 @@ class OnPolicyLoop:
         reset_peak_memory(self.accelerator.device)
         self.control = self.host.callback_handler.on_train_begin(self.args, self.state, self.control)
         self.events.call("on_train_begin", self)
-        if not self.evaluations:  # a resumed run has the start model's
+        if not self.evaluations:  # a resumed run already has the evaluation of the start model
             self.evaluate()
         metrics: dict[str, float] = {}
         for update in range(self.state.global_step + 1, self.updates + 1):
@@ -154,7 +155,7 @@ class OnPolicyLoop:
         return {**metrics, **self.evaluations[-1].metrics()}
 
     def update_step(self, update: int) -> dict[str, float]:
-        """One rollout batch and all its optimizer steps; returns what was logged."""
+        """Run one update: one rollout and all its optimizer steps. Returns the logged metrics."""
         times, experience = [perf_counter()], None
         rollout = self.collector.collect(self.prompts_of(update), update)
         times.append(perf_counter())
@@ -177,16 +178,16 @@ class OnPolicyLoop:
         return self.finish_step(update, {**metrics, **stats}, times)
 
     def prompts_of(self, update: int) -> list[tuple[int, Prompt]]:
-        """This update's episodes: their numbers in the run and their prompts. A group's are neighbours."""
+        """Return the episodes of an update as (number in the run, prompt). Episodes of one group are neighbours."""
         prompts = [prompt for prompt in self.sampler.prompts_of(update) for _ in range(self.config.group_size)]
         return list(enumerate(prompts, (update - 1) * len(prompts)))
 
     def advantages(self, rollout: Rollout, scores: Tensor) -> Experience:
-        """The algorithm's experience from scores (B,), at the present KL coefficient."""
+        """Compute the algorithm's experience from scores (B,), with the current KL coefficient."""
         return self.algorithm.advantages(rollout, scores, self.kl_coef)
 
     def skip_update(self, update: int, rollout: Rollout, experience: Experience | None, why: SkipUpdate) -> dict:
-        """Skip the rest of an update; its earlier optimizer steps stay. Raises RunError after some in a row."""
+        """Skip the rest of an update; its earlier optimizer steps remain. Raises RunError after too many in a row."""
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
         self.progress.count_update(skipped=True)
@@ -202,8 +203,7 @@ class OnPolicyLoop:
         return {"updates/dropped": float(self.progress.skipped)}
 
     def require_finite_weights(self, update: int) -> None:
-        """Raise RunError if an optimizer step of this update left weights that are not finite: no later update can
-        repair them."""
+        """Raise RunError if weights are not finite after this update. No later update can repair them."""
         bad = bad_weights(self.model)
         if bad:
             raise RunError(
@@ -214,8 +214,8 @@ class OnPolicyLoop:
     # --- after the optimizer steps -----------------------------------------------------------------------------------
 
     def finish_step(self, update: int, metrics: dict[str, float], times: Sequence[float]) -> dict[str, float]:
-        """Log, call the callbacks (KL control sets the next update's beta), then evaluate if it is due. `times` as in
-        `speed_metrics`."""
+        """Log the metrics, call the callbacks (KL control sets the next beta), and evaluate if it is due. `times` as
+        in `speed_metrics`."""
         tokens = int(metrics.pop("completions/tokens"))
         self.progress.reply_tokens += tokens
         self.update_peak_memory()
@@ -227,7 +227,7 @@ class OnPolicyLoop:
             "memory/peak_gib": self.progress.peak_memory / 2**30,
         }
         self._count(update)
-        self.host.log(dict(metrics))  # keeps the history, and calls transformers' callbacks
+        self.host.log(dict(metrics))  # appends to the log history, and calls the callbacks of transformers
         self.events.call("on_update_end", update, metrics)
         self.this_epoch.append(metrics)
         self._close(update)
@@ -245,8 +245,7 @@ class OnPolicyLoop:
             self.evaluate()
 
     def _finish_epoch(self, update: int) -> None:
-        """At the end of a pass over the training prompts, call the callbacks with the mean of each metric over the
-        updates that logged it."""
+        """At the end of an epoch, call the callbacks with the mean of each metric over the epoch's updates."""
         before, passes = (int(self.sampler.epochs(u)) for u in (update - 1, update))
         if passes > before and self.this_epoch:
             names = dict.fromkeys(name for metrics in self.this_epoch for name in metrics)
@@ -255,7 +254,7 @@ class OnPolicyLoop:
             self.this_epoch = []
 
     def set_kl_coef(self, beta: float) -> None:
-        """Set the next update's beta, as KL control does."""
+        """Set the beta of the next update. KL control calls this."""
         self.kl_coef = beta
 
     def update_peak_memory(self) -> None:
@@ -263,8 +262,9 @@ class OnPolicyLoop:
         self.progress.peak_memory = max(self.progress.peak_memory, memory_in_use(self.accelerator.device))
 
     def evaluate(self, prompts: Sequence[GivenPrompt] | None = None) -> dict[str, float]:
-        """Metrics on the evaluation prompts, logged and kept in `evaluations`. Other `prompts`, as `examples_of` reads
-        them, are neither logged nor kept. Raises UserError for prompts that cannot be read."""
+        """Evaluate the policy and return the metrics. Results on the evaluation prompts are logged and appended to
+        `evaluations`. Results on other `prompts`, in a form that `examples_of` reads, are not. Raises UserError for
+        prompts that cannot be read."""
         if prompts is not None:
             longest = self.config.data.prompt_length
             kept, _ = encode_prompts(self.processing_class, examples_of(prompts), longest)
@@ -279,7 +279,7 @@ class OnPolicyLoop:
         return result.metrics()
 
     def _evaluated(self, prompts: Sequence[Prompt]) -> Evaluation:
-        """The evaluation on some prompts. Raises RunError if its figures are not finite."""
+        """Evaluate on some prompts. Raises RunError if the KL or the perplexity is not finite."""
         update = self.state.global_step
         result = self.evaluator.evaluate(prompts, update)
         if result.not_finite:
@@ -290,11 +290,11 @@ class OnPolicyLoop:
         return result
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
-        """Policy (or adapter) and tokenizer as plain Hugging Face files, the value head beside them."""
+        """Save the policy (or adapter) and the tokenizer as Hugging Face files, and the value head."""
         save_policy(self.actor, self.processing_class, Path(output_dir or self.config.run.output))
 
     def load_model(self, folder: str | Path) -> None:
-        """Load the weights (or adapter), and the value head, that `save_model` wrote. Raises UserError if they are not
-        this model's."""
-        self.evaluator.fix_text()
+        """Load the weights (or adapter) and the value head that `save_model` wrote. Raises UserError if they belong to
+        another model."""
+        self.evaluator.fix_text()  # while the policy is still the start model
         load_policy_weights(self.actor, Path(folder))

@@ -1,7 +1,7 @@
-"""A trainer between two updates, as files, and back: all that the next update depends on.
+"""Save and load the state of a trainer between two updates: everything that the next update depends on.
 
-Rollouts and minibatches draw from (seed, update, purpose, episode) and so need nothing; the random states of Python,
-numpy and torch are kept for reward functions that draw from them.
+Rollouts and minibatches take random numbers from (seed, update, purpose, episode), so they have no state. The states
+of Python's, numpy's and torch's random generators are saved for reward functions that use them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TENSORS_FILE, STATE_FILE = "training.safetensors", "training.json"
 
 
 def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
-    """Into an empty folder: weights as `save_model` writes them, optimizer, scheduler, counters, random states."""
+    """Write weights (as `save_model` does), optimizer, scheduler, counters and random states to an empty folder."""
     trainer.save_model(folder)
     optimizer, normalizer = trainer.optimizer.state_dict(), trainer.collector.normalizer
     tensors = {
@@ -59,17 +59,17 @@ def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
 
 
 def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
-    """Load into a new trainer, with its callbacks attached, what `save_trainer_state` wrote."""
+    """Load what `save_trainer_state` wrote into a new trainer. Its callbacks must be attached already."""
     state, tensors = load_weights(trainer, folder)
-    base_lrs = schedule_of(trainer).base_lrs  # the same, unless --learning-rate was changed
+    base_lrs = schedule_of(trainer).base_lrs  # differs from the saved one if --learning-rate was changed
     trainer.lr_scheduler.load_state_dict({**state["scheduler"], "base_lrs": base_lrs})
     set_learning_rates(trainer)
     trainer.state.global_step, trainer.state.episode = state["update"], state["episode"]
     trainer.state.epoch, trainer.state.log_history = state["epoch"], state["log_history"]
     trainer.kl_coef, trainer.this_epoch = state["kl_coef"], state["this_epoch"]
-    vars(trainer.progress).update(asdict(Progress(**state["progress"])))  # in place: the loop's parts share it
+    vars(trainer.progress).update(asdict(Progress(**state["progress"])))  # in place, because other objects share it
     normalizer = trainer.collector.normalizer
-    if normalizer is not None and state["normalizer"] is not None:  # with --resume-anyway it may be new
+    if normalizer is not None and state["normalizer"] is not None:  # --resume-anyway may have added a normalizer
         normalizer.load_state_dict(state["normalizer"])
     trainer.evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
     trainer.evaluator.text = _text_from_json(state["text"])
@@ -80,10 +80,7 @@ def load_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
 
 
 def load_weights(trainer: OnPolicyLoop, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The weights and the optimizer's moments alone; returns what else is there.
-
-    Copied: a checkpoint whose file is still mapped could not be removed on Windows.
-    """
+    """Load only the weights and the optimizer's moments. Returns the rest of the state, and all saved tensors."""
     state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     tensors = load_file(folder / TENSORS_FILE)
     load_policy_weights(trainer.actor, folder)
@@ -91,6 +88,7 @@ def load_weights(trainer: OnPolicyLoop, folder: Path) -> tuple[dict[str, Any], d
     for name, value in tensors.items():
         kind, number, *rest = name.split("/")
         if kind == "optimizer":
+            # cloned, because Windows cannot delete a checkpoint file that is still memory-mapped
             by_number.setdefault(int(number), {})["/".join(rest)] = value.clone()
     trainer.optimizer.load_state_dict({"state": by_number, "param_groups": state["param_groups"]})
     set_learning_rates(trainer)
@@ -98,12 +96,15 @@ def load_weights(trainer: OnPolicyLoop, folder: Path) -> tuple[dict[str, Any], d
 
 
 def schedule_of(trainer: OnPolicyLoop) -> LambdaLR:
-    """torch's own, under what accelerate makes of it."""
+    """Return torch's scheduler, without accelerate's wrapper."""
     return getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
 
 
 def set_learning_rates(trainer: OnPolicyLoop) -> None:
-    """Those of the schedule, where it stands: the optimizer's file has those of another update or run."""
+    """Set the optimizer's learning rates to those of the schedule at its current step.
+
+    The saved optimizer has the learning rates of the checkpoint, which may be from another update or another run.
+    """
     schedule = schedule_of(trainer)
     bases = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     rates = [base * share(schedule.last_epoch) for base, share in bases]
@@ -113,8 +114,7 @@ def set_learning_rates(trainer: OnPolicyLoop) -> None:
 
 
 def _stateful(trainer: OnPolicyLoop) -> dict[str, Any]:
-    """Callbacks that remember something: KL control, the best checkpoint, a user's own. By class, and by their order
-    where several are of one."""
+    """Return the callbacks that have a state, such as KL control, by class name and number within the class."""
     found: dict[str, Any] = {}
     for callback in trainer.events.callbacks:
         if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
@@ -124,10 +124,10 @@ def _stateful(trainer: OnPolicyLoop) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON, numbers of numpy and torch as Python's."""
+    """Convert scalars of numpy and torch to Python numbers, for JSON."""
     if hasattr(value, "item"):
         return value.item()
-    raise TypeError(f"no JSON for {type(value).__name__}")
+    raise TypeError(f"cannot convert {type(value).__name__} to JSON")
 
 
 # --- the text of the perplexity --------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """TRL's trainers as hosts: they own the accelerator, optimizer, scheduler, state, callbacks and logging of a run.
 
-PPOTrainer hosts an algorithm with a critic, GRPOTrainer one without. Both are only constructed here; the golden tests
-compare our training with their `train()`.
+PPOTrainer hosts an algorithm with a critic, GRPOTrainer one without. Their `train()` is not used. The golden tests
+(tests/algorithms/test_golden.py) compare the training loop with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlhf.settings.training import Config
 
 
 class _SharedBackboneCritic(nn.Module):
-    """The value model that TRL's __init__ requires: a view of the actor's own backbone and value head."""
+    """The value model that TRL's __init__ requires. It shares the actor's backbone and value head."""
 
     base_model_prefix = "backbone"
 
@@ -34,7 +34,7 @@ class _SharedBackboneCritic(nn.Module):
 
 
 class PPOHost(PPOTrainer):
-    """TRL's PPOTrainer around our actor and critic."""
+    """TRL's PPOTrainer with this project's actor and critic."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class PPOHost(PPOTrainer):
         )
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """TRL's __init__ calls this before accelerate prepares the model: here actor and critic become one module."""
+        """Called by TRL's __init__ before accelerate prepares the model. Replaces TRL's model by ActorCritic."""
         self.model = ActorCritic(self._container, self._critic)
         super().create_optimizer_and_scheduler(num_training_steps)
 
@@ -80,12 +80,12 @@ class PPOHost(PPOTrainer):
 
 
 def no_reward(completions: list[str], **_) -> list[float]:
-    """TRL's constructor requires a reward function. It is never called: the loop scores completions."""
+    """The reward function that TRL's constructor requires. It is not called: the training loop scores completions."""
     raise AssertionError("TRL called no_reward(), although the training loop scores the completions")
 
 
 class GRPOHost(GRPOTrainer):
-    """TRL's GRPOTrainer around our actor."""
+    """TRL's GRPOTrainer with this project's actor."""
 
     def __init__(
         self, config: Config, policy: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, updates: int
@@ -95,12 +95,12 @@ class GRPOHost(GRPOTrainer):
             reward_funcs=[no_reward],
             args=GRPOConfig(
                 output_dir=config.run.output,
-                per_device_train_batch_size=2,  # TRL requires a group of two; our loop samples and cuts minibatches
+                per_device_train_batch_size=2,  # TRL requires a group of 2; the training loop makes the minibatches
                 num_generations=2,
                 max_completion_length=config.sampling.max_new_tokens,
                 temperature=config.sampling.temperature,
-                num_iterations=1,  # passes over a rollout are our loop's
-                beta=0.0,  # TRL would load a second reference
+                num_iterations=1,  # the training loop repeats epochs over a rollout
+                beta=0.0,  # otherwise TRL loads a second reference model
                 learning_rate=config.optimizer.learning_rate,
                 lr_scheduler_type=config.optimizer.lr_schedule,
                 seed=config.run.seed,
@@ -110,12 +110,12 @@ class GRPOHost(GRPOTrainer):
                 disable_dropout=True,
                 report_to="none",
             ),
-            train_dataset=Dataset.from_list([{"prompt": ""}]),  # TRL requires one; our loop draws the prompts
+            train_dataset=Dataset.from_list([{"prompt": ""}]),  # TRL requires one; the training loop has the prompts
             processing_class=tokenizer,
         )
         for weight in policy.parameters():
             if weight.requires_grad:
-                weight.data = weight.data.float()  # over 4-bit weights TRL makes adapters bfloat16; PPO's are not
+                weight.data = weight.data.float()  # with 4-bit weights GRPOTrainer casts adapters to bfloat16
         self.actor = Actor(policy)
         self.create_optimizer_and_scheduler(updates)
         self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
@@ -132,7 +132,16 @@ def make_host(
     reference: Reference,
     train: Sequence[Prompt],
 ) -> Host:
-    """Construct the host of these settings' algorithm. TRL's PPOTrainer requires a reference and prompts, too."""
+    """Construct the host for the algorithm of these settings.
+
+    Args:
+        config: settings of the run.
+        policy: the policy, which the host wraps.
+        tokenizer: the policy's tokenizer.
+        updates: number of updates in the run.
+        reference: the frozen reference, used with a critic only.
+        train: training prompts, used with a critic only.
+    """
     if ALGORITHMS[config.algorithm].has_critic:
         return PPOHost(config, policy, tokenizer, updates, reference, train)
     return GRPOHost(config, policy, tokenizer, updates)

@@ -29,7 +29,7 @@ def packable(model: PreTrainedModel) -> bool:
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make `attend` the attention function of a model. Without a `layout` it equals the implementation "sdpa"."""
+    """Make `attend` the attention function of a model. Without a `layout` it computes the same as "sdpa"."""
     model.config._attn_implementation = ATTENTION
 
 

@@ -71,9 +71,9 @@ def cumulative_sum(values: Tensor) -> Tensor:
 
 
 def parallel_scan(values: Tensor) -> Tensor:
-    """Return the prefix sums along the last dimension, by log2(V) additions of whole tensors in a fixed order.
+    """Return the prefix sums along the last dimension, with log2(V) additions of whole tensors in a fixed order.
 
-    Source: Hillis and Steele 1986, "Data parallel algorithms", Communications of the ACM 29(12), section "Computing all
+    Hillis and Steele 1986, "Data parallel algorithms", Communications of the ACM 29(12), section "Computing all
     partial sums of an array".
     """
     total, shift = values, 1

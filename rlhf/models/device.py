@@ -1,4 +1,4 @@
-"""The device that a run uses: which one, its precision, and its memory."""
+"""The device of a run, its precision and its memory."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of
 
 
 def installed(device: torch.device) -> int:
-    """Bytes of the card's memory, or of the machine's."""
+    """Returns the bytes of the GPU's memory, or of the machine's if `device` is a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total
 
 
 def available(device: torch.device) -> int:
-    """Bytes that this process may come to hold: what nobody has, and what it has itself."""
+    """Returns the bytes available to this process: free memory, and the memory that it already holds."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return psutil.virtual_memory().available + psutil.Process().memory_info().rss
 
 
 def autocast_dtype(wanted: bool | None, device: torch.device) -> torch.dtype | None:
-    """bfloat16, or None for float32. `wanted` None: on a CUDA card that really has it.
+    """Returns bfloat16, or None for float32.
 
-    `is_bf16_supported()` says yes on cards that only emulate it, slowly: hence including_emulation=False.
+    If `wanted` is None, bfloat16 is used on a CUDA GPU that supports it natively. Raises UserError if it is wanted,
+    and the GPU does not.
     """
+    # without including_emulation=False the result is also True for GPUs that emulate bfloat16, which is slow
     has_it = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if wanted and not has_it:
         raise UserError(f"this GPU ({torch.cuda.get_device_name(device)}) has no bfloat16: --bf16. Remove the flag")
@@ -45,15 +47,18 @@ def autocast_dtype(wanted: bool | None, device: torch.device) -> torch.dtype | N
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
-    """The forward's precision. PPOConfig(bf16=True) leaves accelerate's mixed precision at "no": so we set it here."""
+    """Returns a context with the precision of the forward pass; `dtype` None: float32.
+
+    Needed because PPOConfig(bf16=True) leaves accelerate's mixed precision at "no".
+    """
     return torch.autocast(device.type, dtype=dtype) if dtype is not None else contextlib.nullcontext()
 
 
 def start_device(screen: Screen, deterministic: bool = False) -> torch.device:
-    """Return the device that accelerate picks, with deterministic algorithms on if they are wanted.
+    """Returns the device that accelerate selects. Enables deterministic algorithms if `deterministic`.
 
-    Prints one line if there is an NVIDIA GPU that this torch cannot use. Raises UserError if there are several
-    processes.
+    Prints one line if the machine has an NVIDIA GPU that the installed torch cannot use. Raises UserError if a
+    launcher started several processes.
     """
     call_vector_functions_once()
     if deterministic:
@@ -72,8 +77,10 @@ def start_device(screen: Screen, deterministic: bool = False) -> torch.device:
 
 
 def unused_card() -> str | None:
-    """One line, with the command that mends it, for a torch without CUDA beside an NVIDIA card, or one that has no
-    code for the card's architecture."""
+    """Returns one line with a fix if the machine has an NVIDIA GPU that the installed torch cannot use, else None.
+
+    The reason is a torch without CUDA, an old driver, or a torch without kernels for this GPU's architecture.
+    """
     command = f"pip install --force-reinstall torch --index-url {CUDA_WHEELS}"
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
@@ -98,11 +105,11 @@ def unused_card() -> str | None:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes: the peak of the card's allocations; on a CPU what the process holds now."""
+    """Returns bytes: on a GPU the peak of torch's allocations, on a CPU the current memory of the process."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """A run's peak is its own: not that of the run before it, or of what was built for it."""
+    """Resets the GPU's peak memory, so that the peak of a run does not include earlier work of the process."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""Loading: tokenizer and policy; precision, LoRA, 4-bit."""
+"""Load a tokenizer and a policy, with LoRA adapters and 4-bit weights if configured."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from rlhf.utils.hub import require_hub
 from rlhf.utils.paths import is_path, missing_path, resolve_path
 
 ADAPTER_CONFIG = "adapter_config.json"
-ALL_LINEAR = "all-linear"  # peft's name for every linear layer but the head
+ALL_LINEAR = "all-linear"  # peft's name for every linear layer except the head
 PAD_TOKENS = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|PAD_TOKEN|>")
 
 
 def find_model(name: str, flag: str) -> str:
-    """Where to load a model from: a folder here (its full path, so that an adapter finds its base from anywhere), or
-    a name that the hub answers to. Raises UserError, at once, if it is neither."""
+    """Return where to load a model from: a hub name, or the absolute path of a folder (adapters store it as their
+    base). Raises UserError if `name` is neither, or is the folder of an adapter; the message contains `flag`."""
     folder = resolve_path(name)
     if folder.is_dir():
-        if (folder / ADAPTER_CONFIG).is_file():  # over which transformers would load a base without a word
+        if (folder / ADAPTER_CONFIG).is_file():  # transformers would load the adapter's base model without a warning
             raise UserError(
                 f"an adapter, not a full model: {flag} {name}. Merge it into its base ({base_of_adapter(folder)}): "
                 f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER)"
@@ -59,7 +59,7 @@ def find_model(name: str, flag: str) -> str:
 
 
 def base_of_adapter(folder: Path) -> str | None:
-    """What an adapter was trained on, as its folder names it. Raises UserError where that file is torn."""
+    """Return the base model that an adapter's config names. Raises UserError if that file is not valid JSON."""
     file = folder / ADAPTER_CONFIG
     try:
         return json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
@@ -69,7 +69,7 @@ def base_of_adapter(folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def readable(name: str, hint: str = "Give a complete model folder with safetensors weights") -> Iterator[None]:
-    """What transformers cannot load from `name` (no safetensors, torn files, unknown types) as one UserError."""
+    """Context that turns loading errors of transformers (no safetensors, corrupted files, ...) into one UserError."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
@@ -83,11 +83,11 @@ def readable(name: str, hint: str = "Give a complete model folder with safetenso
 
 
 def load_tokenizer(name: str, plain: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, padding on the left, with the EOS that its replies end with, and a pad token that is
-    not EOS; `plain`, without its chat template, which base models may have, too.
+    """Load the tokenizer of a model, with left padding; `plain` removes its chat template. Raises UserError.
 
-    SmolLM2's chat tokenizer ships pad = EOS: whoever masks by `ids != pad` would then never learn to stop. A reply of
-    a Gemma that was tuned on chats ends with `<end_of_turn>`, whereas its tokenizer's EOS ends a document.
+    A pad token that equals EOS (SmolLM2) is replaced: otherwise a mask `ids != pad` also masks EOS, and the model
+    never learns to stop. EOS becomes the token that ends completions: chat models of Gemma end them with
+    `<end_of_turn>`, but their tokenizer's EOS ends a document.
     """
     with readable(name, "Give a model folder that includes its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
@@ -104,19 +104,19 @@ def load_tokenizer(name: str, plain: bool = False) -> PreTrainedTokenizerBase:
 
 
 def _stops(name: str) -> list[int]:
-    """The tokens at which the model's own generation stops; none where it does not say."""
+    """Return the EOS ids in the model's generation_config.json; [] if it has none."""
     try:
         stops = GenerationConfig.from_pretrained(name).eos_token_id
-    except OSError:  # models need not have that file
+    except OSError:  # the file is optional
         return []
     return stops if isinstance(stops, list) else [stops]
 
 
 def _free_token(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
-    """A special token of this vocabulary that neither ends nor begins a text and stands in no chat template."""
+    """Return a special token that is not EOS or BOS, and is not part of the chat template."""
     vocabulary, template = tokenizer.get_vocab(), tokenizer.chat_template or ""
     special = [t for t in tokenizer.all_special_tokens if t in vocabulary]
-    added = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]  # others are text: runs of spaces
+    added = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]  # others are text, such as spaces
     for token in (*(t for t in PAD_TOKENS if t in vocabulary), *special, *added):
         if token not in (tokenizer.eos_token, tokenizer.bos_token) and token not in template:
             return token
@@ -127,27 +127,24 @@ def _free_token(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
 
 
 def load_config(name: str) -> PretrainedConfig:
-    """A model's config.json. Raises UserError where it needs code of its own."""
+    """Load a model's config.json. Raises UserError if it cannot be loaded or needs trust_remote_code."""
     with readable(name):
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
 
 
 def check_policy(name: str, vocabulary: int, targets: Collection[str] = ()) -> PretrainedConfig:
-    """The config of a start model whose layers fit: found from its outline, before any weight is read.
-
-    Raises UserError where a tokenizer of `vocabulary` tokens has more than there are embeddings, or no module has the
-    name of an adapter's target.
-    """
+    """Check a start model without reading its weights, and return its config. Raises UserError if it has fewer
+    embeddings than the tokenizer's `vocabulary`, or no module for a LoRA target."""
     config = load_config(name)
     with readable(name), torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    check_vocabulary(vocabulary, outline.get_input_embeddings().num_embeddings, name)
-    _check_targets(outline, targets, name)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    check_vocabulary(vocabulary, model.get_input_embeddings().num_embeddings, name)
+    _check_targets(model, targets, name)
     return config
 
 
 def check_vocabulary(tokens: int, embeddings: int, name: str) -> None:
-    """Raises UserError where a tokenizer has ids that its model has no embedding for."""
+    """Raise UserError if a tokenizer has more tokens than its model has embeddings."""
     if tokens > embeddings:
         raise UserError(
             f"the tokenizer has {tokens} tokens, but the model has only {embeddings} embeddings: {name}. "
@@ -156,7 +153,7 @@ def check_vocabulary(tokens: int, embeddings: int, name: str) -> None:
 
 
 def check_weights(model: nn.Module, name: str) -> None:
-    """Raises UserError where a weight is NaN or infinite: everything computed from it would be."""
+    """Raise UserError if a weight contains NaN or infinity."""
     broken = [n for n, w in model.named_parameters() if w.is_floating_point() and not w.detach().sum().isfinite()]
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
@@ -164,12 +161,13 @@ def check_weights(model: nn.Module, name: str) -> None:
 
 
 def context_of(config: PretrainedConfig) -> int | None:
-    """Positions, in tokens, that a model was made for; None where its kind has no such number."""
+    """Return the context length of a model in tokens; None if its config has none."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def four_bit(dtype: torch.dtype | None) -> BitsAndBytesConfig:
-    """NF4 weights, multiplied in `dtype` (None: float32). Raises UserError without bitsandbytes."""
+    """Return the config of NF4 weights that compute in `dtype` (None: float32). Raises UserError if bitsandbytes is
+    not installed."""
     if not is_bitsandbytes_available():
         raise UserError("bitsandbytes is not installed: --load-in-4bit. Install it with: pip install bitsandbytes")
     compute = dtype or torch.float32
@@ -186,23 +184,23 @@ def load_policy(
     device: torch.device,
     vocabulary: int,
 ) -> PreTrainedModel | PeftModel:
-    """The start model as a causal LM in float32, its frozen weights in NF4 if `load_in_4bit`, with adapters if `lora`.
+    """Load the start model in float32, with frozen NF4 weights if `load_in_4bit`, and with adapters if `lora`.
 
-    `dtype` is the forward's precision (None: float32), in which 4-bit weights are multiplied. `vocabulary` is the
-    tokenizer's size. Raises UserError as `check_policy`, and for weights that are no numbers.
+    `dtype` is the precision of the forward pass (None: float32), `vocabulary` the number of the tokenizer's tokens.
+    Raises UserError as `check_policy` does, and if a weight contains NaN or infinity.
     """
     config = check_policy(name, vocabulary, lora.target_modules if lora is not None else ())
-    _drop_nothing(config)
+    _disable_dropout(config)
     model = _read_policy(name, config, four_bit(dtype) if load_in_4bit else None, device)
     check_weights(model, name)
     if load_in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=gradient_checkpointing)
-        _keep_one_forward(model)
+        _disable_repacking(model)
     if lora is not None:
         model = get_peft_model(model, lora)
         store_frozen_weights(model, dtype)
         release_mmap(model)
-    if not load_in_4bit:  # those weights are there already
+    if not load_in_4bit:  # 4-bit weights are on the device already
         model = model.to(device)  # before the reference is copied from it
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -215,7 +213,7 @@ def load_policy(
 def _read_policy(
     name: str, config: PretrainedConfig, quantization: BitsAndBytesConfig | None, device: torch.device
 ) -> PreTrainedModel:
-    """The causal LM in float32 on the CPU; or, quantized, on the device, because quantizing takes place there."""
+    """Read a causal LM in float32 on the CPU, or quantized on the device, where bitsandbytes quantizes."""
     placement = {"device_map": {"": device}} if quantization is not None else {}
     with readable(name):
         return AutoModelForCausalLM.from_pretrained(
@@ -230,8 +228,8 @@ def _read_policy(
 
 
 def load_adapter(base: PreTrainedModel, folder: str) -> PeftModel:
-    """A trained adapter over its base. Raises UserError where its weights would have to be unpickled."""
-    if not Path(folder, SAFETENSORS_WEIGHTS_NAME).is_file():  # peft would take adapter_model.bin without a word
+    """Load a trained adapter onto its base. Raises UserError if it has no safetensors file or does not fit."""
+    if not Path(folder, SAFETENSORS_WEIGHTS_NAME).is_file():  # peft would unpickle adapter_model.bin without a warning
         raise UserError(f"no {SAFETENSORS_WEIGHTS_NAME}: {folder}. Save the adapter with safetensors")
     try:
         with readable(folder):
@@ -243,25 +241,25 @@ def load_adapter(base: PreTrainedModel, folder: str) -> PeftModel:
         ) from None
 
 
-def _drop_nothing(config: PretrainedConfig) -> None:
-    """Dropout would act in train mode, and the first ratio would not be 1. TRL turns off what is a module; the rest
-    are functions, whose shares the layers read as they are made."""
+def _disable_dropout(config: PretrainedConfig) -> None:
+    """Set every dropout in the config to 0, because with dropout the first ratio would not be 1. TRL disables only
+    dropout modules; layers that call the dropout function read its probability from the config."""
     text = config.get_text_config()
     for name, value in list(vars(text).items()):
         if "drop" in name and isinstance(value, float):
             setattr(text, name, 0.0)
 
 
-def _keep_one_forward(model: PreTrainedModel) -> None:
-    """Sampling and training must see the same weights. On a CPU with bfloat16, bitsandbytes repacks 4-bit weights in
-    eval mode, with rounder scales: the first ratio would not be 1, and layers narrower than a block fail."""
+def _disable_repacking(model: PreTrainedModel) -> None:
+    """Prevent bitsandbytes from repacking 4-bit weights in eval mode on a CPU with bfloat16. This rounds the scales,
+    so the first ratio would not be 1, and it fails for layers narrower than a block."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
 
 def lora_modules(targets: Sequence[str]) -> list[str] | str:
-    """The modules that get an adapter, as peft takes them: by their names, or all linear layers but the head."""
+    """Return LoRA's target modules in the form that peft requires: a list of names, or "all-linear"."""
     return ALL_LINEAR if ALL_LINEAR in targets else list(targets)
 
 
@@ -280,14 +278,14 @@ def _check_targets(model: PreTrainedModel, targets: Collection[str], name: str) 
 def context_problems(
     lengths: Sequence[int], context: int | None, max_new_tokens: int, source: str, model: str = "start model"
 ) -> list[str]:
-    """What is wrong if prompts of so many tokens, alone or with their completions, exceed a model's context."""
+    """Return an error if prompts of these lengths (tokens), alone or with completions of `max_new_tokens`, exceed a
+    model's context (None: no limit). The message contains `source` and `model`."""
     longest = max(lengths)
     if context is None or longest + max_new_tokens <= context:
         return []
     alone = longest > context
-    room, flag, more = context, "", ""
-    if not alone:
-        room, flag, more = context - max_new_tokens, f" plus --max-new-tokens {max_new_tokens}", f" + {max_new_tokens}"
+    room = context if alone else context - max_new_tokens
+    flag, more = ("", "") if alone else (f" plus --max-new-tokens {max_new_tokens}", f" + {max_new_tokens}")
     fixes = [f"--max-new-tokens {context - longest}"] if longest < context else []
     if max_new_tokens < context:
         fixes.append(f"--prompt-length {context - max_new_tokens} (longer prompts are skipped)")

@@ -1,4 +1,4 @@
-"""From hidden states to logits and log-probabilities of tokens, chunk by chunk."""
+"""Compute logits and log-probabilities of tokens from hidden states, chunk by chunk to save memory."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from rlhf.models.budget import budget_of
 
 
 def base_of(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """The causal LM itself; adapters live inside its modules."""
+    """Return the causal LM without peft's wrapper. Adapters stay active, because they are inside its modules."""
     return policy.get_base_model() if isinstance(policy, PeftModel) else policy
 
 
 def backbone_of(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """The transformer under the language-model head."""
+    """Return the transformer without the language-model head."""
     base = base_of(policy)
     return getattr(base, base.base_model_prefix)
 
 
 def scaled_logits(policy: PreTrainedModel | PeftModel, hidden: Tensor, temperature: float) -> Tensor:
-    """Logits (..., V) in float32 at least, divided by the temperature; soft-capped where the architecture says so."""
+    """Return logits (..., V) of hidden states (..., H), divided by the temperature, in float32 or float64.
+
+    They are soft-capped first if the model's config has a final_logit_softcapping.
+    """
     base = base_of(policy)
     logits = upcast(base.get_output_embeddings()(hidden))
     cap = _softcap(policy)
@@ -36,7 +39,7 @@ def _softcap(policy: PreTrainedModel | PeftModel) -> float | None:
 
 
 def upcast(values: Tensor) -> Tensor:
-    """Half precisions as float32; float32 and float64 as they are."""
+    """Return half precisions as float32; float32 and float64 unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -49,11 +52,18 @@ def token_logprobs(
     entropy: str = "none",
     fused: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each token and entropy of its distribution, both (N,), nats, at the sampling temperature.
+    """Return the log-probability of each token and the entropy of its distribution, both (N,) in nats.
 
-    hidden (N, H), tokens (N,), `allowed` (N, V) or None: which tokens could be sampled, to which the distribution is
-    renormalised. `entropy` is "none" (zeros), "value" or "gradient". Without gradients, logits exist for some
-    positions at a time. With them, `fused` keeps the probabilities alone, where the head is a plain matrix.
+    Args:
+        policy: the causal LM.
+        hidden: (N, H) hidden states from which the tokens are predicted.
+        tokens: (N,) ids.
+        temperature: sampling temperature; the distribution is computed at this temperature.
+        allowed: (N, V) bool, tokens that could be sampled; the distribution is renormalized to them. None: all.
+        entropy: "none" (zeros), "value" (no gradient) or "gradient".
+        fused: store only the probabilities for the backward pass, if the head is a matrix without bias or soft cap.
+
+    Without gradients, the logits are computed chunk by chunk.
     """
     head = base_of(policy).get_output_embeddings()
     plain = type(head) is nn.Linear and head.bias is None and _softcap(policy) is None
@@ -62,7 +72,7 @@ def token_logprobs(
             return _FusedLogprobs.apply(hidden, head.weight, tokens, temperature, allowed, entropy)
         return _logprobs_of(scaled_logits(policy, hidden, temperature), tokens, allowed, entropy)
     dtype = forward_dtype(hidden)
-    weight = head.weight.to(dtype) if plain else None  # under autocast rounded once, and not for every block
+    weight = head.weight.to(dtype) if plain else None  # under autocast, convert once instead of once per block
     parts = []
     for rows in blocks(len(hidden), head.weight.shape[0], budget_of(hidden.device).logits_per_chunk):
         limits = None if allowed is None else allowed[rows]
@@ -75,13 +85,13 @@ def token_logprobs(
 
 
 def blocks(rows: int, width: int, most: int) -> list[slice]:
-    """Slices of `rows` rows of so many numbers, of which `most` may stand together."""
+    """Return slices that split `rows` rows of `width` numbers into blocks of at most `most` numbers."""
     size = max(1, most // width)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def forward_dtype(values: Tensor) -> torch.dtype:
-    """The precision of matrix products of `values`: autocast's, or their own."""
+    """Return the precision of matrix products with `values`: that of autocast, or of `values`."""
     device = values.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else values.dtype
 
@@ -100,8 +110,10 @@ def _logprobs_of(logits: Tensor, tokens: Tensor, allowed: Tensor | None, entropy
 def _probabilities(
     logits: Tensor, tokens: Tensor, temperature: float, allowed: Tensor | None, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Turns logits (N, V) into probabilities, in place and in float32 block by block; returns the tokens'
-    log-probabilities and, if asked, the entropies, (N,)."""
+    """Convert logits (N, V) to probabilities, in place, in float32 block by block.
+
+    Returns the tokens' log-probabilities and the entropies, both (N,); the entropies are 0 unless `entropy`.
+    """
     logprobs = torch.empty(len(logits), dtype=upcast(logits[:0]).dtype, device=logits.device)
     entropies = torch.zeros_like(logprobs)
     for rows in blocks(*logits.shape, budget_of(logits.device).floats_per_chunk):
@@ -117,10 +129,7 @@ def _probabilities(
 
 
 class _FusedLogprobs(torch.autograd.Function):
-    """Head, softmax and gather in one, which keeps the probabilities and nothing else of the vocabulary's width.
-
-    The gradient by the logits is g (1[token] - p) / temperature, and takes the probabilities' place in memory.
-    """
+    """Head, softmax and gather in one function. Of the tensors (N, V), only the probabilities are stored."""
 
     @staticmethod
     def forward(ctx, hidden, weight, tokens, temperature, allowed, entropy):
@@ -136,10 +145,11 @@ class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, by_logprobs, _):
         states, head, tokens, logprobs = ctx.saved_tensors
+        # dL/dlogits = dL/dlogprob * (1[token] - p) / temperature, computed in the memory of the probabilities
         by_logits, ctx.probabilities = ctx.probabilities, None
         scale = (by_logprobs / ctx.temperature).unsqueeze(-1)
         by_logits.mul_(-scale.to(by_logits.dtype))
-        # 1 - p from the log-probability: a rounded p near 1 would lose it
+        # 1 - p = -expm1(log p): with a rounded p near 1, the difference would be lost
         by_token = -torch.expm1(logprobs).unsqueeze(-1) * scale
         by_logits.scatter_(1, tokens.unsqueeze(-1), by_token.to(by_logits.dtype))
         by_hidden = (by_logits @ head).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None

@@ -1,7 +1,7 @@
-"""Micro-batches: what one forward pass reads of some episodes, padded or packed.
+"""Micro-batches, the inputs of one forward pass over some episodes, padded or packed.
 
-A packed row has no padding, no last token of a completion (nothing is predicted from it), and a prompt once for all
-its completions. `PaddedMicroBatch` is the plain version, on which the packed one is tested.
+A packed row has no padding. It has each prompt once for all its completions, and lacks the last token of every
+completion, because nothing is predicted from it. `PaddedMicroBatch` is the reference implementation in tests.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rlhf.models.attention import Layout, PackedLayout, Segment, use_packed_atte
 
 @dataclass
 class TokenBatch:
-    """B episodes with at most C prompt and T completion tokens, and the lengths of each. Micro-batches are made of it.
+    """B episodes with at most C prompt and T completion tokens, from which micro-batches are built.
 
-    Lengths are plain numbers, so that a layout is worked out without waiting for the device.
+    Lengths are Python ints, so that a layout is computed without a synchronization with the device.
     """
 
     prompt_ids: Tensor  # (B, C) padded on the left
@@ -30,11 +30,11 @@ class TokenBatch:
     mask: Tensor  # (B, T) True on the completion's tokens
     prompt_lengths: Sequence[int]
     completion_lengths: Sequence[int]
-    groups: Sequence[int]  # episodes of one number have one prompt
+    groups: Sequence[int]  # episodes with the same number have the same prompt
 
     @property
     def ids(self) -> Tensor:
-        """Prompt and completion, (B, C + T)."""
+        """Prompt and completion ids, (B, C + T)."""
         return torch.cat([self.prompt_ids, self.completion_ids], dim=1)
 
     @property
@@ -44,25 +44,25 @@ class TokenBatch:
 
 
 class MicroBatch(ABC):
-    """One forward pass over the episodes `rows`. M completion tokens in all, row by row."""
+    """The inputs of one forward pass over R episodes, `rows`, with M completion tokens in total, row by row."""
 
     def __init__(self, episodes: TokenBatch, rows: Sequence[int]):
         device, width = episodes.completion_ids.device, episodes.completion_ids.shape[1]
         self.rows = list(rows)
         self.lengths = [episodes.completion_lengths[r] for r in self.rows]
         flat_index = [r * width + np.arange(n) for r, n in zip(self.rows, self.lengths, strict=True)]
-        self.flat_index = on_device(device, np.concatenate(flat_index))  # (M,) of the completion tokens in (B, T)
+        self.flat_index = on_device(device, np.concatenate(flat_index))  # (M,) index of completion tokens in (B * T,)
         self.row_index = on_device(device, np.array(self.rows))
         self.tokens = episodes.completion_ids.flatten().index_select(0, self.flat_index)  # (M,)
         self.mask = episodes.mask.index_select(0, self.row_index)  # (R, T)
 
     @abstractmethod
     def forward(self, backbone: nn.Module) -> Tensor:
-        """The hidden states that the completion tokens are predicted from, (M, H)."""
+        """Runs the backbone. Returns the hidden states from which the completion tokens are predicted, (M, H)."""
 
 
 class PaddedMicroBatch(MicroBatch):
-    """Episodes as rows of equal length: the plain twin."""
+    """Episodes as padded rows of equal length: the reference implementation."""
 
     def __init__(self, episodes: TokenBatch, rows: Sequence[int]):
         super().__init__(episodes, rows)
@@ -79,7 +79,7 @@ class PaddedMicroBatch(MicroBatch):
 
 
 class PackedMicroBatch(MicroBatch):
-    """Episodes in one row without padding, in which a prompt that several share stands once."""
+    """Episodes in one row without padding, in which a prompt of several episodes occurs once."""
 
     def __init__(self, episodes: TokenBatch, rows: Sequence[int]):
         super().__init__(episodes, rows)
@@ -96,9 +96,9 @@ class PackedMicroBatch(MicroBatch):
 
 
 def run_packed(backbone: nn.Module, ids: Tensor, positions: Tensor, layout: Layout, cache=None) -> Tensor:
-    """Hidden states (N, H) of a packed row, ids and positions (1, N)."""
+    """Returns the hidden states (N, H) of a packed row with ids and positions (1, N)."""
     use_packed_attention(backbone)
-    # of four dimensions, so that models make no mask of their own
+    # with a mask of four dimensions, models do not build one themselves
     full_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
     output = backbone(
         input_ids=ids,
@@ -113,11 +113,11 @@ def run_packed(backbone: nn.Module, ids: Tensor, positions: Tensor, layout: Layo
 
 @dataclass
 class _Plan:
-    """A packed row of N tokens, as arrays of integers."""
+    """A packed row of N tokens, as integer arrays."""
 
-    flat_index: np.ndarray  # (N,) in the padded (B, C + T)
+    flat_index: np.ndarray  # (N,) index of each token in the padded ids, (B * (C + T),)
     positions: np.ndarray  # (N,)
-    predictors: np.ndarray  # (M,) in the row: the token from which each completion token is predicted
+    predictors: np.ndarray  # (M,) index in the row of the token from which each completion token is predicted
     segments: list[tuple[list[np.ndarray], list[np.ndarray], list[int] | None]]  # queries, keys, keys before
 
     def layout(self, device: torch.device) -> PackedLayout:
@@ -146,7 +146,7 @@ class _Plan:
 
 
 def _plan(episodes: TokenBatch, rows: Sequence[int], lengths: Sequence[int]) -> _Plan:
-    """Prompt by prompt: the prompt, then all its completions, each without its last token."""
+    """Returns the plan of a row with each prompt, followed by all its completions without their last tokens."""
     context = episodes.prompt_ids.shape[1]
     width = context + episodes.completion_ids.shape[1]
     shared = len({episodes.groups[r] for r in rows}) < len(rows)
@@ -182,7 +182,7 @@ def _plan(episodes: TokenBatch, rows: Sequence[int], lengths: Sequence[int]) -> 
 
 
 def _rectangle(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of unlike lengths as one (R, longest), filled up with 0, and where in it each row starts."""
+    """Returns rows of different lengths as one array (R, longest), padded with 0, and the flat index of each start."""
     longest = max(map(len, rows))
     filled = np.zeros((len(rows), longest), dtype=np.int64)
     for into, row in zip(filled, rows, strict=True):
@@ -195,7 +195,7 @@ def on_device(device: torch.device, numbers: np.ndarray) -> Tensor:
 
 
 def pack_rows(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, PackedLayout]:
-    """Positions (1, N) and layout of some texts in one row."""
+    """Returns the positions (1, N) and the layout of texts with these lengths in one row."""
     ends = np.cumsum(lengths)
     texts = [np.arange(end - size, end) for size, end in zip(lengths, ends, strict=True)]
     positions = np.concatenate([np.arange(size) for size in lengths])

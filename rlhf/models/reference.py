@@ -1,4 +1,4 @@
-"""The frozen reference, and the memory of weights that are not trained."""
+"""The frozen reference model, and the memory of frozen weights."""
 
 from __future__ import annotations
 
@@ -17,26 +17,31 @@ from rlhf.models.packing import MicroBatch
 
 
 class Reference:
-    """The frozen start model: a model of its own, or under LoRA the policy with its adapters switched off."""
+    """The frozen start model: a separate copy, or with LoRA the policy with its adapters disabled."""
 
     def __init__(self, policy: PreTrainedModel | PeftModel, copy: PreTrainedModel | None):
-        """`copy` None: the adapters of `policy` can be switched off."""
+        """`copy` is None if `policy` has LoRA adapters."""
         self.policy, self.copy = policy, copy
 
     @classmethod
     def before_training(cls, policy: PreTrainedModel | PeftModel, dtype: torch.dtype | None) -> Reference:
-        """Of a policy that will be trained. `dtype` is its forward precision: a KL between unlike precisions would
-        measure the rounding."""
+        """Returns the reference of a policy that is not trained yet.
+
+        `dtype` is the precision of the policy's forward pass. With another one, the KL would include rounding errors.
+        """
         return cls(policy, None if isinstance(policy, PeftModel) else frozen_copy(policy, dtype))
 
     @contextlib.contextmanager
     def model(self) -> Iterator[PreTrainedModel | PeftModel]:
-        """The reference as a causal LM, while the context lasts."""
+        """Context that gives the reference as a causal LM."""
         with contextlib.nullcontext() if self.copy is not None else self.policy.disable_adapter():
             yield self.copy if self.copy is not None else self.policy
 
     def logprobs(self, micro_batch: MicroBatch, temperature: float, allowed: Tensor | None) -> Tensor:
-        """Log-probs of a micro-batch's completion tokens under the start model, (R, T) and 0 off the mask."""
+        """Returns the log-probs of a micro-batch's completion tokens under the reference, (R, T), nats.
+
+        They are 0 where the mask is False. `allowed` as in `token_logprobs`.
+        """
         with self.model() as model:
             hidden = micro_batch.forward(backbone_of(model))
             return scatter_to_padded(
@@ -45,17 +50,17 @@ class Reference:
 
 
 def frozen_copy(policy: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
-    """A copy without gradients, its linear layers stored in `dtype` if there is one."""
+    """Returns a copy without gradients, with its linear layers stored in `dtype` (None: unchanged)."""
     frozen = copy.deepcopy(policy).eval().requires_grad_(False)
     store_frozen_weights(frozen, dtype)
     return frozen
 
 
 def store_frozen_weights(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Linear layers that are not trained, stored in the forward's precision.
+    """Store frozen linear layers in the precision of the forward pass; `dtype` None: change nothing.
 
-    Those are the weights that autocast would round anyway, each time anew, so outputs stay the same to the bit.
-    Embeddings and norms stay in float32, as autocast leaves them; so does a head that is tied to the embeddings.
+    Autocast would convert these weights in every forward pass, so the outputs are bit-identical. Embeddings and norms
+    remain in float32, because autocast does not convert them. So does a head that is tied to the embeddings.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in model.modules():
@@ -66,8 +71,10 @@ def store_frozen_weights(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def release_mmap(model: nn.Module) -> None:
-    """Copy the float32 CPU weights that still point into the memory-mapped weights file, if others were rounded or
-    quantized: the whole file stays mapped as long as one weight points into it."""
+    """Clone frozen float32 CPU weights that may point into the memory-mapped weights file, so that it can be freed.
+
+    The whole file stays mapped as long as one weight points into it. Nothing is done if all weights are float32.
+    """
     weights = list(model.parameters())
     if any(w.dtype != torch.float32 for w in weights):
         for weight in weights:

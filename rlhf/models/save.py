@@ -1,4 +1,4 @@
-"""Save and load a policy's weights: plain Hugging Face files, and the value head beside them."""
+"""Save and load the weights of a policy as Hugging Face files, with the value head in a separate file."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rlhf.utils.files import disk_errors
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 VALUE_HEAD_FILE = "value_head.safetensors"
-CRITIC_FILE = "critic.safetensors"  # what is trained of a critic's own backbone
-ONE_FILE = "1000GB"  # weights in one file can be put in place at one stroke
+CRITIC_FILE = "critic.safetensors"  # trainable weights of a separate critic backbone
+ONE_FILE = "1000GB"  # max_shard_size: a single weights file can be replaced atomically
 
 
 def save_policy(actor: Actor, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the policy (under LoRA its adapter), the tokenizer and the value head, if there is one, into `folder`.
+    """Write the policy (with LoRA its adapter), the tokenizer, and the critic if there is one, to `folder`.
 
-    Loads with `AutoModelForCausalLM` or `PeftModel`, which do not look at the value head or a critic's own backbone.
-    Raises RunError, and writes nothing, if a weight is not finite.
+    `AutoModelForCausalLM` or `PeftModel` can load the folder; they ignore the value head and the critic's backbone.
+    Raises RunError and writes nothing if a weight is not finite.
     """
     bad = bad_weights(actor)
     if bad:
@@ -43,14 +43,14 @@ def save_policy(actor: Actor, tokenizer: PreTrainedTokenizerBase, folder: Path) 
 
 
 def trained_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights that are trained, by their names."""
+    """Return the trainable weights by name."""
     return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
 
 
 def load_policy_weights(actor: Actor, folder: Path) -> None:
-    """Put a saved policy (or adapter) back, and its value head where actor and folder both have one.
+    """Load a saved policy (or adapter), and its value head if both the actor and the folder have one.
 
-    Raises UserError where the folder holds no such weights or another model's.
+    Raises UserError if the folder has no such weights, or those of another model.
     """
     is_adapter = isinstance(actor.policy, PeftModel)
     file = folder / (ADAPTER_FILE if is_adapter else WEIGHTS_FILE)
@@ -76,7 +76,7 @@ def load_policy_weights(actor: Actor, folder: Path) -> None:
 
 
 def _load_critic(critic: nn.Module, file: Path) -> None:
-    """Raises UserError where there is no such critic, RuntimeError where it is another model's."""
+    """Load a separate critic. Raises UserError if there is no file, RuntimeError if it is of another model."""
     if not file.is_file():
         raise UserError(
             f"no {file.name}: {file.parent}. The critic of that run shared the policy's backbone. Use --critic shared"
@@ -88,8 +88,11 @@ def _load_critic(critic: nn.Module, file: Path) -> None:
 
 
 def _read_weights(policy: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
-    """A saved policy's weights by the names that they have in the model: on the disk some have their older ones, as
-    the head of GPT-NeoX, and transformers alone knows which. Raises RuntimeError where they are not this model's."""
+    """Read the weights of a saved policy, by their names in the model.
+
+    Some names in the file differ (such as the head of GPT-NeoX), so transformers must read it. Raises RuntimeError if
+    the weights belong to another model.
+    """
     saved, found = type(policy).from_pretrained(
         folder, config=policy.config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
     )
@@ -100,7 +103,7 @@ def _read_weights(policy: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
 
 
 def _check_adapter(policy: PeftModel, folder: Path) -> None:
-    """peft loads another adapter's weights without a word where the shapes happen to fit."""
+    """Raise UserError if a saved adapter has another configuration. peft only compares shapes."""
     policy_config, saved_config = policy.peft_config["default"], PeftConfig.from_pretrained(str(folder))
     for name in ("r", "lora_alpha", "target_modules"):
         here, there = (
@@ -114,8 +117,10 @@ def _check_adapter(policy: PeftModel, folder: Path) -> None:
 
 
 def bad_weights(module: nn.Module, frozen: bool = False) -> list[str]:
-    """Return the names of the trainable weights (with `frozen`, of all) that hold NaN or an infinity. Waits for the
-    device once."""
+    """Return the names of trainable weights (with `frozen`, of all weights) that contain NaN or infinity.
+
+    Synchronizes with the device once.
+    """
     weights = {name: weight.detach() for name, weight in module.named_parameters() if frozen or weight.requires_grad}
     if not weights:
         return []

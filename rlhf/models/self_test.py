@@ -1,4 +1,4 @@
-"""Whether our ways through a model give what its own forward gives, tried out on a few tokens as it is loaded."""
+"""Self-test when a model is loaded: do this project's forward passes give the same results as the model's own?"""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from rlhf.models.logprobs import backbone_of, base_of, forward_dtype, scaled_log
 from rlhf.models.packing import pack_rows, run_packed
 from rlhf.utils.errors import RLHFWarning, UserError
 
-LENGTHS = (7, 5)  # tokens of the texts that are tried
-# the largest difference that rounding makes, as a share of the largest number
+LENGTHS = (7, 5)  # tokens of the test texts
+# largest difference that rounding can explain, relative to the largest absolute value
 NEAR = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
 @torch.no_grad()
 def check_forward_matches(policy: PreTrainedModel | PeftModel, name: str) -> None:
-    """Raise UserError if logits are more than the head's output, soft-capped: Cohere scales them, for one. A model
-    that sees something else in a packed row than in its texts one by one (the attention sinks of GPT-OSS are not ours)
-    is marked as one that cannot be packed: it runs padded, and decodes plainly."""
+    """Compare this project's forward passes with the model's own, on a few tokens.
+
+    Raises UserError if the model changes its logits after the head in another way than by a soft cap (Cohere scales
+    them). If a packed row gives other hidden states than separate texts (GPT-OSS has attention sinks, which `attend`
+    does not support), the model is marked as not packable: it runs padded, with the "plain" rollout engine.
+    """
     base, backbone = base_of(policy), backbone_of(policy)
     embeddings = base.get_input_embeddings()
     ids = torch.arange(sum(LENGTHS), device=embeddings.weight.device) * 7 % embeddings.num_embeddings

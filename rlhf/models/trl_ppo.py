@@ -1,13 +1,13 @@
-"""The only file that imports `trl.experimental`, for the three names that we use.
+"""The only file that imports `trl.experimental`. It needs three names.
 
-TRL dropped PPO in release 1.13. More than this import depends on it: rlhf/trainer/trl_host.py constructs a PPOTrainer,
-whose accelerator, optimizer, scheduler, state and callback handler the loop uses, and rlhf/models/actor_critic.py
-reads the value head of AutoModelForCausalLMWithValueHead.
+TRL removed PPO in release 1.13. Other files depend on these classes: rlhf/trainer/trl_host.py constructs a PPOTrainer,
+whose accelerator, optimizer, scheduler, state and callback handler the training loop uses, and
+rlhf/models/actor_critic.py uses the value head of AutoModelForCausalLMWithValueHead. docs/trl_1_12.md has details.
 """
 
 import os
 
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # we know that it is experimental: requirements.txt pins it
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # the warning is not needed, because TRL's version is pinned
 
 from trl.experimental.ppo import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 

@@ -31,7 +31,7 @@ class SlotKVCache:
         self.prefill_index = slots, columns, gather_index
 
     def begin_decode(self, at: Tensor, span: int) -> None:
-        """Prepare for a pass with one token per slot, stored in column `at` (S,); the first `span` columns are used."""
+        """Prepare for a pass with one token per slot, stored in column `at` (S,). `span` columns are attended to."""
         self.prefill_index, self.at, self.span = None, at, span
         self.every = torch.arange(self.slots, device=at.device)
 

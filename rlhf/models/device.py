@@ -47,7 +47,7 @@ def autocast_dtype(wanted: bool | None, device: torch.device) -> torch.dtype | N
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
-    """Returns a context with the precision of the forward pass; `dtype` None: float32.
+    """Returns a context manager with the precision of the forward pass; `dtype` None: float32.
 
     Needed because PPOConfig(bf16=True) leaves accelerate's mixed precision at "no".
     """

@@ -69,7 +69,7 @@ def base_of_adapter(folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def readable(name: str, hint: str = "Give a complete model folder with safetensors weights") -> Iterator[None]:
-    """Context that turns loading errors of transformers (no safetensors, corrupted files, ...) into one UserError."""
+    """Context manager that turns loading errors of transformers (such as corrupted files) into one UserError."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:

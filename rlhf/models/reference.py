@@ -33,7 +33,7 @@ class Reference:
 
     @contextlib.contextmanager
     def model(self) -> Iterator[PreTrainedModel | PeftModel]:
-        """Context that gives the reference as a causal LM."""
+        """Context manager that gives the reference as a causal LM."""
         with contextlib.nullcontext() if self.copy is not None else self.policy.disable_adapter():
             yield self.copy if self.copy is not None else self.policy
 

@@ -13,12 +13,12 @@ from rlhf.models.logprobs import forward_dtype
 
 @contextlib.contextmanager
 def prepacked_weights(model: nn.Module, rows: int, device: torch.device) -> Iterator[None]:
-    """Context in which linear layers use copies of their weights in oneDNN's blocked layout.
+    """Context manager: linear layers use copies of their weights in oneDNN's blocked layout.
 
-    A decoding step multiplies a few rows by all weights, and its time is mostly spent reading the weights. The blocked
-    layout is up to twice as fast on a CPU. `rows` is the number of rows of each product. The context does not support
-    gradients or changes of the weights. It does nothing without a CPU with oneDNN, or in other precisions than float32
-    and bfloat16.
+    A decoding step multiplies a few rows by all weights, and most of its time is spent reading the weights. The
+    blocked layout makes it up to twice as fast on a CPU. `rows` is the number of rows of each product. Gradients are
+    not supported, and the weights must not change meanwhile. Nothing happens on other devices, without oneDNN, or in
+    precisions other than float32 and bfloat16.
     """
     layers = {layer: forward_dtype(layer.weight) for layer in prepackable_layers(model, device)}
     try:

@@ -56,7 +56,7 @@ class RolloutCollector:
 
         Args:
             episodes: (number of the episode in the run, prompt) of each completion.
-            update: number of the update, from 1.
+            update: number of the update, from 1; 0 for evaluations.
             purpose: "rollout" or "evaluate"; each has separate random numbers.
         """
         prompts, completions = [prompt for _, prompt in episodes], self.sample(episodes, update, purpose)

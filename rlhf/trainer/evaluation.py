@@ -99,7 +99,7 @@ def fixed_text(
     """Returns the text for the perplexity of a run.
 
     It is the text of `file`, if given. Otherwise it is the chosen completions of the evaluation prompts, if there are
-    any, and otherwise completions of the start model, which `start` samples. At most `most` prompts are used.
+    any, and otherwise completions of the start model, which `start` samples. At most `most` completions are used.
     """
     if file is not None:
         return text_of_file(tokenizer, file)

@@ -131,7 +131,7 @@ class OnPolicyLoop:
     def train(self, *unexpected, **named) -> dict[str, float]:
         """Run all updates. Returns the metrics of the last update and of the last evaluation.
 
-        Raises UserError for any argument, because other trainers take some. Raises RunError if training fails.
+        Arguments are accepted only to raise a helpful UserError. Raises RunError if training fails.
         """
         if unexpected or named:
             raise UserError(
@@ -245,7 +245,7 @@ class OnPolicyLoop:
             self.evaluate()
 
     def _finish_epoch(self, update: int) -> None:
-        """At the end of an epoch, call the callbacks with the mean of each metric over the epoch's updates."""
+        """At the end of an epoch, call the callbacks with the mean of each metric over the updates that logged it."""
         before, passes = (int(self.sampler.epochs(u)) for u in (update - 1, update))
         if passes > before and self.this_epoch:
             names = dict.fromkeys(name for metrics in self.this_epoch for name in metrics)

@@ -29,7 +29,7 @@ class MicroBatchBudget:
 
     @contextmanager
     def raise_on_oom(self, phase: str) -> Iterator[None]:
-        """Context for work that cannot be split. Raises RunError if it runs out of memory."""
+        """Context manager for work that cannot be split. Raises RunError if it runs out of memory."""
         try:
             yield
         except torch.OutOfMemoryError as error:

@@ -57,7 +57,7 @@ class PolicyOptimizer:
 
     @contextlib.contextmanager
     def dropout_stream(self, update: int) -> Iterator[None]:
-        """Context in which torch's global random generators, which dropout uses, are seeded by (seed, update).
+        """Context manager that seeds torch's global random generators, which dropout uses, by (seed, update).
 
         Their state is restored afterwards, because reward functions may use them.
         """

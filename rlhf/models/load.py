@@ -83,7 +83,8 @@ def readable(name: str, hint: str = "Give a complete model folder with safetenso
 
 
 def load_tokenizer(name: str, plain: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model, with left padding; `plain` removes its chat template. Raises UserError.
+    """Load the tokenizer of a model, with left padding; `plain` removes its chat template. Raises UserError if it has
+    no EOS, or no token for padding.
 
     A pad token that equals EOS (SmolLM2) is replaced: otherwise a mask `ids != pad` also masks EOS, and the model
     never learns to stop. EOS becomes the token that ends completions: chat models of Gemma end them with

@@ -36,20 +36,13 @@ class GRPO:
     def loss(
         self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Computes the GRPO loss of some rows. The losses of a minibatch's micro-batches add up to its loss.
+        """Computes the GRPO loss of a micro-batch, `rows` (n,), and its detached statistics by TensorBoard tag.
 
-            L = sum_it w_it * (L_policy_it + beta * KL_it) - entropy_coef * mean entropy
+            L = sum_it w_i * (L_policy_it + beta * KL_it) - entropy_coef * mean entropy
 
-        The weights w are `objectives.grpo_token_weights`. beta is 0 here unless kl_placement is "loss".
-
-        Args:
-            experience: the batch of the update.
-            rows: (n,) indices of the rows.
-            outputs: outputs of the current policy for these rows.
-            total_tokens: completion tokens of the minibatch, a scalar.
-
-        Returns:
-            The loss, a scalar, and its detached statistics by TensorBoard tag.
+        The weights w are `objectives.grpo_token_weights`. The mean entropy is a sum over the rows' tokens, divided by
+        the completion tokens of the minibatch, `total_tokens`. The losses of the minibatch's micro-batches therefore
+        add up to its loss. `outputs` are those of the current policy. beta is 0 here unless kl_placement is "loss".
         """
         config, loss_type = self.config, self.config.grpo.loss_type
         mask, old = experience.mask[rows], experience.logprobs[rows]

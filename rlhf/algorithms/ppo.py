@@ -42,21 +42,13 @@ class PPO:
     def loss(
         self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Computes the PPO loss of some rows. The losses of a minibatch's micro-batches add up to its loss.
+        """Computes the PPO loss of a micro-batch, `rows` (n,), and its detached statistics by TensorBoard tag.
 
             L = L_policy + value_coef * L_value - entropy_coef * mean entropy + beta * mean KL
 
-        Every term is a sum over the rows' tokens divided by `total_tokens`. beta is 0 here unless kl_placement is
-        "loss".
-
-        Args:
-            experience: the batch of the update.
-            rows: (n,) indices of the rows.
-            outputs: outputs of the current policy for these rows.
-            total_tokens: completion tokens of the minibatch, a scalar.
-
-        Returns:
-            The loss, a scalar, and its detached statistics by TensorBoard tag.
+        Every term is a sum over the rows' tokens, divided by the completion tokens of the minibatch, `total_tokens`.
+        The losses of the minibatch's micro-batches therefore add up to its loss. `outputs` are those of the current
+        policy. beta is 0 here unless kl_placement is "loss".
         """
         config, mask, old = self.config, experience.mask[rows], experience.logprobs[rows]
         policy_loss, clipfrac = objectives.clipped_policy_loss(

@@ -48,13 +48,10 @@ def sample_completions(
     UserError if the model or the device does not support `engine`.
 
     Args:
-        policy: the causal LM.
         prompts: B prompts.
         uniform: (B, max_new_tokens) random numbers in [0, 1), one per token.
-        sampling: temperature, top-k, top-p and max_new_tokens.
         eos: id of the EOS token.
         pad: id of the pad token.
-        device: device of the policy.
         engine: "plain", "slots", "graph" or "auto".
         slots: completions sampled at a time; 0: the default of the device.
     """

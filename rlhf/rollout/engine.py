@@ -50,8 +50,7 @@ def sample_completions(
     Args:
         prompts: B prompts.
         uniform: (B, max_new_tokens) random numbers in [0, 1), one per token.
-        eos: id of the EOS token.
-        pad: id of the pad token.
+        eos, pad: ids of the EOS and pad tokens.
         engine: "plain", "slots", "graph" or "auto".
         slots: completions sampled at a time; 0: the default of the device.
     """

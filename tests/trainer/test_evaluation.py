@@ -1,4 +1,7 @@
-"""Evaluation and the report: perplexity, paired evaluations, figures and intervals, by hand or against plain code."""
+"""Tests of evaluations and of the before/after report: perplexity, paired evaluations, figures and intervals.
+
+Expected values are computed by hand or with a plain forward pass.
+"""
 
 from __future__ import annotations
 
@@ -33,26 +36,26 @@ def prompts(count: int, **more) -> list[Prompt]:
     return [Prompt((1, 2), Example(messages=({"role": "user", "content": f"q {i}"},), **more)) for i in range(count)]
 
 
-def test_perplexity_against_a_plain_forward(start_model):
-    """Completions of unlike length, temperature 1, EOS included, padding without effect."""
+def test_perplexity_matches_a_plain_forward_pass(start_model):
+    """Completions of different lengths at temperature 1: EOS counts, and padding has no effect."""
     tokenizer = load_tokenizer(str(start_model))
     policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
     rows = [("the cat", "yes"), ("what is the capital of France?", "Paris, on the river Seine")]
     examples = [Example(messages=({"role": "user", "content": q},), chosen=a) for q, a in rows]
-    made = [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
+    prompt_rows = [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
     completions = [encode_completion(tokenizer, answer) for _, answer in rows]
     total, tokens = 0.0, 0
-    for prompt, completion in zip(made, completions, strict=True):
+    for prompt, completion in zip(prompt_rows, completions, strict=True):
         with torch.no_grad():
             logp = policy(torch.tensor([[*prompt.ids, *completion]])).logits[0].log_softmax(-1)
         total -= sum(float(logp[len(prompt.ids) - 1 + i, token]) for i, token in enumerate(completion))
         tokens += len(completion)
-    text = FixedText(made, completions, "two")
+    text = FixedText(prompt_rows, completions, "two")
     found = perplexity(policy, text, tokenizer.pad_token_id, CPU, None)
     assert found == pytest.approx(math.exp(total / tokens), rel=1e-5)
 
 
-def test_perplexity_is_taken_on_chosen_replies(start_model):
+def test_perplexity_uses_the_chosen_completions(start_model):
     tokenizer = load_tokenizer(str(start_model))
     pairs = prompts(3, chosen="yes", rejected="no")
     text = fixed_text(tokenizer, pairs, lambda _: pytest.fail("nothing to sample"), None)
@@ -60,23 +63,23 @@ def test_perplexity_is_taken_on_chosen_replies(start_model):
     assert text.completions == [encode_completion(tokenizer, "yes")] * 3
 
 
-def test_without_pairs_the_perplexity_is_of_the_start_models_replies_and_says_so(build, tmp_path, capsys):
-    """Named wherever it is shown, and the same text throughout the run."""
+def test_perplexity_without_pairs_uses_completions_of_the_start_model(build, tmp_path, capsys):
+    """The output names the source of the text, and the text is the same throughout the run."""
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": f"What is number {i}?"}) for i in range(80)))
     trainer = build("--prompts", file, "--num-iterations", 1)
     log = attach(trainer)
     trainer.train()
-    kept = len(trainer.evaluation_prompts)
-    source = f"one fixed sample of the start model's completions ({kept})"
+    count = len(trainer.evaluation_prompts)
+    source = f"one fixed sample of the start model's completions ({count})"
     assert trainer.evaluator.text.source == source == log.record.best.perplexity_text
     start = [json.loads(line)["reply"] for line in (Path(log.path.parent) / "samples" / "update-000000.jsonl").open()]
     decoded = [decode_completion(trainer.processing_class, ids) for ids in trainer.evaluator.text.completions]
-    assert decoded == start, "EOS where the reply had one, no other change"
-    assert capsys.readouterr().out.count(f"on {source}") == 2, "before and after"
+    assert decoded == start, "the decoded completions must equal the recorded samples"
+    assert capsys.readouterr().out.count(f"on {source}") == 2, "once before and once after training"
 
 
-def test_a_named_text_is_the_perplexitys(build, start_model, tmp_path):
+def test_eval_text_file_is_used_for_perplexity(build, start_model, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("the cat sat\n\nParis is a city\non a river\n\n\n")
     trainer = build("--eval-text", file)
@@ -103,51 +106,55 @@ def test_evaluations_use_the_same_random_numbers(build):
     assert len(set(first.texts)) > 1
 
 
-def test_metrics_of_an_evaluation_by_hand():
-    looked = evaluation([1.0, 3.0], kl=[2.0, 4.0], lengths=[10, 20], ended=[True, False])
-    logged = looked.metrics()
+def test_evaluation_metrics_match_values_computed_by_hand():
+    result = evaluation([1.0, 3.0], kl=[2.0, 4.0], lengths=[10, 20], ended=[True, False])
+    logged = result.metrics()
     assert (logged["eval/score"], logged["eval/kl_divergence"]) == (2.0, 3.0)
     assert logged["eval/kl_divergence/token"] == pytest.approx(6 / 30)
     assert (logged["eval/reply_length"], logged["eval/eos_rate"], logged["eval/perplexity"]) == (15, 0.5, 2.0)
 
 
-def test_the_report_by_hand():
+def test_report_figures_match_values_computed_by_hand():
     before, after = evaluation([0.0, 2.0, 4.0], lengths=[4, 4, 4]), evaluation([3.0, 5.0, 7.0], lengths=[8, 8, 8])
     figures = compare(before, after, prompts(3), None, seed=1)
     assert (figures["score_before"], figures["score_after"]) == (2.0, 5.0)
-    assert figures["score_rise_in_start_sd"] == pytest.approx(3 / 2)  # the start's scores have standard deviation 2
+    assert figures["score_rise_in_start_sd"] == pytest.approx(
+        3 / 2
+    )  # the start model's scores have standard deviation 2
     low, high = figures["score_rise_interval"]
-    assert low < 0 and high == 3.0, "every prompt rose by 3, and three prompts prove nothing"
+    assert low < 0 and high == 3.0, "every score rose by 3, but three prompts are too few to be significant"
     assert (figures["length_before"], figures["length_after"]) == (4, 8)
     assert "gold_before" not in figures
 
 
-def test_gold_quality_is_asked_with_question_reply_and_ending():
-    asked = []
-    looked = evaluation([0.0], texts=["plum"], ended=[False])
-    assert gold_scores(looked, prompts(1), lambda *a: asked.append(a) or 0.25) == [0.25]
-    assert asked == [("q 0", "plum", False)]
-    figures = compare(looked, evaluation([1.0], texts=["fig"]), prompts(1), lambda q, t, e: float(t == "fig"), seed=1)
+def test_gold_judge_receives_question_completion_and_ended_flag():
+    calls = []
+    result = evaluation([0.0], texts=["plum"], ended=[False])
+    assert gold_scores(result, prompts(1), lambda *a: calls.append(a) or 0.25) == [0.25]
+    assert calls == [("q 0", "plum", False)]
+    figures = compare(result, evaluation([1.0], texts=["fig"]), prompts(1), lambda q, t, e: float(t == "fig"), seed=1)
     assert (figures["gold_before"], figures["gold_after"], figures["gold_rise_interval"]) == (0.0, 1.0, [1.0, 1.0])
 
 
-def test_last_kl_reads_the_targets_unit():
+def test_last_kl_uses_the_unit_of_the_target():
     history = [{"kl_divergence": float(i), "kl_divergence/token": i / 100, "step": i + 1} for i in range(20)]
     history += [{"eval/score": 1.0, "step": 20}]
     assert last_kl(history, KLTarget(6, "sequence")) == pytest.approx(14.5)
     assert last_kl(history, KLTarget(0.05, "token")) == pytest.approx(0.145)
 
 
-def test_the_kl_at_the_end_of_each_phase_by_hand():
+def test_kl_at_the_end_of_each_phase_matches_values_computed_by_hand():
     history = [{"kl_divergence": 9.0, "kl_divergence/token": float(i), "step": i} for i in range(1, 25)]
     phases = [(1, 20, KLTarget(0.5, "token")), (21, 24, KLTarget(0.2, "token"))]
     ends = kl_of_phases(history, phases)
-    assert [e["kl_last_10_updates"] for e in ends] == [15.5, 22.5], "11..20; of the short phase only its own 21..24"
+    assert [e["kl_last_10_updates"] for e in ends] == [15.5, 22.5], (
+        "updates 11 to 20, and all 4 updates of the short second phase"
+    )
     assert [(e["updates"], e["target"]) for e in ends] == [([1, 20], 0.5), ([21, 24], 0.2)]
 
 
 def test_skipped_updates_do_not_shift_the_phases():
-    """Updates 3 and 4 of 6 were skipped, so they are not in the log: the phases 1-3 and 4-6 end at 0.34 and 1.7."""
+    """Updates 3 and 4 of 6 were skipped, so the log does not contain them. The phases 1-3 and 4-6 end at 0.34 and 1.7."""
     history = [{"kl_divergence": kl, "step": step} for step, kl in ((1, 0.0), (2, 0.68), (5, 1.6), (6, 1.8))]
     phases = [(1, 3, KLTarget(1, "sequence")), (4, 6, KLTarget(2, "sequence"))]
     assert [e["kl_last_10_updates"] for e in kl_of_phases(history, phases)] == pytest.approx([0.34, 1.7])

@@ -1,5 +1,5 @@
-"""What an update does and leaves alone, in every algorithm: first step, step counts, clipping, seeds, micro-batches,
-EOS, callbacks."""
+"""Tests of the training loop with every algorithm: first step, step counts, clipping, seeds, micro-batches, EOS and
+callbacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.conftest import attach, whole_gradient
 
 @pytest.fixture(params=list(ALGORITHMS))
 def make(build, request):
-    """`build` for each algorithm: 4 prompts, or 2 prompts x 2 replies."""
+    """`build` for each algorithm: 4 prompts, or 2 prompts x 2 completions."""
     return functools.partial(build, algorithm=request.param)
 
 
@@ -43,7 +43,7 @@ def largest_difference(one: dict, other: dict) -> float:
 
 
 @pytest.mark.parametrize("flags", [(), ("--use-lora",), ("--bf16",), ("--top-p", "0.7"), ("--top-k", "9")])
-def test_first_step_has_ratio_1_and_no_kl(make, flags):
+def test_first_step_has_ratio_1_and_zero_kl(make, flags):
     trainer = make("--ppo-epochs", "1", *flags)
     logged = trainer.update_step(1)
     per_token = 1e-3 if "--bf16" in flags else 1e-6
@@ -54,7 +54,7 @@ def test_first_step_has_ratio_1_and_no_kl(make, flags):
     assert abs(logged["kl_divergence/k3"]) <= per_token * logged["completions/mean_length"]
 
 
-def test_kl_grows_once_the_policy_moves(make):
+def test_kl_grows_when_the_policy_changes(make):
     trainer = make("--learning-rate", "3e-3")
     assert trainer.update_step(1)["kl_divergence/k3"] < 1e-6
     assert trainer.update_step(2)["kl_divergence/k3"] > 1e-3
@@ -63,60 +63,62 @@ def test_kl_grows_once_the_policy_moves(make):
 @pytest.mark.parametrize(("updates", "epochs", "minibatches"), [(2, 2, 1), (2, 3, 2), (1, 2, 4)])
 def test_optimizer_steps_are_updates_x_epochs_x_minibatches(make, updates, epochs, minibatches):
     trainer = make("--num-iterations", updates, "--ppo-epochs", epochs, "--minibatches", minibatches)
-    counted = []
+    steps = []
     step = trainer.optimizer.optimizer.step
-    trainer.optimizer.optimizer.step = lambda *a, **k: (counted.append(1), step(*a, **k))[1]
+    trainer.optimizer.optimizer.step = lambda *a, **k: (steps.append(1), step(*a, **k))[1]
     trainer.train()
-    assert len(counted) == trainer.progress.optimizer_steps == updates * epochs * minibatches
+    assert len(steps) == trainer.progress.optimizer_steps == updates * epochs * minibatches
 
 
 def test_fewer_prompts_than_a_batch_does_not_hang(make):
-    """The scripts refuse it; from Python it may be meant."""
-    whole = make()
-    three = PromptSets(train=whole.train_prompts[:3], evaluation=whole.evaluation_prompts, too_long=0)
+    """The scripts reject this, but the Python API allows it."""
+    full = make()
+    three = PromptSets(train=full.train_prompts[:3], evaluation=full.evaluation_prompts, too_long=0)
     trainer = make("--num-iterations", "1", prompts=three)
     assert len(trainer.train_prompts) == 3
     assert trainer.update_step(1)["optimizer_steps"] == 2
 
 
-def test_gradient_norm_is_really_clipped(make):
-    """With plain SGD the weights move by learning rate x gradient: clipped to 1e-3, by at most that norm."""
+def test_gradient_norm_is_clipped(make):
+    """With plain SGD the weights move by learning rate x gradient. The gradient norm is clipped to 1e-3."""
     trainer = make("--ppo-epochs", "1", "--max-grad-norm", "1e-3")
     trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
     before = weights(trainer)
     logged = trainer.update_step(1)
     after = weights(trainer)
     moved = torch.stack([(after[n] - before[n]).norm() for n in before]).norm()
-    assert logged["policy/grad_norm"] > 1e-2, "the gradient before clipping must be larger, or this shows nothing"
+    assert logged["policy/grad_norm"] > 1e-2, (
+        "the gradient before clipping must be larger, otherwise nothing is clipped"
+    )
     assert float(moved) == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_same_seed_gives_identical_weights_and_another_does_not(make):
+def test_same_seed_gives_identical_weights_and_another_seed_does_not(make):
     runs = []
     for seed in (7, 7, 8):
         trainer = make("--seed", seed, "--minibatches", "2")
-        torch.manual_seed(len(runs))  # the global stream must not matter
+        torch.manual_seed(len(runs))  # the global random state must have no effect
         trainer.train()
         runs.append(weights(trainer))
     assert largest_difference(runs[0], runs[1]) == 0
     assert largest_difference(runs[0], runs[2]) > 0
 
 
-def test_the_micro_batch_changes_memory_and_not_the_result(make):
-    """One gradient step of SGD, whole against micro-batches of one: replies of unlike length, so that a mean of means
-    would differ."""
-    moved = []
+def test_micro_batch_size_does_not_change_the_result(make):
+    """One SGD step with the whole minibatch, and with micro-batches of 1 and 3 completions. The completions have
+    different lengths, so a mean of micro-batch means would differ."""
+    updated = []
     for size in (0, 1, 3):
         trainer = make("--ppo-epochs", "1", "--micro-batch-size", size, "--max-new-tokens", "24")
         trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
         trainer.update_step(1)
-        moved.append(weights(trainer))
-    assert largest_difference(moved[0], moved[1]) < 1e-6
-    assert largest_difference(moved[0], moved[2]) < 1e-6
+        updated.append(weights(trainer))
+    assert largest_difference(updated[0], updated[1]) < 1e-6
+    assert largest_difference(updated[0], updated[2]) < 1e-6
 
 
 def batch_with_early_eos(trainer):
-    """A rollout of which the first reply ends at its third token, and the batch made from it."""
+    """Returns a rollout with an EOS as the third token of its first completion, and the batch made from it."""
     rollout: Rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     completions = rollout.completions
     completions.allowed_tokens = None
@@ -126,59 +128,58 @@ def batch_with_early_eos(trainer):
         False,
         True,
     )
-    measured = compute_logprobs_and_values(
+    rollout.logprobs, rollout.ref_logprobs, rollout.values = compute_logprobs_and_values(
         trainer.actor, trainer.reference, completions, trainer.config.sampling.temperature, 4
     )
-    rollout.logprobs, rollout.ref_logprobs, rollout.values = measured
     return rollout, trainer.advantages(rollout, torch.arange(1.0, 5.0))
 
 
 @pytest.mark.parametrize("flags", [(), ("--use-lora", "--bf16")], ids=" ".join)
-def test_the_pass_that_measures_is_the_first_steps(make, monkeypatch, flags):
-    """Kept or done again, the weights end the same to the bit."""
-    ends, passes = [], []
-    for kept in (True, False):
+def test_cached_forward_does_not_change_the_weights(make, monkeypatch, flags):
+    """The final weights are bit-identical if the forward pass is repeated instead of cached."""
+    final_weights, passes = [], []
+    for cached in (True, False):
         trainer, count = make(*flags), []
-        if not kept:
+        if not cached:
             monkeypatch.setattr(RolloutCollector, "first_step_is_one_pass", lambda *_: False)
         backbone_of(trainer.actor.policy).register_forward_hook(
-            lambda module, given, named, output, count=count: count.append(named.get("use_cache")), with_kwargs=True
+            lambda module, args, kwargs, output, count=count: count.append(kwargs.get("use_cache")), with_kwargs=True
         )
         trainer.update_step(1)
-        ends.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters() if w.requires_grad]))
+        final_weights.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters() if w.requires_grad]))
         passes.append(count.count(False))
-    assert torch.equal(*ends)
+    assert torch.equal(*final_weights)
     assert passes[0] == passes[1] - 1
 
 
 @pytest.mark.parametrize(
     "flags", [("--minibatches", 2), ("--micro-batch-size", 2), ("--gradient-checkpointing",)], ids=lambda f: f[0]
 )
-def test_a_forward_is_cached_where_it_is_the_whole_first_step(make, flags):
-    trainer, plain = make(*flags), make()
-    for one in (trainer, plain):
+def test_forward_is_cached_only_if_it_covers_the_whole_first_step(make, flags):
+    trainer, default = make(*flags), make()
+    for one in (trainer, default):
         one.collector.collect(one.prompts_of(1), 1)
-    assert (bool(trainer.collector.cached_forward), bool(plain.collector.cached_forward)) == (False, True)
-    plain.collector.collect(plain.prompts_of(1), 0, "evaluate")
-    assert not plain.collector.cached_forward
+    assert (bool(trainer.collector.cached_forward), bool(default.collector.cached_forward)) == (False, True)
+    default.collector.collect(default.prompts_of(1), 0, "evaluate")
+    assert not default.collector.cached_forward
 
 
-def test_a_cached_forward_is_taken_once_and_for_its_own_completions_only(build):
+def test_cached_forward_is_used_once_and_only_for_its_completions(build):
     trainer = build()
     completions = trainer.collector.collect(trainer.prompts_of(1), 1).completions
     cached, rows = trainer.collector.cached_forward, [0, 1, 2, 3]
     order = cached._cached[1][0].rows
     assert sorted(order) == rows
-    assert cached.pop(replace(completions), order) is None, "other completions, though the rows are the same"
+    assert cached.pop(replace(completions), order) is None, "different completions with the same rows"
     trainer.collector.logprobs(completions, keep_forward=True)
-    assert cached.pop(completions, order[:2]) is None and cached.pop(completions, order) is None, "taken"
+    assert cached.pop(completions, order[:2]) is None and cached.pop(completions, order) is None, "already used"
     trainer.collector.logprobs(completions, keep_forward=True)
     micro_batch, hidden = cached.pop(completions, order)
     assert micro_batch.rows == order and hidden.requires_grad
     assert not cached
 
 
-def test_an_error_frees_the_cached_forward(build):
+def test_error_frees_the_cached_forward(build):
     def broken(**_):
         raise ValueError("a bug")
 
@@ -188,7 +189,7 @@ def test_an_error_frees_the_cached_forward(build):
     assert not trainer.collector.cached_forward
 
 
-def test_eos_is_in_the_loss_and_nothing_after_it_is(make):
+def test_loss_includes_eos_and_ignores_tokens_after_it(make):
     trainer = make("--top-p", "1")
     rollout, batch = batch_with_early_eos(trainer)
     base = whole_gradient(trainer, batch)[1]
@@ -201,7 +202,7 @@ def test_eos_is_in_the_loss_and_nothing_after_it_is(make):
     assert float((whole_gradient(trainer, batch)[1] - base).abs().max()) > 1e-6
 
 
-def test_a_reply_without_eos_pays_the_penalty(make):
+def test_completion_without_eos_gets_the_penalty(make):
     trainer = make("--missing-eos-penalty", "2.5", rewards=[lambda completions, **_: [1.0] * len(completions)])
     rollout, _ = batch_with_early_eos(trainer)
     scored = trainer.collector.score(rollout)
@@ -210,7 +211,7 @@ def test_a_reply_without_eos_pays_the_penalty(make):
     assert not rollout.completions.ended.all()
 
 
-def test_the_controller_sets_the_next_updates_beta(make):
+def test_controller_sets_beta_of_the_next_update(make):
     trainer = make("--num-iterations", "3", "--kl-horizon", "8", "--kl-target", "1/sequence", "--kl-coef", "0.5")
     attach(trainer)
     trainer.train()
@@ -223,8 +224,8 @@ def test_the_controller_sets_the_next_updates_beta(make):
     assert logged[1]["kl_coef"] != 0.5
 
 
-def test_the_score_rises_on_an_easy_reward(make):
-    """Thirty updates towards more letters e: the whole loop learns, not only runs."""
+def test_score_rises_with_an_easy_reward_function(make):
+    """Thirty updates with a reward for the letter e: the training loop must learn."""
 
     def letters_e(completions, **_):
         return [text.count("e") / 4 for text in completions]
@@ -239,13 +240,13 @@ def test_the_score_rises_on_an_easy_reward(make):
     assert sum(scores[-5:]) / 5 > 3 * sum(scores[:5]) / 5 + 0.1
 
 
-def test_the_learning_rate_follows_the_cosine(make):
+def test_learning_rate_follows_the_cosine_schedule(make):
     trainer = make("--num-iterations", "4", "--learning-rate", "1e-3")
     rates = [trainer.update_step(update)["learning_rate"] for update in range(1, 5)]
     assert rates == pytest.approx([1e-3 * 0.5 * (1 + math.cos(math.pi * u / 4)) for u in range(4)])
 
 
-def test_the_entropy_bonus_lowers_the_loss_by_coefficient_times_entropy(make):
+def test_entropy_bonus_lowers_the_loss_by_coefficient_times_entropy(make):
     losses, grads = {}, {}
     for coef in (0.0, 0.5):
         trainer = make("--entropy-coef", coef)
@@ -254,14 +255,14 @@ def test_the_entropy_bonus_lowers_the_loss_by_coefficient_times_entropy(make):
         stats, grads[coef] = whole_gradient(trainer, batch)
         losses[coef], entropy = float(stats["loss"]), float(stats["policy/entropy"])
     assert losses[0.5] == pytest.approx(losses[0.0] - 0.5 * entropy, rel=1e-5)
-    assert float((grads[0.5] - grads[0.0]).abs().max()) > 1e-5, "and it has a gradient"
+    assert float((grads[0.5] - grads[0.0]).abs().max()) > 1e-5, "the entropy bonus must have a gradient"
 
 
-def test_what_a_rollout_says_of_itself_by_hand(make):
+def test_rollout_metrics_match_values_computed_by_hand(make):
     trainer = make()
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     mask = torch.zeros_like(rollout.mask)
-    mask[0, :2], mask[1:, :1] = True, True  # five reply tokens in four replies
+    mask[0, :2], mask[1:, :1] = True, True  # five tokens in four completions
     rollout.completions.mask, rollout.completions.ended = mask, torch.tensor([True, False, False, False])
     rollout.logprobs, rollout.ref_logprobs = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
     rollout.logprobs[0, :2] = torch.tensor([0.5, 0.25])
@@ -276,56 +277,57 @@ def test_what_a_rollout_says_of_itself_by_hand(make):
     assert (metrics["rewards/mean"], metrics["rewards/std"]) == (2.0, 1.0)
 
 
-class Heard(Callback):
-    """Writes down what it is told."""
+class EventRecorder(Callback):
+    """Records the events that it receives."""
 
     def __init__(self):
-        self.told = []
+        self.events = []
 
     def on_update_end(self, update, metrics):
-        self.told.append(("update", update, metrics["rewards/mean"]))
+        self.events.append(("update", update, metrics["rewards/mean"]))
 
     def on_evaluation(self, evaluation):
-        self.told.append(("evaluation", evaluation.update))
+        self.events.append(("evaluation", evaluation.update))
 
     def on_epoch_end(self, epoch, metrics):
-        self.told.append(("epoch", epoch, metrics["rewards/mean"]))
+        self.events.append(("epoch", epoch, metrics["rewards/mean"]))
 
     def on_train_end(self):
-        self.told.append(("end",))
+        self.events.append(("end",))
 
 
 def test_callbacks_receive_updates_evaluations_and_epochs(make):
-    """Six prompts, by two or four an update: an epoch's metrics are the means of its updates'."""
-    heard, bare = Heard(), []
+    """An epoch is two updates. Its metrics are the means of the metrics of its updates."""
+    recorder, epoch_numbers = EventRecorder(), []
     batch = ("--batch-size", 2, "--max-prompts", 4, "--num-iterations", 5, "--eval-every", 3)
-    trainer = make(*batch, callbacks=[heard, lambda epoch, metrics: bare.append(epoch)])
+    trainer = make(*batch, callbacks=[recorder, lambda epoch, metrics: epoch_numbers.append(epoch)])
     final = trainer.train()
-    kinds = [(kind, n) for kind, n, *_ in [(*t, None) for t in heard.told]]
+    kinds = [(kind, n) for kind, n, *_ in [(*t, None) for t in recorder.events]]
     assert kinds == [("evaluation", 0), ("update", 1), ("update", 2), ("epoch", 1), ("update", 3), ("evaluation", 3),
                      ("update", 4), ("epoch", 2), ("update", 5), ("evaluation", 5), ("end", None)]  # fmt: skip
-    means = {n: mean for kind, n, mean in [t for t in heard.told if len(t) == 3] if kind == "update"}
-    epochs = [t[2] for t in heard.told if t[0] == "epoch"]
+    means = {n: mean for kind, n, mean in [t for t in recorder.events if len(t) == 3] if kind == "update"}
+    epochs = [t[2] for t in recorder.events if t[0] == "epoch"]
     assert epochs == pytest.approx([(means[1] + means[2]) / 2, (means[3] + means[4]) / 2])
-    assert bare == [1, 2]
+    assert epoch_numbers == [1, 2]
     assert final["rewards/mean"] == means[5] and "eval/score" in final
 
 
-def test_scores_are_normalised_where_asked(make):
-    """Scores 3, 3, 5, 9: mean 5, variance 8. With a decay of 0 each batch is its own measure."""
+def test_normalize_scores_normalises_the_scores(make):
+    """Scores 3, 3, 5, 9: mean 5, variance 8. With a decay of 0 only the current batch counts."""
     given = iter([[3.0, 3, 5, 9], [4.0, 4, 6, 10]])
     trainer = make("--normalize-scores", "--score-ema", 0, rewards=[lambda **_: next(given)])
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     first, second = trainer.collector.score(rollout), trainer.collector.score(rollout)
-    assert first.raw.tolist() == [3, 3, 5, 9], "what is logged stays in score units"
+    assert first.raw.tolist() == [3, 3, 5, 9], "raw scores, which are logged, are not normalised"
     assert_close(first.shaped, torch.tensor([-2.0, -2, 0, 4]) / 8**0.5)
     assert_close(second.shaped, first.shaped)
 
 
 @pytest.mark.parametrize("drift", [0.0, 3.0, -40.0])
-def test_drifting_scores_do_not_move_the_advantages_scale(make, drift):
-    """Scores that grow by a constant each update: with the normaliser, the advantages' spread stays as without drift.
-    (PPO's before whitening, which would hide it; without a KL price, and V = 0, the last token's is the score.)"""
+def test_drifting_scores_do_not_change_the_scale_of_advantages(make, drift):
+    """Scores rise or fall by a constant in each update. With the normaliser, the spread of the advantages is the same
+    as without drift. PPO's advantages are checked before whitening, which would hide a change of scale. Without a KL
+    penalty and with V = 0, the advantage of the last token is the score."""
     base = [0.0, 1.0, 2.0, 5.0]
     updates = iter(range(40))
     trainer = make(
@@ -337,31 +339,31 @@ def test_drifting_scores_do_not_move_the_advantages_scale(make, drift):
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     for _ in range(40):
         batch = trainer.advantages(rollout, trainer.collector.score(rollout).shaped)
-    per_reply = torch.stack([row[mask][-1] for row, mask in zip(batch.raw_advantages, rollout.mask, strict=True)])
-    spread = float((per_reply - per_reply.mean()).abs().max())
-    deviation = (14 / 3) ** 0.5  # of 0 1 2 5, whose mean is 2; the groups are (0 1) and (2 5)
+    per_completion = torch.stack([row[mask][-1] for row, mask in zip(batch.raw_advantages, rollout.mask, strict=True)])
+    spread = float((per_completion - per_completion.mean()).abs().max())
+    deviation = (14 / 3) ** 0.5  # of 0, 1, 2, 5 (mean 2); the groups are (0, 1) and (2, 5)
     expected = {"ppo": 3, "grpo": 1.5, "rloo": 3}[trainer.config.algorithm] / deviation
     assert spread == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("placement", ["reward", "loss", "none"])
-def test_beta_acts_where_it_is_placed_and_nowhere_else(make, placement):
-    """The reference is shifted, so that there is a KL from the first update on."""
-    moved = {}
+def test_beta_changes_the_weights_unless_kl_placement_is_none(make, placement):
+    """The reference model is changed, so the KL is above 0 from the first update."""
+    updated = {}
     for beta in (1e-3, 2.0):
         flags = ("--kl-placement", placement, "--kl-schedule", "fixed", "--kl-coef", beta, "--num-iterations", 1)
         trainer = make(*flags)
         with torch.no_grad():
             next(trainer.reference.copy.parameters()).mul_(0.5)
         logged = trainer.update_step(1)
-        assert logged["kl_divergence/k3"] > 1e-3, "logged whatever the placement"
+        assert logged["kl_divergence/k3"] > 1e-3, "the KL is logged for every placement"
         assert logged["kl_coef"] == (0 if placement == "none" else pytest.approx(beta))
-        moved[beta] = weights(trainer)
-    assert (largest_difference(moved[1e-3], moved[2.0]) > 0) == (placement != "none")
+        updated[beta] = weights(trainer)
+    assert (largest_difference(updated[1e-3], updated[2.0]) > 0) == (placement != "none")
 
 
-def test_the_kl_in_the_loss_pulls_towards_the_reference(make):
-    """No reward, a reference elsewhere, one SGD step on the KL alone: it falls."""
+def test_kl_in_the_loss_moves_the_policy_towards_the_reference_model(make):
+    """One SGD step with advantages of 0 reduces the KL to a changed reference model."""
     flags = ("--kl-placement", "loss", "--kl-schedule", "fixed", "--kl-coef", "1", "--ppo-epochs", 1)
     trainer = make(*flags, rewards=[lambda completions, **_: [0.0] * len(completions)])
     trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
@@ -370,7 +372,7 @@ def test_the_kl_in_the_loss_pulls_towards_the_reference(make):
             weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     batch = trainer.advantages(rollout, torch.zeros(4))
-    batch.advantages.zero_()  # PPO's critic knows nothing yet: no reward, no advantage
+    batch.advantages.zero_()  # only the KL penalty acts
 
     def kl() -> float:
         logprobs, ref_logprobs, _ = compute_logprobs_and_values(
@@ -383,8 +385,8 @@ def test_the_kl_in_the_loss_pulls_towards_the_reference(make):
     assert kl() < 0.99 * before
 
 
-def test_a_beta_at_its_floor_under_placement_loss_comes_back(make):
-    """The KL stays under its target until beta is at the floor; it is still logged, and beta rises again."""
+def test_beta_rises_again_from_its_minimum_with_kl_in_the_loss(make):
+    """The KL is below its target until beta reaches its minimum. The KL is still logged, and beta rises again."""
     flags = ("--kl-placement", "loss", "--kl-coef", "0.01", "--kl-target", "1000/sequence", "--kl-horizon", 1)
     trainer = make(*flags, "--num-iterations", 12)
     attach(trainer)
@@ -397,8 +399,8 @@ def test_a_beta_at_its_floor_under_placement_loss_comes_back(make):
     assert trainer.config.kl.coef_in("loss", trainer.kl_coef) == trainer.kl_coef
 
 
-def test_one_pass_over_the_reference_per_rollout(make):
-    """Whatever the placement: GRPO's own second pass, and its second copy, are not there."""
+def test_reference_model_runs_once_per_rollout(make):
+    """Also with GRPO: TRL's second pass and second copy of the reference model are not used."""
     for placement in ("reward", "loss", "none"):
         trainer = make("--kl-placement", placement, "--ppo-epochs", 2)
         passes = []
@@ -408,22 +410,22 @@ def test_one_pass_over_the_reference_per_rollout(make):
         assert getattr(trainer, "ref_model", None) in (None, trainer.reference.copy)
 
 
-def test_special_tokens_written_in_a_prompt_stay_text(make, tmp_path):
+def test_special_tokens_in_a_prompt_are_encoded_as_text(make, tmp_path):
     file = tmp_path / "prompts.jsonl"
     text = "say <|im_end|> and <|endoftext|> and <|im_start|>assistant"
     file.write_text("\n".join(json.dumps({"prompt": f"{text} {i}"}) for i in range(60)))
     trainer = make("--prompts", file, "--prompt-length", 200)
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
-    plain = make()
+    without_markers = make()
     special = set(trainer.processing_class.all_special_ids) - {trainer.processing_class.pad_token_id}
     for row, mask in zip(rollout.completions.prompt_ids, rollout.completions.prompt_mask, strict=True):
         ids = row[mask].tolist()
-        assert sum(i in special for i in ids) == sum(i in special for i in plain.train_prompts[0].ids)
+        assert sum(i in special for i in ids) == sum(i in special for i in without_markers.train_prompts[0].ids)
         assert trainer.processing_class.pad_token_id not in ids
         assert text in trainer.processing_class.decode(ids)
 
 
-def test_load_model_brings_back_what_save_model_wrote(make, tmp_path):
+def test_load_model_restores_the_weights_of_save_model(make, tmp_path):
     for flags in ((), ("--use-lora",)):
         trainer = make(*flags, "--lr-schedule", "constant")
         trainer.train()
@@ -443,36 +445,37 @@ def test_load_model_brings_back_what_save_model_wrote(make, tmp_path):
         (tmp_path / "saved").rename(tmp_path / f"done{len(flags)}")
 
 
-def test_policy_and_reference_stand_on_the_device_that_was_asked_for(make, monkeypatch):
-    """Without a card: whatever is moved to a device is written down. Both must have been, before the first rollout."""
-    moved, plain = set(), torch.nn.Module.to
+def test_policy_and_reference_model_are_on_the_requested_device(make, monkeypatch):
+    """Needs no GPU: records the modules that are moved to a device. The policy must be one of them, and the reference
+    model is a copy of it or is moved separately."""
+    moved, original = set(), torch.nn.Module.to
 
-    def noted(module, *args, **kwargs):
+    def recorded(module, *args, **kwargs):
         moved.add(id(module))
-        return plain(module, *args, **kwargs)
+        return original(module, *args, **kwargs)
 
-    monkeypatch.setattr(torch.nn.Module, "to", noted)
+    monkeypatch.setattr(torch.nn.Module, "to", recorded)
     trainer = make()
-    assert id(trainer.actor.policy) in moved, "and the reference is a copy made afterwards, or was moved itself"
+    assert id(trainer.actor.policy) in moved, "the policy was not moved to a device"
     devices = {w.device for m in (trainer.actor.policy, trainer.reference.copy) for w in m.parameters()}
     assert devices == {trainer.accelerator.device}
 
 
-def test_what_callbacks_may_be(make):
-    class Theirs(TrainerCallback):
+def test_transformers_callbacks_work_and_invalid_callbacks_are_rejected(make):
+    class LogCounter(TrainerCallback):
         logged = 0
 
         def on_log(self, args, state, control, **_):
-            Theirs.logged += 1
+            LogCounter.logged += 1
 
     with pytest.raises(UserError, match="callback without an event method: .* Define at least one of on_train_begin"):
         make(callbacks=[object()])
-    make("--num-iterations", 1, callbacks=[Theirs()]).train()
-    assert Theirs.logged == 3, "two evaluations and an update"
+    make("--num-iterations", 1, callbacks=[LogCounter()]).train()
+    assert LogCounter.logged == 3, "two evaluations and one update"
 
 
-class BeforeTheNewName(Callback):
-    """A callback that was written for an earlier version, in which skipped updates were called dropped ones."""
+class LegacyCallback(Callback):
+    """A callback written for an earlier version, which called on_drop for skipped updates."""
 
     def __init__(self):
         self.received = []
@@ -481,8 +484,8 @@ class BeforeTheNewName(Callback):
         self.received.append((update, len(rollout.texts), batch, str(found)))
 
 
-@pytest.mark.parametrize("kind", [BeforeTheNewName, type("Bare", (), vars(BeforeTheNewName).copy())])
-def test_a_callback_with_on_drop_still_receives_skipped_updates(make, kind):
+@pytest.mark.parametrize("kind", [LegacyCallback, type("WithoutBaseClass", (), vars(LegacyCallback).copy())])
+def test_callback_with_on_drop_still_receives_skipped_updates(make, kind):
     callback = kind()
     trainer = make("--num-iterations", 2, rewards=[lambda completions, **_: [math.nan] * len(completions)])
     trainer.add_callback(callback)
@@ -491,14 +494,14 @@ def test_a_callback_with_on_drop_still_receives_skipped_updates(make, kind):
     assert (update, texts, batch) == (1, 4, None) and "score nan is not a finite number" in reason
 
 
-def test_a_trainer_trains_once(make):
+def test_second_call_of_train_is_rejected(make):
     trainer = make("--num-iterations", 1)
     trainer.train()
     with pytest.raises(RunError, match=r"already trained, 1 updates: train\(\)\. Create a new trainer"):
         trainer.train()
 
 
-def test_evaluating_other_prompts_leaves_no_trace(make):
+def test_evaluating_other_prompts_adds_nothing_to_the_history(make):
     trainer = make()
     metrics = trainer.evaluate(["What is a cat?", [{"role": "user", "content": "And a dog?"}]])
     assert {"eval/score", "eval/kl_divergence", "eval/perplexity"} <= set(metrics)

@@ -1,4 +1,4 @@
-"""Weights that are not finite are never saved, and what a failed run advises works when it is typed."""
+"""Tests that non-finite weights are never saved, and that the command printed by a failed run works."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.conftest import attach, typed
 
 
 def run(words, status: int | None = None) -> None:
-    """`train_ppo.py` with these arguments; with `status`, it must end with it."""
+    """Runs `train_ppo.py` with these arguments. If `status` is given, the script must exit with it."""
     if status is None:
         return run_command(lambda: train_ppo.main([str(word) for word in words]))
     with pytest.raises(SystemExit) as ended:
@@ -32,13 +32,13 @@ def run(words, status: int | None = None) -> None:
     assert ended.value.code == status
 
 
-def names(folder) -> list[str]:
-    return sorted(place.name for place in folder.glob("checkpoint-*"))
+def checkpoint_names(folder) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
 
 
 def nan_rule(folder, first: int, last: int | None = None):
-    """A reward function that returns NaN in its calls from `first` to `last`; the run starts with one call of its
-    evaluation."""
+    """Writes a reward function that returns NaN from call `first` to call `last`, and returns its name for
+    --reward-func. Call 1 is the evaluation of the start model."""
     file = folder / "rules.py"
     file.write_text(
         "calls = 0\n"
@@ -51,7 +51,7 @@ def nan_rule(folder, first: int, last: int | None = None):
     return f"{file}:sometimes"
 
 
-def test_bad_weights_are_named():
+def test_bad_weights_returns_the_names_of_non_finite_weights():
     module = torch.nn.Linear(2, 2)
     assert bad_weights(module) == []
     module.bias.data[1] = math.inf
@@ -61,7 +61,7 @@ def test_bad_weights_are_named():
 
 
 @pytest.mark.parametrize("updates", [1, 3])
-def test_a_step_that_breaks_the_weights_ends_the_run_and_saves_nothing(run_flags, tmp_path, capsys, updates):
+def test_non_finite_weights_end_the_run_and_are_not_saved(run_flags, tmp_path, capsys, updates):
     words = run_flags("--num-iterations", updates, "--save-every", 1, "--learning-rate", 1e38, "--ppo-epochs", 1)
     run(words, 1)
     output = capsys.readouterr().err
@@ -69,15 +69,15 @@ def test_a_step_that_breaks_the_weights_ends_the_run_and_saves_nothing(run_flags
         r"error: \d+ weights are not finite, the first is \S+: after update 1\. They are not saved", output
     )
     assert RunRecord.read(tmp_path / "run").status == "failed"
-    assert names(tmp_path / "run") == []
+    assert checkpoint_names(tmp_path / "run") == []
     saved = list((tmp_path / "run").rglob("*.safetensors"))
-    assert saved, "best/ has the start model"
+    assert saved, "best/ must contain the start model"
     for file in saved:
         assert all(tensor.isfinite().all() for tensor in load_file(file).values()), file
 
 
 @pytest.mark.parametrize("save", ["save_model", "save_trainer_state"])
-def test_no_way_of_saving_writes_them(build, tmp_path, save):
+def test_non_finite_weights_are_rejected_by_both_save_functions(build, tmp_path, save):
     from rlhf.trainer.state import save_trainer_state
 
     trainer = build()
@@ -89,58 +89,60 @@ def test_no_way_of_saving_writes_them(build, tmp_path, save):
     assert not (tmp_path / "model").exists()
 
 
-def test_the_advised_command_works(run_flags, tmp_path, capsys):
-    """5e6 in place of 5e-6: update 1 is done with good weights, and leaves finite ones with which nothing works."""
+def test_advised_command_works(run_flags, tmp_path, capsys):
+    """Learning rate 5e6 instead of 5e-6: update 1 leaves finite weights with which every later update is skipped."""
     flags = ["--num-iterations", 5, "--save-every", 1, "--keep", 2, "--ppo-epochs", 1]
     run(run_flags(*flags, "--learning-rate", 5e6), 1)
     output = capsys.readouterr()
     assert "3 updates in a row were skipped: update 4" in output.err
     assert "Set aside, because no optimizer step could be taken from its weights: checkpoint-1" in output.err
-    assert names(tmp_path / "run") == ["checkpoint-1.suspect"], "nothing was saved between the skipped updates"
-    (advised,) = re.findall(r"Use a smaller learning rate: (.*)", output.err)
-    assert "--learning-rate 5e-06" in advised, "a tenth would be a typo, too"
-    run(typed(advised))
+    assert checkpoint_names(tmp_path / "run") == ["checkpoint-1.suspect"], (
+        "nothing was saved between the skipped updates"
+    )
+    (command,) = re.findall(r"Use a smaller learning rate: (.*)", output.err)
+    assert "--learning-rate 5e-06" in command, "a tenth of 5e6 would still be far too large"
+    run(typed(command))
     assert RunRecord.read(tmp_path / "run").status == "finished"
 
 
-def test_the_advised_command_resumes_from_before_the_weights_broke(run_flags, tmp_path, capsys):
-    """Two good updates; then a resume with a learning rate that breaks the weights in update 3."""
+def test_advised_command_resumes_from_the_last_good_checkpoint(run_flags, tmp_path, capsys):
+    """Two good updates, then a resume with a learning rate that makes the weights of update 3 unusable."""
     flags = run_flags("--num-iterations", 8, "--save-every", 1, "--keep", 3, "--ppo-epochs", 1)
     stop_after(2, lambda: run(flags, 128 + signal.SIGINT))
     capsys.readouterr()
     run(["--resume", "--resume-anyway", "--learning-rate", 5e6, "--output", tmp_path / "run"], 1)
     output = capsys.readouterr().err
-    assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2", "checkpoint-3.suspect"]
-    (advised,) = re.findall(r"Use a smaller learning rate: (.*)", output)
-    run(typed(advised))
+    assert checkpoint_names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2", "checkpoint-3.suspect"]
+    (command,) = re.findall(r"Use a smaller learning rate: (.*)", output)
+    run(typed(command))
     assert "after update 2 of 8, from" in capsys.readouterr().out
     assert RunRecord.read(tmp_path / "run").status == "finished"
 
 
 def stop_after(update: int, call) -> None:
-    """Ctrl-C in an update of every run in `call`."""
-    plain = optimize.PolicyOptimizer.run
+    """Calls `call` and raises SIGINT in this update of every run that it starts."""
+    original = optimize.PolicyOptimizer.run
 
     def stopped(self, experience, number):
         if number == update:
             signal.raise_signal(signal.SIGINT)
-        return plain(self, experience, number)
+        return original(self, experience, number)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimize.PolicyOptimizer, "run", stopped)
         call()
 
 
-def test_ctrl_c_after_a_skipped_update_saves_nothing_new(run_flags, tmp_path, capsys):
-    """The scores of update 3 are not numbers; Ctrl-C comes in it."""
+def test_ctrl_c_in_a_skipped_update_saves_no_new_checkpoint(run_flags, tmp_path, capsys):
+    """The scores of update 3 are NaN, and SIGINT arrives in the same update."""
     rule = nan_rule(tmp_path, 4)
     flags = run_flags("--num-iterations", 8, "--save-every", 2, "--rm-model", "none", "--reward-func", rule)
-    plain = collect.RolloutCollector.score
+    original = collect.RolloutCollector.score
 
     def stopped(self, rollout):
         if self.host.state.global_step == 2:
             signal.raise_signal(signal.SIGINT)
-        return plain(self, rollout)
+        return original(self, rollout)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collect.RolloutCollector, "score", stopped)
@@ -150,18 +152,18 @@ def test_ctrl_c_after_a_skipped_update_saves_nothing_new(run_flags, tmp_path, ca
         "stopped after update 3 of 8, which was skipped, so nothing new is saved; the newest checkpoint is " in output
     )
     assert "checkpoint-2. Resume with: python train_ppo.py --resume" in output
-    assert names(tmp_path / "run") == ["checkpoint-2"]
+    assert checkpoint_names(tmp_path / "run") == ["checkpoint-2"]
 
 
-def test_an_overdue_checkpoint_is_written_by_the_next_update_that_succeeds(build, tmp_path):
+def test_overdue_checkpoint_is_saved_by_the_next_successful_update(build, tmp_path):
     trainer = build("--num-iterations", 9, "--save-every", 2, "--keep", 9)
     log = attach(trainer)
-    plain = trainer.collector.score
+    original = trainer.collector.score
 
     def score(rollout):
         if trainer.state.global_step in (1, 2, 4):  # updates 2, 3 and 5
             raise SkipUpdate("a test", by_score=True)
-        return plain(rollout)
+        return original(rollout)
 
     trainer.collector.score = score
     trainer.train()
@@ -169,7 +171,7 @@ def test_an_overdue_checkpoint_is_written_by_the_next_update_that_succeeds(build
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_a_run_that_skips_all_of_its_few_updates_finishes_with_a_warning(run_flags, tmp_path, capsys, updates):
+def test_run_of_one_or_two_skipped_updates_finishes_with_a_warning(run_flags, tmp_path, capsys, updates):
     rule = nan_rule(tmp_path, 2, 1 + updates)
     run(run_flags("--num-iterations", updates, "--rm-model", "none", "--reward-func", rule))
     output = capsys.readouterr().out
@@ -180,7 +182,7 @@ def test_a_run_that_skips_all_of_its_few_updates_finishes_with_a_warning(run_fla
     assert json.loads((tmp_path / "run" / "run.json").read_text())["spent"]["optimizer_steps"] == 0
 
 
-def test_three_skipped_updates_at_the_end_fail(run_flags, tmp_path, capsys):
+def test_three_skipped_updates_at_the_end_fail_the_run(run_flags, tmp_path, capsys):
     rule = nan_rule(tmp_path, 2)
     run(run_flags("--num-iterations", 3, "--rm-model", "none", "--reward-func", rule), 1)
     assert "Fix the reward function, then resume with: python train_ppo.py --resume" in capsys.readouterr().err
@@ -189,11 +191,11 @@ def test_three_skipped_updates_at_the_end_fail(run_flags, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["kl", "perplexity"])
-def test_an_evaluation_that_is_not_finite_ends_the_run(build, monkeypatch, name):
-    plain = evaluation.evaluate
+def test_non_finite_evaluation_ends_the_run(build, monkeypatch, name):
+    original = evaluation.evaluate
 
-    def evaluated(*given):
-        result = plain(*given)
+    def evaluated(*args):
+        result = original(*args)
         bad = {"kl": [math.nan, *result.kl[1:]], "perplexity": math.inf}
         return replace(result, **{name: bad[name]})
 
@@ -204,7 +206,7 @@ def test_an_evaluation_that_is_not_finite_ends_the_run(build, monkeypatch, name)
         trainer.train()
 
 
-def test_a_perplexity_beyond_a_float_is_infinite(build):
+def test_perplexity_too_large_for_a_float_is_infinite(build):
     trainer = build()
     with torch.no_grad():
         trainer.actor.policy.get_input_embeddings().weight.mul_(1e5)

@@ -1,4 +1,6 @@
-"""What is not finite, or far out of range, never reaches the weights; and the update can be done again."""
+"""Tests that protect a run: non-finite or out-of-range values never reach the weights, a skipped update can be
+replayed, a runaway KL is countered, and out-of-memory errors are handled or reported.
+"""
 
 from __future__ import annotations
 
@@ -28,154 +30,162 @@ def weights(trainer) -> torch.Tensor:
     return torch.cat([w.detach().flatten().clone() for w in trainer.model.parameters() if w.requires_grad])
 
 
-class Heard(Callback):
+class UpdateRecorder(Callback):
+    """Records finished and skipped updates."""
+
     def __init__(self):
-        self.ends, self.drops = [], []
+        self.finished, self.skipped = [], []
 
     def on_update_end(self, update, metrics):
-        self.ends.append(update)
+        self.finished.append(update)
 
     def on_update_skipped(self, update, rollout, batch, found):
-        self.drops.append((update, str(found)))
+        self.skipped.append((update, str(found)))
 
 
-def spoil_scores(trainer, value):
-    """A reward function that gives one bad number in every batch."""
+def corrupt_scores(trainer, value):
+    """Sets a reward function that returns `value` for the first completion of every batch."""
 
-    def spoilt(completions, **_):
+    def first_score_is_bad(completions, **_):
         return [value, *[1.0] * (len(completions) - 1)]
 
-    trainer.rewards.functions, trainer.rewards.names = [spoilt], ["spoilt"]
+    trainer.rewards.functions, trainer.rewards.names = [first_score_is_bad], ["first_score_is_bad"]
     trainer.rewards.weights = [1.0]
 
 
-def spoil_logits(trainer, value):
-    """The first token's logit: of the training forward alone, so that sampling goes on."""
-    really = trainer.actor.forward_heads
+def corrupt_logits(trainer, value):
+    """Replaces the first hidden state in the training forward pass with `value`. Sampling is not affected."""
+    original = trainer.actor.forward_heads
 
     def heads(hidden, *more):
-        spoilt = hidden.clone()
-        spoilt[0, 0] = value
-        return really(spoilt, *more)
+        changed = hidden.clone()
+        changed[0, 0] = value
+        return original(changed, *more)
 
     trainer.actor.forward_heads = heads
 
 
-def spoil_gradients(trainer, value):
-    """One number of one weight's gradient."""
+def corrupt_gradients(trainer, value):
+    """Replaces one element of the gradient of one weight with `value`."""
     weight = next(w for w in trainer.model.parameters() if w.requires_grad)
     weight.register_hook(lambda grad: torch.where(torch.arange(grad.numel()).view_as(grad) == 0, value, grad))
 
 
-def spoil_loss(trainer, value):
-    really = trainer.algorithm.loss
+def corrupt_loss(trainer, value):
+    """Adds `value` to the loss."""
+    original = trainer.algorithm.loss
 
-    def losses(*given):
-        loss, stats = really(*given)
+    def losses(*args):
+        loss, stats = original(*args)
         return loss + value, {**stats, "loss": stats["loss"] + value}
 
     trainer.algorithm.loss = losses
 
 
-WAYS = {"scores": spoil_scores, "logits": spoil_logits, "gradients": spoil_gradients, "loss": spoil_loss}
+CORRUPTIONS = {
+    "scores": corrupt_scores,
+    "logits": corrupt_logits,
+    "gradients": corrupt_gradients,
+    "loss": corrupt_loss,
+}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", CORRUPTIONS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_nothing_bad_reaches_the_weights(build, algorithm, way, value):
-    trainer, heard = build(algorithm=algorithm), Heard()
-    trainer.add_callback(heard)
+def test_non_finite_values_never_reach_the_weights(build, algorithm, kind, value):
+    trainer, recorder = build(algorithm=algorithm), UpdateRecorder()
+    trainer.add_callback(recorder)
     before = weights(trainer)
-    WAYS[way](trainer, value)
+    CORRUPTIONS[kind](trainer, value)
     metrics = trainer.update_step(1)
     assert torch.equal(weights(trainer), before)
     assert metrics["updates/dropped"] == 1 and trainer.progress.optimizer_steps == 0
-    assert heard.ends == [] and [u for u, _ in heard.drops] == [1]
+    assert recorder.finished == [] and [u for u, _ in recorder.skipped] == [1]
     assert all(w.grad is None or not w.grad.any() for w in trainer.model.parameters())
 
 
-def test_the_run_goes_on_after_a_drop(build):
+def test_training_continues_after_a_skipped_update(build):
     trainer = build("--num-iterations", 4)
-    really, calls = trainer.algorithm.loss, []
+    original, calls = trainer.algorithm.loss, []
 
-    def once(*given):
+    def nan_in_third_call(*args):
         calls.append(1)
-        loss, stats = really(*given)
+        loss, stats = original(*args)
         return (loss * math.nan, {**stats, "loss": stats["loss"] * math.nan}) if len(calls) == 3 else (loss, stats)
 
-    trainer.algorithm.loss = once
-    heard = Heard()
-    trainer.add_callback(heard)
+    trainer.algorithm.loss = nan_in_third_call
+    recorder = UpdateRecorder()
+    trainer.add_callback(recorder)
     metrics = trainer.train()
-    assert heard.ends == [1, 3, 4] and [u for u, _ in heard.drops] == [2]
+    assert recorder.finished == [1, 3, 4] and [u for u, _ in recorder.skipped] == [2]
     assert metrics["updates/dropped"] == 1 and trainer.progress.skipped_in_a_row == 0
-    assert trainer.progress.optimizer_steps == 6, "2 in each update, none in the second"
+    assert trainer.progress.optimizer_steps == 6, "2 in updates 1, 3 and 4, none in the skipped update 2"
 
 
-def test_earlier_steps_of_the_update_stay(build):
+def test_earlier_steps_of_a_skipped_update_are_kept(build):
     trainer = build("--ppo-epochs", 2)
-    before, really, calls = weights(trainer), trainer.algorithm.loss, []
+    before, original, calls = weights(trainer), trainer.algorithm.loss, []
 
-    def second(*given):
+    def nan_in_second_call(*args):
         calls.append(1)
-        loss, stats = really(*given)
+        loss, stats = original(*args)
         return (loss * math.nan, {**stats, "loss": stats["loss"] * math.nan}) if len(calls) == 2 else (loss, stats)
 
-    trainer.algorithm.loss = second
+    trainer.algorithm.loss = nan_in_second_call
     trainer.update_step(1)
     assert trainer.progress.optimizer_steps == 1
     assert not torch.equal(weights(trainer), before) and weights(trainer).isfinite().all()
 
 
-@pytest.mark.parametrize("shift, seen", [(-3.0, "20.1"), (3.0, "0.0498")])
-def test_a_ratio_far_out_of_range_skips_the_update(build, monkeypatch, shift, seen):
-    """As if the replies had been sampled from another policy, e^3 times less or more likely to say them."""
+@pytest.mark.parametrize("shift, ratio", [(-3.0, "20.1"), (3.0, "0.0498")])
+def test_ratio_far_out_of_range_skips_the_update(build, monkeypatch, shift, ratio):
+    """Shifts the log-probs of the rollout by 3 nats, so the ratio is e^3 or e^-3."""
 
-    def from_another(trainer):
-        really = trainer.collector.logprobs
+    def with_shifted_logprobs(trainer):
+        original = trainer.collector.logprobs
 
-        def logprobs(*given, **more):
-            logprobs, *rest = really(*given, **more)
+        def logprobs(*args, **kwargs):
+            logprobs, *rest = original(*args, **kwargs)
             return (logprobs + shift, *rest)
 
         trainer.collector.logprobs = logprobs
         return trainer
 
-    trainer, heard = from_another(build("--ppo-epochs", 2)), Heard()
-    trainer.add_callback(heard)
+    trainer, recorder = with_shifted_logprobs(build("--ppo-epochs", 2)), UpdateRecorder()
+    trainer.add_callback(recorder)
     before = weights(trainer)
     trainer.update_step(1)
-    assert f"policy/ratio is {seen}" in heard.drops[0][1] and trainer.progress.optimizer_steps == 0
+    assert f"policy/ratio is {ratio}" in recorder.skipped[0][1] and trainer.progress.optimizer_steps == 0
     assert torch.equal(weights(trainer), before)
     monkeypatch.setattr(safety, "MOST_RATIO", math.inf)
-    other = from_another(build("--ppo-epochs", 2))
+    other = with_shifted_logprobs(build("--ppo-epochs", 2))
     other.update_step(1)
     assert other.progress.optimizer_steps == 2
 
 
-def test_a_controller_does_not_steer_by_a_skipped_update(build):
+def test_kl_controller_ignores_a_skipped_update(build):
     from rlhf.algorithms.kl_control import kl_controller
     from rlhf.callbacks.kl import KLControl
 
     trainer = build("--num-iterations", 4)
     control = KLControl(kl_controller(trainer.config, 4), trainer.set_kl_coef, 4)
     trainer.add_callback(control)
-    spoil_scores(trainer, math.nan)
+    corrupt_scores(trainer, math.nan)
     beta = trainer.kl_coef
     trainer.update_step(1)
     assert control.controller.done == 1 and trainer.kl_coef == control.controller.beta == beta
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
+def test_three_skipped_updates_in_a_row_stop_the_run_and_can_be_replayed(
     configured, tmp_path, monkeypatch, capsys, algorithm
 ):
     train, others = partial(train_command, algorithm), [name for name in ALGORITHMS if name != algorithm]
-    plain, from_update = optimize.PolicyOptimizer.gradients, 1
+    original, from_update = optimize.PolicyOptimizer.gradients, 1
 
-    def spoilt(self, batch, micro_batch, tokens, hidden=None):
-        stats = plain(self, batch, micro_batch, tokens, hidden)
+    def nan_gradients(self, batch, micro_batch, tokens, hidden=None):
+        stats = original(self, batch, micro_batch, tokens, hidden)
         if self.host.state.global_step >= from_update:
             next(w for w in self.host.model.parameters() if w.grad is not None).grad.fill_(math.nan)
         return stats
@@ -187,7 +197,7 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
             "--prompt-length", "100", "--eval-prompts", "6", *groups]  # fmt: skip
     output = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr(optimize.PolicyOptimizer, "gradients", spoilt)
+        patch.setattr(optimize.PolicyOptimizer, "gradients", nan_gradients)
         run_command(lambda: train([*argv, "--output", str(output)]))
     printed = capsys.readouterr()
     assert ended.value.code == 1 and "3 updates in a row were skipped: update 4" in printed.err
@@ -205,13 +215,13 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
             train_command(other, ["--replay", str(folder)])
     before = sorted(Path().iterdir())
     train(["--replay", str(folder)])
-    assert sorted(Path().iterdir()) == before, "a replay leaves nothing"
+    assert sorted(Path().iterdir()) == before, "a replay must not write files"
     printed = capsys.readouterr().out
     assert "policy/grad_norm" in printed and "gradient of" not in printed, (
-        "here the fault was in the code, not in the files"
+        "the NaN came from the patched code, so the replay without the patch is finite"
     )
     from_update = 0
-    monkeypatch.setattr(optimize.PolicyOptimizer, "gradients", spoilt)
+    monkeypatch.setattr(optimize.PolicyOptimizer, "gradients", nan_gradients)
     train(["--replay", str(folder)])
     assert "gradient of" in capsys.readouterr().out
 
@@ -220,8 +230,8 @@ def test_a_few_in_a_row_stop_the_run_with_an_incident_that_can_be_done_again(
     (), ("--use-lora",), ("--missing-eos-penalty", 2.5, "--normalize-scores"),
     ("--reward-func", "length_penalty", "--reward-weights", 1, 0.01),
 ])  # fmt: skip
-def test_a_replay_gives_the_numbers_that_were_recorded(build, tmp_path, flags):
-    """Weights, batch and beta are all that an update's first step depends on."""
+def test_replay_reproduces_the_recorded_numbers(build, tmp_path, flags):
+    """The first step of an update depends only on the weights, the batch and beta."""
     trainer = build("--num-iterations", 3, *flags)
     trainer.update_step(1)
     rollout = trainer.collector.collect(trainer.prompts_of(2), 2)
@@ -230,20 +240,22 @@ def test_a_replay_gives_the_numbers_that_were_recorded(build, tmp_path, flags):
     stats = trainer.learner.minibatch_gradients(batch, [0, 1, 2, 3])
     trainer.optimizer.zero_grad()
     incident = Incident.read(str(tmp_path / "incident"))
-    again = dict(replay(build("--num-iterations", 3, *flags), incident))
+    replayed = dict(replay(build("--num-iterations", 3, *flags), incident))
     for name in ("loss", "policy/grad_norm", "policy/ratio", "policy/entropy"):
-        assert again[name] == f"{float(stats[name]):.6g}", name
-    assert again["found"] == "a test"
-    assert again["logprobs, as recorded"] == again["logprobs, done again"]
-    held = incident.tensors
-    assert torch.equal(held["scores"], rollout.scores)
-    # the file keeps the names of earlier versions
-    assert torch.equal(held["advantages"], batch.raw_advantages) and torch.equal(held["weights"], batch.advantages)
+        assert replayed[name] == f"{float(stats[name]):.6g}", name
+    assert replayed["found"] == "a test"
+    assert replayed["logprobs, as recorded"] == replayed["logprobs, done again"]
+    tensors = incident.tensors
+    assert torch.equal(tensors["scores"], rollout.scores)
+    # the names in the file are those of earlier versions
+    assert torch.equal(tensors["advantages"], batch.raw_advantages) and torch.equal(
+        tensors["weights"], batch.advantages
+    )
     assert incident.config("elsewhere").batch == trainer.config.batch
 
 
-def test_a_reply_may_hold_any_character(build, tmp_path):
-    """Some of which Python takes for the end of a line."""
+def test_incident_stores_completions_with_unusual_line_breaks(build, tmp_path):
+    """Python's `str.splitlines` splits at these characters."""
     trainer = build()
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     rollout.texts[0] = "a\u2028b\u0085c\x0bd"
@@ -251,155 +263,155 @@ def test_a_reply_may_hold_any_character(build, tmp_path):
     assert Incident.read(str(tmp_path / "incident")).rows[0]["reply"] == rollout.texts[0]
 
 
-def test_what_is_no_incident_is_a_line(tmp_path):
+def test_replay_rejects_a_folder_without_an_incident(tmp_path):
     with pytest.raises(UserError, match="no whole incident: --replay"):
         train_ppo.main(["--replay", str(tmp_path)])
 
 
-def test_an_evaluation_with_a_bad_score_ends_the_run(build):
+def test_evaluation_with_a_nan_score_ends_the_run(build):
     trainer = build()
-    spoil_scores(trainer, math.nan)
-    with pytest.raises(RunError, match="not a finite number: reward function spoilt"):
+    corrupt_scores(trainer, math.nan)
+    with pytest.raises(RunError, match="not a finite number: reward function first_score_is_bad"):
         trainer.evaluate()
 
 
-# --- KL that runs away -----------------------------------------------------------------------------------------------
+# --- runaway KL ------------------------------------------------------------------------------------------------------
 
 
-def kl_is(trainer, values):
-    """What the controllers hear of the KL, update by update."""
-    really = trainer.events.call
+def set_kl(trainer, values):
+    """Sets the KL that the callbacks receive in each update."""
+    original = trainer.events.call
 
     def call(event, *details):
         if event == "on_update_end":
             update, metrics = details
             metrics["kl_divergence"] = values[update - 1]
-        really(event, *details)
+        original(event, *details)
 
     trainer.events.call = call
 
 
-def test_a_kl_that_runs_away_doubles_beta(build, tmp_path):
+def test_runaway_kl_doubles_beta(build, tmp_path):
     trainer = build("--num-iterations", 3, "--kl-schedule", "adaptive", "--kl-target", "6/sequence", "--kl-coef", 0.1,
                     "--kl-horizon", 10_000)  # fmt: skip
     attach(trainer)
-    kl_is(trainer, [6.0, 25.0, 6.0])
+    set_kl(trainer, [6.0, 25.0, 6.0])
     trainer.train()
     assert trainer.kl_coef == pytest.approx(0.2, rel=0.01), (
-        "4 episodes of a horizon of 10,000 move it by next to nothing"
+        "the controller itself changes beta little: 4 episodes, horizon 10,000"
     )
 
 
-def test_rollback_takes_the_weights_to_the_last_checkpoint_from_before(build, tmp_path):
-    """Update 4's KL is of the weights after update 3, so these had run away: those after 2 are the last good ones."""
+def test_rollback_restores_the_checkpoint_before_the_runaway_kl(build, tmp_path):
+    """The KL of update 4 is that of the weights after update 3, so the last good weights are those after update 2."""
     flags = ["--num-iterations", 8, "--kl-schedule", "adaptive", "--kl-target", "6/sequence", "--save-every", 1,
              "--keep", 6, "--eval-every", 100, "--learning-rate", "1e-2"]  # fmt: skip
-    ends, rates = {}, {}
-    for more in ((), ("--rollback-on-kl",)):
-        trainer, seen = build(*flags, "--output", tmp_path / str(len(more)), *more), {}
+    weights_of, rates = {}, {}
+    for rollback in ((), ("--rollback-on-kl",)):
+        trainer, seen = build(*flags, "--output", tmp_path / str(len(rollback)), *rollback), {}
         attach(trainer)
-        kl_is(trainer, [6.0, 6.0, 6.0, 30.0, 30.0, 30.0, 6.0, 6.0])
-        watch(trainer, seen)
+        set_kl(trainer, [6.0, 6.0, 6.0, 30.0, 30.0, 30.0, 6.0, 6.0])
+        record_weights(trainer, seen)
         trainer.train()
-        ends[more] = seen
-        rates[more] = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+        weights_of[rollback] = seen
+        rates[rollback] = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
         assert trainer.optimizer.param_groups[0]["lr"] == trainer.lr_scheduler.get_last_lr()[0]
-    assert rates[()] == rates[("--rollback-on-kl",)], "the schedule goes on"
-    plain, back = ends[()], ends[("--rollback-on-kl",)]
-    assert all(torch.equal(plain[n], back[n]) for n in range(1, 6))
-    assert torch.equal(back[6], back[2]) and not torch.equal(plain[6], plain[2])
-    assert not torch.equal(back[3], back[2])
-    assert not torch.equal(back[7], back[6]), "and training goes on"
+    assert rates[()] == rates[("--rollback-on-kl",)], "the learning-rate schedule must continue"
+    plain, rolled_back = weights_of[()], weights_of[("--rollback-on-kl",)]
+    assert all(torch.equal(plain[n], rolled_back[n]) for n in range(1, 6))
+    assert torch.equal(rolled_back[6], rolled_back[2]) and not torch.equal(plain[6], plain[2])
+    assert not torch.equal(rolled_back[3], rolled_back[2])
+    assert not torch.equal(rolled_back[7], rolled_back[6]), "training must continue"
 
 
-def watch(trainer, seen):
-    class Watch(Callback):
+def record_weights(trainer, seen):
+    class WeightRecorder(Callback):
         def on_update_done(self, update):
             seen[update] = weights(trainer)
 
-    trainer.add_callback(Watch())
+    trainer.add_callback(WeightRecorder())
 
 
 # --- out of memory ---------------------------------------------------------------------------------------------------
 
 
-def short_of_memory(trainer, most):
-    """A device that holds the graph of at most so many replies."""
-    really, sizes = trainer.learner.gradients, []
+def limit_memory(trainer, most):
+    """Simulates memory for the graph of at most `most` completions; returns the list of attempted micro-batch sizes."""
+    original, sizes = trainer.learner.gradients, []
 
     def gradients(batch, micro_batch, tokens, hidden=None):
         sizes.append(len(micro_batch.rows))
         if len(micro_batch.rows) > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-        return really(batch, micro_batch, tokens, hidden)
+        return original(batch, micro_batch, tokens, hidden)
 
     trainer.learner.gradients = gradients
     return sizes
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_out_of_memory_halves_the_micro_batch_and_changes_no_step(build, algorithm):
-    plain, short = build(algorithm=algorithm), build(algorithm=algorithm)
-    plain.update_step(1)
-    sizes = short_of_memory(short, 1)
+def test_out_of_memory_halves_the_micro_batch_and_keeps_every_step(build, algorithm):
+    unlimited, limited = build(algorithm=algorithm), build(algorithm=algorithm)
+    unlimited.update_step(1)
+    sizes = limit_memory(limited, 1)
     with pytest.warns(RLHFWarning, match="out of memory in the backward pass: reduced the micro-batch size to 2 for"):
-        short.update_step(1)
-    assert sizes == [4, 2, 1, 1, 1, 1, 1, 1, 1, 1], "halved twice, and then for good"
-    assert short.progress.optimizer_steps == plain.progress.optimizer_steps == 2
-    assert float((weights(plain) - weights(short)).abs().max()) < 1e-4
+        limited.update_step(1)
+    assert sizes == [4, 2, 1, 1, 1, 1, 1, 1, 1, 1], "halved twice, then kept for all later micro-batches"
+    assert limited.progress.optimizer_steps == unlimited.progress.optimizer_steps == 2
+    assert float((weights(unlimited) - weights(limited)).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("flags", [(), ("--use-lora",)])
-def test_out_of_memory_with_one_reply_names_what_helps(build, flags):
+def test_out_of_memory_with_one_completion_lists_settings_that_help(build, flags):
     trainer = build(*flags)
     attach(trainer)
-    short_of_memory(trainer, 0)
+    limit_memory(trainer, 0)
     with pytest.warns(RLHFWarning), pytest.raises(RunError) as raised:
         trainer.update_step(1)
     message = str(raised.value)
     assert "out of memory with one completion at a time: the backward pass" in message
-    named = re.findall(r"(--[a-z0-9-]+)[ 0-9]* \(about ([0-9.]+) GiB less\)", message)
-    assert len(named) == 3 and ("--use-lora" in dict(named)) == (not flags)
-    sizes = [float(size) for _, size in named]
+    suggestions = re.findall(r"(--[a-z0-9-]+)[ 0-9]* \(about ([0-9.]+) GiB less\)", message)
+    assert len(suggestions) == 3 and ("--use-lora" in dict(suggestions)) == (not flags)
+    sizes = [float(size) for _, size in suggestions]
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_computing_logprobs_is_halved_too(build, monkeypatch):
+def test_out_of_memory_while_computing_logprobs_halves_the_batch(build, monkeypatch):
     trainer = build()
-    really, calls = collect.compute_logprobs_and_values, []
+    original, calls = collect.compute_logprobs_and_values, []
 
-    def measure(actor, reference, completions, temperature, rows, *more):
+    def compute(actor, reference, completions, temperature, rows, *more):
         calls.append(rows)
         if rows != 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return really(actor, reference, completions, temperature, rows, *more)
+        return original(actor, reference, completions, temperature, rows, *more)
 
-    monkeypatch.setattr(collect, "compute_logprobs_and_values", measure)
+    monkeypatch.setattr(collect, "compute_logprobs_and_values", compute)
     with pytest.warns(RLHFWarning, match="in computing log-probabilities"):
         trainer.update_step(1)
-    assert calls == [0, 0, 2, 1], "first from the pass that has begun, then alone, then in parts"
+    assert calls == [0, 0, 2, 1], "with the cached forward pass, then without it, then in smaller micro-batches"
 
 
-def test_a_cached_forward_makes_room_for_computing_logprobs(build, monkeypatch):
-    """The device has memory for the graph of the first step's pass or for computing log-probs, not for both."""
-    trainer, really, begun, tried = build(), collect.compute_logprobs_and_values, [], []
+def test_cached_forward_is_freed_if_computing_logprobs_needs_its_memory(build, monkeypatch):
+    """Simulates memory for the cached forward pass or for computing log-probs, but not for both."""
+    trainer, original, forwards, cached = build(), collect.compute_logprobs_and_values, [], []
 
-    def start(completions):
-        forward = plain(completions)
-        begun.append(weakref.ref(forward[1]))
+    def precompute(completions):
+        forward = precompute_original(completions)
+        forwards.append(weakref.ref(forward[1]))
         return forward
 
-    def measure(*given):
-        tried.append(begun[0]() is not None)
-        if tried[-1]:
+    def compute(*args):
+        cached.append(forwards[0]() is not None)
+        if cached[-1]:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return really(*given)
+        return original(*args)
 
-    plain = trainer.collector.precompute_first_forward
-    monkeypatch.setattr(trainer.collector, "precompute_first_forward", start)
-    monkeypatch.setattr(collect, "compute_logprobs_and_values", measure)
+    precompute_original = trainer.collector.precompute_first_forward
+    monkeypatch.setattr(trainer.collector, "precompute_first_forward", precompute)
+    monkeypatch.setattr(collect, "compute_logprobs_and_values", compute)
     trainer.update_step(1)
-    assert tried == [True, False] and trainer.progress.optimizer_steps == 2
+    assert cached == [True, False] and trainer.progress.optimizer_steps == 2
 
 
 PHASES = {
@@ -409,7 +421,7 @@ PHASES = {
 
 
 @pytest.mark.parametrize("phase", [*PHASES, "scoring", "the optimizer step"])
-def test_out_of_memory_elsewhere_names_the_phase_and_what_helps(build, monkeypatch, phase):
+def test_out_of_memory_error_reports_the_phase_and_settings_that_help(build, monkeypatch, phase):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
@@ -425,7 +437,7 @@ def test_out_of_memory_elsewhere_names_the_phase_and_what_helps(build, monkeypat
         trainer.evaluate() if phase == "an evaluation" else trainer.update_step(1)
 
 
-def test_out_of_memory_before_the_run_is_a_line(monkeypatch, capsys):
+def test_out_of_memory_before_the_run_is_a_one_line_error(monkeypatch, capsys):
     def main():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
@@ -435,8 +447,8 @@ def test_out_of_memory_before_the_run_is_a_line(monkeypatch, capsys):
     assert re.match(r"error: out of memory: CUDA .*\. Try --use-lora", capsys.readouterr().err)
 
 
-def test_out_of_memory_on_a_cpu_is_a_line(capsys, tmp_path, monkeypatch):
-    """torch's allocator raises a RuntimeError, Python and numpy a MemoryError."""
+def test_out_of_memory_on_the_cpu_is_a_one_line_error(capsys, tmp_path, monkeypatch):
+    """PyTorch's allocator raises a RuntimeError. Python and NumPy raise a MemoryError."""
     monkeypatch.chdir(tmp_path)
     for call in (lambda: torch.empty(2**60), lambda: bytearray(2**62)):
         with pytest.raises(SystemExit) as ended:
@@ -448,7 +460,7 @@ def test_out_of_memory_on_a_cpu_is_a_line(capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unexpected_error_is_a_line_and_a_file(capsys, tmp_path, monkeypatch):
+def test_unexpected_error_prints_one_line_and_writes_a_traceback_file(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: [1][2])
@@ -459,7 +471,7 @@ def test_an_unexpected_error_is_a_line_and_a_file(capsys, tmp_path, monkeypatch)
     assert "Traceback" in file.read_text() and "list index out of range" in file.read_text()
 
 
-def test_adapters_larger_than_the_memory_are_a_line(run_flags, capsys):
+def test_adapters_larger_than_the_memory_are_a_one_line_error(run_flags, capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: train_ppo.main(run_flags("--use-lora", "--lora-r", "1e9")))
     output = capsys.readouterr().err

@@ -154,7 +154,7 @@ def test_kl_at_the_end_of_each_phase_matches_values_computed_by_hand():
 
 
 def test_skipped_updates_do_not_shift_the_phases():
-    """Updates 3 and 4 of 6 were skipped, so the log does not contain them. The phases 1-3 and 4-6 end at 0.34 and 1.7."""
+    """Updates 3 and 4 of 6 were skipped and are not in the log. The phases 1-3 and 4-6 end at 0.34 and 1.7."""
     history = [{"kl_divergence": kl, "step": step} for step, kl in ((1, 0.0), (2, 0.68), (5, 1.6), (6, 1.8))]
     phases = [(1, 3, KLTarget(1, "sequence")), (4, 6, KLTarget(2, "sequence"))]
     assert [e["kl_last_10_updates"] for e in kl_of_phases(history, phases)] == pytest.approx([0.34, 1.7])

@@ -54,7 +54,7 @@ def corrupt_scores(trainer, value):
 
 
 def corrupt_logits(trainer, value):
-    """Replaces the first hidden state in the training forward pass with `value`. Sampling is not affected."""
+    """Replaces a number in the first token's hidden state with `value`, in the training forward pass only."""
     original = trainer.actor.forward_heads
 
     def heads(hidden, *more):
@@ -336,7 +336,7 @@ def record_weights(trainer, seen):
 
 
 def limit_memory(trainer, most):
-    """Simulates memory for the graph of at most `most` completions; returns the list of attempted micro-batch sizes."""
+    """Simulates memory for at most `most` completions and returns the list of attempted micro-batch sizes."""
     original, sizes = trainer.learner.gradients, []
 
     def gradients(batch, micro_batch, tokens, hidden=None):

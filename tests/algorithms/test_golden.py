@@ -1,4 +1,4 @@
-"""Golden: against TRL's own PPOTrainer.train() in one process, given the same prompts and the same replies."""
+"""Golden tests: updates match TRL's PPOTrainer, GRPOTrainer and RLOOTrainer for the same prompts and completions."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def make_prompts(tokenizer) -> list[Prompt]:
     return [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
 
 
-def round_tripping_reply(tokenizer, rng: random.Random) -> list[int]:
-    """LENGTH ids without a special token that survive decoding and encoding: both sides must score one text."""
+def round_trip_completion(tokenizer, rng: random.Random) -> list[int]:
+    """Returns LENGTH token ids that decoding and encoding preserve, so that both trainers score the same text."""
     words = "the cat is on a table and lies near Paris which helps you answer step by step with numbers".split()
     while True:
         ids = encode_text(tokenizer, " " + " ".join(rng.choices(words, k=LENGTH)))[:LENGTH]
@@ -48,7 +48,7 @@ def round_tripping_reply(tokenizer, rng: random.Random) -> list[int]:
 
 
 class StockRun:
-    """TRL's PPOTrainer, its critic on the policy's backbone or on one of its own, whose replies come from a table."""
+    """TRL's PPOTrainer with completions from a table. The critic has the policy's backbone or a separate one."""
 
     def __init__(
         self, monkeypatch, start_model, reward_folder, completions, tmp_path, dtype=torch.float32, critic="shared",
@@ -56,7 +56,7 @@ class StockRun:
     ):  # fmt: skip
         self.tokenizer = load_tokenizer(str(start_model))
         self.prompts = make_prompts(self.tokenizer)
-        self.completions, self.orders = completions, []  # replies[update][prompt]
+        self.completions, self.orders = completions, []  # completions[update][prompt]
         policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=dtype)
         container = with_value_head(policy).to(dtype)
         monkeypatch.setattr(trl_ppo, "batch_generation", self.replay)
@@ -90,7 +90,7 @@ class StockRun:
 
 @pytest.fixture
 def replayed(monkeypatch):
-    """Makes our trainer take the same prompts and replies as a finished StockRun."""
+    """Returns a function that makes our trainer use the prompts and completions of a finished StockRun."""
 
     def replay(trainer, stock: StockRun):
         def prompts_of(update):
@@ -115,7 +115,7 @@ def test_three_updates_of_two_epochs_match_trl(
 ):
     rng = random.Random(5)
     tokenizer = load_tokenizer(str(start_model))
-    completions = [[round_tripping_reply(tokenizer, rng) for _ in range(BATCH)] for _ in range(UPDATES)]
+    completions = [[round_trip_completion(tokenizer, rng) for _ in range(BATCH)] for _ in range(UPDATES)]
     stock = StockRun(
         monkeypatch,
         start_model,
@@ -136,7 +136,7 @@ def test_three_updates_of_two_epochs_match_trl(
     replayed(ours, stock)
     logged = [ours.update_step(update) for update in range(1, UPDATES + 1)]
 
-    theirs = [entry for entry in stock.trainer.state.log_history if "objective/kl" in entry]
+    trl_logged = [entry for entry in stock.trainer.state.log_history if "objective/kl" in entry]
     names = {
         "rewards/mean": "objective/scores",
         "kl_divergence": "objective/kl",
@@ -144,24 +144,24 @@ def test_three_updates_of_two_epochs_match_trl(
         "value/loss": "loss/value_avg",
     }
     differences = {
-        ours_name: max(abs(mine[ours_name] - their[name]) for mine, their in zip(logged, theirs, strict=True))
-        for ours_name, name in names.items()
+        name: max(abs(ours[name] - trl[trl_name]) for ours, trl in zip(logged, trl_logged, strict=True))
+        for name, trl_name in names.items()
     }
     print(f"largest differences from TRL in {dtype}:", differences)
-    assert len(theirs) == UPDATES
-    assert abs(theirs[-1]["objective/kl"]) > 1e-3, "the policy must have moved, or the test shows nothing"
-    # in float32 a KL is a sum of eight roundings, unlike from run to run: 3.6e-7 to 1.1e-6 were seen
+    assert len(trl_logged) == UPDATES
+    assert abs(trl_logged[-1]["objective/kl"]) > 1e-3, "the policy must change, otherwise the test proves nothing"
+    # the float32 rounding error of a KL over 8 tokens varies between runs: 3.6e-7 to 1.1e-6 were observed
     assert max(differences.values()) <= (1e-6 if dtype == torch.float64 else 4e-6), differences
 
 
-def test_a_score_stands_at_eos_and_not_behind_it_as_in_trl(
+def test_score_is_placed_at_eos_and_not_one_position_later_as_in_trl(
     monkeypatch, build, start_model, reward_folder, replayed, tmp_path
 ):
-    """Reply of two tokens (EOS at index 1), V = 0, beta = 0, gamma = 0.5, lambda = 1, one epoch, whitening aside.
+    """A completion of two tokens (EOS at index 1) with V = 0, beta = 0, gamma = 0.5, lambda = 1 and one epoch.
 
-    Ours: returns are s at EOS and s/2 before it:            value loss 0.5 * (1/4 + 1) / 2 * s^2 = 0.3125 s^2.
-    TRL puts s one position behind EOS and has a value target there too: returns s, s/2, s/4 over three positions,
-                                                             0.5 * (1 + 1/4 + 1/16) / 3 * s^2 = 0.21875 s^2.
+    Ours puts the score s at EOS. The returns are s/2, s: value loss 0.5 * (1/4 + 1) / 2 * s^2 = 0.3125 s^2.
+    TRL puts s one position after EOS, which is a value target, too. The returns are s/4, s/2, s:
+                                                          value loss 0.5 * (1/16 + 1/4 + 1) / 3 * s^2 = 0.21875 s^2.
     """
     tokenizer = load_tokenizer(str(start_model))
     word, eos, pad = encode_text(tokenizer, " cat")[0], tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -177,16 +177,16 @@ def test_a_score_stands_at_eos_and_not_behind_it_as_in_trl(
         rewards=[lambda completions, **_: [2.0] * BATCH],
     )
     replayed(ours, stock)
-    mine = ours.update_step(1)
+    logged = ours.update_step(1)
 
-    theirs = next(entry for entry in stock.trainer.state.log_history if "objective/kl" in entry)
-    squares = theirs_score_squares(stock)
-    assert mine["value/loss"] == pytest.approx(0.3125 * 2.0**2, rel=1e-6)
-    assert theirs["loss/value_avg"] == pytest.approx(0.21875 * squares, rel=1e-5)
+    trl_logged = next(entry for entry in stock.trainer.state.log_history if "objective/kl" in entry)
+    mean_square = mean_squared_score(stock)
+    assert logged["value/loss"] == pytest.approx(0.3125 * 2.0**2, rel=1e-6)
+    assert trl_logged["loss/value_avg"] == pytest.approx(0.21875 * mean_square, rel=1e-5)
 
 
-def theirs_score_squares(stock: StockRun) -> float:
-    """Mean square of the reward model's scores in the stock run, computed apart from either trainer."""
+def mean_squared_score(stock: StockRun) -> float:
+    """Returns the mean square of the reward model's scores in the stock run, computed without either trainer."""
     model, squares = stock.trainer.reward_model, []
     for i, prompt in enumerate(stock.prompts):
         completion = [t for t in stock.completions[0][i] if t != stock.tokenizer.pad_token_id]
@@ -199,26 +199,26 @@ def theirs_score_squares(stock: StockRun) -> float:
 
 
 class StockRLOO(RLOOTrainer):
-    """TRL's RLOOTrainer, whose completions come from `rollout_func`."""
+    """TRL's RLOOTrainer with completions from `rollout_func`."""
 
-    def __init__(self, rollout_func, **given):
+    def __init__(self, rollout_func, **kwargs):
         self.rollout_func = rollout_func
-        super().__init__(**given)
+        super().__init__(**kwargs)
 
     def _generate(self, prompts: list):
-        found = self.rollout_func(prompts, self)
-        texts = self.processing_class.batch_decode(found["completion_ids"], skip_special_tokens=True)
-        return found["prompt_ids"], found["completion_ids"], texts
+        output = self.rollout_func(prompts, self)
+        texts = self.processing_class.batch_decode(output["completion_ids"], skip_special_tokens=True)
+        return output["prompt_ids"], output["completion_ids"], texts
 
 
 STOCK = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (StockRLOO, RLOOConfig)}
 
 
 class StockGroups:
-    """TRL's GRPOTrainer or RLOOTrainer, whose prompts, completions and scores are those of a run of ours."""
+    """TRL's GRPOTrainer or RLOOTrainer with the prompts, completions and scores of one of our runs."""
 
     def __init__(self, algorithm, start_model, tmp_path, rollouts: list, scores: list, **settings):
-        self.rollouts, self.scores, self.at = rollouts, scores, -1
+        self.rollouts, self.scores, self.index = rollouts, scores, -1
         tokenizer = load_tokenizer(str(start_model))
         episodes = len(rollouts[0].texts)
         trainer_class, config_class = STOCK[algorithm]
@@ -239,8 +239,8 @@ class StockGroups:
         )  # fmt: skip
 
     def replay(self, prompts, trainer) -> dict:
-        self.at += 1
-        rollout = self.rollouts[self.at]
+        self.index += 1
+        rollout = self.rollouts[self.index]
         return {
             "prompt_ids": [list(p.ids) for p in rollout.prompts],
             "completion_ids": rollout.completions.rows(),
@@ -248,7 +248,7 @@ class StockGroups:
         }
 
     def score(self, completions, **_) -> list[float]:
-        return self.scores[self.at].tolist()
+        return self.scores[self.index].tolist()
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ class StockGroups:
             ["--kl-placement", "none", "--loss-type", "gspo", "--minibatches", "2"],
             {"beta": 0.0, "scale_rewards": "none", "loss_type": "grpo", "importance_sampling_level": "sequence"},
         ),
-        # ratios that are clipped
+        # clipped ratios
         (
             ["--kl-placement", "none", "--clip-range", "0.002"],
             {"beta": 0.0, "scale_rewards": "none", "loss_type": "dapo", "epsilon": 0.002},
@@ -294,7 +294,7 @@ class StockGroups:
     ],
 )
 def test_three_updates_of_two_epochs_match_trls_grpo(build, start_model, tmp_path, monkeypatch, flags, settings):
-    """Same completions: the weights stay TRL's, under KL in the loss, scaling, entropy bonus and clipped gradients."""
+    """The weights equal TRL's with each loss type, a KL in the loss, scaled rewards, entropy bonus and clipping."""
     compare_with_stock("grpo", build, start_model, tmp_path, monkeypatch, flags, settings)
 
 
@@ -307,7 +307,7 @@ def test_three_updates_of_two_epochs_match_trls_grpo(build, start_model, tmp_pat
     ],
 )
 def test_three_updates_of_two_epochs_match_trls_rloo(build, start_model, tmp_path, monkeypatch, flags, settings):
-    """Same completions: the weights stay TRL's, under a KL in the reward, minibatches, and ratios that are clipped."""
+    """The weights equal TRL's without a KL, with a KL in the reward, and with minibatches and clipped ratios."""
     compare_with_stock("rloo", build, start_model, tmp_path, monkeypatch, flags, settings)
 
 
@@ -319,13 +319,13 @@ def compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, fla
     )  # fmt: skip
     rollouts, scores, advantages = [], [], ours.advantages
 
-    def noted(rollout, given):
+    def recorded(rollout, rollout_scores):
         rollouts.append(rollout)
-        scores.append(given)
-        return advantages(rollout, given)
+        scores.append(rollout_scores)
+        return advantages(rollout, rollout_scores)
 
-    ours.advantages = noted
-    # TRL shuffles from torch's global stream: neither side does here, so that minibatches are the same
+    ours.advantages = recorded
+    # TRL shuffles with torch's global generator. Neither trainer shuffles here, so that minibatches are the same.
     monkeypatch.setattr(f"trl.trainer.{algorithm}_trainer.shuffle_sequence_dict", lambda batch: batch)
     ours.learner.minibatches = lambda update, epoch: iter(
         torch.arange(4).view(-1, ours.config.minibatch_size).tolist()
@@ -336,10 +336,12 @@ def compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, fla
     stock = StockGroups(algorithm, start_model, tmp_path, rollouts, scores, **settings)
     stock.trainer.train()
     start = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32)
-    mine, theirs, begun = (
+    our_weights, trl_weights, start_weights = (
         torch.cat([w.detach().flatten() for w in model.parameters()])
         for model in (ours.model, stock.trainer.model, start)
     )
-    assert stock.at == UPDATES - 1
-    assert float((mine - theirs).abs().max()) < 2e-5, "Adam divides by the gradient's size: rounding is not all lost"
-    assert float((mine - begun).abs().max()) > 1e-3
+    assert stock.index == UPDATES - 1
+    assert float((our_weights - trl_weights).abs().max()) < 2e-5, (
+        "differs by more than rounding errors amplified by Adam"
+    )
+    assert float((our_weights - start_weights).abs().max()) > 1e-3

@@ -1,4 +1,5 @@
-"""Controllers against traces worked out by hand, and what each recipe's controller can do in its run."""
+"""Tests of the KL controllers and the score normaliser against values computed by hand, and of the range of beta in
+each recipe."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ from rlhf.setup.plan import kl_line, kl_warnings, recipe_hint
 SEQUENCE_6 = [KLTarget(6.0, "sequence")]
 
 
-def test_fixed_never_moves():
+def test_fixed_schedule_keeps_beta_constant():
     controller = KLController(0.1, SEQUENCE_6, None, updates=10)
     assert [controller.update(kl, 1.0, 100) for kl in (0, 6, 600)] == [0.1, 0.1, 0.1]
 
 
-def test_adaptive_by_hand():
+def test_adaptive_schedule_matches_values_computed_by_hand():
     # beta .2, target 6, KL 12 (error clipped to .2), 100 episodes, horizon 10,000: .2 * 1.002
     controller = KLController(0.2, SEQUENCE_6, 10_000, updates=10)
     assert controller.update(12.0, 0.1, 100) == pytest.approx(0.2004)
@@ -38,12 +39,12 @@ def test_adaptive_by_hand():
     assert controller.update(5.4, 0.1, 100) == pytest.approx(0.2004 * 0.999)
 
 
-def test_adaptive_per_token_reads_the_per_token_kl():
+def test_adaptive_schedule_uses_the_kl_per_token_for_a_token_target():
     controller = KLController(1.0, [KLTarget(0.05, "token")], 100, updates=10)
     assert controller.update(999.0, 0.055, 10) == pytest.approx(1.01)
 
 
-def test_a_short_horizon_never_turns_beta_negative():
+def test_short_horizon_keeps_beta_positive():
     controller = KLController(1.0, SEQUENCE_6, 1, updates=10)
     assert controller.update(0.0, 0.0, 1000) == 0.5
     assert controller.update(-3.0, 0.0, 1000) == 0.25
@@ -59,7 +60,7 @@ def test_phases_are_equal_thirds():
     assert seen == [0.05, 0.05, 0.02, 0.02, 0.01, 0.01, 0.01]
 
 
-def test_state_comes_back():
+def test_controller_state_is_restored():
     one = KLController(0.1, SEQUENCE_6, 100, updates=10)
     one.update(9.0, 0.1, 10)
     other = KLController(0.7, SEQUENCE_6, 100, updates=10)
@@ -68,36 +69,38 @@ def test_state_comes_back():
     assert other.target == one.target
 
 
-def test_band():
+def test_band_includes_its_limits():
     assert in_band(3.0, 6.0) and in_band(9.0, 6.0)
     assert not in_band(2.99, 6.0) and not in_band(9.01, 6.0)
 
 
-def test_boundaries_move_the_phases():
+def test_boundaries_set_the_phases():
     targets = [KLTarget(t, "token") for t in (0.05, 0.02, 0.01)]
     controller = KLController(0.1, targets, 20, updates=100, boundaries=(0.5, 0.9))
     assert [(a, b, t.nats) for a, b, t in controller.phases] == [(1, 50, 0.05), (51, 90, 0.02), (91, 100, 0.01)]
     assert [controller.target_of(u).nats for u in (0, 50, 51, 90, 91, 500)] == [0.05, 0.05, 0.02, 0.02, 0.01, 0.01]
 
 
-def test_the_controller_acts_within_a_phase():
-    """KL 0.03 a token, phases 0.05 then 0.02: error -0.2 (clipped), then +0.2; 10 episodes over a horizon of 20."""
+def test_controller_changes_beta_within_a_phase():
+    """KL 0.03 per token, targets 0.05 and then 0.02: the clipped error is -0.2, then 0.2. 10 episodes, horizon 20."""
     controller = KLController(1.0, [KLTarget(0.05, "token"), KLTarget(0.02, "token")], 20, updates=4)
     trace = [controller.update(9.0, 0.03, 10) for _ in range(4)]
     assert trace == pytest.approx([0.9, 0.81, 0.81 * 1.1, 0.81 * 1.1**2])
 
 
-def test_beta_has_a_floor():
+def test_beta_has_a_minimum():
     controller = KLController(2e-4, SEQUENCE_6, 1, updates=10)
     assert [controller.update(0.0, 0.0, 100) for _ in range(3)] == [LOWEST_BETA] * 3
-    assert KLController(1e-5, SEQUENCE_6, 1, updates=10).update(0.0, 0.0, 100) == 1e-5, "never raised by the floor"
+    assert KLController(1e-5, SEQUENCE_6, 1, updates=10).update(0.0, 0.0, 100) == 1e-5, (
+        "the minimum must not raise a lower beta"
+    )
     assert KLController(0.0, SEQUENCE_6, None, updates=10).update(9.0, 0.1, 100) == 0.0
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_normaliser_against_its_recurrence_by_hand():
+def test_normaliser_matches_its_recurrence_computed_by_hand():
     # d = .5. Batch 1: mean 2, variance 2 -> m = 1, v = 1, divided by 1 - .5: 2 and 2.
     # Batch 2: mean 6, variance 18 -> m = .5 + 3, v = .5 + 9, divided by 1 - .25: 14/3 and 38/3
     normalizer = ScoreNormalizer(0.5)
@@ -106,22 +109,22 @@ def test_the_normaliser_against_its_recurrence_by_hand():
     assert (normalizer.mean, normalizer.var, normalizer.batches) == (3.5, 9.5, 2)
 
 
-def test_until_scores_spread_they_are_only_shifted():
+def test_equal_scores_are_only_shifted():
     normalizer = ScoreNormalizer(0.99)
     assert normalizer([5.0, 5.0]) == pytest.approx([0.0, 0.0])
-    assert ScoreNormalizer(0.99)([4.0]) == pytest.approx([0.0]), "a batch of one has no spread"
+    assert ScoreNormalizer(0.99)([4.0]) == pytest.approx([0.0]), "a batch of one score has no variance"
 
 
-def test_a_nearly_flat_first_batch_does_not_blow_up_the_next():
-    """Early estimates are averages: the second batch counts as much as the first."""
+def test_nearly_equal_first_scores_do_not_inflate_the_next_batch():
+    """Early estimates are averages, so the second batch counts as much as the first."""
     normalizer = ScoreNormalizer(0.99)
     normalizer([0.0, 1e-7])
     low, high = normalizer([0.0, 2.0])
-    assert high - low == pytest.approx(2 / 1**0.5, rel=0.01), "variances 0 and 2, their mean 1"
+    assert high - low == pytest.approx(2 / 1**0.5, rel=0.01), "the mean of the variances 0 and 2 is 1"
 
 
-def test_the_size_of_the_batch_does_not_move_the_scale():
-    """PPO's 4 scores an update and GRPO's 24, from one distribution: the same scale on average."""
+def test_batch_size_does_not_change_the_scale():
+    """4 scores per update (PPO) and 24 (GRPO) from one distribution give the same scale on average."""
     rng = random.Random(0)
     spans = {}
     for size in (4, 24):
@@ -133,16 +136,16 @@ def test_the_size_of_the_batch_does_not_move_the_scale():
     assert spans[4] == pytest.approx(3, rel=0.15) and spans[24] == pytest.approx(3, rel=0.06)
 
 
-def test_a_drift_of_the_mean_is_no_spread():
+def test_drift_of_the_mean_does_not_increase_the_variance():
     normalizer = ScoreNormalizer(0.99)
     spans = []
     for update in range(200):
         low, high = normalizer([3.0 * update, 3.0 * update + 2])
         spans.append(high - low)
-    assert spans == pytest.approx([2 / 2**0.5] * 200), "variance stays 2 while the scores climb by 600"
+    assert spans == pytest.approx([2 / 2**0.5] * 200), "the variance is 2 while the scores rise by 600"
 
 
-def test_the_normalisers_state_comes_back():
+def test_normaliser_state_is_restored():
     one = ScoreNormalizer(0.9)
     one([1.0, 4.0])
     other = ScoreNormalizer(0.9)
@@ -150,9 +153,9 @@ def test_the_normalisers_state_comes_back():
     assert other([2.0, 8.0]) == one([2.0, 8.0])
 
 
-ORCA_PROMPTS = 5_786  # what the default split leaves of the real dataset
+ORCA_PROMPTS = 5_786  # training prompts of the real dataset with the default split
 
-# commands that README.md or a reference document prints, shortened to what decides how far beta can move
+# commands in README.md or a reference document, reduced to the flags that decide how far beta can change
 DOCUMENTED = [
     *(f"--recipe {recipe}" for recipe in shipped_recipes()),
     "--num-iterations 800 --kl-schedule phased",  # MLX phased-KL PPO, MLX phased-KL GRPO
@@ -167,7 +170,7 @@ DOCUMENTED = [
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 @pytest.mark.parametrize("words", DOCUMENTED)
-def test_beta_can_move_enough_in_every_recipe_and_documented_command(words, algorithm):
+def test_beta_can_change_enough_in_every_recipe_and_documented_command(words, algorithm):
     """At least 3-fold in the shortest phase; about 11-fold with the default horizon."""
     if "--K" in words and algorithm == "ppo":
         words = words.split(" --K")[0]
@@ -182,8 +185,8 @@ def test_beta_can_move_enough_in_every_recipe_and_documented_command(words, algo
     assert kl_warnings(config, updates) == []
 
 
-def test_the_default_horizon_by_hand():
-    """800 updates of 4 in three phases: 266 x 4 / 12 = 89; two updates' episodes at least; 10,000 at most."""
+def test_default_horizon_matches_values_computed_by_hand():
+    """800 updates of 4 episodes in three phases: 266 x 4 / 12 = 89. The maximum is 10,000 episodes or two updates."""
     assert default_horizon(266, 4) == 89
     assert pytest.approx(10.8, abs=0.1) == (1 + 0.2 * 4 / 89) ** 266
     assert default_horizon(3, 64) == 128
@@ -196,7 +199,7 @@ def test_the_default_horizon_by_hand():
     assert with_horizon(parse_cli(["--kl-schedule", "fixed"]), 800).kl.kl_horizon is None
 
 
-def test_what_keeps_a_target_from_being_enforced_is_a_line():
+def test_warnings_explain_why_a_kl_target_cannot_be_enforced():
     slow = parse_cli("--num-iterations 800 --kl-schedule phased --kl-horizon 2000".split())
     (line,) = kl_warnings(slow, 800)
     assert "beta can move at most 1.11-fold in 266 updates" in line
@@ -205,11 +208,13 @@ def test_what_keeps_a_target_from_being_enforced_is_a_line():
     assert short[0].startswith("warning: 1 of 3 KL targets have no update in a run of 2")
     assert "Train longer" in short[1]
     (both,) = kl_warnings(parse_cli("--recipe demo --num-iterations 6".split()), 6)
-    assert "Use --kl-horizon 128 and train longer, or choose" in both, "the horizon alone would give 1.8-fold"
+    assert "Use --kl-horizon 128 and train longer, or choose" in both, (
+        "the horizon alone would allow a 1.8-fold change"
+    )
     assert kl_warnings(parse_cli(["--kl-schedule", "fixed"]), 2) == []
 
 
-def test_flags_of_a_reference_document_name_its_recipe():
+def test_flags_of_a_reference_document_suggest_its_recipe():
     phased = recipe_hint(parse_cli("--num-iterations 800 --kl-schedule phased".split()))
     assert "Add --recipe phased-kl" in phased and "ppo_epochs 1 (here 4)" in phased
     assert "Add --recipe rank1-voice" in recipe_hint(parse_cli(["--steps-per-topic", "50"]))

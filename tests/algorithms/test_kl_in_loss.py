@@ -1,4 +1,4 @@
-"""The KL penalty in the loss: one formula for PPO and GRPO, checked against an independent autograd."""
+"""Tests of the KL penalty in the loss, one formula for PPO and GRPO, against gradients computed separately."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH = 8
 LOSS_TYPES = settings_of(Config)["loss_type"].choices
 
 
-def test_one_token_by_hand():
+def test_penalty_of_one_token_matches_the_value_computed_by_hand():
     """p 0.5, p_old 0.25, q 0.125: ratio 2, k3 = 0.25 - 1 + ln 4."""
     new, old, ref = (torch.log(torch.tensor([[p, 0.9]])) for p in (0.5, 0.25, 0.125))
     mask = torch.tensor([[True, False]])
@@ -24,8 +24,8 @@ def test_one_token_by_hand():
     assert_close(kl_loss_per_token(new, old, ref, mask), torch.tensor([[expected, 0.0]]))
 
 
-def test_the_expected_gradient_is_that_of_the_kl_to_the_reference():
-    """Over a vocabulary of 7, summed exactly under p_old: grad KL(p || q), for a policy that has left p_old."""
+def test_expected_gradient_is_that_of_the_kl_to_the_reference_model():
+    """The exact expectation under p_old over a vocabulary of 7 is grad KL(p || q), also if p differs from p_old."""
     generator = torch.Generator().manual_seed(0)
     logits, old, ref = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(3))
     logits.requires_grad_()
@@ -36,12 +36,14 @@ def test_the_expected_gradient_is_that_of_the_kl_to_the_reference():
     (exact,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
     (other,) = torch.autograd.grad((q.exp() * (q - p)).sum(), logits)
     assert_close(estimated, exact)
-    assert float((exact - other).abs().max()) > 0.1, "the two KLs must differ, or the test shows nothing"
+    assert float((exact - other).abs().max()) > 0.1, "the two KLs must differ, otherwise the test proves nothing"
 
 
 def divisor(loss_type: str | None, length: int, tokens: int, completions: int, rollout_tokens: float) -> float:
-    """What one token's loss is divided by, as docs/kl.md states it. `tokens` and `completions` are the minibatch's,
-    `rollout_tokens` those of the rollout / minibatches."""
+    """Returns the divisor of the loss of one token, as in docs/kl.md.
+
+    `tokens` and `completions` are counts of the minibatch. `rollout_tokens` is the rollout's count / minibatches.
+    """
     return {
         None: tokens, "dapo": rollout_tokens, "cispo": rollout_tokens,
         "grpo": completions * length, "gspo": completions * length, "dr_grpo": completions * LENGTH,
@@ -50,8 +52,10 @@ def divisor(loss_type: str | None, length: int, tokens: int, completions: int, r
 
 @pytest.mark.parametrize(("minibatches", "micro_batch", "rows"), [(1, 0, [0, 1, 2, 3]), (2, 1, [0, 3])])
 @pytest.mark.parametrize("loss_type", [None, *LOSS_TYPES])
-def test_gradient_against_a_plain_forward_after_the_policy_has_moved(build, loss_type, minibatches, micro_batch, rows):
-    """The advantages are 0 and the critic is off, so the gradient is the penalty's alone; None is PPO."""
+def test_gradient_matches_a_plain_forward_pass_after_the_policy_changed(
+    build, loss_type, minibatches, micro_batch, rows
+):
+    """The advantages and the value coefficient are 0, so only the penalty has a gradient. Loss type None is PPO."""
     beta = 0.7
     flags = ["--kl-placement", "loss", "--kl-schedule", "fixed", "--kl-coef", beta, "--learning-rate", "3e-3",
              "--max-new-tokens", LENGTH, "--minibatches", minibatches, "--micro-batch-size", micro_batch,
@@ -63,13 +67,13 @@ def test_gradient_against_a_plain_forward_after_the_policy_has_moved(build, loss
             weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     batch = trainer.advantages(rollout, torch.tensor([0.0, 1.0, 3.0, 2.0]))
-    trainer.learner.run(batch, 1)  # the policy leaves the rollout policy
+    trainer.learner.run(batch, 1)  # now the policy differs from the rollout policy
     batch.advantages.zero_()
     trainer.model.train()
     stats = trainer.learner.minibatch_gradients(batch, rows)
     policy = trainer.actor.policy
-    found = {name: weight.grad.clone() for name, weight in policy.named_parameters()}
-    assert float(stats["policy/approx_kl"]) > 1e-5, "the ratios must differ from 1, or the test shows nothing"
+    gradients = {name: weight.grad.clone() for name, weight in policy.named_parameters()}
+    assert float(stats["policy/approx_kl"]) > 1e-5, "the ratios must differ from 1, otherwise the test proves nothing"
 
     policy.zero_grad()
     completions = rollout.completions.rows()
@@ -91,4 +95,4 @@ def test_gradient_against_a_plain_forward_after_the_policy_has_moved(build, loss
     (beta * loss).backward()
     scale = max(float(weight.grad.abs().max()) for weight in policy.parameters())
     for name, weight in policy.named_parameters():
-        assert_close(found[name], weight.grad, rtol=0, atol=2e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
+        assert_close(gradients[name], weight.grad, rtol=0, atol=2e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")

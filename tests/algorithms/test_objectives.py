@@ -1,4 +1,4 @@
-"""Against numbers that a person can redo on paper, and invariants."""
+"""Tests of advantages, rewards and losses against values computed by hand, and of their invariants."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mask(*values: int) -> torch.Tensor:
     return torch.tensor([values], dtype=torch.bool)
 
 
-def test_gae_by_hand():
+def test_gae_matches_values_computed_by_hand():
     # gamma .9, lambda .8, V = .5 everywhere, reward 1 only at EOS: delta = [-.05, -.05, .5], factor .72
     advantages, returns = o.generalized_advantage_estimate(row(0, 0, 1), row(0.5, 0.5, 0.5), mask(1, 1, 1), 0.9, 0.8)
     assert_close(advantages, row(-0.05 + 0.72 * 0.31, 0.31, 0.5))
@@ -31,7 +31,7 @@ def test_gae_by_hand():
 
 
 def test_gae_ends_at_the_last_token():
-    # what a critic says behind EOS must not be bootstrapped from: with gamma = lambda = 1 the advantage is score - V
+    # GAE must not bootstrap from values after EOS: with gamma = lambda = 1 the advantage is score - V
     advantages, returns = o.generalized_advantage_estimate(
         row(0, 2, 99), row(0.5, 0.25, 77), mask(1, 1, 0), gamma=1.0, lam=1.0
     )
@@ -39,7 +39,7 @@ def test_gae_ends_at_the_last_token():
     assert_close(returns, row(2.0, 2.0, 0))
 
 
-def test_kl_estimators_by_hand():
+def test_kl_estimators_match_values_computed_by_hand():
     p, q = row(math.log(0.5), math.log(0.2), 0.0), row(math.log(0.25), math.log(0.4), 9.0)
     assert_close(o.kl_k1(p, q, mask(1, 1, 0)), row(math.log(2), -math.log(2), 0))
     # k3 = (r - 1) - log r with r = q / p = 1/2 and 2
@@ -54,21 +54,21 @@ def test_k1_and_k3_are_unbiased_on_a_known_distribution():
     assert float((p * o.kl_k3(lp, lq, on)[0]).sum()) == pytest.approx(exact, rel=1e-6)
 
 
-def test_rewards_by_hand():
+def test_shaped_rewards_match_values_computed_by_hand():
     kl, on = row(0.1, 0.2, 5.0), mask(1, 1, 0)
     assert_close(o.shape_rewards(kl, torch.tensor([3.0]), on, beta=0.5), row(-0.05, 2.9, 0))
     eos = o.shape_rewards(row(0.1, 0.2, 0), torch.tensor([3.0]), on, beta=0.5, kl_penalty_at="eos")
     assert_close(eos, row(0, 2.85, 0))
 
 
-def test_whitening_by_hand():
+def test_whitening_matches_values_computed_by_hand():
     # values 1, 2, 3: mean 2, unbiased variance 1
     assert_close(o.whiten(row(1, 2, 3, 50), mask(1, 1, 1, 0)), row(-1, 0, 1, 0))
     assert_close(o.whiten(row(1, 2, 3, 50), mask(1, 1, 1, 0), shift_mean=False), row(1, 2, 3, 0))
-    assert o.whiten(row(7, 1), mask(1, 0)).tolist() == [[0, 0]], "a single token has no spread"
+    assert o.whiten(row(7, 1), mask(1, 0)).tolist() == [[0, 0]], "a single token has no variance"
 
 
-def test_policy_loss_by_hand():
+def test_policy_loss_matches_values_computed_by_hand():
     # ratios 2 and 0.5, clip 0.2. A = 1: min(2, 1.2) = 1.2. A = -1: max(0.5, 0.8) = 0.8 as loss
     loss, clipped = o.clipped_policy_loss(
         row(math.log(2), math.log(0.5)), row(0, 0), row(1, -1), mask(1, 1), clip_range=0.2
@@ -77,39 +77,39 @@ def test_policy_loss_by_hand():
     assert float(clipped) == 1.0
 
 
-def test_value_loss_by_hand():
-    # V moved from 0 to 1, return 1, clip 0.2: held value 0.2, error 0.64 > 0; V moved to 0.1: within the range
+def test_value_loss_matches_values_computed_by_hand():
+    # V 0 -> 1, return 1, clip 0.2: clipped value 0.2, squared error 0.64 > 0. V 0 -> 0.1: not clipped, 0.81
     loss, clipped = o.clipped_value_loss(row(1, 0.1), row(0, 0), row(1, 1), mask(1, 1), clip_range=0.2)
     assert float(loss) == pytest.approx(0.5 * (0.64 + 0.81) / 2)
     assert float(clipped) == 0.5
 
 
-def test_explained_variance_by_hand():
+def test_explained_variance_matches_values_computed_by_hand():
     # returns 1, 3 (variance 2); values 1, 2: errors 0, 1 (variance 0.5)
     assert float(o.explained_variance(row(1, 2), row(1, 3), mask(1, 1))) == pytest.approx(0.75)
     assert float(o.explained_variance(row(1, 2), row(3, 3), mask(1, 1))) == 0
 
 
-def test_approximate_kl_by_hand():
+def test_approximate_kl_matches_values_computed_by_hand():
     assert float(o.approximate_kl(row(0.3, 5), row(0.1, 0), mask(1, 0))) == pytest.approx(0.02)
 
 
-def test_last_token():
+def test_last_token_marks_the_last_token_of_the_mask():
     assert o.last_token(mask(1, 1, 0)).tolist() == [[False, True, False]]
     assert o.last_token(mask(1, 1, 1)).tolist() == [[False, False, True]]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_stands_behind_eos_never_changes_anything(seed):
+def test_tokens_after_eos_have_no_effect(seed):
     generator = torch.Generator().manual_seed(seed)
     on = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1]], dtype=torch.bool)
 
-    def draw():
+    def random_values():
         return torch.randn(3, 5, generator=generator)
 
-    fields = {name: draw() for name in ("new", "old", "ref", "values", "old_values", "returns", "advantages")}
+    fields = {name: random_values() for name in ("new", "old", "ref", "values", "old_values", "returns", "advantages")}
 
-    def everything(f):
+    def all_outputs(f):
         kl = o.kl_k1(f["new"], f["ref"], on)
         rewards = o.shape_rewards(kl, torch.tensor([1.0, -1.0, 0.5]), on, 0.3)
         advantages, returns = o.generalized_advantage_estimate(rewards, f["values"], on, 0.97, 0.9)
@@ -125,12 +125,12 @@ def test_what_stands_behind_eos_never_changes_anything(seed):
             o.explained_variance(f["values"], f["returns"], on), o.approximate_kl(f["new"], f["old"], on),
         ]  # fmt: skip
 
-    noisy = {name: torch.where(on, value, draw() * 100) for name, value in fields.items()}
-    for clean, dirty in zip(everything(fields), everything(noisy), strict=True):
+    noisy = {name: torch.where(on, value, random_values() * 100) for name, value in fields.items()}
+    for clean, dirty in zip(all_outputs(fields), all_outputs(noisy), strict=True):
         assert_close(clean, dirty, rtol=0, atol=0)
 
 
-def test_micro_batches_add_up_to_the_minibatch():
+def test_micro_batch_losses_add_up_to_the_minibatch_loss():
     on = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
     new, old, advantages = torch.randn(2, 3), torch.randn(2, 3), torch.randn(2, 3)
     whole, _ = o.clipped_policy_loss(new, old, advantages, on, 0.2)
@@ -142,8 +142,8 @@ def test_micro_batches_add_up_to_the_minibatch():
 # --- GRPO ------------------------------------------------------------------------------------------------------------
 
 
-def test_group_advantages_by_hand():
-    """Groups (1, 3) and (4, 8): means 2 and 6; standard deviations sqrt(2) and sqrt(8), of all four sqrt(26 / 3)."""
+def test_group_advantages_match_values_computed_by_hand():
+    """Groups (1, 3) and (4, 8): means 2 and 6, standard deviations sqrt(2) and sqrt(8). All four: sqrt(26 / 3)."""
     scores = torch.tensor([1.0, 3.0, 4.0, 8.0])
     assert_close(o.group_advantages(scores, 2), torch.tensor([-1.0, 1.0, -2.0, 2.0]))
     small, large, batch = (x**0.5 + 1e-4 for x in (2, 8, 26 / 3))
@@ -154,14 +154,14 @@ def test_group_advantages_by_hand():
 
 
 def ratios(*values: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs now and at the rollout (log 0.1), so that the ratios are `values`."""
+    """Returns new and rollout log-probs with these ratios. The rollout log-probs are log 0.1."""
     return row(*(math.log(0.1 * v) for v in values)), row(*(math.log(0.1) for _ in values))
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
-def test_the_clipped_loss_by_hand(loss_type):
-    """Ratios 1.5, 0.5, 1.1 at clip 0.2. A = 2: min(3, 2.4), min(1, 1.6), min(2.2, 2.2). A = -2: as a loss max(3, 2.4),
-    max(1, 1.6), 2.2. So only the first is clipped for a good completion, and only the second for a bad one."""
+def test_clipped_loss_matches_values_computed_by_hand(loss_type):
+    """Ratios 1.5, 0.5, 1.1 at clip 0.2. A = 2: the negative loss is min(3, 2.4), min(1, 1.6), min(2.2, 2.2), so only
+    the first is clipped. A = -2: the loss is max(3, 2.4), max(1, 1.6), max(2.2, 2.2), so only the second is."""
     new, old = ratios(1.5, 0.5, 1.1)
     loss, clipped = o.grpo_policy_loss(new, old, row(2, 2, 2), mask(1, 1, 1), 0.2, loss_type)
     assert_close(loss, row(-2.4, -1.0, -2.2))
@@ -171,8 +171,8 @@ def test_the_clipped_loss_by_hand(loss_type):
     assert clipped.tolist() == [[False, True, False]]
 
 
-def test_gspo_has_one_ratio_per_completion_by_hand():
-    """Ratios 2 and 0.5 have the geometric mean 1; 2 and 2 have 2, which is clipped at 1.2. Off the mask: nothing."""
+def test_gspo_has_one_ratio_per_completion():
+    """The geometric mean of ratios 2 and 0.5 is 1. That of 2 and 2 is 2 and is clipped at 1.2."""
     new, old = ratios(2.0, 0.5, 9.0)
     loss, clipped = o.grpo_policy_loss(new, old, row(3, 3, 3), mask(1, 1, 0), 0.2, "gspo")
     assert_close(loss, row(-3.0, -3.0, 0.0))
@@ -184,7 +184,7 @@ def test_gspo_has_one_ratio_per_completion_by_hand():
 
 
 def test_cispo_keeps_the_gradient_of_a_clipped_token():
-    """Its loss is -min(ratio, 1.2) x A x log p: gradient -min(ratio, 1.2) x A for log p, where PPO-clip's is 0."""
+    """CISPO's loss is -min(ratio, 1.2) x A x log p. Its gradient in log p is -min(ratio, 1.2) x A; PPO-clip's is 0."""
     new, old = ratios(1.5, 0.5)
     new.requires_grad_()
     loss, clipped = o.grpo_policy_loss(new, old, row(2, 2), mask(1, 1), 0.2, "cispo")
@@ -196,8 +196,8 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token():
     assert_close(gradient, row(0.0, -1.0))
 
 
-def test_token_weights_by_hand():
-    """Completions of 2 and 6 tokens, 4 completions in the minibatch, 16 tokens, none longer than 10."""
+def test_token_weights_match_values_computed_by_hand():
+    """Completions of 2 and 6 tokens. The minibatch has 4 completions and 16 tokens, and the maximum length is 10."""
     lengths, tokens = torch.tensor([2, 6]), torch.tensor(16.0)
     expected = {
         "dapo": [1 / 16, 1 / 16], "cispo": [1 / 16, 1 / 16], "grpo": [1 / 8, 1 / 24], "gspo": [1 / 8, 1 / 24],

@@ -1,4 +1,4 @@
-"""What only RLOO has: the leave-one-out baseline, and the completion as one action."""
+"""Tests of RLOO: the leave-one-out baseline, and the ratio and KL of a whole completion as one action."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def rloo(build):
     return lambda *flags, **parts: build(*flags, algorithm="rloo", **parts)
 
 
-def rolled(trainer):
+def collect_rollout(trainer):
     return trainer.collector.collect(trainer.prompts_of(1), 1)
 
 
-def test_leave_one_out_advantages_by_hand():
-    """Group 1, 2, 3, 6: the others' means are 11/3, 10/3, 3, 2. A group of equal scores has advantages 0."""
+def test_leave_one_out_advantages_match_values_computed_by_hand():
+    """Group 1, 2, 3, 6: the means of the other scores are 11/3, 10/3, 3, 2. Equal scores have advantages 0."""
     found = objectives.leave_one_out_advantages(torch.tensor([1.0, 2, 3, 6, 5, 5, 5, 5]), 4)
     assert_close(found, torch.tensor([1 - 11 / 3, 2 - 10 / 3, 0.0, 4.0, 0, 0, 0, 0]))
 
@@ -36,9 +36,9 @@ def test_advantages_are_k_over_k_minus_1_times_grpos():
         assert_close(ours, objectives.group_advantages(scores, group_size) * group_size / (group_size - 1))
 
 
-def test_the_ratio_is_that_of_the_whole_completion_by_hand():
-    """Two tokens of log ratio log 1.1 each: the ratio is 1.21, above the clip at 1.2. The second completion has one
-    token of log ratio log 0.9. The third one's advantage is negative, so a ratio of 1.21 is not clipped."""
+def test_ratio_is_that_of_the_whole_completion():
+    """The first completion has two tokens with ratio 1.1, so its ratio is 1.21 and is clipped at 1.2. The second has
+    one token with ratio 0.9. The third has ratio 1.21, which is not clipped because its advantage is negative."""
     old = torch.zeros(3, 2)
     new = torch.tensor([[math.log(1.1), math.log(1.1)], [math.log(0.9), 50.0], [math.log(1.1), math.log(1.1)]])
     mask = torch.tensor([[True, True], [True, False], [True, True]])
@@ -48,10 +48,10 @@ def test_the_ratio_is_that_of_the_whole_completion_by_hand():
     assert_close(ratio, torch.tensor([1.21, 0.9, 1.21]))
 
 
-def test_the_loss_is_a_mean_over_completions_by_hand(rloo):
-    """At ratio 1 the loss is -mean(A) whatever the lengths; A of the groups (1, 4) and (0, 2): -3, 3, -2, 2."""
+def test_loss_is_the_mean_over_completions(rloo):
+    """At ratio 1 the loss is -mean(A) for any lengths. The groups (1, 4) and (0, 2) have A = -3, 3, -2, 2."""
     trainer = rloo("--kl-placement", "none", "--max-new-tokens", 12)
-    batch = trainer.advantages(rolled(trainer), torch.tensor([1.0, 4.0, 0.0, 2.0]))
+    batch = trainer.advantages(collect_rollout(trainer), torch.tensor([1.0, 4.0, 0.0, 2.0]))
     assert batch.raw_advantages[:, 0].tolist() == [-3, 3, -2, 2]
     batch.advantages = torch.where(batch.mask, torch.tensor([[1.0], [2.0], [4.0], [9.0]]), 0.0)
     trainer.model.train()
@@ -60,24 +60,24 @@ def test_the_loss_is_a_mean_over_completions_by_hand(rloo):
     assert_close(stats["policy/loss"], torch.tensor(-4.0))
 
 
-def test_the_kl_is_charged_before_the_baseline(rloo):
-    """A = R - mean of the others' R, R = score - beta x the completion's KL, under a reference that differs."""
+def test_kl_is_subtracted_before_the_baseline(rloo):
+    """A = R - mean of the other R, where R = score - beta x KL of the completion. The reference model is changed."""
     trainer = rloo("--kl-coef", 0.7, "--kl-schedule", "fixed")
     with torch.no_grad():
         for weight in trainer.reference.copy.parameters():
             weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
-    rollout = rolled(trainer)
-    found = trainer.advantages(rollout, torch.arange(4.0)).advantages[:, 0]
+    rollout = collect_rollout(trainer)
+    advantages = trainer.advantages(rollout, torch.arange(4.0)).advantages[:, 0]
     kl = [
         float((p - q)[m].sum()) for p, q, m in zip(rollout.logprobs, rollout.ref_logprobs, rollout.mask, strict=True)
     ]
     a, b, c, d = (score - 0.7 * nats for score, nats in zip(range(4), kl, strict=True))
-    assert_close(found, torch.tensor([a - b, b - a, c - d, d - c]), rtol=0, atol=1e-5)
+    assert_close(advantages, torch.tensor([a - b, b - a, c - d, d - c]), rtol=0, atol=1e-5)
     assert max(map(abs, kl)) > 0.05
 
 
 def gradient(policy_loss, logprobs: torch.Tensor) -> torch.Tensor:
-    """The gradient of a loss of log-probabilities (n, T), as one vector."""
+    """Returns the gradient of the loss with respect to the log-probs (B, T), as one vector."""
     leaf = logprobs.clone().requires_grad_()
     policy_loss(leaf).backward()
     return leaf.grad.flatten()
@@ -88,8 +88,8 @@ def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("loss_type", settings_of(Config)["loss_type"].choices)
-def test_its_gradient_is_no_multiple_of_grpos(loss_type):
-    """Completions of one length at ratio 1: one direction. At other ratios: a different one under every GRPO loss."""
+def test_gradient_is_not_a_multiple_of_grpos_gradient(loss_type):
+    """The directions agree at ratio 1 with equal lengths, and differ at other ratios with every GRPO loss type."""
     noise = torch.Generator().manual_seed(3)
     old, mask = torch.randn(4, 6, generator=noise), torch.ones(4, 6, dtype=torch.bool)
     scores = torch.tensor([1.0, 4.0, 0.0, 2.0])
@@ -104,15 +104,15 @@ def test_its_gradient_is_no_multiple_of_grpos(loss_type):
         return (objectives.grpo_policy_loss(logprobs, old, advantages, mask, 0.9, loss_type)[0] * weights).sum()
 
     assert cosine(gradient(rloo, old), gradient(grpo, old)) == pytest.approx(1, abs=1e-6)
-    moved = old + 0.2 * torch.randn(4, 6, generator=noise)
-    assert cosine(gradient(rloo, moved), gradient(grpo, moved)) < 0.99
+    changed = old + 0.2 * torch.randn(4, 6, generator=noise)
+    assert cosine(gradient(rloo, changed), gradient(grpo, changed)) < 0.99
 
 
-def test_the_sampler_weight_of_a_completion_is_at_all_its_tokens(rloo, build):
-    """Another program sampled, with log-probs lower by 0.1 per token: RLOO's weight is exp(0.1 x tokens), at most 2,
-    at every token of a completion; GRPO's is exp(0.1)."""
+def test_importance_weight_of_a_completion_applies_to_all_its_tokens(rloo, build):
+    """The log-probs of the sampling engine are lower by 0.1 per token. RLOO's weight is exp(0.1 x tokens), at most 2,
+    at every token of a completion. GRPO's weight is exp(0.1)."""
     for trainer, exponents in ((rloo(), None), (build(algorithm="grpo"), 1)):
-        rollout = rolled(trainer)
+        rollout = collect_rollout(trainer)
         rollout.completions.sampled_logprobs = rollout.logprobs - 0.1
         batch = trainer.advantages(rollout, torch.arange(4.0))
         tokens = rollout.mask.sum(1, keepdim=True) if exponents is None else torch.tensor(1)
@@ -120,8 +120,8 @@ def test_the_sampler_weight_of_a_completion_is_at_all_its_tokens(rloo, build):
         assert_close(batch.advantages, batch.raw_advantages * factor, rtol=1e-4, atol=1e-5)
 
 
-def test_a_ratio_beyond_floats_has_a_loss_and_a_gradient():
-    """2,000 nats away: 0 where the clip binds, finite where it does not."""
+def test_ratio_too_large_for_floats_gives_a_finite_loss_and_gradient():
+    """The log ratio is 2,000. The loss is -1.2 if the ratio is clipped, and finite otherwise."""
     leaf = torch.full((2, 2), 1000.0, requires_grad=True)
     mask = torch.ones(2, 2, dtype=torch.bool)
     loss, *_ = objectives.rloo_policy_loss(leaf, torch.zeros(2, 2), torch.tensor([1.0, -1.0]), mask, 0.2)
@@ -130,10 +130,10 @@ def test_a_ratio_beyond_floats_has_a_loss_and_a_gradient():
     assert leaf.grad.tolist() == [[0, 0], [0, 0]]
 
 
-def test_the_logged_ratio_is_that_of_completions(rloo):
-    """So that the check of a minibatch's ratio sees what the loss multiplies by."""
+def test_logged_ratio_is_the_mean_ratio_of_completions(rloo):
+    """The check for out-of-range ratios then uses the same ratio as the loss."""
     trainer = rloo("--ppo-epochs", 1)
-    rollout = rolled(trainer)
+    rollout = collect_rollout(trainer)
     batch = trainer.advantages(rollout, torch.arange(4.0))
     batch.logprobs = batch.logprobs - 0.2
     stats, _ = whole_gradient(trainer, batch)
@@ -141,8 +141,8 @@ def test_the_logged_ratio_is_that_of_completions(rloo):
     assert float(stats["policy/ratio"]) == pytest.approx(expected, rel=1e-4)
 
 
-def test_sampler_weights_of_one_action_by_hand():
-    """Gaps of 0.1 and 0.2 nats, and of 5 nats: exp(0.3) at both tokens, and the cap of 2."""
+def test_importance_weights_of_one_action_match_values_computed_by_hand():
+    """Differences of 0.1 and 0.2 nats give exp(0.3) at both tokens. A difference of 5 nats gives the maximum of 2."""
     new = torch.tensor([[0.1, 0.2, 9.0], [5.0, 9.0, 9.0]])
     mask = torch.tensor([[True, True, False], [True, False, False]])
     found = objectives.truncated_importance_weights(new, torch.zeros(2, 3), mask, one_action=True)
@@ -150,26 +150,26 @@ def test_sampler_weights_of_one_action_by_hand():
 
 
 @pytest.mark.parametrize("placement", ["reward", "loss"])
-def test_micro_batches_add_up(rloo, placement):
+def test_micro_batches_give_the_same_update(rloo, placement):
     flags = ("--max-new-tokens", 24, "--minibatches", 1, "--entropy-coef", 0.5, "--kl-placement", placement)
-    moved = []
+    updated = []
     for size in (0, 1, 3):
         trainer = rloo("--ppo-epochs", 2, "--micro-batch-size", size, *flags)
         trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
         trainer.update_step(1)
-        moved.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters()]))
-    assert_close(moved[1], moved[0], rtol=0, atol=1e-6)
-    assert_close(moved[2], moved[0], rtol=0, atol=1e-6)
+        updated.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters()]))
+    assert_close(updated[1], updated[0], rtol=0, atol=1e-6)
+    assert_close(updated[2], updated[0], rtol=0, atol=1e-6)
 
 
-def test_a_kl_in_the_loss_is_the_completions_kl(rloo):
-    """With advantages 0 the loss is beta x the mean over completions of the sum of (p_new / p_old) k3, with the ratio
-    of each token: here the policy has moved by 0.3 nats at each token."""
+def test_kl_in_the_loss_is_summed_over_each_completion(rloo):
+    """With advantages 0 the loss is beta x the mean over completions of the sum over tokens of (p_new / p_old) k3.
+    Here log(p_new / p_old) is 0.3 at each token."""
     trainer = rloo("--kl-placement", "loss", "--kl-coef", 0.7, "--kl-schedule", "fixed")
     with torch.no_grad():
         for weight in trainer.reference.copy.parameters():
             weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
-    rollout = rolled(trainer)
+    rollout = collect_rollout(trainer)
     batch = trainer.advantages(rollout, torch.ones(4))
     batch.logprobs = batch.logprobs - 0.3
     trainer.model.train()

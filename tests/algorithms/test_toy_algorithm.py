@@ -1,4 +1,4 @@
-"""An algorithm that only this file defines: a row in the table is all that the rest of the program needs."""
+"""Tests that one row in the table of algorithms is enough to add an algorithm, which only this file defines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rlhf.utils.signals import TrainingInterrupted
 class Toy:
     """REINFORCE (Williams 1992) with the batch's mean score as the baseline, without clipping or groups."""
 
-    stop_in_update: ClassVar[int | None] = None  # press Ctrl-C in it
+    stop_in_update: ClassVar[int | None] = None  # raise SIGINT in this update
 
     def __init__(self, config: Config):
         self.config, self.updates = config, 0
@@ -83,7 +83,9 @@ def weights(run: Path) -> dict[str, Tensor]:
     return load_file(run / "model.safetensors")
 
 
-def test_it_trains_resumes_and_is_evaluated_drawn_and_compared(toy, run_flags, runs, tmp_path, monkeypatch, capsys):
+def test_toy_algorithm_trains_resumes_and_is_evaluated_plotted_and_compared(
+    toy, run_flags, runs, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     flags = ("--num-iterations", 4, "--eval-every", 2, "--save-every", 1, "--seed", 1, "--record-tokens")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -101,8 +103,8 @@ def test_it_trains_resumes_and_is_evaluated_drawn_and_compared(toy, run_flags, r
 
     record = json.loads((whole / "run.json").read_text())
     assert (record["algorithm"], record["status"], record["spent"]["episodes"]) == ("toy", "finished", 16)
-    card = (whole / "README.md").read_text(encoding="utf-8")
-    assert "TOY (Toy REINFORCE)" in card and "| gamma" not in card and "| K " not in card
+    model_card = (whole / "README.md").read_text(encoding="utf-8")
+    assert "TOY (Toy REINFORCE)" in model_card and "| gamma" not in model_card and "| K " not in model_card
 
     evaluate_generations.main(["--model-path", str(whole), "--num-prompts", "4"])
     (model,) = json.loads(Path("evaluation_output/evaluation.json").read_text())["models"]
@@ -125,8 +127,10 @@ def test_it_trains_resumes_and_is_evaluated_drawn_and_compared(toy, run_flags, r
     [({"group_size": 3}, ("--K", 2), 16), ({"has_critic": True}, ("--gamma", 0.9, "--critic", "separate"), 8)],
     ids=["with groups", "with a critic"],
 )
-def test_one_with_groups_and_one_with_a_critic(toy, run_flags, tmp_path, monkeypatch, changed, flags, episodes):
-    """The row says what the algorithm has; flags, hosts, plan, record of tokens and resuming follow."""
+def test_toy_algorithm_works_with_groups_or_with_a_critic(
+    toy, run_flags, tmp_path, monkeypatch, changed, flags, episodes
+):
+    """Flags, trainer, plan, token records and resuming follow the fields of the row."""
     row = replace(toy, **changed)
     monkeypatch.setitem(ALGORITHMS, "toy", row)
     assert parse_cli([], "toy").group_size == row.group_size
@@ -139,7 +143,7 @@ def test_one_with_groups_and_one_with_a_critic(toy, run_flags, tmp_path, monkeyp
     assert json.loads((tmp_path / "run" / "run.json").read_text())["spent"]["updates"] == 3
 
 
-def test_it_trains_from_python(toy, start_model, tmp_path):
+def test_toy_algorithm_trains_from_python(toy, start_model, tmp_path):
     config = make_config(
         algorithm="toy", actor_model=str(start_model), rm_model=None, reward_func=["length_penalty"], batch_size=4,
         num_iterations=2, max_new_tokens=6, ppo_epochs=1, output=str(tmp_path),
@@ -148,7 +152,7 @@ def test_it_trains_from_python(toy, start_model, tmp_path):
     assert trainer.train()["optimizer_steps"] == 2
 
 
-def test_its_script_refuses_what_only_others_read(toy, run_flags):
+def test_script_rejects_flags_of_other_algorithms(toy, run_flags):
     from rlhf.utils.errors import UserError
 
     with pytest.raises(UserError, match=r"--K belongs to train_grpo.py and train_rloo.py"):

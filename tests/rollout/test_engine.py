@@ -1,4 +1,4 @@
-"""Rollout engines against the plain one: the same replies, whoever sits beside them and whenever they get a slot."""
+"""Tests of the rollout engines: each samples the same completions as the plain engine, for any batch and any slots."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model(request):
 def prompts(count=9):
     draw = torch.Generator().manual_seed(0)
     ids = [torch.randint(3, 60, (n % 7 + 1,), generator=draw).tolist() for n in range(count)]
-    ids[4] = ids[3]  # two replies to one prompt
+    ids[4] = ids[3]  # two completions of one prompt
     return [Prompt(tuple(i), Example(({"role": "user", "content": ""},))) for i in ids]
 
 
@@ -43,12 +43,12 @@ def sample(model, engine, slots=0, given=None, length=14, episodes=None, **limit
 
 
 def make_eos_likely(model):
-    """Every token is nearly as likely as any other, EOS eight times."""
+    """Adds 1.5 to the logit of EOS, so that completions have different lengths."""
     head = model.get_output_embeddings()
-    model.set_output_embeddings(Biased(head))
+    model.set_output_embeddings(HeadWithLikelyEos(head))
 
 
-class Biased(torch.nn.Module):
+class HeadWithLikelyEos(torch.nn.Module):
     def __init__(self, head):
         super().__init__()
         self.head = head
@@ -61,25 +61,25 @@ class Biased(torch.nn.Module):
 
 @pytest.mark.parametrize("slots", [1, 3, 9])
 @pytest.mark.parametrize("limits", [{}, {"top_k": 20, "top_p": 0.8}], ids=["free", "filtered"])
-def test_continuous_batching_samples_the_plain_completions(model, slots, limits):
-    """Float64: the same tokens, although rows leave, others take their slots, and the batch shrinks at the end."""
+def test_continuous_batching_samples_the_same_completions_as_plain(model, slots, limits):
+    """In float64 the tokens are the same, although slots are refilled and the batch shrinks at the end."""
     make_eos_likely(model)
     plain, slotted = sample(model, "plain", **limits), sample(model, "slots", slots, **limits)
     assert slotted.rows() == plain.rows()
-    assert len({len(row) for row in plain.rows()}) > 3, "replies of unlike length, or this shows nothing"
+    assert len({len(row) for row in plain.rows()}) > 3, "the completions must have different lengths"
     assert torch.equal(slotted.mask, plain.mask) and torch.equal(slotted.ended, plain.ended)
     if limits:
         assert torch.equal(slotted.allowed_tokens[plain.mask], plain.allowed_tokens[plain.mask])
 
 
-def test_one_by_one_is_all_together(model):
+def test_sampling_prompts_one_by_one_gives_the_same_completions(model):
     make_eos_likely(model)
     together = sample(model, "slots", 4).rows()
     alone = [sample(model, "slots", 1, [p], episodes=[e]).rows()[0] for e, p in enumerate(prompts())]
     assert alone == together
 
 
-def test_a_prompt_of_several_replies_runs_once(model, monkeypatch):
+def test_prompt_of_several_completions_is_prefilled_once(model, monkeypatch):
     lengths, run = [], continuous_batching.run_packed
     monkeypatch.setattr(
         continuous_batching, "run_packed", lambda b, ids, *a: lengths.append(ids.shape[1]) or run(b, ids, *a)
@@ -89,8 +89,8 @@ def test_a_prompt_of_several_replies_runs_once(model, monkeypatch):
     assert lengths == [len(given[0].ids)]
 
 
-def test_steps_are_saved(model, monkeypatch):
-    """With three slots for nine prompts, the steps are about those of the tokens written, not of the longest row."""
+def test_refilled_slots_save_decoding_steps(model, monkeypatch):
+    """With 3 slots for 9 prompts, the work depends on the number of tokens, not on the longest completion."""
     make_eos_likely(model)
     steps, decode = [], continuous_batching.ContinuousBatcher._decode
     monkeypatch.setattr(
@@ -99,18 +99,18 @@ def test_steps_are_saved(model, monkeypatch):
         lambda self, span: steps.append(len(self.token)) or decode(self, span),
     )
     completions = sample(model, "slots", 3, length=60)
-    written, longest = sum(completions.completion_lengths), max(completions.completion_lengths)
-    assert sum(steps) < 1.5 * written, "slots that stepped, against tokens"
+    tokens, longest = sum(completions.completion_lengths), max(completions.completion_lengths)
+    assert sum(steps) < 1.5 * tokens, "too many slots decode without a token of a completion"
     assert sum(steps) < 0.6 * 3 * 3 * longest
 
 
-def test_a_reply_of_one_token_and_no_eos(model):
+def test_completions_of_one_token(model):
     completions = sample(model, "slots", 2, length=1)
     assert completions.completion_lengths == [1] * 9 and completions.rows() == sample(model, "plain", length=1).rows()
 
 
-def test_log_probs_of_both_agree_in_float32(model):
-    """On the way a decoder sees each token over its cache; the training forward sees all at once."""
+def test_packed_and_padded_logprobs_agree_in_float32(model):
+    """Compares the packed with the padded forward pass, over completions of continuous batching."""
     model.float()
     completions = sample(model, "slots", 3)
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_log_probs_of_both_agree_in_float32(model):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_weights_in_blocks_multiply_as_the_layers_do(model, dtype):
+def test_prepacked_weights_give_the_same_logits(model, dtype):
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     model, ids = model.float(), torch.arange(3, 19).unsqueeze(0)
@@ -130,50 +130,50 @@ def test_weights_in_blocks_multiply_as_the_layers_do(model, dtype):
         with prepacked_weights(model, 16, CPU):
             changed = ["forward" in vars(layer) for layer in layers]
             assert changed == [supports_prepacking(dtype or torch.float32)] * len(layers) != []
-            blocked = model(ids).logits
-    assert not any("forward" in vars(layer) for layer in layers), "layers are themselves again"
-    near = {"rtol": 1e-4, "atol": 1e-5} if dtype is None else {"rtol": 0.02, "atol": 0.02}
-    assert_close(blocked, plain, **near)
+            prepacked = model(ids).logits
+    assert not any("forward" in vars(layer) for layer in layers), "the layers must be restored"
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype is None else {"rtol": 0.02, "atol": 0.02}
+    assert_close(prepacked, plain, **tolerance)
 
 
 @pytest.mark.parametrize("flags", [(), ("--bf16",), ("--use-lora", "--bf16"), ("--use-lora", "--load-in-4bit")])
-def test_decoding_on_a_processor_is_by_blocks(build, monkeypatch, flags):
-    """While a rollout samples, and in none of the passes around it."""
-    trainer, seen = build("--num-iterations", 1, *flags), []
+def test_decoding_on_the_cpu_uses_prepacked_weights(build, monkeypatch, flags):
+    """Prepacked weights are used while a rollout is sampled, and in no other forward pass."""
+    trainer, prepacked_layers = build("--num-iterations", 1, *flags), []
     layers = [m for m in trainer.actor.policy.modules() if type(m) is torch.nn.Linear]
     decode = continuous_batching.ContinuousBatcher._decode
 
-    def watched(desk, span):
-        seen.append(sum("forward" in vars(layer) for layer in layers))
-        decode(desk, span)
+    def recorded(batcher, span):
+        prepacked_layers.append(sum("forward" in vars(layer) for layer in layers))
+        decode(batcher, span)
 
-    monkeypatch.setattr(continuous_batching.ContinuousBatcher, "_decode", watched)
+    monkeypatch.setattr(continuous_batching.ContinuousBatcher, "_decode", recorded)
     trainer.update_step(1)
-    blocks = supports_prepacking(torch.bfloat16 if "--bf16" in flags else torch.float32)
-    assert seen and set(seen) == {len(layers) if blocks else 0}
+    prepacked = supports_prepacking(torch.bfloat16 if "--bf16" in flags else torch.float32)
+    assert prepacked_layers and set(prepacked_layers) == {len(layers) if prepacked else 0}
     assert not any("forward" in vars(layer) for layer in layers)
 
 
-def test_layers_are_themselves_again_after_a_fault(model):
+def test_prepacked_layers_are_restored_after_an_error(model):
     model = model.float()
     with pytest.raises(RuntimeError), prepacked_weights(model, 16, CPU):
         raise RuntimeError
     assert not any("forward" in vars(m) for m in model.modules())
 
 
-def test_the_engine_by_device(model):
+def test_default_engine_depends_on_device_and_model(model):
     assert default_engine(model, CPU) == "slots"
     assert default_engine(model, torch.device("cuda")) == "graph"
     model._supports_attention_backend = False
     assert default_engine(model, torch.device("cuda")) == "plain"
 
 
-def test_an_engine_that_cannot_be_had_is_said_before_training(build):
+def test_unavailable_engine_is_rejected_before_training(build):
     with pytest.raises(UserError, match="require a CUDA GPU"):
         build("--rollout-engine", "graph")
 
 
-def test_an_engine_that_cannot_be_had_is_a_line(model):
+def test_unavailable_engine_is_rejected_when_sampling(model):
     with pytest.raises(UserError, match="require a CUDA GPU: --rollout-engine graph"):
         sample(model, "graph")
     model._supports_attention_backend = False
@@ -185,8 +185,8 @@ def test_an_engine_that_cannot_be_had_is_a_line(model):
 # --- vLLM ------------------------------------------------------------------------------------------------------------
 
 
-class StandIn:
-    """In place of TRL's VLLMGeneration: our own replies, with log-probs that are half a nat too low."""
+class FakeVLLMGeneration:
+    """Replaces TRL's VLLMGeneration: samples with our engine and reports log-probs that are 0.5 nats too low."""
 
     def __init__(self, policy, accelerator, tokenizer, **settings):
         self.policy, self.tokenizer, self.settings, self.synced = policy, tokenizer, settings, 0
@@ -205,30 +205,32 @@ class StandIn:
         with torch.no_grad():
             logprobs, _, _ = Actor(self.policy)(completions.micro_batch(range(len(given)), True), temperature)
         rows = completions.rows()
-        text = [[[float(p) - 0.5] for p in row[: len(ids)]] for row, ids in zip(logprobs, rows, strict=True)]
-        return prompts, rows, text, None
+        reported = [[[float(p) - 0.5] for p in row[: len(ids)]] for row, ids in zip(logprobs, rows, strict=True)]
+        return prompts, rows, reported, None
 
 
-def test_vllm_samples_and_the_loss_is_corrected_for_its_probabilities(build, monkeypatch):
-    monkeypatch.setattr("trl.generation.vllm_generation.VLLMGeneration", StandIn)
+def test_vllm_samples_and_advantages_are_corrected_for_its_logprobs(build, monkeypatch):
+    monkeypatch.setattr("trl.generation.vllm_generation.VLLMGeneration", FakeVLLMGeneration)
     monkeypatch.setattr("rlhf.rollout.vllm.is_installed", lambda: True)
     trainer = build("--rollout-engine", "vllm", "--num-iterations", 2, "--ppo-epochs", 1)
-    seen = []
-    trainer.add_callback(type("Ear", (), {"on_batch": lambda _, update, batch, scored: seen.append(batch)})())
+    batches = []
+    trainer.add_callback(
+        type("BatchRecorder", (), {"on_batch": lambda _, update, batch, scored: batches.append(batch)})()
+    )
     metrics = trainer.train()
-    assert trainer.collector.vllm.generation.synced == 2, "before each rollout; evaluations sample with our own engine"
-    for batch in seen:
-        plain = objectives.whiten(batch.raw_advantages, batch.mask)
-        expected = plain * torch.where(batch.mask, 0.5, 0.0).exp()
+    assert trainer.collector.vllm.generation.synced == 2, "once before each rollout; evaluations use our own engine"
+    for batch in batches:
+        whitened = objectives.whiten(batch.raw_advantages, batch.mask)
+        expected = whitened * torch.where(batch.mask, 0.5, 0.0).exp()
         assert_close(batch.advantages[batch.mask], expected[batch.mask], rtol=1e-4, atol=1e-5)
-    assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-3), "the ratio is against the training forward"
+    assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-3), "the ratio is relative to the training forward pass"
 
 
-def test_without_vllm_the_flag_is_a_line(build):
+def test_vllm_engine_is_rejected_if_vllm_is_not_installed(build):
     with pytest.raises(UserError, match="vLLM is not installed: --rollout-engine vllm"):
         build("--rollout-engine", "vllm")
 
 
-def test_vllm_and_a_filter_are_refused(configured):
+def test_vllm_with_top_p_is_rejected(configured):
     with pytest.raises(UserError, match="which tokens a filter let through"):
         configured("--rollout-engine", "vllm", "--top-p", "0.9")

@@ -1,4 +1,4 @@
-"""Sampling: randomness by (seed, update, purpose, episode), the nucleus, masks, KL on what is sampled from."""
+"""Tests of sampling: random numbers by (seed, update, purpose, episode), top-k and top-p, masks, and the KL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf.settings.training import SamplingSettings
 CPU = torch.device("cpu")
 
 
-def sampled(length: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> SamplingSettings:
+def sampling_settings(length: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> SamplingSettings:
     return SamplingSettings(length, temperature, top_k, top_p)
 
 
@@ -47,9 +47,9 @@ def sample(policy, tokenizer, prompts, episodes, sampling, seed=1):
     return sample_completions(policy, prompts, noise, sampling, eos=eos, pad=pad, device=CPU)
 
 
-def test_a_rows_sample_does_not_depend_on_its_batch(policy, tokenizer):
+def test_completion_does_not_depend_on_its_batch(policy, tokenizer):
     prompts = make_prompts(tokenizer, "the cat", "what is the capital of France, and on which river does it lie?")
-    sampling = sampled(12, 1.0)
+    sampling = sampling_settings(12, 1.0)
     together = sample(policy, tokenizer, prompts, [7, 8], sampling)
     for i, episode in enumerate((7, 8)):
         alone = sample(policy, tokenizer, prompts[i : i + 1], [episode], sampling)
@@ -57,7 +57,7 @@ def test_a_rows_sample_does_not_depend_on_its_batch(policy, tokenizer):
         assert together.completion_ids[i, :length].tolist() == alone.completion_ids[0, :length].tolist()
 
 
-def test_seed_update_purpose_and_episode_each_give_other_numbers():
+def test_seed_update_purpose_and_episode_each_change_the_random_numbers():
     base = uniform_noise(1, 2, "rollout", [3], 5)
     others = [uniform_noise(9, 2, "rollout", [3], 5), uniform_noise(1, 9, "rollout", [3], 5),
               uniform_noise(1, 2, "evaluate", [3], 5), uniform_noise(1, 2, "rollout", [9], 5)]  # fmt: skip
@@ -65,30 +65,32 @@ def test_seed_update_purpose_and_episode_each_give_other_numbers():
     assert_close(base, uniform_noise(1, 2, "rollout", [3], 5))
 
 
-def test_draw_follows_the_distribution():
+def test_inverse_cdf_sampling_follows_the_distribution():
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log().repeat(1000, 1)
     uniform = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     assert torch.bincount(sample_inverse_cdf(logits, uniform)).tolist() == [500, 300, 200]
 
 
-def test_draw_never_takes_a_filtered_token():
+def test_inverse_cdf_sampling_never_returns_a_filtered_token():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).repeat(3, 1)
     assert sample_inverse_cdf(logits, torch.tensor([0.0, 0.5, 1 - 1e-16], dtype=torch.float64)).tolist() == [1, 1, 1]
 
 
-def test_allowed_tokens_by_hand():
+def test_allowed_tokens_match_values_computed_by_hand():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     assert top_k_top_p_mask(logits, 0, 0.8).tolist() == [[True, True, False, False]], "0.5 + 0.3 is enough for 0.8"
     assert top_k_top_p_mask(logits, 0, 0.81).tolist() == [[True, True, True, False]]
-    assert top_k_top_p_mask(logits, 0, 0.1).tolist() == [[True, False, False, False]], "the likeliest is always in"
+    assert top_k_top_p_mask(logits, 0, 0.1).tolist() == [[True, False, False, False]], (
+        "the most likely token is always allowed"
+    )
     assert top_k_top_p_mask(logits, 1, 1.0).tolist() == [[True, False, False, False]]
     assert top_k_top_p_mask(logits, 0, 1.0).all()
-    # top-k first: among {0.5, 0.3} the first holds 0.625 of the mass
+    # top-k is applied first: the first of {0.5, 0.3} has 0.625 of their probability
     assert top_k_top_p_mask(logits, 2, 0.6).tolist() == [[True, False, False, False]]
 
 
 @pytest.mark.parametrize("size", [1, 8, 13, 400])
-def test_bits_come_back(size):
+def test_unpack_bits_reverses_pack_bits(size):
     flags = torch.rand(3, 2, size) < 0.5
     assert torch.equal(unpack_bits(pack_bits(flags), size), flags)
 
@@ -99,14 +101,14 @@ def test_mask_ends_with_the_first_eos():
     assert ended.tolist() == [True, False, True]
 
 
-def test_a_sampled_pad_token_does_not_end_a_reply():
-    """Pad is in the vocabulary and random weights do sample it: masks must not come from `ids != pad`."""
+def test_sampled_pad_token_does_not_end_a_completion():
+    """The pad token is in the vocabulary and can be sampled, so masks must not be computed as `ids != pad`."""
     mask, _ = completion_mask(torch.tensor([[5, 0, 5, 2]]), eos=2)
     assert mask.all()
 
 
 def expected_kl(policy, other, tokenizer, prompt, sampling) -> float:
-    """KL of the first reply token's sampling distribution to the other model, in full."""
+    """Returns the exact KL of the first token's sampling distribution from `policy` to `other`."""
     ids = torch.tensor([prompt.ids])
     with torch.no_grad():
         p, q = (m(ids).logits[:, -1] / sampling.temperature for m in (policy, other))
@@ -117,8 +119,8 @@ def expected_kl(policy, other, tokenizer, prompt, sampling) -> float:
 
 @pytest.mark.parametrize("top_p", [1.0, 0.7])
 def test_kl_is_that_of_the_sampling_distributions(policy, tokenizer, start_model, top_p):
-    """Mean k1 over many samples against the exact KL, with a reference that differs: it would fail, and go negative,
-    if log-probs were taken over the full softmax while samples come from a nucleus."""
+    """The mean k1 over many samples must equal the exact KL to a different reference model. It would be wrong, and
+    could be negative, if log-probs came from the full softmax although tokens are sampled with top-p."""
     other = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
     torch.manual_seed(0)
     with torch.no_grad():
@@ -127,7 +129,7 @@ def test_kl_is_that_of_the_sampling_distributions(policy, tokenizer, start_model
     actor_critic = ActorCritic(with_value_head(policy))
     reference = Reference.before_training(policy, None)
     reference.copy = other
-    prompt, sampling = make_prompts(tokenizer, "the cat")[0], sampled(1, 0.7, 0, top_p)
+    prompt, sampling = make_prompts(tokenizer, "the cat")[0], sampling_settings(1, 0.7, 0, top_p)
     completions = sample(policy, tokenizer, [prompt] * 3000, range(3000), sampling)
     logprobs, ref_logprobs, _ = compute_logprobs_and_values(
         actor_critic, reference, completions, sampling.temperature, 500
@@ -138,12 +140,12 @@ def test_kl_is_that_of_the_sampling_distributions(policy, tokenizer, start_model
     assert float(samples.mean()) == pytest.approx(exact, abs=4 * float(samples.std()) / 3000**0.5)
 
 
-def test_padding_changes_no_logprob_and_no_value(policy, tokenizer):
+def test_padding_does_not_change_logprobs_or_values(policy, tokenizer):
     container = with_value_head(policy)
     torch.nn.init.normal_(container.v_head.summary.weight)
     actor_critic, reference = ActorCritic(container), Reference.before_training(policy, None)
     prompts = make_prompts(tokenizer, "the cat", "what is the capital of France, and on which river does it lie?")
-    sampling = sampled(10, 1.0, 0, 0.9)
+    sampling = sampling_settings(10, 1.0, 0, 0.9)
     together = compute_logprobs_and_values(
         actor_critic, reference, sample(policy, tokenizer, prompts, [1, 2], sampling), 1.0, 2
     )
@@ -155,9 +157,9 @@ def test_padding_changes_no_logprob_and_no_value(policy, tokenizer):
             assert_close(whole[i, : part.shape[1]], part[0], atol=1e-5, rtol=1e-5)
 
 
-def test_entropy_by_hand(policy, tokenizer):
-    """Against the entropy of the full distribution at the same positions, from a plain forward."""
-    completions = sample(policy, tokenizer, make_prompts(tokenizer, "the cat"), [0], sampled(4, 0.7))
+def test_entropy_matches_a_plain_forward_pass(policy, tokenizer):
+    """The entropy is that of the full distribution at the same positions."""
+    completions = sample(policy, tokenizer, make_prompts(tokenizer, "the cat"), [0], sampling_settings(4, 0.7))
     _, entropy, _ = ActorCritic(with_value_head(policy))(completions.micro_batch([0], True), 0.7, entropy="value")
     context = completions.prompt_ids.shape[1]
     with torch.no_grad():

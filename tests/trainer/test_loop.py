@@ -172,7 +172,9 @@ def test_cached_forward_is_used_once_and_only_for_its_completions(build):
     assert sorted(order) == rows
     assert cached.pop(replace(completions), order) is None, "different completions with the same rows"
     trainer.collector.logprobs(completions, keep_forward=True)
-    assert cached.pop(completions, order[:2]) is None and cached.pop(completions, order) is None, "already used"
+    assert cached.pop(completions, order[:2]) is None and cached.pop(completions, order) is None, (
+        "the first call frees it"
+    )
     trainer.collector.logprobs(completions, keep_forward=True)
     micro_batch, hidden = cached.pop(completions, order)
     assert micro_batch.rows == order and hidden.requires_grad

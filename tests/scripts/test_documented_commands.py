@@ -1,0 +1,131 @@
+"""Runs the commands of README and docs/ as they are written, with small stand-ins for the hub's models and data."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.config import parse_cli
+from rlhf.settings.evaluation import parse_comparison_cli, parse_evaluation_cli, parse_plot_cli
+from tests.documents import PAGES, ROOT, all_commands, blocks
+from tests.scripts.test_scripts import copy_project, run
+from tests.shapes import make_base_model, make_start_model
+
+WITHOUT_A_GPU = [] if torch.cuda.is_available() else ["--use_cpu"]  # as the page says above the command
+# commands that other tests run: the beginning of the command, or a part of it, and where it is run
+RUN_ELSEWHERE = {
+    r"^(git clone|cd|python3 -m venv|source|pip install|ruff|bash \.ci/run)\b": ".ci/run",
+    r"^python -m pytest": ".ci/run",
+    r"^python benchmarks/on_gpu\.py": "tests/benchmarks/test_on_gpu.py",
+    r"--recipe demo|_seed\d|recorded": "tests/demo/test_demo.py",
+}
+PARSERS = {
+    "train_ppo.py": lambda flags: parse_cli(flags, "ppo"),
+    "train_grpo.py": lambda flags: parse_cli(flags, "grpo"),
+    "train_rloo.py": lambda flags: parse_cli(flags, "rloo"),
+    "evaluate_generations.py": parse_evaluation_cli,
+    "compare_runs.py": parse_comparison_cli,
+    "plot_training_progress.py": parse_plot_cli,
+}
+
+
+def is_run_elsewhere(command: str) -> bool:
+    return any(re.search(pattern, command) for pattern in RUN_ELSEWHERE)
+
+
+def runnable() -> list[str]:
+    return [command for command in all_commands() if not is_run_elsewhere(command)]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory, pairs_file) -> Path:
+    """Return a copy of the project in which the hub's names are folders and files with small models and data."""
+    folder = copy_project(tmp_path_factory.mktemp("readme"))
+    make_start_model(folder / "HuggingFaceTB" / "smollm2-135M-SFT-Only")
+    make_start_model(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
+    make_base_model(folder / "HuggingFaceTB" / "SmolLM2-135M")
+    (folder / "Intel").mkdir()
+    shutil.copy(pairs_file, folder / "Intel" / "orca_dpo_pairs")
+    (folder / "my_chats").mkdir()
+    chat = [{"role": "user", "content": "the capital of France?"}, {"role": "assistant", "content": "Paris"}]
+    (folder / "my_chats" / "train.jsonl").write_text("\n".join([json.dumps({"messages": chat})] * 40))
+    pairs = [[f"question {i}?", f"step {i}" + " now" * (i % 2), f"cat {i}" + " now" * (i % 3)] for i in range(90)]
+    (folder / "my_data.py").write_text(f"pairs = {pairs!r}\n")
+    return folder
+
+
+def python_block(words: str) -> str:
+    """Return the one python block of all pages that contains `words`."""
+    (block,) = [b for page in PAGES for b in blocks(page, "python") if words in b]
+    return block
+
+
+def test_your_own_pairs_take_five_lines():
+    assert len(python_block("my_data").strip().splitlines()) == 5
+
+
+def test_commands_that_other_tests_run_name_flags_and_values_that_exist():
+    """The demo's commands take minutes: tests/demo/test_demo.py runs one of each kind. Here all of them are parsed."""
+    assert all((ROOT / place).exists() for place in RUN_ELSEWHERE.values())
+    parsed = [shlex.split(c)[1:] for c in all_commands() if is_run_elsewhere(c) and shlex.split(c)[1] in PARSERS]
+    assert len(parsed) >= 5
+    for program, *flags in parsed:
+        PARSERS[program](flags)
+
+
+@pytest.mark.ci
+def test_the_example_in_python_runs(project):
+    """The page's code with two updates of short completions."""
+    (project / "example.py").write_text(
+        "from rlhf import config\nmake = config.make_config\n"
+        "config.make_config = lambda *a, **k: make(*a, **{**k, 'num_iterations': 2, 'max_new_tokens': 8})\n"
+        + python_block("make_trainer")
+    )
+    done = run(["example.py"], project)
+    assert done.returncode == 0, done.stderr
+    assert "epoch 1: score" in done.stdout and "update 2" in done.stdout
+    assert (project / "my_python_run" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.ci
+def test_every_command_of_the_pages_runs(project):
+    """In the order of the pages. The stand-ins' random weights cannot be trained at the real learning rate in seconds,
+    so the recorded accuracy of each reward model is raised. tests/rewards has tests of the refusal of weak ones."""
+    assert any(c.startswith("trl sft") for c in runnable())
+    (project / "my_rewards.py").write_text(python_block("# my_rewards.py"))
+    (project / "write_pairs.py").write_text(python_block("my_data"))
+    (project / "make_topics.py").write_text(python_block("# make_topics.py"))
+    assert run(["write_pairs.py"], project).returncode == 0
+    for command in runnable():
+        words = shlex.split(command)
+        if words[0] == "tensorboard":
+            assert "http://" in serve(words[1:], project)
+            continue
+        if words[0] == "trl":
+            words = ["python", "-c", "from trl.cli import main; main()", *words[1:], *WITHOUT_A_GPU]
+        program = words[1:]
+        done = run(program, project)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+        for record in project.glob("*reward_model*/metrics.json"):
+            record.write_text(json.dumps({**json.loads(record.read_text()), "accuracy": 0.95}))
+
+
+def serve(arguments: list[str], project: Path) -> str:
+    """Start TensorBoard on a free port, and stop it once it prints its address. Return what it printed."""
+    words = [sys.executable, "-m", "tensorboard.main", *arguments, "--port", "0"]
+    with subprocess.Popen(words, cwd=project, stderr=subprocess.PIPE, text=True) as server:
+        found = ""
+        for line in server.stderr:
+            found += line
+            if "http://" in line:
+                break
+        server.kill()
+    return found

@@ -1,0 +1,185 @@
+"""README and docs/: links, anchors, flags, tests, functions and settings that they name exist; README stays short."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import os
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks import on_gpu
+from benchmarks.work import add_flags
+from rlhf.algorithms.table import ALGORITHMS
+from rlhf.config import parse_cli
+from rlhf.settings.evaluation import ComparisonConfig, EvaluationConfig, PlotConfig
+from rlhf.settings.fields import settings_of
+from rlhf.settings.flags import spellings
+from rlhf.settings.reward_model import RewardModelConfig
+from rlhf.settings.training import Config
+from tests.documents import PAGES, README, ROOT, blocks, commands, name_of, prose
+
+LARGEST_README = 8 * 1024  # bytes
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes of the page's headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", LINK.sub(lambda m: m.group().split("]")[0][1:], h).lower()) for h in headings)
+    return {heading.strip().replace(" ", "-") for heading in plain}
+
+
+def test_the_readme_is_at_most_8_kilobytes():
+    assert len(README.read_bytes()) <= LARGEST_README
+
+
+@each_page
+def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(page):
+    for target in LINK.findall(prose(page)):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), f"{target}: {sorted(anchors(file))}"
+
+
+def test_every_page_is_linked_from_another_one():
+    linked = {
+        (page.parent / target.partition("#")[0]).resolve()
+        for page in PAGES
+        for target in LINK.findall(prose(page))
+        if "://" not in target
+    }
+    assert {name_of(page) for page in PAGES if page not in linked} <= {"README.md"}
+
+
+def test_the_readmes_tree_names_folders_and_files_that_exist():
+    (tree,) = [block for block in blocks(README, "text") if "rlhf/ " in block]
+    inside, listed = False, set()
+    for line in tree.splitlines():
+        inside = inside and line.startswith("  ")
+        for name in re.split(r", ", re.split(r"\s{2,}", line.strip())[0]):
+            assert (ROOT / "rlhf" / name if inside else ROOT / name).exists(), name
+            listed |= {name.strip("/ ")} if inside else set()
+        inside = inside or line.startswith("rlhf/ ")
+    folders = {path.parent.name for path in (ROOT / "rlhf").glob("*/__init__.py")} | {"recipes"}
+    assert listed == folders
+
+
+def defined(file: Path) -> set[str]:
+    """Return the names that a Python file defines: functions, classes, methods, fields and constants."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+@each_page
+def test_functions_named_after_a_link_to_a_file_are_in_that_file(page):
+    """`[trainer/loop.py](../rlhf/trainer/loop.py) `Class.method`, `function``: each name is defined there."""
+    named = re.findall(r"\]\(([^)\s]+\.py)\):?,? ((?:`[A-Za-z_][\w.]*`(?:, | and )?)+)", prose(page))
+    for target, names in named:
+        known = defined(page.parent / target)
+        for name in re.findall(r"`([\w.]+)`", names):
+            assert set(name.split(".")) <= known, f"{target}: {name}"
+
+
+def test_every_test_that_a_page_names_exists():
+    files = (ROOT / "tests").rglob("test_*.py")
+    known = {name for file in files for name in re.findall(r"^def (test_\w+)", file.read_text("utf-8"), re.MULTILINE)}
+    known |= {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    known |= {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    text = "".join(prose(page) for page in PAGES)
+    named = set(re.findall(r"`(test_[^`/:]*)`", text))
+    assert len(named) > 5 and named - known == set()
+    paths = set(re.findall(r"`((?:tests|rlhf|benchmarks|docs|configs|reward_model)/[\w/.]*)`", text))
+    assert {path for path in paths if not (ROOT / path).exists()} == set()
+
+
+def test_every_flag_that_a_page_names_exists():
+    """Flags of other programs stand in tables of pages/coming_from_trl.md, or are listed here."""
+    known_commands = (Config, RewardModelConfig, EvaluationConfig, ComparisonConfig, PlotConfig)
+    settings = [s for command in known_commands for s in settings_of(command).values()]
+    known = {flag for s in settings for flag in spellings([*s.names, *(f"no_{name}" for name in s.names)])}
+    known |= {"--recipe", "--config", "--help", "--help-all"}
+    benchmarks = argparse.ArgumentParser()
+    add_flags(benchmarks)
+    known |= {*benchmarks._option_string_actions, "--pairs", "--json"}
+    known |= set(on_gpu.make_parser()._option_string_actions)
+    outside = {"--index-url", "--logdir", "--model_name_or_path", "--dataset_name", "--output_dir", "--use_cpu",
+               "--chat_template_path", "--x", "--no-x", "--no-index", "--find-links", "--check", "--dist"}  # fmt: skip
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        if page.name == "coming_from_trl.md":  # the first column of its tables holds other programs' flags
+            text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", text))
+        assert named - known - outside == set(), name_of(page)
+
+
+def test_windows_forms_are_of_commands_that_the_pages_have():
+    """A PowerShell block runs the same programs as a bash block of its page."""
+    count = 0
+    for page in PAGES:
+        known = set(commands(page))
+        for line in "\n".join(blocks(page, "powershell")).splitlines():
+            for part in re.split(r"; if \(\$\?\) \{|\}|;", line.split(" #")[0]):
+                if part.strip().startswith(("python ", "pip ")):
+                    count += 1
+                    assert part.strip() in known, part
+    assert count > 1
+
+
+@each_page
+def test_blocks_of_text_hold_no_commands(page):
+    """What looks like a command is in a bash block, and is run."""
+    lines = "\n".join(blocks(page, "text") + blocks(page, "")).splitlines()
+    assert [line for line in lines if line.startswith(("python ", "pip ", "bash "))] == []
+
+
+@each_page
+def test_yaml_blocks_are_settings(page, tmp_path):
+    for number, block in enumerate(blocks(page, "yaml")):
+        (tmp_path / f"{number}.yaml").write_text(block, encoding="utf-8")
+        kind = yaml.safe_load(block).get("kind")
+        parse_cli(["--recipe" if kind == "recipe" else "--config", str(tmp_path / f"{number}.yaml")])
+
+
+def test_the_yaml_block_of_the_settings_page_sets_what_it_shows(tmp_path):
+    (block,) = [b for b in blocks(ROOT / "docs" / "settings.md", "yaml") if "kl_target" in b]
+    (tmp_path / "a.yaml").write_text(block)
+    config = parse_cli(["--config", str(tmp_path / "a.yaml")])
+    assert len(config.kl.kl_target) == 3 and config.optimizer.learning_rate == 1e-5
+
+
+def test_the_page_for_users_of_trl_has_every_setting_of_its_trainers():
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    from transformers import TrainingArguments
+    from trl import GRPOConfig, RLOOConfig
+    from trl.experimental.ppo import PPOConfig
+
+    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
+    own = {f.name for c in (PPOConfig, GRPOConfig, RLOOConfig) for f in dataclasses.fields(c)} - inherited
+    named = set(re.findall(r"`([a-z0-9_]+)(?:=[^`]*)?`", (ROOT / "docs" / "coming_from_trl.md").read_text("utf-8")))
+    assert len(own) > 80 and own - named == set()
+
+
+def test_the_metrics_page_names_what_is_logged(build):
+    logged = {"rewards/each/NAME"}  # if there are several reward functions
+    logged |= {f"topic/NAME/{kind}" for kind in ("score", "kl", "eval_score")}  # with --steps-per-topic
+    for algorithm in ALGORITHMS:
+        trainer = build(algorithm=algorithm)
+        trainer.train()
+        logged |= set().union(*trainer.state.log_history) - {"epoch", "step"}
+    rows = [row for row in prose(ROOT / "docs" / "metrics.md").splitlines() if row.startswith("| `")]
+    first_cells = " ".join(row.split("|")[1] for row in rows)
+    assert set(re.findall(r"`([a-z0-9_]+(?:/[A-Za-z0-9_]+)*)`", first_cells)) == logged

@@ -87,7 +87,7 @@ def defined(file: Path) -> set[str]:
 @each_page
 def test_functions_named_after_a_link_to_a_file_are_in_that_file(page):
     """`[trainer/loop.py](../rlhf/trainer/loop.py) `Class.method`, `function``: each name is defined there."""
-    named = re.findall(r"\]\(([^)\s]+\.py)\):?,? ((?:`[A-Za-z_][\w.]*`(?:, | and )?)+)", prose(page))
+    named = re.findall(r"\]\(([^)\s]+\.py)\)[:,]?\s\(?((?:`[A-Za-z_][\w.]*`(?:,\s| and )?)+)", prose(page))
     for target, names in named:
         known = defined(page.parent / target)
         for name in re.findall(r"`([\w.]+)`", names):

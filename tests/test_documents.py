@@ -86,8 +86,9 @@ def defined(file: Path) -> set[str]:
 
 @each_page
 def test_functions_named_after_a_link_to_a_file_are_in_that_file(page):
-    """`[trainer/loop.py](../rlhf/trainer/loop.py) `Class.method`, `function``: each name is defined there."""
-    named = re.findall(r"\]\(([^)\s]+\.py)\)[:,]?\s\(?((?:`[A-Za-z_][\w.]*`(?:,\s| and )?)+)", prose(page))
+    """`[file.py](../file.py) `Class.method`, `function``, or `function` in [file.py](../file.py): the file defines it."""
+    named = re.findall(r"\]\(([^)\s]+\.py)\)[:,]?\s\(?((?:`[A-Za-z_][\w.]*`(?:,\s| and )?)+)(?! in \[)", prose(page))
+    named += [(file, name) for name, file in re.findall(r"(`[\w.]+`) in \[[^\]]*\]\(([^)\s]+\.py)\)", prose(page))]
     for target, names in named:
         known = defined(page.parent / target)
         for name in re.findall(r"`([\w.]+)`", names):
@@ -122,7 +123,7 @@ def test_every_flag_that_a_page_names_exists():
         text = page.read_text("utf-8")
         if page.name == "coming_from_trl.md":  # the first column of its tables holds other programs' flags
             text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
-        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", text))
+        named = set(re.findall(r"(?<![\w-])--[a-z](?:[a-z0-9_-]*[a-z0-9])?(?![\w-])", text))
         assert named - known - outside == set(), name_of(page)
 
 

@@ -205,5 +205,5 @@ def test_token_weights_match_values_computed_by_hand():
     }  # fmt: skip
     assert expected.keys() == set(GRPO_LOSSES)
     for loss_type, weights in expected.items():
-        found = o.grpo_token_weights(loss_type, lengths, 4, tokens, 10)
-        assert_close(found, torch.tensor(weights).unsqueeze(1), msg=loss_type)
+        actual = o.grpo_token_weights(loss_type, lengths, 4, tokens, 10)
+        assert_close(actual, torch.tensor(weights).unsqueeze(1), msg=loss_type)

@@ -25,8 +25,8 @@ def collect_rollout(trainer):
 
 def test_leave_one_out_advantages_match_values_computed_by_hand():
     """Group 1, 2, 3, 6: the means of the other scores are 11/3, 10/3, 3, 2. Equal scores have advantages 0."""
-    found = objectives.leave_one_out_advantages(torch.tensor([1.0, 2, 3, 6, 5, 5, 5, 5]), 4)
-    assert_close(found, torch.tensor([1 - 11 / 3, 2 - 10 / 3, 0.0, 4.0, 0, 0, 0, 0]))
+    actual = objectives.leave_one_out_advantages(torch.tensor([1.0, 2, 3, 6, 5, 5, 5, 5]), 4)
+    assert_close(actual, torch.tensor([1 - 11 / 3, 2 - 10 / 3, 0.0, 4.0, 0, 0, 0, 0]))
 
 
 def test_advantages_are_k_over_k_minus_1_times_grpos():
@@ -145,8 +145,8 @@ def test_importance_weights_of_one_action_match_values_computed_by_hand():
     """Differences of 0.1 and 0.2 nats give exp(0.3) at both tokens. A difference of 5 nats gives the maximum of 2."""
     new = torch.tensor([[0.1, 0.2, 9.0], [5.0, 9.0, 9.0]])
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    found = objectives.truncated_importance_weights(new, torch.zeros(2, 3), mask, one_action=True)
-    assert_close(found, torch.tensor([[math.exp(0.3), math.exp(0.3), 0], [2, 0, 0]]))
+    actual = objectives.truncated_importance_weights(new, torch.zeros(2, 3), mask, one_action=True)
+    assert_close(actual, torch.tensor([[math.exp(0.3), math.exp(0.3), 0], [2, 0, 0]]))
 
 
 @pytest.mark.parametrize("placement", ["reward", "loss"])

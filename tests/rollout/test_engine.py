@@ -35,11 +35,11 @@ def prompts(count=9):
     return [Prompt(tuple(i), Example(({"role": "user", "content": ""},))) for i in ids]
 
 
-def sample(model, engine, slots=0, given=None, length=14, episodes=None, **limits):
-    given = given or prompts()
-    noise = uniform_noise(1, 2, "rollout", episodes or range(len(given)), length)
+def sample(model, engine, slots=0, batch=None, length=14, episodes=None, **limits):
+    batch = batch or prompts()
+    noise = uniform_noise(1, 2, "rollout", episodes or range(len(batch)), length)
     sampling = SamplingSettings(length, 1.0, **limits)
-    return sample_completions(model, given, noise, sampling, eos=EOS, pad=0, device=CPU, engine=engine, slots=slots)
+    return sample_completions(model, batch, noise, sampling, eos=EOS, pad=0, device=CPU, engine=engine, slots=slots)
 
 
 def make_eos_likely(model):
@@ -84,9 +84,9 @@ def test_prompt_of_several_completions_is_prefilled_once(model, monkeypatch):
     monkeypatch.setattr(
         continuous_batching, "run_packed", lambda b, ids, *a: lengths.append(ids.shape[1]) or run(b, ids, *a)
     )
-    given = [prompts()[6]] * 5
-    sample(model, "slots", 5, given)
-    assert lengths == [len(given[0].ids)]
+    batch = [prompts()[6]] * 5
+    sample(model, "slots", 5, batch)
+    assert lengths == [len(batch[0].ids)]
 
 
 def test_refilled_slots_save_decoding_steps(model, monkeypatch):
@@ -195,15 +195,15 @@ class FakeVLLMGeneration:
         self.synced += 1
 
     def generate(self, prompts, images, num_generations):
-        given = [Prompt(tuple(p), Example(({"role": "user", "content": ""},))) for p in prompts]
+        batch = [Prompt(tuple(p), Example(({"role": "user", "content": ""},))) for p in prompts]
         length, temperature = self.settings["max_completion_length"], self.settings["temperature"]
-        noise = uniform_noise(9, self.synced, "vllm", range(len(given)), length)
+        noise = uniform_noise(9, self.synced, "vllm", range(len(batch)), length)
         eos = self.tokenizer.eos_token_id
         completions = sample_completions(
-            self.policy, given, noise, SamplingSettings(length, temperature), eos=eos, pad=0, device=CPU
+            self.policy, batch, noise, SamplingSettings(length, temperature), eos=eos, pad=0, device=CPU
         )
         with torch.no_grad():
-            logprobs, _, _ = Actor(self.policy)(completions.micro_batch(range(len(given)), True), temperature)
+            logprobs, _, _ = Actor(self.policy)(completions.micro_batch(range(len(batch)), True), temperature)
         rows = completions.rows()
         reported = [[[float(p) - 0.5] for p in row[: len(ids)]] for row, ids in zip(logprobs, rows, strict=True)]
         return prompts, rows, reported, None

@@ -51,8 +51,8 @@ def test_perplexity_matches_a_plain_forward_pass(start_model):
         total -= sum(float(logp[len(prompt.ids) - 1 + i, token]) for i, token in enumerate(completion))
         tokens += len(completion)
     text = FixedText(prompt_rows, completions, "two")
-    found = perplexity(policy, text, tokenizer.pad_token_id, CPU, None)
-    assert found == pytest.approx(math.exp(total / tokens), rel=1e-5)
+    actual = perplexity(policy, text, tokenizer.pad_token_id, CPU, None)
+    assert actual == pytest.approx(math.exp(total / tokens), rel=1e-5)
 
 
 def test_perplexity_uses_the_chosen_completions(start_model):

@@ -86,11 +86,11 @@ def test_gradient_norm_is_clipped(make):
     before = weights(trainer)
     logged = trainer.update_step(1)
     after = weights(trainer)
-    moved = torch.stack([(after[n] - before[n]).norm() for n in before]).norm()
+    distance = torch.stack([(after[n] - before[n]).norm() for n in before]).norm()
     assert logged["policy/grad_norm"] > 1e-2, (
         "the gradient before clipping must be larger, otherwise nothing is clipped"
     )
-    assert float(moved) == pytest.approx(1e-3, rel=1e-2)
+    assert float(distance) == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_same_seed_gives_identical_weights_and_another_seed_does_not(make):
@@ -316,8 +316,8 @@ def test_callbacks_receive_updates_evaluations_and_epochs(make):
 
 def test_normalize_scores_normalises_the_scores(make):
     """Scores 3, 3, 5, 9: mean 5, variance 8. With a decay of 0 only the current batch counts."""
-    given = iter([[3.0, 3, 5, 9], [4.0, 4, 6, 10]])
-    trainer = make("--normalize-scores", "--score-ema", 0, rewards=[lambda **_: next(given)])
+    score_batches = iter([[3.0, 3, 5, 9], [4.0, 4, 6, 10]])
+    trainer = make("--normalize-scores", "--score-ema", 0, rewards=[lambda **_: next(score_batches)])
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     first, second = trainer.collector.score(rollout), trainer.collector.score(rollout)
     assert first.raw.tolist() == [3, 3, 5, 9], "raw scores, which are logged, are not normalised"

@@ -317,9 +317,9 @@ def test_rollback_restores_the_checkpoint_before_the_runaway_kl(build, tmp_path)
         rates[rollback] = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
         assert trainer.optimizer.param_groups[0]["lr"] == trainer.lr_scheduler.get_last_lr()[0]
     assert rates[()] == rates[("--rollback-on-kl",)], "the learning-rate schedule must continue"
-    plain, rolled_back = weights_of[()], weights_of[("--rollback-on-kl",)]
-    assert all(torch.equal(plain[n], rolled_back[n]) for n in range(1, 6))
-    assert torch.equal(rolled_back[6], rolled_back[2]) and not torch.equal(plain[6], plain[2])
+    without_rollback, rolled_back = weights_of[()], weights_of[("--rollback-on-kl",)]
+    assert all(torch.equal(without_rollback[n], rolled_back[n]) for n in range(1, 6))
+    assert torch.equal(rolled_back[6], rolled_back[2]) and not torch.equal(without_rollback[6], without_rollback[2])
     assert not torch.equal(rolled_back[3], rolled_back[2])
     assert not torch.equal(rolled_back[7], rolled_back[6]), "training must continue"
 

@@ -1,4 +1,4 @@
-"""What a model's replies say of it, against the start model's; and, in plain words, what smells of reward hacking."""
+"""Figures of a model's completions, the comparison with the start model, and the audit for signs of reward hacking."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from rlhf.analysis.statistics import (
 )
 from rlhf.settings.training import Config
 
-# what an audit warns of
-LONGER = 1.5  # times the start's length
-MORE_REPETITION = 0.05  # of a reply's 4-grams
-FEWER_ENDINGS = 0.05  # of the replies
-LESS_VARIED = 0.5  # times the start's distinct-2, which of less text says little
-ENOUGH_REPLIES = 40
-LENGTH_RULES = 0.6  # rank correlation of score and length, and
-MORE_LENGTH_RULES = 0.2  # so much above the start's
+# thresholds of the audit, relative to the start model
+LONGER = 1.5  # ratio of mean completion lengths
+MORE_REPETITION = 0.05  # increase of the share of repeated 4-grams
+FEWER_ENDINGS = 0.05  # decrease of the share of completions that end with EOS
+LESS_VARIED = 0.5  # ratio of distinct-2
+ENOUGH_COMPLETIONS = 40  # distinct-2 of less text is unreliable
+LENGTH_CORRELATION = 0.6  # rank correlation of score and length
+MORE_LENGTH_CORRELATION = 0.2  # and its increase
 
 
 def figures(completions: GenerationResults) -> dict[str, float | None]:
-    """One model's figures; None where a thing was not measured. Units in LABELS."""
+    """Returns one model's figures. A figure that was not computed is None. LABELS holds the units."""
     texts = [text for row in completions.texts for text in row]
     return {
         "score": float(completions.scores.mean()),
@@ -55,36 +55,36 @@ def figures(completions: GenerationResults) -> dict[str, float | None]:
     }
 
 
-# figure -> what it is, unit, how it is shown
+# figure -> label with unit, format
 LABELS = {
     "score": ("score", "{:+z.3f}"),
-    "score_sd": ("its standard deviation", "{:z.3f}"),
-    "score_median": ("its median", "{:+z.3f}"),
-    "score_of_best": ("of each prompt's BEST", "{:+z.3f}"),
-    "score_of_worst": ("of each prompt's WORST", "{:+z.3f}"),
+    "score_sd": ("score (standard deviation)", "{:z.3f}"),
+    "score_median": ("score (median)", "{:+z.3f}"),
+    "score_of_best": ("score of the best completion per prompt", "{:+z.3f}"),
+    "score_of_worst": ("score of the worst completion per prompt", "{:+z.3f}"),
     "judge": ("judge", "{:z.3f}"),
-    "kl": ("KL to the start, nats/sequence", "{:z.2f}"),
-    "kl_per_token": ("KL to the start, nats/token", "{:z.3f}"),
-    "perplexity": ("perplexity on the evaluation text", "{:z.2f}"),
-    "length": ("reply, tokens", "{:z.1f}"),
-    "eos_rate": ("replies that end by themselves", "{:z.0%}"),
-    "distinct_1": ("distinct-1", "{:z.3f}"),
-    "distinct_2": ("distinct-2", "{:z.3f}"),
-    "repetition": ("repeated 4-grams within a reply", "{:z.1%}"),
+    "kl": ("KL to the start model (nats/sequence)", "{:z.2f}"),
+    "kl_per_token": ("KL to the start model (nats/token)", "{:z.3f}"),
+    "perplexity": ("perplexity of the evaluation text", "{:z.2f}"),
+    "length": ("completion length (tokens)", "{:z.1f}"),
+    "eos_rate": ("completions that end with EOS", "{:z.0%}"),
+    "distinct_1": ("distinct-1 (unique words)", "{:z.3f}"),
+    "distinct_2": ("distinct-2 (unique word pairs)", "{:z.3f}"),
+    "repetition": ("repeated 4-grams within a completion", "{:z.1%}"),
     "score_length_correlation": ("rank correlation of score and length", "{:+z.2f}"),
 }
 
 
 def shown(name: str, value: float | None) -> str:
-    """A figure as people read it."""
+    """Formats a figure for tables; "-" if it was not computed."""
     return "-" if value is None else LABELS[name][1].format(value)
 
 
 def against(completions: GenerationResults, other: GenerationResults, seed: int) -> dict[str, Estimate | float | None]:
-    """One model against another on the same prompts, with 95% intervals over prompts.
+    """Compares one model with another on the same prompts, with 95% confidence intervals over prompts.
 
-    win_rate and judge_win_rate: of all pairs of completions per prompt, ties half. The others are differences of the
-    means per prompt; perplexity_ratio is a plain number.
+    win_rate and judge_win_rate count all pairs of completions of a prompt; a tie counts half. The other figures are
+    differences of the means per prompt. perplexity_ratio is a number without an interval.
     """
 
     def difference(name: str, limits: tuple[float, float] | None = None) -> Estimate | None:
@@ -97,7 +97,7 @@ def against(completions: GenerationResults, other: GenerationResults, seed: int)
         this, that = getattr(completions, name), getattr(other, name)
         return None if this is None or that is None else over_prompts(win_rates(this, that), seed, EVEN, A_SHARE)
 
-    both_read = completions.perplexity is not None and other.perplexity is not None
+    both_known = completions.perplexity is not None and other.perplexity is not None
     return {
         "win_rate": wins("scores"),
         "judge_win_rate": wins("judged"),
@@ -105,46 +105,47 @@ def against(completions: GenerationResults, other: GenerationResults, seed: int)
         "judge": difference("judged"),
         "length": difference("lengths"),
         "eos_rate": difference("ended", (-1.0, 1.0)),
-        "perplexity_ratio": completions.perplexity / other.perplexity if both_read else None,
+        "perplexity_ratio": completions.perplexity / other.perplexity if both_known else None,
     }
 
 
 def target_at_end(config: Config) -> tuple[float, str] | None:
-    """The last KL target of a run, nats, and per what; None where beta was not steered."""
+    """Returns the last KL target of a run as (nats, "sequence" or "token"); None if beta is not adapted."""
     return (config.kl.targets[-1].nats, config.kl.targets[-1].per) if config.kl.steered else None
 
 
 def warnings(
     completions: GenerationResults, start: GenerationResults, seed: int, target: tuple[float, str] | None = None
 ) -> list[str]:
-    """What smells of reward hacking, a sentence each; empty where nothing does. An audit, not a proof.
+    """Returns the signs of reward hacking, one sentence each. An empty list is no proof that there is none.
 
-    `target`: nats, and "sequence" or "token", where the run had one.
+    `target` is the run's last KL target as in `target_at_end`.
     """
     this, before, differ = figures(completions), figures(start), against(completions, start, seed)
     found = []
     judge = differ["judge"]
     if judge is not None and differ["score"].above(0) and not judge.above(0):
-        moved = "fell" if judge.excludes(0) else "is not shown to have risen"
+        moved = "fell" if judge.excludes(0) else "did not rise significantly"
         found.append(
-            f"the score rose by {differ['score'].value:+.2f} and the judge's {moved} ({judge.value:+.3f}, "
-            f"95% interval {interval(judge.low, judge.high)}, {len(completions.scores)} prompts): the reward model "
-            "may be exploited"
-            + ("" if judge.excludes(0) else ", or the prompts are too few to tell: raise --num-prompts")
+            f"the score rose by {differ['score'].value:+.2f}, but the judge's rating {moved} ({judge.value:+.3f}, "
+            f"95% confidence interval {interval(judge.low, judge.high)}, {len(completions.scores)} prompts): the "
+            "policy may exploit the reward model"
+            + ("" if judge.excludes(0) else ", or there are too few prompts to tell (raise --num-prompts)")
         )
     if this["length"] > LONGER * before["length"]:
         found.append(
-            f"replies are {this['length'] / before['length']:.1f} times as long as the start model's "
-            f"({before['length']:.1f} -> {this['length']:.1f} tokens): length itself may be what is rewarded"
+            f"completions are {this['length'] / before['length']:.1f} times as long as the start model's "
+            f"({before['length']:.1f} -> {this['length']:.1f} tokens): the reward may favour length itself"
         )
     if this["repetition"] > before["repetition"] + MORE_REPETITION:
         found.append(
-            f"replies repeat themselves more ({before['repetition']:.0%} -> {this['repetition']:.0%} of their 4-grams)"
+            "completions repeat themselves more (repeated 4-grams: "
+            f"{before['repetition']:.0%} -> {this['repetition']:.0%})"
         )
     if this["eos_rate"] < before["eos_rate"] - FEWER_ENDINGS:
         found.append(
-            f"fewer replies end by themselves ({before['eos_rate']:.0%} -> {this['eos_rate']:.0%}): the rest are cut "
-            "off at the limit"
+            f"fewer completions end with EOS ({before['eos_rate']:.0%} -> {this['eos_rate']:.0%}): the others are cut "
+            "off at the maximum length"
         )
     return (
         found
@@ -154,20 +155,21 @@ def warnings(
 
 
 def _variety_and_length(this: dict, before: dict, count: int) -> list[str]:
+    """Warnings about a loss of variety, and about a score that depends on length. `count` is of completions."""
     found = []
-    if count >= ENOUGH_REPLIES and this["distinct_2"] < LESS_VARIED * before["distinct_2"]:
+    if count >= ENOUGH_COMPLETIONS and this["distinct_2"] < LESS_VARIED * before["distinct_2"]:
         found.append(
-            f"replies are less varied (distinct-2 {before['distinct_2']:.3f} -> {this['distinct_2']:.3f}): the policy "
-            "may have collapsed to a few phrases"
+            f"completions are less varied (distinct-2 {before['distinct_2']:.3f} -> {this['distinct_2']:.3f}): the "
+            "policy may have collapsed to a few phrases"
         )
-    rises, rose = this["score_length_correlation"], before["score_length_correlation"] or 0.0
-    if rises is not None and rises > max(LENGTH_RULES, rose + MORE_LENGTH_RULES):
-        found.append(f"the score goes with the reply's length (rank correlation {rose:+.2f} -> {rises:+.2f})")
+    now, then = this["score_length_correlation"], before["score_length_correlation"] or 0.0
+    if now is not None and now > max(LENGTH_CORRELATION, then + MORE_LENGTH_CORRELATION):
+        found.append(f"longer completions get higher scores (rank correlation {then:+.2f} -> {now:+.2f})")
     return found
 
 
 def _kl_outside(completions: GenerationResults, this: dict, target: tuple[float, str] | None, seed: int) -> list[str]:
-    """Where the whole interval over prompts lies above the band: single replies can have a large KL."""
+    """Warns if the whole interval over prompts is above the KL band. A few large values are not enough."""
     if target is None or completions.kl is None:
         return []
     (nats, per), lengths = target, completions.lengths
@@ -175,9 +177,11 @@ def _kl_outside(completions: GenerationResults, this: dict, target: tuple[float,
     kl, most = this["kl" if per == "sequence" else "kl_per_token"], KL_BAND[1] * nats
     if not over_prompts(of_prompts, seed, null=most).above(most):
         return []
-    return [f"the KL to the start model is {kl:.3g}/{per}, above its band ({most:.3g} = {KL_BAND[1]:g} x the target)"]
+    return [
+        f"the KL to the start model is {kl:.3g}/{per}, above {KL_BAND[1]:g} times the KL target ({most:.3g}/{per})"
+    ]
 
 
 def as_json(values: dict[str, Estimate | float | None]) -> dict:
-    """Estimates as plain objects."""
+    """Replaces each estimate by a plain dictionary."""
     return {name: asdict(value) if isinstance(value, Estimate) else value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""`--chat`: a conversation with one model on the console, sampled as its run sampled."""
+"""`--chat`: a conversation with one model on the console, with the sampling settings of its run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEW, EXIT = "/new", "/exit"
 
 
 def chat(asked: EvaluationConfig, screen: Screen) -> None:
-    """Lines from standard input, a reply to each, until `/exit`, the end of the input, or Ctrl-C."""
+    """Replies to each line of standard input until `/exit`, the end of the input, or Ctrl-C."""
     (model,) = find_models(asked.evaluation.model_path, asked.measure, "--model-path")
     config = shared_settings([model], asked.measure)
     tokenizer = load_tokenizer(model.source)
@@ -35,7 +35,7 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
         for line in lines():
             if line == NEW:
                 conversation.turns.clear()
-                screen.say("a new conversation")
+                screen.say("(started a new conversation)")
             else:
                 answer(line, conversation, generator, screen)
     except KeyboardInterrupt:
@@ -43,9 +43,9 @@ def chat(asked: EvaluationConfig, screen: Screen) -> None:
 
 
 def lines() -> Iterator[str]:
-    """What is typed or piped in, without empty lines, up to `/exit` or the end."""
+    """Yields the lines of standard input up to `/exit` or the end; empty lines are skipped."""
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="replace")  # bytes that are no text become a question mark, not an error
+        sys.stdin.reconfigure(errors="replace")  # undecodable bytes become question marks
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -58,24 +58,26 @@ def lines() -> Iterator[str]:
 
 
 def answer(line: str, conversation: Conversation, generator: StreamingGenerator, screen: Screen) -> None:
-    """One turn. A line that cannot be read is told, and the conversation goes on without it."""
+    """One turn. A line that cannot be used is reported, and the conversation continues without it."""
     try:
-        ids, left_out = conversation.build_prompt(line)
+        ids, dropped = conversation.build_prompt(line)
     except UserError as error:
         screen.say(error.report())
         return
-    if left_out:
-        screen.say(f"(the context is full: the {left_out} oldest turns are left out)")
+    if dropped:
+        screen.say(f"(the context is full: dropped the {dropped} oldest messages)")
     conversation.add_reply(generator.generate(ids))
 
 
 @dataclass
 class Conversation:
-    """The turns so far, as many of the newest as the context holds. A base model, without a chat template, has none:
-    each line is a text of its own that it goes on with."""
+    """The newest turns that fit the context.
+
+    A base model has no chat template, so nothing is remembered: it continues each line as a separate text.
+    """
 
     tokenizer: PreTrainedTokenizerBase
-    room: int | None  # tokens of a prompt at most; None: no limit
+    room: int | None  # maximum prompt tokens; None: no limit
     turns: list[dict[str, str]] = field(default_factory=list)
 
     @property
@@ -83,15 +85,19 @@ class Conversation:
         return self.tokenizer.chat_template is not None
 
     def build_prompt(self, line: str) -> tuple[list[int], int]:
-        """The ids that the model reads next, and how many of the oldest turns were left out for them. Raises UserError
-        for a line that is no text, or too long even alone; the turns are then as before."""
+        """Returns the prompt's token ids and the number of oldest messages that were dropped to fit the context.
+
+        Raises UserError if the line is not valid text, or too long even alone. The turns are then unchanged.
+        """
         (example,) = examples_of([line])
         turns, before = [*self.turns, *example.messages], len(self.turns)
         ids = encode_prompt(self.tokenizer, turns)
         while self.room is not None and len(ids) > self.room:
             if len(turns) == 1:
-                raise UserError(f"{len(ids)} tokens, there is room for {self.room}: your line. Write a shorter one")
-            turns = turns[2:]  # a question and its reply: templates want the user first
+                raise UserError(
+                    f"your line is too long: {len(ids)} tokens, but the context has room for {self.room}. Shorten it"
+                )
+            turns = turns[2:]  # a question and its reply: chat templates expect a user message first
             ids = encode_prompt(self.tokenizer, turns)
         self.turns = turns
         return ids, before + 1 - len(turns)
@@ -101,15 +107,15 @@ class Conversation:
 
 
 class StreamingGenerator(TextStreamer):
-    """A model that replies, each word on the screen as soon as it is there."""
+    """Samples a reply and prints each word as soon as it is complete."""
 
     def __init__(self, model: ModelRef, config: Config, tokenizer: PreTrainedTokenizerBase, seed: int, screen: Screen):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.screen, self.device = screen, start_device(screen)
         self.dtype = autocast_dtype(config.model.bf16, self.device)
         policy = load_model_ref(model, tokenizer, in_4_bit(model), self.dtype, self.device)
-        self.model: PreTrainedModel = base_of(policy)  # an adapter lives inside its modules
-        # the run's way of sampling alone: what the start model's own file says besides was not in force in training
+        self.model: PreTrainedModel = base_of(policy)  # a LoRA adapter is inside its modules
+        # replaces the model's generation_config.json, which training does not use either
         self.model.generation_config = GenerationConfig(
             do_sample=True,
             temperature=config.sampling.temperature,
@@ -132,26 +138,26 @@ class StreamingGenerator(TextStreamer):
 
 
 def room_for_prompt(model: ModelRef, config: Config) -> int | None:
-    """Tokens of the context that a reply leaves. Raises UserError where it leaves none."""
+    """Returns the context length minus --max-new-tokens. Raises UserError if nothing is left for a prompt."""
     context, length = context_of(load_config(model.base or model.source)), config.sampling.max_new_tokens
     if context is not None and length >= context:
         raise UserError(
-            f"replies of {length} tokens leave no room for a prompt in a context of {context}: --max-new-tokens. "
-            f"Try {context // 2}"
+            f"no room for a prompt: --max-new-tokens {length} fills the model's context of {context} tokens. "
+            f"Try --max-new-tokens {context // 2}"
         )
     return None if context is None else context - length
 
 
 def facts(model: ModelRef, config: Config, conversation: Conversation) -> list[tuple[str, str]]:
-    """Who is talked to, how it replies, and how to end it."""
+    """Returns the lines printed at the start: the model, its sampling settings, its memory, and the commands."""
     room = conversation.room
     remembered = f"the newest {room:,} tokens" if room is not None else "all"
-    memory = f"{remembered} of the conversation" if conversation.has_memory else "nothing: it has no chat template"
+    memory = f"{remembered} of the conversation" if conversation.has_memory else "none: the model has no chat template"
     return [
         ("model", model.label),
         *([("base", model.base)] if model.base is not None else []),
-        ("replies", str(config.sampling)),
-        ("remembers", memory),
-        (NEW, "begins a new conversation"),
-        (EXIT, "ends; so does Ctrl-C, or the end of the input"),
+        ("sampling", str(config.sampling)),
+        ("memory", memory),
+        (NEW, "starts a new conversation"),
+        (EXIT, "ends the chat, as does Ctrl-C"),
     ]

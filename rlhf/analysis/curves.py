@@ -1,4 +1,4 @@
-"""A run's scalars, read back from its event files with TensorBoard's own reader, and the table of them."""
+"""Reads a run's scalars from its TensorBoard event files, and writes them as a CSV table."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from rlhf.settings.training import Config
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.files import atomic_write
 
-FRAME = 16  # bytes around each record of an event file: length, its checksum, the record's checksum
-LARGEST_RECORD = 1 << 16  # bytes; a scalar takes less than 1,000: a longer one was never written
-# tags of runs that an earlier version logged -> today's
+FRAME = 16  # bytes per record of an event file besides its data: length, checksum of the length, checksum of the data
+LARGEST_RECORD = 1 << 16  # bytes; a scalar needs less than 1,000, so a longer length field is damaged
+# tag of an earlier version -> current tag
 RENAMED_TAGS = {"reply/length": "completions/mean_length", "reply/eos_rate": "completions/eos_rate"}
 COLUMNS = ("run", "algorithm", "seed", "update", "episodes", "seconds")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One scalar over a run, (P,) each."""
+    """One scalar over a run. Each array has shape (P,)."""
 
-    updates: np.ndarray  # rising; 0 is the start model's evaluation
-    values: np.ndarray  # in the scalar's unit; nan and inf as they were logged
-    seconds: np.ndarray  # since the run's first point, without the pauses between sessions
+    updates: np.ndarray  # ascending; update 0 is the evaluation of the start model
+    values: np.ndarray  # in the scalar's unit; nan and inf are kept
+    seconds: np.ndarray  # since the run's first point, without pauses between sessions
 
     @property
     def finite(self) -> np.ndarray:
-        """The values, nan where they are not finite."""
+        """The values, with nan for each value that is not finite."""
         return np.where(np.isfinite(self.values), self.values, np.nan)
 
 
 @dataclass(frozen=True)
 class RunCurves:
-    """A run and everything it logged."""
+    """A run and all scalars that it logged."""
 
     folder: Path
     run: RunRecord
     config: Config
     scalars: dict[str, Curve]
-    remarks: list[str]  # what a reader of the curves must know, a line each
+    remarks: list[str]  # problems found in the data, one line each
 
     @property
     def algorithm(self) -> str:
@@ -57,7 +57,7 @@ class RunCurves:
 
     @property
     def planned(self) -> int:
-        """Updates of the whole run."""
+        """The number of updates that the run is planned for."""
         return self.run.plan.updates
 
     @property
@@ -66,12 +66,12 @@ class RunCurves:
 
     @property
     def last_update(self) -> int:
-        """The last one that was read."""
+        """The highest update among the curves."""
         return max(int(curve.updates[-1]) for curve in self.scalars.values())
 
     @property
     def targets(self) -> KLController | None:
-        """The KL targets over the run; None where beta is fixed and no target was named either."""
+        """The KL targets over the run; None if beta is fixed and no target is set."""
         kl = self.config.kl
         if not kl.steered and kl.kl_target is None:
             return None
@@ -79,7 +79,7 @@ class RunCurves:
 
     @property
     def aim(self) -> str:
-        """The KL targets in words; the same for two runs where one target serves both."""
+        """The KL targets as text. Runs with the same targets have the same text."""
         held = self.targets
         if held is None:
             return "none"
@@ -88,17 +88,17 @@ class RunCurves:
 
     @property
     def seconds(self) -> float:
-        """Of training, up to the last point."""
+        """Training time up to the last point."""
         return max(float(curve.seconds[-1]) for curve in self.scalars.values())
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
-    """Every run's curves. Raises UserError with all problems: no run, named twice, nothing logged."""
+    """Returns the curves of every run. Raises UserError with all problems, such as a folder without a run."""
     runs, problems, seen = [], [], set()
     for folder in folders:
         try:
             if folder.resolve() in seen:
-                raise UserError(f"a run is named twice: {folder}. Name each once")
+                raise UserError(f"the same run is given twice: {folder}. Give each run once")
             seen.add(folder.resolve())
             runs.append(read_curves(folder))
         except UserError as error:
@@ -108,35 +108,34 @@ def read_runs(folders: Sequence[Path]) -> list[RunCurves]:
 
 
 def read_curves(folder: Path) -> RunCurves:
-    """A run's curves. Raises UserError where `folder` is no run, or nothing was logged."""
+    """Returns a run's curves. Raises UserError if `folder` is not a run or has no scalars."""
     run = RunRecord.require(folder, "run")
     running = run.status == "running"
     scalars, remarks = read_scalars(folder / "logs", running)
     if not scalars:
-        hint = "Try again after its first update" if running else "Name another run: this one logged none"
+        hint = "Try again after its first update" if running else "This run logged nothing: choose another run"
         raise UserError(f"no scalars yet: {folder / 'logs'}. {' '.join([*(f'{r}.' for r in remarks), hint])}")
     return RunCurves(folder, run, config_of_run(run), scalars, [*remarks, *_not_finite(folder, scalars)])
 
 
 def _not_finite(folder: Path, scalars: dict[str, Curve]) -> list[str]:
-    """A line that counts the values that are nan or infinite, where there are any."""
+    """Returns one line that counts nan and infinite values; empty if there are none."""
     counts = {tag: int((~np.isfinite(curve.values)).sum()) for tag, curve in sorted(scalars.items())}
     bad = [f"{tag} {count} of {len(scalars[tag].values)}" for tag, count in counts.items() if count]
-    return [f"{folder}: values that are not finite: {', '.join(bad)}; gaps in the picture"] if bad else []
+    return [f"{folder}: values that are not finite ({', '.join(bad)}) are gaps in the plot"] if bad else []
 
 
 def read_scalars(logs: Path, running: bool = False) -> tuple[dict[str, Curve], list[str]]:
-    """Every scalar in a folder of event files, by its present tag; and a line for each file that cannot be read to its
-    end.
+    """Returns all scalars of a folder of event files by current tag, and one remark per file with unreadable data.
 
-    No point is left out, however many there are. A resumed run has a file for each session.
+    No point is left out. A resumed run has one file per session.
     """
     sessions, remarks = [], []
     for file in sorted(logs.glob("*tfevents*")):
-        events, left = _read_file(file)
+        events, unread = _read_file(file)
         sessions.append(events)
-        if left:
-            remarks.append(_remark(file, events, left, running))
+        if unread:
+            remarks.append(_remark(file, events, unread, running))
     points = _Points()
     for events in sorted(filter(None, sessions), key=lambda events: events[0].wall_time):
         points.add_session(events)
@@ -144,39 +143,39 @@ def read_scalars(logs: Path, running: bool = False) -> tuple[dict[str, Curve], l
 
 
 def _read_file(file: Path) -> tuple[list[Event], int]:
-    """A file's events, and the number of bytes at its end that are no event."""
+    """Returns a file's events and the number of unreadable bytes at its end."""
     try:
-        size = file.stat().st_size  # before reading: what a running run adds meanwhile is not missed
+        size = file.stat().st_size  # read first: data appended by a running run is not counted as unreadable
         records = list(RawEventFileLoader(str(file)).Load())
     except OSError as error:
-        raise UserError(f"cannot be read: {file} ({error.strerror}). See who may read it") from None
-    # the reader ends without a word at a record that is cut off or damaged
-    left = size - sum(len(record) + FRAME for record in records)
-    return [Event.FromString(record) for record in records], max(left, 0)
+        raise UserError(f"cannot read {file} ({error.strerror}). Check its permissions") from None
+    # the reader stops without an error at an incomplete or damaged record
+    unread = size - sum(len(record) + FRAME for record in records)
+    return [Event.FromString(record) for record in records], max(unread, 0)
 
 
-def _remark(file: Path, events: Iterable[Event], left: int, running: bool) -> str:
-    """What is the matter with a file of which the last `left` bytes are no event."""
+def _remark(file: Path, events: Iterable[Event], unread: int, running: bool) -> str:
+    """Returns a line on a file with `unread` unreadable bytes at its end."""
     with file.open("rb") as opened:
-        opened.seek(-left, 2)
+        opened.seek(-unread, 2)
         length = int.from_bytes(opened.read(8), "little")
     read = max((event.step for event in events if event.summary.value), default=None)
-    shown = "nothing before it" if read is None else f"everything before it is shown, up to update {read}"
-    if left < 8 or left < length + FRAME <= LARGEST_RECORD:
-        why = "still being written, or torn" if running else "torn"
-        return f"{file}: its last record is incomplete ({why}); {shown}"
-    return f"{file}: a record is damaged, what follows it is lost ({left:,} bytes); {shown}"
+    shown = "no data before it" if read is None else f"the data before it is used, up to update {read}"
+    if unread < 8 or unread < length + FRAME <= LARGEST_RECORD:
+        why = "still being written, or the file is cut off" if running else "the file is cut off"
+        return f"{file}: the last record is incomplete ({why}); {shown}"
+    return f"{file}: a record is damaged and the data after it is lost ({unread:,} bytes); {shown}"
 
 
 class _Points:
-    """Points as they stand after the events so far, by tag: what is written later wins."""
+    """The points by tag after the events so far. Later events replace earlier ones."""
 
     def __init__(self):
         self.by_tag: dict[str, list[tuple[int, float, float]]] = defaultdict(list)  # update, value, seconds
 
     def add_session(self, events: Sequence[Event]) -> None:
-        """One file's events. Its time goes on from the last point that is kept from before its first update."""
-        offset = None  # seconds to take from the wall clock
+        """Adds one file's events. Its time continues from the last point before its first update."""
+        offset = None  # seconds to subtract from the wall clock
         for event in events:
             if event.session_log.status == SessionLog.START:
                 for points in self.by_tag.values():
@@ -191,7 +190,7 @@ class _Points:
                 points.append((event.step, value.simple_value, event.wall_time - offset))
 
     def _offset(self, opened: float, first: Event) -> float:
-        """Of the session whose file was `opened` then (wall clock) and whose `first` scalar this is."""
+        """Returns the time offset of the session whose file was `opened` at this wall-clock time."""
         if not any(self.by_tag.values()):
             return first.wall_time
         return opened - max(
@@ -203,25 +202,25 @@ class _Points:
         for tag, points in self.by_tag.items():
             if points:
                 updates, values, seconds = zip(*points, strict=True)
-                rising = np.maximum.accumulate(np.array(seconds))  # a clock that was set back
+                rising = np.maximum.accumulate(np.array(seconds))  # in case the clock was set back
                 curves[tag] = Curve(np.array(updates), np.array(values, dtype=float), rising)
         return curves
 
 
 def _cut(points: list[tuple[int, float, float]], update: int) -> None:
-    """Drop the points from `update` on: a resumed run makes these anew."""
+    """Removes the points from `update` on, because a resumed run logs them again."""
     while points and points[-1][0] >= update:
         points.pop()
 
 
 def running_mean(updates: np.ndarray, values: np.ndarray, span: int) -> np.ndarray:
-    """(P,) means of the finite values of the last `span` updates; nan where the value itself is not finite.
+    """Returns (P,) means of the finite values of the last `span` updates; nan if the value itself is not finite.
 
-    Added up window by window: one running sum would carry a spike of 1e20 along for ever.
+    Each window is summed separately: in one running sum a spike of 1e20 would ruin all later means.
     """
     finite = np.isfinite(values)
     first = np.searchsorted(updates, updates - span, side="right")
-    # reduceat adds up from each index to the next one: every second sum is a window
+    # reduceat sums from each index to the next one, so every second sum is a window
     edges = np.column_stack([first, np.arange(len(updates)) + 1]).ravel()
     total, count = (
         np.add.reduceat(np.append(part, 0.0), edges)[::2] for part in (np.where(finite, values, 0), finite * 1.0)
@@ -229,24 +228,24 @@ def running_mean(updates: np.ndarray, values: np.ndarray, span: int) -> np.ndarr
     return np.divide(total, count, out=np.full(len(values), np.nan), where=finite)
 
 
-def seeds_band(places: Sequence[np.ndarray], lines: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """x, lowest, mean and highest (G,) of the runs' lines, where all runs have one.
+def seeds_band(xs: Sequence[np.ndarray], lines: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """Returns x and the lowest, mean and highest value (G,) of the runs' lines over the range that all runs cover.
 
-    A run without a point at some x of another is taken to go straight between its own.
+    If a run has no point at an x of another run, its value is interpolated linearly.
     """
     if len(lines) == 1:
-        return places[0], lines[0], lines[0], lines[0]
-    start, end = max(x[0] for x in places), min(x[-1] for x in places)
-    x = np.unique(np.concatenate(places))
+        return xs[0], lines[0], lines[0], lines[0]
+    start, end = max(x[0] for x in xs), min(x[-1] for x in xs)
+    x = np.unique(np.concatenate(xs))
     x = x[(start <= x) & (x <= end)]
-    rows = np.stack([np.interp(x, place, line) for place, line in zip(places, lines, strict=True)])
+    rows = np.stack([np.interp(x, own_x, line) for own_x, line in zip(xs, lines, strict=True)])
     return x, rows.min(0), rows.mean(0), rows.max(0)
 
 
 def write_table(runs: Sequence[RunCurves], file: Path) -> int:
-    """All scalars as CSV, a row per run and update, as they were logged; returns the number of rows.
+    """Writes all scalars as CSV, one row per run and update, and returns the number of rows.
 
-    A number reads back exactly equal; where nothing was logged the cell is empty.
+    Numbers keep their full precision. A cell is empty if the scalar was not logged at that update.
     """
     tags = sorted({tag for run in runs for tag in run.scalars})
     rows = [row for run in runs for row in _rows(run, tags)]
@@ -260,7 +259,7 @@ def write_table(runs: Sequence[RunCurves], file: Path) -> int:
 
 
 def _rows(run: RunCurves, tags: Sequence[str]) -> Iterable[list[Any]]:
-    """A run's rows. `seconds` is when the update was logged, before an evaluation that followed it."""
+    """Yields a run's rows. `seconds` is the time of the update's first scalar, before its evaluation."""
     values: dict[int, dict[str, float]] = defaultdict(dict)
     seconds: dict[int, float] = {}
     for tag, curve in run.scalars.items():

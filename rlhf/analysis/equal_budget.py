@@ -1,4 +1,4 @@
-"""What runs had reached at equal episodes and at equal time: from their own evaluations."""
+"""Compares runs at equal episodes and at equal training time, with the evaluations made during training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhf.utils.errors import UserError
 
 @dataclass(frozen=True)
 class EvalPoint:
-    """One evaluation that a run made of itself. P evaluation prompts, one reply each."""
+    """One evaluation made during training: P evaluation prompts, one completion each."""
 
     update: int
     episodes: int
@@ -39,8 +39,10 @@ class EvalPoint:
 
 
 def read_eval_points(run: RunCurves) -> list[EvalPoint]:
-    """A run's evaluations in order, the start model's first; empty where it kept none. Raises UserError for a torn
-    file of replies."""
+    """Returns a run's evaluations in order, the start model's first; empty if the run stored none.
+
+    Raises UserError if a file of completions is corrupted.
+    """
     if "eval/score" not in run.scalars:
         return []
     logged = run.scalars["eval/score"]
@@ -53,7 +55,9 @@ def read_eval_points(run: RunCurves) -> list[EvalPoint]:
         try:
             rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
         except ValueError as error:
-            raise UserError(f"torn: {file} ({error}). Remove it to compare without it") from None
+            raise UserError(
+                f"incomplete or corrupted: {file} ({error}). Delete it to compare without this evaluation"
+            ) from None
         found.append(EvalPoint(update, update * run.episodes_per_update, seconds[update], rows))
     return found
 
@@ -69,11 +73,11 @@ def rescore(eval_point: EvalPoint, judge: Rewards | None) -> EvalPoint:
 
 
 def at_equal(eval_points: dict[str, list[list[EvalPoint]]], judge: Rewards | None, seed: int) -> list[dict[str, Any]]:
-    """One row at equal episodes and one at equal time: each group's last evaluations inside that budget, and the
-    difference of each pair of groups.
+    """Returns one row at equal episodes and one at equal time: the last evaluation of each run within that budget, and
+    the difference of each pair of groups.
 
-    `eval_points` maps a group's name to its runs' evaluations. The budget is the smallest that a run reached. The list
-    is empty if a run has no evaluations.
+    `eval_points` maps a group's name to the evaluations of its runs. The budget is the smallest that a run reached.
+    The list is empty if a run has no evaluations.
     """
     every = [run for group in eval_points.values() for run in group]
     if not all(every):
@@ -113,14 +117,16 @@ def _summary(found: Sequence[EvalPoint]) -> dict[str, float | None]:
 
 
 def _difference(pair: dict[str, Sequence[EvalPoint]], seed: int, level: float) -> dict[str, Any]:
-    """The first group of `pair` less the second one, by the judge if there is one, with its interval; or, under
-    "missing", why the two cannot be compared."""
+    """Returns the first group of `pair` minus the second one with its interval, by the judge if there is one.
+
+    If the two cannot be compared, "missing" holds the reason.
+    """
     name, (one, other) = " - ".join(pair), pair.values()
     late = [group for group, found in pair.items() if any(eval_point.update == 0 for eval_point in found)]
     if late:
-        return {"name": name, "missing": f"{listed(late)} had not evaluated itself yet"}
+        return {"name": name, "missing": f"{listed(late)} had no evaluation after the start yet"}
     if any(eval_point.prompts != one[0].prompts for eval_point in (*one, *other)):
-        return {"name": name, "missing": f"{listed(list(pair))} evaluated different prompts"}
+        return {"name": name, "missing": f"{listed(list(pair))} used different evaluation prompts"}
     measure = "scores" if one[0].judged is None else "judged"
     gaps = np.array([[getattr(a, measure) - getattr(b, measure) for b in other] for a in one])
     found, over = over_seeds_if_any(gaps, seed, level=level)

@@ -1,4 +1,4 @@
-"""One set of prompts, rewards and random numbers, on which every model is measured alike."""
+"""Evaluates models on the same prompts, with the same rewards and the same random numbers."""
 
 from __future__ import annotations
 
@@ -49,31 +49,31 @@ EVERY_PROMPT = 10**9
 
 @dataclass(frozen=True)
 class GenerationResults:
-    """What one model replied, and what that is worth. P prompts, K completions of each."""
+    """One model's completions and their scores: P prompts, K completions of each."""
 
     label: str
     texts: list[list[str]]  # P lists of K
-    scores: np.ndarray  # (P, K) score units
-    judged: np.ndarray | None  # (P, K) the judge's; None without one
-    kl: np.ndarray | None  # (P, K) nats per sequence, k1, to the start model; None where there is none to compare with
-    lengths: np.ndarray  # (P, K) tokens, EOS included
-    ended: np.ndarray  # (P, K) bool
-    perplexity: float | None  # at temperature 1, on the bench's text
+    scores: np.ndarray  # (P, K), in score units
+    judged: np.ndarray | None  # (P, K) ratings of the judge; None without a judge
+    kl: np.ndarray | None  # (P, K) k1 to the start model, nats/sequence; None if it cannot be computed
+    lengths: np.ndarray  # (P, K) tokens, including EOS
+    ended: np.ndarray  # (P, K) True if the completion ends with EOS
+    perplexity: float | None  # at temperature 1, on the evaluator's text
 
 
 @dataclass
 class _Part:
-    """Some prompts with their replies, as fixed_text takes them."""
+    """Some prompts with their completions, in the form that `fixed_text` expects."""
 
     prompts: list[Prompt]
     completions: Completions
 
 
 class ModelEvaluator:
-    """Measures models, the start model first. What decides replies and scores is the same for all."""
+    """Evaluates the start model and other models with the same prompts, sampling settings and scores."""
 
     def __init__(self, models: Sequence[ModelRef], settings: MeasureSettings, device: torch.device, screen: Screen):
-        """Raises UserError. What is found is found before anything is loaded."""
+        """Finds and loads what all evaluations share. Raises UserError before loading if something is missing."""
         self.models, self.settings, self.device = models, settings, device
         self.config = shared_settings(models, settings)
         self.dtype = autocast_dtype(self.config.model.bf16, device)
@@ -108,57 +108,63 @@ class ModelEvaluator:
             raise UserError(
                 [
                     *error.problems,
-                    f"{self.models[0].name} is not of a run, so settings are the recipe's: --like "
-                    f"{self.settings.like}. Name another recipe, or give --rm-model and --prompts",
+                    f"{self.models[0].name} does not belong to a run, so the settings are those of the recipe "
+                    f"--like {self.settings.like}. Choose another recipe, or give --rm-model and --prompts",
                 ]
             ) from None
 
     @property
     def score_name(self) -> str:
-        """The score in words: whether it is the runs' own reward."""
+        """The name of the score: the runs' own reward, or another one."""
 
         def reward_of(config: Config) -> tuple:
             return config.model.rm_model, config.reward.reward_func, config.reward.reward_weights
 
         own = {reward_of(config_of_run(m.run)) for m in self.models if m.run is not None}
-        return "the reward that was trained on" if own <= {reward_of(self.config)} else "another reward"
+        return "the training reward" if own <= {reward_of(self.config)} else "not the training reward"
 
     def _draw_prompts(self, screen: Screen) -> tuple[list[Prompt], list[Example]]:
-        """The prompts that the runs followed, whose chosen replies are the perplexity's text, and those drawn to
-        measure on: from the others, where they are enough."""
+        """Returns the runs' own evaluation prompts, and the prompts to evaluate on.
+
+        The chosen replies of the first are the text for the perplexity. The second are drawn from the other held-out
+        prompts if there are enough of them.
+        """
         data, count = self.config.data, self.settings.num_prompts
         topics = data.steps_per_topic if self.settings.prompts is None else None
         every = replace(data, eval_prompts=EVERY_PROMPT, steps_per_topic=topics)
         sets = load_prompts(every, self.tokenizer, screen.say, evaluation_alone=True)
-        looked_at = 0
+        used = 0
         for model in self.models:
             if model.run is not None:
-                looked_at = max(looked_at, model.run.data["evaluation_prompts"])
+                used = max(used, model.run.data["evaluation_prompts"])
                 followed = sets.evaluation[: model.run.data["evaluation_prompts"]]
                 if model.run.data["evaluation_sha256"] != fingerprint(followed):
-                    screen.say(f"warning: the evaluation prompts are no longer those of the run {model.name}")
-        fresh = sets.evaluation[looked_at:]
+                    screen.say(f"warning: the evaluation prompts have changed since the run {model.name}")
+        fresh = sets.evaluation[used:]
         pool = fresh if len(fresh) >= count else sets.evaluation
         order = rng_for(self.settings.seed, 0, "prompts").permutation(len(pool))
         drawn = [pool[i].example for i in sorted(order[:count].tolist())]
-        unseen = " that no run looked at" if looked_at and pool is fresh else ""
+        unseen = " that no run used for its own evaluations" if used and pool is fresh else ""
         self.prompts_line = f"{len(drawn)} drawn at random from {len(pool)} held-out prompts{unseen}"
         if len(drawn) < count:
-            self.prompts_line += f" (all there are, {count} were asked for)"
+            self.prompts_line += f" (--num-prompts {count} is more than there are)"
         return sets.evaluation[: data.eval_prompts], drawn
 
     def _text(self, tokenizer: PreTrainedTokenizerBase) -> FixedText | None:
-        """The text of the runs' own perplexity as a tokenizer reads it; None where it would be a start model's own
-        tokens and there is no start model, or another vocabulary."""
+        """Returns the text for the perplexity, encoded with `tokenizer`.
+
+        Returns None if that text would be the start model's completions, but there is no start model or `tokenizer`
+        has another vocabulary.
+        """
         if self.config.data.eval_text is not None:
             return text_of_file(tokenizer, self.config.data.eval_text)
         if self.followed[0].example.chosen is None and (self.start is None or tokenizer is not self.tokenizer):
             return None
         prompts = [Prompt(tuple(encode_prompt(tokenizer, p.example.messages)), p.example) for p in self.followed]
-        return fixed_text(tokenizer, prompts, self._starts_replies, None)
+        return fixed_text(tokenizer, prompts, self._start_completions, None)
 
-    def _starts_replies(self, prompts: Sequence[Prompt]) -> list[_Part]:
-        """As a run samples them for its perplexity."""
+    def _start_completions(self, prompts: Sequence[Prompt]) -> list[_Part]:
+        """Samples the start model's completions as a run does for its perplexity."""
         seed, sampling = self.config.run.seed, self.config.sampling
         uniform = uniform_noise(seed, 0, "evaluate", range(len(prompts)), sampling.max_new_tokens)
         return [_Part(list(prompts), self._sample(self.reference.copy, self.tokenizer, prompts, uniform))]
@@ -179,26 +185,29 @@ class ModelEvaluator:
             )
 
     def facts(self) -> list[tuple[str, str]]:
-        """How models are measured here, in words."""
+        """Returns how models are evaluated, as pairs of name and text."""
         s, c = self.settings, self.config
         whiches = sorted({model.which for model in self.models if model.run is not None})
         return [
             *([("start model", self.start.name)] if self.start else []),
-            *([("weights", f"of runs: {', '.join(whiches)}")] if whiches else []),
+            *([("weights", f"{', '.join(whiches)} weights of the runs")] if whiches else []),
             ("prompts", f"{self.prompts_line} ({c.data.prompts}, seed {s.seed})"),
-            ("replies", f"{s.completions} to each prompt, {c.sampling}"),
+            ("completions", f"{s.completions} per prompt, {c.sampling}"),
             ("score", str(self.rewards) + (f", reward model {c.model.rm_model}" if c.model.rm_model else "")),
-            ("judge", self.judge_name or "none (--judge-model names a reward model that training never saw)"),
-            ("perplexity", f"at temperature 1 on {self.text.source}" if self.text else "no text (--eval-text FILE)"),
+            ("judge", self.judge_name or "none (set one with --judge-model)"),
+            (
+                "perplexity",
+                f"at temperature 1 on {self.text.source}" if self.text else "none (give a text with --eval-text FILE)",
+            ),
             *((f"base of {m.name}", m.base) for m in self.models if m.base is not None),
         ]
 
     def evaluate_start(self, screen: Screen) -> GenerationResults:
-        """The start model's replies; its KL to itself is 0."""
+        """Evaluates the start model. Its KL to itself is 0."""
         return self._evaluate("start model", self.reference.copy, self.tokenizer, self.reference, screen)
 
     def evaluate(self, model: ModelRef, screen: Screen) -> GenerationResults:
-        """A model's replies. Without a start model, or with a vocabulary other than its, there is no KL."""
+        """Evaluates a model. There is no KL without a start model, or if the start model has another vocabulary."""
         tokenizer = self.tokenizers[model.source]
         policy = load_model_ref(model, tokenizer, in_4_bit(model), self.dtype, self.device)
         reference = self.reference if self._same_vocabulary(tokenizer) else None
@@ -231,7 +240,7 @@ class ModelEvaluator:
         )
 
     def _sample_all(self, label, policy, tokenizer, reference, rows: Sequence[Prompt], screen: Screen) -> list[list]:
-        """A reply to each row's prompt, some at a time: texts, ids, whether they ended, and the KL in nats."""
+        """Samples one completion per row in batches. Returns texts, token ids, ended flags, and KL in nats."""
         parts, size = [], budget_of(self.device).generation_batch_size
         for at in range(0, len(rows), size):
             part = rows[at : at + size]
@@ -240,11 +249,11 @@ class ModelEvaluator:
             completions = self._sample(policy, tokenizer, part, uniform)
             parts.append((completions.texts(tokenizer), completions.rows(), completions.ended.tolist(),
                           self._kl(policy, reference, completions)))  # fmt: skip
-            screen.progress(f"{label}: {done} of {len(rows)} replies", last=done == len(rows))
+            screen.progress(f"{label}: {done} of {len(rows)} completions", last=done == len(rows))
         return [[x for part in parts for x in part[i]] for i in range(4)]
 
     def _kl(self, policy: PreTrainedModel, reference: Reference | None, completions: Completions) -> list[float]:
-        """Nats per sequence of each reply."""
+        """Returns the KL of each completion in nats/sequence; empty without a reference model."""
         if reference is None:
             return []
         with autocast(self.device, self.dtype):

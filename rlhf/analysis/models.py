@@ -1,4 +1,4 @@
-"""The models to evaluate: runs, checkpoints, folders and hub names; and the judge."""
+"""Finds and loads the models to evaluate (runs, checkpoints, model folders, hub names), and the judge."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import is_path, missing_path
 from rlhf.utils.system import command
 
-# of a run's settings, those that decide what its replies and scores are
+# settings of a run that decide its completions and scores
 MEASURED_WITH = (
     *("actor_model", "rm_model", "reward_func", "reward_weights", "keywords", "plain_prompts"),
     *("prompts", "split", "prompt_length", "eval_text", "max_new_tokens", "temperature", "top_k", "top_p"),
@@ -37,28 +37,28 @@ MEASURED_WITH = (
 
 @dataclass(frozen=True)
 class ModelRef:
-    """A model that is on this disk, or on the hub."""
+    """A model on this disk or on the hub."""
 
     name: str  # as the user wrote it
     source: str  # a folder, or a hub name
-    base: str | None = None  # what an adapter was trained on
-    run: RunRecord | None = None  # of which it is a model
-    which: str = ""  # "final", "best", either of them merged, a checkpoint's name, or "" where it is not of a run
-    update: int | None = None  # after which update these weights were kept
+    base: str | None = None  # base model of an adapter
+    run: RunRecord | None = None  # the run that it belongs to
+    which: str = ""  # "final", "best", either of them with ", merged", a checkpoint's name, or "" without a run
+    update: int | None = None  # update after which these weights were saved
 
     @property
     def label(self) -> str:
-        """In words, for tables: which weights of what."""
+        """The model's name in tables."""
         if self.run is None:
             return self.name
         return f"{self.name} ({self.which}, after update {self.update})"
 
 
 def find_models(names: Sequence[str], measure: MeasureSettings, flag: str) -> list[ModelRef]:
-    """The models that were named; none: the last run's here. Raises UserError with all that are not there."""
+    """Returns the named models, or the last run in this folder. Raises UserError with all models that do not exist."""
     names = names or [str(last_run(flag))]
     twice = sorted({name for name in names if names.count(name) > 1})
-    found, problems = [], [f"named twice: {flag} {name}. Name each once" for name in twice]
+    found, problems = [], [f"given twice: {flag} {name}. Give each model once" for name in twice]
     for name in dict.fromkeys(names):
         try:
             found.append(find_model_ref(name, measure.which, measure.baseline, flag))
@@ -69,14 +69,14 @@ def find_models(names: Sequence[str], measure: MeasureSettings, flag: str) -> li
 
 
 def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--model-path") -> ModelRef:
-    """A run's folder, a folder inside one, a model's or an adapter's folder, or a hub name.
+    """Returns the model of a run folder, a folder inside a run, a model or adapter folder, or a hub name.
 
-    `baseline` takes the place of an adapter's base that is gone. Raises UserError where there is nothing to load.
+    `baseline` replaces an adapter's base model that no longer exists. Raises UserError if there is nothing to load.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if is_path(name):
-            raise missing_path(name, "model", f"{flag} takes a run's folder, a model's folder or a hub name")
+            raise missing_path(name, "model", f"{flag} takes a run folder, a model folder or a hub name")
         return ModelRef(name, find_model(name, flag))
     run = RunRecord.read(folder)
     if run is not None:
@@ -96,21 +96,23 @@ def find_model_ref(name: str, which: str, baseline: str | None, flag: str = "--m
 def _of_run(name: str, folder: Path, run: RunRecord, which: str, baseline: str | None, flag: str) -> ModelRef:
     if which == "best":
         if run.best is None:
-            raise UserError(f"no best checkpoint yet: {flag} {name}. Wait for the run's first evaluation")
+            raise UserError(f"no best checkpoint yet: {flag} {name}. The run has not made its first evaluation")
         return ModelRef(name, *_weights(folder / BEST_FOLDER, baseline, flag), run, which, run.best.update)
     if not any((folder / file).is_file() for file in (WEIGHTS_FILE, ADAPTER_FILE)):
-        raise UserError(f"no final weights, the run is {run.status}: {flag} {name}. Add --which best")
+        raise UserError(f"no final weights because the run is {run.status}: {flag} {name}. Add --which best")
     return ModelRef(name, *_weights(folder, baseline, flag), run, which, updates_of(run))
 
 
 def updates_of(run: RunRecord) -> int:
-    """The update after which a run's final weights were saved. A run that is being extended has the weights of its
-    first end, and the plan of its second."""
+    """Returns the update after which a run's final weights were saved.
+
+    While a finished run is being extended, its final weights are old, but its plan is already the new one.
+    """
     return (run.spent or run.plan).updates
 
 
 def _weights(folder: Path, baseline: str | None, flag: str) -> tuple[str, str | None]:
-    """Where to load a folder's weights from, and the base under them where they are an adapter's."""
+    """Returns the folder to load weights from, and the base model if they are an adapter."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return find_model(str(folder), flag), None
     base = base_of_adapter(folder)
@@ -119,15 +121,15 @@ def _weights(folder: Path, baseline: str | None, flag: str) -> tuple[str, str | 
     except UserError:
         if baseline is None:
             raise UserError(
-                f"the adapter's base is gone ({base}): {flag} {folder}. Name it with --baseline FOLDER"
+                f"the adapter's base model is missing ({base}): {flag} {folder}. Give it with --baseline FOLDER"
             ) from None
         return str(folder), find_model(baseline, "--baseline")
 
 
 def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Config:
-    """The settings with which all `models` are measured: their runs', where the command line does not say otherwise.
+    """Returns the settings with which all `models` are evaluated: those of their runs, overridden by the command line.
 
-    Raises UserError where runs differ in what decides replies or scores, and no flag decides between them.
+    Raises UserError if runs differ in settings that decide completions or scores and no flag overrides them.
     """
     given = {name: value for name, value in vars(measure).items() if name in MEASURED_WITH and value is not None}
     if measure.baseline is not None:
@@ -138,21 +140,20 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
         return make_config(measure.like, **{**(bases[0] if bases else {}), **given})
     first, run = runs[0]
     here, problems = run.flat_settings, {}
-    for where, other in runs[1:]:
+    for other_name, other in runs[1:]:
         there = other.flat_settings
         for name in differences(run.settings, other.settings, given):
             if name in MEASURED_WITH:
                 problems[name] = (
-                    f"{name} is {here.get(name)} in {first} and {there.get(name)} in {where}: the runs' settings. "
-                    + _way_out(name)
+                    f"the runs differ in {name}: {here.get(name)} in {first}, {there.get(name)} in {other_name}. "
+                    + _hint(name)
                 )
     raise_if(list(problems.values()))
     return config_of_run(run, **given)
 
 
 def require_trusted_code(models: Sequence[ModelRef], measure: MeasureSettings) -> None:
-    """Raise UserError if a run's settings name reward code, and the command line neither names reward functions nor
-    trusts the run's."""
+    """Raises UserError if a run's settings contain reward code that the command line neither replaces nor trusts."""
     if measure.reward_func is not None or measure.trust_reward_code:
         return
     problems = []
@@ -161,32 +162,33 @@ def require_trusted_code(models: Sequence[ModelRef], measure: MeasureSettings) -
         if code:
             rules = command(*code_words(model.run.flat_settings["reward_func"]))
             problems.append(
-                f"reward code that the run's {RUN_FILE} names is not run: {model.name}, {', '.join(code)}. Add {rules}"
-                ", or, if you trust the files, --trust-reward-code"
+                f"reward code from the run's {RUN_FILE} is not executed without permission: {model.name}, "
+                f"{', '.join(code)}. Add {rules}, or --trust-reward-code if you trust these files"
             )
     raise_if(problems)
 
 
 def has_start(models: Sequence[ModelRef], measure: MeasureSettings) -> bool:
-    """Whether a start model is known: named, a run's own, or under an adapter."""
+    """True if there is a start model: --baseline, the one of a run, or the base model of an adapter."""
     return measure.baseline is not None or any(m.run is not None or m.base is not None for m in models)
 
 
 def episodes_of(model: ModelRef) -> int:
-    """The episodes after which a run's weights were kept."""
+    """Returns the number of episodes after which these weights of a run were saved."""
     plan = model.run.plan
     return model.update * plan.episodes // plan.updates
 
 
 def in_4_bit(model: ModelRef) -> bool:
-    """Whether its run kept the frozen weights in 4 bits, under this adapter. What was merged is in full precision."""
+    """True for an adapter whose run had its base model in 4 bits. Merged weights are in full precision."""
     return model.run is not None and model.base is not None and config_of_run(model.run).model.load_in_4bit
 
 
-def _way_out(name: str) -> str:
+def _hint(name: str) -> str:
+    """Returns how to evaluate runs that differ in the setting `name`."""
     flag = "baseline" if name == "actor_model" else name
     known = flag in {f.name for f in fields(MeasureSettings)}
-    return f"Decide with --{flag.replace('_', '-')}" if known else "Measure one of them at a time"
+    return f"Set it with --{flag.replace('_', '-')}" if known else "Evaluate one of them at a time"
 
 
 def load_model_ref(
@@ -196,7 +198,7 @@ def load_model_ref(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> PreTrainedModel:
-    """To sample from and to measure; an adapter over its base, whose weights are in 4 bits if `load_in_4bit`."""
+    """Loads a model for evaluation; an adapter with its base model, which is in 4 bits if `load_in_4bit`."""
     policy = load_policy(
         model.base or model.source,
         load_in_4bit=load_in_4bit,
@@ -208,28 +210,31 @@ def load_model_ref(
 
 
 def find_start(config: Config) -> ModelRef:
-    """The start model that the settings name. Raises UserError where it is not there."""
+    """Returns the start model of the settings. Raises UserError if it does not exist."""
     name = config.model.actor_model
     return ModelRef(name, find_model(name, "--baseline"))
 
 
 def find_judge(config: Config, models: Sequence[ModelRef], settings: MeasureSettings) -> str | None:
-    """The folder of the reward model that judges. Raises UserError where training saw it, or it is the scorer."""
+    """Returns the folder of the judge; None without --judge-model.
+
+    Raises UserError if it is the reward model of the scores or of a run.
+    """
     if settings.judge_model is None:
         return None
     folder = find_model(settings.judge_model, "--judge-model")
     trained_on = {m.name: config_of_run(m.run).model.rm_model for m in models if m.run is not None}
-    for where, name in {"the scores": config.model.rm_model, **trained_on}.items():
+    for used_by, name in {"the scores": config.model.rm_model, **trained_on}.items():
         if name is not None and _same_weights(Path(name).expanduser(), Path(folder)):
             raise UserError(
-                f"the judge is the reward model of {where}: --judge-model {settings.judge_model}. "
-                "Name one that no training saw"
+                f"the judge is also the reward model of {used_by}: --judge-model {settings.judge_model}. "
+                "Give a reward model that was not used in RL training"
             )
     return folder
 
 
 def _same_weights(one: Path, other: Path) -> bool:
-    """The same folder, or a copy of its weights."""
+    """True for the same folder, or a copy of its weights."""
     files = [folder / WEIGHTS_FILE for folder in (one, other)]
     if one.resolve() == other.resolve() or not all(file.is_file() for file in files):
         return one.resolve() == other.resolve()
@@ -243,13 +248,13 @@ def load_judge(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
 ) -> tuple[str | None, Rewards | None]:
-    """Its name and itself: a reward model, else the demo's gold quality, else none."""
+    """Returns the judge's name and the judge: a reward model, or the gold quality in the demo, or (None, None)."""
     gold = gold_of(config)
     if folder is not None:
         model = RewardModel.load(folder, device, autocast_dtype(config.model.bf16, device), "--judge-model")
         judge = LearnedReward(model)
         judge.__name__ = "judge"
-        return f"judge {settings.judge_model}", Rewards([judge], None, tokenizer)
+        return settings.judge_model, Rewards([judge], None, tokenizer)
     if gold is None:
         return None, None
 

@@ -1,4 +1,4 @@
-"""Win rates, intervals over prompts and over seeds, and what can be counted in texts. Numbers and texts only."""
+"""Win rates, confidence intervals over prompts and over seeds, and text statistics."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from scipy import stats
 
 RESAMPLES = 5000
 LEVEL = 0.95
-A_SHARE = (0.0, 1.0)  # what a win rate can be
-EVEN = 0.5  # the win rate of equals
-OVER_SEEDS, OVER_PROMPTS = "seeds and prompts", "prompts"  # what an interval is over, in words
+A_SHARE = (0.0, 1.0)  # range of a win rate
+EVEN = 0.5  # win rate of two equal models
+OVER_SEEDS, OVER_PROMPTS = "seeds and prompts", "prompts"  # what was resampled
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its interval (95% unless another level was given); no interval if nothing could be resampled."""
+    """A mean with its confidence interval (95% by default). `low` and `high` are None if there is no interval."""
 
     value: float
     low: float | None = None
     high: float | None = None
 
     def excludes(self, null: float) -> bool:
-        """Whether the interval lies wholly on one side of `null`; never where there is none."""
+        """True if the whole interval is above or below `null`; False without an interval."""
         return self.low is not None and (self.low > null or self.high < null)
 
     def above(self, null: float) -> bool:
-        """Whether the whole interval lies above `null`."""
+        """True if the whole interval is above `null`; False without an interval."""
         return self.low is not None and self.low > null
 
 
 def level_of_each(comparisons: int) -> float:
-    """The level of each of several intervals such that all of them hold together at LEVEL (Bonferroni)."""
+    """Returns the level of each of several intervals such that all hold together at LEVEL (Bonferroni correction)."""
     return 1 - (1 - LEVEL) / max(comparisons, 1)
 
 
@@ -46,14 +46,19 @@ def over_prompts(
     limits: tuple[float, float] | None = None,
     level: float = LEVEL,
 ) -> Estimate:
-    """Mean of one value per prompt (P,), with a bootstrap interval over prompts (BCa, Efron 1987).
+    """Returns the mean of one value per prompt (P,) with a bootstrap interval over prompts (BCa, Efron 1987).
 
-    Widened about the mean by t / z at P - 1 degrees of freedom times sqrt(P / (P - 1)), as a bootstrap of few is too
-    sure of itself (Hesterberg 2015, "What Teachers Should Know About the Bootstrap"): 1.10 for 20 prompts, 1.01 for
-    128. `limits`: what the mean can be at all. `level`: of the interval.
+    A bootstrap interval of few values is too narrow (Hesterberg 2015, "What Teachers Should Know About the
+    Bootstrap"), so its distance from the mean is multiplied by t / z at P - 1 degrees of freedom and by
+    sqrt(P / (P - 1)): 1.10 for 20 prompts, 1.01 for 128. A single prompt has no interval. If all values are equal, one
+    prompt with the opposite value is added, because a bootstrap of equal values has no width.
 
-    No interval for a single prompt. Where all values are equal there is nothing to resample: one more prompt is
-    imagined that says the opposite, seen from `null` (what no difference is).
+    Args:
+        values: one value per prompt.
+        seed: of the resampling.
+        null: the value that means no difference; "opposite" is relative to it.
+        limits: the range of possible means; the interval is cut off there.
+        level: confidence level of the interval.
     """
     values = np.asarray(values, dtype=float)
     mean = float(values.mean())
@@ -71,9 +76,9 @@ def over_prompts(
 
 
 def _bootstrapped(values: np.ndarray, method: str, seed: int, level: float) -> np.ndarray:
-    """Both ends of scipy's interval of the mean; nan where the method has none."""
+    """Returns both ends of scipy's bootstrap interval of the mean; nan if the method fails."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # said by its nan
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # the result is nan then
         rng = np.random.default_rng(seed)
         found = stats.bootstrap(
             (values,), np.mean, n_resamples=RESAMPLES, confidence_level=level, method=method, rng=rng
@@ -82,12 +87,12 @@ def _bootstrapped(values: np.ndarray, method: str, seed: int, level: float) -> n
 
 
 def _student(freedom: float, level: float) -> float:
-    """How much wider an interval is with Student's t than with the normal distribution."""
+    """Returns t / z: the ratio of an interval's width with Student's t to that with the normal distribution."""
     return float(stats.t.ppf((1 + level) / 2, freedom) / stats.norm.ppf((1 + level) / 2))
 
 
 def _widened(mean: float, interval: np.ndarray, factor: float, limits: tuple[float, float] | None) -> Estimate:
-    """An interval drawn out about the mean, and cut off at what is possible."""
+    """Multiplies the interval's distance from the mean by `factor` and cuts it off at `limits`."""
     low, high = mean + (interval - mean) * factor
     if limits is not None:
         low, high = max(low, limits[0]), min(high, limits[1])
@@ -97,16 +102,23 @@ def _widened(mean: float, interval: np.ndarray, factor: float, limits: tuple[flo
 def over_seeds(
     values: np.ndarray, seed: int, limits: tuple[float, float] | None = None, level: float = LEVEL
 ) -> Estimate | None:
-    """Mean of values (S, T, P): training seeds of one side, of the other, prompts; hierarchical bootstrap interval.
+    """Returns the mean of `values` with a hierarchical bootstrap interval over seeds and prompts.
 
-    Seeds of either side and prompts (which all models share) are drawn with replacement, independently (Saravanan et
-    al. 2020, "Application of the hierarchical bootstrap"; Agarwal et al. 2021, arXiv 2108.13264, for few runs). A side
-    of one level is a fixed model, such as the start; None where both are.
+    The seeds of each group and the prompts, which all models share, are resampled independently with replacement
+    (Saravanan et al. 2020, "Application of the hierarchical bootstrap"; Agarwal et al. 2021, arXiv 2108.13264, for few
+    runs). A group with one seed is treated as a fixed model, for example the start model.
 
-    Of few seeds a plain bootstrap is too sure of itself: (1) it finds their variance too small by (S - 1) / S, so
-    their deviations are scaled up by sqrt(S / (S - 1)); (2) it has normal tails, so the interval is widened by t / z
-    at Satterthwaite's degrees of freedom of the parts' variances (seeds: S - 1, prompts: P - 1). `limits` as in
-    over_prompts. No interval from one prompt, or where all values are equal and not 0.
+    With few seeds a plain bootstrap interval is too narrow. (1) It underestimates the variance by (S - 1) / S, so the
+    deviations are multiplied by sqrt(S / (S - 1)). (2) It has normal tails, so the interval is widened by t / z at
+    Satterthwaite's degrees of freedom of the variance components (seeds: S - 1, prompts: P - 1).
+
+    Returns None if both groups have one seed. The estimate has no interval for one prompt, or if all values are equal
+    and not 0.
+
+    Args:
+        values: (S, T, P) with S seeds of the first group, T seeds of the second group and P prompts.
+        seed: of the resampling.
+        limits, level: as in `over_prompts`.
     """
     if max(values.shape[:2]) < 2:
         return None
@@ -142,10 +154,11 @@ def over_seeds_if_any(
     limits: tuple[float, float] | None = None,
     level: float = LEVEL,
 ) -> tuple[Estimate, str]:
-    """Mean of values (S, T, P) as in over_seeds, with the widest interval that there are runs for, and its name.
+    """Returns the mean of values (S, T, P) with its interval, and the name of what was resampled.
 
-    Over seeds and prompts where every side that was trained has at least two seeds (`fixed_other`: the second one was
-    not trained); else over the prompts within these very runs.
+    Seeds and prompts are resampled if each trained group has at least two seeds. `fixed_other` means that the second
+    group was not trained. Otherwise only prompts are resampled, and the interval holds for these runs only. The other
+    arguments are those of `over_prompts`.
     """
     if values.shape[0] < 2 or (values.shape[1] < 2 and not fixed_other):
         return over_prompts(values.mean(axis=(0, 1)), seed, null, limits, level), OVER_PROMPTS
@@ -153,15 +166,15 @@ def over_seeds_if_any(
 
 
 def win_rates(one: np.ndarray, another: np.ndarray) -> np.ndarray:
-    """Per prompt, the share of all pairs of completions that ours (P, K) win against theirs (P, L); ties half. (P,)"""
+    """Returns per prompt (P,) the share of pairs in which `one` (P, K) beats `another` (P, L); a tie counts half."""
     a, b = np.asarray(one)[:, :, None], np.asarray(another)[:, None, :]
     return ((a > b) + 0.5 * (a == b)).mean(axis=(1, 2))
 
 
 def ranks(scores: Sequence[float]) -> list[tuple[int, str]]:
-    """Of one prompt's completions, each one's rank (1 is the best; equals share it) and BEST, MEDIUM or WORST.
+    """Returns the rank (1 is the best; equal scores share a rank) and BEST, MEDIUM or WORST for each completion.
 
-    All that share the highest score are BEST, all others that share the lowest are WORST.
+    All completions with the highest score are BEST. All others with the lowest score are WORST.
     """
     places = stats.rankdata([-s for s in scores], method="min").astype(int).tolist()
     last = max(places)
@@ -169,24 +182,24 @@ def ranks(scores: Sequence[float]) -> list[tuple[int, str]]:
 
 
 def correlation(scores: Sequence[float], lengths: Sequence[float]) -> float | None:
-    """Spearman's rank correlation; None where one side does not vary."""
+    """Returns Spearman's rank correlation; None if all scores or all lengths are equal."""
     if np.ptp(scores) == 0 or np.ptp(lengths) == 0:
         return None
     return float(stats.spearmanr(scores, lengths).statistic)
 
 
 def percent(level: float) -> str:
-    """An interval's level as text: "95%", "98.3%"."""
+    """Formats an interval's level, such as "95%" or "98.3%"."""
     return f"{100 * level:.3g}%"
 
 
 def interval(low: float, high: float, sign: str = "+") -> str:
-    """An interval as text."""
+    """Formats an interval."""
     return f"{low:{sign}.3f} to {high:{sign}.3f}"
 
 
 def interval_of(found: dict[str, float | None], sign: str = "+") -> str:
-    """An estimate, as a plain object, with its interval if it has one."""
+    """Formats an estimate, given as a dictionary, with its interval if it has one."""
     within = "" if found["low"] is None else f" ({interval(found['low'], found['high'], sign)})"
     return f"{found['value']:{sign}.3f}{within}"
 
@@ -195,7 +208,7 @@ def interval_of(found: dict[str, float | None], sign: str = "+") -> str:
 
 
 def words_of(text: str) -> list[str]:
-    """Words and single signs, in lower case."""
+    """Returns words and single punctuation characters in lower case."""
     return re.findall(r"\w+|[^\w\s]", text.casefold())
 
 
@@ -204,16 +217,18 @@ def _grams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
 
 
 def distinct(texts: Sequence[str], n: int) -> float:
-    """Distinct-n (Li et al. 2016, arXiv 1510.03055): different n-grams of words / all n-grams, over all texts.
+    """Returns distinct-n (Li et al. 2016, arXiv 1510.03055): unique word n-grams / all word n-grams, over all texts.
 
-    Falls by itself with the amount of text: compare equal amounts. 0 where there is none.
+    It falls with the amount of text, so compare equal amounts. It is 0 if there are no n-grams.
     """
     grams = [gram for text in texts for gram in _grams(words_of(text), n)]
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
 def repetition(text: str, n: int = 4) -> float:
-    """The share of a text's n-grams of words that it had said before (seq-rep-n, Welleck et al. 2020, arXiv
-    1908.04319); 0 for fewer than n words."""
+    """Returns the share of a text's word n-grams that are repetitions; 0 for fewer than n words.
+
+    This is seq-rep-n of Welleck et al. 2020, arXiv 1908.04319.
+    """
     grams = _grams(words_of(text), n)
     return 1 - len(set(grams)) / len(grams) if grams else 0.0

@@ -1,4 +1,4 @@
-"""A comparison's report: Markdown, page, JSON and pictures from one set of figures."""
+"""The report of a comparison, as console output, Markdown, page, JSON and picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf.analysis.statistics import LEVEL, interval_of, percent
 from rlhf.analysis.verdict import RunGroup, judge_runs
 from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, RunRecord, differences, environment, flat_settings, now
 from rlhf.config import config_of_run
-from rlhf.reports.evaluation_report import completions_by_model
+from rlhf.reports.evaluation_report import completions_by_model, facts_as_json, facts_as_rows
 from rlhf.reports.plot_style import as_data_url, save_picture
 from rlhf.reports.report_plots import distributions, score_against_kl
 from rlhf.settings.fields import settings_of
@@ -30,19 +30,17 @@ from rlhf.utils.html import render
 from rlhf.utils.paths import missing_path
 from rlhf.utils.rng import rng_for
 
-SAMPLES = 8  # prompts shown
+SAMPLES = 8  # prompts with completions in the report
 
 
 def check_named(names: Sequence[str]) -> None:
-    """Runs are folders here: a mistyped one is not looked for on the hub."""
-    problems = [
-        str(missing_path(name, "run", "Name the folders of runs")) for name in names if not Path(name).is_dir()
-    ]
+    """Raises UserError for names that are not folders, so that a mistyped run is not looked up on the hub."""
+    problems = [str(missing_path(name, "run", "Give run folders")) for name in names if not Path(name).is_dir()]
     raise_if(problems)
 
 
 def check_groups(models: Sequence[ModelRef]) -> None:
-    """Refuse what cannot be pooled: an algorithm's runs of unlike settings, a seed twice, what is no run."""
+    """Raises UserError if runs of an algorithm differ in settings or share a seed, or a model is not a run."""
     problems = [f"not a run: {m.name}. compare_runs.py takes run folders" for m in models if m.run is None]
     raise_if(problems)
     for algorithm in in_order(m.run.algorithm for m in models):
@@ -51,17 +49,17 @@ def check_groups(models: Sequence[ModelRef]) -> None:
             unlike = differences(runs[0].run.settings, other.run.settings, SEEDS_MAY_DIFFER)
             if unlike:
                 problems.append(
-                    f"{runs[0].name} and {other.name} differ in {', '.join(unlike)}: the runs. Seeds are pooled, "
-                    "settings are not: compare one setting of an algorithm at a time"
+                    f"{runs[0].name} and {other.name} differ in {', '.join(unlike)}. Runs of one algorithm may differ "
+                    "only in their seed: compare one setting of an algorithm at a time"
                 )
         seeds = [m.run.seed for m in runs]
         for seed in sorted({s for s in seeds if seeds.count(s) > 1}):
-            problems.append(f"two runs of {algorithm.upper()} have the seed {seed}: the runs. Name each seed once")
+            problems.append(f"two runs of {algorithm.upper()} have the seed {seed}. Give each seed once")
     raise_if(problems)
 
 
 def make_groups(models: Sequence[ModelRef], measured: Sequence[GenerationResults]) -> list[RunGroup]:
-    """The runs of each algorithm, by seed."""
+    """Groups the runs by algorithm, in the order of seeds."""
     pairs = sorted(zip(models, measured, strict=True), key=lambda pair: pair[0].run.seed)
     groups = []
     for algorithm in in_order(m.run.algorithm for m in models):
@@ -77,7 +75,7 @@ def make_comparison(
     start: GenerationResults,
     eval_points: Sequence[tuple[str, list[EvalPoint]]],
 ) -> dict[str, Any]:
-    """The comparison as JSON-ready data. `eval_points`: (algorithm, a run's own evaluations), one for each run."""
+    """Returns the comparison as JSON-ready data. `eval_points`: (algorithm, evaluations during training) per run."""
     seed = evaluator.settings.seed
     verdict = judge_runs(groups, start, evaluator.judge_name, seed, evaluator.score_name)
     by_group = {
@@ -90,7 +88,7 @@ def make_comparison(
         "verdict": verdict.sentences,
         "caveats": [*verdict.caveats, *at_equal_in_words(equal)],
         "warnings": _warnings(groups, start, seed),
-        "facts": dict([*evaluator.facts(), *settings_that_differ(groups)]),
+        "facts": facts_as_json([*evaluator.facts(), *settings_that_differ(groups)]),
         "figures": {"start": figures(start)}
         | {group.name: dict(zip(map(str, group.seeds), group.figures, strict=True)) for group in groups},
         "contrasts": [asdict(c) for c in verdict.contrasts],
@@ -103,33 +101,33 @@ def make_comparison(
 
 
 def at_equal_in_words(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """One line per equal budget, to stand beside the verdict: each pair's difference in the runs' own evaluations."""
+    """Returns one line per equal budget with the difference of each pair."""
     if not rows:
-        return ["a run kept no evaluations of its own: nothing is said of equal time"]
+        return ["a run has no stored evaluations, so there is no comparison at equal training time"]
     lines = []
     for row in rows:
         found = [pair for pair in row["differences"] if "missing" not in pair]
         if found:
             level = "" if found[0]["level"] == LEVEL else f", {percent(found[0]['level'])} intervals"
             lines.append(
-                f"at {row['budget']}, by the runs' own evaluations (the prompts that they followed, one reply each) "
-                f"and the {found[0]['by']}{level}: {'; '.join(map(_pair_in_words, row['differences']))}"
+                f"at {row['budget']}, by the {found[0]['by']} in the evaluations during training (their own prompts, "
+                f"one completion each){level}: {'; '.join(map(_pair_in_words, row['differences']))}"
             )
         elif row["differences"]:
             reasons = dict.fromkeys(pair["missing"] for pair in row["differences"])
-            lines.append(f"at {row['budget']} nothing can be said: {'; '.join(reasons)}")
+            lines.append(f"no comparison at {row['budget']}: {'; '.join(reasons)}")
     return lines
 
 
 def _pair_in_words(pair: dict[str, Any]) -> str:
     if "missing" in pair:
         return f"{pair['name']} not compared ({pair['missing']})"
-    shown = pair["low"] is not None and (pair["low"] > 0 or pair["high"] < 0)
-    return f"{pair['name']} {interval_of(pair)}, {'a difference' if shown else 'no difference shown'}"
+    significant = pair["low"] is not None and (pair["low"] > 0 or pair["high"] < 0)
+    return f"{pair['name']} = {interval_of(pair)}, {'significant' if significant else 'not significant'}"
 
 
 def settings_that_differ(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:
-    """The settings in which the groups' runs differ, without those that only some algorithms read; then each K."""
+    """Returns the settings in which the groups differ, without those that only some algorithms use; then each K."""
     if len(groups) < 2:
         return []
     names, settings = [group.name for group in groups], [group.runs[0].settings for group in groups]
@@ -137,13 +135,13 @@ def settings_that_differ(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:
     differ = sorted({name for pair in combinations(settings, 2) for name in differences(*pair, aside)})
     flat = [flat_settings(one) for one in settings]
     parts = [f"{name} {listed([str(values.get(name, 'unknown')) for values in flat])}" for name in differ]
-    text = "; ".join(parts) or "none but each algorithm's own"
+    text = "; ".join(parts) or "only those of a single algorithm"
     sizes = [f"{name} {values['K']}" for name, values in zip(names, flat, strict=True) if values.get("K") is not None]
     return [(f"settings that differ, {listed(names)}", f"{text}; K: {', '.join(sizes)}" if sizes else text)]
 
 
 def _settings_of_some_algorithms() -> set[str]:
-    """The settings that only some algorithms read."""
+    """Returns the settings that only some algorithms use."""
     own = {group for row in ALGORITHMS.values() for group in row.reads}
     return {name for name, setting in settings_of(Config).items() if setting.group in own}
 
@@ -158,7 +156,7 @@ def _warnings(groups: Sequence[RunGroup], start: GenerationResults, seed: int) -
 
 
 def _within(groups: Sequence[RunGroup], start: GenerationResults, seed: int) -> list[dict[str, Any]]:
-    """Each run against the start model, with intervals over prompts."""
+    """Compares each run with the start model, with intervals over prompts."""
     rows = []
     for group in groups:
         for run, completions in zip(group.runs, group.measured, strict=True):
@@ -175,13 +173,13 @@ def _within(groups: Sequence[RunGroup], start: GenerationResults, seed: int) -> 
 
 
 def _costs(run: RunRecord) -> dict[str, float]:
-    """Return what a finished run spent, its time and its memory; nothing for another one."""
+    """Returns the counts, time and memory of a finished run; empty for an unfinished one."""
     spent, figures = asdict(run.spent) if run.spent else {}, run.figures or {}
     return spent | {name: figures[name] for name in ("seconds", "peak_memory_gib") if name in figures}
 
 
 def _samples(evaluator: ModelEvaluator, groups: Sequence[RunGroup], start: GenerationResults) -> list[dict[str, Any]]:
-    """Prompts drawn at random, with all completions of the start model and of each group's first seed."""
+    """Returns random prompts with all completions of the start model and of each group's first seed."""
     drawn = rng_for(evaluator.settings.seed, 0, "show").permutation(len(evaluator.examples))[:SAMPLES]
     everyone = [start, *(group.measured[0] for group in groups)]
     return [
@@ -190,20 +188,20 @@ def _samples(evaluator: ModelEvaluator, groups: Sequence[RunGroup], start: Gener
     ]
 
 
-# --- out -------------------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------------
 
 
 def show_comparison(report: dict[str, Any], made: Sequence[dict], screen: Screen) -> None:
-    """On the console: the tables, then the verdict."""
+    """Prints the tables, the warnings and the verdict."""
     for table in made:
         screen.table(table["caption"], table["columns"], table["rows"], lines=False)
     for warning in report["warnings"]:
         screen.say(f"warning: {warning}")
-    screen.say("verdict:")
+    screen.say("Verdict")
     for sentence in report["verdict"]:
         screen.say(f"  {sentence}")
     for caveat in report["caveats"]:
-        screen.say(f"  ({caveat})")
+        screen.say(f"  note: {caveat}")
 
 
 def write_comparison(
@@ -215,15 +213,15 @@ def write_comparison(
     folder: Path,
     screen: Screen,
 ) -> None:
-    """comparison.html, comparison.md with its picture, comparison.json."""
+    """Writes comparison.html, comparison.md with its picture, and comparison.json."""
     picture = score_against_kl(curves)
     save_picture(picture, folder / "score_against_kl.png")
     write_json(folder / "comparison.json", report)
     pooled = distributions([start, *(s.measured[0] for s in groups)], ["start", *(s.algorithm for s in groups)])
     shared = {
-        "title": f"Start model, {listed([group.name for group in groups])}",
+        "title": f"Comparison of the start model, {listed([group.name for group in groups])}",
         "report": report,
-        "facts": list(report["facts"].items()),
+        "facts": facts_as_rows(report["facts"]),
         "tables": made,
     }
     write_text(folder / "comparison.md", render("comparison.md", **shared))
@@ -234,8 +232,8 @@ def write_comparison(
     screen.say("saved:")
     screen.facts(
         [
-            (str(folder / "comparison.html"), "the page: open it in a browser"),
-            (str(folder / "comparison.md"), "the same for a repository or a paper's appendix"),
-            (str(folder / "comparison.json"), "the same as data"),
+            (str(folder / "comparison.html"), "page for the browser"),
+            (str(folder / "comparison.md"), "the same as Markdown"),
+            (str(folder / "comparison.json"), "the figures as JSON"),
         ]
     )

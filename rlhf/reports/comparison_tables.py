@@ -1,4 +1,4 @@
-"""A comparison's tables: rows of text, the same for console, Markdown and page."""
+"""The tables of a comparison, as rows of text for console, Markdown and page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MEASURE_NAMES = {"scores": "score", "judged": "judge"}
 
 
 def tables(report: dict[str, Any], groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
-    """Every table with its caption, columns and rows of text."""
+    """Returns every table with its caption, columns and rows of text."""
     equal = [_equal_table(report)] if report["at_equal"] else []
     return [
         _figure_table(report, groups),
@@ -35,7 +35,7 @@ def _figure_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[st
         rows.append([label, shown(name, report["figures"]["start"][name]), *(_mean(name, v) for v in of_groups)])
     columns = ["", "start model", *(f"{s.name} ({_seeds(s)})" for s in groups)]
     return {
-        "caption": "On the same prompts: mean over seeds (lowest to highest seed)",
+        "caption": "Figures on the same prompts: mean over seeds (lowest to highest seed)",
         "columns": columns,
         "rows": rows,
     }
@@ -62,16 +62,16 @@ def _contrast_table(report: dict[str, Any]) -> dict[str, Any]:
         ]
         for c in report["contrasts"]
     ]
-    columns = ["", "difference (95% interval)", "win rate, ties half (95% interval)", "interval over"]
-    caption = "Differences (the last column says what the intervals are over)"
+    columns = ["", "difference (95% interval)", "win rate (95% interval)", "interval over"]
+    caption = "Differences and win rates (a tie counts half; last column: what was resampled for the interval)"
     if any(c["level"] != LEVEL for c in report["contrasts"]):
-        caption = f"{caption[:-1]}, and the level of those that are not 95% intervals)"
+        caption = f"{caption[:-1]}, and its level if it is not 95%)"
         columns = [column.replace("95% ", "") for column in columns]
     return {"caption": caption, "columns": columns, "rows": rows}
 
 
 def _level_if_other(found: dict[str, Any]) -> str:
-    """The level of an interval that is not a 95% interval, such as "98.3%, "; else nothing."""
+    """Returns the level of an interval if it is not 95%, such as "98.3%, "."""
     return "" if found["level"] == LEVEL else f"{percent(found['level'])}, "
 
 
@@ -80,16 +80,16 @@ def _within_table(report: dict[str, Any]) -> dict[str, Any]:
     kinds = [("score", "+"), ("score_win_rate", ""), *([("judge", "+"), ("judge_win_rate", "")] if judged else [])]
     rows = [[row["run"], *(interval_of(row[name], sign) for name, sign in kinds)] for row in report["within"]]
     columns = ["", *(name.replace("_", " ") for name, _ in kinds)]
-    return {"caption": "Each run less the start model, 95% intervals over prompts", "columns": columns, "rows": rows}
+    return {"caption": "Each run minus the start model (95% intervals over prompts)", "columns": columns, "rows": rows}
 
 
 SPENT = {
     "episodes": ("episodes", "{:,.0f}".format),
     "updates": ("updates", "{:,.0f}".format),
     "optimizer_steps": ("optimizer steps", "{:,.0f}".format),
-    "reply_tokens": ("reply tokens", "{:,.0f}".format),
-    "seconds": ("time", clock),
-    "peak_memory_gib": ("peak memory, GiB", "{:.2f}".format),
+    "reply_tokens": ("completion tokens", "{:,.0f}".format),
+    "seconds": ("training time", clock),
+    "peak_memory_gib": ("peak memory (GiB)", "{:.2f}".format),
 }
 
 
@@ -103,7 +103,7 @@ def _spent_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[str
             cells.append(show(fmean(values)) + spread if values else "-")
         rows.append([label, *cells])
     columns = ["", *(group.name for group in groups)]
-    return {"caption": "What each run spent: mean over seeds (lowest to highest)", "columns": columns, "rows": rows}
+    return {"caption": "Cost of each run: mean over seeds (lowest to highest seed)", "columns": columns, "rows": rows}
 
 
 def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
@@ -119,8 +119,8 @@ def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
                 cells[found["by"] == "judge"] = f"{interval_of(found)}, {_level_if_other(found)}over {found['over']}"
                 rows.append([f"{row['budget']}: {found['name']}", *cells, "", ""])
     caption = (
-        "At equal budgets: each run's own last evaluation inside the budget (the prompts that it followed, not those "
-        "above, and one reply to each)"
+        "At equal budgets: the last evaluation during training within the budget (the run's own evaluation prompts, "
+        "not those above; one completion per prompt)"
     )
-    columns = ["", "score", "judge", "KL, nats/sequence", "after update (mean)"]
+    columns = ["", "score", "judge", "KL (nats/sequence)", "after update (mean)"]
     return {"caption": caption, "columns": columns, "rows": rows}

@@ -1,4 +1,4 @@
-"""The contents of a picture of training curves: panels, groups of runs, and the x axis."""
+"""The contents of a plot of training curves: panels, groups of runs, and the x axis."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rlhf.settings.types import KL_METRICS
 
 @dataclass(frozen=True)
 class Panel:
-    """What one panel shows."""
+    """One panel of the plot."""
 
     title: str
-    unit: str
+    unit: str  # label of the y axis
     tag: str
     smoothed: bool = True
-    evaluation: str | None = None  # a tag logged by evaluations, drawn as marks
+    evaluation: str | None = None  # tag that evaluations log, drawn as markers
 
     def span(self, smooth: int) -> int:
         return smooth if self.smoothed else 1
@@ -31,14 +31,14 @@ class Panel:
 
 @dataclass(frozen=True)
 class XAxis:
-    """Where a point stands: on updates, episodes, or time in units of `scale` seconds."""
+    """The x axis: updates, episodes, or time in units of `scale` seconds."""
 
     label: str
     kind: str
     scale: float = 1.0
 
     def of(self, run: RunCurves, curve: Curve) -> np.ndarray:
-        """(P,) for a curve's points."""
+        """Returns the x values (P,) of a curve's points."""
         if self.kind == "time":
             return curve.seconds / self.scale
         return curve.updates * run.episodes_per_update if self.kind == "episodes" else curve.updates
@@ -46,7 +46,7 @@ class XAxis:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one algorithm: one run, or seeds of the same."""
+    """The runs of one algorithm."""
 
     algorithm: str
     runs: Sequence[RunCurves]
@@ -62,7 +62,7 @@ class Group:
             return f"{self.name}, seed {self.runs[0].run.seed}"
         seeds = {run.run.seed for run in self.runs}
         of = f"{len(seeds)} seeds" if len(seeds) == len(self.runs) else f"{len(self.runs)} runs"
-        return f"{self.name}, mean of {of}; band: lowest to highest"
+        return f"{self.name}, mean of {of}"
 
     @property
     def colour(self) -> str:
@@ -74,7 +74,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Chart:
-    """Runs and how they are to be drawn: `x` is updates, episodes or time; `smooth` in updates."""
+    """Runs and how to draw them. `x` is updates, episodes or time; `smooth` is a number of updates."""
 
     runs: Sequence[RunCurves]
     x: str
@@ -98,33 +98,33 @@ class Chart:
 
     @property
     def per(self) -> str:
-        """The unit of KL that serves all runs: nats per sequence, or per token."""
+        """The unit of the KL panel: "token" if all KL targets are per token, otherwise "sequence"."""
         units = {run.config.kl.targets[0].per for run in self.runs}
         return units.pop() if len(units) == 1 else "sequence"
 
     @cached_property
     def aims(self) -> list[str]:
-        """The KL targets that there are among the runs, in words."""
+        """The different KL targets of the runs, as text."""
         return sorted({run.aim for run in self.runs})
 
     @property
     def held(self) -> KLController | None:
-        """The targets of all runs; None where there is none, or not the same for all."""
+        """The KL targets if all runs have the same; otherwise None."""
         return self.runs[0].targets if len(self.aims) == 1 else None
 
     @property
     def panels(self) -> list[Panel]:
-        own = "" if len(self.groups) == 1 else " (each its own: not comparable)"
+        own = "" if len(self.groups) == 1 else " (not comparable between algorithms)"
         return [
-            Panel(f"Loss{own}", "no unit", "loss"),
-            Panel("Learning rate", "per optimizer step", "learning_rate", smoothed=False),
-            Panel("Mean reward (score of the replies)", "score units", "rewards/mean", evaluation="eval/score"),
-            Panel("KL from the start model", f"nats per {self.per}", KL_METRICS[self.per]),
+            Panel(f"Loss{own}", "", "loss"),
+            Panel("Learning rate", "", "learning_rate", smoothed=False),
+            Panel("Mean reward", "score", "rewards/mean", evaluation="eval/score"),
+            Panel("KL to the start model", f"nats/{self.per}", KL_METRICS[self.per]),
         ]
 
     @cached_property
     def topics(self) -> list[str]:
-        """Names among the metrics of the topics that were trained in turn, in that order; none elsewhere."""
+        """The topics among the logged metrics, in the order of training; empty without topics."""
         first: dict[str, int] = {}
         for run in self.runs:
             for tag, curve in run.scalars.items():

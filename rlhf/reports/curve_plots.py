@@ -1,12 +1,14 @@
-"""Draw the training curves of one run, or of groups of runs: loss, learning rate, mean reward, and KL against its
-target; if topics were trained in turn, score and KL by topic, too."""
+"""Plots the training curves of runs: loss, learning rate, mean reward, and KL with its target.
+
+With topics there are two more panels: score and KL by topic.
+"""
 
 from __future__ import annotations
 
 import math
 import textwrap
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,47 +23,61 @@ from rlhf.reports.curve_chart import Chart, Group, Panel
 from rlhf.reports.plot_style import colour_of, new_figure, style
 from rlhf.utils.console import listed
 
-FAR = 10  # a panel whose values reach this many times farther than 96% of them do shows the 96%
-WIDE = 98  # letters that fit beside each other in two columns of the legend
-TOPICS_DRAWN = 8  # lines that can still be told apart
-DASHES = {"solid": "-", "dashed": "--", "dotted": ":", "dash-dotted": "-."}  # of the algorithms in a topic's panel
+CUT = 0.02  # share of the values at each end that the y axis may leave out,
+FAR = 3  # if all values together need an axis this many times as long as the others
+LEGEND_WIDTH = 118  # characters in a row of the legend
+TOPICS_DRAWN = 8  # at most, to keep the lines distinguishable
+DASHES = {"solid": "-", "dashed": "--", "dotted": ":", "dash-dotted": "-."}  # of the algorithms in a topic panel
 THIN, THICKER = 1.8, 1.4  # points: the thinnest line, and the step to the next thicker one
-TITLE_WIDTH = 42  # letters above a panel
-CUT = 0.02  # share of the values at either end that such a panel may leave out
+TITLE_WIDTH = 42  # characters above a panel
 
 
 def draw(chart: Chart) -> Figure:
-    """The panels, 1,500 pixels wide."""
-    rows = 3 if chart.topics else 2
+    """Draws all panels on a figure that is 1,500 pixels wide."""
+    heights = [3, 4, 4] if chart.topics else [3, 4]  # loss and learning rate need less space
     with style():
-        figure = new_figure(10, 4.5 * rows)
+        figure = new_figure(10, 1.15 * sum(heights) + 1.2)
         figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)
-        grid = figure.subplots(rows, 2, sharex=True)
+        grid = figure.subplots(len(heights), 2, sharex=True, height_ratios=heights)
         for axes, panel in zip(grid[:2].flat, chart.panels, strict=True):
             _draw_panel(axes, chart, panel)
         if chart.topics:
-            _draw_topics(grid[2, 0], chart, "score", "Score by topic", "score units")
-            _draw_topics(grid[2, 1], chart, "kl", "KL by topic", "nats per sequence")
+            _draw_topics(grid[2, 0], chart, "score", "Score by topic", "score")
+            _draw_topics(grid[2, 1], chart, "kl", "KL by topic", "nats/sequence")
         for axes in grid[-1]:
             axes.set_xlabel(chart.axis.label)
         grid[0, 1].yaxis.set_major_formatter(FuncFormatter(power_of_ten(grid[0, 1].get_ylim()[1])))
-        entries = {}  # what several panels show is explained once
-        for axes in grid.flat:
-            entries |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-        columns = 2 if sum(sorted(map(len, entries))[-2:]) < WIDE else 1
-        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns)
+        _draw_legend(figure, chart, grid.flat)
         figure.suptitle(title(chart))
     return figure
 
 
+def _draw_legend(figure: Figure, chart: Chart, panels: Iterable[Axes]) -> None:
+    """One legend for all panels, with one column per algorithm if that fits."""
+    entries = {}
+    for axes in panels:
+        entries |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    names = [f"{group.name}," for group in chart.groups]
+    order = sorted(
+        entries, key=lambda label: next((i for i, n in enumerate(names) if label.startswith(n)), len(names))
+    )
+    longest = max((len(line) for label in order for line in label.split("\n")), default=1)
+    wanted = len(chart.groups) + 1 if chart.runs[1:] and not chart.topics else 4
+    columns = max(1, min(wanted, LEGEND_WIDTH // (longest + 5)))
+    columns = -(-len(order) // -(-len(order) // columns)) if order else 1  # no emptier column than needed
+    figure.legend([entries[label] for label in order], order, loc="outside lower center", ncols=columns)
+
+
 def title(chart: Chart) -> str:
+    """Returns the figure's title: algorithms, recipe, and how far the runs are."""
     names = listed([group.name for group in chart.groups])
     recipes = sorted({run.config.recipe for run in chart.runs})
     what = f"{names}, recipe{'s' if len(recipes) > 1 else ''} {', '.join(recipes)}"
     if len(chart.runs) > 1:
         open_ends = [run.run.status for run in chart.runs if run.run.status != "finished"]
         state = "".join(f", {open_ends.count(s)} of {len(chart.runs)} runs {s}" for s in sorted(set(open_ends)))
-        return f"{what}\nlines: {chart.averaged}{state}"
+        bands = "; bands: lowest to highest run" if any(group.runs[1:] for group in chart.groups) else ""
+        return f"{what}{state}\nlines: {chart.averaged}{bands}"
     run = chart.runs[0]
     status = run.run.status
     length = f"{run.planned:,} updates"
@@ -70,52 +86,55 @@ def title(chart: Chart) -> str:
 
 
 def shortened(name: str, most: int = 50) -> str:
-    """A long name without its middle."""
+    """Returns a long name without its middle part."""
     return name if len(name) <= most else f"{name[: most // 3]}…{name[-(most - most // 3 - 1) :]}"
 
 
 def power_of_ten(highest: float):
-    """A writer of ticks as they are written on a command line, all with the same power: 1.5e-4."""
+    """Returns a tick formatter with the same power for all ticks, such as 1.5e-4."""
     power = math.floor(math.log10(highest)) if highest > 0 else 0
     return lambda value, _: f"{value / 10**power:.3g}e{power}" if value else "0"
 
 
 def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
     _name_axes(axes, chart, panel.title, panel.unit)
-    lacking, values, marks = [], [], []
+    missing, values, marks = [], [], []
     for number, group in enumerate(chart.groups):
         found = group.with_tag(panel.tag)
         if len(found) < len(group.runs):
-            of = f" by {len(group.runs) - len(found)} of {len(group.runs)} {group.name} runs" if chart.runs[1:] else ""
-            lacking.append(f"nothing was logged{of}\nunder the name {panel.tag}")
+            of = (
+                f"\nby {len(group.runs) - len(found)} of {len(group.runs)} {group.name} runs" if chart.runs[1:] else ""
+            )
+            missing.append(f"{panel.tag}\nwas not logged{of}")
         if found:
-            _draw_group(axes, chart, panel, group, found, _width(chart, panel, number))
-            values += [curve.finite for _, curve in found]
+            values += _draw_group(axes, chart, panel, group, found, _width(chart, panel, number))
         marks += _draw_evaluations(axes, chart, panel, group)
     if panel.tag.startswith("kl_"):
         marks += _draw_target(axes, chart, panel)
-    if lacking:
-        _tell(axes, lacking, nothing=not values)
-    elif not any(np.isfinite(array).any() for array in values):
-        _tell(axes, [f"no value of {panel.tag}\nis finite"], nothing=True)
+    if missing:
+        _write_note(axes, missing, empty=not values)
+    elif not any(np.isfinite(y).any() for _, y in values):
+        _write_note(axes, [f"no value of {panel.tag}\nis finite"], empty=True)
     elif panel.smoothed:
-        _keep_in_sight(axes, values, marks)
+        _limit_y(axes, values, marks)
 
 
 def _name_axes(axes: Axes, chart: Chart, title: str, unit: str) -> None:
     axes.set(title=title, ylabel=unit)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=chart.x != "time"))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=chart.x != "time"))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
 
 
 def _draw_topics(axes: Axes, chart: Chart, kind: str, title: str, unit: str) -> None:
-    """One line per topic and algorithm, with a gap where other topics were trained; an algorithm has its own dashes.
-    Over seeds, the mean at the updates that all of them have."""
+    """Draws one line per topic and algorithm, with gaps while other topics were trained.
+
+    Each algorithm has its own dashes. Several seeds are averaged at the updates that all of them have.
+    """
     drawn, left = chart.topics[:TOPICS_DRAWN], len(chart.topics) - TOPICS_DRAWN
     groups = list(zip(chart.groups, DASHES, strict=False))
     dashed = ", ".join(f"{group.name} {dashes}" for group, dashes in groups[1:])
     _name_axes(axes, chart, textwrap.fill(f"{title} ({dashed})" if dashed else title, TITLE_WIDTH), unit)
-    colours = colormaps["viridis"](np.linspace(0, 0.9, len(drawn)))  # told apart in grey, too
+    colours = colormaps["viridis"](np.linspace(0, 0.9, len(drawn)))  # distinguishable in grey, too
     for topic, colour in zip(drawn, colours, strict=True):
         label = f"topic {topic}"
         for group, dashes in groups:
@@ -127,100 +146,106 @@ def _draw_topics(axes: Axes, chart: Chart, kind: str, title: str, unit: str) -> 
                 x, y = np.insert(x, breaks, np.nan), np.insert(y, breaks, np.nan)
                 _line(axes, x, y, color=colour, ls=DASHES[dashes], lw=1.8, label=label)
                 label = None  # one entry per topic in the legend
-    more = [f"{left} more topics are in the table"] if left > 0 else []
-    more += [f"{group.name} is not drawn: see the table" for group in chart.groups[len(DASHES) :]]
+    more = [f"{left} more topics: see the CSV table"] if left > 0 else []
+    more += [f"{group.name} is not drawn: see the CSV table" for group in chart.groups[len(DASHES) :]]
     if more:
         axes.text(0.98, 0.98, "\n".join(more), transform=axes.transAxes, ha="right", va="top", fontsize=10)
 
 
 def _shared_updates(found: Sequence[tuple[RunCurves, Curve]]) -> list[int]:
-    """The updates at which all of these curves have a point."""
+    """Returns the updates at which all curves have a point."""
     return sorted(set.intersection(*(set(curve.updates.tolist()) for _, curve in found))) if found else []
 
 
 def _means_at(
     chart: Chart, found: Sequence[tuple[RunCurves, Curve]], updates: Sequence[int], span: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where points at these updates stand, and their values, each over `span` updates: the means of the curves."""
+    """Returns x and the smoothed values at these updates, averaged over the curves."""
     at = [np.isin(curve.updates, updates) for _, curve in found]
-    places = [chart.axis.of(*pair)[here] for pair, here in zip(found, at, strict=True)]
+    xs = [chart.axis.of(*pair)[here] for pair, here in zip(found, at, strict=True)]
     lines = [running_mean(c.updates, c.finite, span)[here] for (_, c), here in zip(found, at, strict=True)]
-    return np.mean(places, axis=0), np.mean(lines, axis=0)
+    return np.mean(xs, axis=0), np.mean(lines, axis=0)
 
 
-def _tell(axes: Axes, lines: Sequence[str], nothing: bool) -> None:
-    """In words, in the middle of a panel, what is not there to be drawn; `nothing` else is."""
+def _write_note(axes: Axes, lines: Sequence[str], empty: bool) -> None:
+    """Writes into the middle of a panel which data are missing. `empty`: the panel has no data."""
     paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8}
     axes.text(0.5, 0.5, "\n".join(lines), transform=axes.transAxes, ha="center", va="center", bbox=paper)
-    if nothing:
+    if empty:
         axes.set_yticks([])
 
 
 def _width(chart: Chart, panel: Panel, number: int) -> float:
-    """The width of a group's line. Lines that lie on each other, as learning rates do, can all be seen: those drawn
-    first are thicker."""
+    """Returns a group's line width. Lines that are drawn first are thicker, so that equal lines remain visible."""
     drawn_later = max(len(chart.groups), 2) - 1 - number
     return THIN + THICKER * (int(number == 0) if panel.smoothed else drawn_later)
 
 
 def _draw_group(
     axes: Axes, chart: Chart, panel: Panel, group: Group, found: list[tuple[RunCurves, Curve]], width: float
-) -> None:
-    """A group's line; the values behind it where it is the only run, the band of seeds where there are several."""
-    places = [chart.axis.of(run, curve) for run, curve in found]
-    span = panel.span(chart.smooth)
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Draws a group's line, with the unsmoothed values of a single run or the band of several runs.
+
+    Returns x and y of everything that was drawn.
+    """
+    xs = [chart.axis.of(run, curve) for run, curve in found]
+    span, drawn = panel.span(chart.smooth), []
     if len(chart.runs) == 1 and span > 1:
-        _line(axes, places[0], found[0][1].finite, color=group.colour, lw=0.8, alpha=0.4, label="each update")
+        _line(axes, xs[0], found[0][1].finite, color=group.colour, lw=0.8, alpha=0.4, label="each update")
+        drawn.append((xs[0], found[0][1].finite))
     lines = [running_mean(curve.updates, curve.finite, span) for _, curve in found]
-    x, lowest, mean, highest = seeds_band(places, lines)
+    x, lowest, mean, highest = seeds_band(xs, lines)
     if len(found) > 1:
         axes.fill_between(x, lowest, highest, color=group.colour, alpha=0.2, lw=0)
     label = group.label if len(chart.runs) > 1 else chart.averaged if panel.smoothed else None
     _line(axes, x, mean, color=group.colour, lw=width, label=label)
+    return [*drawn, (x, lowest), (x, highest)]
 
 
 def _line(axes: Axes, x: np.ndarray, y: np.ndarray, **line_style: Any) -> None:
-    """A line; a value with none beside it, which has no line, is a dot."""
-    there = np.concatenate([[False], np.isfinite(y), [False]])
-    alone = there[1:-1] & ~there[:-2] & ~there[2:]
+    """Draws a line. A value without finite neighbours is drawn as a dot."""
+    finite = np.concatenate([[False], np.isfinite(y), [False]])
+    alone = finite[1:-1] & ~finite[:-2] & ~finite[2:]
     axes.plot(x, y, marker="." if alone.any() else None, markevery=alone.nonzero()[0].tolist(), **line_style)
 
 
 def _draw_evaluations(axes: Axes, chart: Chart, panel: Panel, group: Group) -> list[np.ndarray]:
-    """Marks at the evaluations that all runs of a group have made: the mean over them. Returns what was drawn."""
+    """Draws the mean evaluation of a group as markers, at the updates that all runs have. Returns y."""
     found = group.with_tag(panel.evaluation)
     shared = _shared_updates(found)
     if not shared:
         return []
     x, y = _means_at(chart, found, shared)
-    name = f"{group.name}, evaluation" if len(chart.groups) > 1 else "evaluation"
+    name = f"{group.name}, held-out prompts" if len(chart.groups) > 1 else "evaluation on held-out prompts"
     line_style = {"mfc": group.colour, "mec": "black", "ms": 6, "ls": "none", "zorder": 3}
-    axes.plot(x, y, group.line_style.marker, label=f"{name} on held-out prompts", **line_style)
+    axes.plot(x, y, group.line_style.marker, label=name, **line_style)
     return [y]
 
 
 def _draw_target(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
-    """The target in force at each update, and the band around it where beta is steered. Returns what was drawn."""
+    """Draws the KL target of each update, and its band if beta is adapted. Returns the y values that were drawn."""
     if chart.held is None:
         if chart.runs[0].targets is None and len(chart.aims) == 1:
             axes.set_title(f"{panel.title} (beta fixed)")
         return []
-    lines = defaultdict(list)  # the phases of runs can be at different places; else one line serves all
+    lines = defaultdict(list)  # phases of runs can start at different x; otherwise one line is enough
     for group in chart.groups:
         for run, curve in group.with_tag(panel.tag):
-            place = {"updates": run.planned, "episodes": run.run.plan.episodes, "time": run.algorithm}[chart.x]
-            lines[place if len(chart.held.targets) > 1 else None].append((group, run, curve))
+            length = {"updates": run.planned, "episodes": run.run.plan.episodes, "time": run.algorithm}[chart.x]
+            lines[length if len(chart.held.targets) > 1 else None].append((group, run, curve))
     drawn = []
     for found in lines.values():
-        _, run, curve = max(found, key=lambda entry: chart.axis.of(*entry[1:])[-1])  # the longest serves the others
+        _, run, curve = max(
+            found, key=lambda entry: chart.axis.of(*entry[1:])[-1]
+        )  # the longest line covers the others
         held = run.targets
-        x = np.append(0, chart.axis.of(run, curve))  # in force from the beginning of the first update
+        x = np.append(0, chart.axis.of(run, curve))  # the target holds from the start of the first update
         nats = np.array([held.target_of(int(update)).nats for update in (0, *curve.updates)])
         names = dict.fromkeys(group.name for group, _, _ in found)
         colour = colour_of("target") if len(lines) == 1 else found[0][0].colour
         whose = "" if len(lines) == 1 else f"{listed(list(names))}, "
-        of = "beta fixed" if held.horizon is None else f"band: {KL_BAND[0]:g} to {KL_BAND[1]:g} times"
-        label = f"{whose}KL target {', '.join(f'{t.nats:g}' for t in held.targets)}/{chart.per}; {of}"
+        of = "beta fixed" if held.horizon is None else f"band: {KL_BAND[0]:g} to {KL_BAND[1]:g} x"
+        label = f"{whose}KL target {', '.join(f'{t.nats:g}' for t in held.targets)}/{chart.per}\n({of})"
         axes.plot(x, nats, color=colour, lw=1.5, ls="--", drawstyle="steps-pre", label=label, zorder=2.5)
         drawn.append(nats)
         if held.horizon is not None:
@@ -229,20 +254,24 @@ def _draw_target(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
     return drawn
 
 
-def _keep_in_sight(axes: Axes, values: Sequence[np.ndarray], marks: Sequence[np.ndarray]) -> None:
-    """Where a few `values` would flatten all others, show the others and say what is out of sight. `marks` stay."""
-    pooled = np.concatenate([array[np.isfinite(array)] for array in values])
-    most = [
-        *np.quantile(pooled, [CUT, 1 - CUT]),
-        *(f(m[np.isfinite(m)]) for m in marks if np.isfinite(m).any() for f in (np.min, np.max)),
-    ]
-    low, high = min(most), max(most)
+def _limit_y(axes: Axes, values: Sequence[tuple[np.ndarray, np.ndarray]], marks: Sequence[np.ndarray]) -> None:
+    """Leaves out a few extreme values if they would flatten all others, and marks each with an arrow at the edge.
+
+    `values` are x and y of the lines; `marks` are y values that must stay visible.
+    """
+    x, y = (np.concatenate([pair[i] for pair in values]) for i in (0, 1))
+    x, y = x[np.isfinite(y)], y[np.isfinite(y)]
+    kept = [np.quantile(y, [CUT, 1 - CUT]), *(mark[np.isfinite(mark)] for mark in marks)]
+    low, high = np.concatenate(kept).min(), np.concatenate(kept).max()
     spread = high - low
-    if not 0 < FAR * spread < pooled.max() - pooled.min():
+    if not 0 < FAR * spread < y.max() - y.min():
         return
     low, high = low - 0.3 * spread, high + 0.3 * spread
     axes.set_ylim(low, high)
-    out = pooled[(pooled < low) | (pooled > high)]
-    where = f"{out.min():.3g} to {out.max():.3g}" if len(out) > 1 else f"{out[0]:.3g}"
-    text = f"out of sight: {len(out)} of {len(pooled):,} values\n({where})"
-    axes.text(0.98, 0.98, text, transform=axes.transAxes, ha="right", va="top", fontsize=10)
+    above, below = y > high, y < low
+    for outside, edge, marker in ((above, 1, "^"), (below, 0, "v")):
+        at = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 4}
+        axes.plot(x[outside], np.full(outside.sum(), edge), marker, color="black", ms=5, ls="none", **at)
+    reach = [f"up to {y.max():.3g}"] * bool(above.any()) + [f"down to {y.min():.3g}"] * bool(below.any())
+    text = f"arrows: values {' and '.join(reach)}\nare outside the axis"
+    axes.text(0.98, 0.97, text, transform=axes.transAxes, ha="right", va="top", fontsize=10)

@@ -1,4 +1,4 @@
-"""An evaluation's report: console, JSON and page from one set of figures."""
+"""The report of an evaluation, as console output, JSON and page."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from rlhf.utils.console import Screen
 from rlhf.utils.files import json_ready, write_json, write_text
 from rlhf.utils.html import render
 
-SHOWN_ON_SCREEN = 3  # prompts; the page has all
-VERSUS = {  # figure -> what it is, and whether its sign is shown
-    "win_rate": ("win rate by score", ""),
-    "judge_win_rate": ("win rate by the judge", ""),
+SHOWN_ON_SCREEN = 3  # prompts; the page shows all
+FACT_KEYS = {"completions": "replies"}  # name of a fact -> its key in JSON, if it is another one
+VERSUS = {  # figure -> label, and "+" if it has a sign
+    "win_rate": ("win rate by score (0.5: equal)", ""),
+    "judge_win_rate": ("win rate by the judge (0.5: equal)", ""),
     "score": ("score, difference", "+"),
     "judge": ("judge, difference", "+"),
-    "length": ("tokens, difference", "+"),
-    "eos_rate": ("share that end, difference", "+"),
-    "perplexity_ratio": ("perplexity, ratio", ""),
+    "length": ("completion length in tokens, difference", "+"),
+    "eos_rate": ("share that ends with EOS, difference", "+"),
+    "perplexity_ratio": ("perplexity, ratio (1: equal)", ""),
 }
+VERSUS_CAPTION = "Compared with the start model (95% confidence intervals over prompts)"
+READ_THEM = "The audit checks only figures, so read the completions, too."
 
 
 def make_report(
@@ -37,13 +40,13 @@ def make_report(
     measured: Sequence[GenerationResults],
     start: GenerationResults | None,
 ) -> dict[str, Any]:
-    """The report on the models as JSON-ready data."""
+    """Returns the report on the models as JSON-ready data."""
     seed = evaluator.settings.seed
     everyone = [*([start] if start is not None else []), *measured]
     report = {
         "made": now(),
         **environment(),
-        "facts": dict(evaluator.facts()),
+        "facts": facts_as_json(evaluator.facts()),
         "seed": seed,
         "start": start and {"label": start.label, "source": evaluator.start.source, "figures": figures(start)},
         "models": [_entry(*pair, start, seed) for pair in zip(models, measured, strict=True)],
@@ -55,8 +58,19 @@ def make_report(
     return json_ready(report)
 
 
+def facts_as_json(facts: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Returns named facts with their keys in JSON."""
+    return {FACT_KEYS.get(name, name): value for name, value in facts}
+
+
+def facts_as_rows(facts: dict[str, str]) -> list[tuple[str, str]]:
+    """Reverses `facts_as_json`, for tables."""
+    names = {key: name for name, key in FACT_KEYS.items()}
+    return [(names.get(key, key), value) for key, value in facts.items()]
+
+
 def _entry(model: ModelRef, results: GenerationResults, start: GenerationResults | None, seed: int) -> dict[str, Any]:
-    """One model's part of the report."""
+    """Returns one model's part of the report."""
     entry = {
         "label": results.label,
         "source": model.source,
@@ -72,21 +86,23 @@ def _entry(model: ModelRef, results: GenerationResults, start: GenerationResults
         entry["against_start"] = as_json(against(results, start, seed))
         entry["warnings"] = warnings(results, start, seed, target)
         if model.update == 0:
-            entry["warnings"].append("these are the start model's own weights: no later evaluation was better yet")
+            entry["warnings"].append(
+                "these are the weights of the start model, because no later evaluation was better"
+            )
     return entry
 
 
 def completions_by_model(everyone: Sequence[GenerationResults], prompt: int) -> list[dict[str, Any]]:
-    """Each model's completions of one prompt, the highest score first."""
+    """Returns each model's completions of one prompt, the highest score first."""
     return [{"model": completions.label, "completions": ranked(completions, prompt)} for completions in everyone]
 
 
 def ranked(completions: GenerationResults, prompt: int) -> list[dict[str, Any]]:
-    """One model's completions of one prompt with rank, BEST / MEDIUM / WORST, score and the rest."""
+    """Returns one model's completions of one prompt with rank, BEST / MEDIUM / WORST, scores and KL."""
     rows = [
         {
-            "rank": place,
-            "label": word,
+            "rank": rank,
+            "label": label,
             "score": float(completions.scores[prompt, k]),
             "judge": float(completions.judged[prompt, k]) if completions.judged is not None else None,
             "kl": float(completions.kl[prompt, k]) if completions.kl is not None else None,
@@ -94,13 +110,13 @@ def ranked(completions: GenerationResults, prompt: int) -> list[dict[str, Any]]:
             "ended": bool(completions.ended[prompt, k]),
             "text": completions.texts[prompt][k],
         }
-        for k, (place, word) in enumerate(ranks(completions.scores[prompt].tolist()))
+        for k, (rank, label) in enumerate(ranks(completions.scores[prompt].tolist()))
     ]
     return sorted(rows, key=lambda row: row["rank"])
 
 
 def figure_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: a figure a row, a model a column; figures that nobody has are left out."""
+    """Returns columns and rows, with one row per figure and one column per model. Empty rows are left out."""
     everyone = [*([report["start"]] if report["start"] else []), *report["models"]]
     rows = [
         [label, *(shown(name, m["figures"][name]) for m in everyone)]
@@ -111,7 +127,7 @@ def figure_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def versus_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The models against the start model, with intervals; empty where there is none."""
+    """Returns columns and rows of the comparison with the start model; empty if there is none."""
     if report["start"] is None:
         return [], []
     rows = []
@@ -129,43 +145,47 @@ def _versus(value: dict | float | None, sign: str) -> str:
 
 
 def show_report(report: dict[str, Any], screen: Screen) -> None:
-    """On the console: a few prompts with their ranked completions, the tables, the warnings."""
+    """Prints a few prompts with their ranked completions, the tables, and the warnings."""
     for prompt in report["prompts"][:SHOWN_ON_SCREEN]:
         cells = [
             "\n\n".join(f"{c['label']} {c['score']:+.2f}: {c['text']}" for c in side["completions"])
             for side in prompt["sides"]
         ]
         screen.table(prompt["messages"][-1]["content"], [side["model"] for side in prompt["sides"]], [cells])
-    screen.table("figures", *figure_table(report), lines=False)
+    screen.table("Figures, on the same prompts", *figure_table(report), lines=False)
     columns, rows = versus_table(report)
     if rows:
-        screen.table("against the start model (95% bootstrap intervals over prompts)", columns, rows, lines=False)
+        screen.table(VERSUS_CAPTION, columns, rows, lines=False)
     if report["start"] is None:
-        screen.say("no start model is known: nothing to compare with, and no audit (--baseline names one)")
+        screen.say("no start model: no comparison and no audit (give one with --baseline)")
     if len(report["prompts"]) < FEW_PROMPTS:
-        screen.say(f"only {len(report['prompts'])} prompts: figures and intervals are rough. Raise --num-prompts")
+        screen.say(
+            f"only {len(report['prompts'])} prompts: figures and intervals are approximate. Raise --num-prompts"
+        )
     for model in report["models"]:
         for warning in model["warnings"]:
             screen.say(f"warning: {model['label']}: {warning}")
         if report["start"] is not None and not model["warnings"]:
-            screen.say(f"{model['label']}: nothing smells of reward hacking. An audit, not a proof: read the replies")
+            screen.say(f"{model['label']}: no signs of reward hacking. {READ_THEM}")
 
 
 def write_report(report: dict[str, Any], pictured: Sequence[GenerationResults], folder: Path, screen: Screen) -> None:
-    """evaluation.json and evaluation.html."""
+    """Writes evaluation.json and evaluation.html."""
     write_json(folder / "evaluation.json", report)
     figure_columns, figure_rows = figure_table(report)
     versus_columns, versus_rows = versus_table(report)
     kinds = [*(["start"] if report["start"] else []), *(m["algorithm"] or "" for m in report["models"])]
     page = render(
         "evaluation.html",
-        title="Replies, scored and ranked",
-        facts=list(report["facts"].items()),
+        title="Evaluation: completions, scored and ranked",
+        facts=facts_as_rows(report["facts"]),
         models=report["models"],
         figure_columns=figure_columns,
         figure_rows=figure_rows,
         versus_columns=versus_columns,
         versus_rows=versus_rows,
+        versus_caption=VERSUS_CAPTION,
+        read_them=READ_THEM,
         picture=as_data_url(distributions(pictured, kinds)),
         prompts=report["prompts"],
         everything=report,
@@ -174,7 +194,7 @@ def write_report(report: dict[str, Any], pictured: Sequence[GenerationResults], 
     screen.say("saved:")
     screen.facts(
         [
-            (str(folder / "evaluation.html"), "the page: open it in a browser"),
-            (str(folder / "evaluation.json"), "the same as data"),
+            (str(folder / "evaluation.html"), "page for the browser"),
+            (str(folder / "evaluation.json"), "all figures and completions as JSON"),
         ]
     )

@@ -1,4 +1,4 @@
-"""What every picture has: colours that survive colour blindness, one style, sizes that can be read at 600 pixels."""
+"""The style of all plots: colours for colour-blind readers, fonts that are legible at half size."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from matplotlib.figure import Figure
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.utils.files import atomic_write
 
-# Okabe & Ito 2008, "Color Universal Design": told apart with any kind of colour vision, and in grey
+# Okabe & Ito 2008, "Color Universal Design": safe for colour-blind readers
 COLOURS = {"start": "#666666", "target": "#009E73", "above": "#0072B2", "below": "#D55E00"}
-OTHER_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of the same set
+OTHER_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9", "#000000")  # from the same palette
 OTHER_MARKERS = ("v", "P", "X", "*")
-DOTS = 150  # per inch: 8 inches wide are 1,200 pixels, and half of that on a page
+DOTS = 150  # per inch: a plot of 8 inches is 1,200 pixels wide and is shown at half that size
 STYLE = {
     "font.size": 12,
     "axes.titlesize": 13,
+    "legend.fontsize": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.alpha": 0.3,
     "legend.frameon": False,
-    "text.parse_math": False,  # a folder's name may hold a dollar sign
+    "text.parse_math": False,  # names of folders may contain a dollar sign
 }
 
 
 class LineStyle(NamedTuple):
-    """How a picture shows an algorithm."""
+    """Colour and marker of an algorithm."""
 
     colour: str
-    marker: str  # of matplotlib
+    marker: str  # in matplotlib's notation
 
 
 def line_styles_of(algorithms: Iterable[str]) -> dict[str, LineStyle]:
-    """The look of each algorithm of a picture. Algorithms that the table lacks get colours and markers of no row."""
+    """Returns the line style of each algorithm. Algorithms outside the table get unused colours and markers."""
     used = {row.marker for row in ALGORITHMS.values()}
     colours = cycle(spare_colours() or OTHER_COLOURS)
     markers = cycle([marker for marker in OTHER_MARKERS if marker not in used] or OTHER_MARKERS)
@@ -52,38 +53,38 @@ def line_styles_of(algorithms: Iterable[str]) -> dict[str, LineStyle]:
 
 
 def spare_colours() -> list[str]:
-    """The colours that no algorithm of the table has."""
+    """Returns the colours that no algorithm in the table uses."""
     used = {row.colour for row in ALGORITHMS.values()}
     return [colour for colour in OTHER_COLOURS if colour not in used]
 
 
 def colour_of(kind: str) -> str:
-    """The colour of an algorithm, or of a role in COLOURS."""
+    """Returns the colour of an algorithm or of a role in COLOURS."""
     return COLOURS.get(kind) or line_styles_of([kind])[kind].colour
 
 
 def marker_of(algorithm: str) -> str:
-    """The marker of an algorithm."""
+    """Returns the marker of an algorithm."""
     return line_styles_of([algorithm])[algorithm].marker
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, sizes in inches, that no window system knows of. Draw on it inside `style()`."""
+    """Returns an empty figure without a window; sizes in inches. Draw on it inside `style()`."""
     return Figure(figsize=(width, height), dpi=DOTS, layout="constrained")
 
 
 def style() -> rc_context:
-    """The context in which axes are made and drawn."""
+    """Returns the context manager for creating and drawing axes."""
     return rc_context(STYLE)
 
 
 def save_picture(figure: Figure, file: Path) -> None:
-    """As PNG, complete or not at all."""
+    """Writes the figure as PNG, atomically."""
     atomic_write(file, lambda staging: figure.savefig(staging, format="png"))
 
 
 def as_data_url(figure: Figure) -> str:
-    """The picture as text, for a page that is one file."""
+    """Returns the figure as a data URL, to embed it in a page."""
     held = io.BytesIO()
     figure.savefig(held, format="png")
     return "data:image/png;base64," + base64.b64encode(held.getvalue()).decode()

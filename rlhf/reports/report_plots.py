@@ -1,4 +1,4 @@
-"""Pictures of measured models: how scores and lengths are distributed, and what score each run has for its KL."""
+"""Plots of evaluated models: distributions of scores and lengths, and each run's score over its KL."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from rlhf.algorithms.table import ALGORITHMS, in_order
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.evaluator import GenerationResults
-from rlhf.reports.plot_style import COLOURS, colour_of, line_styles_of, new_figure, spare_colours, style
+from rlhf.reports.plot_style import COLOURS, LineStyle, colour_of, line_styles_of, new_figure, spare_colours, style
 
 BINS = 24
-LEGEND_WIDTH, LINE_WIDTH = 100, 9  # letters that fit beside each other, and that a legend's line and gaps take
-SEED_AT = ((5, 6), (5, -15), (-16, 6), (-16, -15))  # points from a run's end, algorithm by algorithm: so that the
-# seeds of runs that ended alike can be read
-FAR = 3  # times the KL of nine tenths of the evaluations
+LEGEND_WIDTH, LINE_WIDTH = 100, 9  # characters in a row of the legend, and the width of an entry's line in characters
+SIDES = ((1, 0.6), (1, -0.6), (-1, 0.6), (-1, -0.6), (0, 1), (0, -1))
+LABEL_AT = [(x * away, y * away) for away in (14, 22, 30, 40, 52) for x, y in SIDES]  # points from what it labels
+LETTER = (6.5, 11.0)  # width and height of a digit in a label, points
+FAR = 3  # the x axis ends at this many times the KL that 90% of the evaluations stay below
 
 
 def colours_of(kinds: Sequence[str]) -> list[str]:
-    """One colour per model: "start" and each algorithm have their own, once; others and repeats take further ones."""
+    """Returns one colour per model: that of "start" or of the algorithm, or a spare one if it is taken or unknown."""
     spare, taken = iter(spare_colours()), []
     for kind in kinds:
         own = colour_of(kind) if kind in COLOURS or kind in ALGORITHMS else None
@@ -30,11 +32,13 @@ def colours_of(kinds: Sequence[str]) -> list[str]:
 
 
 def distributions(models: Sequence[GenerationResults], kinds: Sequence[str]) -> Figure:
-    """Scores and lengths of all replies, as steps over shared bins; a dashed line at each mean."""
+    """Plots histograms of the scores and lengths of all completions, with a dashed line at each mean."""
     with style():
         figure = new_figure(10, 4.2)
         panels = figure.subplots(1, 2)
-        for axes, name, unit in zip(panels, ("scores", "lengths"), ("score units", "tokens"), strict=True):
+        for axes, name, unit in zip(
+            panels, ("scores", "lengths"), ("score", "completion length (tokens)"), strict=True
+        ):
             values = [np.ravel(getattr(m, name)) for m in models]
             edges = _edges(np.concatenate(values))
             for model, colour, of_model in zip(models, colours_of(kinds), values, strict=True):
@@ -42,10 +46,10 @@ def distributions(models: Sequence[GenerationResults], kinds: Sequence[str]) -> 
                 axes.stairs(shares / len(of_model), edges, color=colour, linewidth=2, label=model.label)
                 axes.axvline(of_model.mean(), color=colour, linestyle="--", linewidth=1.2)
             axes.set_xlabel(unit)
-            axes.set_ylabel("share of replies")
+            axes.set_ylabel("share of completions")
             axes.set_ylim(bottom=0)
-        panels[0].set_title("Score (dashed: mean)")
-        panels[1].set_title("Reply's length (dashed: mean)")
+        panels[0].set_title("Scores (dashed: mean)")
+        panels[1].set_title("Lengths (dashed: mean)")
         handles, labels = panels[0].get_legend_handles_labels()
         columns = max(1, min(4, LEGEND_WIDTH // (max(map(len, labels)) + LINE_WIDTH)))
         figure.legend(handles, labels, loc="outside lower center", ncols=columns)
@@ -53,7 +57,7 @@ def distributions(models: Sequence[GenerationResults], kinds: Sequence[str]) -> 
 
 
 def _edges(values: np.ndarray) -> np.ndarray:
-    """About 24 bins; of whole numbers, as many of them in each."""
+    """Returns the edges of about 24 bins. For integers each bin has the same number of them."""
     low, high = values.min(), values.max()
     if np.issubdtype(values.dtype, np.integer):
         step = -(-(high - low + 1) // BINS)
@@ -62,50 +66,106 @@ def _edges(values: np.ndarray) -> np.ndarray:
 
 
 def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
-    """What each run got for how far it went: evaluation score over KL, a dot each, from its start to its end.
+    """Plots the evaluation score over the KL to the start model, one line per run, with the mean of each algorithm.
 
-    An evaluation at more than 3 times the KL that nine tenths of them stay under is out of sight, and said to be.
+    The end of each run is labelled with its seed. Evaluations beyond the x axis are marked with an arrow and their KL.
     """
     with style():
-        figure = new_figure(8, 5)
+        figure = new_figure(8, 5.4)
         axes = figure.subplots()
-        drawn, lacking = [], []
-        for run in runs:
-            if {"eval/kl_divergence", "eval/score"} <= run.scalars.keys():
-                kl, score = (run.scalars[tag].values for tag in ("eval/kl_divergence", "eval/score"))
-                count = min(len(kl), len(score))  # of a run that is being written
-                drawn.append((run, kl[:count], score[:count]))
-            else:
-                lacking.append(f"{run.algorithm.upper()}, seed {run.run.seed}")
+        has_both = [{"eval/kl_divergence", "eval/score"} <= run.scalars.keys() for run in runs]
+        drawn = [(run, *_evaluations(run)) for run, both in zip(runs, has_both, strict=True) if both]
         line_styles = line_styles_of(in_order(run.algorithm for run in runs))
-        for i, (run, kl, score) in enumerate(drawn):
-            first = run.algorithm not in [other.algorithm for other, _, _ in drawn[:i]]
-            colour, marker = line_styles[run.algorithm]
-            line_style = {"color": colour, "label": run.algorithm.upper() if first else None}
-            axes.plot(kl, score, ".-", color=colour, linewidth=1.5, markersize=7, alpha=0.7)
-            axes.plot(kl[0], score[0], "D", color=COLOURS["start"], markersize=8, zorder=3,
-                      label=None if i else "start model")  # fmt: skip
-            axes.plot(kl[-1], score[-1], marker, markersize=9, **line_style)
-            place = SEED_AT[list(line_styles).index(run.algorithm) % len(SEED_AT)]
-            where = {"xytext": place, "textcoords": "offset points", "fontsize": 10}
-            axes.annotate(str(run.run.seed), (kl[-1], score[-1]), color=colour, **where)
+        for name, line_style in line_styles.items():
+            _draw_algorithm(axes, name, line_style, [(kl, y) for run, kl, y in drawn if run.algorithm == name])
         if drawn:
-            _keep_in_sight(axes, np.concatenate([kl for _, kl, _ in drawn]))
+            starts = {(kl[0], score[0]) for _, kl, score in drawn}
+            axes.plot(*zip(*starts, strict=True), "D", color=COLOURS["start"], ms=8, ls="none", label="start model")
+            _limit_x(axes, [(kl, score) for _, kl, score in drawn])
             axes.legend(loc="lower right")
-        if lacking:
-            text = "no evaluation was logged by\n" + "\n".join(lacking)
+        missing = [
+            f"{r.algorithm.upper()}, seed {r.run.seed}" for r, both in zip(runs, has_both, strict=True) if not both
+        ]
+        if missing:
+            text = "no evaluation was logged by\n" + "\n".join(missing)
             axes.text(0.01, 0.99, text, transform=axes.transAxes, va="top", fontsize=10)
-        axes.set_xlabel("KL to the start model, nats per sequence")
-        axes.set_ylabel("evaluation score, score units")
-        axes.set_title("Score against KL: a line a run, its end large, with its seed")
+        axes.set(xlabel="KL to the start model (nats/sequence)", ylabel="evaluation score")
+        figure.suptitle("Evaluation score and KL during training", fontsize=14)
+        several = "thin line: one run; thick line: mean over runs; " if len(drawn) > len(line_styles) else ""
+        axes.set_title(f"{several}large marker: end of a run, with its seed", fontsize=11)
+        figure.draw_without_rendering()  # the labels need the final layout
+        _label_ends(axes, [(kl[-1], y[-1], str(r.run.seed), line_styles[r.algorithm].colour) for r, kl, y in drawn])
     return figure
 
 
-def _keep_in_sight(axes: Axes, kl: np.ndarray) -> None:
+def _evaluations(run: RunCurves) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the KL and the score of a run's evaluations."""
+    kl, score = (run.scalars[tag].values for tag in ("eval/kl_divergence", "eval/score"))
+    count = min(len(kl), len(score))  # they differ while a run is writing
+    return kl[:count], score[:count]
+
+
+def _draw_algorithm(
+    axes: Axes, name: str, line_style: LineStyle, lines: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> None:
+    """Draws the runs of one algorithm, and their mean if there are several with the same number of evaluations."""
+    colour, marker = line_style
+    several = len(lines) > 1 and len({len(kl) for kl, _ in lines}) == 1
+    for kl, score in lines:
+        axes.plot(kl, score, ".-", color=colour, lw=0.8 if several else 1.5, ms=5, alpha=0.35 if several else 0.7)
+    if several:
+        mean = [np.mean([line[i] for line in lines], axis=0) for i in (0, 1)]
+        axes.plot(*mean, "-", color=colour, lw=2.5, alpha=0.8)
+    if lines:
+        ends = [(kl[-1], score[-1]) for kl, score in lines]
+        end_style = {"mec": "black", "mew": 0.5, "ms": 8, "ls": "none", "zorder": 4}
+        axes.plot(*zip(*ends, strict=True), marker, color=colour, label=name.upper(), **end_style)
+
+
+def _limit_x(axes: Axes, lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Ends the x axis before evaluations with a far larger KL, and marks each of them at the edge."""
+    kl, score = (np.concatenate([line[i] for line in lines]) for i in (0, 1))
     far = kl > FAR * np.quantile(kl, 0.9)
-    if far.any():
-        axes.set_xlim(-0.05 * kl[~far].max(), 1.2 * kl[~far].max())
-        text = ", ".join(f"{value:.3g}" for value in sorted(kl[far]))
-        axes.text(
-            0.99, 0.5, f"out of sight to the right:\nKL {text}", transform=axes.transAxes, ha="right", fontsize=10
-        )
+    if not far.any():
+        return
+    end = 1.15 * kl[~far].max()
+    axes.set_xlim(-0.05 * end, end)
+    for x, y in zip(kl[far], score[far], strict=True):
+        axes.plot(end, y, ">", color="black", ms=7, clip_on=False, zorder=5)
+        where = {"textcoords": "offset points", "ha": "right", "va": "center", "fontsize": 10}
+        axes.annotate(f"KL {x:.3g}", (end, y), (-8, 0), **where)
+
+
+def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Labels points (x, y, text, colour), each at the first position near it without a collision."""
+    pixels = 72 / axes.figure.dpi  # points per pixel
+    points = [tuple(axes.transData.transform((x, y)) * pixels) for x, y, _, _ in ends]
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in points]
+    for (x, y, text, colour), point in zip(ends, points, strict=True):
+        width, height = LETTER[0] * len(text), LETTER[1]
+        boxes = [_box_at(point, offset, width, height) for offset in LABEL_AT]
+        free = [i for i, box in enumerate(boxes) if not any(_overlap(box, other) for other in taken)]
+        best = free[0] if free else 0
+        taken.append(boxes[best])
+        line = {"arrowstyle": "-", "lw": 0.6, "color": "#666666", "shrinkA": 0, "shrinkB": 3}
+        where = {
+            "textcoords": "offset points",
+            "ha": "center",
+            "va": "center",
+            "zorder": 6,
+            "arrowprops": line if best >= len(SIDES) else None,
+        }
+        halo = [withStroke(linewidth=2.5, foreground="white")]
+        axes.annotate(text, (x, y), LABEL_AT[best], color=colour, fontsize=10, path_effects=halo, **where)
+
+
+def _box_at(
+    point: tuple[float, float], offset: tuple[float, float], width: float, height: float
+) -> tuple[float, float, float, float]:
+    """Returns left, bottom, right and top of a label that is centred at an offset from a point."""
+    x, y = point[0] + offset[0], point[1] + offset[1]
+    return x - width / 2, y - height / 2, x + width / 2, y + height / 2
+
+
+def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]

@@ -1,4 +1,4 @@
-"""The page that shows replies token by token, as colour and number: the values that the trainer saw."""
+"""The token page: the recorded values of every token of a completion, as colours and numbers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rlhf.utils.console import Screen
 from rlhf.utils.files import check_folder, write_text
 from rlhf.utils.html import render
 
-MOST_UPDATES = 8  # on one page: the first, the last, and some between
-STRIPS = ("kl", "advantage")  # shown as coloured text; everything is in the table beneath
-STRONGEST = 0.75  # share of the full colour: dark text stays readable on it
+MOST_UPDATES = 8  # on one page: the first, the last, and some in between
+STRIPS = ("kl", "advantage")  # shown as coloured text; the table below has all quantities
+STRONGEST = 0.75  # share of the full colour, so that dark text stays readable
 
 
 def write_token_page(run: str, output: str, screen: Screen) -> None:
-    """tokens.html in `output`, from a run's records. Raises UserError where it has none."""
+    """Writes tokens.html into `output` from a run's token records. Raises UserError if there are none."""
     record, folder = RunRecord.require(Path(run), "--tokens"), check_folder(output)
     files = recorded_updates(Path(run), "--tokens")
     chosen = [files[i] for i in sorted({round(i) for i in np.linspace(0, len(files) - 1, MOST_UPDATES)})]
@@ -31,14 +31,14 @@ def write_token_page(run: str, output: str, screen: Screen) -> None:
     scales = {name: _scale([row[name] for row in rows]) for name in names}
     page = render(
         "tokens.html",
-        title="Token by token",
+        title="Token records: what the trainer computed for each token",
         facts=[
             ("run", f"{run}: {record.algorithm.upper()}, recipe {record.recipe}, seed {record.seed}"),
-            ("shown", f"{len(chosen)} of {len(files)} recorded updates"),
+            ("updates", f"{len(chosen)} of {len(files)} recorded updates are shown"),
         ],
         quantities={name: (QUANTITIES[name], scales[name]) for name in names},
-        strips=[name for name in STRIPS if name in names],
-        replies=[_reply(list(tokens), names, scales) for _, tokens in groupby(rows, _episode_of)],
+        strips=[name for name in STRIPS if _varies(rows, name)],
+        completions=[_completion(list(tokens), names, scales) for _, tokens in groupby(rows, _episode_of)],
         everything=rows,
         colours=(colour(-1.0, 1.0), colour(1.0, 1.0)),
     )
@@ -50,14 +50,19 @@ def _episode_of(row: dict[str, Any]) -> tuple[int, int]:
     return row["update"], row["episode"]
 
 
+def _varies(rows: Sequence[dict[str, Any]], name: str) -> bool:
+    """True if a completion's tokens differ in this quantity. GRPO's advantages, for example, do not."""
+    return any(len({token[name] for token in tokens}) > 1 for _, tokens in groupby(rows, _episode_of))
+
+
 def _scale(values: Sequence[float]) -> float:
-    """The value that gets the strongest colour: the 98th percentile of the sizes, so that one outlier does not make
-    all others pale."""
+    """Returns the absolute value with the strongest colour: the 98th percentile, so that one outlier does not make all
+    other values pale."""
     return float(np.quantile(np.abs(values), 0.98)) or 1.0
 
 
-def _reply(tokens: list[dict[str, Any]], names: Sequence[str], scales: dict[str, float]) -> dict[str, Any]:
-    """One reply as the template takes it: of every token its text, numbers and colours."""
+def _completion(tokens: list[dict[str, Any]], names: Sequence[str], scales: dict[str, float]) -> dict[str, Any]:
+    """Returns one completion as the template expects it: text, numbers and colours of every token."""
     first = tokens[0]
     return {
         **{key: first[key] for key in ("update", "episode", "prompt", "prompt_index", "score")},
@@ -74,7 +79,7 @@ def _reply(tokens: list[dict[str, Any]], names: Sequence[str], scales: dict[str,
 
 
 def colour(value: float, scale: float) -> str:
-    """Orange below 0, blue above, white at 0, as CSS: told apart with any kind of colour vision."""
+    """Returns a CSS colour: orange below 0, white at 0, blue above 0. Safe for colour-blind readers."""
     strength = STRONGEST * min(abs(value) / scale, 1.0)
     strongest = COLOURS["above" if value > 0 else "below"]
     parts = [int(strongest[i : i + 2], 16) for i in (1, 3, 5)]

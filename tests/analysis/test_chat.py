@@ -104,7 +104,7 @@ def test_a_base_model_reads_each_line_alone(tmp_path, talk):
     output, read = talk(base, "the cat\nis on\n")
     tokenizer = load_tokenizer(str(base))
     assert read == [encode_prompt(tokenizer, [user("the cat")]), encode_prompt(tokenizer, [user("is on")])]
-    assert "remembers  nothing: it has no chat template" in output
+    assert "memory    none: the model has no chat template" in output
 
 
 def test_the_oldest_turns_go_when_the_context_is_full(start_model, talk):
@@ -113,13 +113,13 @@ def test_the_oldest_turns_go_when_the_context_is_full(start_model, talk):
     lines = [f"{n} {long * 14}".strip() for n in range(8)]
     output, read = talk(start_model, "\n".join(lines))
     assert max(map(len, read)) <= 507 and len(read) == 8
-    assert "(the context is full: the 2 oldest turns are left out)" in output
+    assert "(the context is full: dropped the 2 oldest messages)" in output
     text = tokenizer.decode(read[-1])
     assert "\n7 is the" in text and "\n6 is the" in text and "\n0 is the" not in text
     assert text.index("<|im_start|>user") < text.index("<|im_start|>assistant"), "a question comes first"
     output, read = talk(start_model, f"Hello\n{long * 300}\nBye\n")
     assert len(read) == 2 and re.search(
-        r"error: \d+ tokens, there is room for 507: your line\. Write a shorter", output
+        r"error: your line is too long: \d+ tokens, but the context has room for 507\. Shorten it", output
     )
     assert "Hello" in tokenizer.decode(read[1]), "what went before is kept"
 
@@ -197,9 +197,10 @@ def test_ctrl_c_ends_a_chat_quietly(runs, monkeypatch, capsys):
 FAULTS = {
     "two models": (["--model-path", "a", "b"], r"2 models to talk to: --chat, --model-path\. Name one"),
     "tokens": (["--tokens", "a"], r"two things at once: --tokens and --chat\. One command for each"),
-    "no model": (["--model-path", "./nowhere"], r"model not found: \./nowhere\. --model-path takes a run's folder"),
+    "no model": (["--model-path", "./nowhere"], r"model not found: \./nowhere\. --model-path takes a run folder"),
     "no room": (["--model-path", "START", "--max-new-tokens", "512"],
-                r"replies of 512 tokens leave no room for a prompt in a context of 512: --max-new-tokens\. Try 256"),
+                r"no room for a prompt: --max-new-tokens 512 fills the model's context of 512 tokens\. Try --max-new-"
+                r"tokens 256"),
 }  # fmt: skip
 
 

@@ -143,7 +143,9 @@ def test_a_clock_that_was_set_back_makes_no_curve_go_back(tmp_path):
 # files that end badly
 
 
-@pytest.mark.parametrize(("running", "why"), [(True, "still being written, or torn"), (False, "torn")])
+@pytest.mark.parametrize(
+    ("running", "why"), [(True, "still being written, or the file is cut off"), (False, "the file is cut off")]
+)
 @pytest.mark.parametrize("left", [1, 8, 11, 20, -1])
 def test_a_torn_file_is_read_up_to_the_tear(tmp_path, running, why, left):
     """Of the third record `left` bytes are there: part of its length, that alone, part of a checksum, of the data."""
@@ -152,8 +154,8 @@ def test_a_torn_file_is_read_up_to_the_tear(tmp_path, running, why, left):
     file.write_bytes(file.read_bytes()[: two + left if left > 0 else left])
     scalars, remarks = read_scalars(tmp_path, running)
     assert of(scalars["loss"]) == [(1, 1), (2, 2)]
-    shown = "everything before it is shown, up to update 2"
-    assert remarks == [f"{file}: its last record is incomplete ({why}); {shown}"]
+    shown = "the data before it is used, up to update 2"
+    assert remarks == [f"{file}: the last record is incomplete ({why}); {shown}"]
 
 
 def test_a_damaged_record_in_the_middle_tells_up_to_which_update_was_read(tmp_path):
@@ -166,7 +168,7 @@ def test_a_damaged_record_in_the_middle_tells_up_to_which_update_was_read(tmp_pa
 def test_zeros_at_the_end_as_a_power_cut_leaves_them_are_damage(tmp_path):
     file = write_events(tmp_path, "1", 0, losses(1, [1], 0))
     file.write_bytes(file.read_bytes() + bytes(512))
-    assert "damaged, what follows it is lost (512 bytes)" in read_scalars(tmp_path)[1][0]
+    assert "damaged and the data after it is lost (512 bytes)" in read_scalars(tmp_path)[1][0]
 
 
 def test_what_was_resumed_after_a_torn_file_is_read(tmp_path):
@@ -180,7 +182,9 @@ def test_what_was_resumed_after_a_torn_file_is_read(tmp_path):
 # runs
 
 
-@pytest.mark.parametrize(("status", "hint"), [("running", "Try again"), ("failed", "Name another run")])
+@pytest.mark.parametrize(
+    ("status", "hint"), [("running", "Try again"), ("failed", "This run logged nothing: choose another run")]
+)
 def test_a_run_without_logs_is_one_line(tmp_path, status, hint):
     run = make_run(tmp_path / "run", status=status)
     for prepare in (lambda: None, (run / "logs").mkdir, lambda: write_events(run / "logs", "1", 0, [])):
@@ -196,7 +200,7 @@ def test_a_file_of_which_nothing_can_be_read_is_named(tmp_path):
     (run / "logs").mkdir()
     (run / "logs" / "events.out.tfevents.1").write_bytes(b"no event file at all, but long enough for one")
     with pytest.raises(
-        UserError, match=r"no scalars yet: .*events.out.tfevents.1: a record is damaged.*nothing before"
+        UserError, match=r"no scalars yet: .*events.out.tfevents.1: a record is damaged.*no data before"
     ):
         read_curves(run)
 
@@ -206,7 +210,7 @@ def test_every_run_that_cannot_be_read_is_named(tmp_path):
     write_events(good / "logs", "1", 0, losses(1, [1.0], 0))
     with pytest.raises(UserError) as caught:
         read_runs([good, empty, tmp_path / "nowhere", tmp_path / "empty" / ".." / "good"])
-    starts = ["no scalars yet: ", "no such folder: ", "a run is named twice: "]
+    starts = ["no scalars yet: ", "no such folder: ", "the same run is given twice: "]
     assert [fault[: len(start)] for fault, start in zip(caught.value.problems, starts, strict=True)] == starts
     assert str(empty) in caught.value.problems[0] and "nowhere" in caught.value.problems[1]
 
@@ -225,7 +229,7 @@ def test_values_that_are_not_finite_are_counted_in_one_line(tmp_path):
     rest = [(9, "rewards/mean", 1, math.inf), (9, "rewards/mean", 2, 1.0), (9, "learning_rate", 1, 1e-4)]
     write_events(run / "logs", "1", 0, [*losses(1, [1, math.nan, 3, math.nan], 0), *rest])
     [remark] = read_curves(run).remarks
-    assert remark == (f"{run}: values that are not finite: loss 2 of 4, rewards/mean 1 of 2; gaps in the picture")
+    assert remark == (f"{run}: values that are not finite (loss 2 of 4, rewards/mean 1 of 2) are gaps in the plot")
 
 
 def test_targets_are_those_of_the_run(tmp_path):

@@ -73,7 +73,7 @@ def test_an_adapter_whose_base_is_gone(runs, tmp_path, start_model):
     with pytest.raises(UserError) as error:
         find_model_ref(str(orphan), "final", None)
     assert str(error.value) == (
-        f"the adapter's base is gone (/gone/model): --model-path {orphan}. Name it with --baseline FOLDER"
+        f"the adapter's base model is missing (/gone/model): --model-path {orphan}. Give it with --baseline FOLDER"
     )
     assert find_model_ref(str(orphan), "final", str(start_model)).base == str(start_model)
 
@@ -112,7 +112,7 @@ def test_what_is_not_there_is_said_together(tmp_path, settings):
     with pytest.raises(UserError) as error:
         find_models([str(tmp_path / n) for n in ("nowhere", "empty", "empty")], settings, "--model-path")
     twice, nowhere, empty = error.value.problems
-    assert "named twice" in twice and "model not found" in nowhere and "no model in this folder" in empty
+    assert "given twice" in twice and "model not found" in nowhere and "no model in this folder" in empty
 
 
 def test_an_unfinished_run_has_no_final_weights(runs, tmp_path):
@@ -121,7 +121,9 @@ def test_an_unfinished_run_has_no_final_weights(runs, tmp_path):
     (folder / "model.safetensors").unlink()
     run = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**run, "status": "running"}))
-    with pytest.raises(UserError, match="no final weights, the run is running: --model-path .* Add --which best"):
+    with pytest.raises(
+        UserError, match="no final weights because the run is running: --model-path .* Add --which best"
+    ):
         find_model_ref(str(folder), "final", None)
     assert find_model_ref(str(folder), "best", None).which == "best"
 
@@ -139,7 +141,9 @@ def test_runs_measured_with_unlike_settings_are_refused_until_a_flag_decides(run
     one, other = (find_model_ref(str(runs[name]), "final", None) for name in (("ppo", 1), ("grpo", 1)))
     settings = {**other.run.settings, "sampling": {**other.run.settings["sampling"], "temperature": 0.9}}
     other = dataclasses.replace(other, run=dataclasses.replace(other.run, settings=settings))
-    with pytest.raises(UserError, match=r"temperature is 0.7 in .* and 0.9 in .*Decide with --temperature"):
+    with pytest.raises(
+        UserError, match=r"the runs differ in temperature: 0.7 in .*, 0.9 in .*Set it with --temperature"
+    ):
         shared_settings([one, other], MeasureSettings())
     assert shared_settings([one, other], MeasureSettings(temperature=0.8)).sampling.temperature == 0.8
 
@@ -252,14 +256,14 @@ def test_the_judge_is_another_reward_model(settings, start_model, reward_folder,
     assert start.judged.shape == start.scores.shape and not np.allclose(start.judged, start.scores)
     copied = shutil.copytree(reward_folder, tmp_path / "copied")
     for same in (reward_folder, copied):
-        with pytest.raises(UserError, match="the judge is the reward model of the scores: --judge-model"):
+        with pytest.raises(UserError, match="the judge is also the reward model of the scores: --judge-model"):
             evaluator_of([start_model], dataclasses.replace(settings, judge_model=str(same)))
 
 
 def test_a_judge_that_training_saw_is_refused_whatever_scores_now(runs, reward_folder, tmp_path):
     other = make_reward_model(tmp_path / "other", seed=7)
     settings = MeasureSettings(num_prompts=2, rm_model=str(other), judge_model=str(reward_folder))
-    with pytest.raises(UserError, match=f"the judge is the reward model of {runs['ppo', 1]}: --judge-model"):
+    with pytest.raises(UserError, match=f"the judge is also the reward model of {runs['ppo', 1]}: --judge-model"):
         evaluator_of([runs["ppo", 1]], settings)
     evaluator, _ = evaluator_of([runs["ppo", 1]], dataclasses.replace(settings, judge_model=None))
     assert evaluator.score_name == "another reward"
@@ -292,10 +296,10 @@ def test_prompts_that_no_run_looked_at_come_first(settings, start_model, runs):
     """Of the evaluation part, 6 are followed by the runs: the others are drawn while they are enough."""
     few, _ = evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=3))
     followed = {p.example.question for p in few.followed}
-    assert "that no run looked at" in few.prompts_line
+    assert "that no run used for its own evaluations" in few.prompts_line
     assert not followed & {e.question for e in few.examples} and len(few.examples) == 3
     many, _ = evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=500))
-    assert "all there are, 500 were asked for" in many.prompts_line and len(many.examples) > 6
+    assert "--num-prompts 500 is more than there are" in many.prompts_line and len(many.examples) > 6
 
 
 def test_runs_that_followed_unlike_numbers_of_prompts(runs):
@@ -307,7 +311,7 @@ def test_runs_that_followed_unlike_numbers_of_prompts(runs):
     models[1] = dataclasses.replace(models[1], run=dataclasses.replace(models[1].run, data=data))
     seen = {p.example.question for p in longer}
     made = ModelEvaluator(models, MeasureSettings(num_prompts=2), CPU, Screen())
-    assert len(seen) == 7 and "held-out prompts that no run looked at" in made.prompts_line
+    assert len(seen) == 7 and "held-out prompts that no run used for its own evaluations" in made.prompts_line
     alone = ModelEvaluator(models[:1], MeasureSettings(num_prompts=2), CPU, Screen())
     count = [int(b.prompts_line.split(" from ")[1].split()[0]) for b in (alone, made)]
     assert count[0] - count[1] == 2, "6 were followed by the one, 8 by the other"
@@ -317,7 +321,7 @@ def test_changed_evaluation_prompts_are_said(runs, tmp_path, capsys, pairs_file)
     fewer = tmp_path / "fewer.jsonl"
     fewer.write_text("\n".join(pairs_file.read_text().splitlines()[30:]))
     evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=3, prompts=str(fewer)))
-    assert "the evaluation prompts are no longer those of the run" in capsys.readouterr().out
+    assert "the evaluation prompts have changed since the run" in capsys.readouterr().out
 
 
 def sampled(evaluator: ModelEvaluator, seed: int) -> GenerationResults:

@@ -1,4 +1,4 @@
-"""The verdict's words, on sides made by hand: who is named the better one, by what, and at what budget."""
+"""The sentences of the verdict, on groups made by hand: the better one, the measure, and the budget."""
 
 from __future__ import annotations
 
@@ -48,31 +48,33 @@ START = completions(0.0, 0.0, kl=0.0, perplexity=2.0)
 def test_the_better_group_is_named(ppo, grpo, better):
     worse = {"PPO": "GRPO", "GRPO": "PPO"}[better]
     start = completions(0.0)
-    first, second = judge_runs([group("ppo", *three(ppo)), group("grpo", *three(grpo))], start, None, 1).sentences
-    assert first.startswith(f"{better}'s replies are better than {worse}'s by the reward that was trained on")
-    assert "95% interval over seeds and prompts" in first and first.endswith("after 100 episodes each.")
-    assert second.startswith("PPO is better than the start model (+") and "; GRPO is better than the start" in second
-    assert f"(PPO - GRPO: {'+' if better == 'PPO' else '-'}0." in first
+    first, *others = judge_runs([group("ppo", *three(ppo)), group("grpo", *three(grpo))], start, None, 1).sentences
+    assert first.startswith(f"{better} is better than {worse} by score (the training reward): PPO - GRPO = ")
+    assert "95% confidence interval over seeds and prompts" in first and first.endswith("after 100 episodes each.")
+    assert [s.partition(": +")[0] for s in others] == [
+        f"{name} is better than the start model" for name in ("PPO", "GRPO")
+    ]
+    assert f": PPO - GRPO = {'+' if better == 'PPO' else '-'}0." in first
 
 
 def test_a_model_that_got_worse_is_called_worse_and_what_was_paid_is_said():
-    second = judge_runs(
+    _, ppo, grpo = judge_runs(
         [group("ppo", *three(-1.0)), group("grpo", *three(0.0))], completions(0.0, perplexity=2.0), None, 1
-    )
-    assert "PPO is worse than the start model (-" in second.sentences[1]
-    assert "no difference shown between GRPO and the start model" in second.sentences[1]
-    assert second.sentences[1].count("at perplexity x 1.50 and KL 2.00/sequence") == 2
+    ).sentences
+    assert ppo.startswith("PPO is worse than the start model: -")
+    assert grpo.startswith("No significant difference between GRPO and the start model: ")
+    assert all(sentence.endswith(", KL 2.00/sequence, perplexity x 1.50.") for sentence in (ppo, grpo))
 
 
 def test_the_judge_decides_and_a_contradiction_is_said():
     groups = [group("ppo", *three(1.5, 0.2)), group("grpo", *three(1.0, 0.8))]
     verdict = judge_runs(groups, START, "gold quality", 1)
     assert verdict.sentences[0].startswith(
-        "GRPO's replies are better than PPO's by the gold quality, which no training"
+        "GRPO is better than PPO by the judge (gold quality, not used in RL training): "
     )
-    assert any("score and judge prefer different sides" in caveat for caveat in verdict.caveats)
+    assert any("score and judge prefer different algorithms" in caveat for caveat in verdict.caveats)
     agree = judge_runs([group("ppo", *three(1.5, 0.8)), group("grpo", *three(1.0, 0.2))], START, "gold quality", 1)
-    assert not any("prefer different sides" in caveat for caveat in agree.caveats)
+    assert not any("prefer different algorithms" in caveat for caveat in agree.caveats)
 
 
 def test_no_difference_shown_where_there_is_none():
@@ -80,7 +82,7 @@ def test_no_difference_shown_where_there_is_none():
     assert (
         judge_runs(groups, START, "gold quality", 1)
         .sentences[0]
-        .startswith("No difference shown between PPO and GRPO")
+        .startswith("No significant difference between PPO and GRPO")
     )
 
 
@@ -90,7 +92,7 @@ def test_seeds_that_scatter_show_nothing():
     assert (
         judge_runs([group("ppo", *ppo), group("grpo", *grpo)], completions(0.0), None, 1)
         .sentences[0]
-        .startswith("No diff")
+        .startswith("No significant diff")
     )
 
 
@@ -99,13 +101,13 @@ def test_caveats_by_the_number_of_seeds():
     grpo = group("grpo", *[completions(0.5) for _ in range(5)])
     start = completions(0.0)
     message = {n: judge_runs([s, grpo], start, "judge x", 1).caveats for n, s in ((1, one), (3, few), (5, many))}
-    assert any("one seed (PPO: 0) cannot tell" in c for c in message[1])
+    assert any("one seed (PPO: 0) does not show" in c for c in message[1])
     assert (
-        message[3] == ["few seeds (PPO 3): intervals over so few are wide, and rough themselves"] and message[5] == []
+        message[3] == ["few seeds (PPO 3): intervals over so few seeds are wide and approximate"] and message[5] == []
     )
     assert any(c.startswith("no judge") for c in judge_runs([many, grpo], start, None, 1).caveats)
     first = judge_runs([one, grpo], start, None, 1)
-    assert first.sentences[0].startswith("In these runs PPO's replies are better")
+    assert first.sentences[0].startswith("In these runs PPO is better than GRPO")
     assert [c.over for c in first.contrasts] == ["prompts", "seeds and prompts", "prompts"]
 
 
@@ -157,9 +159,9 @@ def test_equal_budgets_over_seeds_and_other_prompts():
     [found] = rows[0]["differences"]
     assert found["over"] == "seeds and prompts" and found["value"] == 1.75
     other = at_equal({"PPO": ends, "GRPO": [[eval_point(2, 5, (0, 0), prompts=("b", "a"))]]}, None, seed=1)
-    missing = "PPO and GRPO evaluated different prompts"
+    missing = "PPO and GRPO used different evaluation prompts"
     assert other[0]["differences"] == [{"name": "PPO - GRPO", "missing": missing}]
-    assert at_equal_in_words(other)[0] == f"at 20 episodes nothing can be said: {missing}"
+    assert at_equal_in_words(other)[0] == f"no comparison at 20 episodes: {missing}"
     assert at_equal({"PPO": ends, "GRPO": [[]]}, None, seed=1) == []
 
 
@@ -171,20 +173,20 @@ def test_a_start_model_is_not_compared_at_an_equal_budget():
     )
     rows = at_equal({"PPO": [ppo], "GRPO": [grpo]}, None, seed=1)
     assert rows[0]["sides"]["GRPO"]["update"] == 0 and all("missing" in row["differences"][0] for row in rows)
-    assert at_equal_in_words(rows)[0] == "at 10 episodes nothing can be said: GRPO had not evaluated itself yet"
+    assert at_equal_in_words(rows)[0] == "no comparison at 10 episodes: GRPO had no evaluation after the start yet"
 
 
 def test_a_judges_difference_without_one_by_the_score_is_said():
     groups = [group("ppo", *three(1.0, 0.8)), group("grpo", *three(1.0, 0.2))]
     caveats = judge_runs(groups, START, "gold quality", 1).caveats
-    assert any(c.startswith("by the score no difference is shown (") for c in caveats)
+    assert any(c.startswith("no significant difference by score: ") for c in caveats)
 
 
 def test_few_prompts_are_said():
     ones = np.ones((4, 1))
     few = [GenerationResults("a", [["x"]] * 4, ones * shift, None, None, ones, ones, None) for shift in range(4)]
     caveats = judge_runs([group("ppo", *few[:2]), group("grpo", *few[2:])], few[0], None, 1).caveats
-    assert "only 4 prompts: intervals over so few are rough. Raise --num-prompts" in caveats
+    assert "only 4 prompts: intervals over so few prompts are approximate. Raise --num-prompts" in caveats
 
 
 # --- three and more sides --------------------------------------------------------------------------------------------
@@ -211,16 +213,16 @@ def test_three_groups_have_a_sentence_for_every_pair():
     groups = [group("ppo", *three(0, 0.8)), group("grpo", *three(0, 0.2)), group("toy", *three(0, 0.8))]
     groups[2].episodes[0] = 50
     sentences = judge_runs(groups, START, "gold quality", 1).sentences
-    assert len(sentences) == 4
+    assert len(sentences) == 6
     assert sentences[0].startswith(
-        "PPO's replies are better than GRPO's by the gold quality, which no training saw (PPO - GRPO: +0."
+        "PPO is better than GRPO by the judge (gold quality, not used in RL training): PPO - GRPO = +0."
     )
-    assert sentences[1].startswith("No difference shown between PPO and TOY by the gold quality (PPO - TOY: ")
-    assert sentences[2].startswith("TOY's replies are better than GRPO's by the gold quality (GRPO - TOY: -0.")
-    assert all("98.3% interval over seeds and prompts" in sentence for sentence in sentences[:3])
+    assert sentences[1].startswith("No significant difference between PPO and TOY by the judge: PPO - TOY = ")
+    assert sentences[2].startswith("TOY is better than GRPO by the judge: GRPO - TOY = -0.")
+    assert all("98.3% confidence interval over seeds and prompts" in sentence for sentence in sentences[:3])
     assert sentences[0].endswith("after 100 episodes each.")
     assert all(sentence.endswith("after UNEQUAL budgets (50 to 100 episodes).") for sentence in sentences[1:3])
-    assert sentences[3].count("95% interval") == sentences[3].count("better than the start model") == 3
+    assert all("95% confidence interval" in s and "better than the start model" in s for s in sentences[3:])
 
 
 def test_the_caveats_of_three_groups():
@@ -228,19 +230,22 @@ def test_the_caveats_of_three_groups():
     groups = [group("ppo", *three(1.0, 0.2)), group("grpo", *three(1.0, 0.8)), group("toy", *three(0.5, 0.8))]
     caveats = judge_runs(groups, START, "gold quality", 1).caveats
     assert caveats[0] == (
-        "3 pairs of algorithms are compared, so each pair gets a 98.3% interval (Bonferroni): all 3 of one measure "
-        "hold together with 95% confidence. The 95% intervals against the start model are not corrected"
+        "3 pairs of algorithms are compared, so each pair has a 98.3% interval (Bonferroni correction): all 3 "
+        "intervals hold together with 95% confidence. The 95% intervals against the start model are not corrected"
     )
-    assert any(c.startswith("PPO - GRPO: by the score no difference is shown (") for c in caveats)
-    assert "PPO - TOY: score and judge prefer different sides: the score's winner exploits the reward model" in caveats
+    assert any(c.startswith("PPO - GRPO: no significant difference by score: ") for c in caveats)
+    opposite = (
+        "PPO - TOY: score and judge prefer different algorithms: a sign that the one with the higher score exploits"
+    )
+    assert f"{opposite} the reward model" in caveats
     assert not any(c.startswith("GRPO - TOY") for c in caveats), "by the judge they are equal"
     assert not any("Bonferroni" in c for c in judge_runs(groups[:2], START, "gold quality", 1).caveats)
 
 
 def test_one_group_alone_names_what_stays_open():
     by_score, alone = judge_runs([group("toy", *three(1.0))], completions(0.0), None, 1).sentences
-    assert by_score.startswith("By the reward that was trained on, TOY is better than the start model (+")
-    assert alone == "Whether another algorithm would do better cannot be told from TOY's runs alone."
+    assert by_score.startswith("TOY is better than the start model by score (the training reward): +")
+    assert alone == "All runs are TOY runs, so they cannot show whether another algorithm is better."
 
 
 def test_equal_budgets_of_three_groups_by_hand():
@@ -253,10 +258,14 @@ def test_equal_budgets_of_three_groups_by_hand():
         ("PPO - GRPO", 1.5), ("PPO - TOY", -1), ("GRPO - TOY", -2.5),
     ]  # fmt: skip
     assert [d["level"] for d in rows[0]["differences"]] == [pytest.approx(1 - 0.05 / 3)] * 3
-    late = "GRPO had not evaluated itself yet"
+    late = "GRPO had no evaluation after the start yet"
     assert [d.get("missing") for d in rows[1]["differences"]] == [late, None, late]
     by_episodes, by_time = at_equal_in_words(rows)
-    assert "and the score, 98.3% intervals: PPO - GRPO +1.500 (" in by_episodes
-    assert by_time.startswith("at 20 s of training, by the runs' own evaluations")
-    assert f": PPO - GRPO not compared ({late}); PPO - TOY -1.000 (" in by_time
+    assert (
+        "by the score in the evaluations during training (their own prompts, one completion each), 98.3% intervals: "
+        in (by_episodes)
+    )
+    assert "intervals: PPO - GRPO = +1.500 (" in by_episodes
+    assert by_time.startswith("at 20 s of training, by the score in the evaluations during training")
+    assert f": PPO - GRPO not compared ({late}); PPO - TOY = -1.000 (" in by_time
     assert by_time.endswith(f"; GRPO - TOY not compared ({late})")

@@ -25,6 +25,7 @@ from tests.reports.conftest import TAGS
 
 ROOT = Path(__file__).parents[2]
 EVALUATION = "evaluation on held-out prompts"
+TARGET = "KL target 3/sequence\n(band: 0.5 to 1.5 x)"
 
 
 def panels(*runs: Path, x="updates", smooth=1) -> list:
@@ -63,9 +64,9 @@ def test_one_run_raw_and_smoothed(made):
 def test_each_panel_has_a_title_and_a_unit(made):
     axes = panels(made("run"))
     assert [a.get_title() for a in axes] == [
-        "Loss", "Learning rate", "Mean reward (score of the replies)", "KL from the start model",
+        "Loss", "Learning rate", "Mean reward", "KL to the start model",
     ]  # fmt: skip
-    assert [a.get_ylabel() for a in axes] == ["no unit", "per optimizer step", "score units", "nats per sequence"]
+    assert [a.get_ylabel() for a in axes] == ["", "", "score", "nats/sequence"]
     assert [a.get_xlabel() for a in axes[2:]] == ["updates", "updates"]
 
 
@@ -92,12 +93,12 @@ def test_topics_have_two_panels_of_their_own(made):
     figure = draw(Chart(read_runs(runs), "updates", 1))
     score, kl = figure.axes[4:]
     assert [a.get_title() for a in (score, kl)] == ["Score by topic (GRPO dashed)", "KL by topic (GRPO dashed)"]
-    assert [a.get_ylabel() for a in (score, kl)] == ["score units", "nats per sequence"]
+    assert [a.get_ylabel() for a in (score, kl)] == ["score", "nats/sequence"]
     lines = [line(score, f"topic t{i}") for i in range(8)]
     assert len(score.lines) == 16 and {found.get_linestyle() for found in lines} == {"-"}
     assert len({tuple(found.get_color()) for found in lines}) == 8
     assert [found.get_linestyle() for found in score.lines] == ["-", "--"] * 8
-    assert "2 more topics are in the table" in words(score)
+    assert "2 more topics: see the CSV table" in words(score)
     y = lines[3].get_ydata()
     assert y[np.isfinite(y)].tolist() == [6.0, 7.0]
 
@@ -119,7 +120,7 @@ def test_evaluations_are_marks_with_their_own_entry(made):
     assert points(reward, EVALUATION) == [(0, -1), (10, 0.5), (20, 0.75)]
     assert line(reward, EVALUATION).get_linestyle() == "None" and line(reward, EVALUATION).get_marker() == "o"
     assert legend(figure) == [
-        "each update", "mean of the last 10 updates", EVALUATION, "KL target 3/sequence; band: 0.5 to 1.5 times",
+        "each update", "mean of the last 10 updates", EVALUATION, TARGET,
     ]  # fmt: skip
 
 
@@ -151,8 +152,7 @@ def test_ticks_of_the_learning_rate_can_be_typed():
 
 def test_the_target_and_its_band(made):
     kl = panels(made("run", 4))[3]
-    label = "KL target 3/sequence; band: 0.5 to 1.5 times"
-    assert points(kl, label) == [(0, 3), (1, 3), (2, 3), (3, 3), (4, 3)]
+    assert points(kl, TARGET) == [(0, 3), (1, 3), (2, 3), (3, 3), (4, 3)]
     [band] = [c.get_paths()[0].vertices for c in kl.collections]
     assert (band[:, 1].min(), band[:, 1].max()) == (1.5, 4.5)
 
@@ -161,14 +161,14 @@ def test_phased_targets_per_token_are_steps(made):
     curves = {tag: np.full(6, 9.0) for tag in TAGS} | {"kl_divergence/token": np.full(6, 1 / 32)}
     phased = {"kl_schedule": "phased", "kl_target": ["0.05/token", "0.02/token", "0.01/token"]}
     kl = panels(made("run", 6, curves, **phased), x="episodes")[3]
-    assert kl.get_ylabel() == "nats per token" and points(kl, "each update")[0] == (64, 1 / 32)
-    target = line(kl, "KL target 0.05, 0.02, 0.01/token; band: 0.5 to 1.5 times")
+    assert kl.get_ylabel() == "nats/token" and points(kl, "each update")[0] == (64, 1 / 32)
+    target = line(kl, "KL target 0.05, 0.02, 0.01/token\n(band: 0.5 to 1.5 x)")
     assert target.get_drawstyle() == "steps-pre"  # a value holds from the update before up to its own
     assert target.get_xdata().tolist() == [64 * u for u in range(7)]
     assert target.get_ydata().tolist() == [0.05, 0.05, 0.05, 0.02, 0.02, 0.01, 0.01]
 
 
-@pytest.mark.parametrize(("named", "shown"), [(["2/sequence"], ["KL target 2/sequence; beta fixed"]), (None, [])])
+@pytest.mark.parametrize(("named", "shown"), [(["2/sequence"], ["KL target 2/sequence\n(beta fixed)"]), (None, [])])
 def test_a_fixed_beta_has_no_band_and_no_target_that_nobody_named(made, named, shown):
     kl = panels(made("run", kl_schedule="fixed", kl_target=named))[3]
     assert [found.get_label() for found in kl.lines if "target" in found.get_label()] == shown
@@ -183,7 +183,7 @@ def test_a_panel_says_that_its_scalar_was_not_logged(made):
     axes = panels(made("run", 3, {"loss": [1.0, 2.0, 3.0]}))
     assert words(axes[0]) == ""
     for panel, tag in zip(axes[1:], ("learning_rate", "rewards/mean", "kl_divergence"), strict=True):
-        assert words(panel) == f"nothing was logged\nunder the name {tag}" and not panel.lines
+        assert words(panel) == f"{tag}\nwas not logged" and not panel.lines
 
 
 def test_values_that_are_not_finite_are_gaps(made):
@@ -205,10 +205,11 @@ def test_a_spike_does_not_flatten_the_loss(made):
     loss = panels(made("run", 200, {"loss": values}))[0]
     low, high = loss.get_ylim()
     assert -2 < low < -1 and 1 < high < 2
-    assert words(loss) == "out of sight: 1 of 200 values\n(1e+03)"
-    values[50] = 5
+    assert words(loss) == "arrows: values up to 1e+03\nare outside the axis"
+    assert [a.get_xdata().tolist() for a in loss.lines if a.get_marker() == "^"] == [[51, 51]]
+    values[50] = 4
     calm = panels(made("calm", 200, {"loss": values}))[0]
-    assert calm.get_ylim()[1] > 5 and words(calm) == ""
+    assert calm.get_ylim()[1] > 4 and words(calm) == ""
 
 
 def test_drawing_many_points_stays_quick(made, tmp_path):
@@ -231,7 +232,7 @@ def test_a_group_is_a_mean_and_a_band_up_to_its_shortest_run(made):
         made("c", 3, {"loss": [5.0, 2, 1]}, seed=3),
     ]
     loss = panels(*runs)[0]
-    assert points(loss, "PPO, mean of 3 seeds; band: lowest to highest") == [(1, 3), (2, 2), (3, 3)]
+    assert points(loss, "PPO, mean of 3 seeds") == [(1, 3), (2, 2), (3, 3)]
     vertices = {tuple(v) for v in loss.collections[0].get_paths()[0].vertices.tolist()}
     assert vertices == {(1, 1), (1, 5), (2, 2), (3, 1), (3, 5)}
 
@@ -239,16 +240,16 @@ def test_a_group_is_a_mean_and_a_band_up_to_its_shortest_run(made):
 def test_ppo_and_grpo_have_their_colours_and_names(made):
     runs = [made(f"{a}{s}", algorithm=a, seed=s, evaluations={0: s}) for a in ("grpo", "ppo") for s in (1, 2)]
     figure = draw(Chart(read_runs(runs), "updates", 10))
-    names = {a: f"{a.upper()}, mean of 2 seeds; band: lowest to highest" for a in ("ppo", "grpo")}
+    names = {a: f"{a.upper()}, mean of 2 seeds" for a in ("ppo", "grpo")}
     for axes in figure.axes:
         assert {a: line(axes, n).get_color() for a, n in names.items()} == {a: colour_of(a) for a in names}
         assert {tuple(c.get_facecolor()[0]) for c in axes.collections} >= {to_rgba(colour_of(a), 0.2) for a in names}
-    assert points(figure.axes[2], f"GRPO, {EVALUATION}") == [(0, 1.5)]
+    assert points(figure.axes[2], "GRPO, held-out prompts") == [(0, 1.5)]
     assert legend(figure) == [
-        names["ppo"], names["grpo"], f"PPO, {EVALUATION}", f"GRPO, {EVALUATION}",
-        "KL target 3/sequence; band: 0.5 to 1.5 times",
+        names["ppo"], "PPO, held-out prompts", names["grpo"], "GRPO, held-out prompts", TARGET,
     ]  # fmt: skip
-    assert figure.get_suptitle() == "PPO and GRPO, recipe demo\nlines: mean of the last 10 updates"
+    lines = "lines: mean of the last 10 updates; bands: lowest to highest run"
+    assert figure.get_suptitle() == f"PPO and GRPO, recipe demo\n{lines}"
     assert "not comparable" in figure.axes[0].get_title()
 
 
@@ -261,17 +262,17 @@ def test_over_time_the_script_tells_of_runs_that_took_longer(made, tmp_path, cap
 def test_one_run_of_each_is_a_line_of_its_own(made):
     loss = panels(made("p", seed=1), made("g", algorithm="grpo", seed=2, status="running"))[0]
     assert [found.get_label() for found in loss.lines] == ["PPO, seed 1", "GRPO, seed 2"] and not loss.collections
-    assert loss.figure.get_suptitle().endswith("1 of 2 runs running")
+    assert loss.figure.get_suptitle().startswith("PPO and GRPO, recipe demo, 1 of 2 runs running\n")
 
 
 def test_the_same_seed_twice_is_not_two_seeds(made):
-    assert panels(made("a"), made("b"))[0].lines[0].get_label() == "PPO, mean of 2 runs; band: lowest to highest"
+    assert panels(made("a"), made("b"))[0].lines[0].get_label() == "PPO, mean of 2 runs"
 
 
 def test_seeds_over_time_are_compared_at_the_same_time(made):
     """One run takes a second an update, one takes two: after 4 s they have come to updates 4 and 2."""
     runs = [made("a", 10, pace=1.0), made("b", 10, pace=2.0)]
-    found = dict(points(panels(*runs, x="time")[0], "PPO, mean of 2 runs; band: lowest to highest"))
+    found = dict(points(panels(*runs, x="time")[0], "PPO, mean of 2 runs"))
     assert found[4] == 3 and min(found) == 2 and max(found) == 10
 
 
@@ -279,7 +280,7 @@ def test_phases_of_ppo_and_grpo_that_differ_in_place_are_two_lines(made):
     phased = {"kl_schedule": "phased", "kl_target": ["4/sequence", "2/sequence"]}
     runs = [made("p", 8, **phased), made("g", 4, algorithm="grpo", **phased)]
     kl = panels(*runs)[3]
-    label = "{}, KL target 4, 2/sequence; band: 0.5 to 1.5 times"
+    label = "{}, KL target 4, 2/sequence\n(band: 0.5 to 1.5 x)"
     assert [y for _, y in points(kl, label.format("PPO"))] == [4, 4, 4, 4, 4, 2, 2, 2, 2]
     assert [y for _, y in points(kl, label.format("GRPO"))] == [4, 4, 4, 2, 2]
     same = panels(made("p2", 8, **phased), made("g2", 8, algorithm="grpo", **phased))[3]
@@ -288,12 +289,12 @@ def test_phases_of_ppo_and_grpo_that_differ_in_place_are_two_lines(made):
 
 def test_a_target_that_serves_all_reaches_to_the_end_of_the_longest(made):
     kl = panels(made("a", 5, pace=10.0), made("b", 8, algorithm="grpo"), x="time")[3]
-    assert points(kl, "KL target 3/sequence; band: 0.5 to 1.5 times")[-1] == (50, 3)
+    assert points(kl, TARGET)[-1] == (50, 3)
 
 
 def test_a_run_of_a_group_that_lacks_a_scalar_is_told(made):
     loss = panels(made("a"), made("b", 3, {"learning_rate": [1.0] * 3}))[0]
-    assert words(loss) == "nothing was logged by 1 of 2 PPO runs\nunder the name loss"
+    assert words(loss) == "loss\nwas not logged\nby 1 of 2 PPO runs"
 
 
 # the script
@@ -340,7 +341,7 @@ def test_the_script_says_what_is_unlike(made, tmp_path, capsys):
     assert "the PPO runs differ in length, 15 to 20 updates: their mean ends with the shortest, and what" in output
     assert "GRPO runs differ" not in output
     kl = panels(*runs)[3]
-    assert kl.get_ylabel() == "nats per sequence" and not any("target" in f.get_label() for f in kl.lines)
+    assert kl.get_ylabel() == "nats/sequence" and not any("target" in f.get_label() for f in kl.lines)
 
 
 def test_the_script_says_what_is_torn_and_what_is_not_finite(made, tmp_path, capsys):
@@ -348,8 +349,8 @@ def test_the_script_says_what_is_torn_and_what_is_not_finite(made, tmp_path, cap
     [file] = (run / "logs").iterdir()
     file.write_bytes(file.read_bytes()[:-3])
     output = run_script(capsys, run, "--output", tmp_path / "plot")
-    assert output.count("its last record is incomplete (still being written, or torn)") == 1
-    assert output.count("values that are not finite: loss 1 of 3; gaps in the picture") == 1
+    assert output.count("the last record is incomplete (still being written, or the file is cut off)") == 1
+    assert output.count("values that are not finite (loss 1 of 3) are gaps in the plot") == 1
     assert "3 of 4 updates (running)" in output and "rewards/mean not logged" in output
 
 

@@ -13,7 +13,7 @@ from rlhf.reports.curve_plots import draw
 from rlhf.reports.plot_style import line_styles_of
 from rlhf.reports.report_plots import colours_of, score_against_kl
 from tests.reports.conftest import TAGS
-from tests.reports.test_curve_plots import EVALUATION, legend, line, words
+from tests.reports.test_curve_plots import legend, line, words
 
 
 def of_algorithm(run, algorithm: str):
@@ -35,7 +35,7 @@ def test_three_algorithms_are_all_drawn_and_named(made):
         assert len({found.get_color() for found in drawn}) == 3
     widths = [line(figure.axes[1], name).get_linewidth() for name in names]
     assert widths == sorted(widths, reverse=True) and len(set(widths)) == 3, "learning rates lie on each other"
-    marks = [line(figure.axes[2], f"{name}, {EVALUATION}").get_marker() for name in ("PPO", "GRPO", "TOY")]
+    marks = [line(figure.axes[2], f"{name}, held-out prompts").get_marker() for name in ("PPO", "GRPO", "TOY")]
     assert len(set(marks)) == 3 and len(legend(figure)) == 7
     assert figure.get_suptitle().startswith("PPO, GRPO and TOY, recipe demo\n")
 
@@ -48,7 +48,7 @@ def test_topics_of_five_algorithms_are_drawn_or_said_not_to_be(made):
     assert three.get_title() == "Score by topic (GRPO dashed, A dotted)"
     assert [found.get_linestyle() for found in three.lines] == ["-", "--", ":"]
     assert three.lines[0].get_label() == "topic t" and words(three) == ""
-    assert len(five.lines) == 4 and words(five) == "C is not drawn: see the table"
+    assert len(five.lines) == 4 and words(five) == "C is not drawn: see the CSV table"
 
 
 def test_phases_that_two_of_three_algorithms_share_are_named_after_both(made):
@@ -56,7 +56,7 @@ def test_phases_that_two_of_three_algorithms_share_are_named_after_both(made):
     runs = read_runs([made("p", 8, **phased), made("g", 4, **phased), made("t", 8, **phased)])
     named = [of_algorithm(run, name) for run, name in zip(runs, ("ppo", "grpo", "toy"), strict=True)]
     labels = [found.get_label() for found in draw(Chart(named, "updates", 1)).axes[3].lines]
-    target = "KL target 4, 2/sequence; band: 0.5 to 1.5 times"
+    target = "KL target 4, 2/sequence\n(band: 0.5 to 1.5 x)"
     assert [label for label in labels if target in label] == [f"PPO and TOY, {target}", f"GRPO, {target}"]
 
 

@@ -146,7 +146,7 @@ def test_a_comparisons_page_and_markdown_of_three_algorithms(evaluator, runs, tm
     report = make_comparison(made, groups, start, [(curve.algorithm, read_eval_points(curve)) for curve in curves])
     filled = tables(report, groups)
     write_comparison(report, filled, groups, start, curves, tmp_path, Screen())
-    assert len(report["verdict"]) == 4 and len(report["caveats"]) >= 3
+    assert len(report["verdict"]) == 6 and len(report["caveats"]) >= 3
     pairs = ["PPO - GRPO", "PPO - TOY", "GRPO - TOY"]
     assert [found["name"] for found in report["at_equal"][0]["differences"]] == pairs
     figures, contrasts, within, spent, equal = filled
@@ -158,9 +158,11 @@ def test_a_comparisons_page_and_markdown_of_three_algorithms(evaluator, runs, tm
     assert [row[0] for row in equal["rows"]][3:6] == [f"8 episodes: {pair}" for pair in pairs]
     assert {len(prompt["sides"]) for prompt in report["samples"]} == {4}
     page, markdown = Page(tmp_path / "comparison.html"), (tmp_path / "comparison.md").read_text(encoding="utf-8")
-    assert "Start model, PPO, GRPO and TOY" in page.text and "# Start model, PPO, GRPO and TOY\n" in markdown
+    title = "Comparison of the start model, PPO, GRPO and TOY"
+    assert title in page.text and f"# {title}\n" in markdown
     for sentence in report["verdict"]:
-        assert sentence in page.text and markdown_cell(sentence) in markdown
+        headline, _, rest = sentence.partition(": ")
+        assert sentence in page.text and f"**{markdown_cell(headline + ':')}** {markdown_cell(rest)}" in markdown
     assert "3 pairs of algorithms are compared" in page.text and "3 pairs of algorithms are compared" in markdown
 
 
@@ -180,7 +182,7 @@ def test_settings_that_differ_between_three_groups_by_hand():
     assert name == "settings that differ, PPO, GRPO and TOY"
     assert text == "use_lora True, False and unknown; K: GRPO 4, TOY 6"
     [(_, text)] = comparison_report.settings_that_differ([groups[0], side_of("ppo", **same, model={"use_lora": True})])
-    assert text == "none but each algorithm's own"
+    assert text == "only those of a single algorithm"
     assert comparison_report.settings_that_differ(groups[:1]) == []
 
 

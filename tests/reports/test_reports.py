@@ -31,7 +31,9 @@ def evaluation(runs, tmp_path, capsys):
 def test_the_references_command(evaluation, runs):
     """20 prompts x 4 completions, ranked, as far as there are prompts; adapter and whole model side by side."""
     report, facts = evaluation("--model-path", runs["ppo", 1], runs["grpo", 1])
-    asked = re.search(r"(\d+) drawn at random from (\d+) held-out prompts.*?20 were asked for", facts)
+    asked = re.search(
+        r"(\d+) drawn at random from (\d+) held-out prompts.*?--num-prompts 20 is more than there are", facts
+    )
     assert int(asked[1]) == int(asked[2]) == len(report["prompts"]) < 20, "all that there are"
     assert [m["which"] for m in report["models"]] == ["final", "final"]
     assert "(final, after update 2)" in facts and "evaluation.html" in facts
@@ -127,11 +129,11 @@ def comparison(tmp_path, capsys):
 
 def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
     report, message = comparison(*runs.values())
-    assert len(report["verdict"]) == 2
+    assert len(report["verdict"]) == 3
     assert "PPO" in report["verdict"][0] and "GRPO" in report["verdict"][0]
     assert "after 8 episodes each" in report["verdict"][0]
-    assert all("95% interval over seeds and prompts" in sentence for sentence in report["verdict"])
-    assert "start model" in report["verdict"][1] and "perplexity x" in report["verdict"][1]
+    assert all("95% confidence interval over seeds and prompts" in sentence for sentence in report["verdict"])
+    assert all("start model" in sentence and "perplexity x" in sentence for sentence in report["verdict"][1:])
     for sentence in report["verdict"]:
         assert re.sub(r"\s+", " ", sentence) in message
     assert {c["name"] for c in report["contrasts"]} == {"PPO - start model", "GRPO - start model", "PPO - GRPO"}
@@ -141,7 +143,14 @@ def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
     assert "use_lora False and True" in report["facts"]["settings that differ, PPO and GRPO"]
     assert report["facts"]["settings that differ, PPO and GRPO"].endswith("; K: GRPO 2")
     markdown = (tmp_path / "out" / "comparison.md").read_text(encoding="utf-8")
-    for words in ("over prompts", "peak memory", "win rate", "distinct-2", "reply tokens", "score\\_against\\_kl"):
+    for words in (
+        "over prompts",
+        "peak memory",
+        "win rate",
+        "distinct-2",
+        "completion tokens",
+        "score\\_against\\_kl",
+    ):
         assert words.replace("\\", "") in markdown
     assert (tmp_path / "out" / "score_against_kl.png").is_file()
 
@@ -164,13 +173,13 @@ def test_equal_budgets_are_taken_from_the_runs_own_evaluations(comparison, runs)
 def test_one_seed_says_what_it_cannot_tell(comparison, runs):
     report, facts = comparison(runs["ppo", 1], runs["grpo", 2])
     assert {c["over"] for c in report["contrasts"]} == {"prompts"}
-    assert "one seed (PPO: 1, GRPO: 2) cannot tell whether the same settings with another seed" in facts
+    assert "one seed (PPO: 1, GRPO: 2) does not show how much the result depends on the seed" in facts
     assert not any("over seeds" in sentence for sentence in report["verdict"])
 
 
 def test_one_algorithm_alone(comparison, runs):
     report, _ = comparison(runs["ppo", 1], runs["ppo", 2])
-    assert report["verdict"][1] == "Whether another algorithm would do better cannot be told from PPO's runs alone."
+    assert report["verdict"][1] == "All runs are PPO runs, so they cannot show whether another algorithm is better."
     assert [c["name"] for c in report["contrasts"]] == ["PPO - start model"]
 
 
@@ -179,7 +188,7 @@ def test_a_judge_decides_where_there_is_one(comparison, runs, tmp_path):
 
     judge = make_reward_model(tmp_path / "judge", seed=4)
     report, _ = comparison(*runs.values(), "--judge-model", judge)
-    assert f"by the judge {judge}, which no training saw" in report["verdict"][0]
+    assert f"by the judge ({judge}, not used in RL training)" in report["verdict"][0]
     assert {c["measure"] for c in report["contrasts"]} == {"scores", "judged"}
     assert report["at_equal"][0]["differences"][0]["by"] == "judge"
 
@@ -200,10 +209,10 @@ def changed(run, folder, **settings):
 
 def test_runs_that_cannot_be_pooled_are_refused(comparison, runs, start_model, tmp_path):
     other = changed(runs["ppo", 2], tmp_path / "other", learning_rate=0.5)
-    with pytest.raises(UserError, match=r"ppo_1 and .*other differ in learning_rate: the runs"):
+    with pytest.raises(UserError, match=r"ppo_1 and .*other differ in learning_rate\. Runs of one"):
         comparison(runs["ppo", 1], other)
     twice = changed(runs["ppo", 1], tmp_path / "twice")
-    with pytest.raises(UserError, match="two runs of PPO have the seed 1: the runs"):
+    with pytest.raises(UserError, match=r"two runs of PPO have the seed 1\. Give each seed once"):
         comparison(runs["ppo", 1], twice)
     with pytest.raises(UserError, match="not a run: .*compare_runs.py takes run folders"):
         comparison(runs["ppo", 1], start_model)
@@ -239,17 +248,17 @@ def test_faults_of_a_comparison_are_said_before_the_work(runs, tmp_path, capsys,
         shutil.rmtree(run / "samples")
         compare_runs.main([*words_of_it, "--output", str(output)])
         printed = re.sub(r"\s+", " ", capsys.readouterr().out)
-        assert "a run kept no evaluations of its own: nothing is said of equal time" in printed
+        assert "a run has no stored evaluations, so there is no comparison at equal training time" in printed
         return
     if make_bad == "torn samples":
         (run / "samples" / "update-000001.jsonl").write_text('{"prompt": [')
-        fault = "torn: .*update-000001.jsonl"
+        fault = "incomplete or corrupted: .*update-000001.jsonl"
     else:
         output = tmp_path / "file" if make_bad == "output is a file" else tmp_path / "file" / "x"
         fault = "cannot be a folder: --output"
     with pytest.raises(UserError, match=fault):
         compare_runs.main([*words_of_it, "--output", str(output)])
-    assert "replies" not in capsys.readouterr().out, "nothing was sampled"
+    assert "completions" not in capsys.readouterr().out, "nothing was sampled"
 
 
 def test_faults_of_an_evaluation_are_said_before_the_work(runs, tmp_path, capsys):
@@ -259,7 +268,7 @@ def test_faults_of_an_evaluation_are_said_before_the_work(runs, tmp_path, capsys
             evaluate_generations.main(words(*command, "--output", tmp_path / "file"))
     with pytest.raises(UserError, match="two things at once: --tokens and --model-path"):
         evaluate_generations.main(words("--tokens", runs["ppo", 1], "--model-path", runs["ppo", 1]))
-    assert "of 24 replies" not in capsys.readouterr().out
+    assert "of 24 completions" not in capsys.readouterr().out
 
 
 def test_a_mistyped_run_is_not_looked_for_on_the_hub(comparison, runs, monkeypatch):
@@ -269,15 +278,17 @@ def test_a_mistyped_run_is_not_looked_for_on_the_hub(comparison, runs, monkeypat
 
 
 def test_a_model_that_is_not_of_a_run_says_whose_settings_it_is_measured_with(evaluation, start_model, pairs_file):
-    with pytest.raises(UserError, match=r"is not of a run, so settings are the recipe's: --like smollm2-orca"):
+    with pytest.raises(
+        UserError, match=r"does not belong to a run, so the settings are those of the recipe --like smollm2-orca"
+    ):
         evaluation("--model-path", start_model, "--prompts", pairs_file)
 
 
 def test_a_model_alone_says_what_is_missing(evaluation, start_model, reward_folder, pairs_file):
     _, text = evaluation("--model-path", start_model, "--prompts", pairs_file, "--rm-model", reward_folder,
                          "--num-prompts", 3, "--completions", 2)  # fmt: skip
-    assert "no start model is known: nothing to compare with, and no audit (--baseline names one)" in text
-    assert "only 3 prompts: figures and intervals are rough" in text
+    assert "no start model: no comparison and no audit (give one with --baseline)" in text
+    assert "only 3 prompts: figures and intervals are approximate" in text
 
 
 def test_runs_of_another_release_can_be_pooled(comparison, runs, tmp_path):

@@ -159,5 +159,5 @@ def facts(model: ModelRef, config: Config, conversation: Conversation) -> list[t
         ("sampling", str(config.sampling)),
         ("memory", memory),
         (NEW, "starts a new conversation"),
-        (EXIT, "ends the chat, as does Ctrl-C"),
+        (EXIT, "ends the chat, as do Ctrl-C and the end of the input"),
     ]

@@ -108,17 +108,12 @@ def over_seeds(
     (Saravanan et al. 2020, "Application of the hierarchical bootstrap"; Agarwal et al. 2021, arXiv 2108.13264, for few
     runs). A group with one seed is treated as a fixed model, for example the start model.
 
-    With few seeds a plain bootstrap interval is too narrow. (1) It underestimates the variance by (S - 1) / S, so the
-    deviations are multiplied by sqrt(S / (S - 1)). (2) It has normal tails, so the interval is widened by t / z at
+    With few seeds a plain bootstrap interval is too narrow. It underestimates the variance by (S - 1) / S, so the
+    deviations are multiplied by sqrt(S / (S - 1)). It has normal tails, so the interval is widened by t / z at
     Satterthwaite's degrees of freedom of the variance components (seeds: S - 1, prompts: P - 1).
 
-    Returns None if both groups have one seed. The estimate has no interval for one prompt, or if all values are equal
-    and not 0.
-
-    Args:
-        values: (S, T, P) with S seeds of the first group, T seeds of the second group and P prompts.
-        seed: of the resampling.
-        limits, level: as in `over_prompts`.
+    `values` is (S, T, P): seeds of the first group, seeds of the second group, prompts. Returns None if both groups
+    have one seed. There is no interval for one prompt, or if all values are equal and not 0.
     """
     if max(values.shape[:2]) < 2:
         return None

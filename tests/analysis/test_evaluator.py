@@ -266,10 +266,10 @@ def test_a_judge_that_training_saw_is_refused_whatever_scores_now(runs, reward_f
     with pytest.raises(UserError, match=f"the judge is also the reward model of {runs['ppo', 1]}: --judge-model"):
         evaluator_of([runs["ppo", 1]], settings)
     evaluator, _ = evaluator_of([runs["ppo", 1]], dataclasses.replace(settings, judge_model=None))
-    assert evaluator.score_name == "another reward"
+    assert evaluator.score_name == "not the training reward"
     assert (
         evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=2))[0].score_name
-        == "the reward that was trained on"
+        == "the training reward"
     )
 
 

@@ -69,7 +69,7 @@ def test_score_against_kl_has_every_algorithm_and_names_a_run_without_evaluation
     assert [text.get_text() for text in axes.texts] == ["42"] * 3
     [bare] = read_runs([made("bare", 2, {"loss": [1.0, 2.0]}, seed=7)])
     lacking = score_against_kl([*runs, of_algorithm(bare, "new")]).axes[0]
-    assert words(lacking).endswith("no evaluation was logged by\nNEW, seed 7")
+    assert words(lacking) == "no evaluation was logged by\nNEW, seed 7 | 42 | 42 | 42"
 
 
 def test_algorithms_that_the_table_lacks_look_like_no_other():

@@ -212,21 +212,28 @@ def test_every_example_of_a_settings_file_works_and_acts(file, algorithm):
     parse_cli(["--recipe", "demo", "--config", str(file)], algorithm)
 
 
-def block_of_docs(language: str) -> str:
+def block_of_docs(language: str, word: str) -> str:
+    """Return the only block of `language` in docs/settings.md that contains `word`."""
     text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    (block,) = re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+    (block,) = [b for b in re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL) if word in b]
     return block
 
 
 def test_the_recipe_in_the_docs_works(tmp_path):
-    (tmp_path / "docs.yaml").write_text(block_of_docs("yaml"))
+    (tmp_path / "docs.yaml").write_text(block_of_docs("yaml", "kind: recipe"))
     recipe = str(tmp_path / "docs.yaml")
     ppo, grpo = parse_cli(["--recipe", recipe]), parse_cli(["--recipe", recipe], "grpo")
     assert (ppo.critic.gamma, grpo.group.K, ppo.model.actor_model) == (0.99, 4, "./my_start_model")
     assert parse_reward_cli(["--recipe", recipe]).training.base_model == "./my_start_model"
 
 
+def test_the_file_of_settings_in_the_docs_works(tmp_path):
+    (tmp_path / "docs.yaml").write_text(block_of_docs("yaml", "recipe: smollm2-orca"))
+    config = parse_cli(["--config", str(tmp_path / "docs.yaml")])
+    assert (len(config.kl.kl_target), config.kl.kl_horizon, config.optimizer.learning_rate) == (3, 80, 1e-5)
+
+
 def test_the_edit_in_the_docs_works(tmp_path):
-    (tmp_path / "config.py").write_text(block_of_docs("python"))
+    (tmp_path / "config.py").write_text(block_of_docs("python", "learning_rate"))
     config = parse_cli([], user_file=tmp_path / "config.py")
     assert (config.optimizer.learning_rate, config.model.lora_dropout) == (1e-5, 0.05)

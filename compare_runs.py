@@ -1,4 +1,4 @@
-"""`python compare_runs.py RUN ...`: start model and algorithms over seeds on the same prompts: a report, a verdict."""
+"""`python compare_runs.py RUN ...`: compares algorithms over seeds, and the start model, on the same prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlhf.utils.requirements import check_libraries
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse_comparison_cli(argv)  # before torch is imported: --help and mistakes are answered at once
+    config = parse_comparison_cli(argv)  # before torch is imported, so that --help and errors are printed at once
     check_libraries()
     from rlhf.utils.console import Screen, quiet_libraries
 

@@ -1,7 +1,8 @@
 """Your settings. Edit a value, and the next training run uses it.
 
-These are the values of the default recipe, smollm2-orca. Any other setting may be added under its name: `python
-train_ppo.py --help-all` lists them all. A flag wins over this file. With another --recipe this file is not used.
+These are the values of the default recipe, smollm2-orca. You can add any other setting under its name:
+`python train_ppo.py --help-all` prints all of them. Flags override this file. With another --recipe, this file is not
+used.
 """
 
 # Models and prompts: a folder, a file or a hub name
@@ -10,18 +11,18 @@ rm_model = "./reward_model_output"
 prompts = "Intel/orca_dpo_pairs"
 use_lora = False
 
-# Generation
-max_new_tokens = 128  # per completion
+# Sampling
+max_new_tokens = 128  # largest length of a completion
 temperature = 0.7
 top_k = 0  # 0: off
 top_p = 1.0  # 1: off
 
-# One update: a batch of completions, and the optimizer steps on it
-batch_size = 4  # prompts
+# One update: a rollout (batch of completions), and the optimizer steps on it
+batch_size = 4  # prompts per update
 K = 8  # completions per prompt (GRPO, RLOO)
-ppo_epochs = 4  # passes over the batch
+ppo_epochs = 4  # passes over each rollout
 minibatches = 1  # optimizer steps per pass
-clip_range = 0.2  # the ratio is clipped to 1 +- this
+clip_range = 0.2  # the policy ratio is clipped to 1 +- this value
 
 # Critic and generalized advantage estimation, GAE (PPO)
 gamma = 1.0
@@ -30,15 +31,15 @@ value_coef = 0.1
 value_clip_range = 0.2
 
 # KL to the start model
-kl_coef = 0.05  # beta at the start
-kl_schedule = "adaptive"  # or "fixed"; or "phased" with a list of targets
-kl_target = "6/sequence"  # nats per completion; "0.05/token": per token
+kl_coef = 0.05  # beta, the KL coefficient, at the start of the run
+kl_schedule = "adaptive"  # or "fixed", or "phased" with a list of targets
+kl_target = "6/sequence"  # nats per completion, or for example "0.05/token": nats per token
 
 # Training
 learning_rate = 5e-6
 lr_schedule = "cosine"  # or "linear", "constant"
 max_grad_norm = 1.0
-epochs = 3  # passes over the prompts; or set num_iterations, or episodes
+epochs = 3  # passes over the prompts; instead of it, you can set num_iterations or episodes
 seed = 42
-eval_every = 50  # updates
-save_every = 50  # updates
+eval_every = 50  # updates between evaluations
+save_every = 50  # updates between checkpoints

@@ -1,6 +1,6 @@
-"""`python evaluate_generations.py --model-path RUN`: replies, scored and ranked, beside the start model's.
+"""`python evaluate_generations.py --model-path RUN`: scores and ranks completions, next to the start model's.
 
-`--tokens RUN`: what was recorded of a run's tokens, as a page. `--chat`: a conversation.
+`--tokens RUN` makes a page of the recorded tokens of a run. `--chat` starts a chat.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from rlhf.utils.requirements import check_libraries
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse_evaluation_cli(argv)  # before torch is imported: --help and mistakes are answered at once
+    config = parse_evaluation_cli(argv)  # before torch is imported, so that --help and errors are printed at once
     check_libraries()
     from rlhf.utils.console import Screen, quiet_libraries
 

@@ -1,4 +1,4 @@
-"""`python plot_training_progress.py`: the training curves of one run, or of several algorithms over seeds."""
+"""`python plot_training_progress.py`: draws the training curves of one run, or of several algorithms over seeds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf.utils.errors import UserError, run_command
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse_plot_cli(argv)  # before matplotlib and TensorBoard are imported: mistakes are answered at once
+    config = parse_plot_cli(argv)  # before the slow imports, so that errors are reported at once
     picture, table = output_files(config.plot.output)
     from rlhf.analysis.curves import read_runs, write_table
     from rlhf.reports.curve_chart import Chart
@@ -29,35 +29,35 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def output_files(output: str) -> tuple[Path, Path]:
-    """The picture and the table. Raises UserError where they cannot be written."""
+    """Return the paths of the plot and the table. Raises UserError if they cannot be written."""
     path = Path(output)
     if path.suffix in (".png", ".csv"):
         path = path.with_suffix("")
     files = path.with_name(path.name + ".png"), path.with_name(path.name + ".csv")
     if not path.parent.is_dir():
-        raise UserError(f"no such folder: --output {output}. Make {path.parent} first, or name another with --output")
+        raise UserError(f"no such folder: --output {output}. Create {path.parent} first, or give another name")
     if not os.access(path.parent, os.W_OK) or any(file.is_dir() for file in files):
-        raise UserError(f"cannot write there: --output {output}. Name another with --output")
+        raise UserError(f"cannot write the files: --output {output}. Give another name")
     return files
 
 
 def run_folders(config: PlotConfig) -> list[Path]:
-    """The runs that were named, else the last one here."""
+    """Return the given run folders, or the last run in the working directory."""
     from rlhf.checkpoints.run_record import last_run
 
     return [Path(run) for run in config.plot.runs] or [last_run("plot_training_progress.py")]
 
 
 def show_runs(chart, screen) -> None:
-    """How far each run has come, where its four figures stand, and what a reader of the curves must know."""
+    """Print the progress of each run, its final values, and remarks on differences between the runs."""
     screen.say(f"at the end ({chart.averaged}):")
-    screen.facts([(str(run.folder), standing(run, chart)) for run in chart.runs])
-    for line in [*(line for run in chart.runs for line in run.remarks), *unlike(chart)]:
+    screen.facts([(str(run.folder), final_values(run, chart)) for run in chart.runs])
+    for line in [*(line for run in chart.runs for line in run.remarks), *differences_between(chart)]:
         screen.say(line)
 
 
-def standing(run, chart) -> str:
-    """A run's updates, and the ends of its lines."""
+def final_values(run, chart) -> str:
+    """Return the number of updates of a run, and the last values of its curves, on one line."""
     from rlhf.analysis.curves import running_mean
 
     status = run.run.status
@@ -72,19 +72,19 @@ def standing(run, chart) -> str:
     return ", ".join([*remarks, aim])
 
 
-def unlike(chart) -> list[str]:
-    """How the runs differ in what a reader takes to be equal, a line each."""
+def differences_between(chart) -> list[str]:
+    """Return one line for each difference between runs that affects the comparison of their curves."""
     from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, differences
     from rlhf.utils.console import clock
 
     remarks = []
     recipes = sorted({run.config.recipe for run in chart.runs})
     if len(recipes) > 1:
-        remarks.append(f"the runs are of different recipes: {', '.join(recipes)}")
+        remarks.append(f"the runs use different recipes: {', '.join(recipes)}")
     if len(chart.aims) > 1:
         units = {run.config.kl.targets[0].per for run in chart.runs}
         shown = "; the KL is shown in nats per sequence" if len(units) > 1 else ""
-        remarks.append(f"the runs hold different KL targets: {', '.join(chart.aims)}; none is drawn{shown}")
+        remarks.append(f"the runs have different KL targets: {', '.join(chart.aims)}; none is drawn{shown}")
     for group in chart.groups:
         updates, first = [run.last_update for run in group.runs], group.runs[0].run.settings
         times = [run.seconds for run in group.runs]
@@ -93,13 +93,13 @@ def unlike(chart) -> list[str]:
             lengths = f"{clock(min(times))} to {clock(max(times))}"
         if lengths:
             remarks.append(
-                f"the {group.name} runs differ in length, {lengths}: their mean ends with the shortest, and what "
-                "comes after is not drawn"
+                f"the {group.name} runs differ in length, {lengths}: their mean ends with the shortest, and the "
+                "rest is not drawn"
             )
         mixed = {name for run in group.runs for name in differences(first, run.run.settings, SEEDS_MAY_DIFFER)}
         if mixed:
             remarks.append(
-                f"the {group.name} runs differ in {', '.join(sorted(mixed))}: their mean mixes settings. Draw one "
+                f"the {group.name} runs differ in {', '.join(sorted(mixed))}: their mean mixes settings. Plot one "
                 "setting of an algorithm at a time"
             )
     return remarks

@@ -1,4 +1,4 @@
-"""`python train_rloo.py`: RLOO from a start model and a reward to a better model."""
+"""`python train_rloo.py`: trains a language model with RLOO."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "stopped; a run that has a checkpoint resumes from it with --resume")
+    run_command(main, "stopped; if the run has a checkpoint, resume it with --resume")

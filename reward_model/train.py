@@ -1,4 +1,4 @@
-"""`python -m reward_model.train`: a reward model from preference pairs."""
+"""`python -m reward_model.train`: trains a reward model from preference pairs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ USER_FILE = Path(__file__).parent.parent / "config.py"
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse_reward_cli(argv, USER_FILE)  # before torch is imported: --help and mistakes are answered at once
+    config = parse_reward_cli(
+        argv, USER_FILE
+    )  # before torch is imported, so that --help and errors are printed at once
     usual = usual_config(config.recipe, config.user_file)
     check_libraries()
     from rlhf.utils.console import Screen, quiet_libraries
 
-    quiet_libraries()  # before libraries are imported that print at import
+    quiet_libraries()  # before the imports of libraries that print messages
     from rlhf.models.device import start_device
     from rlhf.rewards.training import refusal, train_reward_model
 
@@ -29,9 +31,11 @@ def main(argv: list[str] | None = None) -> None:
         folder = train_reward_model(config, screen, start_device(screen))
     why = refusal(config, folder, usual)
     screen.say(
-        f"next: {training_command(config, usual)}" if why is None else f"warning: training refuses this model: {why}"
+        f"next: {training_command(config, usual)}"
+        if why is None
+        else f"warning: training will reject this reward model: {why}"
     )
 
 
 if __name__ == "__main__":
-    run_command(main, "stopped: the output folder holds what was there before, or the complete new reward model")
+    run_command(main, "stopped: the output folder contains its previous content, or the complete new reward model")

@@ -1,4 +1,4 @@
-"""From Python: a trainer from a configuration and a list of prompts, with one's own rewards and callbacks."""
+"""Python API: builds a trainer from a configuration, prompts, and custom rewards and callbacks."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ def make_trainer(
     callbacks: Sequence = (),
     evaluation_prompts: Prompts | None = None,
 ) -> OnPolicyLoop:
-    """Return a trainer of `config.algorithm`, ready to `train()`, `evaluate()`, `save_model(folder)`,
-    `load_model(folder)`. Length and seed are the settings'. Nothing is written before `save_model`. Raises UserError.
+    """Return a trainer of `config.algorithm`, with the methods `train()`, `evaluate()`, `save_model(folder)` and
+    `load_model(folder)`. The run length and the seed come from `config`. Only `save_model` writes files. Raises
+    UserError.
 
     Args:
-        prompts: texts, chats of {"role", "content"}, or rows as in a data file (`topic` among their columns).
-        rewards: replace the reward model and the rules of the settings.
-        reward_weights: one for each of `rewards`; None: all 1.
-        callbacks: objects with some methods of rlhf.callbacks.base.Callback, or functions of (epoch, metrics).
-        evaluation_prompts: None: a tenth of the prompts is held out, by the hash of the question. Of fewer than 20
-            prompts none is held out, and the training prompts serve.
+        prompts: texts, chats (lists of {"role", "content"}), or rows as in a data file.
+        rewards: reward functions or modules, used instead of the reward model and reward functions in `config`.
+        reward_weights: one weight for each of `rewards`; None: all 1.
+        callbacks: objects with methods of rlhf.callbacks.base.Callback, or functions of (epoch, metrics).
+        evaluation_prompts: None: 10% of the prompts are held out, selected by the hash of the question; if there are
+            fewer than 20 prompts, the training prompts are also used for evaluation.
     """
     screen = Screen()
     device = start_device(screen, config.run.deterministic)
@@ -45,6 +46,6 @@ def make_trainer(
     if config.kl.steered:
         controller = kl_controller(config, trainer.updates)
         trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update))
-    for callback in callbacks:  # after control: what they set is what the next update has
+    for callback in callbacks:  # after KLControl, so that a beta which they set is not overwritten
         trainer.add_callback(callback)
     return trainer

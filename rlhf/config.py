@@ -1,4 +1,4 @@
-"""The configuration of a training run: from Python, from a command line, from a run.json. Imports no torch."""
+"""Builds the configuration of a training run from Python, a command line or a run.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from rlhf.utils.errors import UserError, raise_if
 def make_config(
     recipe: str = DEFAULT_RECIPE, algorithm: str = DEFAULT_ALGORITHM, **settings: Unpack[TrainingSettings]
 ) -> Config:
-    """Return a configuration: a recipe, by name or file, and settings by their names. config.py is not read. Raises
-    UserError as the command line does."""
+    """Return a configuration from a recipe, by name or file, and settings by their names. Does not read config.py.
+    Raises UserError for the same errors as the command line."""
     row, foreign = algorithm_row(algorithm, "make_config(algorithm=)"), foreign_settings(algorithm)
     raise_if(
         [
@@ -44,21 +44,22 @@ def make_config(
 
 
 def algorithm_row(name: str, where: str) -> Algorithm:
-    """Return the row of an algorithm in the table. Raises UserError with `where` it was named if there is none."""
+    """Return the row of an algorithm in the table. Raises UserError if there is none; `where` is the place in the
+    error."""
     if name not in ALGORITHMS:
         raise UserError(f"unknown algorithm {name!r}: {where}. Known: {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name]
 
 
 def foreign_settings(algorithm: str) -> dict[str, str]:
-    """Return every name of the settings that only other algorithms read -> the scripts that have their flags."""
+    """Return all names of the settings that only other algorithms use -> the scripts that have their flags."""
     foreign = ALGORITHMS[algorithm].foreign
     return {name: foreign[s.group] for s in settings_of(Config).values() if s.group in foreign for name in s.names}
 
 
 def lower_layers(recipe: str, row: Algorithm, user: Layer, where: str = "--recipe") -> list[Layer]:
-    """Return the layers beneath --config and the flags: the algorithm's own defaults, then those of config.py (`user`)
-    under the default recipe, or else the recipe's."""
+    """Return the layers below --config and the flags: the defaults of the algorithm, then the settings of config.py
+    (`user`) with the default recipe, or otherwise those of the recipe."""
     defaults: Layer = {name: (value, "default") for name, value in row.defaults.items()}
     if recipe == DEFAULT_RECIPE:
         return [defaults, user]
@@ -66,8 +67,9 @@ def lower_layers(recipe: str, row: Algorithm, user: Layer, where: str = "--recip
 
 
 def usual_config(recipe: str, user: Layer, algorithm: str = DEFAULT_ALGORITHM) -> Config:
-    """Return what an algorithm's script uses without flags, under a recipe and the settings of config.py; whether they
-    fit together is not checked. Raises UserError if the recipe's file is gone, or a value is not valid."""
+    """Return the configuration that an algorithm's script uses without flags, with a recipe and the settings of
+    config.py. Combinations of settings are not checked. Raises UserError if the recipe's file is missing or a value is
+    invalid."""
     row = ALGORITHMS[algorithm]
     values = values_of(Config, lower_layers(recipe, row, user))
     return build(Config, values, row.foreign, recipe=recipe, algorithm=algorithm, user_file=user)
@@ -84,29 +86,28 @@ def _built(
 
 
 def command_line(row: Algorithm) -> CommandLine:
-    """Return what an algorithm's script accepts."""
+    """Return the command line of an algorithm's script."""
     run = f"./{row.name}_lora"
     examples = (
-        ("--recipe demo", "the offline demo, in minutes on a CPU"),
-        (f"--use-lora --output {run}", "LoRA adapters, on the default recipe's models and data"),
+        ("--recipe demo", "the offline demo: takes minutes on a CPU"),
+        (f"--use-lora --output {run}", "LoRA adapters, with the models and data of the default recipe"),
         (f"--resume --output {run}", "resume that run after an interruption"),
     )
-    title = f"{row.title} on one workstation, on TRL."
+    title = f"Trains a language model with {row.title} ({row.name.upper()}), based on TRL."
     return CommandLine(Config, row.script, title, examples, row.foreign, shipped_recipes())
 
 
 def parse_cli(
     argv: Sequence[str] | None = None, algorithm: str = DEFAULT_ALGORITHM, user_file: Path | None = None
 ) -> Config:
-    """Return the configuration of an algorithm's script. `user_file` is the config.py that counts under the default
-    recipe. With --resume, the run's run.json replaces recipe and config.py. Raises UserError with all errors of the
-    command line."""
+    """Return the configuration of an algorithm's script. `user_file` is the config.py, which is used with the default
+    recipe. With --resume, run.json replaces the recipe and config.py. Raises UserError that lists all errors."""
     user = read_user_file(user_file, name_table(settings_of(Config)))
     return resolve_cli(sys.argv[1:] if argv is None else argv, algorithm, user)
 
 
 def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer) -> Config:
-    """Return what `parse_cli` returns if config.py sets the layer `user`."""
+    """Return the result of `parse_cli` if config.py contains the layer `user`."""
     row, line = ALGORITHMS[algorithm], command_line(ALGORITHMS[algorithm])
 
     def lower(recipe: str) -> tuple[list[Layer], str | None]:
@@ -123,15 +124,15 @@ def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer) -> Config:
     return _built(row, [*layers, *given.layers], recipe, user, given.problems)
 
 
-# settings of a command that resumes, not of the run that it resumes
+# settings of the command that resumes a run, which are not restored from the run
 OF_THE_COMMAND = ("seeds", "output", "overwrite", "dry_run", "resume", "resume_anyway")
 
 
 def stored_run(row: Algorithm, layers: Sequence[Layer]) -> tuple[Layer, str] | None:
-    """Return the settings in the run.json of the run that a command resumes, and its recipe; None if it resumes none.
-    Raises UserError if it is a run of another algorithm, or names reward code that the command line does not name.
+    """Return the settings in run.json of the run that a command resumes, and its recipe; None if it does not resume
+    one. Raises UserError for a run of another algorithm, and for reward code that is not on the command line.
 
-    `layers` are the command line's, above those settings of recipe and config.py that are in OF_THE_COMMAND.
+    `layers` are the command line's, above the settings of recipe and config.py that are in OF_THE_COMMAND.
     """
     settings = settings_of(Config)
     run = values_of(Config, [only(layer, settings, (*OF_THE_COMMAND, "reward_func")) for layer in layers])
@@ -148,15 +149,15 @@ def stored_run(row: Algorithm, layers: Sequence[Layer]) -> tuple[Layer, str] | N
     only_exported = stored.status == "finished" and run["seeds"] is None and not run["resume_anyway"]
     if not only_exported and names_code(rules) and not names_code(run["reward_func"]):
         raise UserError(
-            f"reward code runs only if the command line names it: --resume, {', '.join(names_code(rules))} in the "
-            f"run's {RUN_FILE}. Resume with: {resume_line(row.name, run['output'], run['seeds'], rules)}"
+            f"reward code must be given on the command line: --resume, {', '.join(names_code(rules))} in the run's "
+            f"{RUN_FILE}. Resume with: {resume_line(row.name, run['output'], run['seeds'], rules)}"
         )
     return layer, stored.recipe
 
 
 def user_file_line(user: Layer, row: Algorithm, unused_because: str | None) -> str | None:
-    """Return what config.py changes for an algorithm, and whether that is used, on one line; None if it holds the
-    declared defaults."""
+    """Return one line with the changes that config.py makes for an algorithm, and whether they are used; None if it
+    contains the declared defaults."""
     layers = [lower_layers(DEFAULT_RECIPE, row, layer) for layer in ({}, user)]
     return edits_line(Config, *layers, unused_because, row.foreign)
 
@@ -165,14 +166,13 @@ def user_file_line(user: Layer, row: Algorithm, unused_because: str | None) -> s
 
 
 def config_of_run(run: RunRecord, **changed: Any) -> Config:
-    """Return a run's configuration, with some settings `changed`."""
+    """Return the configuration of a run, with some settings `changed`."""
     return config_of_settings(run.algorithm, run.settings, **changed)
 
 
 def config_of_settings(algorithm: str, settings: dict[str, Any], **changed: Any) -> Config:
     """Return the configuration for stored `settings`, with some of them `changed`. Settings that this version does not
-    have, or that the algorithm does not read, are ignored. Raises UserError for an algorithm that is not in the
-    table."""
+    have, or that the algorithm does not use, are ignored. Raises UserError for an unknown algorithm."""
     row = algorithm_row(algorithm, RUN_FILE)
     layer = {name: (value, "a changed setting") for name, value in changed.items()}
     stored = stored_layer(settings)

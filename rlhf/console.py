@@ -1,3 +1,3 @@
-"""The older name of rlhf.utils.console, which programs import."""
+"""Former location of rlhf.utils.console, kept for programs that import it."""
 
 from rlhf.utils.console import quiet_libraries as quiet_libraries

@@ -13,7 +13,7 @@ from accelerate import PartialState
 from rlhf.models.determinism import call_vector_functions_once, use_deterministic_algorithms
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.system import cap_card_memory
+from rlhf.utils.system import cap_gpu_memory
 
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
 
@@ -72,7 +72,7 @@ def start_device(screen: Screen, deterministic: bool = False) -> torch.device:
             f"multi-process training is not supported: the launcher started {state.num_processes} processes. "
             "Start the command with python, without a launcher"
         )
-    cap_card_memory()
+    cap_gpu_memory()
     return state.device
 
 

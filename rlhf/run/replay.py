@@ -31,7 +31,7 @@ def replay_incident(config: Config, screen: Screen) -> None:
     rules = flat_settings(incident.facts["settings"]).get("reward_func", [])
     if set(names_code(rules)) - set(config.reward.reward_func):
         raise UserError(
-            f"reward code runs only if the command line names it: --replay, {', '.join(names_code(rules))} in "
+            f"reward code must be given on the command line: --replay, {', '.join(names_code(rules))} in "
             f"{incident.folder / INCIDENT_FILE}. Replay with: {replay_command(of, config.run.replay, rules)}"
         )
     with tempfile.TemporaryDirectory(prefix="rlhf_replay_", ignore_cleanup_errors=True) as folder:

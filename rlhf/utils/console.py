@@ -1,4 +1,4 @@
-"""What a user sees: a plan, one live line, tables. Quiet libraries, and any console encoding."""
+"""Console output: lines, tables and one live progress line, in any console encoding. Silences library messages."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from rich.text import Text
 
 from rlhf.utils.errors import RLHFWarning
 
-LINE_EVERY_S = 5  # where the output is a file or a pipe, a line at most this often
+LINE_EVERY_S = 5  # seconds between progress lines if the output is a file or a pipe
 
 
 def quiet_libraries() -> None:
-    """Keep deprecation warnings, progress bars of loading and retries of the hub out of the user's sight.
+    """Turn off the libraries' deprecation warnings, loading progress bars and hub retry messages.
 
-    Call it before the libraries are imported: bitsandbytes warns while it is (on CPUs with bfloat16).
+    Call it before the libraries are imported, because bitsandbytes warns at import (on CPUs with bfloat16).
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.simplefilter("ignore")
     warnings.simplefilter("always", RLHFWarning)
     warnings.showwarning = _show_warning
-    threading.excepthook = _of_a_thread
+    threading.excepthook = _thread_excepthook
     for name in ("transformers", "trl", "accelerate", "huggingface_hub", "datasets", "peft", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    import datasets  # slow to import: not at the top, where `--help` would wait for it
+    import datasets  # a slow import, which `--help` must not wait for
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -46,30 +46,32 @@ def _show_warning(message, category, *_, **__) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def _of_a_thread(error: threading.ExceptHookArgs) -> None:
-    """TensorBoard's writer raises a disk's errors in its own thread, and again in ours, where they are told."""
+def _thread_excepthook(error: threading.ExceptHookArgs) -> None:
+    """Ignore OSErrors of other threads: TensorBoard's writer thread raises them, and again in the main thread, which
+    reports them."""
     if not issubclass(error.exc_type, OSError):
         threading.__excepthook__(error)
 
 
-# C0 and C1 controls (escape sequences begin with one), and what turns the direction of text around or hides it
-_UNSEEN = re.compile(
+# C0 and C1 control characters (escape sequences start with one), direction marks and invisible characters
+_INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]"
 )
 
 
 def visible(text: str) -> str:
-    """Text from a model, for people's eyes: control and direction characters by their numbers; lines and tabs stay."""
-    return _UNSEEN.sub(lambda found: f"<U+{ord(found[0]):04X}>", text.replace("\r\n", "\n"))
+    """Return text with control, direction and invisible characters replaced by their code points, such as <U+001B>.
+    Newlines and tabs are kept."""
+    return _INVISIBLE.sub(lambda found: f"<U+{ord(found[0]):04X}>", text.replace("\r\n", "\n"))
 
 
 class Screen:
-    """Prints text as text: a reply that looks like markup, or does not fit the console's encoding, does no harm."""
+    """Prints text without interpreting markup. Characters that the console's encoding lacks are printed as "?"."""
 
     def __init__(self):
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="replace")  # a cp1252 console shows ? and goes on
+                stream.reconfigure(errors="replace")  # for example on a cp1252 console
         self.console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
         self._live: Live | None = None
         self._last_line = 0.0
@@ -78,25 +80,25 @@ class Screen:
         return self
 
     def __exit__(self, *_) -> None:
-        """Whatever ends the run, the cursor comes back and an error starts on a line of its own."""
+        """End the progress line, so that the cursor is visible again and an error message starts on a new line."""
         self.end_progress()
 
     def say(self, text: str = "") -> None:
-        """One line."""
+        """Print one line."""
         self.console.print(Text(visible(text)))
 
     def write(self, text: str) -> None:
-        """A piece of a line, as it comes."""
+        """Print a part of a line."""
         self.console.print(Text(visible(text)), end="", soft_wrap=True)
 
     def facts(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Aligned pairs of a name and what it is."""
+        """Print aligned rows of a name and a value."""
         width = max(len(name) for name, _ in rows)
         for name, value in rows:
             self.say(f"  {name.ljust(width)}  {value}")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], lines: bool = True) -> None:
-        """`lines` between the rows: for cells of many lines."""
+        """Print a table, with `lines` between the rows."""
         grid = Table(title=Text(visible(title)), title_justify="left", show_lines=lines)
         for column in columns:
             grid.add_column(Text(visible(column)), overflow="fold")
@@ -105,7 +107,8 @@ class Screen:
         self.console.print(grid)
 
     def progress(self, text: str, last: bool = False) -> None:
-        """The live line: redrawn in place on a terminal; elsewhere printed now and then, and at the end."""
+        """Show a progress line. A terminal redraws it in place. Otherwise it is printed every few seconds, and the
+        last one always."""
         if self.console.is_terminal:
             if self._live is None:
                 self._live = Live(console=self.console, auto_refresh=False, redirect_stderr=False)
@@ -118,20 +121,20 @@ class Screen:
             self.say(text)
 
     def end_progress(self) -> None:
-        """Leave the live line as it stands and go on below it."""
+        """End the live progress line. Later output starts below it."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names as a sentence has them: "PPO", "PPO and GRPO", "PPO, GRPO and RLOO"."""
+    """Return names joined as in a sentence: "PPO", "PPO and GRPO", "PPO, GRPO and RLOO"."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def clock(seconds: float) -> str:
-    """Seconds as a person reads them: 45 s, 3:20, 1:02:05."""
+    """Return seconds as text: 45 s, 3:20, 1:02:05."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -140,7 +143,7 @@ def clock(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """Two decimals, and three digits with an exponent for a large number."""
+    """Return a number with two decimals, or in exponent form if it is 100,000 or more."""
     return f"{value:.2f}" if abs(value) < 1e5 else f"{value:.2e}"
 
 

@@ -1,4 +1,4 @@
-"""Faults in the user's words: what, where, and the way out, one line each, never a traceback."""
+"""Errors for the user: one line each, with the problem, its place and how to fix it. No tracebacks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-MOST_SHOWN = 5
+MAX_PRINTED = 5
 
 
 class UserError(Exception):
-    """Faults found before a run begins (exit status 2). Takes one fault or several, all of one command or file.
+    """One or more problems found before a run starts (exit status 2).
 
-    A fault reads `<what>: <where>. <way out>`.
+    The text of a problem is `<what is wrong>: <where>. <how to fix it>`.
     """
 
     exit_status = 2
@@ -31,15 +31,15 @@ class UserError(Exception):
         return "\n".join(self.problems)
 
     def report(self) -> str:
-        lines = [f"error: {fault}" for fault in self.problems[:MOST_SHOWN]]
-        if len(self.problems) > MOST_SHOWN:
-            lines.append(f"and {len(self.problems) - MOST_SHOWN} more")
+        lines = [f"error: {problem}" for problem in self.problems[:MAX_PRINTED]]
+        if len(self.problems) > MAX_PRINTED:
+            lines.append(f"and {len(self.problems) - MAX_PRINTED} more")
         return "\n".join(lines)
 
 
 class RunError(UserError):
-    """A run that had begun and cannot go on (exit status 1). `inputs`: what the part that failed was given, as JSON
-    can hold it; a run's log keeps it in a file."""
+    """An error after the start of a run, which stops it (exit status 1). `inputs`: the JSON-ready inputs of the part
+    that failed; the run log saves them in a file."""
 
     exit_status = 1
 
@@ -49,52 +49,52 @@ class RunError(UserError):
 
 
 class RLHFWarning(UserWarning):
-    """A warning of ours: shown where libraries' are not."""
+    """A warning of this project. It is printed; warnings of libraries are not."""
 
 
 def raise_if(problems: list[str]) -> None:
-    """Raise one UserError that holds all `problems`, if there are any."""
+    """Raise one UserError with all `problems`, if there are any."""
     if problems:
         raise UserError(problems)
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return a question with the nearest known word and a space behind it; `otherwise` if no word is close."""
+    """Return "Did you mean X? " with the closest known word (and a space at the end), or `otherwise` if none is
+    close."""
 
     def letters(name: str) -> str:
         return name.strip("-").replace("_", "-").lower()
 
-    by_letters = {letters(k): k for k in sorted(known, key=lambda k: "_" not in k)}  # of two spellings, with dashes
+    by_letters = {letters(k): k for k in sorted(known, key=lambda k: "_" not in k)}  # prefers the spelling with dashes
     near = difflib.get_close_matches(letters(word), list(by_letters), n=1, cutoff=CLOSE)
     return f"Did you mean {by_letters[near[0]]}? " if near else otherwise
 
 
-SMALLER = "Try a smaller model, --micro-batch-size 1, --use-lora with a small --lora-r, or close other programs"
-CLOSE = 0.75  # of difflib's ratio: one slip in a short word, two in a long one
-NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's words, behind the operator's name
+REDUCE_MEMORY = "Try a smaller model, --micro-batch-size 1, --use-lora with a small --lora-r, or close other programs"
+CLOSE = 0.75  # difflib ratio: allows one typo in a short word, two in a long one
+NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's message, after the name of the operator
 
 
 def torch_error(error: RuntimeError) -> str | None:
-    """Return the line for an error of torch that the user can fix, else None. Imports no torch."""
+    """Return an error line for a torch error that the user can fix, otherwise None. Imports no torch."""
     first = str(error).split("\n", 1)[0]
     if "DefaultCPUAllocator" in first or "not enough memory: you tried to allocate" in first:
-        return f"out of memory on the CPU: {first[max(0, first.find('DefaultCPUAllocator')) :]:.120}. {SMALLER}"
+        return f"out of memory on the CPU: {first[max(0, first.find('DefaultCPUAllocator')) :]:.120}. {REDUCE_MEMORY}"
     if type(error).__name__ == "OutOfMemoryError":
-        return (
-            f"out of memory: {first}. Try --use-lora, --load-in-4bit, a smaller model, or close what else uses the GPU"
-        )
+        return f"out of memory: {first}. Try --use-lora, --load-in-4bit, a smaller model, or close other GPU programs"
     if NOT_DETERMINISTIC in first or ("Deterministic behavior" in first and "CuBLAS" in first):
         operator = first.split(NOT_DETERMINISTIC)[0] if NOT_DETERMINISTIC in first else "cuBLAS"
         return (
             f"{operator} has no deterministic implementation on this device: --deterministic. "
-            "Leave the flag out, and report the operator's name"
+            "Remove the flag, and please report the name of the operator"
         )
     return None
 
 
 def run_command(main: Callable[[], None], interrupted: str = "stopped") -> None:
-    """Run a script's main(). Every error becomes one line on stderr and an exit status; an unexpected one names a file
-    with its traceback. `interrupted` is what Ctrl-C prints."""
+    """Run the main() of a script. Any error is printed as one line on stderr and sets the exit status; for an
+    unexpected error, the line contains the path of a file with the traceback. `interrupted` is the message after
+    Ctrl-C."""
     try:
         return main()
     except KeyboardInterrupt:
@@ -102,20 +102,20 @@ def run_command(main: Callable[[], None], interrupted: str = "stopped") -> None:
         sys.exit(130)
     except UserError as error:
         lines, status = error.report(), error.exit_status
-    except Exception as error:  # whatever it is, the user gets a line and a file, and the shell a status
-        lines, status = f"error: {one_line_of(error)}", RunError.exit_status
+    except Exception as error:  # an unexpected error: the traceback goes to a file
+        lines, status = f"error: {_unexpected_error_line(error)}", RunError.exit_status
     print(lines, file=sys.stderr)
     sys.exit(status)
 
 
-def one_line_of(error: Exception) -> str:
-    """Return one line for an error that nobody expected; unless it is the system's or torch's, its traceback goes into
-    a file, which the line names."""
+def _unexpected_error_line(error: Exception) -> str:
+    """Return one line for an unexpected error. The traceback is written to a file, whose path is in the line, unless
+    the error comes from the operating system or is a known torch error."""
     if isinstance(error, OSError) and error.errno is not None:
-        where = os.fsdecode(error.filename or "a file of this command")  # TensorBoard's names are bytes
-        return f"{error.strerror}: {where}. Fix that, then run the command again (a training run with --resume)"
+        where = os.fsdecode(error.filename or "a file of this command")  # TensorBoard uses bytes
+        return f"{error.strerror}: {where}. Fix this, then run the command again (a training run with --resume)"
     if isinstance(error, MemoryError):
-        return f"out of memory on the CPU: {str(error) or 'no details'}. {SMALLER}"
+        return f"out of memory on the CPU: {str(error) or 'no details'}. {REDUCE_MEMORY}"
     line = torch_error(error) if isinstance(error, RuntimeError) else None
     if line is not None:
         return line
@@ -127,7 +127,8 @@ def one_line_of(error: Exception) -> str:
 
 
 def write_traceback(error: BaseException) -> Path:
-    """Write the traceback into a new file in this folder, else in the system's folder for such files; returns it."""
+    """Write the traceback to a new file in the working directory, or in the system's temporary folder, and return its
+    path."""
     text = "".join(traceback.format_exception(error))
     text = f"{sys.argv!a}\nPython {sys.version}\n{text}".encode(errors="backslashreplace")
     name = f"rlhf_error_{time.strftime('%Y%m%d-%H%M%S')}_{os.getpid()}.log"
@@ -135,6 +136,6 @@ def write_traceback(error: BaseException) -> Path:
         try:
             (folder / name).write_bytes(text)
             return folder / name
-        except OSError:  # read-only or full: the next one
+        except OSError:  # read-only or full: try the next folder
             continue
     return Path("no file, because none could be written")

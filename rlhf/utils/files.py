@@ -1,4 +1,4 @@
-"""Files that are complete or unchanged, JSON that any reader takes, and folders that can be written to."""
+"""Atomic writes of files and folders, strict JSON, and checks of output folders."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from rlhf.utils.system import WINDOWS, replace, sync_file, sync_folder
 
 LONGEST_PATH = 259 if WINDOWS else 4_095  # characters; bytes
 LONGEST_NAME = 255
-LONGEST_BELOW = 100  # of what is written under an output folder: TensorBoard's names hold the machine's
+LONGEST_BELOW = 100  # length of paths inside an output folder: TensorBoard's file names contain the host name
 
 
 def atomic_write(file: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a staging file beside `file`, then rename it to `file`. Its folder is made."""
+    """Call `write` with a temporary file in the folder of `file`, then rename it to `file`. Creates the folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     staging = file.with_name(file.name + ".new")
     write(staging)
-    sync_file(staging)  # else a power cut may leave the new name on an empty file
+    sync_file(staging)  # otherwise a power failure can leave an empty file under the new name
     replace(staging, file)
     sync_folder(file.parent)
 
 
 def write_text(file: Path, text: str) -> None:
-    """UTF-8, complete or unchanged."""
+    """Write a UTF-8 file atomically."""
     atomic_write(file, lambda staging: staging.write_text(text, encoding="utf-8"))
 
 
 def write_json(file: Path, data: Any) -> None:
-    """Complete or unchanged. Numbers that are not finite become null."""
+    """Write a JSON file atomically. Numbers that are not finite become null."""
     write_text(file, json.dumps(json_ready(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def json_ready(data: Any) -> Any:
-    """The same data with None for every number that is not finite."""
+    """Return the data with None for each number that is not finite."""
     if isinstance(data, dict):
         return {key: json_ready(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
@@ -52,8 +52,8 @@ def json_ready(data: Any) -> Any:
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """The parts of safetensors and tokenizers that are written in Rust know no OSError: what they raise at a full disk
-    becomes one."""
+    """Convert disk errors of the Rust code in safetensors and tokenizers, which raises other exceptions, to
+    OSError."""
     try:
         yield
     except OSError:
@@ -65,46 +65,48 @@ def disk_errors() -> Iterator[None]:
 
 
 def check_folder(output: str, flag: str = "--output") -> Path:
-    """A folder to write to, which need not be there yet. Raises UserError where it could not be made or written to."""
+    """Return the path of an output folder, which may not exist yet. Raises UserError if it cannot be created or
+    written."""
     folder = Path(output)
     longest = len(os.fsencode(folder.absolute())) + LONGEST_BELOW
     if longest > LONGEST_PATH or any(len(os.fsencode(part)) > LONGEST_NAME for part in folder.parts):
         raise UserError(
-            f"too long a path ({longest} with what is written under it, {LONGEST_PATH} are possible here, and "
-            f"{LONGEST_NAME} for a name): {flag} {output}. Name a shorter one with {flag}"
+            f"the path is too long ({longest} with the files inside it; the limits are {LONGEST_PATH}, and "
+            f"{LONGEST_NAME} for a name): {flag} {output}. Give a shorter one"
         )
     link = next((p for p in (folder, *folder.absolute().parents) if p.is_symlink() and not p.exists()), None)
     if link is not None:
-        raise UserError(f"a link that leads nowhere: {flag} {output} ({link}). Remove it, or name another with {flag}")
+        raise UserError(f"a broken link: {flag} {output} ({link}). Remove it, or give another folder")
     nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not nearest.is_dir():
-        raise UserError(f"cannot be a folder: {flag} {output} ({nearest} is a file). Name another with {flag}")
+        raise UserError(f"not a folder: {flag} {output} ({nearest} is a file). Give another folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(f"cannot write there: {flag} {output} ({nearest} is read-only). Name another with {flag}")
+        raise UserError(f"no permission to write: {flag} {output} ({nearest} is read-only). Give another folder")
     return folder
 
 
 def update_dir_atomically(folder: Path, write: Callable[[Path], None]) -> None:
-    """Update a saved model: `write` fills a staging folder beside it, whose files then replace the old ones.
+    """Update a saved model: call `write` with a temporary folder, then replace the old files by the new ones.
 
-    So `folder` holds a loadable model at all times: the weights are one file, and the others do not change in a run.
+    `folder` contains a loadable model at any time, because the weights are one file and the other files do not change
+    during a run.
     """
     staging = folder.with_name(folder.name + ".new")
     shutil.rmtree(staging, ignore_errors=True)
     write(staging)
-    for file in staging.iterdir():  # names may reach the disk before what they name
+    for file in staging.iterdir():  # a name can reach the disk before its content
         sync_file(file)
     if not folder.exists():
         replace(staging, folder)
         return
     for file in sorted(staging.iterdir()):
         replace(file, folder / file.name)
-    shutil.rmtree(staging)  # a file that has both names, as links have, is in both places still
+    shutil.rmtree(staging)  # not empty if a file is a hard link to the file that it replaced
 
 
 def hardlink_dir(source: Path, target: Path) -> None:
-    """Copy a saved model without using space: weights are hard links to the same files, if the disk supports
-    them. They are never written to: `update_dir_atomically` replaces them."""
+    """Copy a saved model. Weights are hard links to the same files, if the disk supports links, and use no space. This
+    is safe because weight files are never modified: `update_dir_atomically` replaces them."""
     target.mkdir(parents=True)
     for file in source.iterdir():
         try:
@@ -116,8 +118,9 @@ def hardlink_dir(source: Path, target: Path) -> None:
 
 
 def files_print(name: str | None, pattern: str) -> str | None:
-    """SHA-256 of a file, or of those in a folder: of their names, sizes and last MiB, which no two trainings leave
-    alike. None where `name` is neither (a name on the hub, a built-in rule)."""
+    """Return a SHA-256 of a file, or of the files in a folder that match `pattern`: of their names, sizes and last
+    MiB, which differ between any two trainings. None if `name` is not a path (a hub name, a built-in reward
+    function)."""
     if not name or not Path(name).exists():
         return None
     print_ = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Pages that are one file, from the templates beside this module. Text from models is data: escaped, and visible."""
+"""Renders self-contained HTML and Markdown pages from templates/. Text from models is escaped."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rlhf.utils.console import visible
 
 TEMPLATES = Path(__file__).parent / "templates"
-_MARKS = re.compile(r"([\\`*_\[\]|~$#]|:(?=[\w+-]+:))")  # what acts inside a line: marks, maths, issues, emoji
-_LINKS = {"://": ":&#47;&#47;", "@": "&#64;"}  # what GitHub would make a link of
+_MARKS = re.compile(
+    r"([\\`*_\[\]|~$#]|:(?=[\w+-]+:))"
+)  # Markdown syntax inside a line: emphasis, maths, issues, emoji
+_LINKS = {"://": ":&#47;&#47;", "@": "&#64;"}  # GitHub makes links of these
 _WWW = re.compile(r"(www)\.", re.IGNORECASE)
 
 
 def render(template: str, **data: Any) -> str:
-    """A template filled in. Every value is escaped for HTML, unless the template is Markdown.
+    """Return a template filled with `data`. Values are escaped for HTML, unless the template is Markdown.
 
-    Filters: `text` for what a model or a user wrote (control and direction characters made visible), `cell` for the
-    same within a Markdown table, `tojson` for data inside a script element.
+    Filters: `text` for text of a model or a user (makes control and direction characters visible), `cell` for the same
+    in a Markdown table, `tojson` for data in a script element.
     """
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -37,7 +39,7 @@ def render(template: str, **data: Any) -> str:
 
 
 def markdown_cell(text: str) -> str:
-    """Any text as one cell of a Markdown table, where nothing of it acts: no link, no picture, no HTML."""
+    """Return text as a cell of a Markdown table, escaped so that it contains no links, images or HTML."""
     escaped = _MARKS.sub(r"\\\1", html.escape(visible(text), quote=False))
     for written, harmless in _LINKS.items():
         escaped = escaped.replace(written, harmless)

@@ -1,4 +1,4 @@
-"""Local folder or hub name? Says at once, in one line, what cannot be reached and how to go on without it."""
+"""The Hugging Face hub: checks access before a run, and uploads models."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from huggingface_hub.errors import (
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.paths import is_path
 
-PATIENCE_S = 5  # one look at the hub, no retries
+TIMEOUT_S = 5  # of one request without retries
 
 
 def is_on_hub(name: str) -> bool:
-    """Whether a name that was found means the hub's copy: one that is here wins."""
+    """True if a name refers to the hub. A local file or folder of that name is preferred."""
     return not is_path(name) and not Path(name).expanduser().exists()
 
 
 def require_hub(name: str, kind: str, hint: str) -> str:
-    """Where to load a hub `kind` ("model" or "dataset") from: its name if the hub answers, else the copy cached here.
+    """Return where to load a "model" or "dataset" (`kind`) of the hub from: its name if the hub can be reached,
+    otherwise the path of the local cache. Raises UserError if there is neither.
 
-    One look at the hub and no retries: handed a mere name, the libraries would ask for every file, for minutes.
-    Raises UserError where there is neither.
+    Makes one request without retries. Without this check, the libraries would retry for every file, for minutes.
     """
     try:
-        info = HfApi().repo_info(name, repo_type=kind, timeout=PATIENCE_S)
+        info = HfApi().repo_info(name, repo_type=kind, timeout=TIMEOUT_S)
         if info.gated:
             HfApi().auth_check(name, repo_type=kind)
         return name
@@ -43,21 +43,21 @@ def require_hub(name: str, kind: str, hint: str) -> str:
         ) from None
     except RepositoryNotFoundError:
         raise UserError(
-            f"{kind} not found: {name}, neither a folder here nor on the hub. Check the name, or use {hint}"
+            f"{kind} not found: {name} is neither a local folder nor on the hub. Check the name, or use {hint}"
         ) from None
-    except Exception as error:  # whatever the hub's HTTP library raises: its classes change between releases
+    except Exception as error:  # exception classes of the HTTP library change between releases
         reason = _reason(error)
     try:
         return snapshot_download(name, repo_type=kind, local_files_only=True)
     except (LocalEntryNotFoundError, ValueError):
         raise UserError(
-            f"{kind} cannot be fetched: {name} (not on this disk, and the hub cannot be reached: {reason}). "
+            f"cannot download the {kind}: {name} (not in the local cache, and the hub cannot be reached: {reason}). "
             f"Go online, or use {hint}"
         ) from None
 
 
 def _reason(error: Exception) -> str:
-    """Why the hub was of no use, on one line."""
+    """Return the reason of a hub error, on one line."""
     if isinstance(error, OfflineModeIsEnabled):
         return "offline mode is on"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -65,36 +65,37 @@ def _reason(error: Exception) -> str:
 
 # --- uploading -------------------------------------------------------------------------------------------------------
 
-LOG_IN = "Log in with a token that may write: hf auth login"
+LOG_IN = "Log in with a token that has write access: hf auth login"
 
 
 def require_push(name: str, flag: str) -> None:
-    """Raises UserError where `name` (owner/name) cannot be written to, as far as that can be seen without writing."""
+    """Raise UserError if the user cannot write to the repository `name` (owner/name), as far as a check can show
+    it."""
     if get_token() is None:
         raise UserError(f"not logged in to the hub: {flag} {name}. {LOG_IN}")
     api = HfApi()
     try:
-        with contextlib.suppress(RepositoryNotFoundError):  # it will be made
-            api.repo_info(name, timeout=PATIENCE_S)  # asked first, as whoami has no limit of time
+        with contextlib.suppress(RepositoryNotFoundError):  # it will be created
+            api.repo_info(name, timeout=TIMEOUT_S)  # first, because whoami has no timeout
         me = api.whoami()
     except HfHubHTTPError as error:
-        raise UserError(f"the hub refuses ({_reason(error)}): {flag} {name}. {LOG_IN}") from None
+        raise UserError(f"the hub rejects the request ({_reason(error)}): {flag} {name}. {LOG_IN}") from None
     except Exception as error:  # as in require_hub
         raise UserError(
-            f"the hub cannot be reached ({_reason(error)}): {flag} {name}. Go online, or leave it out and push "
+            f"the hub cannot be reached ({_reason(error)}): {flag} {name}. Go online, or remove {flag} and upload "
             f"afterwards: --resume {flag} {name}"
         ) from None
     if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise UserError(f"the token may only read: {flag} {name}. {LOG_IN}")
+        raise UserError(f"the token has read access only: {flag} {name}. {LOG_IN}")
     owners = [me["name"], *(org["name"] for org in me.get("orgs", ()))]
     owner = name.split("/")[0]
     if owner.lower() not in map(str.lower, owners):
-        raise UserError(f"{owner} is not among your names on the hub: {flag} {name}. Yours: {', '.join(owners)}")
+        raise UserError(f"{owner} is not one of your accounts on the hub: {flag} {name}. Yours: {', '.join(owners)}")
 
 
 def push_files(name: str, files: Mapping[str, Path | bytes], stale: Iterable[str], private: bool, message: str) -> str:
-    """Puts `files` into a model repository, which is made where there is none, and takes `stale` ones out, in one
-    commit; returns its address."""
+    """Upload `files` to a model repository and delete its `stale` files, in one commit. Creates the repository if it
+    does not exist. Returns its URL."""
     api = HfApi()
     url = api.create_repo(name, private=private, exist_ok=True)
     there = set(api.list_repo_files(name))
@@ -110,7 +111,7 @@ def push_files(name: str, files: Mapping[str, Path | bytes], stale: Iterable[str
 
 
 def push_failed(error: Exception, name: str, flag: str, folder: Path, again: str) -> RunError:
-    """The error of an upload after a run, which lost nothing."""
+    """Return the error for a failed upload after a run. The run itself is complete."""
     return RunError(
         f"the upload failed ({_reason(error)}): {flag} {name}. The run is finished and its weights are in {folder}; "
         f"upload them with: {again}"

@@ -1,4 +1,4 @@
-"""Paths that the user gives: whether a name is a path, and the error if nothing is there. Imports no torch."""
+"""Paths given by the user: distinguishes them from hub names, and reports missing ones. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf.utils.errors import CLOSE, UserError
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be a place on this disk: hub names are `name` or `owner/name`."""
+    """True if a name can only be a local path. Hub names are `name` or `owner/name`."""
     return (
         name.startswith((".", "/", "~", os.sep))
         or "\\" in name
@@ -20,19 +20,19 @@ def is_path(name: str) -> bool:
 
 
 def resolve_path(name: str) -> Path:
-    """The full path of a file or folder. Raises UserError for links in a circle and unknown users' homes."""
+    """Return the absolute path of a file or folder. Raises UserError for circular links and unknown home folders."""
     try:
         return Path(name).expanduser().resolve()
     except (RuntimeError, OSError) as error:
-        raise UserError(f"not a usable path ({error}): {name}. Name another") from None
+        raise UserError(f"not a valid path ({error}): {name}. Give another one") from None
 
 
 def missing_path(path: str, what: str, hint: str) -> UserError:
-    """The error for a path that is not there; names what lies near it and could be meant."""
-    resolve_path(path)  # raises for what is no path at all
+    """Return the error for a missing path, with files or folders of a similar name."""
+    resolve_path(path)  # raises for invalid paths
     target = Path(path).expanduser()
     if what == "data file" and target.is_dir():
-        return UserError(f"a folder, not a {what}: {path}. {hint}")
+        return UserError(f"this is a folder, not a {what}: {path}. {hint}")
     siblings = sorted(p.name for p in target.parent.iterdir()) if target.parent.is_dir() else []
     close = difflib.get_close_matches(target.name, siblings, n=3, cutoff=CLOSE)
     near = [str(target.parent / name) for name in close if _may_be(target.parent / name, what)]
@@ -41,7 +41,7 @@ def missing_path(path: str, what: str, hint: str) -> UserError:
 
 
 def _may_be(path: Path, what: str) -> bool:
-    """Whether a file or folder can be what is looked for; a folder of source code is no model."""
+    """True if a path can be a `what` ("model", "run", or a kind of file). A folder of source code is not a model."""
     if what == "model":
         return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
     return path.is_dir() if what == "run" else path.is_file()

@@ -1,4 +1,4 @@
-"""Whether the installed libraries are those that this project is written for; said before any of them is imported."""
+"""Checks the installed libraries, before any of them is imported."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rlhf.utils.errors import raise_if
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
 FOR_TESTS = ("pytest", "pytest-xdist", "filelock", "ruff", "hypothesis")
-FOR_FOUR_BIT = "bitsandbytes"  # `rlhf.models.load.four_bit` asks for it
+FOR_FOUR_BIT = "bitsandbytes"  # optional; checked by `rlhf.models.load.four_bit`
 
 
 def check_libraries() -> None:
-    """Raises UserError, with the line for pip, where a library is missing, or where trl is another than the last that
-    has PPO. Other libraries' versions are their users' to choose."""
+    """Raise UserError, with the pip command, if a library is missing, or if trl is not the required version, the last
+    one with PPO. Versions of other libraries are not checked."""
     problems = []
     for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines():
         name = re.match(r"[\w.-]*", line)[0]
@@ -28,6 +28,6 @@ def check_libraries() -> None:
             continue
         if name == "trl" and line != f"trl=={version}":
             problems.append(
-                f'another trl ({version}): {REQUIREMENTS.name}. This project needs this one: pip install "{line}"'
+                f'wrong version of trl ({version}): {REQUIREMENTS.name}. Fix it with: pip install "{line}"'
             )
     raise_if(problems)

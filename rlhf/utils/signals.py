@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first one lets the update come to its end, the second stops at once."""
+"""Ctrl-C and SIGTERM: the first signal stops the run after the current update, the second one immediately."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf.utils.system import stop_signals
 
 
 class TrainingInterrupted(RunError):
-    """A run that was asked to stop, and has saved what it had. The exit status is a shell's: 128 + the signal."""
+    """A signal stopped the run, after a checkpoint was saved. The exit status is 128 + the signal, as in shells."""
 
     run_status = "stopped"
 
@@ -24,23 +24,25 @@ class TrainingInterrupted(RunError):
 
 
 class GracefulStop:
-    """While its `with` lasts, the first signal is stored in `by`; the run checks it between two updates."""
+    """Context manager that stores the first signal in `by`. The run checks it after each update."""
 
     def __init__(self, say=print):
         self.by: signal.Signals | None = None
-        self.say, self.before = say, {}
+        self.say, self.previous_handlers = say, {}
 
     def __enter__(self) -> GracefulStop:
-        if threading.current_thread() is threading.main_thread():  # Python handles signals nowhere else
-            self.before = {which: signal.signal(which, self._on_signal) for which in stop_signals()}
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # Python allows signal handlers in the main thread only
+            self.previous_handlers = {which: signal.signal(which, self._on_signal) for which in stop_signals()}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        for which, handler in self.before.items():
+        for which, handler in self.previous_handlers.items():
             signal.signal(which, handler)
 
     def _on_signal(self, number: int, _) -> None:
         if self.by is not None:
             raise KeyboardInterrupt
         self.by = signal.Signals(number)
-        self.say(f"{self.by.name}: this update is brought to its end and saved; once more stops at once")
+        self.say(f"{self.by.name}: finishing and saving this update; a second signal stops immediately")

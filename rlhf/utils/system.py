@@ -1,4 +1,4 @@
-"""What depends on the operating system, with its other way beside it."""
+"""Functions that depend on the operating system."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ WINDOWS = sys.platform == "win32"
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
-NEVER, OLDER = 2**31 - 1, 2**25  # bytes: the largest that mallopt takes, and that it took in older releases of glibc
+LARGEST_THRESHOLDS = (2**31 - 1, 2**25)  # bytes: the limits of mallopt in recent and in older releases of glibc
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep what is freed for what is asked for next; returns whether it does.
+    """Make the C library keep freed memory for later allocations. Returns True if it does.
 
-    glibc hands blocks of some MiB back to the system at once, and a training step asks for the same ones again and
-    again: each time the system clears them page by page, a sixth of a step on a processor. It holds for the whole
-    process, from now on. Other C libraries, and Windows, have no such setting: there this does nothing.
+    By default glibc returns freed blocks of some MiB to the system. A training step allocates the same blocks again
+    and again, and each time the system clears their pages, which takes a sixth of a step on a CPU. The setting is for
+    the whole process. Other C libraries and Windows do not have it; this function then has no effect.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:
         return False
-    kept = any(mallopt(M_MMAP_THRESHOLD, size) for size in (NEVER, OLDER))
-    return bool(mallopt(M_TRIM_THRESHOLD, NEVER)) and kept
+    kept = any(mallopt(M_MMAP_THRESHOLD, size) for size in LARGEST_THRESHOLDS)
+    return bool(mallopt(M_TRIM_THRESHOLD, LARGEST_THRESHOLDS[0])) and kept
 
 
-def cap_card_memory() -> bool:
-    """On Windows, forbid torch more of the card's memory than is free now; returns whether it did.
+def cap_gpu_memory() -> bool:
+    """On Windows, limit torch to the GPU memory that is free now. Returns True if it did.
 
-    The driver there moves what does not fit into the machine's own memory, and a run becomes many times slower
-    without a word. With a cap torch says "out of memory", which a run can answer. Elsewhere the driver says it itself.
+    The Windows driver moves data that does not fit into the system's memory, and the run becomes many times slower
+    without an error. With the limit torch raises an out-of-memory error, which the run can handle. On other systems
+    the driver raises it.
     """
     import torch
 
@@ -57,14 +58,14 @@ def cap_card_memory() -> bool:
 
 
 def command(*words: str) -> str:
-    """Words as one line to paste into this platform's shell: quoted for a POSIX shell, or for Windows."""
+    """Return words as a command line for the shell of this platform, quoted for POSIX or for Windows."""
     if not WINDOWS:
         return shlex.join(words)
     return " ".join(_quoted_for_windows(word) for word in words)
 
 
 def _quoted_for_windows(word: str) -> str:
-    """One word for cmd and for PowerShell; in PowerShell single quotes keep $ and ` from being expanded."""
+    """Return a word for cmd and PowerShell. Single quotes prevent PowerShell from expanding $ and `."""
     if word and not re.search(r"[^\w\-./\\:=+~]", word):
         return word
     if "$" in word or "`" in word or '"' in word:
@@ -76,13 +77,13 @@ def _quoted_for_windows(word: str) -> str:
 
 
 def sync_file(file: Path) -> None:
-    """Wait until a file's bytes are on the disk."""
-    with file.open("rb+") as stream:  # Windows syncs only what may be written
+    """Wait until the content of a file is on the disk."""
+    with file.open("rb+") as stream:  # Windows syncs writable files only
         os.fsync(stream.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until a folder's names are on the disk. Windows opens no folders: there its journal keeps their order."""
+    """Wait until the file names of a folder are on the disk. Windows has no such call; its journal keeps the order."""
     if WINDOWS:
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -92,16 +93,16 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-PATIENCE = 5.0  # seconds
+RETRY_S = 5.0  # seconds
 
 
 def replace(source: Path, target: Path) -> None:
-    """Put a file or folder in another's place, at one stroke; a folder only where there is none.
+    """Rename a file or folder to `target`, atomically. A folder can only be renamed to a new name.
 
-    On Windows that is refused while somebody has one of the two open: a virus scanner, a reader. It is tried again for
-    some seconds.
+    Windows refuses this while another program, such as a virus scanner, has one of the two open. It is then tried
+    again for some seconds.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + RETRY_S
     while True:
         try:
             return os.replace(source, target)
@@ -111,15 +112,15 @@ def replace(source: Path, target: Path) -> None:
         time.sleep(0.05)
 
 
-HELD = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)  # what the systems say where another one has the lock
-LOCKED_AT = 2**20  # byte of a lock's file that is locked on Windows: behind the text, which others may read
+LOCKED = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)  # error numbers if another process has the lock
+LOCKED_AT = 2**20  # byte of the file that is locked on Windows: after the text, which others can still read
 
 
 def lock(file: Path) -> IO[bytes] | None:
-    """Lock a file for as long as what is returned is open, or the process lives; None where another one has it.
+    """Lock a file until the returned stream is closed or the process ends. None if another process has the lock.
 
-    The system lets go of it whatever the process dies of, so a lock is never stale. Where the disk knows no locks
-    (some network mounts), what is returned locks nothing, and a warning says so.
+    The system releases the lock however the process ends, so a lock is never stale. If the disk does not support locks
+    (some network mounts), nothing is locked and a warning is printed.
     """
     stream = file.open("ab+")
     try:
@@ -133,10 +134,10 @@ def lock(file: Path) -> IO[bytes] | None:
 
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in HELD:
+        if error.errno in LOCKED:
             stream.close()
             return None
-        message = f"no locks here: {file}. Two runs into one folder would not see each other"
+        message = f"file locks are not supported here: {file}. Two runs with the same folder are not detected"
         warnings.warn(message, RLHFWarning, stacklevel=2)
     return stream
 
@@ -145,5 +146,5 @@ def lock(file: Path) -> IO[bytes] | None:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """What asks a process to end: Ctrl-C; and SIGTERM, in whose place a Windows console sends Ctrl-Break."""
+    """Return the signals that stop a run: Ctrl-C and SIGTERM, or Ctrl-Break instead of SIGTERM on Windows."""
     return [signal.SIGINT, signal.SIGBREAK] if WINDOWS else [signal.SIGINT, signal.SIGTERM]

@@ -331,7 +331,7 @@ def test_the_script_says_in_one_line_that_nothing_was_logged(tmp_path, monkeypat
 def test_the_script_refuses_an_output_before_it_reads(tmp_path, monkeypatch, output):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken.csv").mkdir()
-    with pytest.raises(UserError, match=r"(no such folder|cannot write there): --output"):
+    with pytest.raises(UserError, match=r"(no such folder|cannot write the files): --output"):
         main([str(tmp_path / "no run"), "--output", output])
 
 

@@ -169,7 +169,7 @@ def test_ctrl_c_says_what_is_true(reward_words, tmp_path, capsys, monkeypatch):
     assert ended.value.code == 130
     assert (
         output.splitlines()[-1]
-        == "stopped: the output folder holds what was there before, or the complete new reward model"
+        == "stopped: the output folder contains its previous content, or the complete new reward model"
     )
     assert (tmp_path / "judge" / METRICS_FILE).read_bytes() == before
 

@@ -117,13 +117,13 @@ def test_a_folder_of_something_else_is_never_deleted(tmp_path):
 
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(UserError, match="cannot be a folder"):
+    with pytest.raises(UserError, match="not a folder"):
         check_output(tmp_path / "run", overwrite=True, is_default=True)
 
 
 def test_a_read_only_place_is_named_before_anything_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere: the refusal is injected
-    with pytest.raises(UserError, match="cannot write there"):
+    with pytest.raises(UserError, match="no permission to write"):
         check_output(tmp_path / "a" / "run", overwrite=False, is_default=True)
 
 

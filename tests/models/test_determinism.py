@@ -83,7 +83,7 @@ def test_an_operator_without_one_is_a_line_with_its_name(capsys, operator):
     assert ended.value.code == 1
     assert capsys.readouterr().err == (
         f"error: {operator} has no deterministic implementation on this device: --deterministic. "
-        "Leave the flag out, and report the operator's name\n"
+        "Remove the flag, and please report the name of the operator\n"
     )
 
 

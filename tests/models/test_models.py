@@ -326,7 +326,7 @@ class Hub:
         ("manual", "model is gated: a/b. Accept its terms"),
         (
             ConnectionError("no route"),
-            r"model cannot be fetched: a/b \(not on this disk, and the hub cannot be reached: no route",
+            r"cannot download the model: a/b \(not in the local cache, and the hub cannot be reached: no route",
         ),
     ],
 )

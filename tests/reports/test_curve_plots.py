@@ -335,8 +335,8 @@ def test_the_script_says_what_is_unlike(made, tmp_path, capsys):
         made("c", 20, algorithm="grpo", recipe="phased-kl"),
     ]  # fmt: skip
     output = run_script(capsys, *runs, "--output", tmp_path / "plot")
-    assert "the runs are of different recipes: demo, phased-kl\n" in output
-    assert "the runs hold different KL targets: " in output and "2/sequence, 3/sequence; none is drawn; " in output
+    assert "the runs use different recipes: demo, phased-kl\n" in output
+    assert "the runs have different KL targets: " in output and "2/sequence, 3/sequence; none is drawn; " in output
     assert "the KL is shown in nats per sequence\n" in output
     assert "the PPO runs differ in length, 15 to 20 updates: their mean ends with the shortest, and what" in output
     assert "GRPO runs differ" not in output

@@ -255,7 +255,7 @@ def test_faults_of_a_comparison_are_said_before_the_work(runs, tmp_path, capsys,
         fault = "incomplete or corrupted: .*update-000001.jsonl"
     else:
         output = tmp_path / "file" if make_bad == "output is a file" else tmp_path / "file" / "x"
-        fault = "cannot be a folder: --output"
+        fault = "not a folder: --output"
     with pytest.raises(UserError, match=fault):
         compare_runs.main([*words_of_it, "--output", str(output)])
     assert "completions" not in capsys.readouterr().out, "nothing was sampled"
@@ -264,7 +264,7 @@ def test_faults_of_a_comparison_are_said_before_the_work(runs, tmp_path, capsys,
 def test_faults_of_an_evaluation_are_said_before_the_work(runs, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for command in (["--model-path", runs["ppo", 1]], ["--tokens", runs["ppo", 1]]):
-        with pytest.raises(UserError, match="cannot be a folder: --output"):
+        with pytest.raises(UserError, match="not a folder: --output"):
             evaluate_generations.main(words(*command, "--output", tmp_path / "file"))
     with pytest.raises(UserError, match="two things at once: --tokens and --model-path"):
         evaluate_generations.main(words("--tokens", runs["ppo", 1], "--model-path", runs["ppo", 1]))

@@ -74,6 +74,9 @@ def test_pairs_beyond_the_base_models_positions_are_skipped_with_a_count(tmp_pat
     train_reward([str(word) for word in words])
     output = capsys.readouterr().out
     assert "next:" not in output, "training's completions of 128 tokens do not fit"
-    assert "warning: training refuses this model: " in output and "the reward model's context of 64 tokens" in output
+    assert (
+        "warning: training will reject this reward model: " in output
+        and "the reward model's context of 64 tokens" in output
+    )
     assert "pairs longer than 64 tokens (the base model's context)" in output
     assert (tmp_path / "judge" / "metrics.json").is_file()

@@ -445,11 +445,12 @@ REFUSED = {
     "not logged in": ({"token": None}, r"not logged in to the hub: --push-to-hub ada/mine\. Log in .*: hf auth"),
     "away": ({"info": NO_ANSWER}, r"the hub cannot be reached \(.*refused\): --push-to-hub ada/mine\. Go online, or"),
     "offline": ({"info": OfflineModeIsEnabled("no")}, r"the hub cannot be reached \(offline mode is on\): --push"),
-    "a bad token": ({"me": INVALID}, r"the hub refuses \(Invalid user token\.\): --push-to-hub ada/mine\. Log in"),
+    "a bad token": ({"me": INVALID},
+                    r"the hub rejects the request \(Invalid user token\.\): --push-to-hub ada/mine\. Log in"),
     "a token that reads": ({"me": {**ME, "auth": {"accessToken": {"role": "read"}}}},
-                           r"the token may only read: --push-to-hub ada/mine\. Log in with a token that may write"),
+                           r"the token has read access only: --push-to-hub ada/mine\. Log in with a token that has"),
     "somebody else's": ({"me": {**ME, "name": "bob"}},
-                        r"ada is not among your names on the hub: --push-to-hub ada/mine\. Yours: bob, lab"),
+                        r"ada is not one of your accounts on the hub: --push-to-hub ada/mine\. Yours: bob, lab"),
 }  # fmt: skip
 
 

@@ -295,7 +295,7 @@ def test_asked_to_stop_a_run_saves_and_says_how_to_go_on(words, tmp_path, which)
     process.send_signal(which)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + which
-    assert "this update is brought to its end and saved" in out
+    assert "finishing and saving this update" in out
     assert "stopped after update" in err and f"python train_ppo.py --resume --output {output}" in err
     assert "Traceback" not in err
     run = RunRecord.read(output)

@@ -138,8 +138,8 @@ FAULTS = {
     "no model folder": (["--actor-model", "./nowhere"], "model not found: ./nowhere"),
     "no reward model folder": (["--rm-model", "./nowhere"], "no reward model: --rm-model ./nowhere. Make one with: "),
     "no prompts file": (["--prompts", "nowhere.jsonl"], "data file not found: nowhere.jsonl"),
-    "no hub": (["--actor-model", "someone/model"], "model cannot be fetched: someone/model (not on this disk, and the "
-               "hub cannot be reached: offline mode is on). Go online, or use --actor-model FOLDER"),
+    "no hub": (["--actor-model", "someone/model"], "cannot download the model: someone/model (not in the local "
+               "cache, and the hub cannot be reached: offline mode is on). Go online, or use --actor-model FOLDER"),
     "no prompt fits": (["--prompt-length", "3"], "no prompt left to train on"),
     "a weak reward model": (["--no-allow-weak-reward-model", "--rm-model", "weak"], "weak reward model"),
 }  # fmt: skip

@@ -121,7 +121,7 @@ def test_no_next_command_for_a_model_that_training_refuses(start_model, pairs_fi
         reward_model.train.main([str(word) for word in [*words, "--rm-overwrite"]])
         said = capsys.readouterr().out
         assert ("next: THE COMMAND" in said) == (accuracy > 0.6)
-        assert ("training refuses this model: weak reward model" in said) == (accuracy < 0.6)
+        assert ("training will reject this reward model: weak reward model" in said) == (accuracy < 0.6)
 
 
 def test_a_missing_reward_model_is_named_at_once_with_the_command_that_makes_one(tmp_path):

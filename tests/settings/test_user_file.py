@@ -215,7 +215,7 @@ def test_code_that_only_a_run_json_names_is_not_run(write, tmp_path, place):
     else:
         (tmp_path / "r.yaml").write_text("kind: recipe\nreward_func: ['mine.py:f']\n")
         words += ["--recipe", str(tmp_path / "r.yaml")]
-    with pytest.raises(UserError, match="reward code runs only if the command line names it: --resume, ./evil.py:g"):
+    with pytest.raises(UserError, match="reward code must be given on the command line: --resume, ./evil.py:g"):
         parse_cli(words, user_file=file)
     named = parse_cli([*words, "--reward-func", "./evil.py:g"], user_file=file)
     assert named.reward.reward_func == ("./evil.py:g",)

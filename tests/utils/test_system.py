@@ -119,9 +119,9 @@ def test_on_windows_the_card_is_capped_and_elsewhere_not(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (9 * 2**30, 12 * 2**30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", asked.append)
-    assert system.cap_card_memory() is False and asked == []
+    assert system.cap_gpu_memory() is False and asked == []
     monkeypatch.setattr(system, "WINDOWS", True)
-    assert system.cap_card_memory() is True and asked == [0.75]
+    assert system.cap_gpu_memory() is True and asked == [0.75]
 
 
 def test_on_windows_a_file_that_is_open_elsewhere_is_tried_again(windows, monkeypatch, tmp_path):
@@ -137,7 +137,7 @@ def test_on_windows_a_file_that_is_open_elsewhere_is_tried_again(windows, monkey
     (tmp_path / "a").write_text("new")
     system.replace(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "b").read_text() == "new" and len(calls) == 4
-    monkeypatch.setattr(system, "PATIENCE", 0.0)
+    monkeypatch.setattr(system, "RETRY_S", 0.0)
     calls[:] = []
     with pytest.raises(PermissionError):
         system.replace(tmp_path / "b", tmp_path / "c")
@@ -164,7 +164,7 @@ def test_where_a_disk_knows_no_locks_a_run_goes_on_and_says_so(monkeypatch, tmp_
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.warns(RLHFWarning, match="no locks here"):
+    with pytest.warns(RLHFWarning, match="file locks are not supported here"):
         system.lock(tmp_path / "run.lock").close()
 
 

@@ -321,7 +321,7 @@ class Hub:
     [
         (
             RepositoryNotFoundError("no", response=SimpleNamespace(headers={}, request=None)),
-            "model not found: a/b, neither",
+            "model not found: a/b is neither a local",
         ),
         ("manual", "model is gated: a/b. Accept its terms"),
         (

@@ -338,7 +338,7 @@ def test_the_script_says_what_is_unlike(made, tmp_path, capsys):
     assert "the runs use different recipes: demo, phased-kl\n" in output
     assert "the runs have different KL targets: " in output and "2/sequence, 3/sequence; none is drawn; " in output
     assert "the KL is shown in nats per sequence\n" in output
-    assert "the PPO runs differ in length, 15 to 20 updates: their mean ends with the shortest, and what" in output
+    assert "the PPO runs differ in length, 15 to 20 updates: their mean ends with the shortest, and the" in output
     assert "GRPO runs differ" not in output
     kl = panels(*runs)[3]
     assert kl.get_ylabel() == "nats/sequence" and not any("target" in f.get_label() for f in kl.lines)

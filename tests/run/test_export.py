@@ -253,7 +253,7 @@ def test_what_a_card_says(finished):
     assert f"{figures['length_after']:.1f}" in rows["reply, tokens"]
     assert facts["best"]["why"].split(" (")[0] in card.text
     assert facts["data"]["train_sha256"][:12] in card.text and facts["data"]["train_sha256"] not in card.text
-    assert "120, split 45/45/10" in card.text and "rank 16 over its base" in card.text
+    assert "120, split 45/45/10" in card.text and "rank 16. The code below also loads its base model" in card.text
     assert shlex.join(["python", *facts["command"]]) in card.text and "transformers 5." in card.text
     assert "| `K` | 2 |" in card.text and "| `lora_r` | 16 |" in card.text and "`value_coef`" not in card.text
     merged = ModelCard.load(run / "merged" / "README.md")

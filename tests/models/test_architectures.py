@@ -401,9 +401,9 @@ def test_adapters_for_other_modules_than_it_has_are_refused(name, words):
     wrong = "query_key_value" if FAMILIES[name].targets[0] != "query_key_value" else "q_proj"
     with pytest.raises(UserError) as raised:
         train_ppo.main([*words(name, "LoRA"), "--lora-targets", wrong, "--output", "nowhere"])
-    there = str(raised.value).split("There are ")[1]
+    choices = str(raised.value).split("Choose from ")[1]
     assert f"no module named {wrong}: --lora-targets" in str(raised.value)
-    assert {*FAMILIES[name].targets, "all-linear"} <= set(there.replace(",", " ").replace(";", " ").split())
+    assert {*FAMILIES[name].targets, "all-linear"} <= set(choices.replace(",", " ").split())
 
 
 def test_adapters_for_all_linear_layers(name, words, start, tmp_path):

@@ -86,7 +86,7 @@ def defined(file: Path) -> set[str]:
 
 @each_page
 def test_functions_named_after_a_link_to_a_file_are_in_that_file(page):
-    """`[file.py](../file.py) `Class.method`, `function``, or `function` in [file.py](../file.py): the file defines it."""
+    """Names after a link to a file, or before " in [file.py](../file.py)", are defined in that file."""
     named = re.findall(r"\]\(([^)\s]+\.py)\)[:,]?\s\(?((?:`[A-Za-z_][\w.]*`(?:,\s| and )?)+)(?! in \[)", prose(page))
     named += [(file, name) for name, file in re.findall(r"(`[\w.]+`) in \[[^\]]*\]\(([^)\s]+\.py)\)", prose(page))]
     for target, names in named:

@@ -145,14 +145,14 @@ def same_seed(section: Section) -> None:
 
 
 def two_runs(section: Section, name: str, folder: Path, algorithm: str, flags: list[object]) -> None:
-    from tests.kills import differing, shown
+    from tests.kills import differing, scalars
 
     outputs = [folder / f"{name.replace(', --', '_')}_{number}" for number in (1, 2)]
     for output in outputs:
         shutil.rmtree(output, ignore_errors=True)
         run(section, [f"train_{algorithm}.py", *flags, "--output", output], folder)
     differences = differing(*outputs)
-    first = first_difference(*(shown(output / "logs") for output in outputs))
+    first = first_difference(*(scalars(output / "logs") for output in outputs))
     note = f"first in update {first[0]}, {first[1]}; " if first else ""
     section.figure(name, "differs" if differences else "bit-identical", "", note + "; ".join(differences[:3]))
 

@@ -1,11 +1,13 @@
-"""Shared fixtures: tiny models made once a session, a configuration that fits them, and no hub."""
+"""Shared fixtures: tiny models made once per session, and configurations for them. The hub is switched off."""
 
 from __future__ import annotations
 
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
-os.environ["ACCELERATE_USE_CPU"] = "true"  # the same figures with or without a card; tests marked gpu ask for it
+os.environ["ACCELERATE_USE_CPU"] = (
+    "true"  # the same results with and without a GPU; tests marked gpu use the GPU explicitly
+)
 
 import dataclasses
 import json
@@ -35,12 +37,12 @@ from tests.shapes import make_reward_model, make_start_model
 # TensorBoard numbers the event files of a process and reads them in the order of their names. If a test stops a run
 # and resumes it in the same second, file 10 would come before file 9.
 event_file_writer._global_uid = event_file_writer.AtomicCounter(10**9)
-torch.set_num_threads(1)  # tiny models: threads cost more than they bring, and spin when others need the cores
+torch.set_num_threads(1)  # more threads slow tiny models down, and busy-wait while other processes need the cores
 quiet_libraries()
 
 
 def attach(trainer) -> RunLog:
-    """What a script attaches to its trainer; returns the run's log."""
+    """Attach the callbacks that the scripts attach. Return the run's log."""
     output = Path(trainer.config.run.output)
     output.mkdir(parents=True, exist_ok=True)
     log = RunLog(output, **facts_of(trainer.config, trainer.updates))
@@ -48,19 +50,19 @@ def attach(trainer) -> RunLog:
     return log
 
 
-MEMORY_PER_WORKER = 3 * 2**30  # bytes; the largest tests start a process or two beside their own
-MOST_WORKERS = 8  # each imports torch and transformers, which takes longer than its share of the tests saves
+MEMORY_PER_WORKER = 3 * 2**30  # bytes; the largest tests start one or two more processes
+MOST_WORKERS = 8  # each imports torch and transformers: with more workers that takes longer than they save
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's, for `-n auto`
 def pytest_xdist_auto_num_workers() -> int:
-    """One worker per core, as far as the memory goes."""
+    """Return one worker per core, or fewer if memory is short."""
     cores, memory = psutil.cpu_count(logical=False) or 1, psutil.virtual_memory().available
     return max(1, min(cores, MOST_WORKERS, memory // MEMORY_PER_WORKER))
 
 
 def pytest_collection_modifyitems(items):
-    """A test marked `gpu` runs if there is a GPU, and prints why it does not."""
+    """Skip tests marked `gpu` on a machine without a GPU, with the reason."""
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
@@ -69,7 +71,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory):
-    """A function that returns a folder which the first worker to ask for it fills, and all workers share."""
+    """Return a function that returns a folder. The first worker that requests it fills it, and all workers share it."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
@@ -78,7 +80,7 @@ def made_once(tmp_path_factory):
         folder, filled = shared / name, shared / f"{name}.filled"
         with FileLock(shared / f"{name}.lock"):
             if not filled.exists():
-                shutil.rmtree(folder, ignore_errors=True)  # of a worker whose `fill` failed
+                shutil.rmtree(folder, ignore_errors=True)  # left by a worker whose `fill` failed
                 folder.mkdir()
                 fill(folder)
                 filled.touch()
@@ -99,7 +101,7 @@ def reward_folder(made_once) -> Path:
 
 @pytest.fixture(scope="session")
 def pairs_file(made_once) -> Path:
-    """120 pairs in orca's columns; the chosen reply is the longer one in half of them."""
+    """Return a file of 120 pairs in orca's columns. The chosen completion is the longer one in half of them."""
     return made_once("data", write_pairs) / "pairs.jsonl"
 
 
@@ -117,7 +119,7 @@ def write_pairs(folder: Path) -> None:
 
 @pytest.fixture
 def run_flags(start_model, reward_folder, pairs_file, tmp_path):
-    """A function from flags to all flags of a tiny run in the folder `run`."""
+    """Return a function that adds flags to those of a tiny run in the folder `run`."""
 
     def make(*flags: object) -> list[str]:
         words = {
@@ -133,7 +135,7 @@ def run_flags(start_model, reward_folder, pairs_file, tmp_path):
 
 @pytest.fixture
 def configured(run_flags):
-    """A function from flags to a Config of a tiny run in a folder of its own."""
+    """Return a function that makes the Config of a tiny run in a separate folder from flags."""
 
     def make(*flags: object, algorithm: str = "ppo") -> Config:
         return parse_cli(run_flags(*flags), algorithm)
@@ -142,7 +144,7 @@ def configured(run_flags):
 
 
 def typed(line: str) -> list[str]:
-    """The arguments of a printed command `python SCRIPT ...`, as a POSIX shell passes them on."""
+    """Return the arguments of a printed command `python SCRIPT ...` as a POSIX shell splits them."""
     words = shlex.split(line)
     assert words[0] == "python" and words[1].endswith(".py"), line
     return words[2:]
@@ -150,7 +152,7 @@ def typed(line: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def runs(start_model, reward_folder, pairs_file, made_once) -> dict[tuple[str, int], Path]:
-    """Finished runs of the scripts by (algorithm, seed): PPO whole, GRPO with adapters; tokens recorded."""
+    """Return finished runs by (algorithm, seed): PPO with all weights, GRPO with adapters, both with token records."""
     folder = made_once("runs", partial(train_runs, start_model, reward_folder, pairs_file))
     return {(algorithm, seed): folder / f"{algorithm}_{seed}" for algorithm in ("ppo", "grpo") for seed in (1, 2)}
 
@@ -173,10 +175,10 @@ def train_runs(start_model: Path, reward_folder: Path, pairs_file: Path, folder:
 
 @pytest.fixture
 def build(configured):
-    """A function from flags to a trainer, PPO's unless `algorithm` names another, ready to train, with the given
-    callbacks alone. `parts_changed` are fields of Components.
+    """Return a function that makes a trainer from flags, with only the given callbacks. `parts_changed` replaces fields
+    of Components.
 
-    With groups the batch is 2 prompts x 2 completions unless the flags name another: as many episodes as PPO's 4.
+    For an algorithm with groups the default batch is 2 prompts x 2 completions: as many episodes as PPO's 4.
     """
     from rlhf.setup.build import build_trainer, load_components
 
@@ -190,7 +192,7 @@ def build(configured):
 
 
 def whole_gradient(trainer, batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Of one micro-batch that holds all rows: its statistics, and the gradients of all weights in a row."""
+    """Return the statistics and the flat gradient of all weights for one micro-batch of all rows."""
     trainer.model.zero_grad()
     completions = batch.completions
     micro_batch = completions.micro_batch(range(len(completions.mask)), trainer.micro_batch_budget.packed)

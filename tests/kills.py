@@ -1,10 +1,10 @@
-"""Kill a training run, resume it, and compare what it ends with; over and over, in forks of one process.
+"""Kills a training run, resumes it, and compares the result with an uninterrupted run, many times, in forks.
 
 python -m tests.kills KILLS SEED FOLDER train_ppo|train_grpo FLAG...   prints a JSON object. Not for Windows (fork).
 
-A run is killed at an instant drawn uniformly, in turn from a save, the whole run, a save, and a renewal of best/: from
-the moment at which that begins to the one at which it has ended, as an unharmed run took for it. It keeps one
-checkpoint, so every save but the first removes one.
+A run is killed at a random instant: in turn during a save, anywhere in the run, during a save, and during an update of
+best/. The instant is uniform over the time that this part took in an uninterrupted run. A run keeps one checkpoint, so
+every save except the first one removes a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,99 +20,101 @@ import sys
 import time
 from pathlib import Path
 
-# marks: the first update; where a part of a run begins, and where it has ended
+# events: the first update; the start and the end of a save and of an update of best/
 FIRST, SAVE, BEST = b"f", (b"(", b")"), (b"[", b"]")
 AIMS = (SAVE, None, SAVE, BEST)
 
 
-def child(script, argv: list[str], marks: int) -> None:
-    """One training run, which marks the beginning of its first update, and where parts of it begin and end."""
+def child(script, argv: list[str], events: int) -> None:
+    """Run a training script that writes an event at its first update, and at the start and end of saves and best/."""
     from rlhf.callbacks import checkpointing
     from rlhf.trainer.loop import OnPolicyLoop
 
     update, quiet = OnPolicyLoop.update_step, os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
 
-    def marked(part, began, ended):
+    def with_events(part, started, ended):
         def run(*given):
-            os.write(marks, began)
+            os.write(events, started)
             part(*given)
-            os.write(marks, ended)
+            os.write(events, ended)
 
         return run
 
-    def marked_update(self, number):
-        os.write(marks, FIRST if number == 1 else b"")
+    def update_with_event(self, number):
+        os.write(events, FIRST if number == 1 else b"")
         return update(self, number)
 
-    checkpointing.Checkpoints.save = marked(checkpointing.Checkpoints.save, *SAVE)
-    checkpointing.update_dir_atomically = marked(checkpointing.update_dir_atomically, *BEST)
-    OnPolicyLoop.update_step = marked_update
+    checkpointing.Checkpoints.save = with_events(checkpointing.Checkpoints.save, *SAVE)
+    checkpointing.update_dir_atomically = with_events(checkpointing.update_dir_atomically, *BEST)
+    OnPolicyLoop.update_step = update_with_event
     script.main(argv)
 
 
 def start(script, argv: list[str]) -> tuple[int, int]:
-    """A fork that runs, and the pipe on which it marks."""
-    heard, marks = os.pipe()
+    """Fork a run. Return its process id and the pipe from which its events are read."""
+    pipe, events = os.pipe()
     process = os.fork()
     if process == 0:
         status = 1
         try:
-            child(script, argv, marks)
+            child(script, argv, events)
             status = 0
         finally:
             os._exit(status)
-    os.close(marks)
-    return process, heard
+    os.close(events)
+    return process, pipe
 
 
-def follow(heard: int, until: float | None = None, begun: tuple[bytes, int] = (b"", 1)) -> list[tuple[bytes, float]]:
-    """The marks with their times, until there are no more, until an instant, or until one has come so often."""
+def follow(
+    pipe: int, until: float | None = None, until_event: tuple[bytes, int] = (b"", 1)
+) -> list[tuple[bytes, float]]:
+    """Return the events with their times: until the pipe ends, until a time, or until one event came that often."""
     seen: list[tuple[bytes, float]] = []
-    while sum(mark == begun[0] for mark, _ in seen) < begun[1]:
+    while sum(event == until_event[0] for event, _ in seen) < until_event[1]:
         left = None if until is None else max(0.0, until - time.monotonic())
-        if not select.select([heard], [], [], left)[0]:
+        if not select.select([pipe], [], [], left)[0]:
             break
-        mark = os.read(heard, 1)
-        if not mark:
+        event = os.read(pipe, 1)
+        if not event:
             break
-        seen.append((mark, time.monotonic()))
+        seen.append((event, time.monotonic()))
     return seen
 
 
 def whole_run(script, argv: list[str]) -> tuple[list[tuple[bytes, float]], int]:
-    """An unharmed run's marks and exit status."""
-    process, heard = start(script, argv)
-    seen = follow(heard)
-    os.close(heard)
+    """Return the events and the exit status of an uninterrupted run."""
+    process, pipe = start(script, argv)
+    seen = follow(pipe)
+    os.close(pipe)
     return seen, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def kill(
     script, argv: list[str], draw: random.Random, plain: list[tuple[bytes, float]], aim: tuple[bytes, bytes] | None
 ) -> list[bytes] | None:
-    """A run killed at random, in one part or anywhere: its marks; None where it had come to its end by then."""
-    process, heard = start(script, argv)
+    """Kill a run at a random instant of one part, or of the whole run. Return its events, or None if it had ended."""
+    process, pipe = start(script, argv)
     if aim is not None:
-        begun, ended = ([at for mark, at in plain if mark == which] for which in aim)
-        lasted = [end - at for at, end in zip(begun, ended, strict=True)]
-        which = draw.randrange(len(begun))
-        seen = follow(heard, begun=(aim[0], which + 1))
-        seen += follow(heard, until=time.monotonic() + draw.random() * lasted[which])
+        starts, ends = ([at for event, at in plain if event == which] for which in aim)
+        lasted = [end - at for at, end in zip(starts, ends, strict=True)]
+        which = draw.randrange(len(starts))
+        seen = follow(pipe, until_event=(aim[0], which + 1))
+        seen += follow(pipe, until=time.monotonic() + draw.random() * lasted[which])
     else:
-        while os.read(heard, 1) not in (FIRST, b""):
+        while os.read(pipe, 1) not in (FIRST, b""):
             pass
-        first = next(at for mark, at in plain if mark == FIRST)
-        seen = follow(heard, until=time.monotonic() + draw.random() * (plain[-1][1] - first))
+        first = next(at for event, at in plain if event == FIRST)
+        seen = follow(pipe, until=time.monotonic() + draw.random() * (plain[-1][1] - first))
     os.kill(process, signal.SIGKILL)
     killed = os.WIFSIGNALED(os.waitpid(process, 0)[1])
-    seen += follow(heard)
-    os.close(heard)
-    return [mark for mark, _ in seen] if killed else None
+    seen += follow(pipe)
+    os.close(pipe)
+    return [event for event, _ in seen] if killed else None
 
 
-def shown(logs: Path) -> dict[str, list[tuple[int, float]]]:
-    """Every scalar's points, as TensorBoard itself shows a folder."""
+def scalars(logs: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return the points of every scalar as TensorBoard reads them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(logs), size_guidance={"scalars": 0})
@@ -121,7 +123,7 @@ def shown(logs: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def best_is_whole(plain: Path, killed: Path, start: Path) -> bool:
-    """A killed run's best/, where there is one, loads, and holds the policy of one of the run's evaluations."""
+    """True if a killed run has no best/, or if best/ loads and is the policy of one of the run's evaluations."""
     from peft import load_peft_weights
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -146,13 +148,13 @@ def best_is_whole(plain: Path, killed: Path, start: Path) -> bool:
     except (OSError, ValueError, SafetensorError):
         return False
     if adapter and not any(found[name].any() for name in found if "lora_B" in name):
-        return True  # the start model's: B begins with zeros
+        return True  # the start model's: the B matrices are zero
     known = [*([] if adapter else [start]), *plain.glob("checkpoint-*")]
     return any(all(torch.equal(found[n], one[n]) for n in found) for one in map(policy, known))
 
 
 def differing(one: Path, other: Path) -> list[str]:
-    """In what two finished runs are unlike: weights, value head, optimizer, metrics; a line each. To the bit."""
+    """Return one line per difference between two finished runs: weights, value head, optimizer, metrics, to the bit."""
     import torch
     from safetensors.torch import load_file
 
@@ -165,17 +167,17 @@ def differing(one: Path, other: Path) -> list[str]:
     for here, there in pairs:
         files = sorted(file.name for file in here.glob("*.safetensors"))
         if files != sorted(file.name for file in there.glob("*.safetensors")):
-            problems.append(f"{there.name}: other files than {files}")
+            problems.append(f"{there.name}: its files are not {files}")
             continue
         for file in files:
             tensors, others = load_file(here / file), load_file(there / file)
             same = tensors.keys() == others.keys() and all(torch.equal(tensors[n], others[n]) for n in tensors)
             problems += [] if same else [f"{there.name}/{file} differs"]
-    curves, others = (shown(run / "logs") for run in (one, other))
+    curves, others = (scalars(run / "logs") for run in (one, other))
     for tag in curves.keys() | others.keys():
         if tag.startswith(("time/", "throughput/", "memory/")):
             continue
-        problems += [] if curves.get(tag) == others.get(tag) else [f"{tag} differs, or has points twice"]
+        problems += [] if curves.get(tag) == others.get(tag) else [f"{tag} differs, or has duplicate points"]
     return problems
 
 
@@ -186,32 +188,34 @@ def main(kills: int, seed: int, folder: Path, script_name: str, flags: list[str]
     script, draw = importlib.import_module(script_name), random.Random(seed)
     importlib.import_module("rlhf.run.train")
     plain, status = whole_run(script, [*flags, "--keep", "99", "--output", str(folder / "plain")])
-    assert status == 0, "the unharmed run failed"
-    told = {"killed": 0, "in_a_save": 0, "in_best": 0, "resumed": 0, "begun_anew": 0, "problems": []}
+    assert status == 0, "the uninterrupted run failed"
+    result = {"killed": 0, "in_a_save": 0, "in_best": 0, "resumed": 0, "started_again": 0, "problems": []}
     first_model = Path(flags[flags.index("--actor-model") + 1])
-    while told["killed"] < kills or told["in_a_save"] < kills * 10 // 25:
-        output = folder / f"killed_{told['killed']}"
-        aim = AIMS[told["killed"] % len(AIMS)] if told["killed"] < kills else SAVE
-        marks = kill(script, [*flags, "--keep", "1", "--output", str(output)], draw, plain, aim)
-        if marks is None:
+    while result["killed"] < kills or result["in_a_save"] < kills * 10 // 25:
+        output = folder / f"killed_{result['killed']}"
+        aim = AIMS[result["killed"] % len(AIMS)] if result["killed"] < kills else SAVE
+        events = kill(script, [*flags, "--keep", "1", "--output", str(output)], draw, plain, aim)
+        if events is None:
             shutil.rmtree(output)
             continue
-        told["killed"] += 1
-        for name, (began, ended) in (("in_a_save", SAVE), ("in_best", BEST)):
-            told[name] += marks.count(began) > marks.count(ended)
+        result["killed"] += 1
+        for name, (started, ended) in (("in_a_save", SAVE), ("in_best", BEST)):
+            result[name] += events.count(started) > events.count(ended)
         if not best_is_whole(folder / "plain", output, first_model):
-            told["problems"].append(f"kill {told['killed']}: best/ is no evaluation's model after {marks}")
+            result["problems"].append(
+                f"kill {result['killed']}: best/ is not the model of an evaluation after {events}"
+            )
         run = RunRecord.read(output)
-        sound = find_checkpoints(output, run.id).newest
-        if SAVE[1] in marks and sound is None:
-            told["problems"].append(f"kill {told['killed']}: no sound checkpoint after {marks}")
-        told["begun_anew" if sound is None else "resumed"] += 1
+        newest = find_checkpoints(output, run.id).newest
+        if SAVE[1] in events and newest is None:
+            result["problems"].append(f"kill {result['killed']}: no valid checkpoint after {events}")
+        result["started_again" if newest is None else "resumed"] += 1
         _, status = whole_run(script, ["--resume", "--output", str(output)])
         if status:
-            told["problems"].append(f"kill {told['killed']}: resuming ended with {status}")
-        told["problems"] += [f"kill {told['killed']}: {line}" for line in differing(folder / "plain", output)]
+            result["problems"].append(f"kill {result['killed']}: resuming ended with {status}")
+        result["problems"] += [f"kill {result['killed']}: {line}" for line in differing(folder / "plain", output)]
         shutil.rmtree(output)
-    return told
+    return result
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from rlhf.checkpoints.run_folder import LOCK_FILE
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils import system
 from rlhf.utils.errors import UserError, run_command
-from tests.kills import differing, shown
+from tests.kills import differing, scalars
 from tests.scripts.test_scripts import ROOT
 
 SCRIPTS = {"ppo": train_ppo, "grpo": train_grpo}
@@ -187,7 +187,7 @@ def test_whoever_goes_on_anyway_gets_what_they_ask_for(words, tmp_path, monkeypa
     output = broken_off(words, tmp_path / "run", monkeypatch, update=3, more=plain)
     train_ppo.main(["--resume", "--output", str(output), "--resume-anyway", "--learning-rate", "1e-7",
                     "--kl-schedule", "adaptive", "--normalize-scores"])  # fmt: skip
-    rates = shown(output / "logs")["learning_rate"]
+    rates = scalars(output / "logs")["learning_rate"]
     assert [rate for _, rate in rates] == pytest.approx([1e-3] * 2 + [1e-7] * 4)
 
 
@@ -477,6 +477,6 @@ def test_killed_at_any_instant_a_run_is_not_lost(words, tmp_path, algorithm, cou
     print(told)
     assert told["problems"] == []
     assert told["killed"] >= count and told["in_a_save"] >= count * 10 // 25
-    assert told["resumed"] + told["begun_anew"] == told["killed"]
+    assert told["resumed"] + told["started_again"] == told["killed"]
     # a run that is killed before its first checkpoint begins anew: of few kills these may be many
     assert told["resumed"] > told["killed"] / 2 if count >= 25 else told["resumed"] >= told["killed"] // 4

@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory):
-    """Return a function that returns a folder. The first worker that requests it fills it, and all workers share it."""
+    """Return a function that returns a folder. The first worker that requests it fills it; all workers share it."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
@@ -175,8 +175,8 @@ def train_runs(start_model: Path, reward_folder: Path, pairs_file: Path, folder:
 
 @pytest.fixture
 def build(configured):
-    """Return a function that makes a trainer from flags, with only the given callbacks. `parts_changed` replaces fields
-    of Components.
+    """Return a function that makes a trainer from flags, with only the given callbacks. `parts_changed` replaces
+    fields of Components.
 
     For an algorithm with groups the default batch is 2 prompts x 2 completions: as many episodes as PPO's 4.
     """

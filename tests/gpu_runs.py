@@ -23,7 +23,7 @@ LOOKS = {"evaluate": "evaluate_generations", "compare": "compare_runs"}
 
 
 def runs(folder: Path, start: str, reward: str, pairs: str) -> list[tuple[str, str, list[str]]]:
-    """(name, module, flags) of every run. The deterministic ones come last: the switch holds for the process."""
+    """Return (name, module, flags) of every run. The deterministic runs come last: they change the whole process."""
     flags = ["--actor-model", start, "--rm-model", reward, "--prompts", pairs, "--allow-weak-reward-model",
              "--max-new-tokens", "8", "--prompt-length", "100", "--eval-prompts", "6"]  # fmt: skip
     found = []
@@ -44,7 +44,7 @@ def runs(folder: Path, start: str, reward: str, pairs: str) -> list[tuple[str, s
 
 
 def finish(module: str, flags: list[str]) -> tuple[int, str]:
-    """Exit status and everything printed."""
+    """Return the exit status and everything printed."""
     from rlhf.utils.errors import run_command
 
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):

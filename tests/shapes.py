@@ -25,7 +25,7 @@ from transformers import (
 
 from rlhf.utils.console import quiet_libraries
 
-# SmolLM2's form of chat template: a default system turn where the chat has none
+# SmolLM2's form of chat template: a default system turn if the chat has none
 SMOLLM2_TEMPLATE = (
     "{% for message in messages %}"
     "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant<|im_end|>\n"
@@ -41,7 +41,7 @@ TEXT = [
 
 
 def smollm2_tokenizer(vocabulary: int = 400, texts: Iterable[str] = TEXT) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with SmolLM2's special tokens and its quirk: pad is EOS, `<|endoftext|>` is free."""
+    """Return a byte-level BPE tokenizer with SmolLM2's special tokens: pad is EOS, `<|endoftext|>` is unused."""
     return PreTrainedTokenizerFast(
         tokenizer_object=_byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], vocabulary, texts),
         bos_token="<|im_start|>",
@@ -69,7 +69,7 @@ def _byte_level(special: Sequence[str], vocabulary: int = 400, texts: Iterable[s
 
 
 def llama_config(size: str, vocabulary: int) -> LlamaConfig:
-    """ "tiny", or "smollm2": HuggingFaceTB/SmolLM2-135M's shape, vocabulary 49,152 whatever the tokenizer has."""
+    """Return a config: "tiny", or "smollm2", HuggingFaceTB/SmolLM2-135M's shape with a vocabulary of 49,152."""
     shape = {
         "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
                  "num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": vocabulary},
@@ -87,7 +87,7 @@ def llama_config(size: str, vocabulary: int) -> LlamaConfig:
 
 
 def make_start_model(folder: Path, size: str = "tiny", seed: int = 0) -> Path:
-    """A causal LM and tokenizer in `folder`, as the hub would give them: pad = EOS."""
+    """Save a causal LM and its tokenizer in `folder`, in the form of a hub download: pad = EOS."""
     # for the real shape a tokenizer that compresses English about as the real one does: Python's own manual is at hand
     tokenizer = smollm2_tokenizer() if size == "tiny" else smollm2_tokenizer(16_000, pydoc_data.topics.topics.values())
     torch.manual_seed(seed)
@@ -97,7 +97,7 @@ def make_start_model(folder: Path, size: str = "tiny", seed: int = 0) -> Path:
 
 
 def make_base_model(folder: Path) -> Path:
-    """A causal LM that was never tuned on chats: no template, no pad, EOS is `<|endoftext|>`."""
+    """Save a base model: no chat template, no pad, EOS is `<|endoftext|>`."""
     make_start_model(folder)
     tokenizer = smollm2_tokenizer()
     tokenizer.chat_template, tokenizer.pad_token, tokenizer.eos_token = None, None, "<|endoftext|>"
@@ -107,7 +107,7 @@ def make_base_model(folder: Path) -> Path:
 
 
 def make_reward_model(folder: Path, seed: int = 1, outputs: int = 1, pad: int | None = 0) -> Path:
-    """A tiny sequence classifier and tokenizer in `folder`; its pad is `<|endoftext|>` unless told otherwise."""
+    """Save a tiny sequence classifier and its tokenizer in `folder`. The pad is `<|endoftext|>` by default."""
     tokenizer = smollm2_tokenizer()
     tokenizer.pad_token = "<|endoftext|>"
     config = llama_config("tiny", len(tokenizer))
@@ -120,13 +120,13 @@ def make_reward_model(folder: Path, seed: int = 1, outputs: int = 1, pad: int | 
 
 # --- families --------------------------------------------------------------------------------------------------------
 
-# as in Qwen 3's: no system turn of its own; marks of thought, which are added tokens, but not special ones
+# as Qwen 3: no default system turn; its thinking tokens are added tokens, but not special tokens
 QWEN3_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-# as in Gemma 2's: BOS is the template's, there is no system turn, and a turn ends with a mark that is not EOS
+# as Gemma 2: the template adds BOS, there is no system turn, and a turn ends with a token that is not EOS
 GEMMA_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
@@ -134,7 +134,7 @@ GEMMA_TEMPLATE = (
     "{{ message['content'] | trim }}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
-# as in Mistral's: BOS is the template's, turns are marked by ordinary text, a reply ends with EOS
+# as Mistral: the template adds BOS, ordinary text separates turns, a completion ends with EOS
 MISTRAL_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'user' %}[INST] {{ message['content'] }} [/INST]"
@@ -144,7 +144,7 @@ MISTRAL_TEMPLATE = (
 
 
 def qwen3_tokenizer() -> PreTrainedTokenizerFast:
-    """No BOS; a turn's end is EOS, and the pad is another token."""
+    """No BOS. EOS ends a turn, and the pad is another token."""
     tokenizer = _byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
     named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
@@ -152,8 +152,8 @@ def qwen3_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def gpt_neox_tokenizer() -> PreTrainedTokenizerFast:
-    """One token is BOS, EOS and unknown, and none is set before a text; no pad is named, no template; runs of spaces
-    are added tokens."""
+    """One token is BOS, EOS and unknown; no token is added before a text. No pad, no template; runs of spaces are
+    added tokens."""
     tokenizer = _byte_level(["<|endoftext|>", "<|padding|>"])
     tokenizer.add_tokens([AddedToken(" " * n, special=False, normalized=True) for n in (4, 8)])
     named = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
@@ -161,7 +161,7 @@ def gpt_neox_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def mistral_tokenizer() -> PreTrainedTokenizerFast:
-    """BOS before every text, and a space before every stretch of ordinary text; no pad."""
+    """BOS before every text, and a space before every piece of ordinary text. No pad."""
     tokenizer = _pieces(["<unk>", "<s>", "</s>"])
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence([*_FROM_PIECES, decoders.Strip(" ", 1, 0)])
@@ -171,7 +171,7 @@ def mistral_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def gemma_tokenizer(template: str | None = GEMMA_TEMPLATE) -> PreTrainedTokenizerFast:
-    """BOS before every text, a pad of its own; marks of turns are special."""
+    """BOS before every text, a separate pad. The tokens that separate turns are special."""
     tokenizer = _pieces(["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"])
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence(_FROM_PIECES)
@@ -181,7 +181,7 @@ def gemma_tokenizer(template: str | None = GEMMA_TEMPLATE) -> PreTrainedTokenize
 
 
 def gemma_base_tokenizer() -> PreTrainedTokenizerFast:
-    """The same before it was tuned on chats."""
+    """The same as a base model, not tuned on chats."""
     return gemma_tokenizer(template=None)
 
 
@@ -189,7 +189,7 @@ _FROM_PIECES = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.
 
 
 def _pieces(special: Sequence[str]) -> Tokenizer:
-    """BPE over words that begin with their space, as SentencePiece has it: what it does not know is bytes."""
+    """BPE over words that start with their space, as SentencePiece does. Unknown characters become bytes."""
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Metaspace()
     learner.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=180, show_progress=False))
@@ -207,8 +207,8 @@ def _set_bos(tokenizer: Tokenizer, bos: str) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=ids)
 
 
-# 64 features at least of every linear layer, so that all can be kept in 4 bits; weights large enough for attention to
-# choose, and windows and caps small enough to matter
+# at least 64 features per linear layer, so that all can be stored in 4 bits; weights large enough that attention
+# differs between positions, and windows and soft caps small enough to change the results
 WIDTHS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
           "max_position_embeddings": 256, "initializer_range": 0.15}  # fmt: skip
 GROUPED = {"num_key_value_heads": 2, "head_dim": 32}
@@ -219,7 +219,7 @@ CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 6.0}
 def make_family(
     folder: Path, tokenizer: PreTrainedTokenizerFast, kind: type[PretrainedConfig], ends: Sequence[str] = (), **more
 ) -> Path:
-    """A start model of one family; `ends` are the tokens that its generation_config stops at, if not EOS alone.
+    """Save a start model of one family. `ends` are the tokens at which its generation_config stops, if not only EOS.
 
     Norms and biases are random, too, so that none can be left out unseen; and the head has rows that no token of the
     tokenizer has, as padded vocabularies do.

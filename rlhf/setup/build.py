@@ -1,4 +1,4 @@
-"""From the settings to a trainer: `load_components` loads data, models and rewards; `build_trainer` makes the trainer.
+"""Builds a trainer from the settings: `load_components` loads data, models and rewards, `build_trainer` the trainer.
 
 The scripts, the Python API, the benchmarks and the tests build their trainers here.
 """
@@ -32,14 +32,14 @@ from rlhf.utils.console import Screen
 
 
 def prepare_demo_components(config: Config, screen: Screen, device: torch.device) -> None:
-    """Under the demo recipe: build its start model, pairs and reward model where they are not there yet."""
+    """With the demo recipe, build its start model, preference pairs and reward model if they do not exist yet."""
     if config.recipe == "demo":
         prepare_demo(screen, device)
 
 
 @dataclass
 class Components:
-    """What a trainer is built from."""
+    """The parts that a trainer is built from."""
 
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSets
@@ -58,15 +58,18 @@ def load_components(
     rewards: Sequence[RewardFunction | nn.Module] | None = None,
     reward_weights: Sequence[float] | None = None,
 ) -> Components:
-    """Return the parts of the run that the settings describe, all checked. Raises UserError.
+    """Load and check the parts of the run that the settings describe. Raises UserError.
 
-    Data are loaded before models, and small models before large ones: an error is found before slow work is done.
+    Data is loaded before models, and small models before large ones, so that errors are found before the slow work.
 
     Args:
-        prompts: given in Python; None: those of the settings.
-        evaluation_prompts: only with `prompts`; None: a part of them.
-        rewards: one or several functions or modules that replace the settings' reward model and rules.
-        reward_weights: one for each of `rewards`; None: all 1.
+        config: the settings of the run.
+        device: where the models are loaded.
+        screen: prints notes and warnings.
+        prompts: training prompts given in Python. None: use the prompts of the settings.
+        evaluation_prompts: evaluation prompts given in Python, only with `prompts`. None: hold out a part of `prompts`.
+        rewards: one or several functions or modules that replace the reward model and reward functions of the settings.
+        reward_weights: one weight per entry of `rewards`. None: all weights are 1.
     """
     autocast_dtype(config.model.bf16, device)  # raises UserError if the device has no bfloat16
     reset_peak_memory(device)
@@ -86,7 +89,7 @@ def load_components(
 
 
 def build_trainer(config: Config, components: Components, callbacks: Sequence = ()) -> OnPolicyLoop:
-    """Return a trainer of `config.algorithm`, with no callbacks but these."""
+    """Return a trainer for `config.algorithm` with exactly these callbacks."""
     return OnPolicyLoop(
         config,
         policy=components.policy,
@@ -106,7 +109,7 @@ def _load_prompt_sets(
     prompts: Sequence[GivenPrompt] | None,
     evaluation_prompts: Sequence[GivenPrompt] | None,
 ) -> PromptSets:
-    """The prompts given in Python, or those of the settings, checked against the start model and the rewards."""
+    """Return the prompts given in Python or those of the settings, checked against the start model and the rewards."""
     data = config.data
     if prompts is None:
         source, sets = f"--prompts {data.prompts}", load_prompts(data, start.tokenizer, screen.say)
@@ -118,12 +121,15 @@ def _load_prompt_sets(
     check_topics(config, sets.train, screen)
     check_columns(sources.rules, [p.example for p in (*sets.train, *sets.evaluation)], source)
     if prompts is None and len(sets.evaluation) < FEW_PROMPTS:
-        screen.say(f"only {len(sets.evaluation)} evaluation prompts: all of them are used, and figures are uncertain")
+        screen.say(
+            f"note: there are only {len(sets.evaluation)} evaluation prompts. All of them are used, and evaluation "
+            "results are uncertain"
+        )
     return sets
 
 
 def find_start_model(config: Config, flag: str) -> StartModel:
-    """The start model, found and checked: all that can be known of it before its weights are read."""
+    """Find the start model, load its tokenizer and check its config. Does not read the weights. Raises UserError."""
     m = config.model
     folder = find_model(m.actor_model, flag)
     tokenizer = load_tokenizer(folder, config.data.plain_prompts)
@@ -132,13 +138,13 @@ def find_start_model(config: Config, flag: str) -> StartModel:
 
 
 def load_start_policy(config: Config, start: str, tokenizer: PreTrainedTokenizerBase, device: torch.device):
-    """The start model as the settings want it trained: whole, or with adapters, perhaps over 4-bit weights."""
+    """Load the start model for training: with all weights trainable, or with LoRA adapters (the base may be 4-bit)."""
     m = config.model
     lora = LoraConfig(
         r=m.lora_r, lora_alpha=m.lora_alpha, lora_dropout=m.lora_dropout, target_modules=lora_modules(m.lora_targets),
         task_type="CAUSAL_LM",
     )  # fmt: skip
-    torch.manual_seed(config.run.seed)  # adapters are drawn from torch's own stream
+    torch.manual_seed(config.run.seed)  # peft initialises adapters with torch's global generator
     return load_policy(
         start,
         lora=lora if m.use_lora else None,

@@ -1,7 +1,7 @@
-"""What a transformer's tensors take, from shapes alone: its weights, and what a pass keeps for the backward pass.
+"""Computes the size of a transformer's tensors from shapes: its weights, and the activations saved for backward.
 
-The sums name every tensor that torch's autograd keeps in a layer of the Llama family (Llama, SmolLM2, Mistral, Qwen);
-tests/setup/test_memory.py counts the same tensors with hooks. For other architectures they are an estimate.
+The sums list every tensor that autograd saves in a layer of the Llama family (Llama, SmolLM2, Mistral, Qwen).
+tests/setup/test_memory.py counts the same tensors with hooks. For other architectures the sums are an estimate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ QKV, GATE_UP, OUT, DOWN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj
 
 
 def _first_layer(model: PreTrainedModel, layers: int) -> nn.Module:
-    """The first of a transformer's equal layers: that of its first list of so many modules."""
+    """Return the first transformer layer: the first entry of the first ModuleList with `layers` modules."""
     return next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers)[0]
 
 
@@ -29,18 +29,18 @@ def _first_layer(model: PreTrainedModel, layers: int) -> nn.Module:
 
 
 def weights_of(model: nn.Module, trained: bool | None = None) -> int:
-    """Bytes of all weights, or of those that are (not) trained; one that is used twice counts once."""
+    """Return the bytes of all weights, or only of the trained or frozen ones. A shared weight counts once."""
     return sum(_stored(w) for w in model.parameters() if trained is None or w.requires_grad == trained)
 
 
 def _stored(weight: Tensor) -> int:
-    state = getattr(weight, "quant_state", None)  # of bitsandbytes' 4-bit weights alone
-    scales = 0 if state is None else state.absmax.nbytes  # one to a block
+    state = getattr(weight, "quant_state", None)  # only bitsandbytes' 4-bit weights have it
+    scales = 0 if state is None else state.absmax.nbytes  # one scale per block
     return weight.nbytes + scales
 
 
 def linear_floats(model: PreTrainedModel) -> Iterator[Tensor]:
-    """Float32 weights of linear layers, which autocast rounds; without a head that is tied to the embeddings."""
+    """Yield the float32 weights of linear layers, which autocast casts. A head tied to the embeddings is excluded."""
     tied = model.get_input_embeddings().weight
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight is not tied and module.weight.dtype == torch.float32:
@@ -52,35 +52,40 @@ def linear_floats(model: PreTrainedModel) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Network:
-    """A transformer's measures, and what of it is trained. Sizes are features of one token; all else is bytes."""
+    """The dimensions of a transformer, and which weights are trained. Dimensions count features of one token."""
 
     layers: int
     hidden: int
-    inner: int  # of the feed-forward part
+    inner: int  # width of the feed-forward part
     heads: int
-    q_dim: int  # of the queries of all heads
-    kv_dim: int  # of the keys of all key heads; the values have as many
+    q_dim: int  # queries of all heads together
+    kv_dim: int  # keys of all key-value heads together; the values have the same size
     vocabulary: int
-    norms: tuple[tuple[int, int], ...]  # of a layer: how many each takes of a token, and of how many features together
+    norms: tuple[tuple[int, int], ...]  # per norm of a layer: normalised vectors per token, features of all of them
     whole: bool  # all weights are trained
-    adapters: dict[str, tuple[int, int]]  # rank and output of a layer's adapters, by the linear layer they belong to
+    adapters: dict[str, tuple[int, int]]  # linear layer of one transformer layer -> rank and output size of its adapter
     element: int  # bytes of a number in the forward pass: 4, or 2 under autocast
-    attention_element: int  # the same in attention: on a processor always 4
-    inner_element: int  # the same in the feed-forward part: 4-bit layers give what they were given, float32
+    attention_element: int  # the same for attention; always 4 on a CPU
+    inner_element: int  # the same for the feed-forward part; 4-bit layers return the input's type, float32
     checkpointing: bool
-    dropout: bool  # of what the adapters read
-    dropout_mask_bytes: int  # per number, whether it was dropped: a float on a CPU, a flag on a GPU
+    dropout: bool  # dropout on the adapters' inputs
+    dropout_mask_bytes: int  # per number: a float on a CPU, a boolean on a GPU
 
     @classmethod
     def of(cls, model: PreTrainedModel, dtype: torch.dtype | None, checkpointing: bool = False) -> Network:
-        """Of a causal LM or a classifier, with the adapters inside it; `dtype` is its forward's, None: float32."""
+        """Return the dimensions of a causal LM or a classifier with its adapters.
+
+        Args:
+            dtype: the autocast type of the forward pass. None: float32.
+            checkpointing: gradient checkpointing is on.
+        """
         c = model.config.get_text_config()
         heads = c.num_attention_heads
         size = getattr(c, "head_dim", None) or c.hidden_size // heads
         q_dim, kv_dim = heads * size, (getattr(c, "num_key_value_heads", None) or heads) * size
         layer = _first_layer(model, c.num_hidden_layers)
         adapted = [(name.split(".")[-1], m) for name, m in layer.named_modules() if isinstance(m, LoraLayer)]
-        by_head = {"q_norm": (heads, q_dim), "k_norm": (kv_dim // size, kv_dim)}  # Qwen's
+        by_head = {"q_norm": (heads, q_dim), "k_norm": (kv_dim // size, kv_dim)}  # Qwen3 normalises each head
         norms = [name.split(".")[-1] for name, m in layer.named_modules() if type(m).__name__.endswith("Norm")]
         embeddings, element = model.get_input_embeddings(), FLOAT if dtype is None else dtype.itemsize
         on_cpu = embeddings.weight.device.type == "cpu"
@@ -106,32 +111,32 @@ class Network:
 
     @property
     def rounded(self) -> bool:
-        """Whether the forward runs under autocast: norms and residuals stay in float32, linear layers round."""
+        """True if the forward pass runs under autocast: linear layers compute in 16 bits, norms and residuals in 32."""
         return self.element < FLOAT
 
     def saved_activations(self, micro_batch: MicroBatch) -> int:
-        """Bytes that all layers save for the backward pass."""
+        """Return the bytes that all layers save for the backward pass."""
         tokens = micro_batch.ids.numel()
-        ends = 2 * tokens * self.hidden * FLOAT  # the last norm's input, and that over its size
-        if self.checkpointing:  # what each layer was given
+        ends = 2 * tokens * self.hidden * FLOAT  # the last norm's input, and its normalised input
+        if self.checkpointing:  # each layer saves its input
             return ends + self.layers * tokens * self.hidden * FLOAT
         return ends + self.layers * self.saved_by_layer(micro_batch)
 
     def saved_by_layer(self, micro_batch: MicroBatch) -> int:
-        """Bytes that one layer saves for the backward pass, without gradient checkpointing."""
+        """Return the bytes that one layer saves for the backward pass without gradient checkpointing."""
         tokens, trained = micro_batch.ids.numel(), (*QKV, *GATE_UP, OUT, DOWN) if self.whole else tuple(self.adapters)
-        # a norm's input and 1 / its size; where its gain is trained, the input over its size
+        # A norm saves its input and the reciprocal root mean square; if its gain is trained, the normalised input too.
         norms = sum(size * (2 if self.whole else 1) + number for number, size in self.norms) * FLOAT
-        # inputs of trained linear layers: q, k, v read one tensor, gate and up another; rounded each has its own copy
+        # Inputs of trained linear layers: q, k and v share one tensor, gate and up share another.
         reading = [name for name in trained if name not in (OUT, DOWN)]
-        apart = self.rounded or self.dropout  # each has a copy of its own, rounded or with some of it dropped
+        apart = self.rounded or self.dropout  # autocast and dropout make a separate copy for each layer
         read = self.hidden * (len(reading) if apart else len({name in GATE_UP for name in reading}))
         if DOWN in trained:
             read += self.inner
         own = self.rounded and (not self.whole or self.attention_element != self.element)
-        if OUT in trained and (gathered(micro_batch) or own or self.dropout):  # else attention's
+        if OUT in trained and (gathered(micro_batch) or own or self.dropout):  # otherwise attention has saved it
             read += self.q_dim
-        # the feed-forward part: gate before and after its activation, up
+        # The feed-forward part saves the gate before and after its activation, and up.
         inner = 3 * self.inner * self.inner_element
         ranks = sum(rank for rank, _ in self.adapters.values())
         dropped = self.dropout_mask_bytes * read if self.dropout else 0
@@ -139,43 +144,43 @@ class Network:
         return tokens * sums + self._saved_by_attention(micro_batch)
 
     def _saved_by_attention(self, micro_batch: MicroBatch) -> int:
-        """Queries, keys, values, output and normalizer of each rectangle."""
+        """Return the bytes of queries, keys, values, output and softmax normaliser of each attention call."""
         total = 0
         for rows, queries, keys, masked in rectangles(micro_batch):
             total += rows * queries * (2 * self.q_dim * self.attention_element + self.heads * FLOAT)
-            # with a mask each query head gets its own copy of its key head, and the mask becomes numbers
+            # With a mask, key and value heads are repeated for each query head, and the mask becomes floats.
             total += rows * keys * 2 * (self.q_dim if masked else self.kv_dim) * self.attention_element
             total += rows * queries * keys * self.attention_element if masked else 0
         return total
 
     def freed_in_forward(self, tokens: int) -> int:
-        """Bytes that all layers make in the forward pass and free again."""
-        # each norm's squares; of what comes after, that which is not kept
+        """Return the bytes that all layers allocate in the forward pass and free again."""
+        # each norm's squares, and its later tensors that are not saved
         norms = sum(size for _, size in self.norms) * FLOAT * (1 + self.rounded if self.whole else 3)
-        # queries and keys before their rotation, and four pieces on the way (one a half)
+        # queries and keys before the rotary embedding, and four intermediate tensors (one of half the size)
         turned = (self.q_dim + self.kv_dim) * (self.element + 3.5 * FLOAT + self.rounded * FLOAT)
         outputs = 2 * self.hidden * self.element
-        # an adapter's output, that scaled, and the sum with the layer's own
+        # an adapter's output, the scaled output, and its sum with the linear layer's output
         adapted = 3 * sum(output for _, output in self.adapters.values()) * self.element
         return int(self.layers * tokens * (norms + turned + outputs + adapted))
 
     def forward_peak(self, tokens: int) -> int:
-        """Bytes at once in a pass without gradients: four hidden states, and three tensors of one part of a layer."""
+        """Return the peak bytes of a pass without gradients: four hidden states, three tensors of one part of a layer."""
         feed_forward = 3 * self.inner * self.inner_element
         attention = (self.q_dim + 2 * self.kv_dim) * self.element + 3 * self.q_dim * FLOAT
         return tokens * (4 * self.hidden * FLOAT + max(feed_forward, attention))
 
     def backward_peak(self, tokens: int) -> int:
-        """Bytes at once in one layer of a backward pass: gradients of three inner tensors and of two hidden states."""
+        """Return the peak bytes of one layer's backward pass: gradients of three inner tensors and two hidden states."""
         return tokens * (3 * self.inner * self.inner_element + 2 * self.hidden * FLOAT)
 
     def cache(self, tokens: int) -> int:
-        """Keys and values."""
+        """Return the bytes of the KV cache for this number of tokens."""
         return self.layers * tokens * self.kv_dim * 2 * self.element
 
 
 def rectangles(micro_batch: MicroBatch) -> list[tuple[int, int, int, bool]]:
-    """Attention's calls in one layer: rows, queries and keys of a row, and whether they need a mask."""
+    """Return the attention calls of one layer as (rows, queries per row, keys per row, needs a mask)."""
     if isinstance(micro_batch, PackedMicroBatch):
         return [(*s.shape, s.mask(None, micro_batch.ids.device) is not None) for s in micro_batch.layout.segments]
     rows, width = micro_batch.ids.shape
@@ -183,5 +188,5 @@ def rectangles(micro_batch: MicroBatch) -> list[tuple[int, int, int, bool]]:
 
 
 def gathered(micro_batch: MicroBatch) -> bool:
-    """Whether attention's output is put back into the order of the row, or made contiguous, which copies it."""
+    """True if attention's output is copied, to restore the order of the tokens or to make it contiguous."""
     return not isinstance(micro_batch, PackedMicroBatch) or micro_batch.layout.inverse_index is not None

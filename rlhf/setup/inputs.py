@@ -1,4 +1,4 @@
-"""What a command reads from this disk, checked before torch is imported."""
+"""Checks that a command's input files exist, before torch is imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUILT = ("actor_model", "rm_model", "prompts")  # inputs that the demo recipe bu
 
 
 def check_inputs(config: Config) -> None:
-    """Raise UserError with every local input of a training run that is not there. Hub names are asked for later."""
+    """Raise UserError that lists every missing local input of a training run. Hub names are checked later."""
     built = {find_recipe("demo").value(name) for name in BUILT} if config.recipe == "demo" else set()
     problems = []
     for flag, name in inputs_of(config):
@@ -28,18 +28,18 @@ def check_inputs(config: Config) -> None:
         if flag == "--rm-model":
             if restore_replaced(resolve_path(name)):  # its replacement was interrupted
                 continue
-            problems.append(f"no reward model: {flag} {name}. Make one with: {reward_model_command(config)}")
+            problems.append(f"no reward model: {flag} {name}. Train one with: {reward_model_command(config)}")
         elif flag == "--actor-model":
             problems += missing_path(name, "model", f"{flag} takes a Hugging Face model folder or a hub name").problems
         elif flag == "--prompts":
-            problems += missing_path(name, "data file", "Give a JSONL file or a hub dataset's name").problems
+            problems += missing_path(name, "data file", "Use a JSONL file or the name of a hub dataset").problems
         else:
             problems += missing_path(name, "file", f"{flag} takes a file").problems
     raise_if(problems)
 
 
 def inputs_of(config: Config) -> list[tuple[str, str]]:
-    """What a run reads from this disk: (flag, path); hub names among them."""
+    """Return what a run reads, as (flag, path or hub name)."""
     named = [
         ("--actor-model", config.model.actor_model), ("--rm-model", config.model.rm_model),
         ("--prompts", config.data.prompts), ("--eval-text", config.data.eval_text),

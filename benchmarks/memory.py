@@ -26,7 +26,7 @@ from rlhf.utils.files import write_json
 UPDATES = 2
 # methods of a trainer's parts, and the phases of the forecast that each contains
 METHODS = {
-    "collector.collect": ("rollout", "measuring"),
+    "collector.collect": ("rollout", "log-probs"),
     "collector.score": ("scoring",),
     "learner.step": ("backward pass", "optimizer step"),
 }

@@ -1,7 +1,7 @@
-"""The callback interface: what a trainer reports, and when.
+"""The callback interface: the events of a trainer.
 
-Most callbacks only watch. Those that change a run: KLControl and KLGuard set the next update's beta, KLGuard may load
-the weights of an older checkpoint, and Checkpoints ends a run that was asked to stop.
+Most callbacks only log. These change a run: KLControl and KLGuard set the next update's beta, KLGuard may load the
+weights of an older checkpoint, and Checkpoints ends a run after a stop signal.
 """
 
 from __future__ import annotations
@@ -16,33 +16,36 @@ from rlhf.trainer.scores import Scores
 
 
 class Callback:
-    """What a trainer reports, and when. Everything is optional: any object with one of these methods will do."""
+    """The events of a trainer. All methods are optional: a callback is any object with at least one of them."""
 
     def on_train_begin(self, trainer: Any) -> None:
-        """Before the first evaluation."""
+        """Called before the first evaluation."""
 
     def on_batch(self, update: int, batch: Experience, scores: Scores) -> None:
-        """Before an update's optimizer steps, with what they will be made from."""
+        """Called before an update's optimizer steps, with the experience that they use."""
 
     def on_update_end(self, update: int, metrics: dict[str, float]) -> None:
-        """After an update's optimizer steps, with what was logged of it."""
+        """Called after an update's optimizer steps, with the logged metrics."""
 
     def on_update_skipped(self, update: int, rollout: Rollout, batch: Experience | None, reason: SkipUpdate) -> None:
-        """In place of on_update_end, if the rest of an update is skipped. `batch` is None if the reason was found
-        before the advantages. A callback with `on_drop`, the earlier name of this method, receives the event there."""
+        """Called instead of on_update_end if the rest of an update is skipped.
+
+        `batch` is None if the update was skipped before its advantages were computed. If a callback has `on_drop`, the
+        old name of this method, that method is called.
+        """
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """After an evaluation; the start model's comes first, with update 0."""
+        """Called after an evaluation. The first one is the start model's, with update 0."""
 
     def on_epoch_end(self, epoch: int, metrics: dict[str, float]) -> None:
-        """After a pass over the training prompts, with the means of its updates' metrics."""
+        """Called after a pass over the training prompts, with the mean metrics of its updates."""
 
     def on_update_done(self, update: int) -> None:
-        """After all of an update, its evaluation among it: between two updates, where checkpoints are made.
+        """Called at the end of an update, after its evaluation. Checkpoints are saved here.
 
-        A callback that remembers something gives it out as JSON-ready data by `state_dict()`, and takes it back by
-        `load_state_dict(state)`: then checkpoints hold it.
+        To save a callback's state in checkpoints, define `state_dict()`, which returns JSON-serializable data, and
+        `load_state_dict(state)`.
         """
 
     def on_train_end(self) -> None:
-        """After the last evaluation."""
+        """Called after the last evaluation."""

@@ -1,4 +1,4 @@
-"""Checkpoints during a run, and the best evaluation's model."""
+"""Saves checkpoints during a run, and the model of the best evaluation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 
 
 class BestCheckpoint(Callback):
-    """Keeps the best evaluation's model in `best/`; what was chosen, from what and why goes to run.json."""
+    """Saves the model of the best evaluation in `best/`, and writes the choice and its reason to run.json."""
 
     def __init__(self, trainer: OnPolicyLoop, config: Config, controller: KLController, log: RunLog):
         self.trainer, self.config, self.controller, self.log = trainer, config, controller, log
@@ -69,8 +69,10 @@ class BestCheckpoint(Callback):
 
 
 class Checkpoints(Callback):
-    """Saves the whole trainer every `save_every` updates, at the end, and if the run was asked to stop, which it then
-    does. After a skipped update nothing is saved before an update succeeds, except at the end of the run."""
+    """Saves the trainer's state every `save_every` updates, at the end, and after a stop signal, which ends the run.
+
+    After a skipped update, saves only when an update succeeds or at the end of the run.
+    """
 
     def __init__(self, trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: GracefulStop):
         self.trainer, self.config, self.log, self.screen, self.stop = trainer, config, log, screen, stop
@@ -78,38 +80,41 @@ class Checkpoints(Callback):
         self.overdue = False  # a save was due after a skipped update
 
     def on_batch(self, update, batch, scores):
-        self.log.check_place()  # before an update's work is done for nothing
+        self.log.check_place()  # before the optimizer steps, whose result could not be saved
 
     def on_update_done(self, update):
         self.log.check_place()
         last, by, skipped = update == self.trainer.updates, self.stop.by, self.trainer.progress.skipped_in_a_row > 0
         if last and skipped:
-            self.screen.say(f"warning: the last update, {update}, was skipped; the weights are finite and are saved")
+            self.screen.say(
+                f"warning: the last update ({update}) was skipped. The weights are finite, so they are saved"
+            )
         due = self.overdue or by is not None or update % self.config.run.save_every == 0
         self.overdue = due and skipped
         if last or (due and not skipped):
             self.save(update)
         if by is not None and not last:
-            saved = f"which was skipped, so nothing new is saved; {self.newest_checkpoint()}" if skipped else "saved"
+            saved = "A checkpoint was saved"
+            if skipped:
+                saved = f"This update was skipped, so no checkpoint was saved; {self.newest_checkpoint()}"
             raise TrainingInterrupted(
-                by, f"stopped after update {update} of {self.trainer.updates}, {saved}. {self.resume_hint()}"
+                by, f"stopped after update {update} of {self.trainer.updates}. {saved}. {self.resume_hint()}"
             )
 
     def newest_checkpoint(self) -> str:
-        """Names the checkpoint that a resume uses."""
+        """Return in words which checkpoint --resume would use."""
         newest = find_checkpoints(self.folder, self.log.record.id).newest
         return "there is no checkpoint yet" if newest is None else f"the newest checkpoint is {newest.name}"
 
     def save(self, update: int) -> None:
-        """Raises RunError where the disk does not take it."""
+        """Save a checkpoint. Raises RunError if writing fails."""
         run, keep = self.log.record.id, self.config.run.keep
         try:
             write_checkpoint(self.folder, run, update, keep, self.fill)
         except OSError as error:
             raise RunError(
                 f"the checkpoint of update {update} could not be saved ({error}): {self.folder}; "
-                f"{self.newest_checkpoint()}. "
-                f"Make room there. {self.resume_hint()}"
+                f"{self.newest_checkpoint()}. Free disk space. {self.resume_hint()}"
             ) from None
 
     def fill(self, folder: Path) -> None:
@@ -121,19 +126,21 @@ class Checkpoints(Callback):
         return f"Resume with: {resume_command(self.config)}"
 
     def recovery(self, by_score: bool) -> str:
-        """The advice for a run that gives up: a command that works as printed.
+        """Return the advice for a run that gives up, with the command to type.
 
-        If the weights are the reason, checkpoints from after the last update whose weights proved usable are set
-        aside, so that the command resumes from an older one, or starts over.
+        If the weights are the reason, renames the checkpoints after the last update from whose weights an optimizer
+        step succeeded, so that the command resumes from an older one, or starts again.
         """
         if by_score:
             return f"Fix the reward function, then {self.resume_hint()[0].lower()}{self.resume_hint()[1:]}"
         names = set_aside(self.folder, self.log.record.id, self.trainer.progress.proved)
         aside = ""
         if names:
-            aside = f"Set aside, because no optimizer step could be taken from its weights: {', '.join(names)}. "
+            aside = (
+                f"Renamed to *.suspect, because no optimizer step from these weights succeeded: {', '.join(names)}. "
+            )
         rate = ("--resume-anyway", "--learning-rate", f"{smaller_rate(self.config):g}")
-        return f"{aside}Use a smaller learning rate: {resume_command(self.config, *rate)}"
+        return f"{aside}Resume with a smaller learning rate: {resume_command(self.config, *rate)}"
 
     def state_dict(self) -> dict[str, float]:
         return {"seconds": self.log.seconds()}
@@ -143,9 +150,9 @@ class Checkpoints(Callback):
 
 
 def smaller_rate(config: Config) -> float:
-    """A learning rate to try after a run diverged: a tenth, and not above the recipe's."""
+    """Return the learning rate to try after a run diverged: a tenth of the current one, at most the recipe's."""
     smaller = config.optimizer.learning_rate / 10
     try:
         return min(smaller, usual_config(config.recipe, config.user_file, config.algorithm).optimizer.learning_rate)
-    except UserError:  # the recipe's file is gone
+    except UserError:  # the recipe's file was removed
         return smaller

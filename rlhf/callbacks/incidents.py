@@ -1,4 +1,4 @@
-"""A skipped update, as files from which it can be repeated."""
+"""Incidents: the files of a skipped update, from which `--replay` repeats it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rlhf.utils.errors import UserError
 from rlhf.utils.files import disk_errors, write_json
 
 INCIDENT_FILE, BATCH_FILE, TENSORS_FILE, WEIGHTS = "incident.json", "batch.jsonl", "tensors.safetensors", "weights"
-# names in the file of tensors -> fields of the experience
+# name in tensors.safetensors -> field of the experience
 LEARNED = {
     "kl": "kl",
     "advantages": "raw_advantages",
@@ -42,8 +42,19 @@ LEARNED = {
 def save_incident(
     trainer: Any, folder: Path, update: int, rollout: Rollout, batch: Experience | None, found: SkipUpdate
 ) -> None:
-    """Save the batch as text and ids, its log-probabilities and scores, settings, versions, and the trainable weights
-    as they were when the fault was `found`: after this update's earlier optimizer steps."""
+    """Save the files of a skipped update.
+
+    These are the batch as text and ids, its log-probs and scores, the settings and versions, and the trainable weights
+    when the update was skipped, that is, after its earlier optimizer steps.
+
+    Args:
+        trainer: the trainer.
+        folder: where the files are written.
+        update: number of the update.
+        rollout: the update's completions and scores.
+        batch: its experience; None if it was skipped before the advantages were computed.
+        found: why it was skipped.
+    """
     trainer.save_model(folder / WEIGHTS)
     completions = rollout.completions
     rows = [
@@ -76,7 +87,7 @@ def save_incident(
 
 @dataclass
 class Incident:
-    """What `save_incident` left."""
+    """The files of `save_incident`, read back."""
 
     folder: Path
     facts: dict[str, Any]  # of incident.json
@@ -85,22 +96,25 @@ class Incident:
 
     @classmethod
     def read(cls, name: str) -> Incident:
-        """Raises UserError where there is none that is whole."""
+        """Read the incident in a folder. Raises UserError if it is missing or incomplete."""
         folder = Path(name)
         try:
             facts = json.loads((folder / INCIDENT_FILE).read_text(encoding="utf-8"))
             rows = [json.loads(line) for line in (folder / BATCH_FILE).read_text(encoding="utf-8").split("\n")[:-1]]
             return cls(folder, facts, rows, load_file(folder / TENSORS_FILE))
         except (OSError, ValueError, SafetensorError) as error:
-            raise UserError(f"no whole incident: --replay {name} ({error}). Give RUN/incidents/update-...") from None
+            raise UserError(
+                f"no complete incident in this folder: --replay {name} ({error}). Use a folder "
+                "RUN/incidents/update-NUMBER"
+            ) from None
 
     def config(self, output: str) -> Config:
-        """The run's settings, with another place for output."""
+        """Return the run's configuration with another output folder."""
         changed = {"output": output, "resume": False, "replay": str(self.folder)}
         return config_of_settings(self.facts["algorithm"], self.facts["settings"], **changed)
 
     def rollout(self, trainer: Any) -> Rollout:
-        """The batch as it was sampled, with its log-probabilities."""
+        """Return the sampled batch with its recorded log-probs and values."""
         device = trainer.accelerator.device
         prompts = [
             Prompt(tuple(row["prompt_ids"]), Example(tuple(row["prompt"]), columns=row.get("columns", {})))
@@ -122,7 +136,7 @@ class Incident:
 
 
 class Incidents(Callback):
-    """Before a run gives up, all that is needed to do the update again goes into a folder."""
+    """Before a run gives up, saves its last skipped update as an incident."""
 
     def __init__(self, trainer: OnPolicyLoop, config: Config, screen: Screen):
         self.trainer, self.config, self.screen = trainer, config, screen
@@ -131,6 +145,6 @@ class Incidents(Callback):
         if self.trainer.progress.skipped_in_a_row == MAX_CONSECUTIVE_SKIPS:
             folder = Path(self.config.run.output) / "incidents" / f"update-{update:06d}"
             save_incident(self.trainer, folder, update, rollout, batch, reason)
-            self.screen.say(f"the update, to look at: {folder}")
+            self.screen.say(f"the skipped update is saved in {folder}")
             replay = replay_command(self.config.algorithm, str(folder), self.config.reward.reward_func)
-            self.screen.say(f"to repeat it, step by step: {replay}")
+            self.screen.say(f"repeat it step by step with: {replay}")

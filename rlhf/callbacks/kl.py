@@ -1,4 +1,4 @@
-"""KL control during a run: beta after every update, and a guard against a KL that runs away."""
+"""KL control during a run: sets beta after every update, and reacts to a KL far above its target."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rlhf.utils.console import Screen
 
 
 class KLControl(Callback):
-    """After every update: the controller receives the KL and sets the next update's beta."""
+    """Passes each update's KL to the controller, and sets the next update's beta."""
 
     def __init__(self, controller: KLController, steer: Callable[[float], None], episodes: int):
-        """`steer` takes beta (the trainer's `set_kl_coef`); `episodes` is the number of replies per update."""
+        """`steer` receives beta (the trainer's `set_kl_coef`). `episodes` is the number of episodes per update."""
         self.controller, self.steer, self.episodes = controller, steer, episodes
 
     def on_update_end(self, update, metrics):
         self.steer(self.controller.update(metrics["kl_divergence"], metrics["kl_divergence/token"], self.episodes))
 
     def on_update_skipped(self, update, rollout, batch, reason):
-        self.controller.skip()  # beta stays, and targets come into force in their updates
+        self.controller.skip()  # beta is unchanged, but the update counts for the phases of the targets
 
     def state_dict(self) -> dict[str, float]:
         return self.controller.state_dict()
@@ -36,8 +36,11 @@ class KLControl(Callback):
 
 
 class KLGuard(Callback):
-    """A KL beyond 4 times its target doubles beta at once; with --rollback-on-kl, after some such updates in a row the
-    weights go back to the last checkpoint from before. The run goes on from there, its updates counted on."""
+    """Doubles beta if the KL is above 4 times its target.
+
+    With --rollback-on-kl, after several such updates in a row it loads the weights of the last checkpoint from before
+    them. Training continues with the next update's number.
+    """
 
     def __init__(self, trainer: OnPolicyLoop, config: Config, controller: KLController, log: RunLog, screen: Screen):
         self.trainer, self.config, self.controller, self.log, self.screen = trainer, config, controller, log, screen
@@ -52,24 +55,28 @@ class KLGuard(Callback):
         self.in_a_row += 1
         self.trainer.set_kl_coef(self.controller.raise_beta(2.0))
         self.screen.say(
-            f"warning: KL {kl:.3g}/{target.per} is {kl / target.nats:.1f} times its target: beta doubled, to "
+            f"warning: KL {kl:.3g}/{target.per} is {kl / target.nats:.1f} times its target. Beta was doubled to "
             f"{self.controller.beta:.3g}"
         )
         if self.config.run.rollback_on_kl and self.in_a_row >= MAX_CONSECUTIVE_SKIPS:
             self.roll_back(update)
 
     def roll_back(self, update: int) -> None:
-        """Load the newest valid checkpoint from before the KL ran away."""
+        """Load the weights of the newest valid checkpoint from before the KL ran away."""
         runaway_update, self.in_a_row = update - self.in_a_row, 0
         found = find_checkpoints(Path(self.config.run.output), self.log.record.id)
-        # an update's KL is that of the weights that it begins with: those after `runaway_update` had run away
+        # An update's KL is that of the weights at its start, so the weights after `runaway_update` had run away.
         before = [number for number in found.valid if number < runaway_update]
         if not before:
-            self.screen.say("warning: no valid checkpoint from before it ran away: --rollback-on-kl can do nothing")
+            self.screen.say(
+                "warning: cannot roll back, because no valid checkpoint is from before the KL became too high: "
+                "--rollback-on-kl"
+            )
             return
         load_weights(self.trainer, found.valid[max(before)])
         self.screen.say(
-            f"back to the weights after update {max(before)}: those after update {runaway_update} had run away"
+            f"rolled back to the weights after update {max(before)}, because the KL was too high with the weights "
+            f"after update {runaway_update}"
         )
 
     def state_dict(self) -> dict[str, int]:

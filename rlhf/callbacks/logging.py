@@ -14,11 +14,11 @@ from rlhf.data.sampler import shorten
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, clock, number
 
-SOME_UPDATES = 10  # after which equal scores are no chance
+SOME_UPDATES = 10  # equal scores over this many updates are not a coincidence
 
 
 class TensorBoardLog(Callback):
-    """Every logged number under its own name, over updates."""
+    """Writes every metric to TensorBoard. The x axis counts updates."""
 
     def __init__(self, folder: Path):
         self.folder, self.done, self.progress = folder, 0, None
@@ -28,13 +28,13 @@ class TensorBoardLog(Callback):
 
     @cached_property
     def writer(self) -> SummaryWriter:
-        """What an interrupted session logged behind its last checkpoint comes again: readers drop the first."""
-        behind = self.done + 1 if self.done else None
-        # flushed often: a running run's curves are looked at
-        return SummaryWriter(str(self.folder), flush_secs=10, purge_step=behind)
+        """The writer. After a resume `purge_step` hides what the interrupted session logged after its last
+        checkpoint, because these updates are trained again."""
+        purge_step = self.done + 1 if self.done else None
+        return SummaryWriter(str(self.folder), flush_secs=10, purge_step=purge_step)
 
     def on_update_done(self, update):
-        self.writer.flush()  # before the checkpoint of this update: what it stands on is not logged again
+        self.writer.flush()  # before the checkpoint: a resumed run does not log earlier updates again
 
     def on_update_end(self, update, metrics):
         for name, value in metrics.items():
@@ -52,7 +52,7 @@ class TensorBoardLog(Callback):
 
 
 class ProgressLine(Callback):
-    """One live line per update, and a line for every evaluation."""
+    """Prints the progress line of every update, and one line per evaluation."""
 
     def __init__(self, trainer: OnPolicyLoop, screen: Screen, controller: KLController):
         self.trainer, self.screen, self.controller = trainer, screen, controller
@@ -67,29 +67,29 @@ class ProgressLine(Callback):
         kl = metrics[target.metric]
         aim = "no target" if self.controller.horizon is None else f"target {target}"
         topic = self.trainer.sampler.topic_of(update)
-        of = "" if topic is None else f"topic {shorten(topic)} | "
+        shown_topic = "" if topic is None else f"topic {shorten(topic)} | "
         self.screen.progress(
-            f"update {update}/{updates} | {of}score {metrics['rewards/mean']:+.2f} | KL {kl:.3g} ({aim}) | "
-            f"beta {metrics['kl_coef']:.3g} | reply {metrics['completions/mean_length']:.0f} tokens | "
+            f"update {update}/{updates} | {shown_topic}score {metrics['rewards/mean']:+.2f} | KL {kl:.3g} ({aim}) | "
+            f"beta {metrics['kl_coef']:.3g} | length {metrics['completions/mean_length']:.0f} tokens | "
             f"{metrics['throughput/tokens_per_s']:,.0f} tokens/s | {clock(left)} left",
             last=update == updates,
         )
 
     def on_update_skipped(self, update, rollout, batch, reason):
-        self.screen.say(f"warning: the rest of update {update} is skipped: {reason}")
+        self.screen.say(f"warning: skipping the rest of update {update}: {reason}")
 
     def on_evaluation(self, evaluation):
         metrics = evaluation.metrics()
         self.screen.say(
-            f"evaluation after {evaluation.update} updates: score {metrics['eval/score']:+.2f}, "
+            f"evaluation after update {evaluation.update}: score {metrics['eval/score']:+.2f}, "
             f"KL {metrics['eval/kl_divergence']:.2f}/sequence, "
             f"perplexity {number(metrics['eval/perplexity'])} on {self.trainer.evaluator.text.source}, "
-            f"reply {metrics['eval/reply_length']:.0f} tokens, {metrics['eval/eos_rate']:.0%} end"
+            f"length {metrics['eval/reply_length']:.0f} tokens, {metrics['eval/eos_rate']:.0%} with EOS"
         )
 
 
 class SameScores(Callback):
-    """Warns, after some updates and at the end, where every reply scored the same, so that none is to be preferred."""
+    """Warns after some updates and at the end if all completions had the same score: nothing can be learned."""
 
     def __init__(self, trainer: OnPolicyLoop, screen: Screen):
         self.trainer, self.screen = trainer, screen
@@ -101,12 +101,12 @@ class SameScores(Callback):
     def on_update_end(self, update, metrics):
         if len(self.seen) == 1 and update in (SOME_UPDATES, self.trainer.updates):
             self.screen.say(
-                f"warning: every reply of {update} updates scored {min(self.seen):g}: {self.trainer.rewards}. "
-                "There is nothing to learn from it; look at the reward functions"
+                f"warning: all completions of {update} updates have the same score, {min(self.seen):g}, so the policy "
+                f"learns nothing: {self.trainer.rewards}. Check the reward functions"
             )
 
     def state_dict(self) -> dict[str, list[float]]:
-        return {"seen": sorted(self.seen)[:2]}  # two are as good as many
+        return {"seen": sorted(self.seen)[:2]}  # two different scores are enough
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
         self.seen = set(state["seen"])

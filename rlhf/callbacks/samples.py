@@ -1,4 +1,4 @@
-"""The completions of every evaluation, as files."""
+"""Saves the completions of every evaluation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf.data.prompts import Prompt
 
 
 class Samples(Callback):
-    """Every evaluation's replies, as files."""
+    """Writes the completions of every evaluation to files."""
 
     def __init__(self, folder: Path, prompts: Sequence[Prompt]):
         self.folder, self.prompts = folder, prompts

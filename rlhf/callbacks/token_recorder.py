@@ -1,4 +1,4 @@
-"""Record what the trainer saw of every token of some episodes."""
+"""Records log-probs, advantages and other quantities for every token of some episodes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,15 @@ def token_rows(
     tokenizer: PreTrainedTokenizerBase,
     gamma: float,
 ) -> list[dict[str, Any]]:
-    """A row for every token of a batch's first episodes; `numbers` are their prompts' in the training set.
+    """Return one row per token of a batch's first episodes. In a row, `state` is the text before the token.
 
-    `state` is all that the model had read when it chose the token. `scores` (B,), before normalisation.
+    Args:
+        update: number of the update.
+        numbers: index in the training set of each recorded episode's prompt. Their count is the number of episodes.
+        batch: the update's experience.
+        scores: (B,), before normalisation.
+        tokenizer: the policy's.
+        gamma: discount, for the TD errors.
     """
     prompts, completions = batch.prompts, batch.completions.rows()
     values = {name: v[: len(numbers)].float().tolist() for name, v in _quantities(batch, gamma).items()}
@@ -51,7 +57,7 @@ def token_rows(
 
 
 def _quantities(batch: Experience, gamma: float) -> dict[str, Tensor]:
-    """Everything that there is a number of at each token, (B, T)."""
+    """Return the recorded quantities, each (B, T)."""
     found = {
         "logprob": batch.logprobs,
         "ref_logprob": batch.ref_logprobs,
@@ -70,17 +76,17 @@ def _quantities(batch: Experience, gamma: float) -> dict[str, Tensor]:
 
 
 class TokenRecord(Callback):
-    """What the trainer saw of every token of some episodes, as files."""
+    """Writes token records: the quantities of every token of some episodes."""
 
     def __init__(self, folder: Path, config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]):
-        """`prompts` are the training prompts, in the order in which records number them."""
+        """`prompts` are the training prompts. Records contain their indices."""
         self.folder, self.config, self.tokenizer = folder, config, tokenizer
         self.number_of = {id(prompt): i for i, prompt in enumerate(prompts)}
 
     def on_batch(self, update, batch, scores):
         record = self.config.record
         if update == 1 or update % record.record_every == 0:
-            count = record.record_prompts * self.config.group_size  # a group's replies stand together
+            count = record.record_prompts * self.config.group_size  # a group's completions are adjacent
             numbers = [self.number_of[id(prompt)] for prompt in batch.prompts[:count]]
             gamma = self.config.critic.gamma
             rows = token_rows(update, numbers, batch, scores.raw, self.tokenizer, gamma)

@@ -1,42 +1,48 @@
-"""Which evaluation's model is the best one, and why. Floats only."""
+"""Chooses the best evaluation of a run, and returns the reason. Uses only floats."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-KL_GATE = 1.5  # times the target in force
+KL_GATE = 1.5  # largest KL, times the target in force
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One evaluation, update 0 (the start model) among them."""
+    """One evaluation. Update 0 is the start model."""
 
     update: int
     score: float
-    kl: float  # nats, in the target's unit
-    target: float | None  # KL target in force, same unit; None where beta is not steered: no KL gate
+    kl: float  # in the target's unit: nats/sequence or nats/token
+    target: float | None  # KL target in force, same unit; None (no limit) if beta is not steered
     perplexity: float
 
 
 def choose(candidates: Sequence[Candidate], rule: str, perplexity_gate: float) -> tuple[int, str]:
-    """The index of the best candidate, and the reason in words. The first candidate is the start.
+    """Return the index of the best candidate, and the reason in words.
 
-    "score": among those with KL <= 1.5 x the target then in force and perplexity <= `perplexity_gate` x the start's,
-    the highest score. "perplexity" (the references' rule): among those with KL <= 1.5 x the target, the lowest
-    perplexity. The earlier of equals. Where none passes, the one nearest to its gates, and the reason says so.
+    The rule "score" chooses the highest score among the candidates with KL <= 1.5 x their target and perplexity <=
+    `perplexity_gate` x the start model's. The rule "perplexity" (used by the reference systems) chooses the lowest
+    perplexity among the candidates with KL <= 1.5 x their target. Ties go to the earlier one. If no candidate is
+    within the limits, the one that exceeds them least is chosen.
+
+    Args:
+        candidates: the evaluations; the first is the start model.
+        rule: "score" or "perplexity".
+        perplexity_gate: largest perplexity, times the start model's.
     """
     most = perplexity_gate * candidates[0].perplexity if rule == "score" else None
     excess = [_excess(c, most) for c in candidates]
-    gates = [f"KL within {KL_GATE:g} x the target"] if any(c.target is not None for c in candidates) else []
-    gates += [f"perplexity within {perplexity_gate:g} x the start's"] if rule == "score" else []
-    gate = " and ".join(gates) or "any KL, as no target is in force"
+    gates = [f"KL at most {KL_GATE:g} x the target"] if any(c.target is not None for c in candidates) else []
+    gates += [f"perplexity at most {perplexity_gate:g} x the start model's"] if rule == "score" else []
+    gate = " and ".join(gates) or "any KL (there is no KL target)"
     passing = [i for i, far in enumerate(excess) if far <= 1]
     if not passing:
         nearest = excess.index(min(excess))
         return (
             nearest,
-            f"none of {len(excess)} evaluations has {gate}; this one is nearest, at {excess[nearest]:.2f} x its gate",
+            f"none of {len(excess)} evaluations has {gate}; this one is closest ({excess[nearest]:.2f} x its limit)",
         )
     if rule == "score":
         best = max(passing, key=lambda i: (candidates[i].score, -i))
@@ -48,6 +54,6 @@ def choose(candidates: Sequence[Candidate], rule: str, perplexity_gate: float) -
 
 
 def _excess(candidate: Candidate, most_perplexity: float | None) -> float:
-    """How far out the worse of a candidate's gates is: 1 is on the gate, more is outside."""
+    """Return the larger of KL and perplexity, each divided by its limit: above 1 is outside the limits."""
     kl = 0.0 if candidate.target is None else candidate.kl / (KL_GATE * candidate.target)
     return kl if most_perplexity is None else max(kl, candidate.perplexity / most_perplexity)

@@ -1,8 +1,8 @@
-"""Checkpoints that are complete or absent, and the newest valid one, whatever lies beside it.
+"""Writes, validates and removes checkpoints. An interrupted write never leaves a valid checkpoint.
 
-A checkpoint is a folder whose manifest names the run, the update, and every file with its size and SHA-256. It is
-written under another name, reaches the disk, gets its manifest last, and only then its own name. An older one goes
-when the newer one has been read back and is valid, and of it only what its own manifest names.
+A checkpoint is a folder with a manifest that lists the run, the update, and every file with its size and SHA-256. It
+is written under a temporary name and synced to disk; the manifest is written last, then the folder is renamed. Older
+checkpoints are removed after the new one was read back and is valid. Only files in their manifests are removed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rlhf.utils import system
 from rlhf.utils.errors import RLHFWarning
 
 MANIFEST = "manifest.json"
-DELETING = "manifest.going"  # what a manifest is called once its checkpoint is being removed
+DELETING = "manifest.going"  # name of the manifest while its checkpoint is being removed
 UNFINISHED = ".unfinished"
-SUSPECT = ".suspect"  # from whose weights no optimizer step could be taken
+SUSPECT = ".suspect"  # suffix of checkpoints from whose weights no optimizer step succeeded
 NAME = re.compile(r"checkpoint-([1-9]\d*)")
 
 
@@ -32,9 +32,9 @@ NAME = re.compile(r"checkpoint-([1-9]\d*)")
 class CheckpointScan:
     """The checkpoints of a run, sorted by whether they can be used."""
 
-    valid: dict[int, Path] = field(default_factory=dict)  # by update, in rising order
-    skipped: list[str] = field(default_factory=list)  # one line for each invalid one: its name and what is wrong
-    deleting: list[Path] = field(default_factory=list)  # whose removal was interrupted
+    valid: dict[int, Path] = field(default_factory=dict)  # update -> folder, in ascending order
+    skipped: list[str] = field(default_factory=list)  # one line per invalid checkpoint: name and problem
+    deleting: list[Path] = field(default_factory=list)  # checkpoints whose removal was interrupted
 
     @property
     def newest(self) -> Path | None:
@@ -46,17 +46,23 @@ def checkpoint_path(folder: Path, update: int) -> Path:
 
 
 def update_number(name: str) -> int | None:
-    """Return the update in a checkpoint folder's name; None if it is not a checkpoint's."""
+    """Return the update in a checkpoint folder's name; None for other names."""
     named = NAME.fullmatch(name)
     return int(named[1]) if named else None
 
 
 def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill a folder, make a checkpoint of `run` from it, and of older ones keep `keep` - 1.
+    """Write a checkpoint, validate it, and remove all but the newest `keep` checkpoints of the run.
 
-    Raises OSError where the disk does not take it, or gives back something else; whatever is raised, older checkpoints
-    are as they were, and what was written is removed where that can be. A warning names an old one that cannot
-    be removed.
+    Raises OSError if writing fails or the files read back differ. On any error older checkpoints are unchanged, and
+    the partial checkpoint is removed if possible. Warns if an old checkpoint cannot be removed.
+
+    Args:
+        folder: the run folder.
+        run: id of the run.
+        update: number of the update.
+        keep: number of checkpoints to keep, including this one.
+        write: writes the content of the checkpoint into a folder.
     """
     path = checkpoint_path(folder, update)
     staging = path.with_name(path.name + UNFINISHED)
@@ -65,7 +71,7 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
         staging.mkdir(parents=True)
         write(staging)
         _write_manifest(staging, run, update)
-        if path.exists():  # a torn one: that is why its update was done again
+        if path.exists():  # an invalid checkpoint of the same update, which was therefore trained again
             system.replace(path, free_name(path.with_name(path.name + ".torn")))
         system.replace(staging, path)
         system.sync_folder(folder)
@@ -74,16 +80,16 @@ def write_checkpoint(folder: Path, run: str, update: int, keep: int, write: Call
         raise
     scan = find_checkpoints(folder, run)
     if update not in scan.valid:
-        raise OSError(f"read back from the disk, {'; '.join(scan.skipped) or 'it is not there'}")
+        raise OSError(f"validation after writing failed: {'; '.join(scan.skipped) or 'the folder is missing'}")
     try:
         rotate(scan, run, update, keep)
-    except OSError as error:  # on Windows, where somebody reads it
+    except OSError as error:  # on Windows, if another process reads it
         warnings.warn(f"an old checkpoint could not be removed: {error}", RLHFWarning, stacklevel=2)
     return path
 
 
 def _write_manifest(folder: Path, run: str, update: int) -> None:
-    """The manifest, after everything that it names has reached the disk."""
+    """Write the manifest after all files that it lists were synced to disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for file in files:
         system.sync_file(file)
@@ -99,31 +105,31 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-# --- looking ---------------------------------------------------------------------------------------------------------
+# --- validating ------------------------------------------------------------------------------------------------------
 
 
 def validate_checkpoint(path: Path, run: str) -> str | None:
     """Return why a folder is not a valid checkpoint of `run`; None if it is one."""
     manifest = read_manifest(path / MANIFEST)
     if manifest is None:
-        return f"{MANIFEST} is missing or torn"
+        return f"{MANIFEST} is missing or corrupted"
     if manifest["run"] != run:
-        return f"{MANIFEST} is of another run"
+        return f"{MANIFEST} belongs to another run"
     if checkpoint_path(path.parent, manifest["update"]) != path:
-        return f"{MANIFEST} is of update {manifest['update']}"
+        return f"{MANIFEST} belongs to update {manifest['update']}"
     for name, entry in manifest["files"].items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != entry["size"]:
-            return f"{name} has {file.stat().st_size:,} bytes, not {entry['size']:,}"
+            return f"{name} has {file.stat().st_size:,} bytes instead of {entry['size']:,}"
         if sha256(file) != entry["sha256"]:
-            return f"{name} has changed (its SHA-256 is another)"
+            return f"{name} has changed (its SHA-256 differs)"
     return None
 
 
 def read_manifest(file: Path) -> dict | None:
-    """A manifest with all that belongs into one, at least one file among it, or None."""
+    """Return a manifest with run, update and at least one file, all inside its folder; None if it is not valid."""
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         names = [(name, int(one["size"]), str(one["sha256"])) for name, one in manifest["files"].items()]
@@ -131,12 +137,12 @@ def read_manifest(file: Path) -> dict | None:
         return (
             {**manifest, "update": int(manifest["update"]), "run": str(manifest["run"])} if inside and names else None
         )
-    except Exception:  # a damaged file can hold anything: nesting that is too deep, infinite sizes, links in a circle
+    except Exception:  # a corrupted file can hold anything: deep nesting, infinite sizes, circular links
         return None
 
 
 def find_checkpoints(folder: Path, run: str) -> CheckpointScan:
-    """All checkpoints of `run` in `folder`: the valid ones, and the others with what is wrong."""
+    """Return the checkpoints of `run` in `folder`: the valid ones, and the others with their problems."""
     scan = CheckpointScan()
     if not folder.is_dir():
         return scan
@@ -144,19 +150,19 @@ def find_checkpoints(folder: Path, run: str) -> CheckpointScan:
         named = NAME.fullmatch(path.name)
         if named is None or not path.is_dir():
             continue
-        fault = validate_checkpoint(path, run)
-        if fault is None:
+        problem = validate_checkpoint(path, run)
+        if problem is None:
             scan.valid[int(named[1])] = path
         elif (path / DELETING).exists():
             scan.deleting.append(path)
         else:
-            scan.skipped.append(f"{path.name}: {fault}")
+            scan.skipped.append(f"{path.name}: {problem}")
     return scan
 
 
 def set_aside(folder: Path, run: str, after: int) -> list[str]:
-    """Rename the valid checkpoints of updates later than `after` to `checkpoint-N.suspect`, so that no resume uses
-    them; returns their old names."""
+    """Rename the valid checkpoints of updates later than `after` to `checkpoint-N.suspect`, so that --resume ignores
+    them. Returns their old names."""
     scan = find_checkpoints(folder, run).valid
     suspect = [path for update, path in scan.items() if update > after]
     for path in suspect:
@@ -168,9 +174,10 @@ def set_aside(folder: Path, run: str, after: int) -> list[str]:
 
 
 def rotate(scan: CheckpointScan, run: str, newest: int, keep: int) -> None:
-    """Remove all but the last `keep` of the valid checkpoints of `run` up to the `newest`, which was just written, and
-    finish removals that were interrupted. Invalid checkpoints stay and are ignored; --resume reports what is wrong
-    with them."""
+    """Remove all but the last `keep` valid checkpoints of `run` up to the `newest`, and finish interrupted removals.
+
+    Invalid checkpoints are not removed. --resume ignores them and reports their problems.
+    """
     for path in scan.deleting:
         if (read_manifest(path / DELETING) or {}).get("run") == run:
             _remove(path)
@@ -181,11 +188,11 @@ def rotate(scan: CheckpointScan, run: str, newest: int, keep: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """The files that the manifest of a checkpoint names, and the folders where nothing else lies in them."""
+    """Remove the files that a checkpoint's manifest lists, then folders that are empty."""
     named = read_manifest(path / DELETING)["files"]
     for name in (*named, DELETING):
         (path / name).unlink(missing_ok=True)
     folders = {parent for name in named for parent in (path / name).parents if parent.is_relative_to(path)}
     for inner in sorted(folders | {path}, key=lambda folder: len(folder.parts), reverse=True):
-        with contextlib.suppress(OSError):  # somebody else's files are in it
+        with contextlib.suppress(OSError):  # it holds other files
             inner.rmdir()

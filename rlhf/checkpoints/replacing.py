@@ -1,4 +1,4 @@
-"""A folder that replaces an older one: the older one stays beside it, as NAME.replaced, until the new one is complete.
+"""Replaces a folder safely: the old folder is kept next to it as NAME.replaced until the new one is complete.
 
 Imports no torch.
 """
@@ -19,8 +19,8 @@ from rlhf.utils.paths import resolve_path
 
 REPLACED = ".replaced"
 HOUR_S = 3_600
-RECORD = "run.json"  # in every folder that this project wrote
-# what this project writes at the top of a run's or a model's folder
+RECORD = "run.json"  # every folder that this project writes contains it
+# the names that this project writes at the top level of a run's or a model's folder
 OURS = re.compile(
     r"run\.(json|lock)|failed_inputs\.json|reward_output\.txt|metrics\.json|README\.md|logs|samples|tokens|incidents"
     r"|(best|merged)(\.new)?|checkpoint-.*|.*\.safetensors(\.index\.json)?|(generation_|adapter_)?config\.json"
@@ -30,35 +30,36 @@ OURS = re.compile(
 
 
 def free_name(path: Path) -> Path:
-    """Return `path`, or with the first number behind it, `..._1`, that nothing has yet."""
+    """Return `path` if it does not exist; otherwise the first of `path_1`, `path_2` that does not."""
     names = (path, *(path.with_name(f"{path.name}_{n}") for n in range(1, 10_000)))
     return next(name for name in names if not name.exists())
 
 
 def numbered_name(folder: Path) -> Path:
-    """Return the first of `folder_1`, `folder_2` that nothing has yet."""
+    """Return the first of `folder_1`, `folder_2` that does not exist."""
     return next(p for n in range(1, 10_000) if not (p := folder.with_name(f"{folder.name}_{n}")).exists())
 
 
 def set_aside(folder: Path) -> Path:
-    """Return a free name beside `folder` for what is to be replaced."""
+    """Return a free name next to `folder` for its old version."""
     whole = folder.resolve()
     return free_name(whole.with_name(whole.name + REPLACED))
 
 
 def check_replaceable(folder: Path, flag: str) -> None:
-    """Raise UserError if a folder cannot be renamed as a whole: the root, the top of a mounted disk, or a folder whose
-    parent cannot be written to."""
+    """Raise UserError if a folder cannot be renamed: the root, a mount point, or a folder in a read-only folder."""
     whole = folder.resolve()
     if not whole.name or os.path.ismount(whole):
-        raise UserError(f"the top of a disk cannot be replaced as a whole: {flag} {folder}. Name a folder inside it")
+        raise UserError(f"cannot replace the root folder of a disk: {flag} {folder}. Use a folder inside it")
     parent = next(path for path in whole.parents if path.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"its parent folder is read-only: {flag} {folder}. Name a folder that can be replaced")
+        raise UserError(
+            f"cannot replace this folder, because its parent folder is read-only: {flag} {folder}. Use another folder"
+        )
 
 
 def replaced_of(folder: Path) -> list[Path]:
-    """Return the older versions of `folder` that lie beside it, the newest last."""
+    """Return the old versions next to `folder`, the newest last."""
     whole = folder.resolve()
     named = re.compile(re.escape(whole.name + REPLACED) + r"(_\d+)?")
     siblings = whole.parent.iterdir() if whole.parent.is_dir() else ()
@@ -67,28 +68,28 @@ def replaced_of(folder: Path) -> list[Path]:
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Return the names of what lies in a folder that this project does not write."""
+    """Return the names in a folder that this project does not write."""
     return sorted(path.name for path in folder.iterdir() if not OURS.fullmatch(path.name))
 
 
 def remove_replaced(folder: Path) -> list[str]:
-    """Remove the older versions of a complete `folder`; returns a line for each that stays, because it holds other
-    files or cannot be removed."""
+    """Remove the old versions of a complete `folder`. Returns a line for each that is not removed, because it holds
+    other files or cannot be deleted."""
     kept = []
     for older in replaced_of(folder):
         foreign = foreign_files(older)
         if foreign:
-            kept.append(f"kept the replaced {older}: it holds {', '.join(foreign[:3])}")
+            kept.append(f"the replaced folder {older} was not removed: it contains {', '.join(foreign[:3])}")
             continue
         try:
             shutil.rmtree(older)
         except OSError as error:
-            kept.append(f"kept the replaced {older}: it cannot be removed ({error.strerror})")
+            kept.append(f"the replaced folder {older} was not removed: {error.strerror}")
     return kept
 
 
 def restore_replaced(folder: Path) -> bool:
-    """If a replacement was interrupted between its two renames, bring the older version back; returns whether."""
+    """Restore the old version if a replacement was interrupted between its two renames. Returns True if it was."""
     older = [] if folder.exists() else replaced_of(folder)
     if older:
         system.replace(older[-1], folder)
@@ -96,12 +97,12 @@ def restore_replaced(folder: Path) -> bool:
 
 
 def unfinished_name(folder: Path) -> Path:
-    """Return a name beside `folder` that no other process uses, for a folder that is being written."""
+    """Return a unique name next to `folder`, for a folder that is being written."""
     return folder.with_name(f"{folder.name}.unfinished-{uuid.uuid4().hex[:8]}")
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a killed process was writing, once it is an hour old: a younger one may be alive."""
+    """Remove unfinished folders of killed processes. Folders younger than an hour may belong to a live process."""
     named = re.compile(re.escape(folder.name) + r"\.unfinished-[0-9a-f]{8}")
     for path in folder.parent.iterdir() if folder.parent.is_dir() else ():
         if named.fullmatch(path.name) and time.time() - path.stat().st_mtime > HOUR_S:
@@ -109,8 +110,8 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def replace_dir(staging: Path, folder: Path, keep: Path | None = None) -> None:
-    """Rename the complete folder `staging` to `folder`. An older one there is renamed first: to `keep`, else to
-    NAME.replaced. If the second rename fails, the first one is undone, and `staging` stays."""
+    """Rename the complete folder `staging` to `folder`. An existing folder is renamed first: to `keep`, or without it
+    to NAME.replaced. If the second rename fails, the first is undone and `staging` is unchanged."""
     older = None
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
@@ -127,13 +128,12 @@ def replace_dir(staging: Path, folder: Path, keep: Path | None = None) -> None:
 
 
 def check_inputs_outside(output: str, inputs: Sequence[tuple[str, str]], flag: str) -> None:
-    """Raise UserError if an input lies in the output folder, or in an older version beside it: replacing the folder
-    would remove it."""
+    """Raise UserError if an input is in the output folder or in an old version of it: replacing would remove it."""
     folder = resolve_path(output)
     removed = {folder, *map(Path.resolve, replaced_of(folder))}
     raise_if(
         [
-            f"the output folder {output} holds an input: {input_flag} {name}. Name another folder with {flag}"
+            f"the output folder {output} contains an input: {input_flag} {name}. Use another folder with {flag}"
             for input_flag, name in inputs
             if not removed.isdisjoint((path := resolve_path(name), *path.parents))
         ]

@@ -1,4 +1,4 @@
-"""A run's folder: the names of what lies in it, and who may write into it."""
+"""The run folder: names of its files, and locking, so that only one process writes into it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,25 @@ BEST_FOLDER, MERGED_FOLDER = "best", "merged"
 
 
 def check_output(folder: Path, *, overwrite: bool, is_default: bool, flag: str = "--output") -> None:
-    """Raise UserError if a new run (or, with `flag`, a reward model) may not go into `folder`.
+    """Raise UserError if a new run may not use `folder`.
 
-    A finished run in the default folder will be moved aside; `overwrite` will replace a run, and only one that this
-    project wrote. Everything else that lies there is in the way.
+    Allowed are a new or empty folder, the default folder with a finished run (which will be moved aside), and with
+    `overwrite` a folder with a run.
+
+    Args:
+        folder: the output folder.
+        overwrite: the run in `folder` may be replaced.
+        is_default: `folder` is the default output folder of the command.
+        flag: the flag of the folder. Another flag than --output means a reward model's folder.
     """
     check_folder(str(folder), flag)
     require_unused(folder)
     if flag != "--output" or (overwrite and _content(folder)):
         replacing.check_replaceable(folder, flag)
-    if flag != "--output" and folder.resolve() in (Path.cwd(), *Path.cwd().parents):  # it is renamed as a whole
-        raise UserError(f"the current folder, or one above it: {flag} {folder}. Name a folder inside it")
+    if flag != "--output" and folder.resolve() in (Path.cwd(), *Path.cwd().parents):  # the folder is renamed
+        raise UserError(
+            f"cannot replace the current folder or its parents: {flag} {folder}. Use a folder inside the current one"
+        )
     _check_content(folder, overwrite, is_default, flag)
 
 
@@ -35,77 +43,78 @@ def _check_content(folder: Path, overwrite: bool, is_default: bool, flag: str = 
         return
     status = read_status(folder)
     if status is None:
-        raise UserError(f"holds files of something else (no {RUN_FILE}): {flag} {folder}. Name another with {flag}")
+        raise UserError(
+            f"the folder contains files but no {RUN_FILE}, so it is not replaced: {flag} {folder}. Use another folder "
+            f"with {flag}"
+        )
     if flag != "--output":
         if not overwrite and not is_default:
             raise UserError(
-                f"a reward model is there: {flag} {folder}. Add --rm-overwrite to replace it, or name another folder "
-                f"with {flag}"
+                f"the folder already contains a reward model: {flag} {folder}. Add --rm-overwrite to replace it, or "
+                f"use another folder with {flag}"
             )
         return
     if not overwrite and not (status == "finished" and is_default):
-        kind, more = (
-            ("a finished", "") if status == "finished" else ("an unfinished", "--resume to go on with it, or ")
-        )
+        kind, more = ("a finished", "") if status == "finished" else ("an unfinished", "--resume to continue it, ")
         raise UserError(
-            f"{kind} run is there: --output {folder}. "
-            f"Add {more}--overwrite to replace it, or name another folder with --output"
+            f"the folder already contains {kind} run: --output {folder}. "
+            f"Add {more}--overwrite to replace it, or use another folder with --output"
         )
 
 
 def claim_output(folder: Path, *, overwrite: bool, is_default: bool) -> tuple[IO[bytes], str | None]:
-    """Lock `folder` and make it free for a new run; returns the lock, and in a line what was done to an older run, or
-    None. From here on no other process takes the folder.
+    """Lock `folder` and make it empty for a new run. Returns the lock, and a message if an older run was moved.
 
-    Raises UserError as `check_output`. A finished run in the default folder is moved to `..._1`, `..._2`; one that is
-    replaced is moved to `....replaced`, and removed when the new run is finished (`RunLog`).
+    Raises UserError as `check_output`. A finished run in the default folder is moved to FOLDER_1, FOLDER_2. With
+    `overwrite` a run is moved to FOLDER.replaced, and removed when the new run is finished (`RunLog`).
     """
     check_output(folder, overwrite=overwrite, is_default=is_default)
     folder.mkdir(parents=True, exist_ok=True)
     lock = lock_run(folder)
-    _check_content(folder, overwrite, is_default)  # again: until now, another one might have begun there
+    _check_content(folder, overwrite, is_default)  # again: another run may have started there before the lock
     done = None
     if _content(folder):
         try:
             if overwrite:
                 place = _move_to(folder, replacing.set_aside(folder))
-                done = f"moved the run that was in {folder} to {place}; it is removed when this run is finished"
+                done = f"moved the old run in {folder} to {place}; it is removed when this run is finished"
             else:
                 done = f"moved the finished run in {folder} to {_move_aside(folder)}"
-        except OSError as error:  # on Windows, a folder that another program looks into
+        except OSError as error:  # on Windows, if another program uses a file in it
             raise UserError(
-                f"cannot be moved or removed: --output {folder} ({error.strerror}). Close what uses it"
+                f"the old run in the folder cannot be moved: --output {folder} ({error.strerror}). Close the programs "
+                "that use it"
             ) from None
     return lock, done
 
 
 def move_aside(folder: Path) -> str:
-    """Make `folder` free without removing anything; returns in a line where its content is. Raises UserError where a
-    live process has a run there."""
+    """Move the content of `folder` aside. Returns a message with its new place. Raises UserError if a live process has
+    a run in it."""
     with lock_run(folder):
-        return f"moved what was in {folder} to {_move_aside(folder)}"
+        return f"moved the content of {folder} to {_move_aside(folder)}"
 
 
 def _content(folder: Path) -> list[Path]:
-    """What lies in a folder, run.json last; the lock is nothing."""
+    """Return the content of a folder without the lock file, run.json last."""
     there = folder.iterdir() if folder.exists() else ()
     return sorted((path for path in there if path.name != LOCK_FILE), key=lambda path: path.name == RUN_FILE)
 
 
 def _move_aside(folder: Path) -> Path:
-    """To the first free `..._1`, `..._2`; returns the place."""
+    """Move the content of `folder` to the first free of FOLDER_1, FOLDER_2, and return that path."""
     return _move_to(folder, replacing.numbered_name(folder))
 
 
 def _move_to(folder: Path, aside: Path) -> Path:
-    """Piece by piece, because the lock stays where it is held; returns the place."""
+    """Move the content of `folder` to `aside`, and return it. The lock file stays, because it is locked."""
     aside.mkdir()
     moved: list[Path] = []
     try:
         for path in _content(folder):
             system.replace(path, aside / path.name)
             moved.append(path)
-    except OSError:  # on Windows, where a program looks into one of them: as it was before
+    except OSError:  # on Windows, if another program uses one of them: move everything back
         for path in moved:
             system.replace(aside / path.name, path)
         aside.rmdir()
@@ -114,32 +123,30 @@ def _move_to(folder: Path, aside: Path) -> Path:
 
 
 def read_status(folder: Path) -> str | None:
-    """Return "running", "finished", "stopped" or "failed", for a run.json of any format.
-
-    None if there is no run.json, or it cannot be read.
-    """
+    """Return "running", "finished", "stopped" or "failed" from a run.json of any format; None if it cannot be read."""
     facts = read_json(folder)
     return None if facts is None else facts["status"]
 
 
 def seed_folder(output: str, seed: int) -> str:
-    """Where one of several seeds goes."""
+    """Return the output folder of one of several seeds."""
     return f"{Path(output)}_seed{seed}"
 
 
 def require_unused(folder: Path) -> None:
-    """Raise UserError where a live process has a run in `folder`."""
+    """Raise UserError if a live process has a run in `folder`."""
     if (folder / LOCK_FILE).exists():
         lock_run(folder).close()
 
 
 def lock_run(folder: Path) -> IO[bytes]:
-    """Lock a run's folder until what is returned is closed. Raises UserError where a live process has it."""
+    """Lock a run's folder until the returned file is closed. Raises UserError if a live process has locked it."""
     lock = system.lock(folder / LOCK_FILE)
     if lock is None:
         facts = read_json(folder) or {}
         raise UserError(
-            f"in use by a live run (process {facts.get('pid', 'unknown')}, since {facts.get('started', 'unknown')}): "
-            f"--output {folder}. Stop that one, or name another folder with --output"
+            f"the folder is in use by a running process (PID {facts.get('pid', 'unknown')}, started "
+            f"{facts.get('started', 'unknown')}): --output {folder}. Stop that process, or use another folder with "
+            "--output"
         )
     return lock

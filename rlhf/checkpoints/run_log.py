@@ -1,4 +1,4 @@
-"""Writes a run's run.json while the run is going, and locks its folder."""
+"""Writes run.json during a run, and locks the run's folder."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from rlhf.utils.files import write_json
 
 
 class RunLog:
-    """A run's record, written to run.json at every change. While the log is open, the run's folder is locked."""
+    """A run's record, written to run.json at every change. The run's folder is locked while the log is open."""
 
     def __init__(self, folder: Path, lock: IO[bytes] | None = None, *, resume: bool = False, **facts: Any):
-        """Begin a record with `facts` (see RunRecord), or with `resume` continue the one in `folder`.
+        """Start a new record, or with `resume` continue the record in `folder`.
 
         Args:
             folder: the run's folder.
-            held: the folder's lock, if it was claimed before.
-            resume: keep what the record holds, and add to its `sessions`.
+            lock: the folder's lock, if `claim_output` locked it.
+            resume: continue the existing record, and add an entry to its `sessions`.
             facts: the fields of a new RunRecord that depend on the run, or more keys of the new session.
         """
         self._lock = lock or lock_run(folder)
         self.folder, self.path = folder, folder / RUN_FILE
         self.started_at, self.seconds_before = time.monotonic(), 0.0
-        self._found: RunRecord | None = None  # a resumed run's record as it was
+        self._found: RunRecord | None = None  # a resumed run's record before this session
         if resume:
             self.record = self._found = RunRecord.require(folder, "--resume, --output")
             session = {"started": now(), "pid": os.getpid(), **environment(), **facts}
@@ -45,8 +45,8 @@ class RunLog:
             self.record.write(folder)
 
     def add(self, **facts: Any) -> None:
-        """Set fields of the record and write it. Raises FileNotFoundError if the folder is gone: creating it again
-        would write below the mount point of a disk that was removed."""
+        """Set fields of the record and write it. Raises FileNotFoundError if the folder is missing: it is not created
+        again, because it may be on a disk that was unmounted."""
         self.check_place()
         self.record = replace(self.record, **facts)
         self.record.write(self.folder)
@@ -63,22 +63,22 @@ class RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Write how the run ended; "finished" only if the block had no error. The inputs of a reward function that
-        failed are stored in a file, which the error names."""
+        """Write how the run ended: "finished" only without an error. Inputs of a failed reward function are saved to a
+        file, and the error message is extended with its path."""
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(self.folder)  # a full disk names no file; what a run writes, it writes there
+            error.filename = str(self.folder)  # "disk full" has no file name, and a run writes only to its folder
         if isinstance(error, RunError) and error.inputs is not None:
             file = self.folder / INPUTS_FILE
             write_json(file, json.loads(json.dumps(error.inputs, default=str)))  # a column may hold any object
-            error.problems[-1] += f"; what it was given is in {file}"
+            error.problems[-1] += f"; its inputs are saved in {file}"
         if kind is None:
             self.add(status="finished", ended=now())
             for line in replacing.remove_replaced(self.folder):
                 warnings.warn(line, RLHFWarning, stacklevel=2)
         elif self._found is not None and isinstance(error, UserError) and not isinstance(error, RunError):
-            self._found.write(self.folder)  # refused before anything was trained: the record stays what it was
+            self._found.write(self.folder)  # nothing was trained in this session: restore the record
         else:
             status = getattr(error, "run_status", "failed")
-            with contextlib.suppress(OSError):  # perhaps the full disk that ended the run: the first error is reported
+            with contextlib.suppress(OSError):  # the disk may be full: report the error that ended the run instead
                 self.add(status=status, ended=now(), reason=f"{kind.__name__}: {error}")
         self._lock.close()

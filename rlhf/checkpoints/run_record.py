@@ -1,4 +1,4 @@
-"""run.json: the settings of a run, its data, versions and machine, what it spent, and how it ended.
+"""run.json: the settings of a run, its data, versions and machine, what it used, and how it ended.
 
 Imports no torch.
 """
@@ -23,17 +23,17 @@ from rlhf.utils.files import write_json
 
 RUN_FILE = "run.json"
 FORMAT = 2  # of run.json: add 1 if a key gets another name or meaning, or if a new key is required
-RESUME_MAY_CHANGE = (  # settings that change nothing of what is learned
+RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
     *("seeds", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume", "resume_anyway"),
     *("record_tokens", "record_format", "record_every", "record_prompts"),
     *("merge_lora", "export_from", "push_to_hub", "hub_private", "replay"),
 )
-SEEDS_MAY_DIFFER = ("seed", *RESUME_MAY_CHANGE)  # between runs that are seeds of the same
-RENAMED = {"reply_length": "max_new_tokens"}  # setting in older runs -> its name today
+SEEDS_MAY_DIFFER = ("seed", *RESUME_MAY_CHANGE)  # between seeds of the same configuration
+RENAMED = {"reply_length": "max_new_tokens"}  # setting in older runs -> its current name
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
 
 
-# --- what run.json holds: the fields are its keys --------------------------------------------------------------------
+# --- the content of run.json: the fields are its keys ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -58,22 +58,22 @@ class Spent:
 
 @dataclass(frozen=True)
 class Best:
-    """The evaluation whose model is in best/, and all evaluations that it was chosen from."""
+    """The evaluation of the model in best/, and all evaluations that it was chosen from."""
 
     update: int
     why: str
     rule: str
     kl_unit: str  # "nats/sequence" or "nats/token"
     perplexity_text: str
-    evaluations: list  # of dicts: update, score, kl, target, perplexity, peak_memory_gib; the start model's first
+    evaluations: list  # dicts of update, score, kl, target, perplexity, peak_memory_gib; the start model's first
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The weights in merged/: an adapter and its base as one model."""
+    """The weights in merged/: a model with its adapter merged into the base."""
 
     which: str  # "final" or "best"
-    update: int  # after which they were saved
+    update: int  # the weights are those after this update
 
 
 PARTS = {"plan": Plan, "best": Best, "spent": Spent, "merged": Merged}
@@ -81,13 +81,13 @@ PARTS = {"plan": Plan, "best": Best, "spent": Spent, "merged": Merged}
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The content of a run.json. A field without a default is there from the start of a run; None: not there yet."""
+    """The content of a run.json. Fields without a default exist from the start of a run. None: not set yet."""
 
     status: str  # "running", "finished", "stopped" or "failed"
-    id: str  # the checkpoints of a run carry it
+    id: str  # also stored in the run's checkpoints
     started: str  # UTC
     pid: int
-    command: list  # of words
+    command: list  # words of the command line
     python: str
     platform: str
     versions: dict  # package -> version; None if it is not installed
@@ -95,18 +95,18 @@ class RunRecord:
     algorithm: str
     settings: dict  # by group, as in Config
     seed: int
-    data: dict  # numbers of prompts, and fingerprints of prompts, models and reward functions
+    data: dict  # numbers of prompts, and hashes of prompts, models and reward functions
     plan: Plan
     prompts: dict  # rows and split of the data file
-    on_hub: list  # of the names of model and data, those that are on the Hugging Face Hub
+    on_hub: list  # names of the start model and the dataset, if they are from the Hugging Face Hub
     best: Best | None = None
-    figures: dict | None = None  # of a finished run: name -> value; None for a value that is not finite
+    figures: dict | None = None  # results of a finished run: name -> value; None for a value that is not finite
     spent: Spent | None = None
     merged: Merged | None = None
     ended: str | None = None  # UTC
     reason: str | None = None  # why the run stopped or failed
-    sessions: list | None = None  # of dicts: start, process and environment of each --resume
-    unknown: dict | None = None  # keys that the user added to the file; they are written back
+    sessions: list | None = None  # dicts of start, process and environment, one per --resume
+    unknown: dict | None = None  # keys that the user added to the file; they are preserved
 
     @property
     def recipe(self) -> str:
@@ -114,7 +114,7 @@ class RunRecord:
 
     @property
     def flat_settings(self) -> dict[str, Any]:
-        """The settings without their groups: name -> value."""
+        """The settings of all groups: name -> value."""
         return flat_settings(self.settings)
 
     @classmethod
@@ -131,24 +131,24 @@ class RunRecord:
         if not (folder / RUN_FILE).is_file():
             return None
         facts = read_json(folder)
-        again = "Restore the file from a copy, or train the run again"
+        again = "Restore the file from a backup, or train the run again"
         if facts is None:
             raise UserError(f"{RUN_FILE} is incomplete or corrupted: {folder}. {again}")
-        if not facts.keys() & {"format", "settings"}:  # a reward model's
+        if not facts.keys() & {"format", "settings"}:  # a reward model's folder
             raise UserError(
-                f"{RUN_FILE} has no settings, so this is not a training run: {folder}. Name another folder"
+                f"{RUN_FILE} has no settings, so it is not a training run's: {folder}. Use a training run's folder"
             )
         if facts.get("format", 1) != FORMAT:
             raise UserError(
-                f"{RUN_FILE} has format {facts.get('format', 1)}, and this version reads format {FORMAT}: {folder}. "
-                "Train the run again, or use the version that made it"
+                f"{RUN_FILE} has format {facts.get('format', 1)}, but this version reads format {FORMAT}: {folder}. "
+                "Train the run again, or use the version that wrote it"
             )
         try:
             return _from_json(facts)
         except ValueError as error:
             name = str(error)
             raise UserError(
-                f"{RUN_FILE} is incomplete or corrupted, without a valid {name!r}: {folder}. {again}"
+                f"{RUN_FILE} is incomplete or corrupted, {name!r} is missing or invalid: {folder}. {again}"
             ) from None
 
     @classmethod
@@ -156,24 +156,24 @@ class RunRecord:
         """Return the record of the run in `folder`. Raises UserError as `read`, and if there is no run."""
         run = cls.read(folder)
         if run is None:
-            there = f"not a run (no {RUN_FILE})" if folder.is_dir() else "no such folder"
-            known = ", ".join(map(str, runs_in(Path()))) or "none here"
-            raise UserError(f"{there}: {flag} {folder}. Give the folder of a run ({known})")
+            there = f"not a run folder (no {RUN_FILE})" if folder.is_dir() else "folder not found"
+            known = ", ".join(map(str, runs_in(Path()))) or "none"
+            raise UserError(f"{there}: {flag} {folder}. Use a run folder; in the current folder: {known}")
         return run
 
     def require_algorithm(self, algorithm: str, folder: str) -> None:
-        """Raise UserError if another algorithm's command resumes this run, which is in `folder`."""
+        """Raise UserError if the run in `folder` is resumed with the command of another algorithm."""
         if self.algorithm != algorithm:
             raise UserError(
-                f"a run of train_{self.algorithm}.py: --resume, --output {folder}. Resume it with that command"
+                f"this is a run of train_{self.algorithm}.py: --resume, --output {folder}. Resume it with that command"
             )
 
     def write(self, folder: Path) -> None:
-        """Replace the run.json in `folder`, complete or not at all."""
+        """Replace the run.json in `folder` atomically."""
         write_json(folder / RUN_FILE, self.as_json())
 
     def as_json(self) -> dict[str, Any]:
-        """The keys and values of run.json, `format` first."""
+        """Return the keys and values of run.json, `format` first."""
         facts = asdict(self)
         more = facts.pop("unknown") or {}
         required = {f.name for f in fields(self) if f.default is MISSING}
@@ -182,7 +182,8 @@ class RunRecord:
 
 
 def _from_json(facts: dict[str, Any]) -> RunRecord:
-    """Raises ValueError with the name of a key that is missing or has a value of another type."""
+    """Return the record with these keys. Raises ValueError with the name of a key that is missing or has the wrong
+    type."""
     run = _build(RunRecord, facts)
     run = replace(run, settings=_with_todays_names(run.settings))
     if not isinstance(run.settings.get("recipe"), str):
@@ -192,10 +193,10 @@ def _from_json(facts: dict[str, Any]) -> RunRecord:
 
 
 def _with_todays_names(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's settings with today's names in place of those that older versions wrote."""
+    """Return a run's settings, with the names of older versions replaced by the current ones."""
     renamed = {g: {RENAMED.get(n, n): v for n, v in s.items()} for g, s in settings.items() if isinstance(s, dict)}
     if renamed.get("kl", {}).get("kl_target", "") is None and renamed["kl"].get("kl_schedule") == "adaptive":
-        renamed["kl"]["kl_target"] = ["6/sequence"]  # the target that "unset" meant
+        renamed["kl"]["kl_target"] = ["6/sequence"]  # the default target of older versions
     return settings | renamed
 
 
@@ -227,21 +228,20 @@ def read_json(folder: Path) -> dict[str, Any] | None:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the folders of runs in `folder`, runs of another format included; the one that was started last comes
-    last."""
+    """Return the run folders in `folder`, including runs of another format, sorted by the time when they started."""
     found = {file.parent: facts for file in folder.glob(f"*/{RUN_FILE}") if (facts := read_json(file.parent))}
     runs = {place: str(facts.get("started", "")) for place, facts in found.items() if "settings" in facts}
     return sorted(runs, key=lambda place: (runs[place], place.name))
 
 
 def last_run(flag: str) -> Path:
-    """Return the run in this folder that was started last. Raises UserError if there is none.
+    """Return the most recently started run in the current folder. Raises UserError if there is none.
 
-    A run of another format is not skipped: reading it is an error, and no older run is taken for the last one.
+    A run of another format is not skipped, so that reading it raises an error instead of using an older run.
     """
     here = runs_in(Path())
     if not here:
-        raise UserError(f"no run in this folder: {flag}. Name a run's folder, or train one first")
+        raise UserError(f"no run in the current folder: {flag}. Give the path of a run folder, or train a run first")
     return here[-1]
 
 
@@ -249,7 +249,7 @@ def last_run(flag: str) -> Path:
 
 
 def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings without their groups: name -> value."""
+    """Return the settings of all groups: name -> value."""
     leaves = {k: v for group in settings.values() if isinstance(group, dict) for k, v in group.items()}
     return leaves | {k: v for k, v in settings.items() if not isinstance(v, dict)}
 
@@ -257,7 +257,7 @@ def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
 def differences(one: dict[str, Any], other: dict[str, Any], aside: Iterable[str] = ()) -> list[str]:
     """Return the names of the settings in which two runs differ, without those in `aside`.
 
-    A setting that only one of them has is ignored: the runs were made by different versions of this project.
+    Ignores settings that only one run has, because different versions of this project wrote the runs.
     """
     here, there = flat_settings(one), flat_settings(other)
     return [n for n in sorted(here.keys() & there.keys()) if n not in aside and here[n] != there[n]]
@@ -267,12 +267,12 @@ def differences(one: dict[str, Any], other: dict[str, Any], aside: Iterable[str]
 
 
 def now() -> str:
-    """Return the time, UTC, in milliseconds: two runs have an order."""
+    """Return the UTC time with milliseconds, so that runs can be sorted."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def environment() -> dict[str, Any]:
-    """Return command, versions, commit and machine."""
+    """Return command line, Python, platform, package versions and commit."""
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Token records: files with a row for every token of some episodes."""
+"""Token records: files with one row per token of some episodes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rlhf.utils.errors import UserError
 from rlhf.utils.files import atomic_write, write_text
 
 TOKENS_FOLDER = "tokens"
-# quantity -> what it is, unit; those that only PPO has come last
+# quantity -> description and unit; the last ones exist only with PPO
 QUANTITIES = {
     "logprob": "log-probability under the policy that sampled it, nats",
     "ref_logprob": "log-probability under the start model, nats",
     "kl": "KL to the start model (k1), nats",
     "advantage": "advantage, score units",
-    "weight": "advantage as the loss took it: whitened if asked",
+    "weight": "advantage as used in the loss, after whitening",
     "reward": "reward: KL penalty, and the score at the last token, score units",
     "value": "the critic's value before the token, score units",
     "td_error": "TD error: reward + gamma x next value - value",
@@ -32,7 +32,8 @@ ALWAYS = {"update", "episode", "prompt_index", "prompt", "score", "step", "state
 
 
 def write_tokens(folder: Path, update: int, rows: Sequence[dict[str, Any]], form: str) -> Path:
-    """One update's rows, as `update-N.jsonl` or `update-N.parquet`, complete or not at all."""
+    """Write the rows of one update to `update-N.jsonl` or `update-N.parquet` (`form`) atomically, and return the
+    file."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"update-{update:06d}.{form}"
     if form == "parquet":
@@ -44,23 +45,25 @@ def write_tokens(folder: Path, update: int, rows: Sequence[dict[str, Any]], form
 
 
 def recorded_updates(run: Path, flag: str) -> list[Path]:
-    """The files of a run's records, in order. Raises UserError where there are none."""
+    """Return the files of a run's token records, sorted by update. Raises UserError if there are none."""
     RunRecord.require(run, flag)
     files = sorted(f for f in (run / TOKENS_FOLDER).glob("update-*") if f.suffix in (".jsonl", ".parquet"))
     if not files:
-        raise UserError(f"no recorded tokens in this run: {flag} {run}. Train with --record-tokens")
+        raise UserError(f"this run has no recorded tokens: {flag} {run}. Train with --record-tokens")
     return files
 
 
 def read_tokens(file: Path) -> list[dict[str, Any]]:
-    """One update's rows. Raises UserError for a file that is torn, empty, or lacks something in a row."""
+    """Return the rows of one update. Raises UserError if the file is corrupted, empty, or has incomplete rows."""
     try:
         if file.suffix == ".parquet":
             rows = pyarrow.parquet.read_table(file).to_pylist()
         else:
             rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
     except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
-        raise UserError(f"cannot be read: {file} ({str(error).splitlines()[0]:.120}). Remove it") from None
+        raise UserError(
+            f"cannot read this token record: {file} ({str(error).splitlines()[0]:.120}). Delete the file"
+        ) from None
     if not rows or any(not isinstance(row, dict) or not row.keys() >= ALWAYS for row in rows):
-        raise UserError(f"{'not whole' if rows else 'empty'}: {file}. Remove it")
+        raise UserError(f"this token record is {'incomplete' if rows else 'empty'}: {file}. Delete the file")
     return rows

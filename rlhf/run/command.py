@@ -1,6 +1,6 @@
 """The training commands: `train_ppo.py` and the scripts of the other algorithms.
 
-Imports no torch before the command line is known to be right, so that `--help` and mistakes are answered at once.
+Parses the command line before it imports torch, so that `--help` and errors print at once.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from rlhf.utils.requirements import check_libraries
 
 
 def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path | None = None) -> None:
-    """Train with `algorithm` and the command line's settings: one run, several seeds, or a skipped update again.
-    `user_file` is the user's config.py; installed commands have none."""
+    """Run a training command: train one run or several seeds, or with --replay repeat a skipped update.
+
+    `user_file` is the user's config.py. Installed commands have none.
+    """
     config = parse_cli(argv, algorithm, user_file)
     if config.run.replay is None and not config.run.resume:
         check_inputs(config)
     check_libraries()
     from rlhf.utils.console import Screen, quiet_libraries
 
-    quiet_libraries()  # before libraries are imported that print at import
+    quiet_libraries()  # before the import of libraries that print at import
     if config.run.replay is not None:
         from rlhf.run.replay import replay_incident
 

@@ -1,4 +1,4 @@
-"""What a run hands out at its end, or later: a whole model from an adapter, model cards, an upload to the hub."""
+"""Exports a finished run: merges an adapter into its base, writes model cards, uploads to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ WEIGHTS = (WEIGHTS_FILE, "config.json", "generation_config.json", ADAPTER_FILE, 
 
 
 def check_export(config: Config, run: RunRecord | None = None) -> None:
-    """Before anything is loaded: whether what is asked for at the end can be done then. Raises UserError.
+    """Check before training that the requested export will be possible. Raises UserError.
 
-    The record of a finished `run` names what it had from the hub, wherever the command is typed now.
+    The record of a finished `run` lists which of its inputs came from the hub.
     """
     model, name = config.model, config.export.push_to_hub
     if name is None:
@@ -53,21 +53,21 @@ def check_export(config: Config, run: RunRecord | None = None) -> None:
     known = is_on_hub(model.actor_model) if run is None else model.actor_model in run.on_hub
     if model.use_lora and not config.export.merge_lora and not known:
         raise UserError(
-            f"an adapter whose base is a folder of this disk is of use to nobody else: {PUSH} {name}, --actor-model "
-            f"{model.actor_model}. Add --merge-lora"
+            f"nobody else could load this adapter, because its base model is a local folder: {PUSH} {name}, "
+            f"--actor-model {model.actor_model}. Add --merge-lora"
         )
     require_push(name, PUSH)
 
 
 def export_run(config: Config, screen: Screen) -> None:
-    """What a finished run was asked to hand out; then where everything is, and what to type next."""
+    """Export a finished run as its settings request, and print where its files are and the next commands."""
     folder, asked = Path(config.run.output), config.export
     run = RunRecord.require(folder, "--output")
     if asked.merge_lora:
-        screen.say("merging the adapter into its base, in float32")
+        screen.say("merging the adapter into its base model (float32)")
         source = _chosen(saved_models(folder, run), asked.export_from, "--merge-lora")
         merge_adapter(source.folder, folder / MERGED_FOLDER)
-        run = RunRecord.require(folder, "--output")  # again: merging takes minutes
+        run = RunRecord.require(folder, "--output")  # read again: merging takes minutes
         run = replace(run, merged=Merged(source.which, source.update))
         run.write(folder)
     saved = saved_models(folder, run)
@@ -79,7 +79,7 @@ def export_run(config: Config, screen: Screen) -> None:
 
 
 def saved_models(folder: Path, run: RunRecord) -> dict[str, Saved]:
-    """A finished run's models that are still there, by name: "final", "best", "merged"."""
+    """Return the models of a finished run that still exist, by name: "final", "best", "merged"."""
     found = {
         "final": Saved(folder, "final", run.spent.updates),
         "best": Saved(folder / BEST_FOLDER, "best", run.best.update),
@@ -91,7 +91,10 @@ def saved_models(folder: Path, run: RunRecord) -> dict[str, Saved]:
 
 def _chosen(saved: dict[str, Saved], name: str, flag: str) -> Saved:
     if name not in saved:
-        raise UserError(f"no {name} weights are left: {flag}. There are {', '.join(saved) or 'none'}: --export-from")
+        raise UserError(
+            f"the {name} weights of this run no longer exist: {flag}. Use --export-from with one of: "
+            f"{', '.join(saved) or 'none exist'}"
+        )
     return saved[name]
 
 
@@ -99,25 +102,25 @@ def _chosen(saved: dict[str, Saved], name: str, flag: str) -> Saved:
 
 
 def merge_adapter(adapter: Path, folder: Path) -> None:
-    """Write base + adapter into `folder`, as one model that replies as the two do together.
+    """Merge an adapter into its base and write the model into `folder`. Raises UserError.
 
-    The base is loaded again: a run holds it rounded, to bfloat16 or to 4 bits. The sum is kept in float32, even of a
-    base that is stored in bfloat16, as most of a small change would be rounded away there. Raises UserError.
+    Loads the base in full precision, because the run may hold it in bfloat16 or 4 bits. The merged weights are float32
+    even if the base is stored in bfloat16: bfloat16 would round most of a small change away.
     """
     if not (adapter / ADAPTER_CONFIG).is_file():
-        raise UserError(f"no adapter to merge (no {ADAPTER_CONFIG}): --merge-lora, {adapter}. Leave it out")
+        raise UserError(f"no adapter to merge (no {ADAPTER_CONFIG}): {adapter}. Remove --merge-lora")
     tokenizer, base_name = load_tokenizer(str(adapter)), base_of_adapter(adapter)
     try:
         found = find_model(str(base_name), "--actor-model")
     except UserError:
         raise UserError(
-            f"the adapter's base is gone ({base_name}): --merge-lora, {adapter}. Put it back, then: --resume "
-            "--merge-lora"
+            f"the adapter's base model is missing ({base_name}): --merge-lora, {adapter}. Restore it, then run the "
+            "training command with --resume --merge-lora"
         ) from None
     if getattr(load_config(found), "quantization_config", None) is not None:
         raise RunError(
-            f"the base itself is stored quantized: --merge-lora, {base_name}. Leave it out: the adapter is in "
-            f"{adapter}"
+            f"cannot merge into a quantized base model: --merge-lora, {base_name}. Remove the flag; the adapter is "
+            f"in {adapter}"
         )
     base = load_policy(found, device=torch.device("cpu"), vocabulary=len(tokenizer))
     model = load_adapter(base, str(adapter))
@@ -133,8 +136,8 @@ def merge_adapter(adapter: Path, folder: Path) -> None:
 
 
 def untie_adapted_head(model: PeftModel) -> None:
-    """A head that is tied to the embeddings and has an adapter gets a weight of its own: merged into the one that both
-    share, the adapter would change the embeddings, too."""
+    """Give a head that has an adapter and is tied to the embeddings a separate weight. Otherwise merging would change
+    the embeddings, too."""
     base = model.get_base_model()
     head = base.get_output_embeddings()
     if isinstance(head, BaseTunerLayer) and head.weight is base.get_input_embeddings().weight:
@@ -146,10 +149,10 @@ def untie_adapted_head(model: PeftModel) -> None:
 
 
 def push(config: Config, run: RunRecord, saved: Saved, screen: Screen) -> None:
-    """Upload one of a run's models. Raises RunError with the command that does it again."""
+    """Upload one of a run's models. Raises RunError with the command that tries again."""
     name, folder = config.export.push_to_hub, Path(config.run.output)
     files: dict[str, Path | bytes] = dict(files_of_model(saved.folder))
-    if saved.is_adapter:  # whose base may have been loaded from a cache on this disk: the hub knows it by name
+    if saved.is_adapter:  # the saved config may point to a local cache: on the hub the base is found by its name
         named = json.loads((saved.folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         named["base_model_name_or_path"] = run.flat_settings["actor_model"]
         files[ADAPTER_CONFIG] = json.dumps(named, indent=2).encode()
@@ -158,22 +161,22 @@ def push(config: Config, run: RunRecord, saved: Saved, screen: Screen) -> None:
     message = f"{run.algorithm.upper()}, {saved.what}"
     try:
         url = push_files(name, files, WEIGHTS, config.export.hub_private, message)
-    except Exception as error:  # whatever the hub's HTTP library raises: its classes change between releases
+    except Exception as error:  # the exception classes of the hub's HTTP library change between releases
         raise push_failed(error, name, PUSH, saved.folder, command_to_push(config)) from None
     screen.say(f"uploaded: {', '.join(sorted(files))}")
     screen.say(f"to {url}")
 
 
 def files_of_model(folder: Path) -> dict[str, Path]:
-    """By name, the files that make up a saved model, and nothing else that lies beside them: not the value head, which
-    only training reads, no logs, no checkpoints, nobody's notes."""
+    """Return the files of a saved model by name: weights, configs and tokenizer. Excludes the value head (only
+    training uses it), logs, checkpoints and all other files in the folder."""
     tokenizer = load_tokenizer(str(folder)).vocab_files_names.values()
     others = (TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_MAP_FILE, ADDED_TOKENS_FILE, CHAT_TEMPLATE_FILE)
     return {name: folder / name for name in sorted({*WEIGHTS, *tokenizer, *others}) if (folder / name).is_file()}
 
 
 def command_to_push(config: Config) -> str:
-    """The command that uploads what is there, and does nothing else."""
+    """Return the command that only uploads the finished run."""
     asked = config.export
     words = ["python", f"train_{config.algorithm}.py", "--resume", PUSH, asked.push_to_hub]
     words += ["--merge-lora"] if asked.merge_lora else []

@@ -1,5 +1,4 @@
-"""The card of a saved model: where it comes from, what it came to, and code that loads it. Markdown, as the hub reads
-it, from `rlhf/utils/templates/card.md`."""
+"""Writes the model card of a saved model from the template `rlhf/utils/templates/card.md`."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from rlhf.utils.system import command
 
 CARD_FILE = "README.md"
 ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "lora_targets")
-SHOWN_DIGITS = 12  # of a fingerprint's 64
+SHOWN_DIGITS = 12  # printed hex digits of a SHA-256
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Saved:
 
     folder: Path
     which: str  # "final" or "best"
-    update: int  # after which these weights were kept
+    update: int  # the weights are those after this update
     merged: bool = False
 
     @property
@@ -37,12 +36,12 @@ class Saved:
 
     @property
     def what(self) -> str:
-        """In words: which weights these are."""
+        """Which weights these are, in words."""
         return f"{self.which} weights, after update {self.update}" + (", adapter merged" if self.merged else "")
 
 
 def model_card(run: RunRecord, saved: Saved, name: str) -> str:
-    """The card of one of a run's models, loaded by `name`: a folder, or a name on the hub."""
+    """Return the model card of one of a run's models. Its code loads the model by `name`: a folder or a hub name."""
     settings = run.flat_settings
     return render(
         "card.md",
@@ -65,7 +64,7 @@ def model_card(run: RunRecord, saved: Saved, name: str) -> str:
 
 
 def front_matter(run: RunRecord, saved: Saved) -> ModelCardData:
-    """What the hub reads of a card. Base and data are named only where the run had them from the hub."""
+    """Return the card's metadata for the hub. Base model and dataset are included only if they came from the hub."""
     settings = run.flat_settings
     base, data, on_hub = settings["actor_model"], settings["prompts"], run.on_hub
     return ModelCardData(
@@ -78,21 +77,21 @@ def front_matter(run: RunRecord, saved: Saved) -> ModelCardData:
 
 
 def reward_line(settings: dict[str, Any]) -> str:
-    """What a reply was worth, in words; weights where they are not all 1."""
+    """Return the rewards of a run in words, with each weight that is not 1."""
     names = [f"reward model {settings['rm_model']}"] if settings["rm_model"] is not None else []
-    names += [f"rule {rule}" for rule in settings["reward_func"]]
+    names += [f"reward function {rule}" for rule in settings["reward_func"]]
     weights = settings["reward_weights"] or [1.0] * len(names)
     return " + ".join(n if w == 1 else f"{w:g} x {n}" for n, w in zip(names, weights, strict=True))
 
 
 def columns(run: RunRecord) -> list[str]:
-    """Over the figures: the start model, the best checkpoint, the end."""
+    """Return the column titles of the results: the start model, the best checkpoint, the final weights."""
     best, last = run.best.update, run.plan.updates
-    return ["start model", f"best, after update {best}", f"end, after update {last}"]
+    return ["start model", f"best, after update {best}", f"final, after update {last}"]
 
 
 def figure_rows(run: RunRecord) -> list[list[str]]:
-    """A figure a row: at the start, of the best checkpoint, at the end; a gap where it was not kept."""
+    """Return one row per result: start model, best checkpoint, final weights. "" if a value was not recorded."""
     figures, evaluations = run.figures, run.best.evaluations
     best = next(e for e in evaluations if e["update"] == run.best.update)
     at = [evaluations[0], best, evaluations[-1]]
@@ -101,7 +100,10 @@ def figure_rows(run: RunRecord) -> list[list[str]]:
         [f"KL to the start model, {run.best.kl_unit}", *(number(e["kl"], ".3g") for e in at)],
         [f"perplexity on {figures['perplexity_text']}", *(number(e["perplexity"], ".2f") for e in at)],
     ]
-    at_the_ends = {"length": ("reply, tokens", ".1f"), "eos_rate": ("replies that end", ".0%")}
+    at_the_ends = {
+        "length": ("completion length, tokens", ".1f"),
+        "eos_rate": ("completions that end with EOS", ".0%"),
+    }
     at_the_ends |= {"gold": ("gold quality, 0 to 1", ".3f")} if "gold_before" in figures else {}
     for name, (label, form) in at_the_ends.items():
         rows.append([label, number(figures[f"{name}_before"], form), "", number(figures[f"{name}_after"], form)])
@@ -109,12 +111,12 @@ def figure_rows(run: RunRecord) -> list[list[str]]:
 
 
 def number(value: float | None, form: str) -> str:
-    """A figure of a run.json, where one that was not finite is null."""
+    """Format a number of run.json, where null stands for a number that is not finite."""
     return "not finite" if value is None else format(value, form)
 
 
 def settings_that_decide(run: RunRecord) -> list[tuple[str, str]]:
-    """Name and value of the settings that decide what is learned: not other algorithms', not those about speed."""
+    """Return name and value of the settings that affect what is learned: not speed, not other algorithms'."""
     settings, declared = run.flat_settings, settings_of(Config)
     foreign = {*ALGORITHMS[run.algorithm].foreign, "speed"}
     aside = {*RESUME_MAY_CHANGE, *([] if settings["use_lora"] else ADAPTER_SETTINGS)}

@@ -1,4 +1,4 @@
-"""`--replay`: an update that had to be skipped, done again from its files, to find where the fault begins."""
+"""`--replay`: repeats a skipped update from its saved files, to find where numbers stop being finite."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from rlhf.utils.errors import UserError
 
 
 def replay_incident(config: Config, screen: Screen) -> None:
-    """The incident that `config` names, by a trainer of its settings, step by step on the screen. Raises UserError for
-    what is no incident of this algorithm."""
+    """Repeat the incident in `config.run.replay` with a trainer of its settings, and print the result of each step.
+
+    Raises UserError if it is not an incident of this algorithm.
+    """
     incident = Incident.read(config.run.replay)
     of = incident.facts["algorithm"]
     if of != config.algorithm:
-        raise UserError(f"an incident of train_{of}.py: --replay {config.run.replay}. Give it to that command")
+        raise UserError(
+            f"this incident is from train_{of}.py: --replay {config.run.replay}. Replay it with that command"
+        )
     rules = flat_settings(incident.facts["settings"]).get("reward_func", [])
     if set(names_code(rules)) - set(config.reward.reward_func):
         raise UserError(
@@ -41,7 +45,7 @@ def replay_incident(config: Config, screen: Screen) -> None:
 
 
 def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
-    """The update once more, from the weights that were saved: what each step gives, in words. No step is taken."""
+    """Compute the update again from the saved weights, without an optimizer step. Returns rows of (name, result)."""
     trainer.load_model(incident.folder / WEIGHTS)
     trainer.kl_coef = incident.facts["kl_coef"]
     rollout, lines = incident.rollout(trainer), [("found", incident.facts["found"])]
@@ -52,8 +56,8 @@ def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
     for name, again in recomputed.items():
         if again is not None:
             lines += [
-                (f"{name}, as recorded", state_of(getattr(rollout, name))),
-                (f"{name}, done again", state_of(again)),
+                (f"{name}, recorded", state_of(getattr(rollout, name))),
+                (f"{name}, recomputed", state_of(again)),
             ]
     scores = scores_again(trainer, rollout)
     lines += [(f"scores of {name}", state_of(torch.tensor(given))) for name, given in scores.items()]
@@ -67,7 +71,7 @@ def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
 
 
 def gradients_again(trainer: OnPolicyLoop, batch: Experience, rows: Sequence[int]) -> list[tuple[str, str]]:
-    """Compute one minibatch's gradients without a step: its statistics, and the gradients that are not finite."""
+    """Compute one minibatch's gradients without a step. Returns its statistics and the non-finite gradients."""
     stats = trainer.learner.minibatch_gradients(batch, rows)
     lines = [(name, f"{float(value):.6g}") for name, value in stats.items()]
     gradients = [(name, w.grad) for name, w in trainer.actor.named_parameters() if w.grad is not None]
@@ -77,7 +81,7 @@ def gradients_again(trainer: OnPolicyLoop, batch: Experience, rows: Sequence[int
 
 
 def scores_again(trainer: OnPolicyLoop, rollout: Rollout) -> dict[str, list[float]]:
-    """The scores that each reward function returns now, finite or not."""
+    """Return the scores of each reward function now, also if they are not finite."""
     completions = rollout.completions
     return trainer.rewards.scores_by_function(
         rollout.prompts, rollout.texts, completions.rows(), completions.ended.tolist(), finite=False
@@ -87,7 +91,7 @@ def scores_again(trainer: OnPolicyLoop, rollout: Rollout) -> dict[str, list[floa
 def batch_of(
     trainer: OnPolicyLoop, incident: Incident, rollout: Rollout, scores: dict[str, list[float]]
 ) -> Experience:
-    """The batch as it was; where the fault was found before there was one, made from the scores of now."""
+    """Return the saved batch. If the update was skipped before its advantages, compute them from the new scores."""
     tensors = {name: tensor.to(rollout.mask.device) for name, tensor in incident.tensors.items()}
     if "advantages" in tensors:
         learned = {field: tensors.get(name) for name, field in LEARNED.items()}
@@ -99,7 +103,7 @@ def batch_of(
 
 
 def state_of(tensor: Tensor) -> str:
-    """How many of its numbers are not finite, or between what they lie."""
+    """Return in words how many numbers are not finite, or their range."""
     values = tensor.detach().float()
     bad = int((~values.isfinite()).sum())
     if bad:

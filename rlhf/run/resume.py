@@ -1,4 +1,4 @@
-"""Going on with a run: what is there, whether it is the same run, and from which checkpoint."""
+"""Resumes a run: checks that it is the same run, and loads its newest valid checkpoint."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def prepare_resume(config: Config, screen: Screen) -> Config | None:
     """Decide what --resume does, before models are loaded. Return the configuration to train with; None for a finished
     run.
 
-    A finished run exports what the settings ask for (merged adapter, card, upload). The files of a run that saved no
-    checkpoint are moved aside, and it starts again. Raises UserError if there is no run, if its settings or data are
-    others, or if none of its checkpoints is valid.
+    A finished run is exported as the settings request (merged adapter, model card, upload). A run without a checkpoint
+    is moved aside and starts again. Raises UserError if there is no run, if its settings or versions differ, or if
+    none of its checkpoints is valid.
     """
     output = config.run.output
     run = RunRecord.require(Path(output), "--resume, --output")
     run.require_algorithm(config.algorithm, output)
     if run.status == "finished" and not is_extended(config, run):
-        screen.say(f"finished already: {output}. There is nothing to train")
+        screen.say(f"this run is already finished: {output}. There is nothing to train")
         if not (config.run.dry_run or config.run.check):
             check_export(config, run)
             export_run(config, screen)
@@ -46,19 +46,22 @@ def prepare_resume(config: Config, screen: Screen) -> Config | None:
     if found.newest is None and found.skipped:
         raise UserError(
             [
-                f"no valid checkpoint: --output {output}, {line}. Add --overwrite to start again"
+                f"no valid checkpoint: --output {output}, {line}. To start from the beginning, replace --resume by "
+                "--overwrite"
                 for line in found.skipped
             ]
         )
     for line in found.skipped:
-        screen.say(f"warning: skipped an invalid checkpoint: {line}; {found.newest.name} is used")
+        screen.say(f"warning: skipped an invalid checkpoint: {line}. Using {found.newest.name}")
     check_same_run(config, changes(run, to_dict(config), environment()), screen)
     return start_again(config, screen) if found.newest is None else config
 
 
 def start_again(config: Config, screen: Screen) -> Config:
-    """Move the files of a run without checkpoints aside. Return the configuration that trains it from the start."""
-    screen.say(f"nothing was saved before it stopped: {config.run.output}. Starting over")
+    """Move the files of a run without checkpoints aside. Return the configuration that trains from the start."""
+    screen.say(
+        f"this run stopped before its first checkpoint: {config.run.output}. Training starts from the beginning"
+    )
     if not (config.run.dry_run or config.run.check):
         check_inputs_outside(config.run.output, inputs_of(config), "--output")
         screen.say(move_aside(Path(config.run.output)))
@@ -66,14 +69,14 @@ def start_again(config: Config, screen: Screen) -> Config:
 
 
 def is_extended(config: Config, run: RunRecord) -> bool:
-    """Whether a finished run is to be trained on with other settings. Raises UserError if they differ without
+    """Return True if a finished run should continue with changed settings. Raises UserError if settings differ without
     --resume-anyway."""
     changed = setting_changes(run, to_dict(config))
     if changed and not config.run.resume_anyway:
         raise UserError(
             [
-                f"a finished run with other settings: --resume, {line}. Add --resume-anyway to train on from its last "
-                "checkpoint with the new settings, or leave that out"
+                f"this run is finished and its settings differ: --resume, {line}. Restore the setting, or add "
+                "--resume-anyway to continue from its last checkpoint with the new settings"
                 for line in changed
             ]
         )
@@ -85,18 +88,18 @@ def checkpoints_of(config: Config, run: RunRecord) -> CheckpointScan:
 
 
 def setting_changes(run: RunRecord, settings: dict[str, Any]) -> list[str]:
-    """In which settings a run differs from those that it is to resume with, each in words."""
+    """Return the settings that differ between a run and its resumption, one line each."""
     before, after = run.flat_settings, flat_settings(settings)
     changed = differences(run.settings, settings, RESUME_MAY_CHANGE)
-    return [f"{name} was {before[name]}, is {after[name]}" for name in changed]
+    return [f"{name} was {before[name]} in this run and is {after[name]} now" for name in changed]
 
 
 def changes(run: RunRecord, settings: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """In which settings and versions a run differs from what it is to resume with, each in words."""
+    """Return the settings and package versions that differ between a run and its resumption, one line each."""
     changed = setting_changes(run, settings)
     versions = {**run.versions, "python": run.python}, {**now["versions"], "python": now["python"]}
     changed += [
-        f"{name} was {versions[0][name]}, is {versions[1][name]}"
+        f"{name} was {versions[0][name]} in this run and is {versions[1][name]} now"
         for name in versions[0]
         if versions[0][name] != versions[1].get(name)
     ]
@@ -104,43 +107,43 @@ def changes(run: RunRecord, settings: dict[str, Any], now: dict[str, Any]) -> li
 
 
 def check_same_run(config: Config, changed: list[str], screen: Screen) -> None:
-    """Raises UserError where something has `changed`, unless that was asked for."""
+    """Raise UserError if something has `changed`. With --resume-anyway print warnings instead."""
     if changed and not config.run.resume_anyway:
         raise UserError(
             [
-                f"not the run that was begun: --resume, {line}. Take that back, or add --resume-anyway"
+                f"cannot resume, because the run would not be the same: {line}. Restore it, or add --resume-anyway"
                 for line in changed
             ]
         )
     for line in changed:
-        screen.say(f"warning: going on although {line}: not the run that was begun")
+        screen.say(f"warning: resuming although {line} (--resume-anyway)")
 
 
 def restore_best(output: Path, checkpoint: Path) -> None:
-    """best/ as it was then: what was kept there later is of updates that will be done again, perhaps otherwise."""
+    """Restore best/ from the checkpoint: a later best/ belongs to updates that will be trained again."""
     if (checkpoint / BEST_FOLDER).is_dir():
         update_dir_atomically(output / BEST_FOLDER, lambda staging: hardlink_dir(checkpoint / BEST_FOLDER, staging))
 
 
 def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -> None:
-    """With --resume, bring the trainer, its callbacks attached, to the newest valid checkpoint."""
+    """With --resume, load the newest valid checkpoint into the trainer and its callbacks."""
     if config.run.resume:
         found = checkpoints_of(config, log.record)
         newest = load_newest(trainer, found, screen)
         if trainer.state.global_step > trainer.updates:
             raise UserError(
-                f"the run has {trainer.state.global_step} updates already: --resume, a run of {trainer.updates}. Name "
-                "a larger number"
+                f"the run already has {trainer.state.global_step} updates, more than the {trainer.updates} requested: "
+                "--resume. Use a larger number"
             )
         restore_best(Path(config.run.output), newest)
         run = dataclasses.replace(config.run, resume=False, resume_anyway=False)
         settings = to_dict(dataclasses.replace(config, run=run))
-        log.add(settings=settings, plan=budget(config, trainer.updates))  # with --resume-anyway they may be new
+        log.add(settings=settings, plan=budget(config, trainer.updates))  # --resume-anyway may have changed them
         screen.say(f"resuming after update {trainer.state.global_step} of {trainer.updates}, from {newest}")
 
 
 def load_newest(trainer: OnPolicyLoop, found: CheckpointScan, screen: Screen) -> Path:
-    """Load the newest checkpoint that can be loaded; returns its folder. Raises UserError if there is none."""
+    """Load the newest checkpoint that can be loaded, and return its folder. Raises UserError if there is none."""
     problems = []
     for update in sorted(found.valid, reverse=True):
         folder = found.valid[update]
@@ -148,11 +151,16 @@ def load_newest(trainer: OnPolicyLoop, found: CheckpointScan, screen: Screen) ->
             load_trainer_state(trainer, folder)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # its files are as they were written, but what they hold may be anything
+        except Exception as error:  # the hashes are right, but another version may have written other content
             reason = (str(error).strip().splitlines() or ["no reason given"])[0]
             problems.append(f"{folder.name} cannot be loaded ({type(error).__name__}: {reason:.120})")
             continue
-        for fault in problems:
-            screen.say(f"warning: skipped a checkpoint: {fault}; {folder.name} is used")
+        for problem in problems:
+            screen.say(f"warning: skipped a checkpoint: {problem}. Using {folder.name}")
         return folder
-    raise UserError([f"no valid checkpoint: --resume, {fault}. Add --overwrite to begin anew" for fault in problems])
+    raise UserError(
+        [
+            f"no valid checkpoint: --resume, {problem}. To start from the beginning, replace --resume by --overwrite"
+            for problem in problems
+        ]
+    )

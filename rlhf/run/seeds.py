@@ -1,4 +1,4 @@
-"""Several seeds in one command: run one after another, skip what is finished, end with a table over seeds."""
+"""Trains several seeds in one command: one after another, skips finished ones, and prints a table over seeds."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from rlhf.utils.files import write_json
 from rlhf.utils.signals import TrainingInterrupted
 from rlhf.utils.system import command
 
-# figure in run.json -> how it is shown
+# figure in run.json -> label in the table
 SHOWN = {
     "score_before": "score before",
     "score_after": "score after",
-    "score_rise_in_start_sd": "rise, sd of the start's scores",
+    "score_rise_in_start_sd": "score change, standard deviations of the start model's scores",
     "gold_before": "gold quality before",
     "gold_after": "gold quality after",
-    "kl_last_10_updates": "KL at the end",
+    "kl_last_10_updates": "KL, mean of the last 10 updates",
     "perplexity_before": "perplexity before",
     "perplexity_after": "perplexity after",
-    "length_before": "reply tokens before",
-    "length_after": "reply tokens after",
-    "eos_rate_after": "share of replies that end",
+    "length_before": "completion tokens before",
+    "length_after": "completion tokens after",
+    "eos_rate_after": "share of completions with EOS",
     "peak_memory_gib": "peak memory, GiB",
     "seconds": "seconds",
 }
 
 
 def for_each_seed(train: Callable[[Config, Screen], None], config: Config, screen: Screen) -> None:
-    """`train` with the configuration itself, or with each of its `seeds` in turn, each into a folder of its own."""
+    """Call `train` with the configuration, or if it has `seeds` once per seed, each with a separate output folder."""
     if config.run.seeds is None:
         config = prepare_resume(config, screen) if config.run.resume else config
         return None if config is None else train(config, screen)
@@ -54,18 +54,18 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
             check_run_folder(one)  # report the problems of all folders before the first run
     for seed, one in configs.items():
         if finished[seed]:
-            screen.say(f"seed {seed}: finished before, in {one.run.output} (delete the folder to run it again)")
+            screen.say(f"seed {seed}: already finished in {one.run.output} (delete the folder to train it again)")
             continue
-        screen.say(f"seed {seed}: into {one.run.output}")
+        screen.say(f"seed {seed}: output folder {one.run.output}")
         resumed = prepare_resume(one, screen) if one.run.resume else one
-        if resumed is None:  # a plan of several seeds looks at finished ones, too
+        if resumed is None:  # with --dry-run finished seeds come here, too
             continue
         try:
             train(resumed, screen)
         except TrainingInterrupted as stopped:
-            stopped.problems.append(f"for this and the other seeds: {resume_command(config)}")
+            stopped.problems.append(f"Resume this and the other seeds with: {resume_command(config)}")
             raise
-        gc.collect()  # a run's models must not weigh on the next one's peak memory
+        gc.collect()  # otherwise this run's models count in the next run's peak memory
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if not config.run.dry_run and not config.run.check:
@@ -74,16 +74,16 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
 
 
 def with_seed(config: Config, seed: int) -> Config:
-    """The configuration of one seed's run."""
+    """Return the configuration of one seed's run."""
     output = seed_folder(config.run.output, seed)
-    resume = config.run.resume and RunRecord.read(Path(output)) is not None  # seeds that were not begun are begun
+    resume = config.run.resume and RunRecord.read(Path(output)) is not None  # seeds that did not start are started
     changed = {"seed": seed, "seeds": None, "output": output, "resume": resume}
     return dataclasses.replace(config, run=dataclasses.replace(config.run, **changed))
 
 
 def is_finished(config: Config) -> bool:
-    """Return whether this very run is done. Raises UserError if its folder has another finished run, or one of another
-    format, and --overwrite does not replace it."""
+    """Return True if this run is finished. Raises UserError if its folder has a finished run with other settings, or a
+    run.json of another format, unless --overwrite replaces it."""
     folder = Path(config.run.output)
     if config.run.dry_run or read_status(folder) != "finished":
         return False
@@ -96,15 +96,17 @@ def is_finished(config: Config) -> bool:
     differ = differences(run.settings, to_dict(with_horizon(config, run.plan.updates)), SEEDS_MAY_DIFFER)
     if differ and not config.run.overwrite:
         raise UserError(
-            f"a finished run with other settings ({', '.join(differ)}) is there: {config.run.output}. "
-            "Add --overwrite to replace it, or name another folder with --output"
+            f"the folder holds a finished run with other settings ({', '.join(differ)}): {config.run.output}. "
+            "Add --overwrite to replace it, or use another folder with --output"
         )
     return not differ
 
 
 def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
-    """Every figure by seed, with mean and spread (standard deviation over seeds), on the screen and as JSON. `runs`:
-    seed -> figures of its run."""
+    """Print a table of the figures by seed, with mean and standard deviation over seeds, and save it as JSON.
+
+    `runs`: seed -> figures of its run.
+    """
     table, summary = [], {}
     for name, label in SHOWN.items():
         values = [v for figures in runs.values() if (v := figures.get(name)) is not None]
@@ -115,16 +117,16 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
         show = clock if name == "seconds" else "{:.3f}".format
         cells = [show(v) for v in (*values, fmean(values))]
         table.append((label, *cells, "-" if spread is None else show(spread)))
-    columns = ["", *(f"seed {seed}" for seed in runs), "mean", "sd over seeds"]
+    columns = ["", *(f"seed {seed}" for seed in runs), "mean", "standard deviation"]
     screen.table(f"{config.algorithm.upper()}, {len(runs)} seeds", columns, table)
     file = Path(f"{Path(config.run.output)}_seeds.json")
     write_json(file, {"algorithm": config.algorithm, "recipe": config.recipe, "figures": summary})
-    screen.say(f"saved: {file}; the rest is in each seed's {RUN_FILE}")
+    screen.say(f"saved: {file} (details: {RUN_FILE} of each seed)")
     folders = [str(Path(with_seed(config, seed).run.output)) for seed in runs]
     screen.say("next:")
     screen.facts(
         [
-            ("the curves", command("python", "plot_training_progress.py", *folders)),
-            ("the verdict; add other algorithms' runs", command("python", "compare_runs.py", *folders)),
+            ("plot the training curves", command("python", "plot_training_progress.py", *folders)),
+            ("compare; add runs of other algorithms", command("python", "compare_runs.py", *folders)),
         ]
     )

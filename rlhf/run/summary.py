@@ -1,4 +1,4 @@
-"""The end of a run: before and after on the same prompts, where the files are, and the next commands."""
+"""Summarizes a finished run: results before and after training, saved files, and the next commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rlhf.utils.system import command
 
 
 def mean_interval(differences: Sequence[float], seed: int) -> tuple[float, float]:
-    """95% bootstrap interval of the mean of paired differences; a point where there is only one."""
+    """Return the 95% bootstrap interval of the mean of paired differences. A single difference has no width."""
     found = over_prompts(differences, seed)
     return (found.value, found.value) if found.low is None else (found.low, found.high)
 
@@ -38,7 +38,15 @@ def mean_interval(differences: Sequence[float], seed: int) -> tuple[float, float
 def compare(
     before: Evaluation, after: Evaluation, prompts: Sequence[Prompt], gold: Gold | None, seed: int
 ) -> dict[str, float | list[float]]:
-    """Figures of the whole run, from the start model's evaluation and the last one, on the same prompts."""
+    """Compute the run's results from the start model's evaluation and the last one, on the same prompts.
+
+    Args:
+        before: evaluation of the start model.
+        after: evaluation of the final weights.
+        prompts: the evaluation prompts.
+        gold: the demo's judge. None: no gold quality.
+        seed: for the bootstrap intervals.
+    """
     rise = [a - b for a, b in zip(after.scores, before.scores, strict=True)]
     spread = stdev(before.scores) if len(before.scores) > 1 else 0.0
     figures: dict = {
@@ -70,9 +78,9 @@ LAST_UPDATES = 10
 
 
 def last_kl(history: Sequence[dict], target: KLTarget, first: int = 1, last: float = math.inf) -> float | None:
-    """Mean KL of the last 10 logged updates among those from `first` to `last`, nats in the target's unit.
+    """Return the mean KL of the last 10 logged updates from `first` to `last`, in the target's unit.
 
-    Skipped updates have no KL. None if no update of these was logged.
+    Skipped updates have no KL. None if none of these updates was logged.
     """
     name = target.metric
     values = [entry[name] for entry in history if name in entry and first <= entry["step"] <= last]
@@ -80,7 +88,7 @@ def last_kl(history: Sequence[dict], target: KLTarget, first: int = 1, last: flo
 
 
 def kl_of_phases(history: Sequence[dict], phases: Sequence[tuple[int, int, KLTarget]]) -> list[dict]:
-    """The KL at the end of each phase of a run, beside the phase's target."""
+    """Return the target of each phase of a run and the KL at its end."""
     return [
         {
             "updates": [first, last],
@@ -94,36 +102,36 @@ def kl_of_phases(history: Sequence[dict], phases: Sequence[tuple[int, int, KLTar
 
 
 def gold_scores(evaluation: Evaluation, prompts: Sequence[Prompt], gold: Gold) -> list[float]:
-    """The gold quality of each reply, in [0, 1]."""
+    """Return the gold quality of each completion, in [0, 1]."""
     questions = [p.example.messages[-1]["content"] for p in prompts]
     return [gold(q, t, e) for q, t, e in zip(questions, evaluation.texts, evaluation.ended, strict=True)]
 
 
 def show_figures(figures: dict, screen: Screen) -> None:
-    """The comparison in lines."""
+    """Print the results of `compare`, one line per quantity."""
     rise, rise_in_sd = figures["score_after"] - figures["score_before"], figures["score_rise_in_start_sd"]
     rows = [
         (
             "score",
             f"{figures['score_before']:+.3f} -> {figures['score_after']:+.3f}, change {rise:+.3f} (95% interval "
-            f"{interval(*figures['score_rise_interval'])}); that is {rise_in_sd:+.2f} standard deviations "
-            "of the start model's scores",
+            f"{interval(*figures['score_rise_interval'])}) = {rise_in_sd:+.2f} standard deviations of the start "
+            "model's scores",
         )
     ]
     if "gold_before" in figures:
         rows.append(
             (
                 "gold quality",
-                f"{figures['gold_before']:.3f} -> {figures['gold_after']:.3f} "
-                f"(95% interval of the rise {interval(*figures['gold_rise_interval'])}); no training saw it",
+                f"{figures['gold_before']:.3f} -> {figures['gold_after']:.3f}, 95% interval of the change "
+                f"{interval(*figures['gold_rise_interval'])} (not used in training)",
             )
         )
     rows += _kl_rows(figures)
     rows += [
         (
-            "reply",
+            "completions",
             f"{figures['length_before']:.1f} -> {figures['length_after']:.1f} tokens; "
-            f"{figures['eos_rate_before']:.0%} -> {figures['eos_rate_after']:.0%} end by themselves",
+            f"{figures['eos_rate_before']:.0%} -> {figures['eos_rate_after']:.0%} end with EOS",
         ),
         (
             "perplexity",
@@ -131,29 +139,29 @@ def show_figures(figures: dict, screen: Screen) -> None:
             f"{figures['perplexity_text']}",
         ),
     ]
-    screen.say(f"before -> after on {figures['prompts']} evaluation prompts:")
+    screen.say(f"before -> after training, on {figures['prompts']} evaluation prompts:")
     screen.facts(rows)
 
 
 def _kl_rows(figures: dict) -> list[tuple[str, str]]:
-    """The KL at the end of the run, and of each phase if there are several."""
+    """Return the rows of the KL at the end of the run, and of each phase if there are several."""
     per, kl = figures["kl_unit"].removeprefix("nats/"), figures["kl_last_10_updates"]
-    measured = "not measured, because every update was skipped" if kl is None else f"{kl:.3g}/{per}"
-    rows = [("KL", f"{measured} over the last updates (10 at most){_aim(kl, figures['kl_target'], per)}")]
+    measured = "none, because every update was skipped" if kl is None else f"{kl:.3g}/{per}"
+    rows = [("KL", f"{measured} (mean of the last updates, at most 10){_aim(kl, figures['kl_target'], per)}")]
     if figures["kl_target"] is not None and len(figures["kl_phases"]) > 1:
         for phase in figures["kl_phases"]:
             (first, last), ended = phase["updates"], phase["kl_last_10_updates"]
             aim = _aim(ended, phase["target"], per)
-            measured = "were all skipped" if ended is None else f"ended at {ended:.3g}/{per}"
-            rows.append(("", f"updates {first} to {last} {measured}{aim}"))
+            measured = "all skipped" if ended is None else f"{ended:.3g}/{per} at the end"
+            rows.append(("", f"updates {first} to {last}: {measured}{aim}"))
     return rows
 
 
 def _aim(kl: float | None, target: float | None, per: str) -> str:
-    """Whether a KL is in its target's band; "" if beta was not steered or no KL was measured."""
+    """Return in words if a KL is in its target's band; "" if beta was not steered or there is no KL."""
     if target is None or kl is None:
         return ""
-    return f", {'inside' if in_band(kl, target) else 'outside'} 0.5 to 1.5 x the target {KLTarget(target, per)}"
+    return f", {'within' if in_band(kl, target) else 'outside'} 0.5 to 1.5 x the target of {KLTarget(target, per)}"
 
 
 def show_samples(
@@ -165,23 +173,23 @@ def show_samples(
     screen: Screen,
     most: int = 5,
 ) -> None:
-    """Replies side by side, of prompts drawn at random, not chosen."""
+    """Print a table of completions before and after training, for up to `most` randomly drawn evaluation prompts."""
     drawn = sorted(rng_for(seed, 0, "show").permutation(len(prompts))[:most].tolist())
     golds = [gold_scores(e, prompts, gold) for e in (before, after)] if gold else None
 
     def cell(evaluation: Evaluation, side: int, i: int) -> str:
-        quality = f", gold {golds[side][i]:.2f}" if golds else ""
+        quality = f", gold quality {golds[side][i]:.2f}" if golds else ""
         return f"{evaluation.texts[i]}\n[score {evaluation.scores[i]:+.2f}{quality}]"
 
     screen.table(
-        f"{len(drawn)} evaluation prompts, drawn at random",
+        f"{len(drawn)} random evaluation prompts",
         ["prompt", "before", "after"],
         [(prompts[i].example.messages[-1]["content"], cell(before, 0, i), cell(after, 1, i)) for i in drawn],
     )
 
 
 def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Screen) -> None:
-    """Before and after, side by side; figures and what was spent go to run.json."""
+    """Compare the model before and after training, print the results and write them to run.json."""
     before, after, prompts = trainer.evaluations[0], trainer.evaluations[-1], trainer.evaluation_prompts
     gold = gold_of(config)
     target = config.kl.targets[-1]
@@ -206,7 +214,7 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
 
 
 def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
-    """Prints what of a finished run lies where, and the next commands."""
+    """Print the saved files of a finished run and the next commands."""
     output, best, merged = config.run.output, run.best, run.merged
     loader = "peft.AutoPeftModelForCausalLM" if config.model.use_lora else "transformers.AutoModelForCausalLM"
     whole = f"{output}/{MERGED_FOLDER}"
@@ -217,41 +225,41 @@ def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
     screen.say("saved:")
     screen.facts(
         [
-            (output, f"model and tokenizer; load with {loader}.from_pretrained({output!r})"),
+            (output, f"final model and tokenizer; load with {loader}.from_pretrained({output!r})"),
             (f"{output}/{BEST_FOLDER}", f"{best_model}: {best.why}"),
-            *([(whole, f"the {merged.which} weights as a whole model; load with {load_whole}")] if merged else []),
-            (f"{output}/README.md", "model card: figures, settings, and code to load it"),
-            (f"{output}/samples", "every evaluation's replies with their scores"),
-            (f"{output}/run.json", "settings, versions, figures"),
+            *([(whole, f"the {merged.which} weights with merged adapter; load with {load_whole}")] if merged else []),
+            (f"{output}/README.md", "model card: results, settings, and code to load the model"),
+            (f"{output}/samples", "completions of every evaluation with their scores"),
+            (f"{output}/run.json", "settings, versions, results"),
         ]
     )
     tokens = command("python", "evaluate_generations.py", "--tokens", output)
     screen.say("next:")
     screen.facts(
         [
-            ("its completions, audited", command("python", "evaluate_generations.py", "--model-path", output)),
-            *([("every token", tokens)] if config.record.record_tokens else []),
-            ("the curves", command("python", "plot_training_progress.py", output)),
-            ("the curves, live", command("tensorboard", "--logdir", f"{output}/logs")),
+            ("evaluate the model", command("python", "evaluate_generations.py", "--model-path", output)),
+            *([("view recorded tokens", tokens)] if config.record.record_tokens else []),
+            ("plot the training curves", command("python", "plot_training_progress.py", output)),
+            ("open TensorBoard", command("tensorboard", "--logdir", f"{output}/logs")),
             *same_budget_commands(config, run.spent),
-            ("the verdict; add other algorithms' runs", command("python", "compare_runs.py", output)),
-            ("talk to it", command("python", "evaluate_generations.py", "--chat", "--model-path", output)),
+            ("compare; add runs of other algorithms", command("python", "compare_runs.py", output)),
+            ("chat with the model", command("python", "evaluate_generations.py", "--chat", "--model-path", output)),
         ]
     )
 
 
 def same_budget_commands(config: Config, spent: Spent) -> list[tuple[str, str]]:
-    """Rows of (label, command): the other algorithms under the same settings, on as many episodes as were `spent`.
-    An algorithm for which there is no such command is left out."""
+    """Return rows of (label, command) that train the other algorithms with the same settings and number of episodes.
+    An algorithm without such a command is omitted."""
     found = {name: same_budget_command(config, spent, name) for name in ALGORITHMS if name != config.algorithm}
-    return [(f"{name.upper()}, same budget", line) for name, line in found.items() if line is not None]
+    return [(f"train {name.upper()}, same budget", line) for name, line in found.items() if line is not None]
 
 
 def same_budget_command(config: Config, spent: Spent, other: str) -> str | None:
-    """The command that trains with the algorithm `other` on as many episodes; None if the settings do not fit it."""
+    """Return the command that trains `other` on as many episodes; None if the settings do not allow it."""
     try:
         plain, of_other = (usual_config(config.recipe, config.user_file, a) for a in (config.algorithm, other))
-    except UserError:  # the recipe's file is gone
+    except UserError:  # the recipe's file was removed
         return None
     row, plain = ALGORITHMS[other], with_horizon(plain, spent.updates)
     differ = differences(to_dict(config), to_dict(plain), (*SEEDS_MAY_DIFFER, *LENGTHS, "batch_size"))
@@ -261,8 +269,8 @@ def same_budget_command(config: Config, spent: Spent, other: str) -> str | None:
     for name in carried:
         words += flag_words(name, getattr(getattr(config, settings[name].group), name))
     group_size = config.group_size if "K" in carried else of_other.group_size
-    as_many = ["--batch-size", str(max(1, config.episodes_per_update // group_size))]  # as many episodes per update
-    if of_other.run.output != row.defaults["output"]:  # config.py or the recipe names this run's folder
+    as_many = ["--batch-size", str(max(1, config.episodes_per_update // group_size))]  # same episodes per update
+    if of_other.run.output != row.defaults["output"]:  # config.py or the recipe sets this run's folder
         words += ["--output", row.defaults["output"]]
     if of_other.run.seeds is not None:
         words += ["--seeds", "none"]

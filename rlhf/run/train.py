@@ -1,4 +1,4 @@
-"""One training run, from its settings to the saved model."""
+"""Trains one run, from its settings to the saved model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from rlhf.utils.signals import GracefulStop
 
 
 def train(config: Config, screen: Screen) -> None:
-    """Train, save and report one run; with --dry-run print its plan, with --check try it out."""
+    """Train, save and summarize one run. With --dry-run only print its plan, with --check only check it."""
     check_run_folder(config)
     check_export(config)
     device = start_device(screen, config.run.deterministic)
@@ -63,8 +63,8 @@ def train(config: Config, screen: Screen) -> None:
 
 
 def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: GracefulStop) -> None:
-    """What every run has: TensorBoard, replies as files, the live line, the best checkpoint, KL control, checkpoints.
-    The line shows the beta that the update was made with, so control comes after it."""
+    """Attach the callbacks that every run has. KL control comes after the progress line, because the line prints the
+    beta that the update used."""
     controller = kl_controller(config, trainer.updates)
     output = Path(config.run.output)
     trainer.rewards.printed = output / PRINTED_FILE
@@ -92,7 +92,7 @@ def _placing(config: Config) -> dict:
 
 
 def check_run_folder(config: Config) -> None:
-    """Refuse, before anything is loaded, an output folder that holds what a new run may not touch."""
+    """Raise UserError, before anything is loaded, if the output folder is in use or must not be replaced."""
     if config.run.dry_run:
         return
     if config.run.resume:
@@ -102,8 +102,8 @@ def check_run_folder(config: Config) -> None:
 
 
 def start_run(config: Config, components: Components, updates: int, screen: Screen) -> RunLog:
-    """Claim the output folder and open run.json, which says "failed" unless the run comes to its end. With --resume,
-    go on with the one that is there; raises UserError where its data were others."""
+    """Claim the output folder and write a new run.json. With --resume continue the existing run.json; raises UserError
+    if its data differs."""
     data = {
         "train_prompts": len(components.prompts.train),
         "evaluation_prompts": len(components.prompts.evaluation),
@@ -120,7 +120,11 @@ def start_run(config: Config, components: Components, updates: int, screen: Scre
         folder = Path(config.run.output)
         before = RunRecord.require(folder, "--resume, --output").data
         known = before.keys() & data.keys()
-        changed = [f"{n} was {before[n]}, is {data[n]}" for n in data if n in known and before[n] != data[n]]
+        changed = [
+            f"{name} was {before[name]} in this run and is {data[name]} now"
+            for name in data
+            if name in known and before[name] != data[name]
+        ]
         check_same_run(config, changed, screen)
         return RunLog(folder, resume=True)
     held, moved = claim_output(Path(config.run.output), **_placing(config))

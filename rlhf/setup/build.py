@@ -67,8 +67,8 @@ def load_components(
         device: where the models are loaded.
         screen: prints notes and warnings.
         prompts: training prompts given in Python. None: use the prompts of the settings.
-        evaluation_prompts: evaluation prompts given in Python, only with `prompts`. None: hold out a part of `prompts`.
-        rewards: one or several functions or modules that replace the reward model and reward functions of the settings.
+        evaluation_prompts: evaluation prompts, only with `prompts`. None: hold out a part of `prompts`.
+        rewards: one or several functions or modules. They replace the settings' reward model and functions.
         reward_weights: one weight per entry of `rewards`. None: all weights are 1.
     """
     autocast_dtype(config.model.bf16, device)  # raises UserError if the device has no bfloat16

@@ -63,7 +63,9 @@ class Network:
     vocabulary: int
     norms: tuple[tuple[int, int], ...]  # per norm of a layer: normalised vectors per token, features of all of them
     whole: bool  # all weights are trained
-    adapters: dict[str, tuple[int, int]]  # linear layer of one transformer layer -> rank and output size of its adapter
+    adapters: dict[
+        str, tuple[int, int]
+    ]  # linear layer of one transformer layer -> rank and output size of its adapter
     element: int  # bytes of a number in the forward pass: 4, or 2 under autocast
     attention_element: int  # the same for attention; always 4 on a CPU
     inner_element: int  # the same for the feed-forward part; 4-bit layers return the input's type, float32
@@ -111,7 +113,7 @@ class Network:
 
     @property
     def rounded(self) -> bool:
-        """True if the forward pass runs under autocast: linear layers compute in 16 bits, norms and residuals in 32."""
+        """True if the forward pass runs under autocast: linear layers in 16 bits, norms and residuals in 32."""
         return self.element < FLOAT
 
     def saved_activations(self, micro_batch: MicroBatch) -> int:
@@ -165,13 +167,13 @@ class Network:
         return int(self.layers * tokens * (norms + turned + outputs + adapted))
 
     def forward_peak(self, tokens: int) -> int:
-        """Return the peak bytes of a pass without gradients: four hidden states, three tensors of one part of a layer."""
+        """Return the peak bytes of a pass without gradients: four hidden states and three tensors of a layer."""
         feed_forward = 3 * self.inner * self.inner_element
         attention = (self.q_dim + 2 * self.kv_dim) * self.element + 3 * self.q_dim * FLOAT
         return tokens * (4 * self.hidden * FLOAT + max(feed_forward, attention))
 
     def backward_peak(self, tokens: int) -> int:
-        """Return the peak bytes of one layer's backward pass: gradients of three inner tensors and two hidden states."""
+        """Return the peak bytes of a layer's backward pass: gradients of three inner tensors and two hidden states."""
         return tokens * (3 * self.inner * self.inner_element + 2 * self.hidden * FLOAT)
 
     def cache(self, tokens: int) -> int:

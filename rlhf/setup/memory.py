@@ -1,8 +1,8 @@
-"""The peak memory to expect of a run, and which settings reduce it.
+"""Predicts the peak memory of a run, and which settings reduce it.
 
-The forecast is computed before the run begins, from shapes alone: weights, settings, lengths of prompts. Completions
-are taken to have their full length. The peak is that of the phase that needs most. On a GPU it is what torch
-allocates; on a CPU what the process holds above what it held after its imports.
+The forecast is computed before the run starts from the weights' shapes, the settings and the lengths of the prompts.
+It assumes that every completion has --max-new-tokens tokens. The peak is the memory of the phase that needs most. On
+a GPU it is the memory that torch allocates. On a CPU it is the resident memory above that after the imports.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from rlhf.utils.console import gib
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of an update, or of an evaluation. Bytes by what they are for."""
+    """A part of an update or of an evaluation."""
 
     name: str
-    parts: dict[str, int]
+    parts: dict[str, int]  # purpose -> bytes
 
     @property
     def size(self) -> int:
@@ -44,11 +44,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will hold, bytes."""
+    """The predicted memory of a run, in bytes."""
 
-    held: dict[str, int]  # throughout
-    phases: list[Phase]  # on top, one after another
-    micro_batch: MicroBatch  # the largest micro-batch
+    held: dict[str, int]  # held throughout the run
+    phases: list[Phase]  # needed in addition, one phase after another
+    micro_batch: MicroBatch  # the largest one
 
     @property
     def largest(self) -> Phase:
@@ -59,18 +59,18 @@ class Forecast:
         return sum(self.held.values()) + self.largest.size
 
     def rows(self, device: torch.device) -> list[tuple[str, str]]:
-        """For the plan: the peak, its parts, and the phases."""
+        """Return the plan's rows: the peak, its parts, and the peak of each phase."""
         held, parts = sum(self.held.values()), {**self.held, **self.largest.parts}
         named = sorted(((size, name) for name, size in parts.items() if size >= 2**20), reverse=True)
         return [
             (
                 "memory",
-                f"about {gib(self.peak)} of {gib(installed(device))} GiB at the peak, in the {self.largest.name}"
-                f"{'' if device.type == 'cuda' else ', beside what Python and its libraries hold'}; "
+                f"predicted peak {gib(self.peak)} of {gib(installed(device))} GiB (phase: {self.largest.name})"
+                f"{'' if device.type == 'cuda' else ', in addition to Python and its libraries'}; "
                 f"largest micro-batch {len(self.micro_batch.rows)} episodes, {self.micro_batch.ids.numel():,} tokens",
             ),
-            ("  its parts", ", ".join(f"{name} {gib(size)}" for size, name in named)),
-            ("  by phase", ", ".join(f"{phase.name} {gib(held + phase.size)}" for phase in self.phases)),
+            ("  parts, GiB", ", ".join(f"{name} {gib(size)}" for size, name in named)),
+            ("  phases, GiB", ", ".join(f"{phase.name} {gib(held + phase.size)}" for phase in self.phases)),
         ]
 
 
@@ -85,7 +85,18 @@ def forecast(
     train: Sequence[Prompt],
     evaluation: Sequence[Prompt],
 ) -> Forecast:
-    """Of a run that has loaded its models and prompts; without `evaluation` prompts, of its updates alone."""
+    """Predict the memory of a run from its loaded models and prompts.
+
+    Args:
+        config: the settings.
+        updates: the number of updates.
+        device: where the run trains.
+        policy: the policy, with adapters if they are trained.
+        reward_model: None if the run has only reward functions.
+        tokenizer: the policy's.
+        train: training prompts; the longest batch among them decides.
+        evaluation: evaluation prompts. If empty, evaluations are ignored.
+    """
     dtype = autocast_dtype(config.model.bf16, device)
     network = Network.of(base_of(policy), dtype, config.model.gradient_checkpointing)
     plan = MemoryPlan(config, device, policy, network)
@@ -95,21 +106,21 @@ def forecast(
     backwards = [plan.backward(micro_batch, first=number == 0) for number, micro_batch in enumerate(micro_batches)]
     backward, largest = max(zip(backwards, micro_batches, strict=True), key=lambda one: sum(one[0].values()))
     phases = [
-        Phase("rollout", {**plan.rollout(batch), "nucleus": bits}),
-        Phase("measuring", {**plan.logprob_pass(whole), "nucleus": bits}),
-        Phase("backward pass", {**backward, "nucleus": bits}),
-        Phase("optimizer step", {"gradients": plan.trained, "nucleus": bits}),
+        Phase("rollout", {**plan.rollout(batch), "token masks": bits}),
+        Phase("log-probs", {**plan.logprob_pass(whole), "token masks": bits}),
+        Phase("backward pass", {**backward, "token masks": bits}),
+        Phase("optimizer step", {"gradients": plan.trained, "token masks": bits}),
     ]
     if reward_model is not None:
         judge = Network.of(reward_model, dtype)
         scored = scoring(judge, batch, config.sampling.max_new_tokens, plan.budget.scoring_batch_size)
-        phases.insert(2, Phase("scoring", {**scored, **plan.cached_forward(whole), "nucleus": bits}))
+        phases.insert(2, Phase("scoring", {**scored, **plan.cached_forward(whole), "token masks": bits}))
     if evaluation:
         kept = plan.allowed_tokens(len(evaluation))
         asked = sorted(evaluation, key=lambda p: len(p.ids))[-plan.budget.eval_batch_size :]
-        phases.append(Phase("evaluation's rollout", {**plan.rollout(asked), "nucleus": kept}))
+        phases.append(Phase("evaluation rollout", {**plan.rollout(asked), "token masks": kept}))
         text = plan.reading(tokenizer, evaluation)
-        phases.append(Phase("evaluation's text", {**text, "nucleus": kept}))
+        phases.append(Phase("evaluation perplexity", {**text, "token masks": kept}))
     return Forecast(plan.held(reward_model), phases, largest)
 
 
@@ -123,7 +134,7 @@ def forecaster(
     train: Sequence[Prompt],
     evaluation: Sequence[Prompt] = (),
 ) -> Callable[[Config], Forecast]:
-    """Return a function from settings to this run's forecast; without `evaluation` prompts, of its updates alone."""
+    """Return a function from settings to this run's forecast. Without `evaluation` prompts it ignores evaluations."""
     learned = [f.model.model for f in rewards.functions if isinstance(f, LearnedReward)]
     return partial(
         forecast,
@@ -144,7 +155,7 @@ def forecaster_of(trainer: OnPolicyLoop) -> Callable[[Config], Forecast]:
 
 
 def what_helps(config: Config, policy: PreTrainedModel | PeftModel, estimate: Callable[[Config], Forecast]) -> str:
-    """Where memory does not suffice: the three settings that would take most off the predicted peak."""
+    """Return the advice for too little memory: the three settings that reduce the predicted peak most."""
 
     def predicted(**changed: Any) -> Forecast:
         changed_groups = {
@@ -161,7 +172,7 @@ def what_helps(config: Config, policy: PreTrainedModel | PeftModel, estimate: Ca
     if config.batch.batch_size > 1:
         size = config.batch.batch_size // 2
         saved[f"--batch-size {size}"] = now.peak - predicted(batch_size=size, minibatches=1).peak
-    if not config.model.use_lora:  # no gradients, no moments and no reference of its own
+    if not config.model.use_lora:  # saves gradients, optimizer state and the separate reference model
         saved["--use-lora"] = int(1.5 * now.held["optimizer"]) + now.held["reference"]
     else:
         whole = weights_of(policy, trained=False)
@@ -169,11 +180,11 @@ def what_helps(config: Config, policy: PreTrainedModel | PeftModel, estimate: Ca
     if config.separate_critic:
         saved["--critic shared"] = now.peak - predicted(critic="shared").peak
     best = sorted(saved.items(), key=lambda one: -one[1])[:3]
-    return "What would help most: " + ", ".join(f"{flag} (about {gib(max(size, 0))} GiB less)" for flag, size in best)
+    return "To reduce memory: " + ", ".join(f"{flag} (about {gib(max(size, 0))} GiB less)" for flag, size in best)
 
 
 def longest_batch(config: Config, prompts: Sequence[Prompt], updates: int) -> list[Prompt]:
-    """The prompts of the update that has the most prompt tokens, one an episode, as the loop will deal them."""
+    """Return the prompts of the update that has the most prompt tokens, one per episode, as the loop samples them."""
     return [
         prompt for prompt in PromptSampler(config, prompts).longest_batch(updates) for _ in range(config.group_size)
     ]

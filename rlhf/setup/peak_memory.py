@@ -1,4 +1,4 @@
-"""The tensors that each phase of an update holds, in bytes."""
+"""Computes the bytes that each phase of an update needs."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from rlhf.settings.training import Config
 from rlhf.setup.footprint import FLOAT, Network, linear_floats, weights_of
 from rlhf.trainer.evaluation import fixed_text
 
-# Bytes that are no tensor of ours: libraries' code and tables touched in use (found with a tiny model); on a card
-# cuBLAS's workspace (its documentation: 32 MiB on Hopper, 8 elsewhere).
+# Bytes outside our tensors. CPU: library code and tables that are loaded on use (measured with a tiny model). GPU:
+# cuBLAS's workspace (its documentation: 32 MiB on Hopper, 8 MiB elsewhere).
 LIBRARIES = {"cpu": 60 * 2**20, "cuda": 32 * 2**20}
-# On a processor, the share of a forward pass's dropped tensors whose place is not filled again: the C library's heap
-# keeps gaps. Found at SmolLM2-135M's shape with glibc 2.36: 0.30 (bfloat16) to 0.66 (float32). A card has none.
+# Heap fragmentation on a CPU: the share of a forward pass's freed tensors whose memory is not reused. Measured for
+# SmolLM2-135M with glibc 2.36: 0.30 (bfloat16) to 0.66 (float32). Not counted on a GPU.
 GAPS = {"cpu": 0.5, "cuda": 0.0}
-# Bytes of a logit while a token is drawn: float32, and probabilities in float64 twice; filters sort, too.
+# Bytes per logit while a token is sampled: float32, and two float64 copies of the probabilities. Filters sort, too.
 DRAWN, FILTERED = FLOAT + 16, FLOAT + 26
-CACHED_FORWARD, GAPS_LEFT = "first step's pass", "gaps in the heap"
-# Copies of a chunk's logits where autograd goes through the softmax: entropy bonus, or --no-fused-head.
+CACHED_FORWARD, GAPS_LEFT = "cached forward pass", "heap fragmentation"
+# Copies of a chunk's logits if autograd differentiates the softmax: with an entropy bonus or --no-fused-head.
 UNFUSED = 5
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What the phases of a run have in common."""
+    """Computes the memory of a run's phases from its settings and models."""
 
     config: Config
     device: torch.device
@@ -49,38 +49,38 @@ class MemoryPlan:
 
     @property
     def budget(self) -> Budget:
-        """How much the device computes at once."""
+        """The chunk sizes for this device."""
         return budget_of(self.device)
 
-    # --- what is held ------------------------------------------------------------------------------------------------
+    # --- held throughout the run -------------------------------------------------------------------------------------
 
     @property
     def trained(self) -> int:
-        """Trained weights, the value head's among them; as much for their gradients, and for each of two moments."""
+        """Bytes of the trained weights with the value head. Gradients and each of AdamW's two moments take as many."""
         head = (self.network.hidden + 1) * FLOAT if ALGORITHMS[self.config.algorithm].has_critic else 0
         return weights_of(self.policy, trained=True) + self.critic(trained=True) + head
 
     def critic(self, trained: bool | None = None) -> int:
-        """Weights of a critic's own backbone."""
+        """Return the bytes of a separate critic's backbone."""
         return weights_of(backbone_of(self.policy), trained) if self.config.separate_critic else 0
 
     @property
     def passes(self) -> int:
-        """Backbones whose tensors are kept together for the backward pass."""
+        """The number of backbones that save activations for one backward pass."""
         return 1 + self.config.separate_critic
 
     @property
     def autocast_copies(self) -> int:
-        """What autocast's copies take of the linear layers' weights."""
+        """Bytes of autocast's 16-bit copies of the linear layers' weights."""
         return sum(w.numel() for w in linear_floats(base_of(self.policy))) * 2 if self.network.rounded else 0
 
     @property
     def head(self) -> int:
-        """The same of the language-model head."""
+        """Bytes of autocast's 16-bit copy of the language-model head."""
         return self.network.vocabulary * self.network.hidden * 2 if self.network.rounded else 0
 
     def held(self, reward_model: PreTrainedModel | None) -> dict[str, int]:
-        """Throughout the run, from the first optimizer step on."""
+        """Return purpose -> bytes held throughout the run, from the first optimizer step on."""
         lora, whole = isinstance(self.policy, PeftModel), weights_of(self.policy)
         adapted = weights_of(self.policy, trained=True) if lora else 0
         return {
@@ -95,10 +95,10 @@ class MemoryPlan:
             "libraries": LIBRARIES[self.device.type],
         }
 
-    # --- what is run -------------------------------------------------------------------------------------------------
+    # --- phases ------------------------------------------------------------------------------------------------------
 
     def micro_batches(self, prompts: Sequence[Prompt], minibatches: int = 1) -> list[MicroBatch]:
-        """The forward passes over a minibatch of these prompts with full replies; their prompts are as long as any."""
+        """Return the micro-batches of the minibatch with the longest prompts, with completions of full length."""
         rows = sorted(prompts, key=lambda p: len(p.ids), reverse=True)[::minibatches]
         ids = torch.zeros(len(rows), self.config.sampling.max_new_tokens, dtype=torch.long)
         completions = Completions.of(rows, ids, eos=-1, pad=0, vocabulary=self.network.vocabulary)
@@ -108,12 +108,12 @@ class MemoryPlan:
         return [completions.micro_batch(part, packed) for part in parts]
 
     def allowed_tokens(self, completions: int) -> int:
-        """A bit for each token that might have been sampled."""
+        """Return the bytes of the allowed-token masks (top-k, top-p): one bit per vocabulary entry and position."""
         sampling = self.config.sampling
         return completions * sampling.max_new_tokens * self.network.vocabulary // 8 if sampling.filters else 0
 
     def rollout(self, prompts: Sequence[Prompt]) -> dict[str, int]:
-        """Sampling a reply to each."""
+        """Return purpose -> bytes for sampling one completion per prompt."""
         speed, network = self.config.speed, self.network
         plain = speed.rollout_engine == "plain" or default_engine(self.policy, self.device) == "plain"
         slots = len(prompts) if plain else min(len(prompts), speed.rollout_slots or self.budget.rollout_slots)
@@ -123,20 +123,24 @@ class MemoryPlan:
         drawing = slots * network.vocabulary * (FILTERED if self.config.sampling.filters else DRAWN)
         return {
             "KV cache": network.cache(slots * columns),
-            "pass over the prompts, or sampling": max(network.forward_peak(asked), drawing),
-            **({"rounded weights": (self.autocast_copies + self.head) * network.whole} if plain else self.prepacked),
+            "prompt pass or sampling": max(network.forward_peak(asked), drawing),
+            **(
+                {"16-bit weight copies": (self.autocast_copies + self.head) * network.whole}
+                if plain
+                else self.prepacked
+            ),
         }
 
     @property
     def prepacked(self) -> dict[str, int]:
-        """Copies of linear layers' weights, ordered as a processor multiplies few rows; else rounded ones."""
+        """Bytes of the linear layers' copies in blocked layout for decoding on a CPU; otherwise autocast's copies."""
         layers = prepackable_layers(base_of(self.policy), self.device)
         if not layers:
-            return {"rounded weights": (self.autocast_copies + self.head) * self.network.whole}
-        return {"blocked weights": sum(layer.weight.numel() for layer in layers) * self.network.element}
+            return {"16-bit weight copies": (self.autocast_copies + self.head) * self.network.whole}
+        return {"blocked weight copies": sum(layer.weight.numel() for layer in layers) * self.network.element}
 
     def cached_forward(self, micro_batches: Sequence[MicroBatch]) -> dict[str, int]:
-        """The first optimizer step's forward pass, if it is cached from the rollout."""
+        """Return purpose -> bytes of the first optimizer step's forward pass, if the rollout caches it."""
         network = self.network
         if self.config.batch.minibatches > 1 or len(micro_batches) > 1 or network.checkpointing or network.dropout:
             return {}
@@ -147,29 +151,39 @@ class MemoryPlan:
         return int(GAPS[self.device.type] * self.network.freed_in_forward(micro_batch.ids.numel()))
 
     def logprob_pass(self, micro_batches: Sequence[MicroBatch]) -> dict[str, int]:
-        """Log-probs under policy and reference, without gradients."""
+        """Return purpose -> bytes for computing log-probs under policy and reference model."""
         longest, most = max(p.ids.numel() for p in micro_batches), max(len(p.tokens) for p in micro_batches)
         cached_forward = self.cached_forward(micro_batches)
         return {
-            "pass, or logits": max(self.network.forward_peak(longest), self.allowed_mask(most) + self.logits(most)),
-            "rounded weights": self.head
+            "forward pass or logits": max(
+                self.network.forward_peak(longest), self.allowed_mask(most) + self.logits(most)
+            ),
+            "16-bit weight copies": self.head
             + (0 if cached_forward else (self.autocast_copies + self.head) * self.network.whole),
             **cached_forward,
         }
 
     def logits(self, tokens: int, entropy: bool = False) -> int:
-        """At once: in the forward's precision; of some the float32 copy, exponentials, and those times the logits."""
+        """Return the peak bytes of logits: one chunk in the forward's precision, and float32 copies of a part of it
+        (the logits, their exponentials, and with `entropy` the product of both)."""
         numbers = tokens * self.network.vocabulary
         together = min(numbers, self.budget.logits_per_chunk) * self.network.element
         return together + min(numbers, self.budget.floats_per_chunk) * FLOAT * (1 + self.network.rounded + entropy)
 
     def allowed_mask(self, tokens: int) -> int:
-        """Bytes of the mask of allowed tokens, one per logit."""
+        """Return the bytes of the unpacked mask of allowed tokens, one per logit."""
         return tokens * self.network.vocabulary * self.config.sampling.filters
 
     def backward(self, micro_batch: MicroBatch, first: bool) -> dict[str, int]:
-        """Gradients of one micro-batch, the `first` of its minibatch or a later one: at the head, when all layers'
-        tensors are kept, at the first layer, or at the embeddings, when all gradients are there; what needs most."""
+        """Return purpose -> bytes at the peak of one micro-batch's backward pass.
+
+        The peak is at the language-model head (all activations saved), at the start of the policy's backbone after a
+        separate critic's, at the first layer, or at the embeddings (all gradients exist).
+
+        Args:
+            micro_batch: the micro-batch.
+            first: it is the first of its minibatch, so no gradients exist yet.
+        """
         network, tokens = self.network, micro_batch.ids.numel()
         logits, left = self.chunk(micro_batch)
         copies = 0 if network.checkpointing else self.autocast_copies * self.passes
@@ -177,31 +191,32 @@ class MemoryPlan:
             "activations": network.saved_activations(micro_batch) * self.passes,
             "logits": logits + self.allowed_mask(len(micro_batch.tokens)),
             "gradients": left if first else self.trained,
-            "rounded weights": copies + self.head,
+            "16-bit weight copies": copies + self.head,
             GAPS_LEFT: self.gaps(micro_batch),
         }
         layers = (self.trained - self.head_gradient) // network.layers
         at_first_layer = {
             "activations": network.saved_by_layer(micro_batch) + network.backward_peak(tokens),
             "gradients": self.trained - layers * first,
-            "rounded weights": self.autocast_copies // network.layers,
+            "16-bit weight copies": self.autocast_copies // network.layers,
             GAPS_LEFT: at_head[GAPS_LEFT],
         }
         at_embeddings = {"gradients": self.trained + self.head_gradient}
-        at_policy = {  # the critic's backbone is behind it: autograd goes back in the order of the passes, reversed
+        at_policy = {  # the critic's backbone is done: autograd runs the forward passes in reverse order
             "activations": network.saved_activations(micro_batch) * (self.passes - 1),
             "gradients": self.critic(trained=True) if first else self.trained,
-            "rounded weights": copies // self.passes,
+            "16-bit weight copies": copies // self.passes,
         }
         return max(at_head, at_policy, at_first_layer, at_embeddings, key=lambda parts: sum(parts.values()))
 
     @property
     def head_gradient(self) -> int:
-        """Of the language-model head, or of the embeddings; none where they are not trained."""
+        """Bytes of the gradient of the language-model head or of the embeddings; 0 if they are not trained."""
         return self.network.vocabulary * self.network.hidden * FLOAT * self.network.whole
 
     def chunk(self, micro_batch: MicroBatch) -> tuple[int, int]:
-        """Of one chunk's logits, with their way back; and the head's gradient where chunks before it have left one."""
+        """Return the bytes of one chunk's logits with their backward pass, and of the head's gradient if earlier
+        chunks have accumulated one."""
         config, vocabulary, length = self.config, self.network.vocabulary, self.config.sampling.max_new_tokens
         most = max(1, self.budget.logits_per_chunk // vocabulary // length) * length
         tokens = min(len(micro_batch.tokens), most) if config.speed.fused_head else len(micro_batch.tokens)
@@ -213,7 +228,7 @@ class MemoryPlan:
         return max(self.logits(tokens, entropy=True), probabilities + back), left
 
     def reading(self, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> dict[str, int]:
-        """The text of which the perplexity is taken."""
+        """Return purpose -> bytes for the perplexity of the evaluation text."""
         text = fixed_text(tokenizer, prompts, lambda _: [], self.config.data.eval_text)
         sizes = [(len(p.ids), len(r)) for p, r in zip(text.prompts, text.completions, strict=True)]
         sizes = sorted(
@@ -223,13 +238,16 @@ class MemoryPlan:
         parts = [sizes[at : at + most] for at in range(0, len(sizes), most)]
         tokens, most = max(sum(map(sum, part)) for part in parts), max(sum(r for _, r in part) for part in parts)
         return {
-            "pass, or logits": max(self.network.forward_peak(tokens), self.logits(most)),
-            "rounded weights": self.autocast_copies * self.network.whole + self.head,
+            "forward pass or logits": max(self.network.forward_peak(tokens), self.logits(most)),
+            "16-bit weight copies": self.autocast_copies * self.network.whole + self.head,
         }
 
 
 def scoring(judge: Network, prompts: Sequence[Prompt], max_new_tokens: int, batch_size: int) -> dict[str, int]:
-    """The reward model's pass over `batch_size` completions; its tokens are taken to be as many as the policy's."""
+    """Return purpose -> bytes of the reward model's pass over `batch_size` completions.
+
+    Assumes that its tokenizer produces as many tokens as the policy's.
+    """
     rows = sorted(len(p.ids) + max_new_tokens for p in prompts)[-batch_size:]
     tokens = len(rows) * rows[-1]
-    return {"reward model's pass": judge.forward_peak(tokens)}
+    return {"reward model's forward pass": judge.forward_peak(tokens)}

@@ -1,4 +1,4 @@
-"""What is about to happen, in numbers: the plan that every run prints before it begins, and `--dry-run` alone."""
+"""Prints the plan of a run: every run prints it before training, and `--dry-run` prints only the plan."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from rlhf.setup.build import Components
 from rlhf.setup.memory import Forecast, forecaster, what_helps
 from rlhf.utils.console import Screen, gib
 
-MOST_TOPICS = 12  # named
+MOST_TOPICS = 12  # listed in the plan
 
 
 def show_plan(config: Config, components: Components, updates: int, device: torch.device, screen: Screen) -> None:
-    """What is about to happen, in numbers."""
+    """Print the plan, warnings about memory and KL control, and the first prompt."""
     m, sets, policy = config.model, components.prompts, components.policy
     estimate = forecaster(
         updates, device, policy, components.rewards, components.tokenizer, train=sets.train, evaluation=sets.evaluation
@@ -38,7 +38,7 @@ def show_plan(config: Config, components: Components, updates: int, device: torc
     total = base_parameters(policy)
     dropout = f", dropout {m.lora_dropout:g}" if m.lora_dropout else ""
     shape = f"LoRA r {m.lora_r}, alpha {m.lora_alpha:g}{dropout} on {', '.join(m.lora_targets)}"
-    how = f"{shape}: {trained:,} trained" if m.use_lora else "all trained"
+    how = f"{shape}: {trained:,} trainable" if m.use_lora else "all trainable"
     dtype = autocast_dtype(m.bf16, device)
     accuracy = (components.reward_model.record or {}).get("accuracy") if components.reward_model is not None else None
     rows = [
@@ -57,7 +57,7 @@ def show_plan(config: Config, components: Components, updates: int, device: torc
         ("output", config.run.output),
     ]
     if ALGORITHMS[config.algorithm].has_critic:
-        own = "a backbone of its own" if config.separate_critic else "a head on the policy's backbone"
+        own = "separate backbone" if config.separate_critic else "value head on the policy's backbone"
         rows.insert(3, ("critic", own))
     if m.rm_model is not None:
         known = f" (held-out accuracy {accuracy:.3f})" if accuracy is not None else ""
@@ -66,19 +66,19 @@ def show_plan(config: Config, components: Components, updates: int, device: torc
     warn_of_memory(config, components, estimate, device, screen)
     for line in (*kl_warnings(config, updates), *filter(None, [recipe_hint(config)])):
         screen.say(line)
-    screen.say(f"first prompt, as the model reads it: {first_prompt(components.tokenizer, sets)}")
+    screen.say(f"first prompt with special tokens: {first_prompt(components.tokenizer, sets)}")
 
 
 def base_parameters(policy: nn.Module) -> int:
-    """The parameters of the start model: without adapters, and each weight in 4 bits counted as one."""
+    """Return the number of the start model's parameters, without adapters. A 4-bit weight counts as one."""
     adapters = sum(w.numel() for name, w in policy.named_parameters() if "lora_" in name)
     return base_of(policy).num_parameters() - adapters
 
 
 def prompts_line(sets: PromptSets) -> str:
     return (
-        f"{len(sets.train):,} to train on, {len(sets.evaluation):,} to evaluate on; {sets.too_long:,} too long "
-        f"(rows: {sets.rows:,}, split {sets.split}: "
+        f"{len(sets.train):,} for training, {len(sets.evaluation):,} for evaluation, {sets.too_long:,} skipped as too "
+        f"long (rows: {sets.rows:,}, split {sets.split}: "
         + ", ".join(f"{name} {count:,}" for name, count in sets.parts.items())
         + ")"
     )
@@ -91,72 +91,72 @@ def warn_of_memory(
     device: torch.device,
     screen: Screen,
 ) -> None:
-    """Warn if less memory is free than predicted: no error, because a forecast is uncertain. On Windows, whose driver
-    spills into the machine's memory, nothing else would report it."""
+    """Warn if less memory is free than predicted. It is not an error, because the forecast is uncertain. On Windows
+    nothing else reports it, because the driver moves GPU memory to main memory."""
     needed, there = estimate(config).peak, available(device)
     if needed > there:
         screen.say(
-            f"warning: about {gib(needed)} GiB at the peak, {gib(there)} GiB free: memory of {device}. "
+            f"warning: the predicted peak memory is {gib(needed)} GiB, but {device} has only {gib(there)} GiB free. "
             f"{what_helps(config, components.policy, estimate)}"
         )
 
 
 def topics_rows(config: Config, train: Sequence[Prompt]) -> list[tuple[str, str]]:
-    """For the plan: the topics in the order in which they are trained; nothing where they are not looked at."""
+    """Return the plan's row of topics in training order; no row if topics are not used."""
     sampler = PromptSampler(config, train)
     if not sampler.topics:
         return []
     topics = [f"{shorten(topic)} ({len(sampler.by_topic[topic]):,} prompts)" for topic in sampler.topics]
     more = [f"and {len(topics) - MOST_TOPICS} more"] if len(topics) > MOST_TOPICS else []
     shown = ", ".join([*topics[:MOST_TOPICS], *more])
-    return [("topics", f"{len(topics)}, {sampler.steps:,} updates on each in turn, round and round: {shown}")]
+    return [("topics", f"{len(topics)}, {sampler.steps:,} updates per topic, in turn: {shown}")]
 
 
 def budget_line(config: Config, updates: int) -> str:
     plan = budget(config, updates)
     asked = config.run.episodes
-    more = f" ({asked:,} asked for, rounded up to whole updates)" if asked not in (None, plan.episodes) else ""
+    more = f" (--episodes {asked:,}, rounded up to whole updates)" if asked not in (None, plan.episodes) else ""
     return (
         f"{updates:,} updates x {config.episodes_per_update} = {plan.episodes:,} episodes{more}, "
-        f"{plan.optimizer_steps:,} optimizer steps, {plan.reply_tokens_at_most:,} reply tokens at most"
+        f"{plan.optimizer_steps:,} optimizer steps, at most {plan.reply_tokens_at_most:,} completion tokens"
     )
 
 
 def batch_line(config: Config, updates: int, device: torch.device) -> str:
-    """From prompts to optimizer steps, in the order in which an update goes through them."""
+    """Return the plan's batch row: prompts, minibatches, passes, optimizer steps and micro-batches of an update."""
     b = config.batch
-    group = f" x {config.group_size} replies" if config.group_size > 1 else ""
+    group = f" x {config.group_size} completions" if config.group_size > 1 else ""
     episodes = config.episodes_per_update // b.minibatches
     tokens = budget_of(device).tokens_per_micro_batch
     at_once = f"{b.micro_batch_size} episodes" if b.micro_batch_size else f"{tokens:,} tokens"
     return (
-        f"{b.batch_size} prompts{group} in {b.minibatches} minibatches of {episodes} episodes, an optimizer step "
-        f"each; {b.ppo_epochs} passes over each rollout: {config.optimizer_steps(1):,} optimizer steps per update, "
-        f"{config.optimizer_steps(updates):,} in all; at most {at_once} in a forward pass (the micro-batch)"
+        f"{b.batch_size} prompts{group} = {config.episodes_per_update} episodes per update; minibatches: "
+        f"{b.minibatches} of {episodes} episodes; passes over each rollout: {b.ppo_epochs}; optimizer steps: "
+        f"{config.optimizer_steps(1):,} per update, {config.optimizer_steps(updates):,} in total; micro-batch: at "
+        f"most {at_once}"
     )
 
 
 def kl_line(config: Config, updates: int) -> str:
     kl = config.kl
     if kl.kl_placement == "none":
-        return "only logged"
+        return "logged, not penalised"
     controller = kl_controller(config, updates)
     phases = controller.phases
-    named = [
-        f"{target} in updates {a} to {b}" if len(phases) > 1 else str(target) for a, b, target in phases if b >= a
-    ]
+    named = [f"{target} (updates {a} to {b})" if len(phases) > 1 else str(target) for a, b, target in phases if b >= a]
     aim = "no target"
     if kl.steered:
         move = controller.largest_move(config.episodes_per_update)
-        per = "in a phase" if len(phases) > 1 else "in the run"
+        per = "per phase" if len(phases) > 1 else "in the run"
         aim = (
-            f"target {', '.join(named)}, horizon {controller.horizon:,} episodes: beta can move {move:,.3g}-fold {per}"
+            f"target {', '.join(named)}, horizon {controller.horizon:,} episodes (beta can change at most "
+            f"{move:,.3g}-fold {per})"
         )
-    return f"in the {kl.kl_placement}, {kl.kl_schedule}, {aim}, beta {kl.kl_coef}"
+    return f"penalty in the {kl.kl_placement}, {kl.kl_schedule} schedule, {aim}, initial beta {kl.kl_coef}"
 
 
 def kl_warnings(config: Config, updates: int) -> list[str]:
-    """What keeps the KL targets from being enforced, one line each."""
+    """Return one warning per reason why the KL targets cannot be enforced."""
     if not config.kl.steered:
         return []
     controller, episodes = kl_controller(config, updates), config.episodes_per_update
@@ -164,8 +164,8 @@ def kl_warnings(config: Config, updates: int) -> list[str]:
     without = sum(last < first for first, last, _ in controller.phases)
     if without:
         lines.append(
-            f"warning: {without} of {len(controller.targets)} KL targets have no update in a run of {updates}: "
-            "--kl-target. Train longer, or name fewer"
+            f"warning: {without} of {len(controller.targets)} KL targets get no update in a run of {updates} updates: "
+            "--kl-target. Train longer, or use fewer targets"
         )
     move = controller.largest_move(episodes)
     if move < SMALLEST_MOVE:
@@ -177,22 +177,22 @@ def kl_warnings(config: Config, updates: int) -> list[str]:
         ]
         fix = " and ".join(ways).capitalize()
         lines.append(
-            f"warning: beta can move at most {move:.3g}-fold in {controller.shortest_phase} updates, too little to "
-            f"enforce the KL target: --kl-horizon {controller.horizon:,}. {fix}, or choose --kl-coef by hand"
+            f"warning: beta can change at most {move:.3g}-fold in {controller.shortest_phase} updates, too little to "
+            f"enforce the KL target: --kl-horizon {controller.horizon:,}. {fix}, or set --kl-coef to a suitable beta"
         )
     return lines
 
 
 def user_file_rows(config: Config) -> list[tuple[str, str]]:
-    """Return for the plan what config.py changes, or that it is edited and not used."""
+    """Return the plan's row for config.py: its changes, or that it was edited and is not used."""
     unused = "--resume uses the settings of the run" if config.run.resume else None
     unused = f"--recipe {config.recipe}" if config.recipe != DEFAULT_RECIPE else unused
     line = user_file_line(config.user_file, ALGORITHMS[config.algorithm], unused)
     return [] if line is None else [("config.py", line)]
 
 
-MOST_DIFFERENCES = 6  # named
-# recipe -> whether a configuration has the flags that its source prints
+MOST_DIFFERENCES = 6  # listed
+# recipe -> True for a configuration with the typical flags of the recipe's source
 SIGNS: dict[str, Callable[[Config], bool]] = {
     "rank1-voice": lambda config: config.data.steps_per_topic is not None,
     "phased-kl": lambda config: config.kl.kl_schedule == "phased",
@@ -201,7 +201,7 @@ SIGNS: dict[str, Callable[[Config], bool]] = {
 
 
 def recipe_hint(config: Config) -> str | None:
-    """One line if the settings are a reference document's command, without the rest of its recipe."""
+    """Return a hint if the settings are the command of a reference system, without the rest of its recipe."""
     if config.recipe != DEFAULT_RECIPE:
         return None
     name = next((name for name, is_meant in SIGNS.items() if is_meant(config)), None)
@@ -214,18 +214,18 @@ def recipe_hint(config: Config) -> str | None:
         return None
     more = f" and {len(differ) - MOST_DIFFERENCES} more" if len(differ) > MOST_DIFFERENCES else ""
     return (
-        f"note: the reference document of these flags has other settings, too: {', '.join(differ[:MOST_DIFFERENCES])}"
-        f"{more}. Add --recipe {name} to use them all"
+        f"note: the source of these flags also uses {', '.join(differ[:MOST_DIFFERENCES])}{more}. Add --recipe {name} "
+        "to use all its settings"
     )
 
 
 def first_prompt(tokenizer: PreTrainedTokenizerBase, sets: PromptSets) -> str:
-    """The first training prompt with its special tokens, on one line."""
+    """Return the first training prompt with its special tokens, on one line."""
     return repr(tokenizer.decode(list(sets.train[0].ids)))
 
 
 def budget(config: Config, updates: int) -> Plan:
-    """Return what a run of `updates` may spend, in the same units for all algorithms."""
+    """Return the budget of a run of `updates`, in the same units for all algorithms."""
     episodes = updates * config.episodes_per_update
     return Plan(
         updates=updates,

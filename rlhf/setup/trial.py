@@ -1,6 +1,6 @@
-"""`--check`: all checks of a run, and one update tried out. Every check is a function that returns one `Check`.
+"""`--check`: all preflight checks of a run, including one trial update. A check is a function that returns a `Check`.
 
-Every start runs those of `preflight.start_checks`, which cost nothing; it prints nothing unless one fails.
+Every training run makes only the fast checks of `preflight.start_checks`, and prints nothing unless one fails.
 """
 
 from __future__ import annotations
@@ -28,48 +28,51 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, gib
 from rlhf.utils.errors import UserError, raise_if
 
-# How far from 1 a ratio, and from 0 a log-ratio, may be on average: what rounding does if rows of other lengths stand
-# beside (bfloat16 has 8 bits).
+# Largest mean distance of a ratio from 1 and of a log-ratio from 0: rounding differs with the other rows of a batch
+# (bfloat16 has 8 significant bits).
 ROUNDING = {None: 1e-4, torch.bfloat16: 2e-2}
-RELOADED = 1e-4  # logits and score units: the same weights in the same forward differ by nothing
-# The forecast is of full replies to the longest prompts, so above what is measured; libraries differ by machine.
+RELOADED = 1e-4  # logits and score units; the same weights in the same forward pass should give equal outputs
+# The forecast assumes full completions to the longest prompts, so it is usually above the measured memory. Library
+# memory differs between machines.
 MORE, SLACK = 1.25, 128 * 2**20
 
 
-# --- all of them -----------------------------------------------------------------------------------------------------
+# --- running the checks ----------------------------------------------------------------------------------------------
 
 
 def check_start(config: Config, components: Components) -> None:
-    """What every start checks: silent where all holds. Raises UserError with all that fails."""
-    raise_if([check.fault for check in _start_checks(config, components) if not check.ok])
+    """Make the checks that every run makes. Raises UserError with all failures."""
+    raise_if([check.problem for check in _start_checks(config, components) if not check.ok])
 
 
 def check_run(config: Config, components: Components, screen: Screen) -> None:
-    """All checks, a line each. Raises UserError where one fails. The output folder is not touched."""
+    """Make all checks and print one line each. Raises UserError if one fails. Does not touch the output folder."""
     found: list[Check] = []
     with tempfile.TemporaryDirectory(prefix="rlhf_check_", ignore_cleanup_errors=True) as folder:
         try:
             for check in all_checks(config, components, Path(folder)):
                 found.append(check)
-        except Exception as error:  # whatever a library or a reward raises at a fault is what a check is to find
+        except Exception as error:  # any error of a library or a reward function is a failed check
             reason = (str(error).strip().splitlines() or [""])[0]
-            found.append(Check("the rest", f"{type(error).__name__}: {reason:.200}", False, "Mend this, then again"))
+            hint = "Fix this, then run --check again: the remaining checks did not run"
+            found.append(Check("error", f"{type(error).__name__}: {reason:.200}", False, hint))
     show_checks(found, screen)
     failed = [check.name for check in found if not check.ok]
     if failed:
         raise UserError(
-            f"{len(failed)} of {len(found)} checks failed ({', '.join(failed)}): --check. The way out stands above"
+            f"{len(failed)} of {len(found)} checks failed ({', '.join(failed)}): --check. See the FAILED lines above"
         )
 
 
 def show_checks(found: list[Check], screen: Screen) -> None:
-    """A line each: the check, whether it holds, what was found, and where it fails the way out."""
+    """Print one line per check: name, ok or FAILED, result, and for a failure how to fix it."""
     screen.say("checks:")
     screen.facts([(c.name, f"ok      {c.found}" if c.ok else f"FAILED  {c.found}. {c.hint}") for c in found])
 
 
 def all_checks(config: Config, components: Components, folder: Path) -> Iterator[Check]:
-    """One after another; `folder` is for what must be written. The weights are afterwards what they were before."""
+    """Yield the results of all checks. `folder` is for temporary files. At the end the weights are what they were
+    before."""
     yield from _start_checks(config, components)
     device = base_of(components.policy).device
     yield prompt_is_rendered(components.tokenizer, components.prompts.train[0])
@@ -86,7 +89,8 @@ def _start_checks(config: Config, components: Components) -> list[Check]:
 
 
 def update_checks(trainer: OnPolicyLoop, components: Components, folder: Path) -> Iterator[Check]:
-    """On one rollout, before any step; on one update; on the weights, saved before it and loaded after."""
+    """Yield the checks that need a trainer: on a rollout, on one update, and on weights that are saved before the
+    update and loaded after it."""
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     yield first_kl_is_zero(rollout, trainer.dtype)
     yield first_ratio_is_one(trainer, rollout)
@@ -101,23 +105,25 @@ def update_checks(trainer: OnPolicyLoop, components: Components, folder: Path) -
 
 
 def first_kl_is_zero(rollout: Rollout, dtype: torch.dtype | None) -> Check:
-    """Policy and reference are the start model, both, so their log-probabilities are the same."""
+    """Check that the KL is 0 before the first step: policy and reference model are both the start model."""
     apart = (rollout.logprobs - rollout.ref_logprobs)[rollout.mask]
     kl = float(apart.sum()) / len(rollout.mask)
     return Check(
         "first KL",
-        f"{kl:.2g} nats/sequence, log-probabilities {float(apart.abs().mean()):.2g} apart per token, on "
-        f"{len(rollout.mask)} replies",
+        f"{kl:.2g} nats/sequence, mean absolute log-prob difference {float(apart.abs().mean()):.2g} nats/token "
+        f"({len(rollout.mask)} completions)",
         float(apart.abs().mean()) <= ROUNDING[dtype],
-        "The reference is not the start model: give a whole model, or an adapter merged into it, as --actor-model",
+        "The reference model differs from the policy. As --actor-model use a full model, or one with merged adapters",
     )
 
 
 @torch.no_grad()
 def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
-    """P_new / P_rollout under the forward of the first pass's minibatches, in train mode, before any step: dropout of
-    the model's own, or a row that sees another's tokens, would show. The adapters' dropout is asked for: without it
-    the ratio must be 1, and what it makes of it is told."""
+    """Check that P_new / P_rollout is 1 before any step, in train mode, on the minibatches of the first pass.
+
+    Finds dropout in the model, and rows that attend to another row's tokens. The adapters' dropout (--lora-dropout) is
+    turned off for the check; its effect on the ratio is only reported.
+    """
     trainer.model.train()
     set_adapter_dropout(trainer.actor.policy, 0.0)
     plain = _apart_from_one(trainer, rollout)
@@ -127,18 +133,18 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
         set_adapter_dropout(trainer.actor.policy, share)
         with trainer.learner.dropout_stream(1):
             dropped = float(_apart_from_one(trainer, rollout).mean())
-        with_dropout = f" without dropout; {dropped:.2g} on average with --lora-dropout {share:g}"
+        with_dropout = f" without dropout; mean {dropped:.2g} with --lora-dropout {share:g}"
     return Check(
         "first ratio",
-        f"{float(plain.mean()):.2g} from 1 on average, {float(plain.max()):.2g} at most, on {len(plain):,} "
-        f"tokens{with_dropout}",
+        f"difference from 1: mean {float(plain.mean()):.2g}, max {float(plain.max()):.2g} ({len(plain):,} "
+        f"tokens){with_dropout}",
         float(plain.mean()) <= ROUNDING[trainer.dtype],
-        "The training forward is not the one that measured the rollout: try --no-packed, and report it",
+        "The training forward pass differs from the one of the rollout. Try --no-packed, and report this as a bug",
     )
 
 
 def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
-    """How far from 1 the ratio is, of each reply token, (N,)."""
+    """Return |ratio - 1| of each completion token, (N,)."""
     device, completions, most = trainer.accelerator.device, rollout.completions, trainer.config.batch.micro_batch_size
     tokens, apart = budget_of(device).tokens_per_micro_batch, []
     for rows in trainer.learner.minibatches(1, 0):
@@ -154,7 +160,7 @@ def _apart_from_one(trainer: OnPolicyLoop, rollout: Rollout) -> Tensor:
 
 @torch.no_grad()
 def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
-    """Logits (M, V) of the first reply, and under PPO its values (1, T); kept off the device."""
+    """Return the logits (M, V) of the first completion and with a critic its values (1, T), on the CPU."""
     trainer.model.eval()
     micro_batch = rollout.completions.micro_batch([0], trainer.micro_batch_budget.packed)
     with autocast(trainer.accelerator.device, trainer.dtype):
@@ -170,7 +176,7 @@ def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
 
 
 def steps_are_as_planned(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
-    """Takes an update on the rollout, and counts what the optimizer does."""
+    """Make one update on the rollout, and check that the optimizer takes the planned number of steps."""
     taken: list[int] = []
     hook = register_optimizer_step_post_hook(lambda *_: taken.append(1))
     try:
@@ -180,44 +186,44 @@ def steps_are_as_planned(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     planned = trainer.config.optimizer_steps(1)
     return Check(
         "optimizer steps",
-        f"{planned:,} planned in an update, {len(taken):,} taken, {trainer.progress.optimizer_steps:,} logged; "
+        f"{planned:,} planned per update, {len(taken):,} taken, {trainer.progress.optimizer_steps:,} logged; "
         f"{trainer.config.optimizer_steps(trainer.updates):,} planned in {trainer.updates:,} updates",
         planned == len(taken) == trainer.progress.optimizer_steps,
-        "The plan is not what is trained: report it with these settings",
+        "Report this as a bug, with these settings",
     )
 
 
 def memory_matches_estimate(trainer: OnPolicyLoop, components: Components) -> Check:
-    """What the update took, against the plan's forecast of updates: of full replies, so that it is seldom reached."""
+    """Check the update's measured memory against the forecast, and the forecast against the free memory."""
     device = trainer.accelerator.device
     measured = memory_in_use(device) - components.memory_before
     predicted, there = forecaster_of(trainer)(trainer.config), available(device)
     return Check(
         "memory",
-        f"about {gib(predicted.peak)} GiB predicted for full replies, {gib(measured)} GiB taken by one update, "
-        f"{gib(there)} GiB free for it",
+        f"{gib(predicted.peak)} GiB predicted for full-length completions, {gib(measured)} GiB used by one update, "
+        f"{gib(there)} GiB available",
         measured <= predicted.peak * MORE + SLACK and predicted.peak <= there,
-        "Make room: --micro-batch-size 1, --gradient-checkpointing, --use-lora or a smaller --max-new-tokens",
+        "Reduce memory: --micro-batch-size 1, --gradient-checkpointing, --use-lora or a smaller --max-new-tokens",
     )
 
 
 def weights_come_back(trainer: OnPolicyLoop, rollout: Rollout, before: list[Tensor], folder: Path) -> Check:
-    """Weights saved before the update, loaded after it: logits and values are those of `before`."""
-    name, hint = "save and reload", "What is saved is not what is trained: report it with these settings"
+    """Load the weights that were saved before the update, and check that logits and values equal those of `before`."""
+    name, hint = "save and reload", "Saved and trained weights differ. Report this as a bug, with these settings"
     with torch.no_grad():
         for weight in trainer.model.parameters():
             if weight.requires_grad:
-                weight.add_(1.0)  # a step may move too little to see; what is not put back shall show
+                weight.add_(1.0)  # the update may change too little: weights that are not restored must show
     try:
         load_policy_weights(trainer.actor, folder)
     except UserError as error:
         return Check(name, "; ".join(error.problems), False, hint)
     after = outputs(trainer, rollout)
     apart = [float((a - b).abs().max()) for a, b in zip(after, before, strict=True)]
-    named = zip(("logits", "values"), apart, strict=False)  # GRPO has no values
+    named = zip(("logits", "values"), apart, strict=False)  # only PPO has values
     return Check(
         name,
-        ", ".join(f"{what} {by:.2g} apart" for what, by in named),
-        all(by <= RELOADED for by in apart),  # not of a NaN
+        "largest difference: " + ", ".join(f"{what} {by:.2g}" for what, by in named),
+        all(by <= RELOADED for by in apart),  # False for NaN
         hint,
     )

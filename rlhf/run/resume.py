@@ -109,12 +109,7 @@ def changes(run: RunRecord, settings: dict[str, Any], now: dict[str, Any]) -> li
 def check_same_run(config: Config, changed: list[str], screen: Screen) -> None:
     """Raise UserError if something has `changed`. With --resume-anyway print warnings instead."""
     if changed and not config.run.resume_anyway:
-        raise UserError(
-            [
-                f"cannot resume, because the run would not be the same: {line}. Restore it, or add --resume-anyway"
-                for line in changed
-            ]
-        )
+        raise UserError([f"cannot resume: {line}. Restore it, or add --resume-anyway" for line in changed])
     for line in changed:
         screen.say(f"warning: resuming although {line} (--resume-anyway)")
 

@@ -58,8 +58,8 @@ def check_fills_a_batch(config: Config, train: Sequence[Prompt]) -> None:
     """Raise UserError if there are fewer training prompts than a batch needs: it would repeat prompts."""
     if len(train) < config.batch.batch_size:
         raise UserError(
-            f"there are {len(train)} training prompts, fewer than a batch of {config.batch.batch_size}: --prompts "
-            f"{config.data.prompts}. Use more prompts (--prompts, --split, --max-prompts) or a smaller --batch-size"
+            f"the number of training prompts ({len(train)}) is below the batch size ({config.batch.batch_size}): "
+            f"--prompts {config.data.prompts}. Use more prompts (--prompts, --split, --max-prompts) or a smaller --batch-size"
         )
 
 

@@ -88,8 +88,8 @@ def vocabularies_fit(
         found = f"policy and reward model have the same {sizes['--actor-model'][0]} tokens"
     else:
         found = (
-            f"policy {sizes['--actor-model'][0]} tokens, reward model {sizes['--rm-model'][0]} tokens, different "
-            "vocabularies, so completions are re-tokenized for the reward model"
+            f"policy {sizes['--actor-model'][0]} tokens, reward model {sizes['--rm-model'][0]} tokens; the "
+            "vocabularies differ, so completions are re-tokenized"
         )
     return Check(
         "vocabularies", found, not short, f"Use a model folder with its matching tokenizer: {', '.join(short)}"

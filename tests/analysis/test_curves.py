@@ -220,7 +220,7 @@ def test_a_run_that_failed_before_its_plan_is_one_line(tmp_path):
     facts = json.loads((run / "run.json").read_text())
     del facts["plan"]
     (run / "run.json").write_text(json.dumps(facts))
-    with pytest.raises(UserError, match="run.json is incomplete or corrupted, without a valid 'plan': "):
+    with pytest.raises(UserError, match="run.json is incomplete or corrupted, 'plan' is missing or invalid: "):
         read_curves(run)
 
 
@@ -337,7 +337,7 @@ def test_the_script_refuses_an_output_before_it_reads(tmp_path, monkeypatch, out
 
 def test_the_script_without_a_run_here_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="no run in this folder"):
+    with pytest.raises(UserError, match="no run in the current folder"):
         main([])
 
 

@@ -97,7 +97,7 @@ def test_a_bare_adapters_base_is_its_start_model(runs, start_model, settings, tm
         ("adapter_config.json", '{"base', "invalid JSON: .*adapter_config.json"),
         ("run.json", '{"status": "fin', "run.json is incomplete or corrupted: .*torn. Restore the file"),
         ("run.json", '{"status": "failed"}', "run.json has no settings, so this is not a training run: .*torn"),
-        ("run.json", '{"status": "failed", "format": 2}', "corrupted, without a valid 'id': .*torn. Restore"),
+        ("run.json", '{"status": "failed", "format": 2}', "corrupted, 'id' is missing or invalid: .*torn. Restore"),
     ],
 )
 def test_a_torn_file_of_a_model_is_named(runs, tmp_path, file, text, words):

@@ -98,14 +98,14 @@ def test_where_there_is_no_record(runs, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "run.json").write_text((runs["ppo", 1] / "run.json").read_text())
-    with pytest.raises(UserError, match=r"no recorded tokens in this run: --tokens .*Train with --record-tokens"):
+    with pytest.raises(UserError, match=r"this run has no recorded tokens: --tokens .*Train with --record-tokens"):
         recorded_updates(run, "--tokens")
-    with pytest.raises(UserError, match="no such folder: --tokens"):
+    with pytest.raises(UserError, match="folder not found: --tokens"):
         recorded_updates(tmp_path / "nowhere", "--tokens")
 
 
 @pytest.mark.parametrize("name", ["update-000001.jsonl", "update-000001.parquet"])
 def test_a_torn_record_is_named(tmp_path, name):
     (tmp_path / name).write_bytes(b'{"update": 1, "tok')
-    with pytest.raises(UserError, match=f"cannot be read: .*{name}"):
+    with pytest.raises(UserError, match=f"cannot read this token record: .*{name}"):
         read_tokens(tmp_path / name)

@@ -25,8 +25,8 @@ def test_the_highest_score_inside_the_gates():
     best, why = choose(run, "score", 1.1)
     assert best == 2, "KL 9.1 is over 1.5 x 6, perplexity 11.1 over 1.1 x 10"
     assert why == (
-        "the highest score (+0.900) among 3 of 5 evaluations with KL within 1.5 x the target and "
-        "perplexity within 1.1 x the start's"
+        "the highest score (+0.900) among 3 of 5 evaluations with KL at most 1.5 x the target and "
+        "perplexity at most 1.1 x the start model's"
     )
     assert choose(run, "score", 1.2)[0] == 4
 
@@ -47,7 +47,7 @@ def test_where_nothing_passes_the_nearest_and_it_says_so():
     run = candidates((0.0, 30.0, 10.0), (0.4, 9.9, 10.5), (0.9, 9.5, 13.0))
     best, why = choose(run, "score", 1.1)
     assert best == 1, "9.9 / 9 = 1.1; the third's perplexity is 13 / 11 = 1.18 of its gate"
-    assert why.startswith("none of 3 evaluations has KL within 1.5 x the target and") and "1.10 x its gate" in why
+    assert why.startswith("none of 3 evaluations has KL at most 1.5 x the target and") and "1.10 x its limit" in why
 
 
 def test_the_references_rule():

@@ -205,7 +205,7 @@ def test_what_the_disk_gives_back_is_read(folder, monkeypatch):
     """A disk that swallows a byte after all was synchronised: said at once, and the old checkpoints stay."""
     really = checkpoints.sha256
     monkeypatch.setattr(checkpoints, "sha256", lambda file: really(file) if "unfinished" in str(file) else "0")
-    with pytest.raises(OSError, match="read back from the disk"):
+    with pytest.raises(OSError, match="validation after writing failed"):
         write_checkpoint(folder, RUN, 30, 2, fill)
     monkeypatch.undo()
     assert updates(folder)[:2] == [10, 20]

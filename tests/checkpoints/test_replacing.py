@@ -72,7 +72,7 @@ def test_an_input_in_the_output_folder_is_refused(run_flags, tmp_path, pairs_fil
         "--prompts": "mine.jsonl", "--eval-text": "eval.txt", "--reward-func": "rules.py:f", "--actor-model": "start",
         "--rm-model": "reward",
     }[flag]  # fmt: skip
-    with pytest.raises(UserError, match=rf"the output folder .*run holds an input: {flag} .*{named.split(':')[0]}"):
+    with pytest.raises(UserError, match=rf"the output folder .*run contains an input: {flag} .*{named.split(':')[0]}"):
         train_ppo.main(run_flags(*FAST, "--overwrite", flag, folder / named))
     assert set(before) < set(folder.rglob("*")) and (folder / "mine.jsonl").is_file()
 
@@ -142,7 +142,7 @@ def test_an_input_in_the_reward_models_folder_is_refused(reward_words, tmp_path,
     shutil.copy(pairs_file, tmp_path / "judge" / "mine.jsonl")
     shutil.copytree(start_model, tmp_path / "judge" / "start")
     named = tmp_path / "judge" / ("mine.jsonl" if flag == "--pairs" else "start")
-    with pytest.raises(UserError, match=rf"judge holds an input: {flag} .*Name another folder with --rm-output"):
+    with pytest.raises(UserError, match=rf"judge contains an input: {flag} .*Use another folder with --rm-output"):
         reward_model.train.main([*reward_words, "--rm-overwrite", flag, str(named)])
     assert named.exists()
 
@@ -270,7 +270,7 @@ def test_what_lies_beside_is_an_input_too(run_flags, reward_words, tmp_path, sta
     """The replaced run is removed at the end: a model in it is an input that would go."""
     run(run_flags(*FAST))
     (tmp_path / "run").rename(tmp_path / "run.replaced")
-    with pytest.raises(UserError, match="holds an input: --actor-model"):
+    with pytest.raises(UserError, match="contains an input: --actor-model"):
         train_ppo.main(run_flags(*FAST, "--actor-model", tmp_path / "run.replaced"))
 
 
@@ -317,7 +317,7 @@ def test_a_folder_that_cannot_be_renamed_is_refused_before_training(reward_words
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(replacing.os.path, "ismount", lambda path: True)
     monkeypatch.setattr(training, "run_training", lambda *_: pytest.fail("trained first"))
-    with pytest.raises(UserError, match="the top of a disk cannot be replaced as a whole: --rm-output"):
+    with pytest.raises(UserError, match="cannot replace the root folder of a disk: --rm-output"):
         reward_model.train.main([*reward_words, "--rm-output", ".", "--rm-overwrite"])
 
 

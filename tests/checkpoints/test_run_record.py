@@ -38,7 +38,9 @@ def test_a_finished_run_in_the_default_folder_is_moved_aside(tmp_path):
 
 def test_a_finished_run_in_a_named_folder_is_refused(tmp_path):
     finished(tmp_path / "mine")
-    with pytest.raises(UserError, match=r"a finished run is there: --output .*mine. Add --overwrite"):
+    with pytest.raises(
+        UserError, match=r"the folder already contains a finished run: --output .*mine. Add --overwrite"
+    ):
         claim_output(tmp_path / "mine", overwrite=False, is_default=False)
 
 
@@ -60,9 +62,9 @@ def test_whoever_claims_a_folder_has_it(tmp_path):
     """Claiming and opening the log are one: between the two nobody else gets in."""
     held, _ = claim_output(tmp_path / "run", overwrite=True, is_default=False)
     for overwrite in (True, False):
-        with pytest.raises(UserError, match="in use by a live run"):
+        with pytest.raises(UserError, match="the folder is in use by a running process"):
             claim_output(tmp_path / "run", overwrite=overwrite, is_default=True)
-    with pytest.raises(UserError, match="in use by a live run"):
+    with pytest.raises(UserError, match="the folder is in use by a running process"):
         RunLog(tmp_path / "run", **facts_of())
     with RunLog(tmp_path / "run", held, **facts_of()):
         pass
@@ -110,7 +112,7 @@ def test_what_is_moved_aside_is_whole(tmp_path):
 def test_a_folder_of_something_else_is_never_deleted(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     for overwrite in (True, False):
-        with pytest.raises(UserError, match="holds files of something else"):
+        with pytest.raises(UserError, match="the folder contains files but no run.json, so it is not replaced"):
             claim_output(tmp_path, overwrite=overwrite, is_default=True)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
@@ -243,15 +245,18 @@ DAMAGED = {  # what is done to run.json -> what the line prints
     "a list": (lambda facts: [facts], "corrupted: "),
     "nested deep": (lambda facts: "[" * 200_000, "corrupted: "),
     "not UTF-8": (lambda facts: "\udcff", "corrupted: "),
-    "no id": (without("id"), "without a valid 'id'"),
-    "no plan": (without("plan"), "without a valid 'plan'"),
-    "no data": (without("data"), "without a valid 'data'"),
-    "a plan without episodes": (lambda facts: {**facts, "plan": {"updates": 2}}, "without a valid 'plan.episodes'"),
-    "a number in words": (lambda facts: {**facts, "seed": "one"}, "without a valid 'seed'"),
-    "best is a list": (lambda facts: {**facts, "best": []}, "without a valid 'best'"),
-    "best without an update": (lambda facts: {**facts, "best": {"why": "so"}}, "without a valid 'best.update'"),
-    "settings are a list": (lambda facts: {**facts, "settings": []}, "without a valid 'settings'"),
-    "no recipe": (lambda facts: {**facts, "settings": {"run": {}}}, "without a valid 'settings.recipe'"),
+    "no id": (without("id"), "'id' is missing or invalid"),
+    "no plan": (without("plan"), "'plan' is missing or invalid"),
+    "no data": (without("data"), "'data' is missing or invalid"),
+    "a plan without episodes": (
+        lambda facts: {**facts, "plan": {"updates": 2}},
+        "'plan.episodes' is missing or invalid",
+    ),
+    "a number in words": (lambda facts: {**facts, "seed": "one"}, "'seed' is missing or invalid"),
+    "best is a list": (lambda facts: {**facts, "best": []}, "'best' is missing or invalid"),
+    "best without an update": (lambda facts: {**facts, "best": {"why": "so"}}, "'best.update' is missing or invalid"),
+    "settings are a list": (lambda facts: {**facts, "settings": []}, "'settings' is missing or invalid"),
+    "no recipe": (lambda facts: {**facts, "settings": {"run": {}}}, "'settings.recipe' is missing or invalid"),
     "a reward model's": (lambda facts: {"status": "finished", "python": "3.12"}, "not a training run: "),
 }
 
@@ -272,7 +277,9 @@ def test_a_folder_without_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     assert RunRecord.read(Path("empty")) is None and RunRecord.read(Path("nowhere")) is None
-    with pytest.raises(UserError, match=r"^no such folder: --output nowhere. Give the folder of a run \(none here\)$"):
+    with pytest.raises(
+        UserError, match=r"^folder not found: --output nowhere. Use a run folder; in the current folder: none$"
+    ):
         RunRecord.require(Path("nowhere"), "--output")
     finished(Path("mine"))
     with pytest.raises(UserError, match=r"^not a run \(no run.json\): --output empty. Give .* \(mine\)$"):
@@ -282,7 +289,7 @@ def test_a_folder_without_a_run(tmp_path, monkeypatch):
 def test_the_last_run_is_the_one_that_was_started_last_whatever_its_format(tmp_path, monkeypatch):
     """If the last one cannot be read, no other run is taken for it. Reward models and damaged files are no runs."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="no run in this folder: --model-path"):
+    with pytest.raises(UserError, match="no run in the current folder: --model-path"):
         last_run("--model-path")
     older, newer = record_of(started="2026-01-01"), record_of(started="2026-01-02").as_json()
     later = {"started": "2026-01-03", "status": "finished"}

@@ -111,7 +111,7 @@ def test_the_first_time_takes_what_was_promised(demo):
 
 
 def test_what_a_user_sees_at_the_end(demo):
-    for words in ("before", "after", "drawn at random", "gold quality", "no training saw it", "saved:", "next:"):
+    for words in ("before", "after", "random evaluation", "gold quality", "not used in training", "saved:", "next:"):
         assert words in demo[1]
 
 

@@ -103,7 +103,7 @@ def test_the_last_run_here_is_the_default(evaluation, runs, monkeypatch, tmp_pat
     report, _ = evaluation("--num-prompts", 2)
     assert report["models"][0]["label"].startswith("grpo_2"), "the one that was started last"
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="no run in this folder: --model-path"):
+    with pytest.raises(UserError, match="no run in the current folder: --model-path"):
         evaluation()
 
 

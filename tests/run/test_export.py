@@ -146,7 +146,9 @@ def test_a_finished_run_is_merged_later_and_nothing_else_is_done(finished, start
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.suffix in (".safetensors", ".jsonl")}
     train_grpo.main(["--resume", "--merge-lora", "--output", str(run)])
     output = capsys.readouterr().out
-    assert "finished already" in output and "evaluation after" not in output and str(run / "merged") in output
+    assert (
+        "this run is already finished" in output and "evaluation after" not in output and str(run / "merged") in output
+    )
     assert {p: p.read_bytes() for p in before} == before and told(run)["status"] == "finished"
     whole = AutoModelForCausalLM.from_pretrained(run / "merged").eval()
     assert_close(logits(whole), logits(over_its_base(run, start_model)), rtol=0, atol=1e-5)
@@ -176,8 +178,14 @@ def test_a_base_that_is_gone_or_quantized_is_one_line(finished, start_model, tmp
     stored["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "small" / "config.json").write_text(json.dumps(stored))
     for base, says in (
-        ("nowhere", r"the adapter's base is gone \(.*nowhere\): --merge-lora, .*\. Put it back, then: --resume"),
-        ("small", r"the base itself is stored quantized: --merge-lora, .*small\. Leave it out: the adapter is in"),
+        (
+            "nowhere",
+            r"the adapter's base model is missing \(.*nowhere\): --merge-lora, .*\. Restore it, then run .* --resume",
+        ),
+        (
+            "small",
+            r"cannot merge into a quantized base model: --merge-lora, .*small\. Remove the flag; the adapter is in",
+        ),
     ):
         config["base_model_name_or_path"] = str(tmp_path / base)
         (run / "adapter_config.json").write_text(json.dumps(config))
@@ -476,8 +484,8 @@ FAULTS = {
     "a repository for several seeds": (["--push-to-hub", "ada/mine", "--seeds", "1", "2"],
                                        r"several runs and one repository: --seeds, --push-to-hub ada/mine\. Push one"),
     "an adapter over a folder": (["--push-to-hub", "ada/mine", "--use-lora"],
-                                 r"an adapter whose base is a folder of this disk is of use to nobody else: --push-to"
-                                 r"-hub ada/mine, --actor-model .*\. Add --merge-lora"),
+                                 r"nobody else could load this adapter, because its base model is a local folder: "
+                                 r"--push-to-hub ada/mine, --actor-model .*\. Add --merge-lora"),
     "weights of no kind": (["--export-from", "last"], r"export_from is last: --export-from\. Choices: final, best"),
 }  # fmt: skip
 
@@ -506,7 +514,10 @@ def test_weights_that_were_deleted_cannot_be_handed_out(finished):
     run = finished("grpo")
     shutil.rmtree(run / "best")
     train_grpo.main(["--resume", "--output", str(run)])
-    with pytest.raises(UserError, match=r"no best weights are left: --merge-lora\. There are final: --export-from"):
+    with pytest.raises(
+        UserError,
+        match=r"the best weights of this run no longer exist: --merge-lora\. Use --export-from with one of: final",
+    ):
         train_grpo.main(["--resume", "--merge-lora", "--export-from", "best", "--output", str(run)])
 
 

@@ -121,7 +121,7 @@ def test_torn_checkpoints_are_named_and_an_older_one_serves(words, whole, tmp_pa
     train_ppo.main(["--resume", "--output", str(output)])
     printed = " ".join(capsys.readouterr().out.split())
     assert "skipped an invalid checkpoint: checkpoint-4: training.safetensors has" in printed
-    assert "checkpoint-2 is used" in printed
+    assert "Using checkpoint-2" in printed
     assert differing(whole / "ppo", output) == []
 
 
@@ -145,7 +145,7 @@ def test_a_run_that_had_saved_nothing_is_begun_anew(words, whole, tmp_path, monk
     train_ppo.main(["--resume", "--dry-run", "--output", str(output)])
     assert (output / "notes.txt").exists(), "a plan moves nothing"
     train_ppo.main(["--resume", "--output", str(output)])
-    assert "nothing was saved before it stopped" in capsys.readouterr().out
+    assert "this run stopped before its first checkpoint" in capsys.readouterr().out
     assert (tmp_path / "run_1" / "notes.txt").read_text() == "mine", "what lay there is moved, not removed"
     assert differing(whole / "ppo", output) == []
 
@@ -153,18 +153,18 @@ def test_a_run_that_had_saved_nothing_is_begun_anew(words, whole, tmp_path, monk
 def test_a_finished_run_has_nothing_to_go_on_with(whole, capsys):
     before = (whole / "ppo" / "run.json").read_bytes()
     train_ppo.main(["--resume", "--output", str(whole / "ppo")])
-    assert "finished already" in capsys.readouterr().out
+    assert "this run is already finished" in capsys.readouterr().out
     assert (whole / "ppo" / "run.json").read_bytes() == before
 
 
 def test_no_run_to_resume_is_a_line(tmp_path):
-    with pytest.raises(UserError, match=r"no such folder: --resume, --output .*nowhere"):
+    with pytest.raises(UserError, match=r"folder not found: --resume, --output .*nowhere"):
         train_ppo.main(["--resume", "--output", str(tmp_path / "nowhere")])
 
 
 def test_the_other_algorithms_run_is_refused(words, tmp_path, monkeypatch):
     output = broken_off(words, tmp_path / "run", monkeypatch, update=3)
-    with pytest.raises(UserError, match=r"a run of train_ppo.py: --resume"):
+    with pytest.raises(UserError, match=r"this is a run of train_ppo.py: --resume"):
         train_grpo.main(["--resume", "--output", str(output)])
 
 
@@ -173,12 +173,14 @@ def test_changed_settings_are_listed_and_refused(words, tmp_path, monkeypatch, c
     with pytest.raises(UserError) as raised:
         train_ppo.main(["--resume", "--output", str(output), "--learning-rate", "0.5", "--seed", "7"])
     assert [fault.split(". ")[0] for fault in raised.value.problems] == [
-        "not the run that was begun: --resume, learning_rate was 0.001, is 0.5",
-        "not the run that was begun: --resume, seed was 42, is 7",
+        "cannot resume: learning_rate was 0.001 in this run and is 0.5 now",
+        "cannot resume: seed was 42 in this run and is 7 now",
     ]
     assert all("--resume-anyway" in fault for fault in raised.value.problems)
     train_ppo.main(["--resume", "--output", str(output), "--learning-rate", "0.5", "--resume-anyway"])
-    assert "going on although learning_rate was 0.001, is 0.5" in " ".join(capsys.readouterr().out.split())
+    assert "resuming although learning_rate was 0.001 in this run and is 0.5 now" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_whoever_goes_on_anyway_gets_what_they_ask_for(words, tmp_path, monkeypatch):
@@ -263,10 +265,10 @@ def test_several_seeds_go_on_each_from_where_it_was(words, tmp_path, monkeypatch
         patch.setattr(OnPolicyLoop, "update_step", update_step)
         train_ppo.main([*words("ppo", *seeds), "--output", str(broken)])
     train_ppo.main([*seeds, "--resume", "--dry-run", "--output", str(broken)])
-    assert "finished already" in capsys.readouterr().out, "seed 1; the plan of the others comes after it"
+    assert "this run is already finished" in capsys.readouterr().out, "seed 1; the plan of the others comes after it"
     train_ppo.main([*seeds, "--resume", "--output", str(broken)])
     output = capsys.readouterr().out
-    assert "seed 1: finished before" in output and "resuming after update 2 of 6" in output
+    assert "seed 1: already finished" in output and "resuming after update 2 of 6" in output
     for seed in (1, 2, 3):
         assert differing(Path(f"{plain}_seed{seed}"), Path(f"{broken}_seed{seed}")) == []
 
@@ -335,7 +337,9 @@ def test_a_second_run_into_the_same_folder_is_refused(words, tmp_path):
     process = started(words, tmp_path / "run")
     try:
         for more in ([], ["--overwrite"]):
-            with pytest.raises(UserError, match=rf"in use by a live run \(process {process.pid}, since 20"):
+            with pytest.raises(
+                UserError, match=rf"the folder is in use by a running process \(PID {process.pid}, started 20"
+            ):
                 train_ppo.main([*words("ppo"), *more, "--output", str(tmp_path / "run")])
     finally:
         process.kill()

@@ -46,7 +46,7 @@ def test_one_seed_is_one_run_into_the_folder_itself(ran):
 def test_each_seed_has_a_folder_and_finished_ones_are_skipped(ran, capsys):
     assert ran("--seeds", 42, 123, 777) == [(42, "out_seed42"), (123, "out_seed123"), (777, "out_seed777")]
     assert ran("--seeds", 42, 5) == [(5, "out_seed5")]
-    assert "seed 42: finished before" in capsys.readouterr().out
+    assert "seed 42: already finished" in capsys.readouterr().out
 
 
 def test_after_a_failure_the_same_command_goes_on_where_it_was(ran):
@@ -98,7 +98,7 @@ def test_the_table_has_mean_and_spread(tmp_path, capsys):
     del runs[777]["seconds"]
     show_seeds(config, runs, Screen())
     output = capsys.readouterr().out
-    assert "GRPO, 3 seeds" in output and "sd over seeds" in output
+    assert "GRPO, 3 seeds" in output and "standard deviation" in output
     assert f"{fmean(scores.values()):.3f}" in output and f"{stdev(scores.values()):.3f}" in output
     written = json.loads((tmp_path / "out_seeds.json").read_text())["figures"]
     assert written["score_after"]["mean"] == 2.5 and written["score_after"]["by_seed"] == {

@@ -451,7 +451,8 @@ DATA = [
         r"no \"topic\": .*rows\.jsonl:1, '.+', columns \['chosen', 'prompt', 'rejected'\]\. Add a topic to every row, "
         r"or remove --steps-per-topic\n.*no \"topic\": .*rows\.jsonl:2, '.+', columns \['prompt', 'topic'\]"),
     Row(30, "a topic of fewer prompts than a batch", lambda world: [*topics(2)(world), "--dry-run"],
-        r"warning: 1 topics have fewer prompts than a batch of 4 \(rare [12]\): --steps-per-topic\. Some will stand",
+        r"warning: 1 topics have fewer prompts than a batch of 4 \(rare [12]\), so batches repeat prompts: --steps-"
+        r"per-topic\. Use",
         status=0),
     Row(30, "a topic that the split leaves nothing of",
         lambda world: [*topics(2)(world), "--max-prompts", 30, "--dry-run"],
@@ -474,9 +475,11 @@ DATA = [
         r"\d+ of \d+ prompts plus --max-new-tokens 490 are longer than the start model's context of 512 tokens \(the "
         r"longest: \d+ \+ 490\): --prompts .*\. Try --max-new-tokens \d+ or --prompt-length 22 \(longer"),
     Row(37, "fewer prompts than a batch", "--max-prompts 3",
-        r"3 prompts to train on, fewer than a batch of 4: --prompts .*\. Give more .*, or a smaller --batch-size"),
+        r"the number of training prompts \(3\) is below the batch size \(4\): --prompts .*\. Use more .* or "
+        r"a smaller --batch-size"),
     Row(37, "fewer prompts than GRPO's batch", "--max-prompts 1",
-        r"1 prompts to train on, fewer than a batch of 2: --prompts .*\. Give more .*, or a smaller", main=GRPO),
+        r"the number of training prompts \(1\) is below the batch size \(2\): --prompts .*\. Use more .* or "
+        r"a smaller", main=GRPO),
     Row(38, "chosen equals rejected", pairs({"prompt": "a", "chosen": "b", "rejected": "b"}),
         rf"chosen equals rejected: {AT_LINE_2}\. Correct or remove that row", main=REWARD_MODEL),
     Row(39, "rejected missing", pairs({"prompt": "a", "chosen": "b"}),
@@ -493,9 +496,10 @@ DATA = [
         r"the chat template rejects it \(no system messages\): prompt with the roles system, user, '.*'\. Write chat"),
     Row(41, "plain prompts without a chat template",
         lambda world: [*base_model("--dry-run")(world), *prompts(60)(world)],
-        r"base has no chat template: the model reads prompts as plain text", status=0),
+        r"note: .*base has no chat template, so prompts are used as plain text", status=0),
     Row(42, "evaluation prompts also trained on", "",
-        r"warning: 1 of the 2 evaluation prompts are trained on, too: .*\. Give others", status=0, main=from_python),
+        r"warning: 1 of the 2 evaluation prompts are also training prompts, .*\. Use other", status=0,
+        main=from_python),
     Row(42, "the reward model was trained on them", judged_before,
         r"warning: the reward model was trained on 6 of the 6 evaluation prompts' questions, so its scores",
         status=0),
@@ -581,7 +585,8 @@ REWARDS = [
         r"no result after 0\.1 s: reward function f, 6 completions, the first is '.*'\. Make it faster, or raise "
         r"--reward-timeout; what it was given is in .*failed_inputs\.json$", status=1),
     Row(67, "the same for the whole run", rule("return [1.0] * len(completions)"),
-        r"warning: every reply of 2 updates scored 1: 1 x f\. There is nothing to learn from it", status=0),
+        r"warning: all completions of 2 updates have the same score, 1, so the policy learns nothing: 1 x f\. Check",
+        status=0),
 ]  # fmt: skip
 
 DISK_AND_ENVIRONMENT = [
@@ -592,29 +597,33 @@ DISK_AND_ENVIRONMENT = [
         loads=True),
     Row(70, "full during a save", full_during_a_save,
         r"the checkpoint of update 2 could not be saved \(.*No space left.*\): .*run; "
-        r"the newest checkpoint is checkpoint-1\. Make room there\. Resume with: python train_ppo\.py --resume --out",
+        r"the newest checkpoint is checkpoint-1\. Free disk space\. Resume with: python train_ppo\.py --resume --out",
         status=1),
     Row(71, "output in use by a live run", live_run,
-        rf"in use by a live run \(process {os.getpid()}, since 20.*\): --output .*run\. Stop that one, or name"),
+        rf"the folder is in use by a running process \(PID {os.getpid()}, started 20.*\): --output .*run\. "
+        r"Stop that process, or use"),
     Row(72, "output holds a finished run", output_holds("mine", finished=True),
-        r"a finished run is there: --output .*mine\. Add --overwrite to replace it, or name another folder with"),
+        r"the folder already contains a finished run: --output .*mine\. Add --overwrite to replace it, or "
+        r"use another folder with"),
     Row(72, "output holds an unfinished run", output_holds("mine", finished=False),
-        r"an unfinished run is there: --output .*mine\. Add --resume to go on with it, or --overwrite to"),
+        r"the folder already contains an unfinished run: --output .*mine\. Add --resume to continue it, "
+        r"--overwrite to"),
     Row(72, "output holds something else", output_holds("mine"),
-        r"holds files of something else \(no run\.json\): --output .*mine\. Name another with --output"),
+        r"the folder contains files but no run\.json, so it is not replaced: --output .*mine\. Use another "
+        r"folder with --output"),
     Row(73, "newest checkpoint torn", broken_off(tear(3)),
-        r"warning: skipped an invalid checkpoint: checkpoint-3: training\.safetensors has [\d,]+ bytes, not "
-        r"[\d,]+; checkpoint-2 is used", status=0),
+        r"warning: skipped an invalid checkpoint: checkpoint-3: training\.safetensors has [\d,]+ bytes instead of "
+        r"[\d,]+\. Using checkpoint-2", status=0),
     Row(74, "no valid checkpoint", broken_off(tear(1, 2, 3)),
         r"no valid checkpoint: --output .*run, checkpoint-1: training\.safetensors has .*\. Add --over.*"
         r"\n.*checkpoint-2.*\n.*checkpoint-3"),
     Row(75, "settings changed on resume", broken_off(lambda *_: None, "--learning-rate", 0.5, "--gamma", 0.5),
-        r"not the run that was begun: --resume, gamma was 1\.0, is 0\.5\. Take that back, or add --resume-anyway\n"
-        r"error: not the run that was begun: --resume, learning_rate was .*, is 0\.5\. Take that back, or add"),
+        r"cannot resume: gamma was 1\.0 in this run and is 0\.5 now\. Restore it, or add --resume-anyway\n"
+        r"error: cannot resume: learning_rate was .* in this run and is 0\.5 now\. Restore it, or add"),
     Row(75, "data changed on resume", broken_off(other_data),
-        r"not the run that was begun: --resume, train_sha256 was .*, is .*\. Take that back, or add", loads=True),
+        r"cannot resume: train_sha256 was .* in this run and is .* now\. Restore it, or add", loads=True),
     Row(75, "versions changed on resume", broken_off(other_version),
-        r"not the run that was begun: --resume, peft was 0\.0\.1, is .*\. Take that back, or add --resume-anyway"),
+        r"cannot resume: peft was 0\.0\.1 in this run and is .* now\. Restore it, or add --resume-anyway"),
     Row(76, "output is a file", output_is_a_file,
         r"not a folder: --output .*taken \(.*taken is a file\)\. Give another folder"),
     Row(76, "output is too long for Windows", windows,

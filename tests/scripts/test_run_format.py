@@ -66,5 +66,7 @@ def test_a_run_of_an_older_format_is_refused_in_one_line(here, capsys, command):
 def test_a_run_with_a_damaged_file_is_refused_in_one_line(here, capsys, command):
     here(lambda facts: json.dumps({**facts, "plan": {}}))
     line = refusal(*COMMANDS[command], capsys)
-    assert line.startswith("error: run.json is incomplete or corrupted, without a valid 'plan.updates': ppo_seed1. ")
+    assert line.startswith(
+        "error: run.json is incomplete or corrupted, 'plan.updates' is missing or invalid: ppo_seed1. "
+    )
     assert line.count("\n") == 1

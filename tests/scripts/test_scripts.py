@@ -50,9 +50,9 @@ def flags(start_model, reward_folder, pairs_file) -> list[str]:
 
 
 ALGORITHMS = {
-    "ppo": ([], "4 prompts in 1 minibatches"),
-    "grpo": (["--K", "2", "--batch-size", "2"], "2 prompts x 2 replies in 1 minibatches"),
-    "rloo": (["--K", "2", "--batch-size", "2"], "2 prompts x 2 replies in 1 minibatches"),
+    "ppo": ([], "4 prompts = 4 episodes per update; minibatches: 1 of"),
+    "grpo": (["--K", "2", "--batch-size", "2"], "2 prompts x 2 completions = 4 episodes per update; minibatches"),
+    "rloo": (["--K", "2", "--batch-size", "2"], "2 prompts x 2 completions = 4 episodes per update; minibatches"),
 }
 OTHERS = [pytest.param(name, marks=pytest.mark.ci) for name in ALGORITHMS if name != "ppo"]
 
@@ -65,11 +65,11 @@ def test_a_run_from_start_to_saved_model(project, flags, algorithm):
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "no warnings, progress bars or retries of libraries"
     assert "{'" not in done.stdout, "no raw dictionaries"
-    for words in ("first prompt, as the model reads it: '<|im_start|>", batch,
-                  "3 updates x 4 = 12 episodes, 12 optimizer steps, 96 reply tokens at most",
-                  "update 3/3 | score", "(target 6/sequence) | beta", "tokens/s", "evaluation after 0 updates",
+    for words in ("first prompt with special tokens: '<|im_start|>", batch,
+                  "3 updates x 4 = 12 episodes, 12 optimizer steps, at most 96 completion tokens",
+                  "update 3/3 | score", "(target 6/sequence) | beta", "tokens/s", "evaluation after update 0",
                   "evaluation prompts, drawn at random", "before -> after", "tensorboard --logdir",
-                  "same budget", "add other algorithms' runs"):  # fmt: skip
+                  "same budget", "add runs of other algorithms"):  # fmt: skip
         assert words in done.stdout
     output = project / name
     log = json.loads((output / "run.json").read_text())
@@ -95,10 +95,10 @@ def test_seeds_in_one_command(project, flags):
     few = [*flags, "--num-iterations", "1", "--K", "2", "--batch-size", "2", "--output", "many"]
     done = run(["train_grpo.py", *few, "--seeds", "1", "2"], project)
     assert done.returncode == 0, done.stderr
-    assert "GRPO, 2 seeds" in done.stdout and "sd over seeds" in done.stdout
+    assert "GRPO, 2 seeds" in done.stdout and "standard deviation" in done.stdout
     again = run(["train_grpo.py", *few, "--seeds", "1", "2", "3"], project)
     assert again.returncode == 0, again.stderr
-    assert "seed 2: finished before, in many_seed2" in again.stdout and "GRPO, 3 seeds" in again.stdout
+    assert "seed 2: already finished in many_seed2" in again.stdout and "GRPO, 3 seeds" in again.stdout
     rises = json.loads((project / "many_seeds.json").read_text())["figures"]["score_rise_in_start_sd"]
     assert list(rises["by_seed"]) == ["1", "2", "3"] and rises["sd"] is not None
 
@@ -119,7 +119,7 @@ def test_an_equal_budget_for_all(project, flags):
         assert done.returncode == 0, done.stderr
         plans.append(next(line for line in done.stdout.splitlines() if line.startswith("  budget")))
     assert len(plans) == 3 and len(set(plans)) == 1
-    assert "8 updates x 4 = 32 episodes (30 asked for, rounded up to whole updates), 32 optimizer steps" in plans[0]
+    assert "8 updates x 4 = 32 episodes (--episodes 30, rounded up to whole updates), 32 optimizer steps" in plans[0]
 
 
 def test_a_killed_run_is_not_trodden_on(project, flags):
@@ -129,14 +129,14 @@ def test_a_killed_run_is_not_trodden_on(project, flags):
     done = run(["train_ppo.py", *flags, "--output", "mine"], project)
     assert done.returncode == 2
     assert done.stderr == (
-        "error: an unfinished run is there: --output mine. "
+        "error: the folder already contains an unfinished run: --output mine. "
         "Add --resume to go on with it, or --overwrite to replace it, or name another folder with --output\n"
     )
 
 
 FAULTS = {
     "no model folder": (["--actor-model", "./nowhere"], "model not found: ./nowhere"),
-    "no reward model folder": (["--rm-model", "./nowhere"], "no reward model: --rm-model ./nowhere. Make one with: "),
+    "no reward model folder": (["--rm-model", "./nowhere"], "no reward model: --rm-model ./nowhere. Train one with: "),
     "no prompts file": (["--prompts", "nowhere.jsonl"], "data file not found: nowhere.jsonl"),
     "no hub": (["--actor-model", "someone/model"], "cannot download the model: someone/model (not in the local "
                "cache, and the hub cannot be reached: offline mode is on). Go online, or use --actor-model FOLDER"),

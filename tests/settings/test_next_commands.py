@@ -84,8 +84,8 @@ def test_the_other_algorithms_commands_carry_the_settings(tmp_path):
         assert other.run.episodes == 320 and other.ppo == parse_cli(["--recipe", "demo"], "grpo").ppo
     spent = spent_on(150, 9600)
     assert same_budget_commands(parse_cli(["--recipe", "demo"], "grpo"), spent) == [
-        ("PPO, same budget", "python train_ppo.py --recipe demo --seed 42 --episodes 9600"),
-        ("RLOO, same budget", "python train_rloo.py --recipe demo --seed 42 --episodes 9600"),
+        ("train PPO, same budget", "python train_ppo.py --recipe demo --seed 42 --episodes 9600"),
+        ("train RLOO, same budget", "python train_rloo.py --recipe demo --seed 42 --episodes 9600"),
     ]
     grouped = parse_cli(["--recipe", "demo", "--K", "8", "--scale-rewards", "none"], "grpo")
     assert "--K 8" in same_budget_command(grouped, spent, "rloo"), "RLOO has groups, too"
@@ -133,7 +133,7 @@ def test_a_missing_reward_model_is_named_at_once_with_the_command_that_makes_one
     took = time.monotonic() - begun
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == (
-        "error: no reward model: --rm-model ./reward_model_output. Make one with: python -m reward_model.train\n"
+        "error: no reward model: --rm-model ./reward_model_output. Train one with: python -m reward_model.train\n"
     )
     assert took < 2
 

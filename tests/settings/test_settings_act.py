@@ -518,7 +518,7 @@ def test_rm_output_and_rm_overwrite(start_model, pairs_file, tmp_path):
 
     mine = tmp_path / "mine"
     assert train("--rm-output", mine) == mine and (mine / METRICS_FILE).is_file()
-    with pytest.raises(UserError, match="a reward model is there: --rm-output .*Add --rm-overwrite"):
+    with pytest.raises(UserError, match="contains a reward model: --rm-output .*Add --rm-overwrite"):
         train("--rm-output", mine)
     train("--rm-output", mine, "--rm-overwrite")
 

@@ -58,6 +58,6 @@ def test_a_file_must_fill_a_batch_and_given_prompts_need_not(configured, tmp_pat
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": f"question {i}?"}) for i in range(40)))
     config = configured("--prompts", file, "--max-prompts", 3)
-    with pytest.raises(UserError, match="3 prompts to train on, fewer than a batch of 4"):
+    with pytest.raises(UserError, match=r"the number of training prompts \(3\) is below the batch size \(4\)"):
         load_components(config, CPU, Screen())
     assert len(load_components(config, CPU, Screen(), ["a cat?"], rewards=[words]).prompts.train) == 1

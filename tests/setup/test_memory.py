@@ -199,10 +199,10 @@ def test_the_longest_batch_is_one_of_the_loops(build):
 def test_what_a_batch_means_in_words(configured):
     line = batch_line(configured("--batch-size", 4, "--K", 3, "--minibatches", 2, algorithm="grpo"), 10, CPU)
     assert line == (
-        "4 prompts x 3 replies in 2 minibatches of 6 episodes, an optimizer step each; 2 passes over each rollout: "
-        "4 optimizer steps per update, 40 in all; at most 1,024 tokens in a forward pass (the micro-batch)"
+        "4 prompts x 3 completions = 12 episodes per update; minibatches: 2 of 6 episodes; passes over each rollout: "
+        "2; optimizer steps: 4 per update, 40 in total; micro-batch: at most 1,024 tokens"
     )
-    assert "at most 2 episodes in a forward pass" in batch_line(configured("--micro-batch-size", 2), 10, CPU)
+    assert "micro-batch: at most 2 episodes" in batch_line(configured("--micro-batch-size", 2), 10, CPU)
 
 
 @pytest.mark.parametrize("flags", [[], ["--rm-model", "none", "--reward-func", "length_penalty", "--use-lora"]])
@@ -211,13 +211,11 @@ def test_the_plan_tells_the_peak_its_parts_and_phases(configured, capsys, flags)
     parts = load_components(config, CPU, Screen())
     show_plan(config, parts, 2, CPU, Screen())
     output = " ".join(capsys.readouterr().out.split())
-    assert (
-        "memory about 0." in output and "GiB at the peak, in the" in output and "largest micro-batch 4 epi" in output
-    )
-    for phase in ("rollout", "measuring", "backward pass", "optimizer step", "evaluation's text"):
+    assert "memory predicted peak 0." in output and "GiB (phase: " in output and "largest micro-batch 4 epi" in output
+    for phase in ("rollout", "log-probs", "backward pass", "optimizer step", "evaluation perplexity"):
         assert phase in output
     assert ("scoring" in output) == (not flags)
-    assert "warning: about" not in output.partition("algorithm")[2]
+    assert "warning: the predicted peak" not in output.partition("algorithm")[2]
 
 
 def test_the_plan_warns_where_less_memory_is_free(configured, capsys, monkeypatch):
@@ -227,6 +225,8 @@ def test_the_plan_warns_where_less_memory_is_free(configured, capsys, monkeypatc
     show_plan(config, parts, 2, CPU, Screen())
     output = " ".join(capsys.readouterr().out.split())
     assert re.search(
-        r"warning: about 0\.\d\d GiB at the peak, 0\.00 GiB free: memory of cpu\. What would help most: --", output
+        r"warning: the predicted peak memory is 0\.\d\d GiB, but cpu has only 0\.00 GiB free\. "
+        r"To reduce memory: --",
+        output,
     )
     assert output.count("GiB less)") == 3

@@ -81,7 +81,7 @@ def tried(loaded):
 def lines_of(expected: str) -> dict[str, str]:
     """The table that was printed: check -> its line."""
     table = expected.split("checks:\n")[1].splitlines()
-    return {name: line for line in table for name in [*NAMES, "the rest"] if line.startswith(f"  {name} ")}
+    return {name: line for line in table for name in [*NAMES, "error"] if line.startswith(f"  {name} ")}
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_a_failed_check_is_exit_status_2_and_the_others_are_run(configured, caps
         run_command(lambda: SCRIPTS[algorithm].main(argv))
     printed = capsys.readouterr()
     assert ended.value.code == 2
-    assert printed.err == "error: 1 of 11 checks failed (free disk): --check. The way out stands above\n"
+    assert printed.err == "error: 1 of 11 checks failed (free disk): --check. See the FAILED lines above\n"
     lines = lines_of(printed.out)
     assert list(lines) == NAMES
     assert "  FAILED  0.00 GiB free" in lines["free disk"] and lines["free disk"].endswith("--use-lora")
@@ -157,8 +157,8 @@ def test_what_ends_the_checks_is_a_failed_check(configured, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: train_ppo.main(argv))
     assert ended.value.code == 2
-    output = " ".join(lines_of(capsys.readouterr().out)["the rest"].split())
-    assert output.startswith("the rest FAILED RunError: bad.py:2 `raise ValueError('as told')` raised ValueError")
+    output = " ".join(lines_of(capsys.readouterr().out)["error"].split())
+    assert output.startswith("error FAILED RunError: bad.py:2 `raise ValueError('as told')` raised ValueError")
     assert "reward function broken" in output
 
 
@@ -166,7 +166,7 @@ def test_what_ends_the_checks_is_a_failed_check(configured, tmp_path, capsys):
 def test_every_start_checks_what_costs_nothing(configured, capsys, monkeypatch, algorithm):
     config = configured(algorithm=algorithm)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 10**3))
-    with pytest.raises(UserError, match=r"GiB free in .* needed by 3 checkpoints, .*: free disk\. Free some"):
+    with pytest.raises(UserError, match=r"GiB free in .* needed for 3 checkpoints, .*: free disk\. Free disk space"):
         SCRIPTS[algorithm].main(words(config))
     assert not Path(config.run.output).exists(), "nothing is left half done"
     monkeypatch.undo()
@@ -209,11 +209,13 @@ def test_vocabularies(loaded):
         get_vocab=lambda: {t: i for t, i in vocabulary.items() if i < 390}
     )
     check = vocabularies_fit(*sides, components.reward_model)
-    assert check.ok and check.found.endswith("are not the reward model's 390: text is re-encoded")
+    assert check.ok and check.found.endswith(
+        "reward model 390 tokens; the vocabularies differ, so completions are re-tokenized"
+    )
     judge.add_tokens(["one more"])
     components.reward_model.tokenizer = judge
     check = vocabularies_fit(*sides, components.reward_model)
-    assert not check.ok and "tokenizer of 401 ids, model of 400 embeddings (--rm-model)" in check.found
+    assert not check.ok and "the tokenizer has 401 ids, the model 400 embeddings (--rm-model)" in check.found
     assert "--rm-model" in check.hint and "--actor-model" not in check.hint
     components.tokenizer.add_tokens(["one more"])
     assert "(--actor-model)" in vocabularies_fit(*sides, None).found
@@ -244,7 +246,7 @@ def test_a_prompt_of_which_the_template_leaves_something_out(loaded):
     )
     hollow = Prompt(tuple(encode_prompt(components.tokenizer, prompt.example.messages)), prompt.example)
     check = prompt_is_rendered(components.tokenizer, hollow)
-    assert not check.ok and check.found.endswith("user text")
+    assert not check.ok and check.found.endswith("the text of these roles is missing: user")
 
 
 def test_determinism_on_and_off(monkeypatch):
@@ -280,7 +282,7 @@ def test_a_reward_that_reads_its_padding(loaded, monkeypatch):
     _, components = loaded("--reward-func", "length_penalty")
     prompt = components.prompts.train[0]
     check = padding_changes_no_score(components.rewards, prompt, None)
-    assert check.ok and check.found.startswith("a score of reward_model moves by ")
+    assert check.ok and check.found.startswith("padding changes a score of reward_model by ")
     assert "length_penalty" not in check.found
 
     def mean_of_all(input_ids, **_):
@@ -292,7 +294,7 @@ def test_a_reward_that_reads_its_padding(loaded, monkeypatch):
         rewards = Rewards([Counting(heeds)], None, components.tokenizer)
         assert padding_changes_no_score(rewards, prompt, None).ok is heeds
     rules = Rewards([lambda completions, **_: [0.0] * len(completions)], None, components.tokenizer)
-    assert padding_changes_no_score(rules, prompt, None).found == "rules alone, nothing is padded"
+    assert padding_changes_no_score(rules, prompt, None).found == "only reward functions, nothing is padded"
 
 
 # --- before the first step -------------------------------------------------------------------------------------------
@@ -318,7 +320,7 @@ def test_a_training_forward_that_differs(tried, algorithm):
     layer = trainer.actor.policy.model.layers[0]
     hook = layer.register_forward_hook(lambda _m, _i, out: nn.functional.dropout(out, 0.1, training=layer.training))
     check = first_ratio_is_one(trainer, rollout)
-    assert not check.ok and "from 1 on average" in check.found
+    assert not check.ok and check.found.startswith("difference from 1: mean ")
     hook.remove()
     assert first_ratio_is_one(trainer, rollout).ok
     trainer.actor.policy.model.layers[1].register_forward_hook(lambda _m, _i, out: out + out.mean(1, keepdim=True))
@@ -333,7 +335,7 @@ def test_steps_that_are_not_taken(tried, algorithm):
     flags = ("--minibatches", 2, "--ppo-epochs", 3)
     trainer, _, rollout = tried(*flags, algorithm=algorithm)
     check = steps_are_as_planned(trainer, rollout)
-    assert check.ok and check.found.startswith("6 planned in an update, 6 taken, 6 logged; 12 planned in 2 updates")
+    assert check.ok and check.found.startswith("6 planned per update, 6 taken, 6 logged; 12 planned in 2 updates")
     trainer, _, rollout = tried(*flags, algorithm=algorithm)
     plain = trainer.learner.minibatches
     trainer.learner.minibatches = lambda *a: itertools.islice(plain(*a), 1)  # the last one is dropped
@@ -353,7 +355,7 @@ def test_memory_beyond_the_forecast_or_the_machine(tried, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(trial, "available", lambda _: 2**20)
         check = memory_matches_estimate(trainer, components)
-        assert not check.ok and "0.00 GiB free for it" in check.found
+        assert not check.ok and "0.00 GiB available" in check.found
     taken = trial.memory_in_use
     monkeypatch.setattr(trial, "memory_in_use", lambda device: taken(device) + 2**30)
     check = memory_matches_estimate(trainer, components)

@@ -148,9 +148,7 @@ def test_ctrl_c_in_a_skipped_update_saves_no_new_checkpoint(run_flags, tmp_path,
         patch.setattr(collect.RolloutCollector, "score", stopped)
         run(flags, 128 + signal.SIGINT)
     output = capsys.readouterr().err
-    assert (
-        "stopped after update 3 of 8, which was skipped, so nothing new is saved; the newest checkpoint is " in output
-    )
+    assert "stopped after update 3 of 8. This update was skipped, so no checkpoint was saved; the newest " in output
     assert "checkpoint-2. Resume with: python train_ppo.py --resume" in output
     assert checkpoint_names(tmp_path / "run") == ["checkpoint-2"]
 

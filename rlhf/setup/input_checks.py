@@ -59,7 +59,8 @@ def check_fills_a_batch(config: Config, train: Sequence[Prompt]) -> None:
     if len(train) < config.batch.batch_size:
         raise UserError(
             f"the number of training prompts ({len(train)}) is below the batch size ({config.batch.batch_size}): "
-            f"--prompts {config.data.prompts}. Use more prompts (--prompts, --split, --max-prompts) or a smaller --batch-size"
+            f"--prompts {config.data.prompts}. Use more prompts (--prompts, --split, --max-prompts) or a smaller "
+            "--batch-size"
         )
 
 

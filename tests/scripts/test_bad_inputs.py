@@ -615,7 +615,7 @@ DISK_AND_ENVIRONMENT = [
         r"warning: skipped an invalid checkpoint: checkpoint-3: training\.safetensors has [\d,]+ bytes instead of "
         r"[\d,]+\. Using checkpoint-2", status=0),
     Row(74, "no valid checkpoint", broken_off(tear(1, 2, 3)),
-        r"no valid checkpoint: --output .*run, checkpoint-1: training\.safetensors has .*\. Add --over.*"
+        r"no valid checkpoint: --output .*run, checkpoint-1: training\.safetensors has .* by --overwrite"
         r"\n.*checkpoint-2.*\n.*checkpoint-3"),
     Row(75, "settings changed on resume", broken_off(lambda *_: None, "--learning-rate", 0.5, "--gamma", 0.5),
         r"cannot resume: gamma was 1\.0 in this run and is 0\.5 now\. Restore it, or add --resume-anyway\n"

@@ -114,8 +114,8 @@ def show_figures(figures: dict, screen: Screen) -> None:
         (
             "score",
             f"{figures['score_before']:+.3f} -> {figures['score_after']:+.3f}, change {rise:+.3f} (95% interval "
-            f"{interval(*figures['score_rise_interval'])}) = {rise_in_sd:+.2f} standard deviations of the start "
-            "model's scores",
+            f"{interval(*figures['score_rise_interval'])}), in standard deviations of the start model's scores "
+            f"{rise_in_sd:+.2f}",
         )
     ]
     if "gold_before" in figures:
@@ -161,7 +161,8 @@ def _aim(kl: float | None, target: float | None, per: str) -> str:
     """Return in words if a KL is in its target's band; "" if beta was not steered or there is no KL."""
     if target is None or kl is None:
         return ""
-    return f", {'within' if in_band(kl, target) else 'outside'} 0.5 to 1.5 x the target of {KLTarget(target, per)}"
+    where = "within" if in_band(kl, target) else "outside"
+    return f", {where} the range of 0.5 to 1.5 x the target {KLTarget(target, per)}"
 
 
 def show_samples(

@@ -151,4 +151,4 @@ def test_the_kl_follows_a_falling_target_into_the_band_of_each_third(project, de
     assert [p["target"] for p in phases] == [0.05, 0.02, 0.01]
     for phase in phases:
         assert 0.5 <= phase["kl_last_10_updates"] / phase["target"] <= 1.5, phases
-    assert output.count(", inside 0.5 to 1.5 x the target") == 4, "the end, and each third"
+    assert output.count(", within the range of 0.5 to 1.5 x the target") == 4, "the end, and each third"

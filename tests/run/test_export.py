@@ -258,14 +258,16 @@ def test_what_a_card_says(finished):
     assert f"{first['score']:+.3f}" in rows["score, mean"] and f"{last['score']:+.3f}" in rows["score, mean"]
     assert f"{last['kl']:.3g}" in rows["KL to the start model, nats/sequence"]
     assert f"{last['perplexity']:.2f}" in rows["perplexity on 6 held-out chosen completions"]
-    assert f"{figures['length_after']:.1f}" in rows["reply, tokens"]
+    assert f"{figures['length_after']:.1f}" in rows["completion length, tokens"]
     assert facts["best"]["why"].split(" (")[0] in card.text
     assert facts["data"]["train_sha256"][:12] in card.text and facts["data"]["train_sha256"] not in card.text
     assert "120, split 45/45/10" in card.text and "rank 16. The code below also loads its base model" in card.text
     assert shlex.join(["python", *facts["command"]]) in card.text and "transformers 5." in card.text
     assert "| `K` | 2 |" in card.text and "| `lora_r` | 16 |" in card.text and "`value_coef`" not in card.text
     merged = ModelCard.load(run / "merged" / "README.md")
-    assert merged.data.library_name == "transformers" and "rank 16, merged into its base in float32" in merged.text
+    assert (
+        merged.data.library_name == "transformers" and "rank 16, merged into the base model in float32" in merged.text
+    )
     best = (run / "best" / "README.md").read_text()
     assert f"These are the best weights (after update {facts['best']['update']} of 2)" in best
 

@@ -22,7 +22,10 @@ def finished(run_flags, tmp_path):
 
 
 def test_another_length_is_refused_by_name(finished):
-    with pytest.raises(UserError, match=r"a finished run with other settings: --resume, num_iterations was 2, is 4\."):
+    with pytest.raises(
+        UserError,
+        match=r"is finished and its settings differ: --resume, num_iterations was 2 in this run and is 4 now\.",
+    ):
         train_ppo.main(["--resume", "--num-iterations", "4", "--output", str(finished)])
     assert RunRecord.read(finished).plan.updates == 2
 
@@ -40,7 +43,7 @@ def test_with_resume_anyway_it_is_trained_on(finished, run_flags, tmp_path, caps
 
 
 def test_fewer_updates_than_it_has_are_refused(finished):
-    with pytest.raises(UserError, match="the run has 2 updates already: --resume, a run of 1"):
+    with pytest.raises(UserError, match="the run already has 2 updates, more than the 1 requested: --resume"):
         train_ppo.main(["--resume", "--resume-anyway", "--num-iterations", "1", "--output", str(finished)])
 
 

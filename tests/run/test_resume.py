@@ -140,7 +140,7 @@ def test_no_valid_checkpoint_says_why_of_each(words, tmp_path, monkeypatch):
 def test_a_run_that_had_saved_nothing_is_begun_anew(words, whole, tmp_path, monkeypatch, capsys):
     output = broken_off(words, tmp_path / "run", monkeypatch, update=2)
     (output / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="learning_rate was 0.001, is 0.5"):
+    with pytest.raises(UserError, match="learning_rate was 0.001 in this run and is 0.5 now"):
         train_ppo.main(["--resume", "--learning-rate", "0.5", "--output", str(output)])
     train_ppo.main(["--resume", "--dry-run", "--output", str(output)])
     assert (output / "notes.txt").exists(), "a plan moves nothing"
@@ -216,12 +216,12 @@ def test_other_models_and_rules_are_refused(words, tmp_path, monkeypatch, reward
     more = ["--rm-model", reward, *code]
     output = broken_off(words, tmp_path / "run", monkeypatch, update=3, more=more)
     rule.write_text(rule.read_text().replace("len", "2 * len"))
-    with pytest.raises(UserError, match=r"rules was .*, is .*--resume-anyway"):
+    with pytest.raises(UserError, match=r"rules was .* in this run and is .* now\. .*--resume-anyway"):
         train_ppo.main(["--resume", *code, "--output", str(output)])
     rule.write_text(rule.read_text().replace("2 * len", "len"))
     weights = load_file(reward / "model.safetensors")
     save_file({**weights, "score.weight": weights["score.weight"] * 2}, reward / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=r"reward_model was \w+, is \w+"):
+    with pytest.raises(UserError, match=r"reward_model was \w+ in this run and is \w+ now"):
         train_ppo.main(["--resume", *code, "--output", str(output)])
 
 
@@ -240,11 +240,11 @@ def test_other_data_and_versions_are_refused(words, tmp_path, monkeypatch, pairs
     run = json.loads(file.read_text())
     run["settings"]["data"]["prompts"], run["versions"]["trl"] = str(fewer), "0.1"
     file.write_text(json.dumps(run))
-    with pytest.raises(UserError, match=r"trl was 0.1, is 1\.12"):
+    with pytest.raises(UserError, match=r"trl was 0.1 in this run and is 1\.12"):
         train_ppo.main(["--resume", "--output", str(output)])
     run["versions"]["trl"] = "1.12.0"
     file.write_text(json.dumps(run))
-    with pytest.raises(UserError, match=r"train_prompts was \d+, is \d+"):
+    with pytest.raises(UserError, match=r"train_prompts was \d+ in this run and is \d+ now"):
         train_ppo.main(["--resume", "--output", str(output)])
 
 

@@ -90,7 +90,7 @@ def test_the_printed_resume_command_names_the_code_and_works(run_flags, tmp_path
     run(flags, 1)
     output = capsys.readouterr()
     (printed,) = (line.split("resume with: ")[1] for line in output.err.splitlines() if "resume with: " in line)
-    printed = printed.split("; what it was given")[0]
+    printed = printed.split("; its inputs are saved")[0]
     assert f"--reward-func {shlex.quote(rule)}" in printed
     with pytest.raises(UserError) as refused:
         train_ppo.main(["--resume", "--output", str(tmp_path / "run")])
@@ -98,6 +98,8 @@ def test_the_printed_resume_command_names_the_code_and_works(run_flags, tmp_path
     nan_rule(tmp_path, 10**5)  # the user fixes it
     run([*typed(printed), "--resume-anyway"])  # because the file has changed
     assert RunRecord.read(tmp_path / "run").status == "finished"
-    (replay,) = (line.split("step by step: ")[1] for line in output.out.splitlines() if "step by step: " in line)
+    (replay,) = (
+        line.split("step by step with: ")[1] for line in output.out.splitlines() if "step by step with: " in line
+    )
     run(typed(replay))
     assert "found" in capsys.readouterr().out

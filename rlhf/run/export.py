@@ -61,11 +61,11 @@ def check_export(config: Config, run: RunRecord | None = None) -> None:
 
 def export_run(config: Config, screen: Screen) -> None:
     """Export a finished run as its settings request, and print where its files are and the next commands."""
-    folder, asked = Path(config.run.output), config.export
+    folder, export = Path(config.run.output), config.export
     run = RunRecord.require(folder, "--output")
-    if asked.merge_lora:
+    if export.merge_lora:
         screen.say("merging the adapter into its base model (float32)")
-        source = _chosen(saved_models(folder, run), asked.export_from, "--merge-lora")
+        source = _chosen(saved_models(folder, run), export.export_from, "--merge-lora")
         merge_adapter(source.folder, folder / MERGED_FOLDER)
         run = RunRecord.require(folder, "--output")  # read again: merging takes minutes
         run = replace(run, merged=Merged(source.which, source.update))
@@ -74,8 +74,8 @@ def export_run(config: Config, screen: Screen) -> None:
     for one in saved.values():
         write_text(one.folder / CARD_FILE, model_card(run, one, one.folder.as_posix()))
     show_where(config, run, screen)
-    if asked.push_to_hub is not None:
-        push(config, run, _chosen(saved, MERGED_FOLDER if asked.merge_lora else asked.export_from, PUSH), screen)
+    if export.push_to_hub is not None:
+        push(config, run, _chosen(saved, MERGED_FOLDER if export.merge_lora else export.export_from, PUSH), screen)
 
 
 def saved_models(folder: Path, run: RunRecord) -> dict[str, Saved]:
@@ -177,9 +177,9 @@ def files_of_model(folder: Path) -> dict[str, Path]:
 
 def command_to_push(config: Config) -> str:
     """Return the command that only uploads the finished run."""
-    asked = config.export
-    words = ["python", f"train_{config.algorithm}.py", "--resume", PUSH, asked.push_to_hub]
-    words += ["--merge-lora"] if asked.merge_lora else []
-    words += ["--export-from", asked.export_from] if asked.export_from != "final" else []
-    words += [] if asked.hub_private else ["--no-hub-private"]
+    export = config.export
+    words = ["python", f"train_{config.algorithm}.py", "--resume", PUSH, export.push_to_hub]
+    words += ["--merge-lora"] if export.merge_lora else []
+    words += ["--export-from", export.export_from] if export.export_from != "final" else []
+    words += [] if export.hub_private else ["--no-hub-private"]
     return command(*words, "--output", config.run.output)

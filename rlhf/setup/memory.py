@@ -116,11 +116,11 @@ def forecast(
         scored = scoring(judge, batch, config.sampling.max_new_tokens, plan.budget.scoring_batch_size)
         phases.insert(2, Phase("scoring", {**scored, **plan.cached_forward(whole), "token masks": bits}))
     if evaluation:
-        kept = plan.allowed_tokens(len(evaluation))
-        asked = sorted(evaluation, key=lambda p: len(p.ids))[-plan.budget.eval_batch_size :]
-        phases.append(Phase("evaluation rollout", {**plan.rollout(asked), "token masks": kept}))
+        masks = plan.allowed_tokens(len(evaluation))
+        longest = sorted(evaluation, key=lambda p: len(p.ids))[-plan.budget.eval_batch_size :]
+        phases.append(Phase("evaluation rollout", {**plan.rollout(longest), "token masks": masks}))
         text = plan.reading(tokenizer, evaluation)
-        phases.append(Phase("evaluation perplexity", {**text, "token masks": kept}))
+        phases.append(Phase("evaluation perplexity", {**text, "token masks": masks}))
     return Forecast(plan.held(reward_model), phases, largest)
 
 

@@ -119,11 +119,11 @@ class MemoryPlan:
         slots = len(prompts) if plain else min(len(prompts), speed.rollout_slots or self.budget.rollout_slots)
         longest = max(len(p.ids) for p in prompts)
         columns = -(-(longest + self.config.sampling.max_new_tokens) // KV_BLOCK) * KV_BLOCK
-        asked = slots * longest if plain else sum(map(len, {p.ids for p in prompts[:slots]}))
+        prompt_tokens = slots * longest if plain else sum(map(len, {p.ids for p in prompts[:slots]}))
         drawing = slots * network.vocabulary * (FILTERED if self.config.sampling.filters else DRAWN)
         return {
             "KV cache": network.cache(slots * columns),
-            "prompt pass or sampling": max(network.forward_peak(asked), drawing),
+            "prompt pass or sampling": max(network.forward_peak(prompt_tokens), drawing),
             **(
                 {"16-bit weight copies": (self.autocast_copies + self.head) * network.whole}
                 if plain

@@ -114,8 +114,10 @@ def topics_rows(config: Config, train: Sequence[Prompt]) -> list[tuple[str, str]
 
 def budget_line(config: Config, updates: int) -> str:
     plan = budget(config, updates)
-    asked = config.run.episodes
-    more = f" (--episodes {asked:,}, rounded up to whole updates)" if asked not in (None, plan.episodes) else ""
+    requested = config.run.episodes
+    more = (
+        f" (--episodes {requested:,}, rounded up to whole updates)" if requested not in (None, plan.episodes) else ""
+    )
     return (
         f"{updates:,} updates x {config.episodes_per_update} = {plan.episodes:,} episodes{more}, "
         f"{plan.optimizer_steps:,} optimizer steps, at most {plan.reply_tokens_at_most:,} completion tokens"

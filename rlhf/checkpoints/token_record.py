@@ -21,7 +21,7 @@ QUANTITIES = {
     "ref_logprob": "log-probability under the start model, nats",
     "kl": "KL to the start model (k1), nats",
     "advantage": "advantage, score units",
-    "weight": "advantage as used in the loss, after whitening",
+    "weight": "advantage as used in the loss, whitened if configured",
     "reward": "reward: KL penalty, and the score at the last token, score units",
     "value": "the critic's value before the token, score units",
     "td_error": "TD error: reward + gamma x next value - value",

@@ -135,13 +135,11 @@ class RunRecord:
         if facts is None:
             raise UserError(f"{RUN_FILE} is incomplete or corrupted: {folder}. {again}")
         if not facts.keys() & {"format", "settings"}:  # a reward model's folder
-            raise UserError(
-                f"{RUN_FILE} has no settings, so it is not a training run's: {folder}. Use a training run's folder"
-            )
+            raise UserError(f"{RUN_FILE} has no settings, so this is not a training run: {folder}. Use another folder")
         if facts.get("format", 1) != FORMAT:
             raise UserError(
-                f"{RUN_FILE} has format {facts.get('format', 1)}, but this version reads format {FORMAT}: {folder}. "
-                "Train the run again, or use the version that wrote it"
+                f"{RUN_FILE} has format {facts.get('format', 1)}, and this version reads format {FORMAT}: {folder}. "
+                "Train the run again, or use the version that made it"
             )
         try:
             return _from_json(facts)

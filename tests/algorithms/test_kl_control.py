@@ -202,7 +202,7 @@ def test_default_horizon_matches_values_computed_by_hand():
 def test_warnings_explain_why_a_kl_target_cannot_be_enforced():
     slow = parse_cli("--num-iterations 800 --kl-schedule phased --kl-horizon 2000".split())
     (line,) = kl_warnings(slow, 800)
-    assert "beta can move at most 1.11-fold in 266 updates" in line
+    assert "beta can change at most 1.11-fold in 266 updates" in line
     assert "Use --kl-horizon 89" in line
     short = kl_warnings(parse_cli("--kl-schedule phased --num-iterations 2".split()), 2)
     assert short[0].startswith("warning: 1 of 3 KL targets have no update in a run of 2")

@@ -210,7 +210,7 @@ def test_every_run_that_cannot_be_read_is_named(tmp_path):
     write_events(good / "logs", "1", 0, losses(1, [1.0], 0))
     with pytest.raises(UserError) as caught:
         read_runs([good, empty, tmp_path / "nowhere", tmp_path / "empty" / ".." / "good"])
-    starts = ["no scalars yet: ", "no such folder: ", "the same run is given twice: "]
+    starts = ["no scalars yet: ", "folder not found: ", "the same run is given twice: "]
     assert [fault[: len(start)] for fault, start in zip(caught.value.problems, starts, strict=True)] == starts
     assert str(empty) in caught.value.problems[0] and "nowhere" in caught.value.problems[1]
 

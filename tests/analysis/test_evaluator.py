@@ -267,10 +267,7 @@ def test_a_judge_that_training_saw_is_refused_whatever_scores_now(runs, reward_f
         evaluator_of([runs["ppo", 1]], settings)
     evaluator, _ = evaluator_of([runs["ppo", 1]], dataclasses.replace(settings, judge_model=None))
     assert evaluator.score_name == "not the training reward"
-    assert (
-        evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=2))[0].score_name
-        == "the training reward"
-    )
+    assert evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=2))[0].score_name == "the training reward"
 
 
 @pytest.mark.parametrize(

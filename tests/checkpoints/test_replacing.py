@@ -55,7 +55,7 @@ def test_a_replaced_run_with_other_files_is_kept(run_flags, tmp_path, capsys):
     (tmp_path / "run" / "my_notes.txt").write_text("mine")
     run(run_flags(*FAST, "--overwrite"))
     assert (tmp_path / "run.replaced" / "my_notes.txt").read_text() == "mine"
-    assert "it holds my_notes.txt" in capsys.readouterr().err
+    assert "was not removed: it contains my_notes.txt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--prompts", "--eval-text", "--reward-func", "--actor-model", "--rm-model"])
@@ -326,7 +326,7 @@ def test_the_current_folder_is_refused(reward_words, tmp_path, monkeypatch, name
     """It is renamed as a whole, and the shell would stand in a folder that is gone."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(UserError, match="the current folder, or one above it: --rm-output"):
+    with pytest.raises(UserError, match="cannot replace the current folder or its parents: --rm-output"):
         reward_model.train.main([*reward_words, "--rm-output", name])
 
 

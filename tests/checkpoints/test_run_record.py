@@ -49,7 +49,7 @@ def test_an_unfinished_run_is_refused(tmp_path, is_default):
     folder = tmp_path / "run"
     folder.mkdir()
     RunLog(folder, **facts_of(seed=1))._lock.close()  # as when it was killed
-    with pytest.raises(UserError, match="an unfinished run is there.*--overwrite.*--output"):
+    with pytest.raises(UserError, match="already contains an unfinished run: .*--overwrite.*--output"):
         check_output(folder, overwrite=False, is_default=is_default)
     held, line = claim_output(folder, overwrite=True, is_default=is_default)
     assert f"to {folder}.replaced; it is removed when" in line and [path.name for path in folder.iterdir()] == [
@@ -282,7 +282,7 @@ def test_a_folder_without_a_run(tmp_path, monkeypatch):
     ):
         RunRecord.require(Path("nowhere"), "--output")
     finished(Path("mine"))
-    with pytest.raises(UserError, match=r"^not a run \(no run.json\): --output empty. Give .* \(mine\)$"):
+    with pytest.raises(UserError, match=r"^not a run folder \(no run.json\): --output empty. Use .* folder: mine$"):
         RunRecord.require(Path("empty"), "--output")
 
 
@@ -309,7 +309,7 @@ def test_a_run_of_another_format_makes_room_for_a_new_one(tmp_path):
     folder = tmp_path / "ppo_training_output"
     finished(folder)
     write_json(folder, without("format")(json.loads((folder / "run.json").read_text())))
-    with pytest.raises(UserError, match="a finished run is there.*--overwrite"):
+    with pytest.raises(UserError, match="already contains a finished run: .*--overwrite"):
         check_output(folder, overwrite=False, is_default=False)
     check_output(folder, overwrite=True, is_default=False)
     held, line = claim_output(folder, overwrite=False, is_default=True)

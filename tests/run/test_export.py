@@ -266,7 +266,7 @@ def test_what_a_card_says(finished):
     assert "| `K` | 2 |" in card.text and "| `lora_r` | 16 |" in card.text and "`value_coef`" not in card.text
     merged = ModelCard.load(run / "merged" / "README.md")
     assert (
-        merged.data.library_name == "transformers" and "rank 16, merged into the base model in float32" in merged.text
+        merged.data.library_name == "transformers" and "rank 16, merged into its base model in float32" in merged.text
     )
     best = (run / "best" / "README.md").read_text()
     assert f"These are the best weights (after update {facts['best']['update']} of 2)" in best
@@ -480,8 +480,9 @@ def test_what_forbids_an_upload_is_said_before_anything_is_loaded(
 
 FAULTS = {
     "merging without adapters": (["--merge-lora"], r"no adapter to merge: --merge-lora\. Add --use-lora, or remove"),
-    "no owner": (["--push-to-hub", "mine"], r"push_to_hub is 'mine': --push-to-hub\. Give owner/name, of letters"),
-    "no name": (["--push-to-hub", "ada/--"], r"push_to_hub is 'ada/--': --push-to-hub\. Give owner/name, of letters"),
+    "no owner": (["--push-to-hub", "mine"], r"push_to_hub is 'mine': --push-to-hub\. Give owner/name, with letters"),
+    "no name": (["--push-to-hub", "ada/--"], 
+                r"push_to_hub is 'ada/--': --push-to-hub\. Give owner/name, with letters"),
     "three parts": (["--push-to-hub", "a/b/c"], r"push_to_hub is 'a/b/c': --push-to-hub\. Give owner/name"),
     "a repository for several seeds": (["--push-to-hub", "ada/mine", "--seeds", "1", "2"],
                                        r"several runs and one repository: --seeds, --push-to-hub ada/mine\. Push one"),
@@ -538,7 +539,9 @@ def test_a_run_remembers_what_it_had_from_the_hub(train, start_model, tmp_path, 
     run = train(tmp_path / "run", "--actor-model", "some/base", "--use-lora")
     assert told(run)["on_hub"] == []
     monkeypatch.chdir("/")
-    with pytest.raises(UserError, match="an adapter whose base is a folder of this disk"):
+    with pytest.raises(
+        UserError, match="nobody else could load this adapter, because its base model is a local folder"
+    ):
         train_ppo.main(["--resume", "--push-to-hub", "ada/mine", "--output", str(run)])
     train_ppo.main(["--resume", "--output", str(run)])
     assert ModelCard.load(run / "README.md").data.base_model is None

@@ -57,7 +57,7 @@ def test_after_a_failure_the_same_command_goes_on_where_it_was(ran):
 
 def test_a_finished_run_with_other_settings_is_not_taken_for_this_one(ran):
     ran("--seeds", 1)
-    with pytest.raises(UserError, match=r"other settings \(K, kl_horizon, learning_rate\) is there: .*out_seed1"):
+    with pytest.raises(UserError, match=r"other settings \(K, kl_horizon, learning_rate\): .*out_seed1"):
         ran("--seeds", 1, 2, "--K", 4, "--learning-rate", 1e-3)
     assert ran("--seeds", 1, "--K", 4, "--overwrite") == [(1, "out_seed1")]
 
@@ -75,7 +75,7 @@ def test_a_finished_run_of_an_older_format_is_refused_or_replaced(ran, tmp_path)
 def test_faults_of_all_seeds_are_found_before_the_first_is_run(ran, tmp_path):
     (tmp_path / "out_seed3").mkdir()
     RunLog(tmp_path / "out_seed3", **facts_of())  # a run that did not finish
-    with pytest.raises(UserError, match="an unfinished run is there: .*out_seed3"):
+    with pytest.raises(UserError, match="already contains an unfinished run: .*out_seed3"):
         ran("--seeds", 1, 2, 3)
     assert not (tmp_path / "out_seed1").exists()
     assert [seed for seed, _ in ran("--seeds", 1, 2, 3, "--overwrite")] == [1, 2, 3]
@@ -87,7 +87,7 @@ def test_a_dry_run_minds_no_folder(ran):
 
 
 def test_a_seed_named_twice_is_a_fault():
-    with pytest.raises(UserError, match="named twice: --seeds"):
+    with pytest.raises(UserError, match="a seed appears twice: --seeds"):
         parse_cli(["--seeds", "1", "2", "1"])
 
 

@@ -432,7 +432,7 @@ NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no syst
 AT_LINE_2 = r".*rows\.jsonl:2, '.+'"  # with an excerpt
 DATA = [
     Row(25, "file missing", lambda world: ["--prompts", world.write("prompts.jsonl", "{}").with_name("promts.jsonl")],
-        r"data file not found: .*promts\.jsonl\. Did you mean .*prompts\.jsonl\? Give a JSONL file"),
+        r"data file not found: .*promts\.jsonl\. Did you mean .*prompts\.jsonl\? Use a JSONL file"),
     Row(26, "empty file", lambda world: ["--prompts", world.write("empty.jsonl", "")],
         r"no rows: .*empty\.jsonl\. Each line must be a JSON object with"),
     Row(27, "malformed line", data("{oops", {"prompt": "b"}),
@@ -490,7 +490,8 @@ DATA = [
     Row(40, "unknown chat role", data({"messages": [{"role": "robot", "content": "a"}]}),
         rf"unknown chat role 'robot': {AT_LINE_2}\. Use one of system, user, assistant, tool"),
     Row(41, "chats without a chat template", base_model(),
-        r"no chat template, and \d+ prompts are chats of several messages: --prompts .*, start model .*base\. Give"),
+        r"\d+ prompts are chats of several messages, and the start model has no chat template: --prompts .*, start "
+        r"model .*base\. Use"),
     Row(41, "a chat template that refuses a chat",
         tokenizer("--actor-model", lambda given: given, chat_template=NO_SYSTEM),
         r"the chat template rejects it \(no system messages\): prompt with the roles system, user, '.*'\. Write chat"),
@@ -553,7 +554,7 @@ MODELS = [
         r"the model needs trust_remote_code, which is not supported: .*copy\. Use a model whose architecture"),
 ]  # fmt: skip
 
-KEPT = r"\. Fix the function; what it was given is in .*failed_inputs\.json$"
+KEPT = r"\. Fix the function; its inputs are saved in .*failed_inputs\.json$"
 REWARDS = [
     Row(60, "NaN", rule("return [0.0] * (len(completions) - 1) + [float('nan')]"),
         rf"score nan is not a finite number: reward function f, completion '.*'{KEPT}", status=1),
@@ -583,7 +584,7 @@ REWARDS = [
         status=1),
     Row(66, "hangs", rule("time.sleep(20)", "--reward-timeout", 0.1),
         r"no result after 0\.1 s: reward function f, 6 completions, the first is '.*'\. Make it faster, or raise "
-        r"--reward-timeout; what it was given is in .*failed_inputs\.json$", status=1),
+        r"--reward-timeout; its inputs are saved in .*failed_inputs\.json$", status=1),
     Row(67, "the same for the whole run", rule("return [1.0] * len(completions)"),
         r"warning: all completions of 2 updates have the same score, 1, so the policy learns nothing: 1 x f\. Check",
         status=0),
@@ -593,7 +594,8 @@ DISK_AND_ENVIRONMENT = [
     Row(68, "read-only output", read_only,
         r"no permission to write: --output .*run \(.* is read-only\)\. Give another folder"),
     Row(69, "too little space for the checkpoints", little_space,
-        r"0\.00 GiB free in .*, 0\.00 GiB needed by 3 checkpoints, best/ and the final weights: free disk\. Free some",
+        r"0\.00 GiB free in .*, 0\.00 GiB needed for 3 checkpoints, best/ and the final weights: free disk\. "
+        r"Free disk space",
         loads=True),
     Row(70, "full during a save", full_during_a_save,
         r"the checkpoint of update 2 could not be saved \(.*No space left.*\): .*run; "
@@ -631,8 +633,8 @@ DISK_AND_ENVIRONMENT = [
     Row(76, "a name is too long", lambda world: ["--output", world.folder / ("a" * 300)],
         r"the path is too long \(.* 255 for a name\): --output .*\. Give a shorter one"),
     Row(77, "out of memory", no_memory,
-        r"out of memory with one completion at a time: the backward pass \(CUDA out of memory\..*\)\. What would help "
-        r"most: (--[a-z0-9 -]+ \(about \d+\.\d\d GiB less\)(, )?){3}$", status=1),
+        r"out of memory with one completion at a time: the backward pass \(CUDA out of memory\..*\)\. To reduce "
+        r"memory: (--[a-z0-9 -]+ \(about \d+\.\d\d GiB less\)(, )?){3}$", status=1),
     Row(78, "another trl", installed("trl", "1.13.0"),
         r'wrong version of trl \(1\.13\.0\): requirements\.txt\. Fix it with: pip install "trl==1\.12\.0"$'),
     Row(78, "requests missing", installed("requests", None),

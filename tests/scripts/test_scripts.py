@@ -68,7 +68,7 @@ def test_a_run_from_start_to_saved_model(project, flags, algorithm):
     for words in ("first prompt with special tokens: '<|im_start|>", batch,
                   "3 updates x 4 = 12 episodes, 12 optimizer steps, at most 96 completion tokens",
                   "update 3/3 | score", "(target 6/sequence) | beta", "tokens/s", "evaluation after update 0",
-                  "evaluation prompts, drawn at random", "before -> after", "tensorboard --logdir",
+                  "random evaluation prompts", "before -> after", "tensorboard --logdir",
                   "same budget", "add runs of other algorithms"):  # fmt: skip
         assert words in done.stdout
     output = project / name
@@ -130,7 +130,7 @@ def test_a_killed_run_is_not_trodden_on(project, flags):
     assert done.returncode == 2
     assert done.stderr == (
         "error: the folder already contains an unfinished run: --output mine. "
-        "Add --resume to go on with it, or --overwrite to replace it, or name another folder with --output\n"
+        "Add --resume to continue it, --overwrite to replace it, or use another folder with --output\n"
     )
 
 

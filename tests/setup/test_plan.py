@@ -27,16 +27,16 @@ def test_the_start_models_parameters_are_its_own(configured, flags):
 def test_a_phase_without_updates_is_not_listed(configured):
     """Two updates for three targets: no `updates 2 to 1`."""
     line = kl_line(configured("--kl-schedule", "phased"), 2)
-    assert line.count("in updates") == 2 and "0.05/token in updates 1 to 1, 0.01/token in updates 2 to 2" in line
+    assert line.count("(updates") == 2 and "0.05/token (updates 1 to 1), 0.01/token (updates 2 to 2)" in line
 
 
 def test_the_plan_prints_the_reach_of_beta_and_the_hint(configured, capsys):
     config = configured("--kl-schedule", "phased", "--num-iterations", 800, "--kl-horizon", 2000)
     show_plan(config, load_components(config, CPU, Screen()), 800, CPU, Screen())
     output = capsys.readouterr().out
-    assert "horizon 2,000 episodes: beta can move 1.11-fold in a phase" in output
-    assert "warning: beta can move at most 1.11-fold in 266 updates" in output
-    assert "Add --recipe phased-kl to use them all" in output
+    assert "horizon 2,000 episodes (beta can change at most 1.11-fold per phase)" in output
+    assert "warning: beta can change at most 1.11-fold in 266 updates" in output
+    assert "Add --recipe phased-kl to use all its settings" in output
 
 
 def test_the_plan_of_the_longest_run_takes_seconds(configured, capsys):

@@ -95,11 +95,11 @@ def test_advised_command_works(run_flags, tmp_path, capsys):
     run(run_flags(*flags, "--learning-rate", 5e6), 1)
     output = capsys.readouterr()
     assert "3 updates in a row were skipped: update 4" in output.err
-    assert "Set aside, because no optimizer step could be taken from its weights: checkpoint-1" in output.err
+    assert "Renamed to *.suspect, because no optimizer step from these weights succeeded: checkpoint-1" in output.err
     assert checkpoint_names(tmp_path / "run") == ["checkpoint-1.suspect"], (
         "nothing was saved between the skipped updates"
     )
-    (command,) = re.findall(r"Use a smaller learning rate: (.*)", output.err)
+    (command,) = re.findall(r"Resume with a smaller learning rate: (.*)", output.err)
     assert "--learning-rate 5e-06" in command, "a tenth of 5e6 would still be far too large"
     run(typed(command))
     assert RunRecord.read(tmp_path / "run").status == "finished"
@@ -113,7 +113,7 @@ def test_advised_command_resumes_from_the_last_good_checkpoint(run_flags, tmp_pa
     run(["--resume", "--resume-anyway", "--learning-rate", 5e6, "--output", tmp_path / "run"], 1)
     output = capsys.readouterr().err
     assert checkpoint_names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2", "checkpoint-3.suspect"]
-    (command,) = re.findall(r"Use a smaller learning rate: (.*)", output)
+    (command,) = re.findall(r"Resume with a smaller learning rate: (.*)", output)
     run(typed(command))
     assert "after update 2 of 8, from" in capsys.readouterr().out
     assert RunRecord.read(tmp_path / "run").status == "finished"
@@ -173,7 +173,7 @@ def test_run_of_one_or_two_skipped_updates_finishes_with_a_warning(run_flags, tm
     rule = nan_rule(tmp_path, 2, 1 + updates)
     run(run_flags("--num-iterations", updates, "--rm-model", "none", "--reward-func", rule))
     output = capsys.readouterr().out
-    assert f"warning: the last update, {updates}, was skipped; the weights are finite and are saved" in output
+    assert f"warning: the last update ({updates}) was skipped. The weights are finite, so they are saved" in output
     assert "not measured, because every update was skipped" in output
     record = RunRecord.read(tmp_path / "run")
     assert record.status == "finished" and record.figures["kl_last_10_updates"] is None

@@ -211,7 +211,7 @@ def test_three_skipped_updates_in_a_row_stop_the_run_and_can_be_replayed(
     assert len(rows) == 4 and all(row["reply_ids"] and row["prompt_ids"] for row in rows)
 
     for other in others:
-        with pytest.raises(UserError, match=f"an incident of train_{algorithm}.py: --replay"):
+        with pytest.raises(UserError, match=f"this incident is from train_{algorithm}.py: --replay"):
             train_command(other, ["--replay", str(folder)])
     before = sorted(Path().iterdir())
     train(["--replay", str(folder)])
@@ -244,7 +244,7 @@ def test_replay_reproduces_the_recorded_numbers(build, tmp_path, flags):
     for name in ("loss", "policy/grad_norm", "policy/ratio", "policy/entropy"):
         assert replayed[name] == f"{float(stats[name]):.6g}", name
     assert replayed["found"] == "a test"
-    assert replayed["logprobs, as recorded"] == replayed["logprobs, done again"]
+    assert replayed["logprobs, recorded"] == replayed["logprobs, recomputed"]
     tensors = incident.tensors
     assert torch.equal(tensors["scores"], rollout.scores)
     # the names in the file are those of earlier versions
@@ -264,7 +264,7 @@ def test_incident_stores_completions_with_unusual_line_breaks(build, tmp_path):
 
 
 def test_replay_rejects_a_folder_without_an_incident(tmp_path):
-    with pytest.raises(UserError, match="no whole incident: --replay"):
+    with pytest.raises(UserError, match="no complete incident in this folder: --replay"):
         train_ppo.main(["--replay", str(tmp_path)])
 
 
@@ -433,7 +433,7 @@ def test_out_of_memory_error_reports_the_phase_and_settings_that_help(build, mon
         trainer.rewards.functions[0] = full
     else:
         trainer.optimizer.step = full
-    with pytest.raises(RunError, match=rf"out of memory: {phase} \(CUDA .*\)\. What would help most: --"):
+    with pytest.raises(RunError, match=rf"out of memory: {phase} \(CUDA .*\)\. To reduce memory: --"):
         trainer.evaluate() if phase == "an evaluation" else trainer.update_step(1)
 
 

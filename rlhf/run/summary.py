@@ -146,7 +146,7 @@ def show_figures(figures: dict, screen: Screen) -> None:
 def _kl_rows(figures: dict) -> list[tuple[str, str]]:
     """Return the rows of the KL at the end of the run, and of each phase if there are several."""
     per, kl = figures["kl_unit"].removeprefix("nats/"), figures["kl_last_10_updates"]
-    measured = "none, because every update was skipped" if kl is None else f"{kl:.3g}/{per}"
+    measured = "not measured, because every update was skipped" if kl is None else f"{kl:.3g}/{per}"
     rows = [("KL", f"{measured} (mean of the last updates, at most 10){_aim(kl, figures['kl_target'], per)}")]
     if figures["kl_target"] is not None and len(figures["kl_phases"]) > 1:
         for phase in figures["kl_phases"]:

@@ -2,7 +2,7 @@
 
 python -m tests.gpu_runs FOLDER START_MODEL REWARD_MODEL PAIRS   writes FOLDER/results/NAME.json when a run ends.
 
-The other tests keep their process to the CPU; `tests/scripts/test_gpu.py` starts this one beside it.
+All other tests run on the CPU. `tests/scripts/test_gpu.py` starts this module in a separate process.
 """
 
 from __future__ import annotations

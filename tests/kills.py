@@ -154,7 +154,7 @@ def best_is_whole(plain: Path, killed: Path, start: Path) -> bool:
 
 
 def differing(one: Path, other: Path) -> list[str]:
-    """Return one line per difference, to the bit, between two finished runs: weights, value head, optimizer, metrics."""
+    """Return one line per bit-exact difference between two finished runs: weights, optimizer state, metrics."""
     import torch
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""Models and tokenizers with random weights, made on the spot: tiny ones for tests, some families', and SmolLM2-135M's
+"""Makes models and tokenizers with random weights: tiny ones for tests, several model families, and SmolLM2-135M's
 exact shape.
 
 python -m tests.shapes smollm2 FOLDER
@@ -88,7 +88,7 @@ def llama_config(size: str, vocabulary: int) -> LlamaConfig:
 
 def make_start_model(folder: Path, size: str = "tiny", seed: int = 0) -> Path:
     """Save a causal LM and its tokenizer in `folder`, in the form of a hub download: pad = EOS."""
-    # for the real shape a tokenizer that compresses English about as the real one does: Python's own manual is at hand
+    # the real shape needs a tokenizer that compresses English about as well as the real one: it learns Python's manual
     tokenizer = smollm2_tokenizer() if size == "tiny" else smollm2_tokenizer(16_000, pydoc_data.topics.topics.values())
     torch.manual_seed(seed)
     LlamaForCausalLM(llama_config(size, len(tokenizer))).save_pretrained(folder)
@@ -221,8 +221,8 @@ def make_family(
 ) -> Path:
     """Save a start model of one family. `ends` are the tokens at which its generation_config stops, if not only EOS.
 
-    Norms and biases are random, too, so that none can be left out unseen; and the head has rows that no token of the
-    tokenizer has, as padded vocabularies do.
+    Norms and biases are random, too, so that a test fails if one is ignored. The head has more rows than the tokenizer
+    has tokens, as padded vocabularies do.
     """
     config = kind(vocab_size=len(tokenizer) + 5, **{**WIDTHS, **more})
     for name in ("bos", "eos", "pad"):

@@ -18,9 +18,8 @@ from rlhf.utils.errors import UserError, did_you_mean
 TRUE_WORDS = {"true", "yes", "on", "1"}
 FALSE_WORDS = {"false", "no", "off", "0"}
 UNSET_WORDS = {"none", "null", "auto", ""}
-LARGEST_COUNT = (
-    10**9
-)  # limit of whole numbers without a declared one: larger values are mistakes, and loops over them never end
+# limit of whole numbers without a declared one: larger values are mistakes, and loops over them never end
+LARGEST_COUNT = 10**9
 MOST_DIGITS = 30
 Layer = dict[str, tuple[Any, str]]  # name -> (value, the place where it was set)
 UNREADABLE = "(unreadable)"  # the only name in the layer of a file that cannot be read; its value is the error message

@@ -37,9 +37,8 @@ class CommandLine:
     prog: str
     description: str
     examples: tuple[tuple[str, str], ...] = ()  # (arguments, their effect), for --help
-    foreign: dict[str, str] = field(
-        default_factory=dict
-    )  # group of settings that the command does not use -> commands that use it
+    # group of settings that the command does not use -> commands that use it
+    foreign: dict[str, str] = field(default_factory=dict)
     recipes: tuple[str, ...] = ()  # values of --recipe; empty: the command has neither --recipe nor --config
 
     @property

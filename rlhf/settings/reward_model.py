@@ -101,18 +101,15 @@ class RewardModelConfig(Command):
     """All settings of `python -m reward_model.train`."""
 
     recipe: str = DEFAULT_RECIPE
-    user_file: Layer = field(
-        default_factory=dict, compare=False, repr=False
-    )  # settings in config.py, also if they are not used
+    user_file: Layer = field(default_factory=dict, compare=False, repr=False)  # settings in config.py, used or not
     data: RewardDataSettings = field(default_factory=RewardDataSettings)
     training: RewardTrainingSettings = field(default_factory=RewardTrainingSettings)
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
 
 
-SHARED = (
-    settings_of(RewardModelConfig).keys() & settings_of(Config).keys()
-)  # settings that the training of a policy has, too
+# settings that the training scripts have, too
+SHARED = settings_of(RewardModelConfig).keys() & settings_of(Config).keys()
 
 
 LINE = CommandLine(

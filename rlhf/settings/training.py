@@ -1,7 +1,7 @@
 """The settings of a training run, each with its unit, its range and its meaning. Imports no torch.
 
-A command's configuration is a frozen dataclass of groups; each field of a group is one setting, one YAML key and one
-flat flag.
+A command's configuration is a frozen dataclass of groups. The docstring of a group is its title in --help-all. Each
+field of a group is one setting, one YAML key and one flag.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ModelSettings:
     )
     allow_weak_reward_model: bool = setting(
         False,
-        "accept a reward model whose held-out accuracy is below 0.6 or below the length baseline",
+        "accept a reward model whose held-out accuracy is below 0.6, or below that of a choice by length alone",
     )
     use_lora: bool = setting(
         False,
@@ -504,9 +504,7 @@ class Config(Command):
 
     recipe: str = DEFAULT_RECIPE  # name of a shipped recipe, or the file of a user's recipe
     algorithm: str = "ppo"
-    user_file: Layer = field(
-        default_factory=dict, compare=False, repr=False
-    )  # settings in config.py, also if they are not used
+    user_file: Layer = field(default_factory=dict, compare=False, repr=False)  # settings in config.py, used or not
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)

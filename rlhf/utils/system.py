@@ -41,7 +41,7 @@ def keep_freed_memory() -> bool:
 def cap_gpu_memory() -> bool:
     """On Windows, limit torch to the GPU memory that is free now. Returns True if it did.
 
-    The Windows driver moves data that does not fit into the system's memory, and the run becomes many times slower
+    If the GPU memory is full, the Windows driver moves data to system memory, and the run becomes many times slower
     without an error. With the limit torch raises an out-of-memory error, which the run can handle. On other systems
     the driver raises it.
     """

@@ -1,4 +1,4 @@
-"""Side by side with stock TRL on the same work: start weights, prompts, lengths, passes, optimizer steps.
+"""Compares this project with stock TRL on the same start weights, prompts, lengths, epochs and optimizer steps.
 
 python benchmarks/against_trl.py --algorithm ppo --size smollm2 --pairs 5 --json against_trl.json
 """
@@ -12,11 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # a script's own folder is on the path, not the project
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds only the script's own folder
 
-from benchmarks.side import Side
 from benchmarks.work import (
     Work,
     add_flags,
@@ -27,14 +24,15 @@ from benchmarks.work import (
     parse_update,
     work_of,
 )
+from benchmarks.worker import Worker
 from rlhf.utils.errors import run_command
 from rlhf.utils.files import write_json
 
-SETTLE_S = 0.25  # some OpenMP libraries spin for 0.2 s before their threads sleep: the other side would feel it
+SETTLE_S = 0.25  # some OpenMP threads spin for 0.2 s before they sleep, which would slow down the other worker
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)  # before torch is imported: --help and mistakes are answered at once
+    arguments = parse(argv)  # before importing torch, so that --help and errors are fast
     device = choose_device(arguments.device)
     from benchmarks.comparison import compare, show
     from rlhf.utils.console import Screen, quiet_libraries
@@ -50,33 +48,37 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="One update of ours against one of stock TRL, in turn.")
+    parser = argparse.ArgumentParser(
+        description="Alternate updates of this project and of stock TRL, and compare them."
+    )
     add_flags(parser)
     add_update_flags(parser, ppo_epochs=4)
-    parser.add_argument("--pairs", type=at_least(1), default=5, help="pairs of updates that count (5)")
+    parser.add_argument(
+        "--pairs", type=at_least(1), default=5, help="measured pairs of updates, after a warm-up pair (5)"
+    )
     return parse_update(parser, argv)
 
 
 def measure(work: Work, screen) -> tuple[dict[str, dict], list[dict[str, dict]]]:
-    """What each side says of itself, and its updates in pairs, without the warm-up."""
+    """Return the facts of each implementation, and the pairs of updates without the warm-up."""
     from benchmarks.machine import busy
 
     work_file = work.write(Path(work.folder, "work.json"))
-    with screen, Side("ours", work_file) as ours, Side("stock", work_file) as stock:
-        make_models(work)  # while they import
-        facts = {side.name: side.go() for side in (ours, stock)}
-        facts["ours"]["machine"]["busy_before_percent"] = busy()  # by others: both sides stand
+    with screen, Worker("ours", work_file) as ours, Worker("stock", work_file) as stock:
+        make_models(work)  # while the workers import
+        facts = {worker.name: worker.go() for worker in (ours, stock)}
+        facts["ours"]["machine"]["busy_before_percent"] = busy()  # by other programs: both workers wait
         pairs = list(alternate([ours, stock], work.updates, screen))
     return facts, pairs[1:]
 
 
-def alternate(sides: list[Side], updates: int, screen) -> Iterator[dict[str, dict]]:
-    """An update of each side, by turns; who begins a pair changes."""
+def alternate(workers: list[Worker], updates: int, screen) -> Iterator[dict[str, dict]]:
+    """Yield the measurements of one update per worker, by worker name. The order alternates from pair to pair."""
     for number in range(updates):
         pair = {}
-        for side in sides if number % 2 else reversed(sides):
+        for worker in workers if number % 2 else reversed(workers):
             time.sleep(SETTLE_S)
-            pair[side.name] = side.go()
+            pair[worker.name] = worker.go()
         spent = ", ".join(f"{name} {timing['seconds']:.2f} s" for name, timing in pair.items())
         name = f"pair {number}/{updates - 1}" if number else "warm-up"
         screen.progress(f"{name}: {spent}", last=number == updates - 1)

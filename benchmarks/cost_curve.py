@@ -1,4 +1,4 @@
-"""What a reply token costs as the batch doubles, and as the replies' length does: ours alone.
+"""Measures the time per completion token as the batch size or the completion length doubles, without stock TRL.
 
 python benchmarks/cost_curve.py --size smollm2 --device cuda --json cost_curve.json --picture cost_curve.png
 """
@@ -15,23 +15,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # a script's own folder is on the path, not the project
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds only the script's own folder
 
 from benchmarks.work import Work, add_flags, at_least, choose_device, make_models, work_of
 from rlhf.utils.errors import run_command
 from rlhf.utils.files import write_json
 
-LIMIT = 1.20  # a doubling may cost this much more per token, at most
+LIMIT = 1.20  # highest accepted ratio of the time per token to that of half the size
 SHORTEST = 16  # tokens
 LARGEST = {"cpu": (64, 512), "cuda": (256, 1024)}  # batch, length
-KNOBS = {"batch": "batch_size", "length": "reply_length"}
-UNITS = {"batch": "prompts per update", "length": "tokens per reply"}
+SETTINGS = {"batch": "batch_size", "length": "reply_length"}
+UNITS = {"batch": "prompts per update", "length": "tokens per completion"}
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)  # before torch is imported: --help and mistakes are answered at once
+    arguments = parse(argv)  # before importing torch, so that --help and errors are fast
     device = choose_device(arguments.device)
     from rlhf.utils.console import Screen, quiet_libraries
 
@@ -51,20 +49,26 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Seconds per reply token over the batch and over the reply's length.")
+    parser = argparse.ArgumentParser(
+        description="Measure the time per completion token over the batch size and over the completion length."
+    )
     add_flags(parser)
-    parser.add_argument("--batch-size", type=at_least(1), default=8, help="prompts, as the length doubles (8)")
-    parser.add_argument("--reply-length", type=at_least(2), default=64, help="tokens, as the batch doubles (64)")
-    parser.add_argument("--ppo-epochs", type=at_least(1), default=1, help="passes over a rollout (1)")
-    parser.add_argument("--max-batch", type=at_least(1), help="largest batch (cpu 64, cuda 256)")
-    parser.add_argument("--max-length", type=at_least(1), help="longest reply (cpu 512, cuda 1024)")
-    parser.add_argument("--repeats", type=at_least(1), default=3, help="updates at each point, after a warm-up (3)")
-    parser.add_argument("--picture", type=Path, help="PNG file of the two curves")
+    parser.add_argument(
+        "--batch-size", type=at_least(1), default=8, help="prompts per update while the length doubles (8)"
+    )
+    parser.add_argument(
+        "--reply-length", type=at_least(2), default=64, help="completion tokens while the batch size doubles (64)"
+    )
+    parser.add_argument("--ppo-epochs", type=at_least(1), default=1, help="epochs over each rollout (1)")
+    parser.add_argument("--max-batch", type=at_least(1), help="largest batch size (CPU 64, CUDA 256)")
+    parser.add_argument("--max-length", type=at_least(1), help="longest completion, in tokens (CPU 512, CUDA 1024)")
+    parser.add_argument("--repeats", type=at_least(1), default=3, help="updates per size, after a warm-up (3)")
+    parser.add_argument("--picture", type=Path, help="PNG file for the two curves")
     return parser.parse_args(argv)
 
 
 def sizes(arguments: argparse.Namespace, device: str) -> dict[str, list[int]]:
-    """The batches and the lengths to measure."""
+    """Return the batch sizes and completion lengths to measure."""
     batch, length = LARGEST[device]
     return {
         "batch": doublings(1, arguments.max_batch or batch),
@@ -73,7 +77,7 @@ def sizes(arguments: argparse.Namespace, device: str) -> dict[str, list[int]]:
 
 
 def doublings(first: int, last: int) -> list[int]:
-    """`first`, twice as many, and so on, up to `last`."""
+    """Return `first`, 2 x `first`, 4 x `first`, ... up to `last`."""
     return [first * 2**n for n in range((last // first).bit_length())] or [first]
 
 
@@ -81,7 +85,7 @@ def doublings(first: int, last: int) -> list[int]:
 
 
 def measure(work: Work, points: dict[str, list[int]], screen) -> dict[str, Any]:
-    """Both curves, with what was run where."""
+    """Return both curves with settings, versions and machine."""
     import torch
 
     from benchmarks.machine import busy, machine
@@ -90,7 +94,7 @@ def measure(work: Work, points: dict[str, list[int]], screen) -> dict[str, Any]:
     if work.threads is not None:
         torch.set_num_threads(work.threads)
     facts = {**environment(), "machine": {**machine(work.device), "busy_before_percent": busy()}}
-    curves = {over: curve(work, over, points[over], screen) for over in KNOBS}
+    curves = {over: curve(work, over, points[over], screen) for over in SETTINGS}
     return {
         **facts,
         "settings": work.settings,
@@ -102,24 +106,24 @@ def measure(work: Work, points: dict[str, list[int]], screen) -> dict[str, Any]:
 
 
 def curve(work: Work, over: str, sizes: Sequence[int], screen) -> list[dict[str, Any]]:
-    """A point for each size, with the cost of a token over that at the size before."""
+    """Return one point per size, with the ratio of its time per token to that of the previous size."""
     points: list[dict[str, Any]] = []
     for size in sizes:
         screen.progress(f"{over} {size}", last=size == sizes[-1])
-        found = point(replace(work, **{KNOBS[over]: size}))
+        found = point(replace(work, **{SETTINGS[over]: size}))
         ratio = found["seconds_per_token"] / points[-1]["seconds_per_token"] if points else None
         points.append({"size": size, **found, "ratio": ratio})
     return points
 
 
 def point(work: Work) -> dict[str, Any]:
-    """Medians over the updates after the first."""
+    """Return the medians over all updates except the first."""
     from benchmarks import ours
 
     trainer = ours.build(work)
     timings = [ours.measured_update(trainer, update, work.device) for update in range(1, work.updates + 1)][1:]
     del trainer
-    gc.collect()  # a trainer and its callbacks refer to each other
+    gc.collect()  # the trainer and its callbacks form a reference cycle
     return {
         "seconds": median(t["seconds"] for t in timings),
         "reply_tokens": median(t["reply_tokens"] for t in timings),
@@ -128,11 +132,11 @@ def point(work: Work) -> dict[str, Any]:
     }
 
 
-# --- for people ------------------------------------------------------------------------------------------------------
+# --- console and picture ---------------------------------------------------------------------------------------------
 
 
 def show(found: dict[str, Any], screen) -> None:
-    """A table for each curve, and below them what was run where."""
+    """Print one table per curve, then the machine."""
     from benchmarks.machine import BUSY, busy_line, machine_line
 
     for over, points in found["curves"].items():
@@ -140,27 +144,29 @@ def show(found: dict[str, Any], screen) -> None:
             [f"{p['size']:,}", f"{p['seconds']:.3f}", f"{p['seconds_per_token'] * 1e3:.3f}", ratio_text(p["ratio"])]
             for p in points
         ]
-        columns = [UNITS[over], "s per update", "ms per reply token", f"of the one before (at most {LIMIT:.2f})"]
+        columns = [UNITS[over], "s per update", "ms per completion token", f"ratio to previous (limit {LIMIT:.2f})"]
         screen.table(title(found, over), columns, rows, lines=False)
-    found_out = "no doubling costs" if found["within"] else "a doubling costs"
-    screen.say(f"{found_out} more than {LIMIT - 1:.0%} more per reply token")
+    doubling = "no doubling" if found["within"] else "at least one doubling"
+    screen.say(f"{doubling} increases the time per completion token by more than {LIMIT - 1:.0%}")
     screen.facts([("machine", machine_line(found["machine"])), ("torch", found["versions"]["torch"])])
     if found["machine"]["busy_before_percent"] > BUSY:
         screen.say(busy_line(found["machine"]))
 
 
 def ratio_text(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}" + ("" if ratio <= LIMIT else "  over")
+    return "" if ratio is None else f"{ratio:.2f}" + ("" if ratio <= LIMIT else "  over the limit")
 
 
 def title(found: dict[str, Any], over: str) -> str:
     s = found["settings"]
-    fixed = f"{s['reply_length']} tokens per reply" if over == "batch" else f"{s['batch_size']} prompts per update"
+    fixed = (
+        f"{s['reply_length']} tokens per completion" if over == "batch" else f"{s['batch_size']} prompts per update"
+    )
     return f"{s['algorithm'].upper()}, {s['size']}, {s['device']}, {s['dtype']}, {fixed}"
 
 
 def draw(found: dict[str, Any]):
-    """Milliseconds per reply token over the batch and over the length, both axes in doublings."""
+    """Return a figure of the milliseconds per completion token over the batch size and over the length."""
     from rlhf.reports.plot_style import colour_of, marker_of, new_figure, style
 
     algorithm = found["settings"]["algorithm"]
@@ -174,7 +180,7 @@ def draw(found: dict[str, Any]):
             axes.set_ylim(bottom=0)
             axes.set_xlabel(UNITS[over])
             axes.set_title(title(found, over), fontsize=11)
-        figure.supylabel("milliseconds per reply token", fontsize=12)
+        figure.supylabel("milliseconds per completion token", fontsize=12)
     return figure
 
 

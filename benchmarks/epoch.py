@@ -1,8 +1,8 @@
-"""How long an epoch takes, and how much memory: some of its updates measured, the rest extrapolated.
+"""Estimates time and memory of one epoch: measures some of its updates and extrapolates.
 
 python benchmarks/epoch.py --device cuda --dtype bfloat16 --rollout-batch 64 --stock --json epoch.json
 
-Prompts are of unlike lengths; replies all run to the maximum, so an epoch of a policy whose replies end is shorter.
+Prompts have different lengths. All completions have the maximum length; with shorter completions an epoch is faster.
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # a script's own folder is on the path, not the project
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds only the script's own folder
 
 from benchmarks.against_trl import alternate
-from benchmarks.side import Side
 from benchmarks.techniques import spread
 from benchmarks.work import Work, add_flags, at_least, choose_device, make_models, prompt_lengths, work_of
+from benchmarks.worker import Worker
 from rlhf.utils.errors import RunError, UserError, run_command
 from rlhf.utils.files import write_json
 
-MINIBATCH = 4  # prompts per optimizer step: the default recipe's, whatever the rollout's size
+MINIBATCH = 4  # prompts per optimizer step, as in the default recipe, for every rollout size
 PARTS = ("rollout", "score", "update")
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)  # before torch is imported: --help and mistakes are answered at once
+    arguments = parse(argv)  # before importing torch, so that --help and errors are fast
     device = choose_device(arguments.device)
     from rlhf.utils.console import Screen, quiet_libraries
 
@@ -51,27 +49,29 @@ def main(argv: list[str] | None = None) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Time and memory of an epoch, from some of its updates.",
-        conflict_handler="resolve",  # other defaults than the other benchmarks'
+        description="Estimate time and memory of one epoch from some of its updates.",
+        conflict_handler="resolve",  # some defaults differ from the other benchmarks'
     )
     add_flags(parser)
     parser.set_defaults(size="smollm2")
-    parser.add_argument("--prompts", type=at_least(1), default=10_000, help="of the epoch (10000)")
+    parser.add_argument("--prompts", type=at_least(1), default=10_000, help="prompts in the epoch (10000)")
     parser.add_argument("--rollout-batch", type=at_least(1), default=4, help="prompts per update (4)")
-    parser.add_argument("--prompt-length", type=at_least(2), default=256, help="of the longest prompt, tokens (256)")
-    parser.add_argument("--reply-length", type=at_least(2), default=128, help="of every reply, tokens (128)")
-    parser.add_argument("--ppo-epochs", type=at_least(1), default=4, help="passes over a rollout (4)")
-    parser.add_argument("--updates", type=at_least(1), default=10, help="updates measured, after a warm-up (10)")
-    parser.add_argument("--lora", action="store_true", help="ours with adapters; TRL trains all weights")
-    parser.add_argument("--stock", action="store_true", help="stock TRL on the same work, too, by turns")
+    parser.add_argument("--prompt-length", type=at_least(2), default=256, help="longest prompt, in tokens (256)")
+    parser.add_argument(
+        "--reply-length", type=at_least(2), default=128, help="length of every completion, in tokens (128)"
+    )
+    parser.add_argument("--ppo-epochs", type=at_least(1), default=4, help="epochs over each rollout (4)")
+    parser.add_argument("--updates", type=at_least(1), default=10, help="measured updates, after a warm-up (10)")
+    parser.add_argument("--lora", action="store_true", help="train LoRA adapters; TRL trains all weights")
+    parser.add_argument("--stock", action="store_true", help="also measure stock TRL on the same work")
     arguments = parser.parse_args(argv)
     batch = arguments.rollout_batch
     if batch > MINIBATCH and batch % MINIBATCH:
-        raise UserError(f"not a multiple of {MINIBATCH}, a minibatch's prompts: --rollout-batch {batch}")
-    if arguments.stock and arguments.algorithm == "grpo" and batch > MINIBATCH:
         raise UserError(
-            f"TRL's GRPO has no minibatches: --rollout-batch {batch}. Leave --stock out, or say {MINIBATCH}"
+            f"not a multiple of the minibatch size {MINIBATCH}: --rollout-batch {batch}. Use a multiple of {MINIBATCH}"
         )
+    if arguments.stock and arguments.algorithm == "grpo" and batch > MINIBATCH:
+        raise UserError(f"TRL's GRPO has no minibatches: --rollout-batch {batch}. Remove --stock, or use {MINIBATCH}")
     return arguments
 
 
@@ -79,32 +79,38 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def measure(work: Work, stock: bool, screen) -> tuple[dict[str, dict], list[dict[str, dict]]]:
-    """What each side says of itself, and all its updates, the warm-up among them."""
+    """Return the facts of each implementation, and all its updates including the warm-up."""
     from contextlib import ExitStack
 
     from benchmarks.machine import busy
 
     work_file = work.write(Path(work.folder, "work.json"))
     with screen, ExitStack() as stack:
-        sides = [stack.enter_context(Side(name, work_file)) for name in ("ours", "stock")[: 1 + stock]]
-        make_models(work)  # while they import
-        facts = {side.name: side.go() for side in sides}
-        facts["ours"]["machine"]["busy_before_percent"] = busy()  # by others: all sides stand
-        return facts, list(alternate(sides, work.updates, screen))
+        workers = [stack.enter_context(Worker(name, work_file)) for name in ("ours", "stock")[: 1 + stock]]
+        make_models(work)  # while the workers import
+        facts = {worker.name: worker.go() for worker in workers}
+        facts["ours"]["machine"]["busy_before_percent"] = busy()  # by other programs: all workers wait
+        return facts, list(alternate(workers, work.updates, screen))
 
 
 def summarize_epoch(
     work: Work, prompts: int, facts: dict[str, dict], timings: list[dict[str, dict]]
 ) -> dict[str, Any]:
-    """The figures of all sides, and what they make of an epoch. Raises RunError where the sides did unlike work."""
+    """Return the results of all implementations and the estimate of an epoch.
+
+    Raises RunError if the implementations did different work.
+    """
     from rlhf.checkpoints.run_record import environment
 
     names, whole = list(facts), -(-prompts // work.batch_size)
     tokens = {name: reply_tokens(work, name, timings) for name in names}
     steps = {name: timings[-1][name]["optimizer_steps"] for name in names}
     if len(set(tokens.values())) > 1 or len(set(steps.values())) > 1:
-        raise RunError(f"unlike work, so nothing is compared: reply tokens {tokens}, optimizer steps {steps}")
-    sides = {n: side_of_epoch(work, [t[n] for t in timings[1:]], tokens[n] / work.updates, whole) for n in names}
+        raise RunError(
+            f"the implementations did different work: completion tokens {tokens}, optimizer steps {steps}. This is a "
+            "bug, please report it"
+        )
+    sides = {n: epoch_estimate([t[n] for t in timings[1:]], tokens[n] / work.updates, whole) for n in names}
     settings = {name: value for name, value in work.settings.items() if name not in ("updates", "load_in_4bit")}
     found = {
         **environment(),
@@ -112,7 +118,7 @@ def summarize_epoch(
         "machine": facts["ours"]["machine"],
         "mixed_precision": {name: facts[name]["mixed_precision"] for name in names},
         "updates": {"measured": work.updates - 1, "of_the_epoch": whole},
-        "said": f"measured {work.updates - 1} updates of {whole:,}; the rest is extrapolated",
+        "said": f"measured {work.updates - 1} of {whole:,} updates; the rest is extrapolated",
         "reply_tokens": tokens,
         "optimizer_steps": steps,
         "sides": sides,
@@ -124,8 +130,11 @@ def summarize_epoch(
 
 
 def reply_tokens(work: Work, name: str, timings: Sequence[dict[str, dict]]) -> int:
-    """Of all updates. TRL's side takes every prompt for one of `prompt_length` tokens: over the run, which reads each
-    prompt once (a group's once for each reply), that is set right."""
+    """Return the completion tokens of all updates.
+
+    The worker of TRL subtracts `prompt_length` tokens for every prompt. This function corrects that to the real prompt
+    lengths: over all updates each prompt is read once per completion.
+    """
     counted = sum(t[name]["reply_tokens"] for t in timings)
     if name == "ours":
         return counted
@@ -133,8 +142,8 @@ def reply_tokens(work: Work, name: str, timings: Sequence[dict[str, dict]]) -> i
     return counted + work.updates * work.episodes * work.prompt_length - real
 
 
-def side_of_epoch(work: Work, timings: Sequence[dict[str, Any]], tokens: float, whole: int) -> dict[str, Any]:
-    """One side's counted updates, of `tokens` reply tokens each, and the epoch of `whole` such updates."""
+def epoch_estimate(timings: Sequence[dict[str, Any]], tokens: float, whole: int) -> dict[str, Any]:
+    """Return times per update (`tokens` completion tokens each) and per epoch (`whole` updates), and the memory."""
     seconds = spread([t["seconds"] for t in timings])
     found = {
         "seconds_per_update": seconds,
@@ -148,35 +157,35 @@ def side_of_epoch(work: Work, timings: Sequence[dict[str, Any]], tokens: float, 
 
 
 def notes(work: Work, facts: dict[str, dict]) -> list[str]:
-    """What a reader must know of the figures."""
-    from benchmarks.comparison import notes as of_comparisons
+    """Return the conditions of the measurement, one sentence each."""
+    from benchmarks.comparison import notes as comparison_notes
 
     lines = [
-        "the first update is a warm-up and not counted; loading, evaluations and saving are not in it",
-        "prompts are of random ids and unlike lengths, "
-        f"{sum(prompt_lengths(work)) / work.updates / work.batch_size:.0f} tokens in the mean; all replies run to "
-        "their maximum",
-        f"an optimizer step is on {min(work.batch_size, MINIBATCH)} prompts whatever the rollout's size",
+        "the first update is a warm-up and is excluded; loading, evaluation and saving are excluded, too",
+        "prompts have random ids and different lengths, "
+        f"{sum(prompt_lengths(work)) / work.updates / work.batch_size:.0f} tokens on average; all completions have "
+        "the maximum length",
+        f"each optimizer step uses {min(work.batch_size, MINIBATCH)} prompts, independent of the rollout's size",
     ]
-    return lines + (of_comparisons(work, facts)[1:] if "stock" in facts else [])
+    return lines + (comparison_notes(work, facts)[1:] if "stock" in facts else [])
 
 
-# --- for people ------------------------------------------------------------------------------------------------------
+# --- console ---------------------------------------------------------------------------------------------------------
 
 
 def show(found: dict[str, Any], screen) -> None:
-    """The table, and below it what was run where."""
+    """Print the table, and below it the settings, versions and machine."""
     from benchmarks.machine import BUSY, busy_line, machine_line
 
     settings, versions, sides = found["settings"], found["versions"], found["sides"]
-    title = f"an epoch of {settings['prompts']:,} prompts, {settings['algorithm'].upper()}, {settings['size']}, "
+    title = f"one epoch of {settings['prompts']:,} prompts, {settings['algorithm'].upper()}, {settings['size']}, "
     title += f"{settings['device']}, {settings['dtype']}, {settings['batch_size']} prompts per update"
     names = {"ours": "ours", "stock": "TRL"}
     screen.table(title, ["", *(names[name] for name in sides)], rows(sides), lines=False)
     screen.say(found["said"])
     ratio = found.get("ratio")
     if ratio:
-        screen.say(f"TRL's time over ours: {ratio['median']:.2f} ({ratio['lowest']:.2f} to {ratio['highest']:.2f})")
+        screen.say(f"TRL's time / ours: {ratio['median']:.2f} ({ratio['lowest']:.2f} to {ratio['highest']:.2f})")
     screen.facts(
         [
             ("settings", ", ".join(f"{name} {value}" for name, value in settings.items())),
@@ -200,7 +209,7 @@ def rows(sides: dict[str, dict[str, Any]]) -> list[list[str]]:
         line("  lowest to highest", lambda s: between(s["seconds_per_update"], 3)),
         line("minutes per epoch, extrapolated", lambda s: f"{s['minutes_per_epoch']['median']:.1f}"),
         line("  lowest to highest", lambda s: between(s["minutes_per_epoch"], 1)),
-        line("reply tokens per second", lambda s: f"{s['reply_tokens_per_s']:,.0f}"),
+        line("completion tokens per second", lambda s: f"{s['reply_tokens_per_s']:,.0f}"),
         *(line(f"  share of {part}", lambda s, part=part: share(s, part)) for part in PARTS),
         line("peak memory", lambda s: gib(s["memory"]["peak"])),
         line("  above the imports", lambda s: gib(s["memory"]["above_imports"])),

@@ -1,4 +1,4 @@
-"""Commands of the project as sections of `benchmarks/on_gpu.py` run them, and stand-ins for the hub's models."""
+"""Runs the project's commands for sections of `benchmarks/on_gpu.py`, and makes stand-ins for the hub's models."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from pathlib import Path
 
 from benchmarks.gpu_measures import make_shared_models, work_for
 from benchmarks.gpu_section import OutOfTime, Section
-from benchmarks.side import ROOT
 from benchmarks.work import letter, random_rows
+from benchmarks.worker import ROOT
 from rlhf.utils.system import WINDOWS, stop_signals
 
-NEW_GROUP = subprocess.CREATE_NEW_PROCESS_GROUP if WINDOWS else 0  # else Ctrl-Break would reach this process, too
-TO_STOP = 12.0  # seconds before a section's end: a run that is asked to stop ends its update and saves
-PROMPTS, LONGEST = 200, 64  # of the stand-in's prompts file: rows, and tokens of each
+NEW_GROUP = subprocess.CREATE_NEW_PROCESS_GROUP if WINDOWS else 0  # otherwise Ctrl-Break would also reach this process
+TO_STOP = 12.0  # seconds before a section's end, for a run to finish its update and save
+PROMPTS, LONGEST = 200, 64  # the stand-in prompts file: rows, and tokens per row
 
 
 @dataclass
 class Command:
-    """A command of the project in a separate process, its output in a file."""
+    """A command of the project in a separate process. Its output is written to a file."""
 
     process: subprocess.Popen
     log: Path
 
     @classmethod
     def start(cls, words: Sequence[object], folder: Path, threads: int | None = None, **environment: str) -> Command:
-        """`words` are Python's arguments: a script's name and its flags. `folder` becomes the working folder."""
+        """Start a script with flags (`words`) in the working folder `folder`."""
         script, *flags = map(str, words)
         log = folder / f"{len(list(folder.glob('*.log'))):02d}_{Path(script).stem}.log"
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -48,18 +48,18 @@ class Command:
         return cls(process, log)
 
     def wait(self, seconds: float) -> int | None:
-        """The exit status; None if the command still runs after so many seconds."""
+        """Return the exit status, or None if the command still runs after `seconds`."""
         try:
             return self.process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
             return None
 
     def stop(self) -> None:
-        """Ask the command to stop: a training run ends its update and saves."""
+        """Send the stop signal: a training run finishes its update and saves."""
         self.process.send_signal(stop_signals()[-1])
 
     def end(self) -> None:
-        """End the command by force, if it still runs."""
+        """Kill the command if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -72,7 +72,7 @@ class Command:
 
 
 def run(section: Section, words: Sequence[object], folder: Path, **environment: str) -> Command:
-    """A command that must end within the section's time. Raises OutOfTime, or RuntimeError with its last lines."""
+    """Run a command to its end. Raises OutOfTime after the section's time, RuntimeError if the command fails."""
     command = Command.start(words, folder, **environment)
     status = command.wait(section.left - TO_STOP)
     command.end()
@@ -84,7 +84,7 @@ def run(section: Section, words: Sequence[object], folder: Path, **environment: 
 
 
 def stand_ins(section: Section, folder: Path) -> list[object]:
-    """Flags that put models of random weights and prompts of random tokens in the places of the hub's."""
+    """Make models with random weights and prompts with random tokens. Return the flags that select them."""
     work = work_for(section)
     make_shared_models(work)
     vocabulary = json.loads((work.policy / "config.json").read_text(encoding="utf-8"))["vocab_size"]

@@ -1,4 +1,4 @@
-"""Sections of `benchmarks/on_gpu.py` that measure the library: self-test, decoding, updates, memory, epochs."""
+"""Sections of `benchmarks/on_gpu.py` that call the library: self-test, decoding, updates, memory, epochs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from benchmarks.epoch import summarize_epoch
 from benchmarks.gpu_section import OUT_OF_TIME, OutOfTime, Section
 from benchmarks.machine import busy, gib, seconds
 from benchmarks.memory import estimate
-from benchmarks.side import ROOT, Side
 from benchmarks.work import (
     EOS,
     PAD,
@@ -30,6 +29,7 @@ from benchmarks.work import (
     random_prompts,
     rule_out_special,
 )
+from benchmarks.worker import ROOT, Worker
 from rlhf.models.device import autocast
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
@@ -39,12 +39,12 @@ from rlhf.utils.errors import RLHFWarning
 
 ENGINES = ("plain", "slots", "graph")
 SLOTS = (64, 128, 256, 512, 1024)
-REPEATS = 3  # of a decoding, if there is time
-EPOCH = 10_000  # prompts
-PRECISION = {"no": "float32", "bf16": "bfloat16"}  # of the forward pass, by accelerate's name; TRL's PPO ignores bf16
-OFTEN = 5  # updates between two records of a whole epoch
-UPDATES = 10  # measured for an extrapolated epoch
-# the work of an update by algorithm: TRL's GRPO has no minibatches
+REPEATS = 3  # measurements of each decoding, if there is time
+EPOCH = 10_000  # prompts per epoch
+PRECISION = {"no": "float32", "bf16": "bfloat16"}  # accelerate's name of the precision -> dtype of the forward pass
+RECORD_EVERY = 5  # updates of a whole epoch
+UPDATES = 10  # measured updates for an extrapolated epoch
+# work per update; TRL's GRPO has no minibatches
 UPDATE = {"ppo": {"batch_size": 8, "minibatches": 2}, "grpo": {"batch_size": 4, "K": 6}}
 LENGTHS = {"smollm2": {"prompt_length": 128, "reply_length": 64}, "tiny": {"prompt_length": 16, "reply_length": 16}}
 WHOLE_EPOCH = {"ppo": {"batch_size": 64, "minibatches": 16}, "grpo": {"batch_size": 16, "minibatches": 4, "K": 6}}
@@ -52,17 +52,17 @@ MEMORY = {"full": {}, "LoRA": {"lora": True}, "4-bit LoRA": {"lora": True, "load
 
 
 def work_for(section: Section, **more) -> Work:
-    """Work of this section's size and device, with models in the folder that all sections share."""
+    """Return Work with this section's size and device, and with models in the folder that all sections share."""
     lengths, at = LENGTHS[section.plan.size], {"device": section.device, "dtype": section.dtype}
     return Work(section.plan.models, size=section.plan.size, **at, **lengths, **more)
 
 
 def make_shared_models(work: Work) -> None:
-    """The work's models, unless an earlier section made them."""
+    """Make the work's models unless an earlier section made them."""
     made = Path(work.folder, "made")
     if not made.exists():
         make_models(work)
-        made.touch()  # last: a section that was stopped before it leaves nothing to trust
+        made.touch()  # last, so that models of an interrupted section are not used
 
 
 # --- self-test -------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class Outcomes:
             self.section.error(report.nodeid, last_line(report.longreprtext))
         if report.skipped:
             self.reasons.add(report.longrepr[2])
-        self.tell()
+        self.record()
 
     def pytest_runtest_logfinish(self) -> None:
         import pytest
@@ -96,7 +96,7 @@ class Outcomes:
         if self.section.left <= 0:
             pytest.exit(OUT_OF_TIME, returncode=0)
 
-    def tell(self) -> None:
+    def record(self) -> None:
         counts = {name: list(self.ended.values()).count(name) for name in ("passed", "failed", "skipped")}
         counts["not run"] = self.selected - len(self.ended)
         note = "; ".join([", ".join(f"{count} {name}" for name, count in counts.items()), *self.reasons])
@@ -104,7 +104,7 @@ class Outcomes:
 
 
 def last_line(text: str) -> str:
-    """The line of a pytest report that names the error."""
+    """Return the line with the error from a pytest report."""
     errors = [line for line in text.splitlines() if line.startswith("E ")]
     return (errors or text.splitlines() or [""])[0].removeprefix("E ").strip()
 
@@ -122,9 +122,9 @@ def self_test(section: Section) -> None:
 
 
 def decoding(section: Section) -> None:
-    """Reply tokens per second of each engine. All replies have their full length, one per slot.
+    """Measure completion tokens per second of each engine. Each slot generates one completion of the full length.
 
-    The time includes the pass over the prompts and, for the graph, its capture.
+    The time includes the prefill and, for `graph`, the capture of the CUDA graph.
     """
     work = Work("", size=section.plan.size, **LENGTHS[section.plan.size])
     device = torch.device(section.device)
@@ -145,23 +145,23 @@ def decode(section: Section, name: str, policy: LlamaForCausalLM, work: Work, sl
 
     def sample(length: int) -> tuple[int, float]:
         sampling = SamplingSettings(length, TEMPERATURE)
-        begun = seconds(device.type)
+        start = seconds(device.type)
         with warnings.catch_warnings(), autocast(device, torch.bfloat16 if section.on_gpu else None):
-            warnings.simplefilter("error", RLHFWarning)  # else a graph that cannot be captured is measured as slots
+            warnings.simplefilter("error", RLHFWarning)  # otherwise a failed capture would measure the engine "slots"
             completions = sample_completions(
                 policy, prompts, noise[:, :length], sampling,
                 eos=EOS, pad=PAD, device=device, engine=engine, slots=slots,
             )  # fmt: skip
         tokens = sum(completions.lengths.tolist())
-        return tokens, seconds(device.type) - begun
+        return tokens, seconds(device.type) - start
 
-    sample(4)  # kernels are chosen, memory is claimed
+    sample(4)  # warm-up: selects kernels, allocates memory
     rates = []
     while len(rates) < REPEATS and (not rates or section.left > work.reply_length * slots / rates[-1]):
         tokens, spent = sample(work.reply_length)
         rates.append(tokens / spent)
-    lengths = f"{work.prompt_length} prompt and {work.reply_length} reply tokens"
-    note = f"median of {len(rates)}, with the pass over the prompts, {lengths}, {section.dtype}"
+    lengths = f"{work.prompt_length} prompt and {work.reply_length} completion tokens"
+    note = f"median of {len(rates)}, including prefill, {lengths}, {section.dtype}"
     section.figure(name, median(rates), "tokens/s", note, all=rates)
 
 
@@ -169,39 +169,39 @@ def decode(section: Section, name: str, policy: LlamaForCausalLM, work: Work, sl
 
 
 def update(section: Section) -> None:
-    """Updates of ours and of TRL's in turn, PPO and then GRPO. The processes of all sides import at the same time."""
+    """Alternate updates of this project and of stock TRL: PPO, then GRPO. All workers import at the same time."""
     works = {
         algorithm: work_for(section, algorithm=algorithm, updates=1 + UPDATES, **more)
         for algorithm, more in UPDATE.items()
     }
     with ExitStack() as stack:
-        sides = {}
+        workers = {}
         for algorithm, work in works.items():
-            work_file = work.write(section.folder(f"sides/{algorithm}") / "work.json")
-            sides[algorithm] = [stack.enter_context(Side(name, work_file)) for name in ("ours", "stock")]
-        make_shared_models(works["ppo"])  # while they import
+            work_file = work.write(section.folder(f"workers/{algorithm}") / "work.json")
+            workers[algorithm] = [stack.enter_context(Worker(name, work_file)) for name in ("ours", "stock")]
+        make_shared_models(works["ppo"])  # while the workers import
         for number, (algorithm, work) in enumerate(works.items()):
             until = time.monotonic() + section.left / (len(works) - number)
-            name = f"{algorithm.upper()}, an update"
-            section.attempt(name, partial(alternate_until, section, work, sides[algorithm], until))
+            name = f"{algorithm.upper()}, one update"
+            section.attempt(name, partial(alternate_until, section, work, workers[algorithm], until))
 
 
-def alternate_until(section: Section, work: Work, sides: list[Side], until: float) -> None:
-    """Measure a warm-up and `UPDATES` pairs of updates, or as many as there are until an instant."""
+def alternate_until(section: Section, work: Work, workers: list[Worker], until: float) -> None:
+    """Measure a warm-up and `UPDATES` pairs of updates. Stop earlier when the clock reaches `until`."""
     timings: list[dict[str, dict]] = []
     try:
-        facts = {side.name: side.go() for side in sides}
+        facts = {worker.name: worker.go() for worker in workers}
         facts["ours"]["machine"]["busy_before_percent"] = busy()
-        for pair in alternate(sides, work.updates, Screen()):
+        for pair in alternate(workers, work.updates, Screen()):
             timings.append(pair)
             if len(timings) > 1:
                 record_pairs(section, replace(work, updates=len(timings)), facts, timings)
-            if time.monotonic() + sum(side["seconds"] for side in pair.values()) > until:
+            if time.monotonic() + sum(update["seconds"] for update in pair.values()) > until:
                 break
     finally:
-        for side in sides:  # the next algorithm needs their memory
-            side.process.kill()
-            side.process.wait()
+        for worker in workers:  # the next algorithm needs their memory
+            worker.process.kill()
+            worker.process.wait()
     if len(timings) < 2:
         raise OutOfTime
 
@@ -210,23 +210,23 @@ def record_pairs(section: Section, work: Work, facts: dict[str, dict], timings: 
     found, title = summarize_epoch(work, EPOCH, facts, timings), work.algorithm.upper()
     episodes = f"{work.episodes} episodes, {work.ppo_epochs * work.minibatches} optimizer steps"
     names = {"ours": "ours", "stock": "stock TRL"}
-    of = "of torch's tensors" if section.on_gpu else "of the process"
-    for side, figures in found["sides"].items():
-        spread, forward = figures["seconds_per_update"], PRECISION[found["mixed_precision"][side]]
+    kind = "CUDA tensors" if section.on_gpu else "process"
+    for name, figures in found["sides"].items():
+        spread, forward = figures["seconds_per_update"], PRECISION[found["mixed_precision"][name]]
         section.figure(
-            f"{title}, an update, {names[side]}", spread["median"], "s",
+            f"{title}, one update, {names[name]}", spread["median"], "s",
             f"median of {len(timings) - 1}, {spread['lowest']:.3g} to {spread['highest']:.3g}; {episodes}; {forward}; "
-            f"peak memory {gib(figures['memory']['peak'])} {of}",
+            f"peak memory {gib(figures['memory']['peak'])} ({kind})",
             all=spread["pairs"],
         )  # fmt: skip
         section.figure(
-            f"{title}, an epoch of {EPOCH:,} prompts, {names[side]}", figures["minutes_per_epoch"]["median"], "min",
-            f"extrapolated from {len(timings) - 1} updates of {found['updates']['of_the_epoch']:,}",
+            f"{title}, one epoch of {EPOCH:,} prompts, {names[name]}", figures["minutes_per_epoch"]["median"], "min",
+            f"extrapolated from {len(timings) - 1} of {found['updates']['of_the_epoch']:,} updates",
         )  # fmt: skip
     ratio = found["ratio"]
     section.figure(
-        f"{title}, stock TRL's time over ours", ratio["median"], "",
-        f"{ratio['lowest']:.3g} to {ratio['highest']:.3g} over {len(timings) - 1} pairs", all=ratio["pairs"],
+        f"{title}, stock TRL's time / ours", ratio["median"], "",
+        f"{ratio['lowest']:.3g} to {ratio['highest']:.3g} in {len(timings) - 1} pairs", all=ratio["pairs"],
     )  # fmt: skip
 
 
@@ -234,26 +234,26 @@ def record_pairs(section: Section, work: Work, facts: dict[str, dict], timings: 
 
 
 def memory(section: Section) -> None:
-    """Predicted and measured peak of two PPO updates, each kind of training in a separate process."""
+    """Measure the peak memory of two PPO updates per kind of training, and compare it with the prediction."""
     with ExitStack() as stack:
-        sides, works = {}, {}
+        workers, works = {}, {}
         for kind, more in MEMORY.items():
             works[kind] = work_for(section, updates=2, **UPDATE["ppo"], **more)
-            work_file = works[kind].write(section.folder(f"sides/{kind.replace(' ', '_')}") / "work.json")
-            sides[kind] = stack.enter_context(Side("ours", work_file))  # all import at once
+            work_file = works[kind].write(section.folder(f"workers/{kind.replace(' ', '_')}") / "work.json")
+            workers[kind] = stack.enter_context(Worker("ours", work_file))  # all import at the same time
         make_shared_models(works["full"])
-        for kind, side in sides.items():
-            section.attempt(f"PPO, {kind}", partial(peak, section, kind, works[kind], side))
+        for kind, worker in workers.items():
+            section.attempt(f"PPO, {kind}", partial(peak, section, kind, works[kind], worker))
 
 
-def peak(section: Section, kind: str, work: Work, side: Side) -> None:
+def peak(section: Section, kind: str, work: Work, worker: Worker) -> None:
     from benchmarks import ours
 
-    side.go()
-    measured = [side.go()["memory"]["above_imports"] for _ in range(work.updates)][-1]
+    worker.go()
+    measured = [worker.go()["memory"]["above_imports"] for _ in range(work.updates)][-1]
     predicted = estimate(ours.build(work))
     section.figure(
-        f"PPO, {kind}, measured over predicted", measured / predicted.peak, "",
+        f"PPO, {kind}, measured / predicted", measured / predicted.peak, "",
         f"measured {gib(measured)}, predicted {gib(predicted.peak)} (largest in the {predicted.largest.name}); "
         f"{work.episodes} episodes of {work.prompt_length} + {work.reply_length} tokens, {work.dtype}",
         measured_bytes=measured, predicted_bytes=predicted.peak,
@@ -266,29 +266,29 @@ def peak(section: Section, kind: str, work: Work, side: Side) -> None:
 def epochs(section: Section) -> None:
     for number, algorithm in enumerate(WHOLE_EPOCH):
         until = time.monotonic() + section.left / (len(WHOLE_EPOCH) - number)
-        section.attempt(f"{algorithm.upper()}, an epoch", partial(epoch_of, section, algorithm, until))
+        section.attempt(f"{algorithm.upper()}, one epoch", partial(epoch_of, section, algorithm, until))
 
 
 def epoch_of(section: Section, algorithm: str, until: float) -> None:
-    """All updates of an epoch, one after another; extrapolated and labelled so if the time does not suffice."""
+    """Measure all updates of an epoch. If the time is too short, extrapolate, and state so in the note."""
     settings = WHOLE_EPOCH[algorithm]
     whole = -(-EPOCH // settings["batch_size"])
     work = work_for(section, algorithm=algorithm, updates=1 + whole, **settings)
     make_shared_models(work)
-    name = f"{algorithm.upper()}, an epoch of {EPOCH:,} prompts"
-    with Side("ours", work.write(section.folder(f"sides/epoch_{algorithm}") / "work.json")) as side:
-        side.go()
-        side.go()  # a warm-up
+    name = f"{algorithm.upper()}, one epoch of {EPOCH:,} prompts"
+    with Worker("ours", work.write(section.folder(f"workers/epoch_{algorithm}") / "work.json")) as worker:
+        worker.go()
+        worker.go()  # a warm-up
         spent: list[float] = []
         while len(spent) < whole and time.monotonic() < until:
-            spent.append(side.go()["seconds"])
-            if len(spent) % OFTEN == 0 or len(spent) == whole:
+            spent.append(worker.go()["seconds"])
+            if len(spent) % RECORD_EVERY == 0 or len(spent) == whole:
                 note = f"measured over all {whole:,} updates"
                 if len(spent) < whole:
-                    note = f"extrapolated from {len(spent):,} updates of {whole:,}"
+                    note = f"extrapolated from {len(spent):,} of {whole:,} updates"
                 minutes = sum(spent) / len(spent) * whole / 60
                 section.figure(name, minutes, "min", f"{note}; {settings['batch_size']} prompts per update")
-    if len(spent) < OFTEN:
+    if len(spent) < RECORD_EVERY:
         raise OutOfTime
 
 

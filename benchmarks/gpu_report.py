@@ -1,4 +1,4 @@
-"""The record of `benchmarks/on_gpu.py`: every figure is written to figures.json and figures.md when it is measured."""
+"""Results of `benchmarks/on_gpu.py`, written to figures.json and figures.md after each measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RUNNING, DONE, OUT_OF_TIME, FAILED = "running", "done", "out of time", "failed"
 
 @dataclass
 class SectionRecord:
-    """One section: its share of the time and what it measured. Seconds."""
+    """One section: its share of the time, its duration (both in seconds) and its figures."""
 
     share: float
     state: str = RUNNING
@@ -38,7 +38,7 @@ class Report:
         self.write()
 
     def add(self, section: str, message: dict[str, Any]) -> None:
-        """Store the machine's facts, or a figure in the place of an older one of the same name."""
+        """Store the machine's facts, or a figure. A figure replaces an older one with the same name."""
         if "machine" in message:
             self.machine = message["machine"]
         else:
@@ -54,8 +54,8 @@ class Report:
         try:
             write_json(self.folder / "figures.json", self.as_json())
             write_text(self.folder / "figures.md", self.as_markdown())
-        except PermissionError as error:  # on Windows another program has the file open
-            print(f"  not written, the next figure tries again: {error}", flush=True)
+        except PermissionError as error:  # on Windows: another program has the file open
+            print(f"  not written, will be tried again with the next figure: {error}", flush=True)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -79,7 +79,7 @@ class Report:
 
 
 def machine_lines(machine: dict[str, Any]) -> list[str]:
-    """The GPU with its driver, the CPU and the versions of the libraries, one list item each."""
+    """Return Markdown list items for GPU, CPU, library versions and platform."""
     if not machine:
         return []
     memory = machine.get("gpu_memory_gib")
@@ -104,12 +104,12 @@ def table(figures: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def number(value: Any) -> str:
-    """Three significant digits, and all digits of a large number."""
+    """Return a number with three significant digits, or with all digits before the point if it is large."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
 def one_line(text: str) -> str:
-    """The text in one line that cannot end a table's cell."""
+    """Return the text as one line that is safe in a Markdown table cell, cut at 400 characters."""
     return " ".join(text.split()).replace("|", "\\|")[:400]

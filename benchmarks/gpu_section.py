@@ -1,6 +1,6 @@
-"""One section of `benchmarks/on_gpu.py` in a separate process, which prints one JSON object per figure.
+"""Runs one section of `benchmarks/on_gpu.py` as a separate process that prints one JSON object per figure.
 
-python -m benchmarks.gpu_section PLAN    with PLAN a Plan as JSON
+python -m benchmarks.gpu_section PLAN    (PLAN: a Plan as JSON)
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-OUT_OF_TIME = "not measured: the section's time was over"
+OUT_OF_TIME = "not measured: the section ran out of time"
 
 
 class OutOfTime(Exception):
-    """A section's time ended before a measurement did."""
+    """The section's time is over before a measurement is complete."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Plan:
     seconds: float  # its share of the time
     device: str  # "cuda" or "cpu"
     size: str  # "tiny" or "smollm2"
-    models: str  # folder in which sections share models of random weights
-    output: str  # folder of the figures
-    demo_parts: str | None = None  # folder to copy the demo's parts from
+    models: str  # folder of the models with random weights that all sections share
+    output: str  # folder of the results
+    demo_parts: str | None = None  # folder from which the demo's parts are copied
     full: bool = False
 
     def as_json(self) -> str:
@@ -39,7 +39,7 @@ class Plan:
 
 
 class Section:
-    """A section's plan, its clock, and the channel to which its figures are written."""
+    """A section's plan, deadline, and the stream to which its figures are written."""
 
     def __init__(self, plan: Plan, channel):
         self.plan, self.channel = plan, channel
@@ -47,7 +47,7 @@ class Section:
 
     @property
     def left(self) -> float:
-        """Seconds until the section's time is over."""
+        """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
     @property
@@ -74,14 +74,14 @@ class Section:
         self._send({"name": name, "error": error})
 
     def attempt(self, name: str, measure: Callable[[], None]) -> None:
-        """Call `measure`, which records its figures. Record an error under `name`; the next measurement still runs."""
+        """Call `measure`, which records its own figures. If it fails, record the error under `name` and continue."""
         if self.left <= 0:
             return self.error(name, OUT_OF_TIME)
         try:
             measure()
         except OutOfTime:
             self.error(name, OUT_OF_TIME)
-        except Exception as error:  # any error of a library or the driver is a finding
+        except Exception as error:  # any error of a library or the driver is a result
             lines = str(error).strip().splitlines() or [""]
             self.error(name, f"{type(error).__name__}: {' ... '.join(dict.fromkeys((lines[0], lines[-1])))}")
 
@@ -100,7 +100,7 @@ class Section:
 def main() -> None:
     plan = Plan(**json.loads(sys.argv[1]))
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print goes to the log
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print to the log file
     from benchmarks.work import choose_device
     from rlhf.utils.console import quiet_libraries
 
@@ -115,6 +115,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks import gpu_section  # the module that sections import, not this one under another name
+    from benchmarks import gpu_section  # the module that sections import, not __main__
 
     gpu_section.main()

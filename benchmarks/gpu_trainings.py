@@ -20,15 +20,16 @@ from rlhf.settings.recipes import shipped_recipes
 
 ALGORITHMS = ("ppo", "grpo")
 SEEDS = (42, 123, 777)
-TOGETHER = "both algorithms at once"
+TOGETHER = "both algorithms at the same time"
 RUN_TIMES = ("time/rollout_s", "time/score_s", "time/update_s")
+START_SD = "standard deviations of the start model's scores"
 
 
 # --- the demo --------------------------------------------------------------------------------------------------------
 
 
 def demo(section: Section) -> None:
-    """PPO and GRPO on the demo at the same time, seed by seed. A run that has no time to end is recorded as it is."""
+    """Train the demo with PPO and GRPO at the same time, one seed after another. Also records unfinished runs."""
     folder = section.folder("demo")
     if section.plan.demo_parts:
         shutil.copytree(section.plan.demo_parts, folder / "demo_parts", dirs_exist_ok=True)
@@ -40,10 +41,10 @@ def demo(section: Section) -> None:
 
 
 def demo_parts(section: Section, folder: Path) -> None:
-    begun = time.monotonic()
+    start = time.monotonic()
     command = run(section, ["train_ppo.py", "--recipe", "demo", "--dry-run"], folder)
     record = json.loads((folder / "demo_parts" / "reward_model" / "metrics.json").read_text(encoding="utf-8"))
-    note = f"pairs and reward model (accuracy {record['accuracy']:.3f}), in {time.monotonic() - begun:.0f} s"
+    note = f"pairs and reward model (accuracy {record['accuracy']:.3f}), in {time.monotonic() - start:.0f} s"
     section.figure("demo parts", "cached" if "demo parts: cached" in command.printed() else "made", "", note)
 
 
@@ -53,95 +54,98 @@ def demo_seed(section: Section, folder: Path, seed: int) -> None:
     commands: dict[str, Command] = {}
     try:
         for algorithm, output in outputs.items():
-            shutil.rmtree(output, ignore_errors=True)  # of an earlier use of this folder
+            shutil.rmtree(output, ignore_errors=True)  # an output of an earlier call
             words = [f"train_{algorithm}.py", "--recipe", "demo", "--seed", seed, "--output", output]
             commands[algorithm] = Command.start(words, folder, threads)
-        ended = {algorithm: command.wait(section.left - TO_STOP) for algorithm, command in commands.items()}
-        for algorithm, status in ended.items():
+        statuses = {algorithm: command.wait(section.left - TO_STOP) for algorithm, command in commands.items()}
+        for algorithm, status in statuses.items():
             if status is None:
                 commands[algorithm].stop()
         for algorithm, command in commands.items():
             command.wait(section.left - TO_STOP / 4)
-            tell_run(section, f"{algorithm.upper()}, seed {seed}", ended[algorithm], command, outputs[algorithm])
+            name = f"{algorithm.upper()}, seed {seed}"
+            report_run(section, name, statuses[algorithm], command, outputs[algorithm])
     finally:
         for command in commands.values():
             command.end()
 
 
-def tell_run(section: Section, name: str, status: int | None, command: Command, output: Path) -> None:
+def report_run(section: Section, name: str, status: int | None, command: Command, output: Path) -> None:
     if status is None:
-        tell_stopped(section, name, output)
+        report_stopped(section, name, output)
     elif status:
         section.error(name, f"exit status {status}: {command.last_lines()}")
     else:
-        tell_learning(section, name, RunRecord.require(output, "--output"))
+        report_finished(section, name, RunRecord.require(output, "--output"))
 
 
-def tell_learning(section: Section, name: str, finished: RunRecord) -> None:
+def report_finished(section: Section, name: str, finished: RunRecord) -> None:
     """Record the figures of a finished run of the demo."""
     figures, spent = finished.figures, finished.spent
     low, high = figures["gold_rise_interval"]
     notes = [
         f"gold quality {figures['gold_before']:.3f} -> {figures['gold_after']:.3f}",
-        f"95% interval of its rise {low:+.3f} to {high:+.3f}",
+        f"95% interval of the gain {low:+.3f} to {high:+.3f}",
         f"KL {figures['kl_last_10_updates']:.2f} {figures['kl_unit']} (target {figures['kl_target']:g})",
         f"{spent.updates} updates, {spent.episodes:,} episodes in {figures['seconds']:.0f} s, {TOGETHER}",
     ]
-    rise = figures["score_rise_in_start_sd"]
-    section.figure(f"{name}: rise of the score", rise, "sd of the start's", "; ".join(notes), figures=figures)
+    gain = figures["score_rise_in_start_sd"]
+    section.figure(f"{name}: score gain", gain, START_SD, "; ".join(notes), figures=figures)
 
 
-def tell_stopped(section: Section, name: str, output: Path) -> None:
-    """Record how far a run came that had no time to end."""
+def report_stopped(section: Section, name: str, output: Path) -> None:
+    """Record how far an unfinished run came."""
     scalars, _ = read_scalars(output / "logs", running=True) if (output / "logs").is_dir() else ({}, [])
     score, rewards = scalars.get("eval/score"), scalars.get("rewards/mean")
     if score is None or rewards is None:
-        return section.error(name, f"{OUT_OF_TIME}, before the first update ended")
-    begun = RunRecord.read(output)
-    planned = "?" if begun is None else begun.plan.updates
+        return section.error(name, f"{OUT_OF_TIME} before the end of the first update")
+    record = RunRecord.read(output)
+    planned = "?" if record is None else record.plan.updates
     notes = [
-        f"stopped by the section's time after update {rewards.updates[-1]} of {planned}",
-        f"evaluated after update {score.updates[-1]}, at the start {score.values[0]:.3f}",
+        f"out of time after update {rewards.updates[-1]} of {planned}",
+        f"last evaluation after update {score.updates[-1]}, start score {score.values[0]:.3f}",
         f"{rewards.seconds[-1]:.0f} s, {TOGETHER}",
     ]
-    section.figure(f"{name}: score, not finished", float(score.values[-1]), "", "; ".join(notes))
+    section.figure(f"{name}: score of the unfinished run", float(score.values[-1]), "", "; ".join(notes))
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------
 
 
 def recipes(section: Section) -> None:
-    """Ten updates of each recipe by each algorithm, on stand-ins."""
+    """Run ten updates of each recipe with each algorithm on stand-in models."""
     folder = section.folder("recipes")
-    given = stand_ins(section, folder)
+    models = stand_ins(section, folder)
     for recipe in sorted(set(shipped_recipes()) - {"demo"}):
         for algorithm in ALGORITHMS:
             name = f"{recipe}, {algorithm.upper()}"
-            section.attempt(name, partial(recipe_run, section, name, folder, recipe, algorithm, given))
+            section.attempt(name, partial(recipe_run, section, name, folder, recipe, algorithm, models))
 
 
-def recipe_run(section, name: str, folder: Path, recipe: str, algorithm: str, given: list[object]) -> None:
+def recipe_run(section, name: str, folder: Path, recipe: str, algorithm: str, models: list[object]) -> None:
     output = folder / f"{recipe}_{algorithm}"
     script, length = f"train_{algorithm}.py", ["--num-iterations", 10]
     shutil.rmtree(output, ignore_errors=True)
-    run(section, [script, "--recipe", recipe, *given, *length, "--output", output], folder)
+    run(section, [script, "--recipe", recipe, *models, *length, "--output", output], folder)
     scalars, _ = read_scalars(output / "logs")
     spent = sum(median(scalars[tag].values) for tag in RUN_TIMES)
     peak = RunRecord.require(output, "--output").figures["peak_memory_gib"]
-    section.figure(name, spent, "s per update", f"sum of the parts' medians over 10 updates; peak {peak:.2f} GiB")
+    section.figure(
+        name, spent, "s per update", f"rollout + scoring + update, medians of 10 updates; peak {peak:.2f} GiB"
+    )
 
 
 # --- determinism -----------------------------------------------------------------------------------------------------
 
 
 def same_seed(section: Section) -> None:
-    """Two runs of one seed, with and without --deterministic: the same bits, or where they part."""
+    """Compare two runs with the same seed, with and without --deterministic. Record the first difference, if any."""
     folder = section.folder("same_seed")
-    given = [*stand_ins(section, folder), "--num-iterations", 5, "--max-new-tokens", 32, "--learning-rate", "1e-4"]
+    flags = [*stand_ins(section, folder), "--num-iterations", 5, "--max-new-tokens", 32, "--learning-rate", "1e-4"]
     for switch in ("--deterministic", "--no-deterministic"):
         for algorithm in ALGORITHMS:
             name = f"{algorithm.upper()}, {switch}"
-            section.attempt(name, partial(two_runs, section, name, folder, algorithm, [*given, switch]))
+            section.attempt(name, partial(two_runs, section, name, folder, algorithm, [*flags, switch]))
 
 
 def two_runs(section: Section, name: str, folder: Path, algorithm: str, flags: list[object]) -> None:
@@ -153,25 +157,25 @@ def two_runs(section: Section, name: str, folder: Path, algorithm: str, flags: l
         run(section, [f"train_{algorithm}.py", *flags, "--output", output], folder)
     differences = differing(*outputs)
     first = first_difference(*(scalars(output / "logs") for output in outputs))
-    note = f"first in update {first[0]}, {first[1]}; " if first else ""
+    note = f"first difference in update {first[0]}, {first[1]}; " if first else ""
     section.figure(name, "differs" if differences else "bit-identical", "", note + "; ".join(differences[:3]))
 
 
 def first_difference(one: dict[str, list], other: dict[str, list]) -> tuple[int, str] | None:
-    """(update, tag) of the first point in which two runs' scalars differ, without those that the clock makes."""
-    parted = [
+    """Return (update, tag) of the first difference between two runs' scalars. Ignores times and memory."""
+    differences = [
         (here[0], tag)
         for tag in one.keys() & other.keys()
         if not tag.startswith(("time/", "throughput/", "memory/"))
         for here, there in zip(one[tag], other[tag], strict=False)
         if here != there
     ]
-    return min(parted, default=None)
+    return min(differences, default=None)
 
 
 # --- out of memory ---------------------------------------------------------------------------------------------------
 
-# the run itself would set another fraction on Windows
+# on Windows the run would otherwise set another fraction
 CAPPED = """
 import sys, torch
 torch.cuda.set_per_process_memory_fraction({share})
@@ -181,12 +185,12 @@ import train_ppo
 from rlhf.utils.errors import run_command
 run_command(train_ppo.main)
 """
-# GiB that the process may take, and what it should come to
+# expected outcome: GPU memory of the process in GiB
 CAPS = {"halved micro-batches": 8.0, "one line": 3.0}
 
 
 def out_of_memory(section: Section) -> None:
-    """A run that may take little of the GPU's memory: it halves its micro-batches, or ends with one line."""
+    """Limit a run's GPU memory. It must halve its micro-batches, or stop with a one-line error."""
     if not section.on_gpu:
         return section.error("out of memory", "needs a CUDA GPU")
     folder = section.folder("out_of_memory")
@@ -206,7 +210,7 @@ def capped_run(section: Section, folder: Path, expected: str, cap: float, flags:
     status = command.wait(section.left - TO_STOP)
     command.end()
     reported = [line for line in command.printed().splitlines() if "out of memory" in line]
-    traceback = "; a traceback" if "Traceback" in command.printed() else ""
+    traceback = "; with a traceback" if "Traceback" in command.printed() else ""
     note = f"with {cap:g} GiB: {' '.join(reported)[:300] or command.last_lines()}{traceback}"
     section.figure(expected, f"exit status {status}", "", note)
 
@@ -215,21 +219,21 @@ def capped_run(section: Section, folder: Path, expected: str, cap: float, flags:
 
 
 def real(section: Section) -> None:
-    """The default recipe as the README prints it, with the hub's models and data."""
+    """Run the default recipe with the hub's models and data."""
     folder = section.folder("real")
     online = {"HF_HUB_OFFLINE": "0"}
 
     def reward_model() -> None:
         run(section, ["reward_model", "--rm-overwrite"], folder, **online)
         record = json.loads((folder / "reward_model_output" / "metrics.json").read_text(encoding="utf-8"))
-        note = f"length rule {record['length_baseline']:.3f}"
+        note = f"length baseline {record['length_baseline']:.3f}"
         section.figure("reward model, accuracy on held-out pairs", record["accuracy"], "", note)
 
     def train(algorithm: str) -> None:
         run(section, [f"train_{algorithm}.py", "--overwrite"], folder, **online)
         figures = RunRecord.require(folder / f"{algorithm}_training_output", "--output").figures
         section.figure(
-            f"{algorithm.upper()}, rise of the score", figures["score_rise_in_start_sd"], "sd of the start's",
+            f"{algorithm.upper()}, score gain", figures["score_rise_in_start_sd"], START_SD,
             f"{figures['seconds'] / 60:.0f} min, KL {figures['kl_last_10_updates']:.2f} {figures['kl_unit']}, "
             f"peak {figures['peak_memory_gib']:.2f} GiB", figures=figures,
         )  # fmt: skip

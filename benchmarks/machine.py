@@ -1,4 +1,4 @@
-"""What a process takes, and the machine it runs on: time and memory, on Linux and Windows, with a card or without."""
+"""Measures time and memory of a process, and describes the machine (Linux, macOS and Windows, CPU and GPU)."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from typing import Any
 import psutil
 import torch
 
-BUSY = 20  # percent
+BUSY = 20  # percent of the CPU used by other programs, above which times are uncertain
 
 
 def seconds(device: str) -> float:
-    """The clock, read when the card has done all that it was given."""
+    """Return the time in seconds, after the GPU has finished all queued work."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def resident_peak() -> int:
-    """Bytes: the most that this process has held in memory.
+    """Return the peak resident memory of this process in bytes.
 
-    On Linux VmHWM, not getrusage's ru_maxrss: that one begins with the size of the process that started this one.
+    On Linux this is VmHWM. getrusage's ru_maxrss includes the parent process's size at the time of the fork.
     """
     if sys.platform == "linux":
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
-    import resource  # macOS; Windows has none
+    import resource  # macOS; not available on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class MemoryMeter:
-    """Made after the imports and before anything else, it tells later what was taken on top of them."""
+    """Measures the peak memory above that of the imports. Create it directly after the imports."""
 
     def __init__(self, device: str):
         self.device = device
         self.held = psutil.Process().memory_info().rss if device == "cpu" else 0
 
     def read(self) -> dict[str, int]:
-        """Bytes: peak of the process on a CPU, of the tensors on a card; and that above what the imports held."""
+        """Return the peak in bytes (CPU: process, GPU: tensors), and the peak minus the imports' memory."""
         peak = resident_peak() if self.device == "cpu" else torch.cuda.max_memory_allocated()
         return {"peak": peak, "above_imports": peak - self.held}
 
 
-def processor() -> str:
-    """The processor's name, as its maker has it."""
+def cpu_name() -> str:
+    """Return the CPU's model name."""
     if sys.platform == "win32":
         import winreg
 
@@ -65,9 +65,9 @@ def processor() -> str:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Processor, cores, threads that torch uses, memory; the card, where one is used."""
+    """Return CPU, cores, torch's threads and memory, and the GPU if it is used."""
     facts: dict[str, Any] = {
-        "processor": processor(),
+        "processor": cpu_name(),
         "cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "threads_used": torch.get_num_threads(),
@@ -75,13 +75,13 @@ def machine(device: str) -> dict[str, Any]:
         "card": None,
     }
     if device == "cuda":
-        card = torch.cuda.get_device_properties(0)
-        facts |= {"card": card.name, "card_memory_bytes": card.total_memory, "cuda": torch.version.cuda}
+        gpu = torch.cuda.get_device_properties(0)
+        facts |= {"card": gpu.name, "card_memory_bytes": gpu.total_memory, "cuda": torch.version.cuda}
     return facts
 
 
 def gpu_machine(device: str) -> dict[str, Any]:
-    """GPU with its driver, CPU, Python, libraries and commit, for a report."""
+    """Return GPU, driver, CPU, Python, library versions and commit for a report."""
     from rlhf.checkpoints.run_record import environment
 
     facts, software = machine(device), environment()
@@ -99,7 +99,7 @@ def gpu_machine(device: str) -> dict[str, Any]:
 
 
 def driver() -> str | None:
-    """The version of NVIDIA's driver; None if nvidia-smi is missing or fails."""
+    """Return the version of the NVIDIA driver, or None if nvidia-smi is missing or fails."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         printed = subprocess.run(command, capture_output=True, text=True, timeout=10)
@@ -109,22 +109,20 @@ def driver() -> str | None:
 
 
 def busy() -> float:
-    """Percent of the processor that other programs take just now."""
+    """Return the CPU use of all programs in percent, measured for 0.5 s while this one waits."""
     return psutil.cpu_percent(interval=0.5)
 
 
 def machine_line(facts: dict[str, Any]) -> str:
-    card = f"; {facts['card']}, {gib(facts['card_memory_bytes'])}" if facts["card"] else ""
+    gpu = f"; {facts['card']}, {gib(facts['card_memory_bytes'])}" if facts["card"] else ""
     return (
         f"{facts['processor']}, {facts['cores']} cores, {facts['threads_used']} threads used, "
-        f"{gib(facts['memory_bytes'])}{card}"
+        f"{gib(facts['memory_bytes'])}{gpu}"
     )
 
 
 def busy_line(facts: dict[str, Any]) -> str:
-    return (
-        f"other programs took {facts['busy_before_percent']:.0f}% of the processor as this began: times are uncertain"
-    )
+    return f"other programs used {facts['busy_before_percent']:.0f}% of the CPU at the start: times are uncertain"
 
 
 def gib(size: float) -> str:
@@ -132,17 +130,17 @@ def gib(size: float) -> str:
 
 
 def tensor_peak(device: str, run: Callable[[], Any]) -> tuple[Any, int]:
-    """What `run` returns, and the most bytes that torch's tensors took in it above what they took before."""
+    """Return the result of `run`, and the peak memory of torch's tensors during it minus that before, in bytes."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        answer = run()
-        return answer, torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as watched:
-        answer = run()
-    events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
+        result = run()
+        return result, torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    current = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return answer, most
+        current += event.nbytes()
+        peak = max(peak, current)
+    return result, peak

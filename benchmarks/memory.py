@@ -1,4 +1,4 @@
-"""Peak memory as the plan of a run predicts it against what a fresh process takes; and phase by phase, in tensors.
+"""Compares predicted peak memory with the measured peak of a new process, and the tensors of each phase.
 
 python benchmarks/memory.py --algorithm ppo --size smollm2 --load-in-4bit --json memory.json
 """
@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # a script's own folder is on the path, not the project
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds only the script's own folder
 
-from benchmarks.side import Side
 from benchmarks.work import Work, add_flags, add_update_flags, choose_device, make_models, parse_update, work_of
+from benchmarks.worker import Worker
 from rlhf.utils.errors import run_command
 from rlhf.utils.files import write_json
 
 UPDATES = 2
-# methods of a trainer's parts, and the phases of the forecast that each contains
+# method of a part of the trainer -> the phases of the prediction that it contains
 METHODS = {
     "collector.collect": ("rollout", "log-probs"),
     "collector.score": ("scoring",),
@@ -33,7 +31,7 @@ METHODS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)  # before torch is imported: --help and mistakes are answered at once
+    arguments = parse(argv)  # before importing torch, so that --help and errors are fast
     device = choose_device(arguments.device)
     from rlhf.utils.console import Screen, quiet_libraries
 
@@ -49,20 +47,21 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Peak memory as predicted, and as measured over two updates.")
+    parser = argparse.ArgumentParser(description="Compare the predicted peak memory with that of two updates.")
     add_flags(parser)
     add_update_flags(parser, ppo_epochs=2)
     return parse_update(parser, argv)
 
 
 def compare(work: Work) -> dict[str, Any]:
-    """The process first, so that it has the machine's memory to itself; then the forecast and its phases here."""
+    """Measure the worker, then predict and measure the phases in this process. The worker runs alone first, so that
+    all memory of the machine is available to it."""
     from rlhf.checkpoints.run_record import environment
 
-    with Side("ours", work.write(Path(work.folder, "work.json"))) as side:
-        machine = side.go()["machine"]
-        measured = [side.go()["memory"] for _ in range(work.updates)][-1]["above_imports"]
-    predicted, tensors = here(work)
+    with Worker("ours", work.write(Path(work.folder, "work.json"))) as worker:
+        machine = worker.go()["machine"]
+        measured = [worker.go()["memory"] for _ in range(work.updates)][-1]["above_imports"]
+    predicted, tensors = predict_and_measure(work)
     return {
         **environment(),
         "settings": work.settings,
@@ -81,26 +80,26 @@ def compare(work: Work) -> dict[str, Any]:
 
 
 def tensors_of(phase) -> int:
-    """What of a phase are tensors of its own."""
+    """Return the bytes of the tensors that a phase allocates."""
     from rlhf.setup.peak_memory import CACHED_FORWARD, GAPS_LEFT
 
-    # no tensors; found there when it begins
-    aside = {GAPS_LEFT, *([CACHED_FORWARD] if phase.name == "scoring" else [])}
-    return sum(size for name, size in phase.parts.items() if name not in aside)
+    # not tensors; allocated before the phase starts
+    excluded = {GAPS_LEFT, *([CACHED_FORWARD] if phase.name == "scoring" else [])}
+    return sum(size for name, size in phase.parts.items() if name not in excluded)
 
 
-def here(work: Work) -> tuple[Any, dict[str, int]]:
-    """The forecast of a trainer, and the most that the tensors of each method took in its second update."""
+def predict_and_measure(work: Work) -> tuple[Any, dict[str, int]]:
+    """Return the prediction for a trainer, and the peak tensor memory of each method in its second update."""
     from benchmarks import ours
 
     trainer = ours.build(work)
     predicted = estimate(trainer)
-    trainer.update_step(1)  # the optimizer's moments are there after it
+    trainer.update_step(1)  # allocates the optimizer's moments
     return predicted, tensors_in(trainer, METHODS, lambda: trainer.update_step(2))
 
 
 def estimate(trainer):
-    """The forecast of a trainer's updates, without evaluations."""
+    """Return the predicted memory of a trainer's updates, without evaluations."""
     from rlhf.rewards.build import find_rewards, make_rewards
     from rlhf.setup.memory import forecast
 
@@ -119,38 +118,37 @@ def estimate(trainer):
 
 
 def tensors_in(trainer, methods: Iterable[str], run: Callable[[], Any]) -> dict[str, int]:
-    """Bytes: the most that tensors took in each of some `methods` (PART.METHOD) while `run` ran, above what they took
-    before it."""
+    """Return the peak tensor memory in bytes of each of `methods` (PART.METHOD) during `run`, minus that before."""
     from benchmarks.machine import tensor_peak
 
-    most, device = dict.fromkeys(methods, 0), trainer.accelerator.device.type
+    peaks, device = dict.fromkeys(methods, 0), trainer.accelerator.device.type
 
-    def watched(name: str, plain: Callable) -> Callable:
+    def measured(name: str, original: Callable) -> Callable:
         def method(*arguments, **named):
-            answer, size = tensor_peak(device, lambda: plain(*arguments, **named))
-            most[name] = max(most[name], size)
-            return answer
+            result, size = tensor_peak(device, lambda: original(*arguments, **named))
+            peaks[name] = max(peaks[name], size)
+            return result
 
         return method
 
     with ExitStack() as stack:
-        for name in most:
+        for name in peaks:
             part, method = name.split(".")
             owner = getattr(trainer, part)
-            stack.enter_context(patch.object(owner, method, watched(name, getattr(owner, method))))
+            stack.enter_context(patch.object(owner, method, measured(name, getattr(owner, method))))
         run()
-    return most
+    return peaks
 
 
-# --- for people ------------------------------------------------------------------------------------------------------
+# --- console ---------------------------------------------------------------------------------------------------------
 
 
 def show(found: dict[str, Any], screen) -> None:
-    """The peak and its parts, then the phases, then what was run where."""
+    """Print the peak with its parts, then the phases, then the machine."""
     from benchmarks.machine import machine_line
 
     settings = found["settings"]
-    how = "4-bit, adapters" if settings["load_in_4bit"] else "adapters" if settings["lora"] else "all trained"
+    how = "4-bit LoRA" if settings["load_in_4bit"] else "LoRA" if settings["lora"] else "full training"
     title = f"{settings['algorithm'].upper()}, {settings['size']}, {how}, {settings['device']}, {settings['dtype']}"
     rows = [["peak above imports", mib(found["predicted"]), mib(found["measured"]), f"{found['ratio']:.2f}"]]
     rows += [[f"  {name}", mib(size), "", ""] for name, size in found["parts"].items() if size]

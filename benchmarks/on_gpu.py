@@ -1,20 +1,20 @@
 """Measures this project on a GPU, in a given time and in a fixed order.
 
 python benchmarks/on_gpu.py              8 minutes: GPU tests, decoding, updates, peak memory, the demo
-python benchmarks/on_gpu.py --full       about 2 hours: also three seeds, all recipes, whole epochs, one seed twice,
+python benchmarks/on_gpu.py --full       about 2 hours: also three seeds, all recipes, whole epochs, determinism,
                                          out of memory
 python benchmarks/on_gpu.py --real       the default recipe with the hub's models and data
-python benchmarks/on_gpu.py --device cpu --minutes 2    the first command's sections with tiny models, without a GPU
+python benchmarks/on_gpu.py --device cpu --minutes 2    the sections of the first command, with tiny models on the CPU
 
-Each figure is written to OUTPUT/figures.json and OUTPUT/figures.md when it is measured, so that a stop loses nothing.
-Each section is a separate process and has a fixed share of the time. A section that fails is recorded with its
-error, and the next one begins. Its output is in OUTPUT/logs.
+Each result is written to OUTPUT/figures.json and OUTPUT/figures.md as soon as it is measured, so an interruption loses
+nothing. Each section runs in a separate process and has a fixed share of the time. If a section fails, its error is
+recorded and the next section starts. The output of the sections is in OUTPUT/logs.
 
 The script needs the libraries of requirements.txt. It also runs with torch 2.11.0, transformers 5.17.0,
-huggingface_hub 1.33.0 and no bitsandbytes, beside trl 1.12.0, datasets 5.2.0, peft 0.21.2 and accelerate 1.15.0: only
-the 4-bit figures fail then. A machine without a package index needs the wheels of what it lacks. trl imports datasets,
-which imports pyarrow (55 MB), pandas (12 MB), dill, multiprocess and xxhash; bitsandbytes has 43 MB. Install them with
-`pip install --no-index --no-deps --target FOLDER *.whl`, and put FOLDER on PYTHONPATH.
+huggingface_hub 1.33.0, trl 1.12.0, datasets 5.2.0, peft 0.21.2 and accelerate 1.15.0, and without bitsandbytes (only
+the 4-bit measurements fail then). On a machine without a package index, install the missing wheels with
+`pip install --no-index --no-deps --target FOLDER *.whl` and add FOLDER to PYTHONPATH. trl imports datasets, which
+imports pyarrow (55 MB), pandas (12 MB), dill, multiprocess and xxhash; bitsandbytes has 43 MB.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python puts the script's folder there
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds only the script's own folder
 
 import psutil
 
@@ -53,8 +53,8 @@ SHORT = {"self-test": 1, "decoding": 2, "update": 2, "memory": 1, "demo": 2}
 FULL = {"self-test": 8, "decoding": 5, "update": 8, "memory": 4, "demo": 30, "same seed": 5, "out of memory": 3,
         "recipes": 20, "epochs": 45}  # fmt: skip
 REAL = {"real": 240}
-TO_END = 3.0  # seconds between a section's own deadline and its end by force
-LINES_KEPT = 5  # of a failed section's log
+TO_END = 3.0  # seconds between a section's deadline and the time when it is killed
+LINES_KEPT = 5  # last lines of a failed section's log
 
 
 @dataclass(frozen=True)
@@ -68,40 +68,44 @@ class Ending:
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
     choose_device(arguments.device)
-    sys.stdout.reconfigure(errors="replace")  # an error may hold characters that this console lacks
+    sys.stdout.reconfigure(errors="replace")  # an error may contain characters that this console cannot print
     folder = check_folder(arguments.output)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     report = Report(folder, [Path(sys.argv[0]).name, *(sys.argv[1:] if argv is None else argv)], now())
     shares = shares_of(arguments)
-    print(f"about {sum(shares.values()) / 60:.0f} minutes at most; figures: {folder / 'figures.md'}", flush=True)
+    print(f"at most {sum(shares.values()) / 60:.0f} minutes; results: {folder / 'figures.md'}", flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as models:
         for name, seconds in shares.items():
             measure(Plan(name, seconds, models=models, **settings_of(arguments)), report)
     failed = [name for name, record in report.sections.items() if record.state == FAILED]
-    print(f"figures: {folder / 'figures.md'}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    print(f"results: {folder / 'figures.md'}" + (f"; failed: {', '.join(failed)}" if failed else ""))
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--minutes", type=float, help="minutes of all sections together (8; with --full 128)")
-    parser.add_argument("--full", action="store_true", help="more sections, and more time for each")
-    parser.add_argument("--real", action="store_true", help="the default recipe alone, with the hub")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cuda, or cpu to try the script out")
-    parser.add_argument("--size", choices=("tiny", "smollm2"), help="unset: smollm2 on a GPU, tiny with --device cpu")
-    parser.add_argument("--only", nargs="+", metavar="SECTION", help=f"these sections alone: {', '.join(FULL)}")
-    parser.add_argument("--demo-parts", metavar="FOLDER", help="copy the demo's parts from here")
-    parser.add_argument("--output", default="./on_gpu_output", help="folder of the figures (./on_gpu_output)")
+    parser.add_argument("--minutes", type=float, help="total minutes of all sections (8; with --full 128)")
+    parser.add_argument("--full", action="store_true", help="run more sections, with more time for each")
+    parser.add_argument(
+        "--real", action="store_true", help="run only the default recipe, with models and data from the hub"
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cuda, or cpu to test the script (cuda)"
+    )
+    parser.add_argument("--size", choices=("tiny", "smollm2"), help="model shape (cuda: smollm2, cpu: tiny)")
+    parser.add_argument("--only", nargs="+", metavar="SECTION", help=f"run only these sections: {', '.join(FULL)}")
+    parser.add_argument("--demo-parts", metavar="FOLDER", help="copy the demo's parts from this folder")
+    parser.add_argument("--output", default="./on_gpu_output", help="folder for the results (./on_gpu_output)")
     return parser
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     arguments = make_parser().parse_args(argv)
     if arguments.full and arguments.real:
-        raise UserError("two plans: --full, --real. Choose one")
+        raise UserError("mutually exclusive flags: --full, --real. Choose one")
     if arguments.minutes is not None and arguments.minutes <= 0:
-        raise UserError(f"no time to measure in: --minutes {arguments.minutes:g}. Give more than 0")
+        raise UserError(f"not a positive number: --minutes {arguments.minutes:g}")
     for name in arguments.only or ():
         if name not in plan_of(arguments):
             raise UserError(f"no such section: --only {name}. Sections: {', '.join(plan_of(arguments))}")
@@ -109,12 +113,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def plan_of(arguments: argparse.Namespace) -> dict[str, float]:
-    """Minutes of each section of the plan that was asked for."""
+    """Return the sections of the selected plan with their minutes."""
     return REAL if arguments.real else FULL if arguments.full else SHORT
 
 
 def shares_of(arguments: argparse.Namespace) -> dict[str, float]:
-    """Seconds of each section that will run: the plan's minutes, scaled to --minutes."""
+    """Return the seconds of each section that will run: the plan's minutes, scaled to --minutes."""
     plan = plan_of(arguments)
     minutes = {name: plan[name] for name in arguments.only or plan}
     scale = 1.0 if arguments.minutes is None else arguments.minutes / sum(minutes.values())
@@ -122,33 +126,33 @@ def shares_of(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the plans of all sections have in common."""
+    """Return the settings that all sections share."""
     parts = arguments.demo_parts
     return {
         "device": arguments.device,
         "size": arguments.size or ("tiny" if arguments.device == "cpu" else "smollm2"),
-        "output": str(Path(arguments.output).resolve()),  # sections work in folders of their own
+        "output": str(Path(arguments.output).resolve()),  # absolute, because sections have other working folders
         "demo_parts": None if parts is None else str(Path(parts).resolve()),
         "full": arguments.full,
     }
 
 
 def measure(plan: Plan, report: Report) -> None:
-    """Run one section's process; its figures and its end go into the report.
+    """Run one section's process and write its figures and its state into the report.
 
-    A figure is printed when it is new, and once more at the end if it changed.
+    A figure is printed when it is new, and again at the end if it has changed.
     """
     report.begin(plan.section, plan.seconds)
-    began, record, printed = time.monotonic(), report.sections[plan.section], {}
+    start, record, printed = time.monotonic(), report.sections[plan.section], {}
 
-    def take(message: dict[str, Any]) -> None:
+    def receive(message: dict[str, Any]) -> None:
         report.add(plan.section, message)
         if message.get("name", "") not in {"", *printed}:
             printed[message["name"]] = message
             print_figure(message)
 
-    ending = run_section(plan, take)
-    report.end(plan.section, ending.state, time.monotonic() - began, ending.error)
+    ending = run_section(plan, receive)
+    report.end(plan.section, ending.state, time.monotonic() - start, ending.error)
     for name, figure in record.figures.items():
         if figure != printed[name]:
             print_figure(figure)
@@ -156,7 +160,7 @@ def measure(plan: Plan, report: Report) -> None:
     print(f"{plan.section}: {record.state}, {record.seconds:.0f} s{error}", flush=True)
 
 
-def run_section(plan: Plan, take: Callable[[dict[str, Any]], None]) -> Ending:
+def run_section(plan: Plan, receive: Callable[[dict[str, Any]], None]) -> Ending:
     log = Path(plan.output, "logs", f"{plan.section.replace(' ', '_')}.log")
     deadline = time.monotonic() + plan.seconds + TO_END
     with log.open("w", encoding="utf-8", errors="replace") as printed:
@@ -166,7 +170,7 @@ def run_section(plan: Plan, take: Callable[[dict[str, Any]], None]) -> Ending:
             start_new_session=not WINDOWS,
         )  # fmt: skip
         try:
-            in_time = follow(process, deadline, take)
+            in_time = follow(process, deadline, receive)
         finally:
             end_all(process)
     if not in_time:
@@ -177,8 +181,8 @@ def run_section(plan: Plan, take: Callable[[dict[str, Any]], None]) -> Ending:
     return Ending(DONE)
 
 
-def follow(process: subprocess.Popen, deadline: float, take: Callable[[dict], None]) -> bool:
-    """Hand over each line of a process's output as JSON until it ends; False if the deadline came first."""
+def follow(process: subprocess.Popen, deadline: float, receive: Callable[[dict], None]) -> bool:
+    """Pass each line of a process's output, parsed as JSON, to `receive`. Returns False if the deadline is reached."""
     lines: Queue[str | None] = Queue()
 
     def read() -> None:
@@ -195,7 +199,7 @@ def follow(process: subprocess.Popen, deadline: float, take: Callable[[dict], No
         if line is None:
             process.wait()
             return True
-        take(json.loads(line))
+        receive(json.loads(line))
 
 
 def print_figure(message: dict[str, Any]) -> None:
@@ -207,7 +211,7 @@ def print_figure(message: dict[str, Any]) -> None:
 
 
 def end_all(process: subprocess.Popen) -> None:
-    """End a section's process and everything that it started, also if the section itself has ended."""
+    """Kill a section's process and all processes that it started, even if the section itself has ended."""
     if WINDOWS:
         family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         for child in family:

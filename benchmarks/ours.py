@@ -1,4 +1,4 @@
-"""Our side: a trainer as its user gets one, and one update of it, measured."""
+"""Builds this project's trainer as a user would, and measures one update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS = ("rollout", "score", "update")
 
 
 def configuration(work: Work) -> Config:
-    """The work in our settings; no evaluation falls into a measured update."""
+    """Return the settings for the work. No measured update includes an evaluation."""
     return make_config(
         algorithm=work.algorithm,
         actor_model=str(work.policy),
@@ -52,7 +52,7 @@ def configuration(work: Work) -> Config:
 
 
 def build(work: Work) -> OnPolicyLoop:
-    """A trainer of the work's algorithm, whole, with its reference and its reward model."""
+    """Return a complete trainer for the work, with reference model and reward model."""
     config = configuration(work)
     device = PartialState().device
     before, start = memory_in_use(device), str(work.policy)
@@ -65,12 +65,12 @@ def build(work: Work) -> OnPolicyLoop:
 
 
 def measured_update(trainer: OnPolicyLoop, update: int, device: str) -> dict[str, Any]:
-    """One update: its seconds and those of its parts, and the reply tokens it sampled."""
-    before, begun = trainer.progress.reply_tokens, seconds(device)
+    """Run one update. Return its seconds, those of its parts, its completion tokens, and optimizer steps so far."""
+    tokens, start = trainer.progress.reply_tokens, seconds(device)
     metrics = trainer.update_step(update)
     return {
-        "seconds": seconds(device) - begun,
+        "seconds": seconds(device) - start,
         "parts": {part: metrics[f"time/{part}_s"] for part in PARTS},
-        "reply_tokens": trainer.progress.reply_tokens - before,
+        "reply_tokens": trainer.progress.reply_tokens - tokens,
         "optimizer_steps": trainer.progress.optimizer_steps,
     }

@@ -1,4 +1,4 @@
-"""TRL's side: its own trainers, as its documentation sets them up, stopped after every update to be measured."""
+"""Builds stock TRL's trainers as in its documentation, with a callback that measures every update."""
 
 from __future__ import annotations
 
@@ -22,47 +22,47 @@ from benchmarks.machine import seconds
 from benchmarks.work import KL_COEF, LEARNING_RATE, SEED, TEMPERATURE, Work, letter, prompt_ids
 
 
-class Stops(TrainerCallback):
-    """Waits before every update and tells of it after.
+class UpdateTimer(TrainerCallback):
+    """Waits for a request before every update and sends its measurements after it.
 
-    An update lasts from the moment the trainer may go on to its next `on_step_end` (under GRPO the one after the last
-    pass over the rollout). What TRL does after `on_step_end`, in PPO collecting garbage and emptying the card's cache,
-    falls into the next update: each update has it once. The first is a warm-up.
+    An update ends at the trainer's next `on_step_end` (with GRPO at the one after the last epoch over the rollout).
+    TRL's work after `on_step_end` (with PPO: garbage collection and emptying the CUDA cache) counts to the next
+    update, so each update includes it once. The first update is a warm-up.
     """
 
     def __init__(self, work: Work, reward_model: PreTrainedModel, wait: Callable, send: Callable[[dict], None]):
         self.work, self.wait, self.send = work, wait, send
-        self.optimizer_steps, self.read = 0, []
-        self.steps = work.ppo_epochs if work.algorithm == "grpo" else 1  # of the trainer's count, per update
+        self.optimizer_steps, self.masks = 0, []
+        self.steps = work.ppo_epochs if work.algorithm == "grpo" else 1  # trainer steps per update
         register_optimizer_step_post_hook(self._count)
-        reward_model.base_model.register_forward_pre_hook(self._note, with_kwargs=True)
+        reward_model.base_model.register_forward_pre_hook(self._record_mask, with_kwargs=True)
 
     def _count(self, *_) -> None:
         self.optimizer_steps += 1
 
-    def _note(self, module, _, kwargs: dict[str, Any]) -> None:
-        self.read.append(kwargs["attention_mask"])  # counted when the clock stands
+    def _record_mask(self, module, _, kwargs: dict[str, Any]) -> None:
+        self.masks.append(kwargs["attention_mask"])  # summed later, outside the measured time
 
     def on_train_begin(self, args, state, control, **_):
-        self._go()
+        self._next_update()
 
     def on_step_end(self, args, state, control, **_):
         if state.global_step % self.steps:
             return
-        spent = seconds(self.work.device) - self.begun
-        tokens = sum(int(mask.sum()) for mask in self.read) - self.work.episodes * self.work.prompt_length
+        spent = seconds(self.work.device) - self.start
+        tokens = sum(int(mask.sum()) for mask in self.masks) - self.work.episodes * self.work.prompt_length
         self.send({"seconds": spent, "reply_tokens": tokens, "optimizer_steps": self.optimizer_steps})
         if state.global_step < self.work.updates * self.steps:
-            self._go()
+            self._next_update()
 
-    def _go(self) -> None:
-        self.read.clear()
+    def _next_update(self) -> None:
+        self.masks.clear()
         self.wait()
-        self.begun = seconds(self.work.device)
+        self.start = seconds(self.work.device)
 
 
 def common(work: Work) -> dict[str, Any]:
-    """Settings that both of TRL's trainers take."""
+    """Return the settings that both of TRL's trainers have."""
     return {
         "output_dir": work.output,
         "per_device_train_batch_size": work.episodes,
@@ -86,7 +86,7 @@ def load(kind: type, folder) -> PreTrainedModel:
 
 
 def build(work: Work, wait: Callable, send: Callable[[dict], None]):
-    """A trainer of the work's algorithm, whose train() stops at every update."""
+    """Return TRL's trainer for the work. Its train() waits before every update."""
     return {"ppo": build_ppo, "grpo": build_grpo}[work.algorithm](work, wait, send)
 
 
@@ -111,7 +111,7 @@ def build_ppo(work: Work, wait: Callable, send: Callable[[dict], None]) -> trl_p
         reward_model=reward_model,
         value_model=load(AutoModelForSequenceClassification, work.reward_model),
         train_dataset=Dataset.from_dict({"input_ids": ids}),
-        callbacks=[Stops(work, reward_model, wait, send)],
+        callbacks=[UpdateTimer(work, reward_model, wait, send)],
     )
 
 
@@ -127,14 +127,14 @@ def build_grpo(work: Work, wait: Callable, send: Callable[[dict], None]) -> GRPO
         args=GRPOConfig(
             max_steps=work.updates * work.ppo_epochs,
             num_generations=work.K,
-            num_iterations=work.ppo_epochs,  # optimizer steps that one generation serves
+            num_iterations=work.ppo_epochs,  # optimizer steps per rollout
             steps_per_generation=1,
             max_completion_length=work.reply_length,
-            beta=KL_COEF,  # above 0: with a reference, as ours has
+            beta=KL_COEF,  # above 0, so that TRL also runs a reference model
             scale_rewards="none",
             **common(work),
         ),
         processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"prompt": texts}),
-        callbacks=[Stops(work, reward_model, wait, send)],
+        callbacks=[UpdateTimer(work, reward_model, wait, send)],
     )

@@ -1,4 +1,4 @@
-"""What is measured: one piece of work that both sides do, with models of random weights and prompts of random ids."""
+"""The work that the benchmarks measure: models with random weights, prompts with random ids, and common flags."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-TEMPERATURE, KL_COEF, LEARNING_RATE, SEED = 0.7, 0.05, 5e-6, 42  # the same on both sides
+TEMPERATURE, KL_COEF, LEARNING_RATE, SEED = 0.7, 0.05, 5e-6, 42  # the same for both implementations
 TINY = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 2048}  # fmt: skip
 PAD, BOS, EOS = range(3)
-FIRST_LETTER = 0x20000  # of a plane whose characters are all alike to a tokenizer: one a token
+FIRST_LETTER = 0x20000  # start of a Unicode plane in which each character is one token
 
 
 @dataclass(frozen=True)
 class Work:
-    """`updates` updates, each of `batch_size` prompts (x `K` replies under GRPO) and `ppo_epochs` optimizer steps."""
+    """`updates` updates, each with `batch_size` prompts (GRPO: x `K` completions) and `ppo_epochs` x `minibatches`
+    optimizer steps."""
 
-    folder: str  # of the models
+    folder: str  # of the models and outputs
     algorithm: str = "ppo"
     size: str = "tiny"
     device: str = "cpu"
@@ -30,11 +31,11 @@ class Work:
     K: int = 6
     prompt_length: int = 64  # tokens
     reply_length: int = 64  # tokens
-    ppo_epochs: int = 4  # passes over a rollout, an optimizer step each
-    minibatches: int = 1  # optimizer steps per pass
-    varied: bool = False  # prompts of unlike lengths, half of `prompt_length` in the mean
+    ppo_epochs: int = 4  # epochs over each rollout
+    minibatches: int = 1  # optimizer steps per epoch over the rollout
+    varied: bool = False  # different prompt lengths, on average half of `prompt_length`
     updates: int = 2
-    threads: int | None = None  # None: torch's own choice
+    threads: int | None = None  # None: torch's choice
     lora: bool = False  # ours alone
     load_in_4bit: bool = False  # ours alone
 
@@ -52,14 +53,14 @@ class Work:
 
     @property
     def episodes(self) -> int:
-        """Replies per update."""
+        """Completions per update."""
         return self.batch_size * (self.K if self.algorithm == "grpo" else 1)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that governs the work, by name."""
-        aside = {"folder"} if self.algorithm == "grpo" else {"folder", "K"}
-        settings = {name: value for name, value in asdict(self).items() if name not in aside}
+        """All settings of the work, by name."""
+        excluded = {"folder"} if self.algorithm == "grpo" else {"folder", "K"}
+        settings = {name: value for name, value in asdict(self).items() if name not in excluded}
         same = {"temperature": TEMPERATURE, "kl_coef": KL_COEF, "learning_rate": LEARNING_RATE, "seed": SEED}
         return {**settings, **same}
 
@@ -76,37 +77,43 @@ class Work:
         return str(Path(self.folder, "output"))
 
 
-# --- the command line's part that all benchmarks have ----------------------------------------------------------------
+# --- common flags ----------------------------------------------------------------------------------------------------
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a Work that every benchmark has."""
-    parser.add_argument("--algorithm", choices=("ppo", "grpo"), default="ppo")
-    parser.add_argument("--size", choices=("tiny", "smollm2"), default="tiny", help="SmolLM2-135M's shape, or less")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="unset: the card where torch can use one")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the forward pass")
-    parser.add_argument("--K", type=at_least(2), default=6, help="replies per prompt under GRPO (6)")
-    parser.add_argument("--prompt-length", type=at_least(1), default=64, help="tokens (64)")
-    parser.add_argument("--threads", type=at_least(1), help="CPU threads; unset: torch's own choice")
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    """Add the flags that all benchmarks share."""
+    parser.add_argument("--algorithm", choices=("ppo", "grpo"), default="ppo", help="algorithm (ppo)")
+    parser.add_argument(
+        "--size", choices=("tiny", "smollm2"), default="tiny", help="model shape: SmolLM2-135M's or a tiny one (tiny)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if torch can use one")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the forward pass (float32)"
+    )
+    parser.add_argument("--K", type=at_least(2), default=6, help="completions per prompt with GRPO (6)")
+    parser.add_argument("--prompt-length", type=at_least(1), default=64, help="prompt length in tokens (64)")
+    parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: torch's choice)")
+    parser.add_argument("--json", type=Path, help="JSON file for the results")
 
 
 PROMPTS = {"ppo": 8, "grpo": 2}
 
 
 def add_update_flags(parser: argparse.ArgumentParser, ppo_epochs: int) -> None:
-    """Flags of the benchmarks that look at single updates, for `parse_update`."""
-    parser.add_argument("--batch-size", type=at_least(1), help="prompts per update (ppo 8, grpo 2)")
-    parser.add_argument("--reply-length", type=at_least(2), default=64, help="tokens (64)")
+    """Add the flags of the benchmarks that measure single updates; see `parse_update`."""
+    parser.add_argument("--batch-size", type=at_least(1), help="prompts per update (PPO 8, GRPO 2)")
+    parser.add_argument("--reply-length", type=at_least(2), default=64, help="completion length in tokens (64)")
     parser.add_argument(
-        "--ppo-epochs", type=at_least(1), default=ppo_epochs, help=f"passes over a rollout ({ppo_epochs})"
+        "--ppo-epochs", type=at_least(1), default=ppo_epochs, help=f"epochs over each rollout ({ppo_epochs})"
     )
-    parser.add_argument("--lora", action="store_true", help="ours with adapters (TRL trains all weights)")
-    parser.add_argument("--load-in-4bit", action="store_true", help="ours with adapters over 4-bit weights")
+    parser.add_argument("--lora", action="store_true", help="train LoRA adapters (TRL trains all weights)")
+    parser.add_argument(
+        "--load-in-4bit", action="store_true", help="train LoRA adapters over 4-bit weights (TRL trains all weights)"
+    )
 
 
 def parse_update(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """The flags, with what follows from them: the algorithm's batch, and adapters over 4-bit weights."""
+    """Parse the flags. Sets the algorithm's default batch size, and --lora if --load-in-4bit is set."""
     arguments = parser.parse_args(argv)
     arguments.batch_size = arguments.batch_size or PROMPTS[arguments.algorithm]
     arguments.lora = arguments.lora or arguments.load_in_4bit
@@ -114,7 +121,7 @@ def parse_update(parser: argparse.ArgumentParser, argv: list[str] | None) -> arg
 
 
 def at_least(low: int):
-    """For argparse: a whole number from `low` on."""
+    """Return an argparse type: an integer of at least `low`."""
 
     def number(text: str) -> int:
         value = int(text)
@@ -126,20 +133,20 @@ def at_least(low: int):
 
 
 def work_of(arguments: argparse.Namespace, **more) -> Work:
-    """The Work that flags and `more` describe."""
+    """Return the Work for the flags and `more`."""
     given = {**vars(arguments), **more}
     return Work(**{name: given[name] for name in Work.__dataclass_fields__ if name in given})
 
 
 def choose_device(wanted: str | None) -> str:
-    """The device, and the environment that makes accelerate (and so TRL) take it, and one card at most.
+    """Return the device, and set the environment so that accelerate (and TRL) use it. At most one GPU is visible.
 
-    Call it before anything imports accelerate. Raises UserError where there is no such device.
+    Must be called before accelerate is imported. Raises UserError if the device does not exist.
     """
-    # nothing is asked of the hub; and of several cards one, over all of which transformers would split batches
-    cards = "-1" if wanted == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES=cards)
-    import torch  # slow to import: not at the top, where `--help` would wait for it
+    # offline: no request to the hub; one GPU: transformers would split batches over several
+    gpus = "-1" if wanted == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES=gpus)
+    import torch  # here because it is slow, and --help does not need it
 
     from rlhf.utils.errors import UserError
 
@@ -160,7 +167,7 @@ def letter(token: int) -> str:
 
 
 def make_tokenizer(vocabulary: int):
-    """A letter a token: text and ids are the same whoever renders, joins or cuts them."""
+    """Return a tokenizer with one token per letter, so that text and ids match, however they are joined or cut."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -174,7 +181,7 @@ def make_tokenizer(vocabulary: int):
 
 
 def make_models(work: Work) -> None:
-    """Policy and reward model of one shape, random weights, in the work's folder, each with the tokenizer."""
+    """Save a policy and a reward model of the same shape, with random weights, in the work's folder."""
     import torch
     from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -189,7 +196,7 @@ def make_models(work: Work) -> None:
 
 
 def model_config(work: Work):
-    """The LlamaConfig of the work's size, for a policy or a reward model."""
+    """Return the LlamaConfig for the work's size, for a policy or a reward model."""
     from tests.shapes import llama_config
 
     config = llama_config("smollm2", 0)
@@ -200,16 +207,17 @@ def model_config(work: Work):
 
 
 def rule_out_special(embeddings) -> None:
-    """Every reply shall have its full length: in one direction all tokens lie one way, the special ones the other.
+    """Change the embeddings so that special tokens are never sampled and every completion has its full length.
 
-    The hidden states then lie with the tokens read, and the logits (the embeddings are tied) against special tokens.
+    One dimension is +1 for all ordinary tokens and -1 for special ones. The hidden states point in the direction of
+    the tokens read, so the logits (the embeddings are tied) of special tokens are low.
     """
     embeddings[:, 0] = 1.0
     embeddings[: EOS + 1, 0] = -1.0
 
 
 def random_prompts(lengths: Sequence[int], vocabulary: int, seed: int) -> list:
-    """Prompts of random ids, with the text that the tokenizer turns into the same ids."""
+    """Return prompts with random ids, and with the text that the tokenizer encodes to the same ids."""
     from rlhf.data.examples import Example
     from rlhf.data.prompts import Prompt
 
@@ -220,12 +228,12 @@ def random_prompts(lengths: Sequence[int], vocabulary: int, seed: int) -> list:
 
 
 def prompt_ids(work: Work, vocabulary: int) -> list[list[int]]:
-    """Prompts for all updates, of random ids, none of them special."""
+    """Return prompts for all updates, with random ids without special tokens."""
     return random_rows(prompt_lengths(work), vocabulary, SEED)
 
 
 def prompt_lengths(work: Work) -> list[int]:
-    """Of all updates' prompts, in tokens: all the same, or half of that in the mean."""
+    """Return the lengths in tokens of all updates' prompts: `prompt_length`, or if `varied` half of it on average."""
     count = work.updates * work.batch_size
     return (
         varied(work.prompt_length / 2, work.prompt_length, count, SEED)
@@ -235,9 +243,9 @@ def prompt_lengths(work: Work) -> list[int]:
 
 
 def varied(mean: float, most: int, count: int, seed: int) -> list[int]:
-    """`count` lengths in [1, most], in random order: even quantiles of an exponential distribution cut at `most`.
+    """Return `count` lengths in [1, most], in random order: quantiles of an exponential distribution, clipped.
 
-    Its scale s is such that the mean is right after the cut: E min(X, most) = s (1 - exp(-most / s)).
+    The scale s is chosen so that the mean is correct after clipping: E min(X, most) = s (1 - exp(-most / s)).
     """
     import numpy as np
 
@@ -250,7 +258,7 @@ def varied(mean: float, most: int, count: int, seed: int) -> list[int]:
 
 
 def random_rows(lengths: Sequence[int], vocabulary: int, seed: int) -> list[list[int]]:
-    """Random ids, none of them special."""
+    """Return rows of random ids without special tokens."""
     import numpy as np
 
     generator = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""The benchmarks end to end, as a user runs them, in the tiny size: what they promise is in their files."""
+"""The benchmarks end to end, as a user runs them, in the tiny size: their JSON files and console output."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from benchmarks.comparison import compare
 from benchmarks.cost_curve import doublings
-from benchmarks.epoch import reply_tokens, side_of_epoch
+from benchmarks.epoch import epoch_estimate, reply_tokens
 from benchmarks.machine import tensor_peak
-from benchmarks.side import Side
 from benchmarks.techniques import TECHNIQUES, spread
 from benchmarks.work import EOS, FIRST_LETTER, Work, letter, make_tokenizer, prompt_ids, prompt_lengths, varied
+from benchmarks.worker import Worker
 from rlhf.utils.errors import RunError
 from tests.scripts.test_scripts import ROOT, run
 
@@ -26,7 +26,7 @@ EPISODES = {"ppo": 3, "grpo": 6}
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.ci)])
-def test_against_trl_tells_all_it_promises_of_equal_work(algorithm, tmp_path):
+def test_against_trl_reports_equal_work(algorithm, tmp_path):
     file = tmp_path / "figures.json"
     flags = [*SHORT, *RUNS[algorithm], "--reply-length", "6", "--pairs", "1", "--json", str(file)]
     done = run(["benchmarks/against_trl.py", *flags], ROOT)
@@ -46,7 +46,7 @@ def test_against_trl_tells_all_it_promises_of_equal_work(algorithm, tmp_path):
     assert 0 <= found["machine"]["busy_before_percent"] <= 100
     assert found["command"] == ["against_trl.py", *flags]
     assert found["settings"]["algorithm"] == algorithm and found["settings"]["reply_length"] == 6
-    assert "an update, median" in done.stdout and "optimizer steps" in done.stdout
+    assert "one update, median" in done.stdout and "optimizer steps" in done.stdout
 
 
 def check_memory(found: dict) -> None:
@@ -60,14 +60,14 @@ def check_memory(found: dict) -> None:
     assert found["memory_ratio_above_imports"] == pytest.approx(above)
 
 
-def told(steps: int, seconds: float) -> dict:
+def measured(steps: int, seconds: float) -> dict:
     return {"seconds": seconds, "parts": {"rollout": seconds / 2}, "reply_tokens": 6, "optimizer_steps": steps,
             "memory": {"peak": 4, "above_imports": 2}}  # fmt: skip
 
 
 def test_the_median_of_pairs_and_their_spread_by_hand():
     facts = {side: {"machine": {"busy_before_percent": 0.0}, "mixed_precision": "no"} for side in ("ours", "stock")}
-    pairs = [{"ours": told(2, ours), "stock": told(2, stock)} for ours, stock in ((1, 3), (2, 3), (1, 2))]
+    pairs = [{"ours": measured(2, ours), "stock": measured(2, stock)} for ours, stock in ((1, 3), (2, 3), (1, 2))]
     found = compare(Work("nowhere"), facts, pairs)
     assert found["update_ratio"] == {"median": 2.0, "lowest": 1.5, "highest": 3.0, "pairs": [3.0, 1.5, 2.0]}
     assert found["seconds"] == {"ours": {"whole": 1, "rollout": 0.5}, "stock": {"whole": 3}}
@@ -75,14 +75,14 @@ def test_the_median_of_pairs_and_their_spread_by_hand():
 
 def test_unlike_optimizer_steps_are_an_error():
     with pytest.raises(RunError, match="optimizer steps {'ours': 2, 'stock': 3}"):
-        compare(Work("nowhere"), {}, [{"ours": told(2, 1.0), "stock": told(3, 1.0)}])
+        compare(Work("nowhere"), {}, [{"ours": measured(2, 1.0), "stock": measured(3, 1.0)}])
 
 
-def test_a_side_that_stops_is_told_with_its_last_lines(tmp_path):
+def test_a_worker_that_stops_is_reported_with_its_last_lines(tmp_path):
     work_file = Work(str(tmp_path)).write(tmp_path / "work.json")
-    with pytest.raises(RunError, match=r"it stopped \(exit status 1\): neither(.|\n)*KeyError"):  # noqa: SIM117
-        with Side("neither", work_file) as side:
-            side.go()
+    with pytest.raises(RunError, match=r"worker stopped \(exit status 1\): neither(.|\n)*KeyError"):  # noqa: SIM117
+        with Worker("neither", work_file) as worker:
+            worker.go()
 
 
 def test_prompts_have_their_length_and_survive_any_rendering():
@@ -105,7 +105,7 @@ def test_prompts_have_their_length_and_survive_any_rendering():
         ("epoch", "--rollout-batch"),
     ],
 )
-def test_help_and_mistakes_are_answered(script, flag):
+def test_help_and_mistakes(script, flag):
     helped = run([f"benchmarks/{script}.py", "--help"], ROOT)
     assert helped.returncode == 0 and flag in helped.stdout
     mistaken = run([f"benchmarks/{script}.py", flag, "0"], ROOT)
@@ -136,9 +136,9 @@ def test_the_cost_curve_and_its_picture(tmp_path):
         one, other = (p["seconds"] / p["reply_tokens"] for p in points)
         assert points[0]["ratio"] is None and points[1]["ratio"] == pytest.approx(other / one)
     assert found["largest_ratio"] == {"batch": batch[1]["ratio"], "length": length[1]["ratio"]}
-    assert found["limit"] == 1.2 and "ms per reply token" in done.stdout
+    assert found["limit"] == 1.2 and "ms per completion token" in done.stdout
     assert found["within"] == (max(found["largest_ratio"].values()) <= 1.2)
-    assert ("no doubling costs more than 20%" in done.stdout) == found["within"]
+    assert ("no doubling increases the time per completion token by more than 20%" in done.stdout) == found["within"]
     assert picture.read_bytes().startswith(b"\x89PNG\r\n") and picture.stat().st_size > 10_000
 
 
@@ -164,16 +164,16 @@ def test_peak_memory_by_hand():
 
 
 @pytest.mark.ci
-def test_each_technique_and_its_plain_twin_do_the_same_work(tmp_path):
+def test_each_technique_and_its_reference_do_the_same_work(tmp_path):
     file = tmp_path / "techniques.json"
     sizes = ["--batch-size", "4", "--prompt-length", "16", "--reply-length", "16"]
     flags = ["--size", "tiny", "--device", "cpu", "--threads", "1", *sizes, "--pairs", "1", "--json", str(file)]
     done = run(["benchmarks/techniques.py", *flags], ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text(encoding="utf-8"))
-    assert set(found["techniques"]) == set(TECHNIQUES) - {"rollout_graph"}, "a CUDA graph needs a card"
-    for name, told in found["techniques"].items():
-        tokens, spent, ratio = told["reply_tokens"], told["seconds"], told["ratio"]
+    assert set(found["techniques"]) == set(TECHNIQUES) - {"rollout_graph"}, "a CUDA graph needs a GPU"
+    for name, result in found["techniques"].items():
+        tokens, spent, ratio = result["reply_tokens"], result["seconds"], result["ratio"]
         assert tokens["ours"] == tokens["plain"] > 0, name
         assert spent["plain"] / spent["ours"] == pytest.approx(ratio["median"]) and len(ratio["pairs"]) == 1
         assert name in done.stdout
@@ -185,12 +185,14 @@ def test_each_technique_and_its_plain_twin_do_the_same_work(tmp_path):
 
 
 def check_layers(techniques: dict) -> None:
-    """By hand: a rollout's plain twin takes 16 steps for each of 4 batches; 2 prompts of 8 tokens have 6 replies each,
+    """By hand: a rollout's reference takes 16 steps for each of 4 batches; 2 prompts of 8 tokens have 6 replies each,
     whose last token is not run."""
     for name in ("rollout", "rollout_stopping"):
-        told = techniques[name]
-        assert told["same_tokens"] == 1.0, "the engines sample the same replies"
-        assert told["reply_tokens"]["ours"] == pytest.approx(16 * 0.3 * 16, abs=4), "a mean of 0.3 x 16 for 16 replies"
+        result = techniques[name]
+        assert result["same_tokens"] == 1.0, "the engines sample the same replies"
+        assert result["reply_tokens"]["ours"] == pytest.approx(16 * 0.3 * 16, abs=4), (
+            "a mean of 0.3 x 16 for 16 replies"
+        )
     assert techniques["rollout"]["steps"]["plain"] == 4 * 16 > techniques["rollout"]["steps"]["ours"]
     assert techniques["rollout_stopping"]["steps"]["plain"] <= 4 * 16
     assert techniques["shared_prompt"]["layer_tokens"] == {"ours": 2 * 8 + 12 * 15, "plain": 12 * 8 + 12 * 15}
@@ -211,7 +213,7 @@ def test_an_epoch_is_measured_in_part_and_extrapolated_openly(tmp_path):
     done = run(["benchmarks/epoch.py", *SHORT, *sizes, "--json", str(file)], ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text(encoding="utf-8"))
-    assert found["said"] == "measured 1 updates of 13; the rest is extrapolated" and found["said"] in done.stdout
+    assert found["said"] == "measured 1 of 13 updates; the rest is extrapolated" and found["said"] in done.stdout
     assert found["updates"] == {"measured": 1, "of_the_epoch": 13} and found["settings"]["minibatches"] == 2
     assert found["reply_tokens"] == {"ours": 2 * 8 * 6, "stock": 2 * 8 * 6}, "the warm-up among them"
     assert found["optimizer_steps"] == {"ours": 2 * 2 * 2, "stock": 2 * 2 * 2}, "updates, passes, minibatches"
@@ -226,9 +228,9 @@ def test_an_epoch_is_measured_in_part_and_extrapolated_openly(tmp_path):
 
 
 def test_an_epoch_by_hand():
-    told = [{"seconds": s, "parts": {"rollout": s / 2, "score": 0.0, "update": s / 4}, "memory": {"peak": 4}}
+    timings = [{"seconds": s, "parts": {"rollout": s / 2, "score": 0.0, "update": s / 4}, "memory": {"peak": 4}}
             for s in (2.0, 4.0, 3.0)]  # fmt: skip
-    side = side_of_epoch(Work("nowhere"), told, tokens=60, whole=100)
+    side = epoch_estimate(timings, tokens=60, whole=100)
     assert side["minutes_per_epoch"] == {
         "median": 5.0,
         "lowest": pytest.approx(10 / 3),
@@ -246,10 +248,10 @@ def test_prompts_of_unlike_lengths_keep_their_bounds():
 def test_reply_tokens_of_trl_are_counted_as_ours():
     # 2 prompts of 1 to 8 tokens, 3 tokens of reply to each: TRL's side counts what it read less 2 x 8
     work = Work("nowhere", batch_size=2, prompt_length=8, updates=1, varied=True)
-    told = [{"ours": {"reply_tokens": 6}, "stock": {"reply_tokens": sum(prompt_lengths(work)) + 6 - 16}}]
-    assert reply_tokens(work, "ours", told) == reply_tokens(work, "stock", told) == 6
+    timings = [{"ours": {"reply_tokens": 6}, "stock": {"reply_tokens": sum(prompt_lengths(work)) + 6 - 16}}]
+    assert reply_tokens(work, "ours", timings) == reply_tokens(work, "stock", timings) == 6
 
 
 def test_a_rollout_that_is_no_whole_number_of_minibatches():
     done = run(["benchmarks/epoch.py", "--rollout-batch", "6"], ROOT)
-    assert done.returncode and "not a multiple of 4" in done.stderr
+    assert done.returncode and "not a multiple of the minibatch size 4" in done.stderr

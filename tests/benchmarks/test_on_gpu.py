@@ -19,7 +19,7 @@ from benchmarks import on_gpu
 from benchmarks.gpu_measures import Outcomes, last_line
 from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report, number
 from benchmarks.gpu_section import OutOfTime, Plan, Section
-from benchmarks.gpu_trainings import first_difference, tell_learning, tell_stopped
+from benchmarks.gpu_trainings import first_difference, report_finished, report_stopped
 from rlhf.checkpoints.run_record import Spent
 from rlhf.settings.recipes import shipped_recipes
 from rlhf.utils.errors import UserError
@@ -78,12 +78,12 @@ def test_updates_and_memory_are_measured(tmp_path):
     assert {record["state"] for record in found.values()} == {DONE}
     for algorithm in ("PPO", "GRPO"):
         updates = found["update"]["figures"]
-        ours, stock = (updates[f"{algorithm}, an update, {side}"] for side in ("ours", "stock TRL"))
+        ours, stock = (updates[f"{algorithm}, one update, {side}"] for side in ("ours", "stock TRL"))
         assert len(ours["all"]) == len(stock["all"]) == 10 and ours["value"] > 0
-        epoch = updates[f"{algorithm}, an epoch of 10,000 prompts, ours"]
-        assert epoch["note"].startswith("extrapolated from 10 updates of ")
+        epoch = updates[f"{algorithm}, one epoch of 10,000 prompts, ours"]
+        assert epoch["note"].startswith("extrapolated from 10 of ")
     for kind in ("full", "LoRA", "4-bit LoRA"):
-        figure = found["memory"]["figures"][f"PPO, {kind}, measured over predicted"]
+        figure = found["memory"]["figures"][f"PPO, {kind}, measured / predicted"]
         assert figure["value"] == pytest.approx(figure["measured_bytes"] / figure["predicted_bytes"])
 
 
@@ -95,8 +95,8 @@ def test_recipes_and_epochs_are_measured(tmp_path):
     found, _ = measured(tmp_path, "--full", "--only", "epochs", "out of memory", "--minutes", "3")
     assert found["out of memory"]["figures"]["out of memory"]["error"] == "needs a CUDA GPU"
     for algorithm in ("PPO", "GRPO"):
-        epoch = found["epochs"]["figures"][f"{algorithm}, an epoch of 10,000 prompts"]
-        assert epoch["value"] > 0 and re.match(r"extrapolated from \d+ updates of \d+; ", epoch["note"])
+        epoch = found["epochs"]["figures"][f"{algorithm}, one epoch of 10,000 prompts"]
+        assert epoch["value"] > 0 and re.match(r"extrapolated from \d+ of \d+ updates; ", epoch["note"])
 
 
 @pytest.mark.ci
@@ -125,8 +125,8 @@ def test_shares_of_the_time():
     ("flags", "error"),
     [
         (["--only", "decodings"], "no such section: --only decodings"),
-        (["--full", "--real"], "two plans: --full, --real"),
-        (["--minutes", "0"], "no time to measure in: --minutes 0"),
+        (["--full", "--real"], "mutually exclusive flags: --full, --real"),
+        (["--minutes", "0"], "not a positive number: --minutes 0"),
     ],
 )
 def test_mistakes_are_one_line(flags, error):
@@ -180,13 +180,13 @@ time.sleep(60)
 
 def test_a_section_whose_time_is_over_ends_with_all_that_it_started():
     process = Popen([sys.executable, "-c", STUCK], stdout=PIPE, text=True, start_new_session=not WINDOWS)
-    told = []
+    received = []
     begun = time.monotonic()
-    assert not on_gpu.follow(process, begun + 3, told.append)
+    assert not on_gpu.follow(process, begun + 3, received.append)
     assert 2.9 < time.monotonic() - begun < 10
     on_gpu.end_all(process)
     assert process.poll() is not None
-    (child,) = told
+    (child,) = received
     deadline = time.monotonic() + 10
     while psutil.pid_exists(child["value"]) and psutil.Process(child["value"]).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the section's child still runs"
@@ -198,11 +198,11 @@ def section(tmp_path) -> Section:
     return Section(plan(tmp_path, "decoding"), io.StringIO())
 
 
-def told(section: Section) -> list[dict]:
+def messages(section: Section) -> list[dict]:
     return [json.loads(line) for line in section.channel.getvalue().splitlines()]
 
 
-def test_an_attempt_that_fails_is_told_and_the_section_goes_on(section):
+def test_an_attempt_that_fails_is_recorded_and_the_section_continues(section):
     def fail(error):
         raise error
 
@@ -212,8 +212,8 @@ def test_an_attempt_that_fails_is_told_and_the_section_goes_on(section):
     section.attempt("three", lambda: section.figure("three", 3.0, "s", "a note"))
     section.deadline = 0.0
     section.attempt("four", lambda: section.figure("four", 4.0))
-    late = "not measured: the section's time was over"
-    assert told(section) == [
+    late = "not measured: the section ran out of time"
+    assert messages(section) == [
         {"name": "one", "error": "ValueError: no such kernel"},
         {"name": "log", "error": "RuntimeError: it stopped ... KeyError: 1"},
         {"name": "two", "error": late},
@@ -262,10 +262,10 @@ def test_outcomes_of_the_gpu_tests_are_counted(section):
     outcomes.pytest_runtest_logreport(Ended("a", "passed"))
     outcomes.pytest_runtest_logreport(Ended("b", "failed", longrepr="def test():\nE   assert 1 == 2\nE   and more"))
     outcomes.pytest_runtest_logreport(Ended("c", "skipped", "setup", ("file", 1, "Skipped: no CUDA GPU")))
-    last = told(section)[-1]
+    last = messages(section)[-1]
     assert (last["value"], last["unit"]) == (1, "of 4")
     assert last["note"] == "1 passed, 1 failed, 1 skipped, 1 not run; Skipped: no CUDA GPU"
-    assert {"name": "b", "error": "assert 1 == 2"} in told(section)
+    assert {"name": "b", "error": "assert 1 == 2"} in messages(section)
     assert last_line("no marked line") == "no marked line"
 
 
@@ -281,10 +281,10 @@ def test_a_finished_demo_and_one_without_the_time_to_end(section, runs, tmp_path
         "gold_before": 0.476, "gold_after": 0.734, "gold_rise_interval": [0.157, 0.356], "kl_last_10_updates": 2.68,
         "kl_unit": "nats/sequence", "kl_target": 3.0, "seconds": 117.0, "score_rise_in_start_sd": 1.11,
     }  # fmt: skip
-    tell_learning(section, "PPO, seed 42", record_of(figures=learned, spent=Spent(150, 9600, 600, 200_000)))
-    tell_stopped(section, "PPO, seed 1", runs["ppo", 1])
-    tell_stopped(section, "PPO, seed 3", tmp_path)
-    finished, stopped, nothing = told(section)
+    report_finished(section, "PPO, seed 42", record_of(figures=learned, spent=Spent(150, 9600, 600, 200_000)))
+    report_stopped(section, "PPO, seed 1", runs["ppo", 1])
+    report_stopped(section, "PPO, seed 3", tmp_path)
+    finished, stopped, nothing = messages(section)
     assert finished["value"] == 1.11 and "gold quality 0.476 -> 0.734" in finished["note"]
-    assert "stopped by the section's time after update 2 of 2; evaluated after update 2" in stopped["note"]
-    assert nothing["error"].endswith("before the first update ended")
+    assert "out of time after update 2 of 2; last evaluation after update 2" in stopped["note"]
+    assert nothing["error"].endswith("before the end of the first update")

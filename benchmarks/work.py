@@ -36,8 +36,8 @@ class Work:
     varied: bool = False  # different prompt lengths, on average half of `prompt_length`
     updates: int = 2
     threads: int | None = None  # None: torch's choice
-    lora: bool = False  # ours alone
-    load_in_4bit: bool = False  # ours alone
+    lora: bool = False  # only ours
+    load_in_4bit: bool = False  # only ours
 
     @classmethod
     def read(cls, file: str | Path) -> Work:

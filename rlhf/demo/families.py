@@ -1,6 +1,6 @@
 """The question families of the demo. Uses only the standard library.
 
-Each family generates questions, correct and wrong answers, and judges a reply:
+Each family generates questions, correct and wrong answers, and judges a completion:
 
     pick   Which of these is a fruit: goat, plum, hammer?       Plum is a fruit.
     sort   Order from small to big: horse, ant, fox.            First ant, then fox, then horse.
@@ -31,7 +31,7 @@ LOOKS = ["big", "clean", "little", "new", "old", "wet"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Judgement of a reply's first sentence. `content` is in [0, 1] and is 1 only if `flaw` is None."""
+    """Judgement of a completion's first sentence. `content` is in [0, 1] and is 1 only if `flaw` is None."""
 
     content: float
     flaw: str | None = None

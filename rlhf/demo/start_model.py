@@ -1,8 +1,8 @@
-"""The demo's start model: a small Llama trained on replies of mixed quality.
+"""The demo's start model: a small Llama trained on completions of mixed quality.
 
-It is first trained on good replies, then on a mixture in which most replies have a flaw, like human demonstrations.
-As a result it can solve the tasks, and about one reply in three is good. The weights are shipped in `weights/`.
-Rebuild them with
+It is first trained on good completions, then on a mixture. Most completions of the mixture have a flaw, like human
+demonstrations. As a result it can solve the tasks, and about one completion in three is good. The weights are shipped
+in `weights/`. Rebuild them with
 
     python -m rlhf.demo.start_model --rebuild
 """
@@ -29,9 +29,9 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-GOOD_SHARE = 0.35  # of the mixture; every other reply has one flaw. docs/decisions/demo.md explains the value
-CLEAN_SHARE = 0.6  # of the training steps: the first ones use only good replies, the others the mixture
-TRAINING_REPLY_LIMIT = 40  # tokens; a longer training reply is cut here and has no EOS
+GOOD_SHARE = 0.35  # of the mixture; the other completions have one flaw each. Reasons: docs/decisions/demo.md
+CLEAN_SHARE = 0.6  # of the training steps: the first ones use only good completions, the others the mixture
+MAX_COMPLETION_TOKENS = 40  # a longer training completion is cut here and has no EOS
 SHAPE = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
@@ -69,12 +69,12 @@ def build_tokenizer(texts: list[str], vocabulary: int = 768) -> PreTrainedTokeni
 
 
 def prompt_text(question: str) -> str:
-    """Return the question in ChatML, up to the position where the reply starts."""
+    """Return the question in ChatML, up to the position where the completion starts."""
     return f"{TURN}user\n{question}{EOS}\n{TURN}assistant\n"
 
 
 def corpus(seed: int, mixed: bool) -> Iterator[tuple[str, str]]:
-    """Yield (question, reply) endlessly, with questions of the 'train' split. If not `mixed`, only good replies."""
+    """Yield (question, completion) endlessly, from the 'train' split. If not `mixed`, only good completions."""
     rng = random.Random(f"corpus {seed} {mixed}")
     for family in itertools.cycle(FAMILIES):
         question = ask(family, rng, "train")
@@ -83,16 +83,16 @@ def corpus(seed: int, mixed: bool) -> Iterator[tuple[str, str]]:
 
 
 def encode_example(tokenizer, question: str, completion: str) -> tuple[list[int], list[int]]:
-    """Return (ids, labels) of one example. Labels are -100 on the prompt. A long reply is cut, without EOS."""
+    """Return (ids, labels) of one example. Labels are -100 on the prompt. A long completion is cut, without EOS."""
     prompt = tokenizer(prompt_text(question))["input_ids"]
-    kept = [*tokenizer(completion)["input_ids"], tokenizer.eos_token_id][:TRAINING_REPLY_LIMIT]
+    kept = [*tokenizer(completion)["input_ids"], tokenizer.eos_token_id][:MAX_COMPLETION_TOKENS]
     return prompt + kept, [-100] * len(prompt) + kept
 
 
 def training_batches(
     tokenizer, source: Iterator[tuple[str, str]], seed: int, batch: int, pool: int = 16
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (ids, labels) endlessly, each (batch, T), right-padded. Labels are -100 outside the reply.
+    """Yield (ids, labels) endlessly, each (batch, T), right-padded. Labels are -100 outside the completion.
 
     Sorts the examples of `pool` batches by length, which saves a third of the padding.
     """
@@ -149,7 +149,7 @@ def train_start_model(
     Args:
         folder: folder of the saved model.
         seed: seed of weights and examples.
-        steps: optimizer steps, first on good replies, then on the mixture.
+        steps: optimizer steps, first on good completions, then on the mixture.
         batch: new examples per step.
         learning_rate: peak learning rate.
         report: prints one line.

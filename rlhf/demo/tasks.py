@@ -1,6 +1,6 @@
-"""Questions, good and flawed replies, and the judge of the demo. Uses only the standard library.
+"""Questions, good and flawed completions, and the judge of the demo. Uses only the standard library.
 
-`gold_quality` is the judge. It ranks the sampled replies into preference pairs and measures the final result. RL
+`gold_quality` is the judge. It ranks the sampled completions into preference pairs and measures the final result. RL
 training never uses it.
 """
 
@@ -15,12 +15,14 @@ from zlib import crc32
 
 from rlhf.demo.families import FAMILIES, OFF_TOPIC, TOPIC_WORDS, Sort, Verdict, mentioned
 
-Gold = Callable[[str, str, bool], float]  # (question, reply, True if it ended) -> quality in [0, 1]
+Gold = Callable[[str, str, bool], float]  # (question, completion, True if it ended) -> quality in [0, 1]
 FLAWS = ("wrong", "off_topic", "incomplete", "rambling", "format")
 SPLITS = ("train", "demo")
 LIST_FORM = re.compile(r"[a-z]+(?:, [a-z]+)*(?: and [a-z]+)?|first [a-z]+(?:, then [a-z]+)*")
 PLAIN_FORM = re.compile(r"[a-z]+(?: [a-z]+)*")
-MAX_CHARACTERS = 2000  # of a reply that are judged: far more than a good reply has, and a limit on the run time
+MAX_CHARACTERS = (
+    2000  # of a completion that are judged: far more than a good completion has, and a limit on the run time
+)
 
 
 @lru_cache(maxsize=20_000)
@@ -75,7 +77,7 @@ def questions(count: int, seed: int, split: str = "demo") -> list[str]:
 
 
 def demonstration(question: str, rng: random.Random) -> str:
-    """Return a good reply in one of several wordings. Its gold quality is 1."""
+    """Return a good completion in one of several wordings. Its gold quality is 1."""
     return parse(question)[1].good(rng)
 
 
@@ -88,7 +90,7 @@ def _another_answer(question: str, rng: random.Random) -> str:
 
 
 def _cut_short(question: str, rng: random.Random) -> str:
-    """Return a good reply without its last words, with a full stop in half of the cases."""
+    """Return a good completion without its last words, with a full stop in half of the cases."""
     words = demonstration(question, rng)[:-1].split(" ")
     kept = words[: rng.randint(max(1, len(words) // 3), len(words) - 1)]
     if kept[-1] in ("and", "then") and len(kept) > 1:
@@ -97,7 +99,7 @@ def _cut_short(question: str, rng: random.Random) -> str:
 
 
 def _ramble(question: str, rng: random.Random) -> str:
-    """Return a good reply followed by 1, 2 or 6 sentences that repeat it or are off-topic."""
+    """Return a good completion followed by 1, 2 or 6 sentences that repeat it or are off-topic."""
     sentences = [demonstration(question, rng)]
     for _ in range(rng.choice((1, 1, 2, 6))):
         sentences.append(_another_answer(question, rng) if rng.random() < 0.4 else demonstration(question, rng))
@@ -105,7 +107,7 @@ def _ramble(question: str, rng: random.Random) -> str:
 
 
 def _sloppy(question: str, rng: random.Random) -> str:
-    """Return a good reply with a formatting error: no capital, no full stop, wrong punctuation or wrong commas."""
+    """Return a good completion with a formatting error: capital letter, full stop, punctuation or commas."""
     completion = demonstration(question, rng)
     habits = [
         lambda text: text[:1].lower() + text[1:],
@@ -118,7 +120,7 @@ def _sloppy(question: str, rng: random.Random) -> str:
 
 
 def flawed(question: str, kind: str, rng: random.Random) -> str:
-    """Return a reply with one flaw; `kind` is one of FLAWS."""
+    """Return a completion with one flaw; `kind` is one of FLAWS."""
     if kind == "wrong":
         return parse(question)[1].wrong(rng)
     makers = {"off_topic": _another_answer, "incomplete": _cut_short, "rambling": _ramble, "format": _sloppy}
@@ -135,7 +137,7 @@ def _tidiness(first: str, is_list: bool) -> float:
 
 @lru_cache(maxsize=100_000)
 def _assess(question: str, completion: str, ended: bool) -> tuple[float, str | None]:
-    """Return (gold quality, flaw) of a reply."""
+    """Return (gold quality, flaw) of a completion."""
     _, task = parse(question)
     text = completion[:MAX_CHARACTERS].strip()
     sentences = [part for part in re.split(r"[.!?\n]+", text) if part.strip()]
@@ -158,14 +160,14 @@ def _assess(question: str, completion: str, ended: bool) -> tuple[float, str | N
 
 
 def gold_quality(question: str, completion: str, ended: bool = True) -> float:
-    """Return the quality of a reply in [0, 1]: content x tidiness x brevity.
+    """Return the quality of a completion in [0, 1]: content x tidiness x brevity.
 
     The value is 1 only for a complete, correct, tidy answer that stops after one sentence. It is halved if `ended` is
-    False (the reply reached the length limit). Accepts any text as a reply.
+    False (the completion reached the length limit). Accepts any text as a completion.
     """
     return _assess(question, completion, ended)[0]
 
 
 def flaw_of(question: str, completion: str, ended: bool = True) -> str | None:
-    """Return the reply's main flaw, one of FLAWS, or None if it is good (gold quality 1)."""
+    """Return the completion's main flaw, one of FLAWS, or None if it is good (gold quality 1)."""
     return _assess(question, completion, ended)[1]

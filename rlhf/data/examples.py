@@ -72,7 +72,7 @@ def load_examples(
         except UserError as error:
             problems += error.problems
     if problems and not is_local and len(problems) <= MAX_INVALID_SHARE * len(rows):
-        say(f"skipped {len(problems)} invalid rows of {len(rows):,}, the first because: {problems[0]}")
+        say(f"skipped {len(problems)} of {len(rows):,} rows because they are invalid. First error: {problems[0]}")
     else:
         raise_if(problems)
     if not examples:
@@ -103,11 +103,8 @@ def _read_jsonl(path: str) -> list[tuple[str, Any]]:
             continue
         where = f"{path}:{number}, {line.strip()[:40]!r}"
         try:
-            rows.append((where, json.loads(line, object_pairs_hook=_without_repeats)))
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # ValueError also for a number with thousands of digits; RecursionError for deep nesting
+            rows.append((where, json.loads(line, object_pairs_hook=_unique_keys)))
+        except (ValueError, RecursionError) as error:  # also a number with thousands of digits, or deep nesting
             reason = error.msg if isinstance(error, json.JSONDecodeError) else error
             cut = ". Is the file incomplete?" if number == len(lines) else ""
             problems.append(f"not JSON ({reason}): {where}. Write one JSON object per line{cut}")
@@ -128,7 +125,7 @@ def _other_format(file: Path) -> str | None:
     return "a JSON array" if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[") else None
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object as a dict. Raises ValueError for a duplicate key: json.loads would use its last value."""
     found = dict(pairs)
     if len(found) < len(pairs):

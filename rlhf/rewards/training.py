@@ -112,7 +112,7 @@ def usable_pairs(
         limit = f"{model.context:,} tokens (the base model's context)"
     if not train or not held_out:
         raise UserError(
-            f"no pairs left to {'train' if not train else 'evaluate'} on: {config.data.pairs}, at most {limit}. "
+            f"no pairs left to {'train' if not train else 'evaluate'} on: {config.data.pairs}, length limit {limit}. "
             "Add pairs, change --split or raise --pair-length"
         )
     screen.say(f"reward model: {len(train)} training pairs, {len(held_out)} held-out pairs")

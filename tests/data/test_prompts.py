@@ -101,8 +101,8 @@ def test_a_few_bad_rows_of_a_hub_dataset_are_skipped_and_reported(monkeypatch):
     monkeypatch.setattr(examples, "_read_hub", lambda name: [*rows, ("someone/data row 99", {"prompt": ""})])
     text = []
     assert len(load_examples("someone/data", say=text.append)) == 99
-    assert text == ["skipped 1 of 100 rows because they are invalid. First error: prompt is empty: someone/data row 99. "
-                    "Correct or remove that row"]  # fmt: skip
+    assert text == ["skipped 1 of 100 rows because they are invalid. First error: prompt is empty: "
+                    "someone/data row 99. Correct or remove that row"]  # fmt: skip
     bad = [(where, {"prompt": None}) for where, _ in rows[:20]]
     monkeypatch.setattr(examples, "_read_hub", lambda name: [*rows, *bad])
     with pytest.raises(UserError, match="prompt is null"):

@@ -149,15 +149,10 @@ def _example(
     topics: bool = False,
     others: Iterable[str] = (),
 ) -> Example:
-    """Return one checked row. Raises UserError if the row is invalid.
+    """Return one checked row. Raises UserError if the row is invalid; `where` is its position.
 
-    Args:
-        row: the parsed JSON value.
-        where: the row's position, for error messages.
-        pairs: if True, the row needs "chosen" and "rejected".
-        columns: the names of COLUMNS that occur anywhere in this data.
-        topics: if True, the row needs a "topic".
-        others: all column names of this data. Those that this row does not have become None in `Example.columns`.
+    `columns` are the names of COLUMNS that occur in the data. `others` are all column names of the data; those that
+    this row does not have become None in `Example.columns`.
     """
     if not isinstance(row, dict):
         raise UserError(f"not a JSON object: {where}. Each row must be an object with {EXPECTED_COLUMNS}")

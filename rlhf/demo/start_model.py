@@ -144,15 +144,8 @@ def train_start_model(
 ) -> Path:
     """Train the start model from scratch and save it as a Hugging Face folder. Returns the folder.
 
-    The loss covers only the assistant's tokens. Weights are stored in bfloat16 and load as float32.
-
-    Args:
-        folder: folder of the saved model.
-        seed: seed of weights and examples.
-        steps: optimizer steps, first on good completions, then on the mixture.
-        batch: new examples per step.
-        learning_rate: peak learning rate.
-        report: prints one line.
+    Runs `steps` optimizer steps on `batch` new examples each, first good completions, then the mixture. The loss
+    covers only the assistant's tokens. Weights are stored in bfloat16 and load as float32.
     """
     start = time.time()
     torch.manual_seed(seed)

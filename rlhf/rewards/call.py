@@ -48,21 +48,15 @@ def call_function(
 ) -> list[float]:
     """Return one score per completion. Raises RunError if the function fails, BadScore for an unusable score.
 
-    Args:
-        function: the reward function.
-        name: its name in error messages.
-        batch: its arguments by name, each a list with one entry per completion.
-        limit_s: time limit in seconds; None: no limit.
-        finite: if True, scores must be finite and at most MAX_ABS_SCORE.
-        printed: file for the function's output; None: the console. Ignored without a time limit.
+    `batch` contains the arguments by name, each with one entry per completion. `limit_s` is the time limit in seconds
+    (None: no limit). If `finite`, scores must be finite and at most MAX_ABS_SCORE. The function's output is appended to
+    the file `printed`; if it is None or there is no time limit, the output goes to the console.
     """
     printed = None if limit_s is None else printed  # on the main thread it would hide the message for Ctrl-C
     texts = batch["completions"]
 
-    def failure(
-        what: str, completions: str, hint: str = "Fix the function", kind: type[RunError] = RunError
-    ) -> RunError:
-        return kind(f"{what}: reward function {name}, {completions}. {hint}", inputs=batch)
+    def failure(what: str, which: str, hint: str = "Fix the function", kind: type[RunError] = RunError) -> RunError:
+        return kind(f"{what}: reward function {name}, {which}. {hint}", inputs=batch)
 
     try:
         scores = _plain(_within(limit_s, partial(_call, function, batch, printed)))
@@ -79,14 +73,21 @@ def call_function(
         what = f"expected {len(texts)} scores, got {scores!r:.60}"
         raise failure(what, f"first completion {texts[0]!r:.80}", "Return one number per completion")
     for score, text in zip(scores, texts, strict=True):
-        if isinstance(score, Rational) and abs(score) > sys.float_info.max:
-            raise failure("a score is larger than the largest float", f"completion {text!r:.80}")
-        if not isinstance(score, Real) or (finite and not math.isfinite(score)):
-            raise failure(f"score {score!r} is not a finite number", f"completion {text!r:.80}", kind=BadScore)
-        if finite and abs(score) > MAX_ABS_SCORE:
-            what = f"score {score!r} is too large (the limit is {MAX_ABS_SCORE:g})"
-            raise failure(what, f"completion {text!r:.80}", kind=BadScore)
+        problem, kind = _score_problem(score, finite)
+        if problem is not None:
+            raise failure(problem, f"completion {text!r:.80}", kind=kind)
     return [float(score) for score in scores]
+
+
+def _score_problem(score: Any, finite: bool) -> tuple[str | None, type[RunError]]:
+    """Return what is wrong with a score (None: nothing), and the type of the error."""
+    if isinstance(score, Rational) and abs(score) > sys.float_info.max:
+        return "a score is larger than the largest float", RunError
+    if not isinstance(score, Real) or (finite and not math.isfinite(score)):
+        return f"score {score!r} is not a finite number", BadScore
+    if finite and abs(score) > MAX_ABS_SCORE:
+        return f"score {score!r} is too large (the limit is {MAX_ABS_SCORE:g})", BadScore
+    return None, RunError
 
 
 def _plain(scores: Any) -> Any:

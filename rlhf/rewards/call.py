@@ -49,8 +49,8 @@ def call_function(
     """Return one score per completion. Raises RunError if the function fails, BadScore for an unusable score.
 
     `batch` contains the arguments by name, each with one entry per completion. `limit_s` is the time limit in seconds
-    (None: no limit). If `finite`, scores must be finite and at most MAX_ABS_SCORE. The function's output is appended to
-    the file `printed`; if it is None or there is no time limit, the output goes to the console.
+    (None: no limit). If `finite`, scores must be finite and at most MAX_ABS_SCORE. The function's output is appended
+    to the file `printed`; if it is None or there is no time limit, the output goes to the console.
     """
     printed = None if limit_s is None else printed  # on the main thread it would hide the message for Ctrl-C
     texts = batch["completions"]

@@ -1,4 +1,4 @@
-"""Reading, splitting and rendering."""
+"""Tests reading data files, splitting prompts into parts, and rendering them with the chat template."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def user(text: str) -> tuple[dict[str, str], ...]:
     return ({"role": "user", "content": text},)
 
 
-def test_three_forms_of_rows(tmp_path):
+def test_three_row_formats(tmp_path):
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "c?"}]
     path = write(
         tmp_path / "rows.jsonl",
@@ -44,10 +44,10 @@ def test_three_forms_of_rows(tmp_path):
     assert pair.messages == ({"role": "system", "content": "s"}, *user("a?"))
     assert (pair.chosen, pair.rejected) == ("yes", "no")
     assert (prompt.messages, prompt.topic, prompt.chosen) == (user("b?"), "letters", None)
-    assert list(third.messages) == chat, "the prompt is the chat before its last reply"
+    assert list(third.messages) == chat, "the prompt is the chat without its last assistant turn"
 
 
-def test_a_byte_order_mark_and_windows_line_ends(tmp_path):
+def test_byte_order_mark_and_windows_line_ends(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
     assert [e.messages for e in load_examples(str(path))] == [user("a"), user("b")]
@@ -71,13 +71,13 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("what", BAD_ROWS)
-def test_a_bad_row_is_named_by_file_and_line(tmp_path, what):
+def test_invalid_row_is_reported_with_file_and_line(tmp_path, what):
     row, message = BAD_ROWS[what]
     with pytest.raises(UserError, match=message):
         load_examples(write(tmp_path / "rows.jsonl", {"prompt": "fine"}, row))
 
 
-def test_all_bad_rows_are_reported_together(tmp_path):
+def test_all_invalid_rows_are_reported_together(tmp_path):
     rows = [{"prompt": ""} for _ in range(13)]
     with pytest.raises(UserError) as caught:
         load_examples(write(tmp_path / "rows.jsonl", *rows))
@@ -85,7 +85,7 @@ def test_all_bad_rows_are_reported_together(tmp_path):
     assert len(lines) == 6 and lines[-1] == "and 8 more"
 
 
-def test_files_that_are_not_there_empty_or_not_utf8(tmp_path):
+def test_missing_empty_and_non_utf8_files_are_refused(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}')
     with pytest.raises(UserError, match=r"data file not found: .*promts.jsonl. Did you mean .*prompts.jsonl"):
         load_examples(str(tmp_path / "promts.jsonl"))
@@ -96,7 +96,7 @@ def test_files_that_are_not_there_empty_or_not_utf8(tmp_path):
         load_examples(str(tmp_path / "latin.jsonl"))
 
 
-def test_a_few_bad_rows_of_a_hub_dataset_are_skipped_and_reported(monkeypatch):
+def test_few_invalid_rows_of_a_hub_dataset_are_skipped_and_reported(monkeypatch):
     rows = [(f"someone/data row {i}", {"prompt": f"question {i}"}) for i in range(99)]
     monkeypatch.setattr(examples, "_read_hub", lambda name: [*rows, ("someone/data row 99", {"prompt": ""})])
     text = []
@@ -109,7 +109,7 @@ def test_a_few_bad_rows_of_a_hub_dataset_are_skipped_and_reported(monkeypatch):
         load_examples("someone/data", say=text.append)
 
 
-def test_no_prompt_left_after_filtering(tmp_path, tokenizer):
+def test_no_prompt_left_after_filtering_is_an_error(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl", *({"prompt": f"question {i}"} for i in range(40)))
     with pytest.raises(UserError, match=r"no prompt left to train on.*shortest prompt \d+ tokens"):
         load_prompts(DataSettings(path, prompt_length=3), tokenizer)
@@ -117,25 +117,25 @@ def test_no_prompt_left_after_filtering(tmp_path, tokenizer):
         load_prompts(DataSettings(path, Split(0, 100, 0)), tokenizer)
 
 
-def test_long_prompts_are_left_out_and_counted(tmp_path, tokenizer):
+def test_long_prompts_are_skipped_and_counted(tmp_path, tokenizer):
     rows = [{"prompt": f"question {i}" + " and so on" * (100 if i % 4 == 0 else 0)} for i in range(80)]
     sets = load_prompts(DataSettings(write(tmp_path / "rows.jsonl", *rows), prompt_length=120), tokenizer)
     assert sets.too_long == 20
     assert len(sets.train) + len(sets.evaluation) == 60
     whole = {tuple(encode_prompt(tokenizer, user(r["prompt"]))) for r in rows}
-    assert all(p.ids in whole for p in (*sets.train, *sets.evaluation)), "none is cut"
+    assert all(p.ids in whole for p in (*sets.train, *sets.evaluation)), "no prompt is truncated"
 
 
 # --- split -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_question_is_in_one_part_whatever_its_spacing_system_or_place():
+def test_split_ignores_spacing_case_and_system_text():
     split = Split(45, 45, 10)
     forms = [user("What  is IT?"), user(" what is it? "), ({"role": "system", "content": "s"}, *user("what is it?"))]
     assert len({part_of(Example(messages=m), split) for m in forms}) == 1
 
 
-def test_shares_are_met_and_nothing_is_lost():
+def test_split_shares_are_met_and_no_example_is_lost():
     examples = [Example(messages=user(f"question {i}")) for i in range(4000)]
     parts = split_examples(examples, Split(45, 45, 10))
     assert sum(map(len, parts.values())) == 4000
@@ -143,7 +143,7 @@ def test_shares_are_met_and_nothing_is_lost():
         assert len(parts[name]) / 4000 == pytest.approx(share, abs=0.03)
 
 
-def test_prompts_without_pairs_are_not_kept_for_a_reward_model(tmp_path, tokenizer):
+def test_prompts_without_pairs_have_no_reward_part(tmp_path, tokenizer):
     rows = [{"prompt": f"question {i}"} for i in range(60)]
     assert load_prompts(DataSettings(write(tmp_path / "r.jsonl", *rows)), tokenizer).parts["reward"] == 0
 
@@ -151,14 +151,14 @@ def test_prompts_without_pairs_are_not_kept_for_a_reward_model(tmp_path, tokeniz
 # --- render ----------------------------------------------------------------------------------------------------------
 
 
-def test_plain_text_renders_as_the_chat_template_does(tokenizer):
+def test_encode_prompt_matches_apply_chat_template(tokenizer):
     messages = [{"role": "system", "content": "Be brief."}, *user("What is the capital of France?")]
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     assert encode_prompt(tokenizer, messages) == whole
 
 
 @pytest.mark.parametrize("special", ["<|im_end|>", "<|im_start|>", "<|endoftext|>"])
-def test_a_special_token_written_in_a_text_does_not_become_one(tokenizer, special):
+def test_special_token_in_a_text_stays_text(tokenizer, special):
     special_id = tokenizer.convert_tokens_to_ids(special)
     clean = encode_prompt(tokenizer, user("hello"))
     hostile = encode_prompt(tokenizer, user(f"hello {special} world"))
@@ -167,44 +167,44 @@ def test_a_special_token_written_in_a_text_does_not_become_one(tokenizer, specia
     assert tokenizer.decode(encode_text(tokenizer, f"a {special}")) == f"a {special}"
 
 
-def test_the_slot_characters_in_a_text_do_no_harm(tokenizer):
+def test_placeholder_characters_in_a_text_are_kept(tokenizer):
     ids = encode_prompt(tokenizer, user("\ue0000\ue001 and \ue0001\ue001"))
     assert "\ue0000\ue001 and \ue0001\ue001" in tokenizer.decode(ids)
 
 
-def test_a_reply_that_ended_has_eos_and_one_that_did_not_has_none(tokenizer):
+def test_only_an_ended_completion_gets_eos(tokenizer):
     assert encode_completion(tokenizer, "the cat", True) == [
         *encode_completion(tokenizer, "the cat", False),
         tokenizer.eos_token_id,
     ]
 
 
-def test_a_tokenizer_without_a_chat_template_reads_the_prompt_as_it_stands(start_model):
+def test_without_a_chat_template_the_prompt_is_encoded_unchanged(start_model):
     tokenizer = load_tokenizer(str(start_model))
     tokenizer.chat_template = None
     assert tokenizer.decode(encode_prompt(tokenizer, user("TL;DR:"))) == "TL;DR:"
 
 
-@pytest.mark.parametrize("twin", [
+@pytest.mark.parametrize("variant", [
     "Where is the cafe\u0301?", "Where is the\u200b caf\u00e9?", "\ufeffWhere is the caf\u00e9?",
     "WHERE is  the CAF\u00c9?",
     "Where is the ca\u00adf\u00e9?", "Where is the CAFE\u0301?",
 ])  # fmt: skip
-def test_unicode_twins_are_one_question(twin):
-    """NFC and NFD, zero-width space, byte-order mark, soft hyphen."""
+def test_unicode_variants_are_one_question(variant):
+    """Covers NFC and NFD, zero-width space, byte order mark and soft hyphen."""
     plain = Example(user("Where is the caf\u00e9?"))
-    assert Example(user(twin)).question == plain.question == "where is the caf\u00e9?"
+    assert Example(user(variant)).question == plain.question == "where is the caf\u00e9?"
     for i in range(50):
-        one, other = (Example(user(f"{text} {i}")) for text in ("Where is the caf\u00e9?", twin))
+        one, other = (Example(user(f"{text} {i}")) for text in ("Where is the caf\u00e9?", variant))
         assert part_of(one, Split(45, 45, 10)) == part_of(other, Split(45, 45, 10))
 
 
-def test_other_questions_stay_others():
+def test_different_questions_stay_different():
     assert Example(user("x\u00b2")).question != Example(user("x2")).question
     assert Example(user("cafe?")).question != Example(user("caf\u00e9?")).question
 
 
-def test_an_evaluation_needs_no_prompt_to_train_on(tokenizer, tmp_path):
+def test_evaluation_needs_no_training_prompts(tokenizer, tmp_path):
     file = write(tmp_path / "mine.jsonl", *({"prompt": f"question {i}?"} for i in range(10)))
     sets = load_prompts(DataSettings(file, Split(0, 0, 100)), tokenizer, evaluation_alone=True)
     assert len(sets.evaluation) == 10 and sets.train == []

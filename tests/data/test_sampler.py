@@ -1,4 +1,4 @@
-"""Which prompts an update has: pass by pass, topic by topic; names among the metrics; and that nothing is stored."""
+"""Tests the prompt sampler: prompts and topics of each update, topic metrics, run length, and resume without state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COUNTS = {"tea": 7, "rain": 3, "long walks": 5}  # prompts by topic, in order of
 
 
 def prompts_by_topic() -> list[Prompt]:
-    """Rows of the topics in turn, as a file may hold them; of each the first is of a length of its own."""
+    """Returns prompts with the topics interleaved. The first prompts of the topics differ in length."""
     rows = []
     for i in range(max(COUNTS.values())):
         for number, (topic, count) in enumerate(COUNTS.items()):
@@ -41,7 +41,7 @@ def prompts_by_topic() -> list[Prompt]:
     return rows
 
 
-def dealt(*flags: object, updates: int, algorithm: str = "ppo") -> list[list[Prompt]]:
+def sampled(*flags: object, updates: int, algorithm: str = "ppo") -> list[list[Prompt]]:
     config = parse_cli(["--batch-size", "2", *map(str, flags)], algorithm)
     sampler = PromptSampler(config, prompts_by_topic())
     return [sampler.prompts_of(update) for update in range(1, updates + 1)]
@@ -53,32 +53,32 @@ def topics_of(batches: list[list[Prompt]]) -> list[str]:
     return [batch[0].example.topic for batch in batches]
 
 
-def test_so_many_updates_on_each_topic_round_and_round():
+def test_topics_alternate_after_steps_per_topic_updates():
     order = ["tea"] * 3 + ["rain"] * 3 + ["long walks"] * 3
-    assert topics_of(dealt("--steps-per-topic", 3, updates=20)) == (order * 3)[:20]
+    assert topics_of(sampled("--steps-per-topic", 3, updates=20)) == (order * 3)[:20]
 
 
-def test_a_topic_that_comes_again_goes_on_where_it_was_left():
-    """Each pass over a topic holds each of its prompts once, whatever lies between."""
-    batches = dealt("--steps-per-topic", 2, updates=60)
+def test_topic_resumes_at_its_next_prompt():
+    """Each pass over a topic contains each of its prompts once, also if other topics come in between."""
+    batches = sampled("--steps-per-topic", 2, updates=60)
     for topic, count in COUNTS.items():
         stream = [p.ids for batch in batches for p in batch if p.example.topic == topic]
         passes = [stream[at : at + count] for at in range(0, len(stream) - count + 1, count)]
         assert len(passes) >= 5 and all(len(set(one)) == count for one in passes)
-        assert len({tuple(one) for one in passes}) > 1, "each pass has an order of its own"
+        assert len({tuple(one) for one in passes}) > 1, "each pass must have a different order"
 
 
-def test_the_order_is_the_seeds_and_each_topics():
-    one, again, other = (dealt("--steps-per-topic", 2, "--seed", seed, updates=12) for seed in (1, 1, 2))
+def test_prompt_order_depends_on_seed_and_topic():
+    one, again, other = (sampled("--steps-per-topic", 2, "--seed", seed, updates=12) for seed in (1, 1, 2))
     assert one == again != other
     same = [Prompt((i,), Example(({"role": "user", "content": "x"},), topic=t)) for t in "ab" for i in range(8)]
     sampler = PromptSampler(parse_cli(["--steps-per-topic", "4", "--batch-size", "2"]), same)
     orders = [[p.ids for u in range(first, first + 4) for p in sampler.prompts_of(u)] for first in (1, 5)]
-    assert orders[0] != orders[1], "two topics of a size have not one order"
+    assert orders[0] != orders[1], "two topics of the same size must have different orders"
 
 
-def test_without_steps_topics_are_not_looked_at():
-    batches = dealt(updates=15)  # two passes of 15 prompts
+def test_topics_are_ignored_without_steps_per_topic():
+    batches = sampled(updates=15)  # two passes of 15 prompts
     stream = [p.ids for batch in batches for p in batch]
     assert set(Counter(stream).values()) == {2} and len(set(stream[:15])) == 15
     bare = [Prompt(p.ids, Example(p.example.messages)) for p in prompts_by_topic()]
@@ -87,7 +87,7 @@ def test_without_steps_topics_are_not_looked_at():
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_the_loop_samples_so_and_a_group_stands_together(build, topic_file, algorithm):
+def test_training_uses_the_sampler_and_keeps_groups_together(build, topic_file, algorithm):
     trainer = build("--prompts", topic_file, "--steps-per-topic", 2, "--num-iterations", 7, algorithm=algorithm)
     group = trainer.config.group_size
     for update in range(1, 8):
@@ -97,19 +97,19 @@ def test_the_loop_samples_so_and_a_group_stands_together(build, topic_file, algo
         assert {p.example.topic for _, p in episodes} == {trainer.sampler.topic_of(update)}
 
 
-def test_the_forecasts_longest_batch_is_one_of_those():
+def test_longest_batch_is_one_of_the_sampled_batches():
     prompts = prompts_by_topic()
     for flags in ([], ["--steps-per-topic", 2]):
         for updates in (1, 4, 9):
             config = parse_cli(["--batch-size", "2", "--K", "3", *map(str, flags)], "grpo")
-            batches = dealt(*flags, updates=updates, algorithm="grpo")
+            batches = sampled(*flags, updates=updates, algorithm="grpo")
             most = max(batches, key=lambda batch: sum(len(p.ids) for p in batch))
             assert longest_batch(config, prompts, updates) == [p for p in most for _ in range(3)]
 
 
 LENGTHS = {
     "one round": (["--steps-per-topic", "50"], 150),
-    "over a recipe's own length": (["--recipe", "demo", "--steps-per-topic", "50"], 150),
+    "instead of the recipe's length": (["--recipe", "demo", "--steps-per-topic", "50"], 150),
     "rounds": (["--steps-per-topic", "50", "--epochs", "2.5"], 375),
     "updates": (["--steps-per-topic", "50", "--num-iterations", "7"], 7),
     "episodes": (["--steps-per-topic", "50", "--batch-size", "4", "--episodes", "41"], 11),
@@ -119,17 +119,17 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("what", LENGTHS)
-def test_a_runs_length(what):
+def test_run_length(what):
     words, updates = LENGTHS[what]
     assert planned_updates(parse_cli(words), prompts_by_topic()) == updates
 
 
-def test_an_epoch_is_a_round():
+def test_one_epoch_is_one_round_of_topics():
     sampler = PromptSampler(parse_cli(["--steps-per-topic", "2"]), prompts_by_topic())
     assert [sampler.epochs(u) for u in (0, 3, 6, 12)] == [0, 0.5, 1, 2]
 
 
-def test_names_among_the_metrics():
+def test_topic_names_in_metrics():
     names = metric_names(["C++", "C#", "a/b c", "???", "Größe", None, "C++", "x" * 99])
     assert names == {"C++": "C", "C#": "C_2", "a/b c": "a_b_c", "???": "topic", "Größe": "Größe", "x" * 99: "x" * 40}
     assert all(re.fullmatch(r"[\w.-]+", name) for name in names.values())
@@ -140,7 +140,7 @@ def test_names_among_the_metrics():
 
 @pytest.fixture(scope="module")
 def topic_file(tmp_path_factory) -> Path:
-    """120 pairs of three topics, in blocks; two of one question and two topics."""
+    """122 pairs of three topics, grouped by topic. One question appears twice, with two topics."""
     file = tmp_path_factory.mktemp("topics") / "pairs.jsonl"
     rows = [
         {"question": f"What is {topic} number {i}?", "chosen": f"a {topic}", "rejected": f"no {i}", "topic": topic}
@@ -153,7 +153,7 @@ def topic_file(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def words(start_model, reward_folder, topic_file, tmp_path):
+def topic_flags(start_model, reward_folder, topic_file, tmp_path):
     def make(*more: object, output: str = "run") -> list[str]:
         flags = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", topic_file,
                  "--max-new-tokens", 6, "--eval-prompts", 12, "--allow-weak-reward-model", "--steps-per-topic", 3,
@@ -164,8 +164,8 @@ def words(start_model, reward_folder, topic_file, tmp_path):
     return make
 
 
-def test_a_run_by_topics_is_logged_drawn_and_recorded_by_topic(words, tmp_path, capsys):
-    train_ppo.main(words("--record-tokens", "--record-every", "1"))
+def test_run_by_topics_is_logged_plotted_and_recorded_by_topic(topic_flags, tmp_path, capsys):
+    train_ppo.main(topic_flags("--record-tokens", "--record-every", "1"))
     output = capsys.readouterr().out
     assert "topics" in output and "3, 3 updates on each in turn, round and round: tea & cake (" in output
     assert "update 1/9 | topic tea & cake | score" in output and "update 9/9 | topic c/d | score" in output
@@ -192,7 +192,7 @@ def test_a_run_by_topics_is_logged_drawn_and_recorded_by_topic(words, tmp_path, 
     assert recorded["update-000003"] == {"tea & cake"} and recorded["update-000004"] == {"rain"}
 
 
-def test_without_steps_the_column_is_carried_along_and_otherwise_unused(build, topic_file, tmp_path):
+def test_without_steps_per_topic_the_column_is_only_recorded(build, topic_file, tmp_path):
     flags = ("--prompts", topic_file, "--num-iterations", 1, "--record-tokens", "--max-new-tokens", 4)
     trainer = build(*flags)
     attach(trainer)
@@ -206,7 +206,7 @@ def test_without_steps_the_column_is_carried_along_and_otherwise_unused(build, t
     assert sample["topic"] == trainer.evaluation_prompts[0].example.topic
 
 
-def test_a_question_of_two_topics_is_a_prompt_of_each(configured, topic_file):
+def test_question_with_two_topics_is_a_prompt_of_each(configured, topic_file):
     import torch
 
     from rlhf.setup.build import load_components
@@ -218,46 +218,46 @@ def test_a_question_of_two_topics_is_a_prompt_of_each(configured, topic_file):
         return [p.example.topic for p in (*sets.train, *sets.evaluation) if p.example.question == "what is it?"]
 
     assert topics_of_it("--eval-prompts", 99, "--steps-per-topic", 2) == ["rain", "c/d"]
-    assert topics_of_it("--eval-prompts", 99) == ["rain"], "else a repeated question is one prompt"
+    assert topics_of_it("--eval-prompts", 99) == ["rain"], "without --steps-per-topic it is one prompt"
 
 
-@pytest.mark.parametrize("update", [6, 8])  # the first in the middle of a topic, the second after its first update
-def test_resumed_in_the_middle_of_a_topic(words, tmp_path, monkeypatch, update):
-    more = ["--num-iterations", 11]  # into the second round
-    train_ppo.main(words(*more, output="whole"))
+@pytest.mark.parametrize("update", [6, 8])  # 6: in the middle of a topic, 8: after the first update of a topic
+def test_resume_in_the_middle_of_a_topic(topic_flags, tmp_path, monkeypatch, update):
+    more = ["--num-iterations", 11]  # reaches the second round
+    train_ppo.main(topic_flags(*more, output="whole"))
     with monkeypatch.context() as patch, pytest.raises(Killed):
         interrupt(patch, update, Killed())
-        train_ppo.main(words(*more))
+        train_ppo.main(topic_flags(*more))
     train_ppo.main(["--resume", "--output", str(tmp_path / "run")])
     assert differing(tmp_path / "whole", tmp_path / "run") == []
     samples = [sorted((tmp_path / one / "samples").iterdir()) for one in ("whole", "run")]
     assert [f.read_bytes() for f in samples[0]] == [f.read_bytes() for f in samples[1]]
 
 
-def test_other_topics_are_not_the_run_that_was_begun(words, topic_file, tmp_path, monkeypatch):
+def test_resume_refuses_changed_topics(topic_flags, topic_file, tmp_path, monkeypatch):
     mine = tmp_path / "mine.jsonl"
     mine.write_text(topic_file.read_text())
     with monkeypatch.context() as patch, pytest.raises(Killed):
         interrupt(patch, 5, Killed())
-        train_ppo.main(words("--prompts", mine))
+        train_ppo.main(topic_flags("--prompts", mine))
     mine.write_text(topic_file.read_text().replace('"topic": "rain"', '"topic": "snow"'))
     with pytest.raises(UserError, match=r"topics_sha256 was .*, is "):
         train_ppo.main(["--resume", "--output", str(tmp_path / "run")])
     assert "topics_sha256" in RunRecord.read(tmp_path / "run").data
 
 
-def test_at_the_end_of_a_round_callbacks_receive_every_topic(build, topic_file):
-    heard = []
+def test_callbacks_receive_every_topic_after_a_round(build, topic_file):
+    calls = []
     trainer = build("--prompts", topic_file, "--steps-per-topic", 1, "--num-iterations", 6,
-                    callbacks=[lambda epoch, metrics: heard.append((epoch, metrics))])  # fmt: skip
+                    callbacks=[lambda epoch, metrics: calls.append((epoch, metrics))])  # fmt: skip
     trainer.train()
-    assert [epoch for epoch, _ in heard] == [1, 2]
+    assert [epoch for epoch, _ in calls] == [1, 2]
     logged = [entry for entry in trainer.state.log_history if "topic/rain/score" in entry]
-    assert [metrics["topic/rain/score"] for _, metrics in heard] == [e["topic/rain/score"] for e in logged]
-    assert {"topic/tea_cake/kl", "topic/c_d/score"} <= heard[0][1].keys()
+    assert [metrics["topic/rain/score"] for _, metrics in calls] == [e["topic/rain/score"] for e in logged]
+    assert {"topic/tea_cake/kl", "topic/c_d/score"} <= calls[0][1].keys()
 
 
-def test_prompts_from_python_have_topics_as_rows(start_model, tmp_path):
+def test_python_prompts_can_have_topics(start_model, tmp_path):
     config = make_config(actor_model=str(start_model), batch_size=2, max_new_tokens=4, steps_per_topic=1, ppo_epochs=1,
                          output=str(tmp_path / "run"))  # fmt: skip
     rows = [

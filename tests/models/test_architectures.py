@@ -1,5 +1,5 @@
-"""Families of models, each with its habits: trained in every way, saved, read by plain Hugging Face, resumed; and what
-could go wrong in silence."""
+"""Tests every supported model family with every training method and algorithm: training, saving, loading with plain
+transformers, resuming, and the errors that would otherwise go unnoticed."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ METHODS = {"full": [], "LoRA": ["--use-lora"], "4-bit LoRA": ["--use-lora", "--l
 
 @dataclass(frozen=True)
 class Family:
-    """A row: a family's configuration and tokenizer, and what they are known to bring."""
+    """A model family: its configuration, its tokenizer and their expected properties."""
 
-    habits: str
+    features: str
     kind: type
     tokenizer: Any
-    bos: bool  # before every prompt
-    pad: str  # as a run has it
-    eos: str  # what ends a reply
+    bos: bool  # True if every prompt starts with BOS
+    pad: str  # the pad token that a run uses
+    eos: str  # the token that ends a completion
     settings: dict[str, Any] = field(default_factory=dict)
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    # settings without which the logits would be others: these habits matter at this size
+    # settings that change the logits at this model size, each with a value that disables or replaces it
     matters: dict[str, Any] = field(default_factory=dict)
 
     def make(self, folder: Path) -> Path:
@@ -73,16 +73,16 @@ class Family:
 
 FAMILIES = {
     "llama": Family(
-        "SmolLM2: tied embeddings; chat template with a system turn of its own; pad is EOS, <|endoftext|> is spare",
+        "SmolLM2: tied embeddings; chat template adds a system turn; pad is EOS, <|endoftext|> is unused",
         LlamaConfig,
         shapes.smollm2_tokenizer,
-        bos=True,  # <|im_start|>, which begins its turns, is what it calls BOS
+        bos=True,  # its BOS is <|im_start|>, which starts every turn
         pad="<|endoftext|>",
         eos="<|im_end|>",
         settings={**GROUPED, "tie_word_embeddings": True},
     ),
     "qwen3": Family(
-        "norms of queries and keys; heads wider than the model; no BOS; pad of its own; chat template; untied",
+        "query and key norms; heads wider than the model; no BOS; separate pad token; chat template; untied",
         Qwen3Config,
         shapes.qwen3_tokenizer,
         bos=False,
@@ -91,7 +91,7 @@ FAMILIES = {
         settings={**GROUPED, "tie_word_embeddings": False},
     ),
     "mistral": Family(
-        "a sliding window in every layer; BOS in the chat template; a space before every text; no pad; untied",
+        "sliding window in every layer; BOS in the chat template; tokenizer adds a leading space; no pad; untied",
         MistralConfig,
         shapes.mistral_tokenizer,
         bos=True,
@@ -101,8 +101,8 @@ FAMILIES = {
         matters={"sliding_window": None},
     ),
     "gemma2": Family(
-        "soft caps on scores and logits; a window in every other layer; scaled, tied embeddings; queries scaled by a "
-        "number of their own; BOS in the chat template, which has no system turn; turns end with a mark, not with EOS",
+        "soft caps on attention scores and logits; sliding window in every other layer; scaled, tied embeddings; "
+        "separate query scale; BOS in the chat template, which has no system turn; turns end with <end_of_turn>",
         Gemma2Config,
         shapes.gemma_tokenizer,
         bos=True,
@@ -114,7 +114,7 @@ FAMILIES = {
                  "query_pre_attn_scalar": 256},
     ),
     "gemma3": Family(
-        "a window and rotations of their own in some layers; norms of queries and keys; scaled, tied embeddings; "
+        "sliding window and separate rotary embeddings in some layers; query and key norms; scaled, tied embeddings; "
         "a base model: BOS before plain text, no chat template",
         Gemma3TextConfig,
         shapes.gemma_base_tokenizer,
@@ -126,8 +126,8 @@ FAMILIES = {
         matters={"sliding_window": 4096, "query_pre_attn_scalar": 256},
     ),
     "gpt_neox": Family(
-        "attention and feed-forward part side by side; biases; a quarter of each head is rotated; queries, keys and "
-        "values of one layer; its head is embed_out on the disk; no BOS, no pad, no chat template; untied; dropout",
+        "parallel attention and feed-forward blocks; biases; rotary embeddings on a quarter of each head; one "
+        "query_key_value layer; the head is stored as embed_out; no BOS, no pad, no chat template; untied; dropout",
         GPTNeoXConfig,
         shapes.gpt_neox_tokenizer,
         bos=False,
@@ -142,7 +142,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """A function from a family's name to its start model."""
+    """Returns a function that maps a family's name to the folder of its start model."""
     made: dict[str, Path] = {}
 
     def folder(name: str) -> Path:
@@ -154,8 +154,11 @@ def start(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def words(start, reward_folder, pairs_file, tmp_path_factory):
-    """A function to the flags of a run of three updates: prompts of one text each, which every family can read."""
+def make_flags(start, reward_folder, pairs_file, tmp_path_factory):
+    """Returns a function that makes the flags of a run of three updates.
+
+    The prompts have one user turn and no system text, so every family's chat template accepts them.
+    """
     prompts = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     rows = [json.loads(line) for line in pairs_file.read_text(encoding="utf-8").splitlines()]
     for number, row in enumerate(rows):
@@ -177,20 +180,20 @@ def words(start, reward_folder, pairs_file, tmp_path_factory):
 
 @dataclass
 class Run:
-    """A finished run of a script, and what was seen of it."""
+    """A finished run of a script and the values recorded during it."""
 
     family: Family
     method: str
     algorithm: str
     start: Path
     output: Path
-    killed: Path  # its folder as it was when the last update began
+    killed: Path  # a copy of its folder from the start of the last update
     trainer: OnPolicyLoop
     steps: list[dict[str, torch.Tensor]]  # statistics of the optimizer steps
-    first_kl: torch.Tensor  # of the first batch, per token
+    first_kl: torch.Tensor  # per-token KL of the first batch
 
     def plain(self) -> AutoModelForCausalLM:
-        """What it saved, as anyone would load it."""
+        """Returns the saved model, loaded with plain transformers and peft."""
         if self.method == "full":
             return AutoModelForCausalLM.from_pretrained(self.output, dtype=torch.float32).eval()
         return PeftModel.from_pretrained(self.plain_start(), self.output).eval()
@@ -206,10 +209,12 @@ class Run:
         return model
 
     def completions(self, engine: str) -> Completions:
-        """Of the trained policy, to prompts of unlike length, two of them the same. A token that the first reply would
-        hold as its fourth stands in for EOS, so that replies are of unlike length whatever was learned."""
+        """Returns completions of the trained policy for prompts of different lengths, two of them identical.
+
+        The fourth token of the first completion is used as EOS, so that completions differ in length.
+        """
         prompts = [self.trainer.train_prompts[n] for n in (0, 1, 2, 2, 3, 4, 5)]
-        noise = uniform_noise(1, 2, "a test", range(7), 12)
+        noise = uniform_noise(1, 2, "a test", range(7), 12)  # (seed, update, purpose, episodes, tokens)
 
         def sampled(engine: str, eos: int) -> Completions:
             policy, sampling = self.trainer.actor.policy.eval(), self.trainer.config.sampling
@@ -222,8 +227,8 @@ class Run:
         return found
 
 
-def train(words: list[str], algorithm: str, output: Path, killed: Path) -> dict[str, Any]:
-    """Run a script to its end; what was seen on the way, and a copy of its folder as a kill would leave it."""
+def train(flags: list[str], algorithm: str, output: Path, killed: Path) -> dict[str, Any]:
+    """Runs a script to its end. Returns recorded values and copies its folder before the last update to `killed`."""
     seen: dict[str, Any] = {"steps": []}
     update, advantages, step = OnPolicyLoop.update_step, OnPolicyLoop.advantages, PolicyOptimizer.step
 
@@ -246,11 +251,11 @@ def train(words: list[str], algorithm: str, output: Path, killed: Path) -> dict[
         patch.setattr(OnPolicyLoop, "update_step", update_step)
         patch.setattr(OnPolicyLoop, "advantages", advantages_of)
         patch.setattr(PolicyOptimizer, "step", step_of)
-        SCRIPTS[algorithm].main([*words, "--output", str(output)])
+        SCRIPTS[algorithm].main([*flags, "--output", str(output)])
     return seen
 
 
-# the first tier tests these; .ci/run tests every combination
+# the first test tier runs these; .ci/run runs every combination
 FIRST = {("llama", "4-bit LoRA", "ppo"), ("gemma2", "full", "grpo"), ("gpt_neox", "LoRA", "ppo")}
 COMBINATIONS = [
     pytest.param(one, marks=[] if one in FIRST else pytest.mark.ci, id=", ".join(one))
@@ -259,65 +264,67 @@ COMBINATIONS = [
 
 
 @pytest.fixture(scope="module", params=COMBINATIONS)
-def run(request, words, start, tmp_path_factory) -> Run:
+def run(request, make_flags, start, tmp_path_factory) -> Run:
     name, method, algorithm = request.param
     folder = tmp_path_factory.mktemp("run")
     output, killed = folder / "run", folder / "killed"
-    seen = train(words(name, method, algorithm), algorithm, output, killed)
+    seen = train(make_flags(name, method, algorithm), algorithm, output, killed)
     return Run(FAMILIES[name], method, algorithm, start(name), output, killed, **seen)
 
 
-# --- every family, in every way --------------------------------------------------------------------------------------
+# --- every family, method and algorithm ------------------------------------------------------------------------------
 
 
-def test_it_begins_where_the_start_model_is(run):
-    """The first ratio is 1 and the first KL 0; then it moves."""
+def test_training_starts_at_the_start_model(run):
+    """The first ratio is 1 and the first KL is 0. Later ratios differ from 1."""
     assert float(run.steps[0]["policy/ratio"]) == pytest.approx(1, abs=1e-6)
     assert float(run.first_kl.abs().max()) == 0
-    assert all(abs(float(step["policy/ratio"]) - 1) > 1e-4 for step in run.steps[1::2]), "weights move between steps"
+    assert all(abs(float(step["policy/ratio"]) - 1) > 1e-4 for step in run.steps[1::2]), (
+        "each step must change the weights"
+    )
 
 
-def test_log_probs_are_those_of_plain_transformers(run, engine="slots"):
-    """Packed, in slots, by our head: the same as each row alone through the saved model as anyone would load it."""
+def test_logprobs_match_plain_transformers(run, engine="slots"):
+    """Packed log-probs from our head equal those of each row alone in the saved model, loaded with transformers."""
     model, completions = run.plain(), run.completions(engine)
     ours, _, _ = run.trainer.collector.logprobs(completions)
     temperature = run.trainer.config.sampling.temperature
     for row, ids in enumerate(completions.rows()):
         prompt = completions.prompt_ids[row][completions.prompt_mask[row]].tolist()
-        theirs = log_probs_of(model, prompt, ids, temperature)
+        theirs = transformers_logprobs(model, prompt, ids, temperature)
         assert_close(ours[row, : len(ids)], theirs, rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
-def log_probs_of(model, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
-    """Of one reply by itself, by nothing but transformers."""
+def transformers_logprobs(model, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
+    """Returns the log-probs of one completion, computed alone and with transformers only."""
     ids = torch.tensor([[*prompt, *completion]])
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 : -1]
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
 
 
 @torch.no_grad()
-def test_the_saved_model_has_the_trained_ones_logits(run):
+def test_saved_model_has_the_trained_models_logits(run):
     ids = torch.tensor([run.trainer.train_prompts[0].ids])
     models = (run.trainer.actor.policy, run.plain(), run.plain_start())
     trained, saved, start = (model(input_ids=ids).logits for model in models)
     assert_close(saved, trained, rtol=0, atol=1e-5)
-    assert float((trained - start).abs().max()) > 1e-2, "training must have changed the logits, or this shows nothing"
+    assert float((trained - start).abs().max()) > 1e-2, "training did not change the logits: the test proves nothing"
     tokenizer = AutoTokenizer.from_pretrained(run.output)
     assert (tokenizer.pad_token, tokenizer.eos_token) == (run.family.pad, run.family.eos)
 
 
-def test_resumed_it_is_the_same_run(run):
+def test_resumed_run_equals_the_uninterrupted_run(run):
     SCRIPTS[run.algorithm].main(["--resume", "--output", str(run.killed)])
     assert differing(run.output, run.killed) == []
 
 
-def test_the_fast_engine_writes_the_plain_replies(run):
+def test_slots_engine_samples_the_same_completions_as_plain(run):
     assert run.completions("slots").rows() == run.completions("plain").rows()
 
 
-def test_the_critic_learns(run):
-    """Under PPO: a value per token from hidden states of this family's width. GRPO has none."""
+def test_critic_learns_under_ppo(run):
+    """PPO has one value per token. GRPO has no critic."""
     logprobs, _, values = run.trainer.collector.logprobs(run.completions("slots"))
     if run.algorithm == "grpo":
         assert values is None
@@ -326,14 +333,14 @@ def test_the_critic_learns(run):
     assert all(0 < float(step["value/loss"]) < 100 for step in run.steps)
 
 
-def test_its_memory_can_be_predicted(run):
+def test_memory_can_be_predicted(run):
     predicted = forecaster_of(run.trainer)(run.trainer.config)
     parts = [*predicted.held.values(), *(size for phase in predicted.phases for size in phase.parts.values())]
     assert all(size >= 0 for size in parts)
     assert predicted.held["policy"] > 0 and predicted.peak > predicted.held["policy"] + predicted.held["optimizer"]
 
 
-# --- a family's habits -----------------------------------------------------------------------------------------------
+# --- properties of a family ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(
@@ -344,22 +351,22 @@ def name(request) -> str:
 
 
 @pytest.mark.parametrize("algorithm", SCRIPTS)
-def test_without_the_fast_paths_it_is_as_exact(name, algorithm, words, start, tmp_path, monkeypatch):
-    """Were its attention not to be exchanged: padded rows, plain decoding, autograd's head, and the model's own
-    attention, in which dropout would act."""
+def test_slow_paths_are_as_exact(name, algorithm, make_flags, start, tmp_path, monkeypatch):
+    """Covers models whose attention cannot be replaced: padded rows, plain decoding, autograd's head, and the model's
+    own attention, in which dropout would act."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[FAMILIES[name].kind]
     monkeypatch.setattr(kind, "_supports_attention_backend", False)
     output, killed = tmp_path / "run", tmp_path / "killed"
-    seen = train(words(name, "full", algorithm, "--no-fused-head"), algorithm, output, killed)
+    seen = train(make_flags(name, "full", algorithm, "--no-fused-head"), algorithm, output, killed)
     run = Run(FAMILIES[name], "full", algorithm, start(name), output, killed, **seen)
     assert not run.trainer.micro_batch_budget.packed and default_engine(run.trainer.actor.policy, CPU) == "plain"
-    test_it_begins_where_the_start_model_is(run)
-    test_log_probs_are_those_of_plain_transformers(run, engine="plain")
+    test_training_starts_at_the_start_model(run)
+    test_logprobs_match_plain_transformers(run, engine="plain")
 
 
 @torch.no_grad()
-def test_its_habits_matter(name, start):
-    """Without any one of them the logits would be others: so what is asserted above can fail."""
+def test_each_family_setting_changes_the_logits(name, start):
+    """Changing any of these settings changes the logits, so the tests above can fail."""
     ids, folder = torch.arange(10, 40).unsqueeze(0), start(name)
     logits = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
     for setting, value in FAMILIES[name].matters.items():
@@ -367,13 +374,13 @@ def test_its_habits_matter(name, start):
         assert float((without - logits).abs().max()) > 1e-2, setting
 
 
-def test_its_tokenizer_is_as_a_run_needs_it(name, start):
+def test_tokenizer_has_the_expected_pad_and_eos(name, start):
     family, tokenizer = FAMILIES[name], load_tokenizer(str(start(name)))
     assert (tokenizer.pad_token, tokenizer.eos_token) == (family.pad, family.eos)
 
 
-def test_a_prompt_is_what_the_family_was_tuned_on(name, start):
-    """The ids of its chat template, or of the plain text; BOS where its tokenizer sets one, and once."""
+def test_prompt_ids_are_those_of_the_chat_template(name, start):
+    """The ids are those of the chat template or of the plain text, with one BOS if the tokenizer adds it."""
     tokenizer = load_tokenizer(str(start(name)))
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     ids = encode_prompt(tokenizer, chat)
@@ -382,13 +389,13 @@ def test_a_prompt_is_what_the_family_was_tuned_on(name, start):
     else:
         expected = tokenizer(chat[0]["content"]).input_ids
     assert ids == expected
-    begins = ids[0] == tokenizer.bos_token_id and tokenizer.bos_token_id is not None
-    assert begins == FAMILIES[name].bos
-    if tokenizer.bos_token != "<|im_start|>":  # that one begins every turn
-        assert ids.count(tokenizer.bos_token_id) == begins
+    starts_with_bos = ids[0] == tokenizer.bos_token_id and tokenizer.bos_token_id is not None
+    assert starts_with_bos == FAMILIES[name].bos
+    if tokenizer.bos_token != "<|im_start|>":  # <|im_start|> starts every turn
+        assert ids.count(tokenizer.bos_token_id) == starts_with_bos
 
 
-def test_a_prompt_cannot_write_its_special_tokens(name, start):
+def test_prompt_text_cannot_create_special_tokens(name, start):
     tokenizer = load_tokenizer(str(start(name)))
     special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     texts = ["hello", "hello " + " ".join(special.values()) + " world"]
@@ -396,27 +403,27 @@ def test_a_prompt_cannot_write_its_special_tokens(name, start):
     assert [i for i in hostile if i in special] == [i for i in clean if i in special]
 
 
-def test_adapters_for_other_modules_than_it_has_are_refused(name, words):
-    """With the names of those that there are."""
+def test_lora_targets_missing_in_the_model_are_refused(name, make_flags):
+    """The error lists the modules that exist."""
     wrong = "query_key_value" if FAMILIES[name].targets[0] != "query_key_value" else "q_proj"
     with pytest.raises(UserError) as raised:
-        train_ppo.main([*words(name, "LoRA"), "--lora-targets", wrong, "--output", "nowhere"])
+        train_ppo.main([*make_flags(name, "LoRA"), "--lora-targets", wrong, "--output", "nowhere"])
     choices = str(raised.value).split("Choose from ")[1]
     assert f"no module named {wrong}: --lora-targets" in str(raised.value)
     assert {*FAMILIES[name].targets, "all-linear"} <= set(choices.replace(",", " ").split())
 
 
-def test_adapters_for_all_linear_layers(name, words, start, tmp_path):
-    """Where nobody wants to know their names: every layer but the head, saved and resumed as others."""
+def test_lora_on_all_linear_layers(name, make_flags, start, tmp_path):
+    """`all-linear` adapts every linear layer except the head. Saving and resuming work as with named targets."""
     output, killed = tmp_path / "run", tmp_path / "killed"
-    flags = [*words(name, "LoRA"), "--lora-targets", "all-linear"]
+    flags = [*make_flags(name, "LoRA"), "--lora-targets", "all-linear"]
     run = Run(FAMILIES[name], "LoRA", "ppo", start(name), output, killed, **train(flags, "ppo", output, killed))
     adapted = {n.split(".")[-1] for n, m in run.trainer.actor.policy.named_modules() if isinstance(m, LoraLayer)}
     linear = {n.split(".")[-1] for n, m in run.plain_start().named_modules() if isinstance(m, torch.nn.Linear)}
     assert adapted == linear - {"lm_head"} > set(FAMILIES[name].targets)
-    test_log_probs_are_those_of_plain_transformers(run)
-    test_resumed_it_is_the_same_run(run)
-    test_its_memory_can_be_predicted(run)
+    test_logprobs_match_plain_transformers(run)
+    test_resumed_run_equals_the_uninterrupted_run(run)
+    test_memory_can_be_predicted(run)
 
 
 # --- other families --------------------------------------------------------------------------------------------------
@@ -425,38 +432,38 @@ MIXED = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": 
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": WINDOW}
 UNPACKED = {
     "attention with sinks": (GptOssConfig, EXPERTS),
-    "a convolution along the row": (Lfm2Config, MIXED),
+    "a convolution over the sequence": (Lfm2Config, MIXED),
 }
 
 
 @pytest.mark.parametrize("what", UNPACKED)
-def test_what_cannot_be_packed_falls_back_by_itself(what, words, tmp_path):
+def test_unpackable_models_use_padded_rows(what, make_flags, tmp_path):
     kind, settings = UNPACKED[what]
     folder = make_family(tmp_path / "start", shapes.smollm2_tokenizer(), kind, **{**GROUPED, **settings})
     output, killed = tmp_path / "run", tmp_path / "killed"
-    seen = train([*words("llama"), "--actor-model", str(folder)], "ppo", output, killed)
+    seen = train([*make_flags("llama"), "--actor-model", str(folder)], "ppo", output, killed)
     run = Run(FAMILIES["llama"], "full", "ppo", folder, output, killed, **seen)
     assert not run.trainer.micro_batch_budget.packed
-    test_it_begins_where_the_start_model_is(run)
-    test_log_probs_are_those_of_plain_transformers(run, engine="plain")
+    test_training_starts_at_the_start_model(run)
+    test_logprobs_match_plain_transformers(run, engine="plain")
 
 
-def test_positions_and_dropout_of_another_kind(words, tmp_path):
-    """OPT: positions are learned, so that every position has to be right, where rotations tell distances alone; and
-    dropout is a function, which no list of modules shows."""
+def test_learned_positions_and_functional_dropout(make_flags, tmp_path):
+    """OPT's position embeddings are learned, so absolute positions must be right (rotary embeddings encode only
+    distances). Its dropout is a function call, so it does not appear among the modules."""
     more = {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.2, "attention_dropout": 0.2, "init_std": 0.15}
     folder = make_family(tmp_path / "start", shapes.smollm2_tokenizer(), OPTConfig, **more)
     output, killed = tmp_path / "run", tmp_path / "killed"
-    seen = train([*words("llama"), "--actor-model", str(folder)], "ppo", output, killed)
+    seen = train([*make_flags("llama"), "--actor-model", str(folder)], "ppo", output, killed)
     run = Run(FAMILIES["llama"], "full", "ppo", folder, output, killed, **seen)
-    test_it_begins_where_the_start_model_is(run)
-    test_log_probs_are_those_of_plain_transformers(run)
-    test_the_fast_engine_writes_the_plain_replies(run)
+    test_training_starts_at_the_start_model(run)
+    test_logprobs_match_plain_transformers(run)
+    test_slots_engine_samples_the_same_completions_as_plain(run)
 
 
-def test_logits_that_are_more_than_the_heads_are_refused(words, tmp_path):
+def test_models_that_change_logits_after_the_head_are_refused(make_flags, tmp_path):
     folder = make_family(tmp_path / "start", shapes.smollm2_tokenizer(), CohereConfig, num_key_value_heads=2)
     with pytest.raises(
         UserError, match="the model changes its logits after the language-model head.*CohereForCausalLM"
     ):
-        train_ppo.main([*words("llama"), "--actor-model", str(folder), "--output", str(tmp_path / "run")])
+        train_ppo.main([*make_flags("llama"), "--actor-model", str(folder), "--output", str(tmp_path / "run")])

@@ -1,4 +1,4 @@
-"""One budget per device type, which every module reads."""
+"""Tests the chunk and micro-batch budgets of each device type."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 MiB = 2**20
 
 
-def test_the_device_type_chooses_the_budget():
+def test_device_type_selects_the_budget():
     assert budget_of(torch.device("cuda", 1)) == budget_of(GPU) == BUDGETS["cuda"]
     assert budget_of(torch.device("meta")) == budget_of(CPU) == BUDGETS["cpu"]
 
 
-def test_a_chunk_of_logits_has_the_size_that_is_documented():
+def test_logits_chunk_has_the_documented_size():
     assert budget_of(CPU).logits_per_chunk * torch.bfloat16.itemsize == 64 * MiB
     assert budget_of(GPU).logits_per_chunk * torch.bfloat16.itemsize == 256 * MiB
     for device in (CPU, GPU):
@@ -29,12 +29,12 @@ def test_a_chunk_of_logits_has_the_size_that_is_documented():
 
 
 @pytest.mark.parametrize(("device", "tokens"), [(CPU, "1,024"), (GPU, "16,384")])
-def test_the_plan_prints_the_budget_of_the_device(configured, device, tokens):
+def test_plan_prints_the_budget_of_the_device(configured, device, tokens):
     assert f"at most {tokens} tokens in a forward pass" in batch_line(configured(), 1, device)
 
 
-def test_the_help_names_the_budgets_numbers():
-    """config.py imports no torch, so its help repeats them."""
+def test_help_texts_contain_the_budget_numbers():
+    """The settings do not import torch, so their help texts repeat the numbers."""
     settings, cpu, gpu = settings_of(Config), budget_of(CPU), budget_of(GPU)
     micro_batch = (
         f"as many as fit into {gpu.tokens_per_micro_batch:,} tokens on a GPU, {cpu.tokens_per_micro_batch:,} on"
@@ -43,7 +43,7 @@ def test_the_help_names_the_budgets_numbers():
     assert f"0: {gpu.rollout_slots} on a GPU, {cpu.rollout_slots} on a CPU" in settings["rollout_slots"].help
 
 
-def test_a_micro_batch_has_the_tokens_of_the_budget(build, monkeypatch):
+def test_micro_batches_respect_the_token_budget(build, monkeypatch):
     few = dataclasses.replace(BUDGETS["cpu"], tokens_per_micro_batch=1)
     monkeypatch.setitem(BUDGETS, "cpu", few)
     trainer = build()

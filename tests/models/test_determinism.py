@@ -1,4 +1,4 @@
-"""`--deterministic`: what it switches on, and that the same operations exist without it."""
+"""Tests `--deterministic`: what it enables, its errors, and the replacement for torch.cumsum."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rlhf.utils.errors import UserError, run_command
 
 
 @pytest.fixture(autouse=True)
-def restored(monkeypatch):
-    """Deterministic algorithms as they were before the test, and no cuBLAS workspace named."""
-    monkeypatch.setenv(CUBLAS, "")  # so that the test's own value is removed afterwards
+def restore_determinism(monkeypatch):
+    """Restores torch's determinism settings after each test and unsets the cuBLAS workspace variable."""
+    monkeypatch.setenv(CUBLAS, "")  # makes monkeypatch remove a value that the test sets
     monkeypatch.delenv(CUBLAS)
     on, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     yield
@@ -28,7 +28,7 @@ def restored(monkeypatch):
     torch.backends.cudnn.benchmark = benchmark
 
 
-def test_the_switch():
+def test_deterministic_algorithms_are_enabled():
     torch.backends.cudnn.benchmark = True
     use_deterministic_algorithms()
     assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
@@ -36,14 +36,14 @@ def test_the_switch():
     assert os.environ[CUBLAS] == ":4096:8"
 
 
-def test_another_workspace_is_refused(monkeypatch):
+def test_nondeterministic_cublas_workspace_is_refused(monkeypatch):
     monkeypatch.setenv(CUBLAS, ":0:0")
     with pytest.raises(UserError, match=r"not deterministic with CUBLAS_WORKSPACE_CONFIG=:0:0: --deterministic. Set"):
         use_deterministic_algorithms()
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_cuda_that_is_in_use_already_is_refused(monkeypatch):
+def test_initialized_cuda_without_workspace_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(UserError, match=r"CUDA is already initialized, .*Set CUBLAS_WORKSPACE_CONFIG=:4096:8 before"):
         use_deterministic_algorithms()
@@ -52,7 +52,7 @@ def test_cuda_that_is_in_use_already_is_refused(monkeypatch):
     assert torch.are_deterministic_algorithms_enabled()
 
 
-def test_training_switches_it_on(configured, capsys):
+def test_deterministic_flag_enables_it_for_training(configured, capsys):
     config = configured()
     flags = ["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--max-new-tokens", "8",
              "--prompts", config.data.prompts, "--allow-weak-reward-model", "--output", config.run.output,
@@ -65,7 +65,7 @@ def test_training_switches_it_on(configured, capsys):
     assert "update 2/2" in capsys.readouterr().out, "every operator of an update has a deterministic implementation"
 
 
-MESSAGES = {  # torch's own
+MESSAGES = {  # error messages of torch
     "_histc_cuda": "_histc_cuda does not have a deterministic implementation, but you set "
     "'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this operation",
     "cuBLAS": "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
@@ -74,7 +74,7 @@ MESSAGES = {  # torch's own
 
 
 @pytest.mark.parametrize("operator", MESSAGES)
-def test_an_operator_without_one_is_a_line_with_its_name(capsys, operator):
+def test_nondeterministic_operator_is_reported_in_one_line(capsys, operator):
     def run():
         raise RuntimeError(MESSAGES[operator])
 
@@ -87,11 +87,11 @@ def test_an_operator_without_one_is_a_line_with_its_name(capsys, operator):
     )
 
 
-# --- the scan that takes the place of torch.cumsum -------------------------------------------------------------------
+# --- the scan that replaces torch.cumsum -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [1, 2, 5, 64, 1000])
-def test_a_scan_by_hand_and_by_torch(width):
+def test_parallel_scan_matches_known_sums_and_torch(width):
     counting = torch.arange(1.0, width + 1).expand(3, width)
     triangle = torch.tensor([n * (n + 1) / 2 for n in range(1, width + 1)])
     assert torch.equal(parallel_scan(counting), triangle.expand(3, width))
@@ -100,7 +100,7 @@ def test_a_scan_by_hand_and_by_torch(width):
     assert parallel_scan(values.float()).dtype == torch.float32
 
 
-def test_tokens_drawn_by_the_scan_are_the_same(monkeypatch):
+def test_sampling_with_the_scan_draws_the_same_tokens(monkeypatch):
     stream = torch.Generator().manual_seed(0)
     logits = torch.randn(500, 300, generator=stream)
     logits[:, ::2] = -torch.inf  # filtered out
@@ -111,14 +111,14 @@ def test_tokens_drawn_by_the_scan_are_the_same(monkeypatch):
     assert torch.equal(sample_inverse_cdf(logits, uniform), plain) and bool((plain % 2 == 1).all())
 
 
-def test_on_a_cpu_torch_sums():
+def test_cpu_uses_torch_cumsum():
     use_deterministic_algorithms()
     values = torch.rand(3, 7)
     assert torch.equal(determinism.cumulative_sum(values), values.cumsum(-1))
 
 
-def test_vector_functions_are_called_once_before_threads_use_them(monkeypatch):
-    """The guard against pytorch issue 188792: on one element, so on one thread, and before anything else."""
+def test_vector_functions_are_called_once_before_threads_start(monkeypatch):
+    """Workaround for pytorch issue 188792: each function is called first on one element, which uses one thread."""
     calls = []
     for name in determinism.VECTOR_FUNCTIONS:
         plain = getattr(torch, name)

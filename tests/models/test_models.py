@@ -1,4 +1,4 @@
-"""Loading and saving: what is saved loads with plain Hugging Face and gives the same logits."""
+"""Tests loading and saving models, the reference model, the critic, logits in chunks, and model download errors."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from tests.shapes import make_start_model, smollm2_tokenizer
 CPU = torch.device("cpu")
 
 
-def test_the_pad_token_is_never_eos(start_model):
-    assert AutoTokenizer.from_pretrained(start_model).pad_token == "<|im_end|>", "the quirk that must be mended"
+def test_pad_token_is_never_eos(start_model):
+    assert AutoTokenizer.from_pretrained(start_model).pad_token == "<|im_end|>", "load_tokenizer must fix pad == EOS"
     tokenizer = load_tokenizer(str(start_model))
     assert tokenizer.pad_token == "<|endoftext|>"
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.padding_side == "left"
 
 
-def test_a_tokenizer_without_a_spare_token_is_refused(tmp_path):
+def test_tokenizer_without_an_unused_special_token_is_refused(tmp_path):
     tokenizer = smollm2_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template + "<|endoftext|>"
     tokenizer.save_pretrained(tmp_path)
@@ -51,7 +51,7 @@ def test_a_tokenizer_without_a_spare_token_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_the_saved_model_gives_the_trained_models_logits(build, start_model, tmp_path, lora):
+def test_saved_model_gives_the_trained_models_logits(build, start_model, tmp_path, lora):
     trainer = build("--learning-rate", "1e-2", *(["--use-lora"] if lora else []))
     trainer.train()
     trainer.save_model()
@@ -64,10 +64,8 @@ def test_the_saved_model_gives_the_trained_models_logits(build, start_model, tmp
         loaded = (PeftModel.from_pretrained(plain, folder) if lora else
                   AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)).eval()  # fmt: skip
         assert_close(loaded(ids).logits, trained, rtol=0, atol=0 if not lora else 1e-6)
-    assert float((trained - start).abs().max()) > 1e-2, "training must have changed the logits, or this shows nothing"
-    assert not list(folder.rglob("*.bin")) and not list(folder.rglob("*.pt")), (
-        "nothing that would have to be unpickled"
-    )
+    assert float((trained - start).abs().max()) > 1e-2, "training did not change the logits: the test proves nothing"
+    assert not list(folder.rglob("*.bin")) and not list(folder.rglob("*.pt")), "no pickled weights"
     assert AutoTokenizer.from_pretrained(folder).pad_token == "<|endoftext|>"
 
     fresh = ActorCritic(with_value_head(loaded))
@@ -78,44 +76,44 @@ def test_the_saved_model_gives_the_trained_models_logits(build, start_model, tmp
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_the_reference_is_the_start_model_to_the_bit(start_model, dtype):
-    """Under autocast too, although its copy is stored in bfloat16."""
+def test_reference_is_bit_identical_to_the_start_model(start_model, dtype):
+    """Also under autocast, although the copy is stored in bfloat16."""
     policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
-    both, reference = ActorCritic(with_value_head(policy)), Reference.before_training(policy, dtype)
+    actor_critic, reference = ActorCritic(with_value_head(policy)), Reference.before_training(policy, dtype)
     ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
     micro_batch = PaddedMicroBatch(token_batch(ids[:, :7].tolist(), ids[:, 7:].tolist(), 0, CPU), [0, 1])
     with torch.no_grad(), autocast(CPU, dtype):
-        assert torch.equal(both(micro_batch, 0.7)[0], reference.logprobs(micro_batch, 0.7, None))
+        assert torch.equal(actor_critic(micro_batch, 0.7)[0], reference.logprobs(micro_batch, 0.7, None))
         for weight in policy.parameters():
             weight.add_(0.1)
-        assert not torch.equal(both(micro_batch, 0.7)[0], reference.logprobs(micro_batch, 0.7, None)), (
-            "a copy, not the policy"
+        assert not torch.equal(actor_critic(micro_batch, 0.7)[0], reference.logprobs(micro_batch, 0.7, None)), (
+            "the reference must be a copy, not the policy"
         )
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of mapped files on this system")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_no_weights_file_stays_mapped_once_weights_are_rounded(reward_folder, tmp_path, dtype):
-    folder = shutil.copytree(reward_folder, tmp_path / "reward")  # other tests' models have the first one mapped
+def test_rounded_weights_release_the_mapped_file(reward_folder, tmp_path, dtype):
+    folder = shutil.copytree(reward_folder, tmp_path / "reward")  # models of other tests still map reward_folder
     model = RewardModel.load(str(folder), CPU, dtype)
     mapped = str(folder / "model.safetensors") in Path("/proc/self/maps").read_text()
-    assert mapped == (dtype is None), "in float32 the file's pages are the weights"
+    assert mapped == (dtype is None), "float32 weights use the mapped file directly"
     assert model.dtype == dtype
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of mapped files on this system")
 @pytest.mark.parametrize(("dtype", "load_in_4bit"), [(torch.bfloat16, False), (None, True)])
-def test_no_base_file_stays_mapped_under_adapters(tmp_path, dtype, load_in_4bit):
+def test_adapters_release_the_mapped_base_file(tmp_path, dtype, load_in_4bit):
     make_start_model(tmp_path / "start")
     lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     more = {"lora": lora, "dtype": dtype, "load_in_4bit": load_in_4bit}
     policy = load_policy(str(tmp_path / "start"), device=CPU, vocabulary=10, **more)
     assert str(tmp_path / "start") not in Path("/proc/self/maps").read_text()
     base = policy.get_base_model()
-    assert base.get_input_embeddings().weight is base.get_output_embeddings().weight, "tied as before"
+    assert base.get_input_embeddings().weight is base.get_output_embeddings().weight, "embeddings must stay tied"
 
 
-def test_the_reference_copy_is_smaller_under_bfloat16(start_model):
+def test_reference_copy_is_smaller_under_bfloat16(start_model):
     policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32)
 
     def size(model):
@@ -124,7 +122,7 @@ def test_the_reference_copy_is_smaller_under_bfloat16(start_model):
     assert size(Reference.before_training(policy, torch.bfloat16).copy) < size(policy)
 
 
-def test_under_lora_the_reference_is_the_policy_without_its_adapter(build, start_model):
+def test_lora_reference_is_the_policy_without_its_adapter(build, start_model):
     trainer = build("--use-lora", "--learning-rate", "1e-2")
     assert trainer.reference.copy is None
     trainer.train()
@@ -139,7 +137,7 @@ def test_under_lora_the_reference_is_the_policy_without_its_adapter(build, start
         assert float((trainer.model(micro_batch, 0.7)[0] - expected).abs().max()) > 1e-3
 
 
-def test_actor_and_critic_share_one_backbone(build):
+def test_actor_and_critic_share_one_backbone_pass(build):
     trainer = build()
     passes = []
     trainer.model.policy.model.register_forward_hook(lambda *_: passes.append(1))
@@ -153,23 +151,23 @@ def test_actor_and_critic_share_one_backbone(build):
 CRITICS = {
     "whole": [],
     "adapters": ["--use-lora"],
-    "adapters over 4 bits": ["--use-lora", "--load-in-4bit"],
+    "adapters on 4-bit weights": ["--use-lora", "--load-in-4bit"],
     "recomputed": ["--gradient-checkpointing"],
     "adapters, recomputed": ["--use-lora", "--gradient-checkpointing"],
 }
 
 
 @pytest.mark.parametrize("kind", CRITICS)
-def test_a_critic_of_its_own_learns_the_values_alone(build, tmp_path, kind):
-    """The value loss reaches the critic's backbone and not the policy's; saved and loaded, its values are the same."""
+def test_value_loss_trains_only_a_separate_critic(build, tmp_path, kind):
+    """The value loss has gradients in the critic's backbone and not in the policy's. Saving keeps the values."""
     flags = ["--critic", "separate", *CRITICS[kind], "--learning-rate", "1e-2"]
     trainer = build(*flags)
     actor = trainer.actor
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     batch = trainer.advantages(rollout, torch.ones(4))
-    batch.advantages.zero_()  # no policy gradient is left
+    batch.advantages.zero_()  # removes the policy gradient
     trainer.model.train()
-    torch.nn.init.normal_(actor.value_head.summary.weight)  # at zero it lets no gradient through
+    torch.nn.init.normal_(actor.value_head.summary.weight)  # a zero value head blocks the gradient
     whole_gradient(trainer, batch)
     reached = {part: max(float(w.grad.abs().max()) for w in module.parameters() if w.grad is not None)
                for part, module in (("policy", actor.policy), ("critic", actor.critic))}  # fmt: skip
@@ -186,7 +184,7 @@ def test_a_critic_of_its_own_learns_the_values_alone(build, tmp_path, kind):
     assert torch.equal(other.collector.logprobs(rollout.completions)[2], values)
 
 
-def test_a_critic_of_another_kind_is_refused(build, tmp_path):
+def test_saved_critic_of_another_kind_is_refused(build, tmp_path):
     build().save_model(tmp_path / "shared")
     with pytest.raises(
         UserError, match=r"no critic\.safetensors: .*shared\. The critic of that run shared the policy's"
@@ -198,15 +196,15 @@ def test_a_critic_of_another_kind_is_refused(build, tmp_path):
         build("--critic", "separate").load_model(tmp_path / "shared")
 
 
-def few_positions_at_once(monkeypatch):
-    """Eight positions of this vocabulary together, and two of them in float32."""
+def limit_chunks(monkeypatch):
+    """Limits chunks to eight positions of this vocabulary, two of them in float32."""
     few = dataclasses.replace(BUDGETS["cpu"], logits_per_chunk=8 * 400, floats_per_chunk=2 * 400)
     monkeypatch.setitem(BUDGETS, "cpu", few)
 
 
-def test_full_logits_are_never_kept(build, monkeypatch):
-    """With default flags logits exist for some whole replies at a time, and in float32 for a few positions."""
-    few_positions_at_once(monkeypatch)
+def test_full_logits_are_never_materialized(build, monkeypatch):
+    """With default flags, logits exist for a few completions at a time, and in float32 for a few positions."""
+    limit_chunks(monkeypatch)
     probabilities, seen = logprobs._probabilities, []
     monkeypatch.setattr(logprobs, "_probabilities", lambda z, *a: seen.append(len(z)) or probabilities(z, *a))
     trainer = build("--max-new-tokens", 8)
@@ -219,22 +217,22 @@ def test_full_logits_are_never_kept(build, monkeypatch):
 
 
 @pytest.mark.parametrize("flags", [(), ("--top-p", "0.7", "--entropy-coef", "0.1")])
-def test_chunks_change_nothing(build, monkeypatch, flags):
+def test_chunks_do_not_change_the_gradient(build, monkeypatch, flags):
     grads = [gradient(build(*flags))]
-    few_positions_at_once(monkeypatch)
+    limit_chunks(monkeypatch)
     grads.append(gradient(build(*flags)))
     assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-7)
 
 
 def gradient(trainer) -> torch.Tensor:
-    """Of the loss on a first batch, all parameters in a row, in the mode of a real update."""
+    """Returns the gradient of the loss on the first batch, flattened, in the mode of a real update."""
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     batch = trainer.advantages(rollout, torch.arange(4.0))
     trainer.model.train(trainer.config.model.gradient_checkpointing)
     return whole_gradient(trainer, batch)[1]
 
 
-def test_gradient_checkpointing_recomputes_and_changes_no_gradient(build):
+def test_gradient_checkpointing_recomputes_with_the_same_gradient(build):
     grads, passes = [], []
     for flags in ((), ("--gradient-checkpointing",)):
         grads.append(gradient(build("--ppo-epochs", "1", *flags)))
@@ -244,12 +242,12 @@ def test_gradient_checkpointing_recomputes_and_changes_no_gradient(build):
         trainer.model.policy.model.layers[0].self_attn.register_forward_hook(lambda *_, c=count: c.append(1))
         trainer.learner.run(batch, 1)
         passes.append(len(count))
-    assert passes == [0, 2], "the measuring pass serves; forward, and forward again in the backward pass"
+    assert passes == [0, 2], "0: the cached forward pass is reused. 2: one forward, recomputed in the backward pass"
     assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-7)
 
 
-def test_four_bit_weights_with_lora(build):
-    """bitsandbytes quantizes on a CPU too: the frozen weights are 4-bit, the adapters train, and an update runs."""
+def test_four_bit_weights_train_with_lora(build):
+    """The frozen weights are 4-bit and an update trains the adapters. bitsandbytes also quantizes on a CPU."""
     import bitsandbytes
 
     trainer = build("--use-lora", "--load-in-4bit")
@@ -265,12 +263,12 @@ def test_lora_targets_that_match_nothing_are_refused(start_model):
         load_policy(str(start_model), lora=LoraConfig(target_modules=["qproj"]), device=CPU, vocabulary=10)
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(start_model):
+def test_tokenizer_larger_than_the_model_is_refused(start_model):
     with pytest.raises(UserError, match="the tokenizer has 9999 tokens"):
         load_policy(str(start_model), device=CPU, vocabulary=9999)
 
 
-def test_weights_that_would_be_unpickled_are_refused(start_model, tmp_path):
+def test_pickled_weights_are_refused(start_model, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(start_model)
     (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
@@ -278,16 +276,16 @@ def test_weights_that_would_be_unpickled_are_refused(start_model, tmp_path):
         load_policy(str(tmp_path), device=CPU, vocabulary=10)
 
 
-def test_torn_weights_are_one_line(start_model, tmp_path):
-    folder = Path(shutil.copytree(start_model, tmp_path / "torn"))
+def test_truncated_weights_are_reported_in_one_line(start_model, tmp_path):
+    folder = Path(shutil.copytree(start_model, tmp_path / "truncated"))
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(UserError, match="cannot be loaded: .*torn"):
+    with pytest.raises(UserError, match="cannot be loaded: .*truncated"):
         load_policy(str(folder), device=CPU, vocabulary=10)
 
 
-def test_an_adapter_finds_its_base_from_anywhere(build, start_model, monkeypatch, tmp_path):
-    """Its base is named by its full path, even where the command gave a relative one."""
+def test_adapter_finds_its_base_from_any_folder(build, start_model, monkeypatch, tmp_path):
+    """The adapter stores its base model's absolute path, also if the flag gave a relative path."""
     monkeypatch.chdir(start_model.parent)
     trainer = build("--use-lora", "--actor-model", f"./{start_model.name}")
     trainer.save_model()
@@ -295,29 +293,29 @@ def test_an_adapter_finds_its_base_from_anywhere(build, start_model, monkeypatch
     assert config["base_model_name_or_path"] == str(start_model.resolve())
 
 
-# --- the hub: its answers are injected, as there is none here --------------------------------------------------------
+# --- the hub: tests run offline, so its responses are fakes ----------------------------------------------------------
 
 
 NO_RESPONSE = SimpleNamespace(headers={}, request=None, status_code=403)
 
 
 class Hub:
-    """An HfApi whose repo_info raises or returns what a test asks for."""
+    """A fake HfApi: repo_info raises the given exception or returns the given value of `gated`."""
 
-    def __init__(self, answer):
-        self.answer = answer
+    def __init__(self, response):
+        self.response = response
 
     def repo_info(self, *_, **__):
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return SimpleNamespace(gated=self.answer)
+        if isinstance(self.response, Exception):
+            raise self.response
+        return SimpleNamespace(gated=self.response)
 
     def auth_check(self, *_, **__):
         raise GatedRepoError("no", response=NO_RESPONSE)
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("response", "message"),
     [
         (
             RepositoryNotFoundError("no", response=SimpleNamespace(headers={}, request=None)),
@@ -330,14 +328,14 @@ class Hub:
         ),
     ],
 )
-def test_three_texts_for_a_model_that_cannot_be_had(monkeypatch, answer, message):
-    monkeypatch.setattr(hub, "HfApi", lambda: Hub(answer))
+def test_missing_gated_and_offline_models_have_separate_errors(monkeypatch, response, message):
+    monkeypatch.setattr(hub, "HfApi", lambda: Hub(response))
     with pytest.raises(UserError, match=message):
         find_model("a/b", "--actor-model")
 
 
-def test_a_cached_model_is_loaded_from_its_folder_when_the_hub_is_away(monkeypatch):
-    """Given its name, transformers would ask the hub for every file, for minutes."""
+def test_cached_model_is_loaded_from_its_folder_if_the_hub_is_offline(monkeypatch):
+    """With the model's name, transformers would request every file from the hub, which takes minutes."""
     monkeypatch.setattr(hub, "HfApi", lambda: Hub(ConnectionError("no route")))
     monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: "/cache/snapshot")
     assert find_model("a/b", "--actor-model") == "/cache/snapshot"
@@ -345,13 +343,13 @@ def test_a_cached_model_is_loaded_from_its_folder_when_the_hub_is_away(monkeypat
     assert find_model("a/b", "--actor-model") == "a/b"
 
 
-def test_four_bits_without_their_library_are_a_line(monkeypatch):
+def test_four_bit_without_bitsandbytes_is_one_line(monkeypatch):
     monkeypatch.setattr("rlhf.models.load.is_bitsandbytes_available", lambda: False)
     with pytest.raises(UserError, match="bitsandbytes is not installed: --load-in-4bit. Install it with: pip"):
         four_bit(None)
 
 
-def test_a_value_head_on_a_model_in_4_bits_warns_of_nothing(build, caplog):
-    """TRL warns on the root logger if it is not told where the model is."""
+def test_value_head_on_a_4_bit_model_prints_no_warning(build, caplog):
+    """TRL warns on the root logger if it cannot find the model's device."""
     build("--use-lora", "--load-in-4bit", "--critic", "separate")
     assert [record.message for record in caplog.records if record.name == "root"] == []

@@ -1,4 +1,4 @@
-"""Packed micro-batches against padded ones, over architectures: hidden states and gradients; masks; the fused head."""
+"""Compares packed with padded micro-batches for several architectures, and the fused head with autograd."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def model(request):
 
 
 def make_model(name, seed):
-    """In float64; Gemma 2 in float32, as transformers' eager attention makes NaN of float64's padding rows."""
+    """Makes a float64 model. Gemma 2 is float32: transformers' eager attention gives NaN for float64 padding rows."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).eval()
     return model if name.startswith("gemma 2") else model.double()
 
 
 def episodes(groups=(0, 1, 2, 3)):
-    """Four episodes of unlike length; those of one group have one prompt."""
+    """Returns four episodes of different lengths. Episodes of one group share a prompt."""
     draw = torch.Generator().manual_seed(1)
 
     def text(size):
@@ -67,10 +67,11 @@ def episodes(groups=(0, 1, 2, 3)):
 
 @pytest.mark.parametrize("groups", [(0, 1, 2, 3), (0, 1, 0, 0), (2, 2, 2, 2)], ids=str)
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3], [2, 0, 3]], ids=str)
-def test_packed_is_padded(model, groups, rows):
-    """Hidden states, and the gradients of all weights; some prompts shared, rows in any order.
+def test_packed_equals_padded(model, groups, rows):
+    """Compares hidden states and the gradients of all weights, with shared prompts and rows in any order.
 
-    transformers' norms compute in float32 whatever the model's precision: a shared prompt's gradient is one sum there.
+    Gradients have a larger tolerance: transformers' norms compute in float32 for every model dtype, and a shared
+    prompt's gradient is summed there.
     """
     found = []
     for form in (PaddedMicroBatch, PackedMicroBatch):
@@ -87,7 +88,7 @@ def test_packed_is_padded(model, groups, rows):
     assert float(found[0][1].abs().max()) > 1e-3
 
 
-def test_a_packed_row_holds_no_padding_and_a_prompt_once():
+def test_packed_row_has_no_padding_and_each_prompt_once():
     made = episodes((0, 1, 0, 0))
     packed = PackedMicroBatch(made, [0, 1, 2, 3])
     assert packed.ids.shape[1] == 7 + 3 + (4 - 1) + (9 - 1) + (1 - 1) + (6 - 1)
@@ -95,7 +96,7 @@ def test_a_packed_row_holds_no_padding_and_a_prompt_once():
     assert PackedMicroBatch(made, [1]).ids.tolist() == [alone]
 
 
-def test_episodes_do_not_see_each_other(model):
+def test_packed_episodes_do_not_attend_to_each_other(model):
     made = episodes()
     before = PackedMicroBatch(made, [0, 1, 2, 3]).forward(backbone_of(model))
     made.prompt_ids[1, -1] += 1
@@ -104,17 +105,17 @@ def test_episodes_do_not_see_each_other(model):
     assert changed[4:13].all() and not changed[:4].any() and not changed[13:].any()
 
 
-def test_every_architecture_here_can_be_packed(model):
+def test_every_tested_architecture_can_be_packed(model):
     assert packable(model)
 
 
-def test_gradient_checkpointing_keeps_the_layout(model):
-    """Layers run again in the backward pass: they must read the same layout."""
+def test_gradient_checkpointing_keeps_the_packed_layout(model):
+    """Layers that are recomputed in the backward pass must use the same packed layout."""
     grads = []
-    for turn_on in (False, True):
-        if turn_on:
+    for checkpointing in (False, True):
+        if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train(turn_on)
+        model.train(checkpointing)
         model.zero_grad()
         PackedMicroBatch(episodes((0, 1, 0, 0)), range(4)).forward(backbone_of(model)).square().sum().backward()
         grads.append(torch.cat([w.grad.flatten() for w in model.parameters() if w.grad is not None]))
@@ -127,8 +128,9 @@ def test_gradient_checkpointing_keeps_the_layout(model):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_fused_head_is_autograds(dtype, tolerance, filtered, frozen):
-    """Values, and gradients to 1e-5 relative in float32, of hidden states and head; in bfloat16 as autocast rounds."""
+def test_fused_head_matches_autograd(dtype, tolerance, filtered, frozen):
+    """Compares log-probs, entropy, and the gradients of hidden states and head: to 1e-5 (relative) in float32, to 2e-2
+    in bfloat16, which autocast rounds."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
     model.lm_head.weight.requires_grad_(not frozen)
@@ -150,8 +152,8 @@ def test_the_fused_head_is_autograds(dtype, tolerance, filtered, frozen):
     assert (model.lm_head.weight.grad is None) == frozen
 
 
-def test_the_fused_head_keeps_the_gradient_of_a_nearly_certain_token():
-    """p = 0.9995 is 1 in bfloat16, and 1 - p would be 0."""
+def test_fused_head_keeps_the_gradient_of_a_nearly_certain_token():
+    """In bfloat16 p = 0.9995 rounds to 1, so 1 - p would be 0."""
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
     with torch.no_grad():
         model.lm_head.weight.zero_()
@@ -162,12 +164,12 @@ def test_the_fused_head_keeps_the_gradient_of_a_nearly_certain_token():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logprobs, _ = token_logprobs(model, hidden, torch.tensor([7]), 1.0)
     logprobs.sum().backward()
-    certain = float(logprobs.detach().exp())
-    assert certain > 0.999
-    assert float(hidden.grad[0, 0]) == pytest.approx(11.7 * (1 - certain), rel=2e-2)
+    probability = float(logprobs.detach().exp())
+    assert probability > 0.999
+    assert float(hidden.grad[0, 0]) == pytest.approx(11.7 * (1 - probability), rel=2e-2)
 
 
-def test_an_actor_reads_both_forms(model):
+def test_actor_accepts_padded_and_packed_micro_batches(model):
     padded, packed = (
         Actor(model)(form(episodes(), range(4)), 0.7)[0] for form in (PaddedMicroBatch, PackedMicroBatch)
     )
@@ -175,8 +177,8 @@ def test_an_actor_reads_both_forms(model):
 
 
 @pytest.mark.parametrize(("packed", "expected"), [(True, [[0, 1, 2, 3]]), (False, [[0, 1], [2, 3]])])
-def test_a_shared_prompt_counts_once_in_a_micro_batch(packed, expected):
-    """40 prompt and 4 x 10 reply tokens; at most 100 in a pass."""
+def test_shared_prompt_counts_once_in_a_packed_micro_batch(packed, expected):
+    """One prompt of 40 tokens with four completions of 10 tokens, and at most 100 tokens per forward pass."""
     prompts, ids = [Prompt(tuple([5] * 40), None)] * 4, torch.full((4, 10), 7)
     completions = Completions.of(prompts, ids, eos=2, pad=0, vocabulary=64)
     assert completions.split(range(4), 0, 100, packed) == expected

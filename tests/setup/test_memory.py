@@ -1,4 +1,4 @@
-"""Predicted memory: every tensor of a layer against what autograd keeps, phases against what tensors take."""
+"""Tests that the predicted memory agrees with the tensors that autograd saves and with the tensors in each phase."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 SHAPE = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 48, "vocab_size": 64, "tie_word_embeddings": True}  # fmt: skip
 ATTENTION, ALL = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
-LENGTHS = {"alike": [6, 6, 6, 6], "unlike": [6, 4, 5, 6], "one prompt": [6, 6, 6, 6]}
+LENGTHS = {"equal": [6, 6, 6, 6], "different": [6, 4, 5, 6], "one prompt": [6, 6, 6, 6]}
 
 
 def policy(folder, layers: int, kind, targets, load_in_4bit: bool, dtype, dropout: float = 0.0):
@@ -41,12 +41,12 @@ def policy(folder, layers: int, kind, targets, load_in_4bit: bool, dtype, dropou
         AutoModelForCausalLM.from_config(kind(num_hidden_layers=layers, **SHAPE)).save_pretrained(folder / str(layers))
     shape = {"r": 5, "lora_dropout": dropout, "task_type": "CAUSAL_LM"}
     lora = LoraConfig(target_modules=list(targets), **shape) if targets else None
-    more = {"load_in_4bit": load_in_4bit, "dtype": dtype}
-    return load_policy(str(folder / str(layers)), lora=lora, device=CPU, vocabulary=64, **more).train()
+    options = {"load_in_4bit": load_in_4bit, "dtype": dtype}
+    return load_policy(str(folder / str(layers)), lora=lora, device=CPU, vocabulary=64, **options).train()
 
 
-def passage_of(lengths: str) -> PackedMicroBatch:
-    """Four replies of 9 tokens."""
+def make_micro_batch(lengths: str) -> PackedMicroBatch:
+    """Returns a micro-batch of four completions of 9 tokens each."""
     prompts = [[5] * length for length in LENGTHS[lengths]]
     episodes = token_batch(prompts, [[7] * 9] * 4, 0, CPU)
     if lengths == "one prompt":
@@ -54,20 +54,21 @@ def passage_of(lengths: str) -> PackedMicroBatch:
     return PackedMicroBatch(episodes, range(4))
 
 
-def saved(model, micro_batch: PackedMicroBatch, dtype) -> int:
-    """Bytes that autograd keeps of a pass, weights and their rounded copies aside, each place in memory once."""
+def saved_bytes(model, micro_batch: PackedMicroBatch, dtype) -> int:
+    """Returns the bytes that autograd saves in a forward pass. Weights and their rounded copies are not counted, and
+    each storage is counted once."""
     weights = {shape for w in model.parameters() for shape in (tuple(w.shape), tuple(w.shape[::-1]))}
-    kept: dict[int, torch.Tensor] = {}
+    storages: dict[int, torch.Tensor] = {}
 
-    def keep(tensor):
+    def record(tensor):
         if tuple(tensor.shape) not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+            storages[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast(CPU, dtype):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor), autocast(CPU, dtype):
         hidden = micro_batch.forward(backbone_of(model))
     assert hidden.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -75,31 +76,34 @@ def saved(model, micro_batch: PackedMicroBatch, dtype) -> int:
 @pytest.mark.parametrize(
     ("targets", "load_in_4bit"), [((), False), (ATTENTION, False), (ALL, False), (ATTENTION, True)]
 )
-def test_a_layer_keeps_what_autograd_saves(tmp_path, targets, load_in_4bit, dtype, lengths):
-    micro_batch, counted = passage_of(lengths), []
+def test_saved_activations_of_a_layer_match_autograd(tmp_path, targets, load_in_4bit, dtype, lengths):
+    micro_batch, measured = make_micro_batch(lengths), []
     for layers in (2, 3):
         model = policy(tmp_path, layers, LlamaConfig, targets, load_in_4bit, dtype)
-        counted.append(saved(model, micro_batch, dtype))
+        measured.append(saved_bytes(model, micro_batch, dtype))
     network = Network.of(base_of(model), dtype)
-    assert network.saved_by_layer(micro_batch) == counted[1] - counted[0]
-    assert network.saved_activations(micro_batch) == pytest.approx(counted[1], rel=0.05)
+    assert network.saved_by_layer(micro_batch) == measured[1] - measured[0]
+    assert network.saved_activations(micro_batch) == pytest.approx(measured[1], rel=0.05)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("targets", [ATTENTION, ALL], ids=["attention", "all"])
-def test_a_layer_keeps_what_dropout_saves(tmp_path, targets, dtype, lengths):
-    micro_batch = passage_of(lengths)
+def test_saved_activations_include_dropout_masks(tmp_path, targets, dtype, lengths):
+    micro_batch = make_micro_batch(lengths)
     models = [policy(tmp_path, layers, LlamaConfig, targets, False, dtype, dropout=0.1) for layers in (2, 3)]
-    counted = [saved(model, micro_batch, dtype) for model in models]
-    assert Network.of(base_of(models[0]), dtype).saved_by_layer(micro_batch) == counted[1] - counted[0]
+    measured = [saved_bytes(model, micro_batch, dtype) for model in models]
+    assert Network.of(base_of(models[0]), dtype).saved_by_layer(micro_batch) == measured[1] - measured[0]
 
 
-def test_norms_of_single_heads_are_layers_norms_too(tmp_path):
+def test_qk_norms_are_counted(tmp_path):
     network = Network.of(policy(tmp_path, 2, Qwen3Config, (), False, None), None)
     assert sorted(network.norms) == [(1, 128), (1, 128), (2, 2 * 48), (4, 4 * 48)]
-    counted = [saved(policy(tmp_path, n, Qwen3Config, (), False, None), passage_of("unlike"), None) for n in (2, 3)]
-    assert network.saved_by_layer(passage_of("unlike")) == counted[1] - counted[0]
+    measured = [
+        saved_bytes(policy(tmp_path, n, Qwen3Config, (), False, None), make_micro_batch("different"), None)
+        for n in (2, 3)
+    ]
+    assert network.saved_by_layer(make_micro_batch("different")) == measured[1] - measured[0]
 
 
 # --- phases ----------------------------------------------------------------------------------------------------------
@@ -110,8 +114,8 @@ VARIANTS = {
         "checkpointing": {"gradient_checkpointing": True},
         "bfloat16": {"bf16": True},
         "4-bit": {"use_lora": True, "load_in_4bit": True},
-        "a critic of its own": {"critic": "separate"},
-        "a critic of its own, 4-bit": {"critic": "separate", "use_lora": True, "load_in_4bit": True, "bf16": True},
+        "separate critic": {"critic": "separate"},
+        "separate critic, 4-bit": {"critic": "separate", "use_lora": True, "load_in_4bit": True, "bf16": True},
     },
     "grpo": {
         "filters, no fused head": {"top_p": 0.9, "fused_head": False},
@@ -130,33 +134,34 @@ def work(tmp_path_factory) -> Work:
     return work
 
 
-def trainer_of(work: Work, monkeypatch, algorithm: str, settings: dict):
-    """A benchmark's trainer with other settings: replies that never end early, prompts of one length."""
+def make_trainer(work: Work, monkeypatch, algorithm: str, settings: dict):
+    """Returns a benchmark's trainer with changed settings. All completions have the maximum length, and all prompts
+    have the same length."""
     monkeypatch.setattr(ours, "make_config", lambda **given: make_config(**{**given, **settings}))
     return ours.build(replace(work, algorithm=algorithm))
 
 
 @pytest.mark.parametrize(("algorithm", "variant"), [(a, v) for a, variants in VARIANTS.items() for v in variants])
-def test_phases_take_the_tensors_predicted(work, monkeypatch, algorithm, variant):
-    trainer = trainer_of(work, monkeypatch, algorithm, {"ppo_epochs": 2, **VARIANTS[algorithm][variant]})
-    trainer.update_step(1)  # the optimizer's moments are there after it
-    predicted, taken = estimate(trainer), tensors_in(trainer, METHODS, lambda: trainer.update_step(2))
+def test_predicted_phases_match_the_measured_tensors(work, monkeypatch, algorithm, variant):
+    trainer = make_trainer(work, monkeypatch, algorithm, {"ppo_epochs": 2, **VARIANTS[algorithm][variant]})
+    trainer.update_step(1)  # allocates the optimizer's moments
+    predicted, measured = estimate(trainer), tensors_in(trainer, METHODS, lambda: trainer.update_step(2))
     for method, names in METHODS.items():
         size = max(tensors_of(phase) for phase in predicted.phases if phase.name in names)
-        assert size == pytest.approx(taken[method], rel=0.1), method
+        assert size == pytest.approx(measured[method], rel=0.1), method
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", [[], ["--lora"], ["--load-in-4bit"]], ids=" ".join)
-def test_a_gpus_peak_is_predicted(tmp_path, flags):
-    """In processes of their own, on the card: here everything runs on the processor. The peak is what torch
-    allocates (max_memory_allocated)."""
-    found = compared(tmp_path, "cuda", "smollm2", "--dtype", "bfloat16", *flags)
+def test_predicted_gpu_peak_matches_the_measured_peak(tmp_path, flags):
+    """Runs the benchmark in a separate process on the GPU, because this test process uses the CPU. The peak is
+    torch.cuda.max_memory_allocated()."""
+    found = run_benchmark(tmp_path, "cuda", "smollm2", "--dtype", "bfloat16", *flags)
     assert found["predicted"] == pytest.approx(found["measured"], rel=0.15)
 
 
-def compared(folder, device: str, size: str, *flags: str) -> dict:
-    """What the benchmark finds."""
+def run_benchmark(folder, device: str, size: str, *flags: str) -> dict:
+    """Runs the memory benchmark and returns its result."""
     file = folder / "memory.json"
     words = ["benchmarks/memory.py", "--device", device, "--size", size, *flags, "--json", str(file)]
     done = run(words, ROOT, ACCELERATE_USE_CPU=str(device == "cpu").lower())
@@ -166,9 +171,9 @@ def compared(folder, device: str, size: str, *flags: str) -> dict:
     return found
 
 
-REAL = [
-    ["--algorithm", algorithm, "--dtype", dtype, *more]
-    for algorithm, dtype, *more in (
+REAL_SHAPES = [
+    ["--algorithm", algorithm, "--dtype", dtype, *options]
+    for algorithm, dtype, *options in (
         ("ppo", "float32"), ("ppo", "bfloat16"),
         ("ppo", "float32", "--lora"), ("ppo", "bfloat16", "--lora"),
         ("ppo", "float32", "--load-in-4bit"), ("ppo", "bfloat16", "--load-in-4bit"),
@@ -178,17 +183,17 @@ REAL = [
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("flags", REAL, ids=" ".join)
-def test_the_real_shapes_peak_is_predicted(tmp_path, flags):
-    """Resident size above that after the imports, over two updates in a fresh process."""
-    found = compared(tmp_path, "cpu", "smollm2", *flags)
+@pytest.mark.parametrize("flags", REAL_SHAPES, ids=" ".join)
+def test_predicted_cpu_peak_matches_the_measured_peak_for_real_models(tmp_path, flags):
+    """The measured value is the peak resident set size of two updates in a new process, minus that after imports."""
+    found = run_benchmark(tmp_path, "cpu", "smollm2", *flags)
     assert found["predicted"] == pytest.approx(found["measured"], rel=0.15)
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
 
 
-def test_the_longest_batch_is_one_of_the_loops(build):
+def test_longest_batch_is_a_batch_of_the_training_loop(build):
     trainer = build("--num-iterations", 7, "--K", 2, algorithm="grpo")
     batches = [[prompt for _, prompt in trainer.prompts_of(update)] for update in range(1, 8)]
     longest = longest_batch(trainer.config, trainer.train_prompts, 7)
@@ -196,7 +201,7 @@ def test_the_longest_batch_is_one_of_the_loops(build):
     assert sum(len(p.ids) for p in longest) == max(sum(len(p.ids) for p in batch) for batch in batches)
 
 
-def test_what_a_batch_means_in_words(configured):
+def test_batch_line_describes_the_batch(configured):
     line = batch_line(configured("--batch-size", 4, "--K", 3, "--minibatches", 2, algorithm="grpo"), 10, CPU)
     assert line == (
         "4 prompts x 3 completions = 12 episodes per update; minibatches: 2 of 6 episodes; passes over each rollout: "
@@ -206,7 +211,7 @@ def test_what_a_batch_means_in_words(configured):
 
 
 @pytest.mark.parametrize("flags", [[], ["--rm-model", "none", "--reward-func", "length_penalty", "--use-lora"]])
-def test_the_plan_tells_the_peak_its_parts_and_phases(configured, capsys, flags):
+def test_plan_prints_the_predicted_peak_and_its_phases(configured, capsys, flags):
     config = configured(*flags)
     parts = load_components(config, CPU, Screen())
     show_plan(config, parts, 2, CPU, Screen())
@@ -218,7 +223,7 @@ def test_the_plan_tells_the_peak_its_parts_and_phases(configured, capsys, flags)
     assert "warning: the predicted peak" not in output.partition("algorithm")[2]
 
 
-def test_the_plan_warns_where_less_memory_is_free(configured, capsys, monkeypatch):
+def test_plan_warns_if_the_predicted_peak_exceeds_free_memory(configured, capsys, monkeypatch):
     config = configured()
     parts = load_components(config, CPU, Screen())
     monkeypatch.setattr(plan, "available", lambda _: 2**20)

@@ -1,4 +1,5 @@
-"""--check: every check where it holds, and with its fault injected; the command's exit status; a silent start."""
+"""Tests of --check: each check passes on a good run and fails on an injected error. Tests of the exit status. A normal
+start prints no checks."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.fixture
 def loaded(configured):
-    """A function from flags to a configuration and its parts; GRPO's batch is 2 prompts x 2 replies."""
+    """Returns a function that makes a configuration and its components from flags. GRPO's batch is 2 prompts x 2
+    completions."""
 
     def make(*flags, algorithm="ppo"):
         groups = ("--batch-size", 2, "--K", 2) if algorithm == "grpo" else ()
@@ -67,8 +69,8 @@ def loaded(configured):
 
 
 @pytest.fixture
-def tried(loaded):
-    """A trainer, its parts, and its first rollout."""
+def with_rollout(loaded):
+    """Returns a function that makes a trainer, its components and its first rollout from flags."""
 
     def make(*flags, algorithm="ppo"):
         config, components = loaded(*flags, algorithm=algorithm)
@@ -78,9 +80,9 @@ def tried(loaded):
     return make
 
 
-def lines_of(expected: str) -> dict[str, str]:
-    """The table that was printed: check -> its line."""
-    table = expected.split("checks:\n")[1].splitlines()
+def lines_of(output: str) -> dict[str, str]:
+    """Returns the lines of the printed table by the name of the check."""
+    table = output.split("checks:\n")[1].splitlines()
     return {name: line for line in table for name in [*NAMES, "error"] if line.startswith(f"  {name} ")}
 
 
@@ -99,12 +101,12 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("what", VARIANTS)
-def test_a_good_run_passes_and_is_left_as_it_was(loaded, capsys, monkeypatch, what):
-    algorithm, flags = VARIANTS[what]
+def test_checks_pass_on_a_good_run_and_leave_its_weights_unchanged(loaded, capsys, monkeypatch, variant):
+    algorithm, flags = VARIANTS[variant]
     config, components = loaded(*flags, algorithm=algorithm)
     before = {}
 
-    def build(config, components):  # over 4-bit weights TRL rounds fresh adapters: here, as in a run
+    def build(config, components):  # a copy after building: with 4-bit weights TRL rounds new adapters
         trainer = build_trainer(config, components)
         before.update((name, weight.clone()) for name, weight in trainer.actor.policy.state_dict().items())
         return trainer
@@ -119,16 +121,16 @@ def test_a_good_run_passes_and_is_left_as_it_was(loaded, capsys, monkeypatch, wh
     assert not Path(config.run.output).exists()
 
 
-def words(config, *more) -> list[str]:
-    """The command line of a configuration of this file."""
+def words(config, *flags) -> list[str]:
+    """Returns the command-line arguments of a configuration."""
     return ["--actor-model", config.model.actor_model, "--rm-model", config.model.rm_model, "--prompts",
             config.data.prompts, "--output", config.run.output, "--num-iterations", "1", "--max-new-tokens", "8",
-            "--eval-prompts", "6", "--allow-weak-reward-model", *more]  # fmt: skip
+            "--eval-prompts", "6", "--allow-weak-reward-model", *flags]  # fmt: skip
 
 
 @pytest.mark.parametrize("algorithm", SCRIPTS)
-def test_the_scripts_check_and_end(configured, capsys, algorithm):
-    """No exit status but 0; neither a run nor its folder, nor seeds' table."""
+def test_scripts_exit_after_the_checks(configured, capsys, algorithm):
+    """The exit status is 0, and no run, run folder or table of seeds is written."""
     argv = words(configured(algorithm=algorithm), "--seeds", "1", "2", "--check")
     run_command(lambda: SCRIPTS[algorithm].main(argv))
     assert capsys.readouterr().out.count("checks:\n") == 2
@@ -136,13 +138,13 @@ def test_the_scripts_check_and_end(configured, capsys, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", SCRIPTS)
-def test_a_failed_check_is_exit_status_2_and_the_others_are_run(configured, capsys, monkeypatch, algorithm):
+def test_failed_check_exits_with_2_after_all_other_checks(configured, capsys, monkeypatch, algorithm):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 0))
     argv = words(configured(algorithm=algorithm), "--check")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         run_command(lambda: SCRIPTS[algorithm].main(argv))
     printed = capsys.readouterr()
-    assert ended.value.code == 2
+    assert raised.value.code == 2
     assert printed.err == "error: 1 of 11 checks failed (free disk): --check. See the FAILED lines above\n"
     lines = lines_of(printed.out)
     assert list(lines) == NAMES
@@ -150,45 +152,46 @@ def test_a_failed_check_is_exit_status_2_and_the_others_are_run(configured, caps
     assert not Path(configured().run.output).exists()
 
 
-def test_what_ends_the_checks_is_a_failed_check(configured, tmp_path, capsys):
-    """A reward that raises: the line names it, and the exit status is not that of a run that had begun."""
-    (tmp_path / "bad.py").write_text("def broken(completions, **_):\n    raise ValueError('as told')\n")
+def test_exception_during_the_checks_is_a_failed_check(configured, tmp_path, capsys):
+    """A reward function raises an exception. The line contains its name. The exit status is 2, not that of a failed
+    run."""
+    (tmp_path / "bad.py").write_text("def broken(completions, **_):\n    raise ValueError('test error')\n")
     argv = words(configured(), "--check", "--reward-func", f"{tmp_path / 'bad.py'}:broken")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         run_command(lambda: train_ppo.main(argv))
-    assert ended.value.code == 2
+    assert raised.value.code == 2
     output = " ".join(lines_of(capsys.readouterr().out)["error"].split())
-    assert output.startswith("error FAILED RunError: bad.py:2 `raise ValueError('as told')` raised ValueError")
+    assert output.startswith("error FAILED RunError: bad.py:2 `raise ValueError('test error')` raised ValueError")
     assert "reward function broken" in output
 
 
 @pytest.mark.parametrize("algorithm", SCRIPTS)
-def test_every_start_checks_what_costs_nothing(configured, capsys, monkeypatch, algorithm):
+def test_every_run_starts_with_the_cheap_checks(configured, capsys, monkeypatch, algorithm):
     config = configured(algorithm=algorithm)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 10**3))
     with pytest.raises(UserError, match=r"GiB free in .* needed for 3 checkpoints, .*: free disk\. Free disk space"):
         SCRIPTS[algorithm].main(words(config))
-    assert not Path(config.run.output).exists(), "nothing is left half done"
+    assert not Path(config.run.output).exists(), "no incomplete run folder must be left"
     monkeypatch.undo()
     SCRIPTS[algorithm].main(words(config))
     assert "checks:\n" not in capsys.readouterr().out
     assert (Path(config.run.output) / WEIGHTS_FILE).is_file()
 
 
-def test_a_start_names_all_that_fails(loaded, monkeypatch):
+def test_start_lists_all_failed_checks(loaded, monkeypatch):
     config, components = loaded()
     check_start(config, components)
     components.tokenizer.pad_token = components.tokenizer.eos_token
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 0))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as raised:
         check_start(config, components)
-    assert len(caught.value.problems) == 2
+    assert len(raised.value.problems) == 2
 
 
 # --- without a forward pass ------------------------------------------------------------------------------------------
 
 
-def test_pad_that_is_eos(start_model):
+def test_pad_token_equal_to_eos_fails(start_model):
     tokenizer = load_tokenizer(str(start_model))
     check = pad_is_not_eos(tokenizer)
     assert check.ok and check.found == "pad '<|endoftext|>' (0), EOS '<|im_end|>' (2)"
@@ -197,45 +200,45 @@ def test_pad_that_is_eos(start_model):
     assert not pad_is_not_eos(SimpleNamespace(pad_token=None, pad_token_id=None, eos_token="e", eos_token_id=2)).ok
 
 
-def test_vocabularies(loaded):
+def test_vocabulary_check(loaded):
     _, components = loaded()
-    sides = components.tokenizer, components.policy
-    check = vocabularies_fit(*sides, components.reward_model)
+    policy_side = components.tokenizer, components.policy
+    check = vocabularies_fit(*policy_side, components.reward_model)
     assert check.ok and check.found == "policy and reward model have the same 400 tokens"
-    assert vocabularies_fit(*sides, None).ok
-    judge = components.reward_model.tokenizer
-    vocabulary = judge.get_vocab()
+    assert vocabularies_fit(*policy_side, None).ok
+    reward_tokenizer = components.reward_model.tokenizer
+    vocabulary = reward_tokenizer.get_vocab()
     components.reward_model.tokenizer = SimpleNamespace(
         get_vocab=lambda: {t: i for t, i in vocabulary.items() if i < 390}
     )
-    check = vocabularies_fit(*sides, components.reward_model)
+    check = vocabularies_fit(*policy_side, components.reward_model)
     assert check.ok and check.found.endswith(
         "reward model 390 tokens; the vocabularies differ, so completions are re-tokenized"
     )
-    judge.add_tokens(["one more"])
-    components.reward_model.tokenizer = judge
-    check = vocabularies_fit(*sides, components.reward_model)
+    reward_tokenizer.add_tokens(["one more"])
+    components.reward_model.tokenizer = reward_tokenizer
+    check = vocabularies_fit(*policy_side, components.reward_model)
     assert not check.ok and "the tokenizer has 401 ids, the model 400 embeddings (--rm-model)" in check.found
     assert "--rm-model" in check.hint and "--actor-model" not in check.hint
     components.tokenizer.add_tokens(["one more"])
-    assert "(--actor-model)" in vocabularies_fit(*sides, None).found
+    assert "(--actor-model)" in vocabularies_fit(*policy_side, None).found
 
 
 @pytest.mark.parametrize("flags", [[], ["--use-lora"], ["--critic", "separate"]])
-def test_free_disk_by_hand(loaded, monkeypatch, flags):
-    """Three checkpoints (two kept, one being written) of weights and two moments, best/ and the final weights: eleven
-    times the trained weights in float32."""
+def test_free_disk_check_matches_hand_computed_size(loaded, monkeypatch, flags):
+    """11 times the trained weights in float32: three checkpoints (two saved, one being written) with weights and two
+    moments each, best/ and the final weights."""
     config, components = loaded(*flags)
     trained = sum(w.numel() for w in components.policy.parameters() if w.requires_grad)
     trained *= 2 if "separate" in flags else 1
-    asked = []
+    places = []
     for free, ok in ((trained * 4 * 11, True), (trained * 4 * 11 - 1, False)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: asked.append(place) or Usage(0, 0, free))
+        monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: places.append(place) or Usage(0, 0, free))
         assert disk_has_room(config, components.policy).ok is ok
-    assert asked == [Path(config.run.output).parent] * 2, "the nearest folder that is there"
+    assert places == [Path(config.run.output).parent] * 2, "the nearest existing parent folder"
 
 
-def test_a_prompt_of_which_the_template_leaves_something_out(loaded):
+def test_prompt_text_missing_from_the_chat_template_fails(loaded):
     _, components = loaded()
     prompt = components.prompts.train[0]
     check = prompt_is_rendered(components.tokenizer, prompt)
@@ -244,41 +247,41 @@ def test_a_prompt_of_which_the_template_leaves_something_out(loaded):
     components.tokenizer.chat_template = components.tokenizer.chat_template.replace(
         "message['content']", "message['role']"
     )
-    hollow = Prompt(tuple(encode_prompt(components.tokenizer, prompt.example.messages)), prompt.example)
-    check = prompt_is_rendered(components.tokenizer, hollow)
+    incomplete = Prompt(tuple(encode_prompt(components.tokenizer, prompt.example.messages)), prompt.example)
+    check = prompt_is_rendered(components.tokenizer, incomplete)
     assert not check.ok and check.found.endswith("the text of these roles is missing: user")
 
 
-def test_determinism_on_and_off(monkeypatch):
+def test_determinism_check(monkeypatch):
     assert determinism(CPU).ok and determinism(CPU).found.startswith("off")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert determinism(CPU).ok and determinism(CPU).found.startswith("on")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     assert not determinism(CPU).ok and "cudnn.benchmark is on" in determinism(CPU).found
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    card = torch.device("cuda")
+    gpu = torch.device("cuda")
     for value, ok in ((":4096:8", True), (":0:0", False)):
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", value)
-        assert determinism(card).ok is ok
+        assert determinism(gpu).ok is ok
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    assert not determinism(card).ok
+    assert not determinism(gpu).ok
 
 
 # --- padding ---------------------------------------------------------------------------------------------------------
 
 
 class Counting(nn.Module):
-    """A reward that counts tokens, its padding too unless it heeds the mask."""
+    """A reward model that counts tokens. It counts padding, too, unless `uses_mask`."""
 
-    def __init__(self, heeds: bool):
+    def __init__(self, uses_mask: bool):
         super().__init__()
-        self.heeds = heeds
+        self.uses_mask = uses_mask
 
     def forward(self, input_ids, attention_mask):
-        return (attention_mask if self.heeds else torch.ones_like(input_ids)).sum(1).float()
+        return (attention_mask if self.uses_mask else torch.ones_like(input_ids)).sum(1).float()
 
 
-def test_a_reward_that_reads_its_padding(loaded, monkeypatch):
+def test_reward_model_that_depends_on_padding_fails(loaded, monkeypatch):
     _, components = loaded("--reward-func", "length_penalty")
     prompt = components.prompts.train[0]
     check = padding_changes_no_score(components.rewards, prompt, None)
@@ -290,19 +293,19 @@ def test_a_reward_that_reads_its_padding(loaded, monkeypatch):
 
     monkeypatch.setattr(components.reward_model.model, "forward", mean_of_all)
     assert not padding_changes_no_score(components.rewards, prompt, None).ok
-    for heeds in (True, False):
-        rewards = Rewards([Counting(heeds)], None, components.tokenizer)
-        assert padding_changes_no_score(rewards, prompt, None).ok is heeds
-    rules = Rewards([lambda completions, **_: [0.0] * len(completions)], None, components.tokenizer)
-    assert padding_changes_no_score(rules, prompt, None).found == "only reward functions, nothing is padded"
+    for uses_mask in (True, False):
+        rewards = Rewards([Counting(uses_mask)], None, components.tokenizer)
+        assert padding_changes_no_score(rewards, prompt, None).ok is uses_mask
+    functions_only = Rewards([lambda completions, **_: [0.0] * len(completions)], None, components.tokenizer)
+    assert padding_changes_no_score(functions_only, prompt, None).found == "only reward functions, nothing is padded"
 
 
 # --- before the first step -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_reference_that_is_not_the_start_model(tried, algorithm):
-    trainer, _, rollout = tried(algorithm=algorithm)
+def test_reference_model_that_differs_from_the_start_model_fails(with_rollout, algorithm):
+    trainer, _, rollout = with_rollout(algorithm=algorithm)
     assert first_kl_is_zero(rollout, None).ok
     with torch.no_grad():
         next(trainer.reference.copy.parameters()).mul_(1.5)
@@ -313,9 +316,9 @@ def test_a_reference_that_is_not_the_start_model(tried, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_training_forward_that_differs(tried, algorithm):
-    """Dropout that acts in train mode alone, and an episode that sees its neighbour."""
-    trainer, _, rollout = tried("--minibatches", 2, algorithm=algorithm)
+def test_training_forward_that_differs_from_the_rollout_fails(with_rollout, algorithm):
+    """Two injected errors: dropout that is active only in train mode, and an episode that attends to its neighbour."""
+    trainer, _, rollout = with_rollout("--minibatches", 2, algorithm=algorithm)
     assert first_ratio_is_one(trainer, rollout).ok
     layer = trainer.actor.policy.model.layers[0]
     hook = layer.register_forward_hook(lambda _m, _i, out: nn.functional.dropout(out, 0.1, training=layer.training))
@@ -331,43 +334,44 @@ def test_a_training_forward_that_differs(tried, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_steps_that_are_not_taken(tried, algorithm):
+def test_missing_and_extra_optimizer_steps_fail(with_rollout, algorithm):
     flags = ("--minibatches", 2, "--ppo-epochs", 3)
-    trainer, _, rollout = tried(*flags, algorithm=algorithm)
+    trainer, _, rollout = with_rollout(*flags, algorithm=algorithm)
     check = steps_are_as_planned(trainer, rollout)
     assert check.ok and check.found.startswith("6 planned per update, 6 taken, 6 logged; 12 planned in 2 updates")
-    trainer, _, rollout = tried(*flags, algorithm=algorithm)
-    plain = trainer.learner.minibatches
-    trainer.learner.minibatches = lambda *a: itertools.islice(plain(*a), 1)  # the last one is dropped
+    trainer, _, rollout = with_rollout(*flags, algorithm=algorithm)
+    original = trainer.learner.minibatches
+    trainer.learner.minibatches = lambda *a: itertools.islice(original(*a), 1)  # the last minibatch is missing
     check = steps_are_as_planned(trainer, rollout)
     assert not check.ok and "3 taken, 3 logged" in check.found
-    trainer, _, rollout = tried(*flags, algorithm=algorithm)
+    trainer, _, rollout = with_rollout(*flags, algorithm=algorithm)
     step = trainer.learner.step
-    trainer.learner.step = lambda *a: (step(*a), trainer.optimizer.step())[0]  # as TRL's last batch does
+    # an extra optimizer step, as TRL takes after its last batch
+    trainer.learner.step = lambda *a: (step(*a), trainer.optimizer.step())[0]
     check = steps_are_as_planned(trainer, rollout)
     assert not check.ok and "12 taken, 6 logged" in check.found
 
 
-def test_memory_beyond_the_forecast_or_the_machine(tried, monkeypatch):
-    trainer, components, rollout = tried()
+def test_memory_above_the_prediction_or_the_available_memory_fails(with_rollout, monkeypatch):
+    trainer, components, rollout = with_rollout()
     steps_are_as_planned(trainer, rollout)
     assert memory_matches_estimate(trainer, components).ok
     with monkeypatch.context() as patch:
         patch.setattr(trial, "available", lambda _: 2**20)
         check = memory_matches_estimate(trainer, components)
         assert not check.ok and "0.00 GiB available" in check.found
-    taken = trial.memory_in_use
-    monkeypatch.setattr(trial, "memory_in_use", lambda device: taken(device) + 2**30)
+    original = trial.memory_in_use
+    monkeypatch.setattr(trial, "memory_in_use", lambda device: original(device) + 2**30)
     check = memory_matches_estimate(trainer, components)
     assert not check.ok and "--micro-batch-size 1" in check.hint
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_weights_that_do_not_come_back(tried, tmp_path, monkeypatch, algorithm):
-    trainer, _, rollout = tried(algorithm=algorithm)
+def test_weights_that_are_not_restored_fail(with_rollout, tmp_path, monkeypatch, algorithm):
+    trainer, _, rollout = with_rollout(algorithm=algorithm)
     with torch.no_grad():
         for weight in trainer.model.parameters():
-            weight.add_(0.01)  # the value head starts at zero: then any zero would do
+            weight.add_(0.01)  # the value head starts at zero, which a failed reload could also return
     before = outputs(trainer, rollout)
     assert len(before) == (2 if algorithm == "ppo" else 1) and all(float(part.abs().max()) > 0 for part in before)
     folder = tmp_path / "saved"
@@ -379,10 +383,10 @@ def test_weights_that_do_not_come_back(tried, tmp_path, monkeypatch, algorithm):
         assert not weights_come_back(trainer, rollout, before, broken).ok
     assert weights_come_back(trainer, rollout, before, folder).ok
     assert not weights_come_back(trainer, rollout, [part * torch.nan for part in before], folder).ok
-    monkeypatch.setattr(trial, "load_policy_weights", lambda *_: None)  # nothing is put back
+    monkeypatch.setattr(trial, "load_policy_weights", lambda *_: None)  # nothing is restored
     assert not weights_come_back(trainer, rollout, before, folder).ok
 
 
-def test_the_settings_of_a_run_may_differ_in_check_from_another_seeds(configured):
+def test_check_flag_may_differ_between_seeds(configured):
     assert differences(to_dict(configured("--check")), to_dict(configured()), SEEDS_MAY_DIFFER) == []
     assert json.dumps(to_dict(configured("--check"))["run"]["check"]) == "true"

@@ -1,4 +1,4 @@
-"""The best checkpoint: the choice on scripted runs, and a folder that always holds a loadable model."""
+"""Tests of the best checkpoint: which evaluation is chosen, and that best/ always contains a loadable model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.conftest import attach
 
 
 def candidates(*rows) -> list[Candidate]:
-    """(score, KL, perplexity) every 50 updates; the target is 6."""
+    """Returns one candidate per row of (score, KL, perplexity), every 50 updates. The KL target is 6."""
     return [Candidate(50 * i, score, kl, 6.0, ppl) for i, (score, kl, ppl) in enumerate(rows)]
 
 
-def test_the_highest_score_inside_the_gates():
+def test_highest_score_within_the_kl_and_perplexity_limits_is_chosen():
     run = candidates((0.0, 0.0, 10.0), (0.5, 3.0, 10.2), (0.9, 8.9, 10.9), (1.4, 9.1, 10.5), (1.2, 5.0, 11.1))
     best, why = choose(run, "score", 1.1)
     assert best == 2, "KL 9.1 is over 1.5 x 6, perplexity 11.1 over 1.1 x 10"
@@ -31,40 +31,40 @@ def test_the_highest_score_inside_the_gates():
     assert choose(run, "score", 1.2)[0] == 4
 
 
-def test_a_collapsed_run_keeps_the_start():
-    """The score shoots up while the text is ruined: every later evaluation is outside."""
+def test_start_model_is_chosen_for_a_collapsed_run():
+    """The score rises while the text becomes useless. Every evaluation after the first exceeds the limits."""
     run = candidates((0.0, 0.0, 10.0), (2.0, 30.0, 14.0), (4.0, 90.0, 80.0), (5.0, 200.0, 500.0))
     assert choose(run, "score", 1.1)[0] == 0
     assert choose(run, "perplexity", 1.1)[0] == 0
 
 
-def test_a_run_that_only_got_worse_keeps_the_start():
+def test_start_model_is_chosen_if_all_scores_are_lower():
     assert choose(candidates((0.0, 0.0, 10.0), (-0.5, 2.0, 10.0)), "score", 1.1)[0] == 0
 
 
-def test_where_nothing_passes_the_nearest_and_it_says_so():
-    """As after a reference other than the start: update 0 is outside too."""
+def test_evaluation_nearest_to_the_limits_is_chosen_if_all_exceed_them():
+    """This happens if the reference model is not the start model. Then update 0 exceeds the limits, too."""
     run = candidates((0.0, 30.0, 10.0), (0.4, 9.9, 10.5), (0.9, 9.5, 13.0))
     best, why = choose(run, "score", 1.1)
-    assert best == 1, "9.9 / 9 = 1.1; the third's perplexity is 13 / 11 = 1.18 of its gate"
+    assert best == 1, "9.9 / 9 = 1.10 x the KL limit; the third has 13 / 11 = 1.18 x the perplexity limit"
     assert why.startswith("none of 3 evaluations has KL at most 1.5 x the target and") and "1.10 x its limit" in why
 
 
-def test_the_references_rule():
-    """The KL gate, then perplexity; the score plays no part."""
+def test_perplexity_rule_chooses_the_lowest_perplexity():
+    """The rule `perplexity` applies the KL limit and then chooses the lowest perplexity. It ignores the score."""
     run = candidates((0.0, 0.0, 10.0), (0.9, 5.0, 9.5), (0.5, 8.0, 9.2), (2.0, 9.5, 8.0))
     best, why = choose(run, "perplexity", 1.1)
     assert best == 2 and why.startswith("the lowest perplexity (9.200) among 3 of 4")
 
 
-def test_the_earlier_of_equals():
+def test_earlier_of_two_equal_evaluations_is_chosen():
     run = candidates((0.0, 0.0, 10.0), (0.5, 3.0, 10.0), (0.5, 3.0, 10.0))
     assert choose(run, "score", 1.1)[0] == 1
     assert choose(run, "perplexity", 1.1)[0] == 0
 
 
-def test_each_evaluation_is_held_to_the_target_then_in_force():
-    """KL 0.06 a token is inside 1.5 x 0.05 and outside 1.5 x 0.02."""
+def test_each_evaluation_is_compared_with_the_kl_target_of_its_update():
+    """A KL of 0.06 nats/token is below 1.5 x 0.05 and above 1.5 x 0.02."""
     run = [
         Candidate(0, 0.0, 0.0, 0.05, 10.0),
         Candidate(50, 1.0, 0.06, 0.05, 10.0),
@@ -73,7 +73,7 @@ def test_each_evaluation_is_held_to_the_target_then_in_force():
     assert choose(run, "score", 1.1)[0] == 1
 
 
-def test_without_a_target_in_force_there_is_no_kl_gate():
+def test_without_a_kl_target_there_is_no_kl_limit():
     run = [Candidate(0, 0.0, 0.0, None, 10.0), Candidate(50, 1.0, 99.0, None, 10.0)]
     best, why = choose(run, "score", 1.1)
     assert best == 1 and "KL" not in why
@@ -84,35 +84,35 @@ def test_without_a_target_in_force_there_is_no_kl_gate():
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 @pytest.mark.parametrize("flags", [(), ("--use-lora",)])
-def test_best_holds_the_chosen_model_and_run_json_says_why(build, algorithm, flags):
-    """The scores are scripted: the second of three evaluations is the best, the third does not replace it."""
+def test_best_contains_the_chosen_model_and_run_json_the_reason(build, algorithm, flags):
+    """The scores are scripted. The second of three evaluations is the best, and the third does not replace it."""
     script = iter([0.0, 2.0, 1.0])
 
-    def scripted(completions, **_):  # six evaluation prompts; in training, something to learn from
+    def scripted(completions, **_):  # six evaluation prompts; in training, scores must differ
         return [next(script)] * 6 if len(completions) == 6 else [float(i) for i in range(len(completions))]
 
     trainer = build("--eval-every", 1, "--perplexity-gate", 100, *flags, algorithm=algorithm, rewards=[scripted])
-    log, best = attach(trainer), Path(trainer.config.run.output) / "best"
+    run_log, best = attach(trainer), Path(trainer.config.run.output) / "best"
     weights = []
 
-    def note(trainer=trainer):
+    def save_weights(trainer=trainer):
         weights.append([w.detach().clone() for w in trainer.model.parameters() if w.requires_grad])
 
-    trainer.add_callback(type("Note", (), {"on_evaluation": lambda self, evaluation: note()})())
+    trainer.add_callback(type("Note", (), {"on_evaluation": lambda self, evaluation: save_weights()})())
     trainer.train()
-    facts = json.loads(log.path.read_text())["best"]
-    assert facts["update"] == 1 and facts["why"].startswith("the highest score (+2.000) among 3 of 3")
-    assert [e["score"] for e in facts["evaluations"]] == [0, 2, 1]
-    assert {"kl", "target", "perplexity", "peak_memory_gib", "update"} <= set(facts["evaluations"][0])
+    best_record = json.loads(run_log.path.read_text())["best"]
+    assert best_record["update"] == 1 and best_record["why"].startswith("the highest score (+2.000) among 3 of 3")
+    assert [e["score"] for e in best_record["evaluations"]] == [0, 2, 1]
+    assert {"kl", "target", "perplexity", "peak_memory_gib", "update"} <= set(best_record["evaluations"][0])
     trainer.load_model(best)
-    now = [w for w in trainer.model.parameters() if w.requires_grad]
-    assert all(torch.equal(a, b) for a, b in zip(now, weights[1], strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(now, weights[2], strict=True))
+    loaded = [w for w in trainer.model.parameters() if w.requires_grad]
+    assert all(torch.equal(a, b) for a, b in zip(loaded, weights[1], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(loaded, weights[2], strict=True))
     assert not best.with_name("best.new").exists()
 
 
-def test_the_folder_is_loadable_between_any_two_steps(build, tmp_path, monkeypatch):
-    """Interrupted at each file: what lies there loads, with the old weights or the new ones."""
+def test_best_folder_is_loadable_after_each_replaced_file(build, tmp_path, monkeypatch):
+    """Loads the folder after each file is replaced: it must contain the old weights or the new weights."""
     trainer, folder = build("--lr-schedule", "constant"), tmp_path / "best"
     update_dir_atomically(folder, trainer.save_model)
     old = AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -120,15 +120,15 @@ def test_the_folder_is_loadable_between_any_two_steps(build, tmp_path, monkeypat
     new = {name: w.detach().clone() for name, w in trainer.actor.policy.state_dict().items()}
     from rlhf.utils import system
 
-    really, files = system.os.replace, []
+    original, files = system.os.replace, []
 
-    def replace_and_look(source, target):
-        really(source, target)
+    def replace_and_load(source, target):
+        original(source, target)
         files.append(Path(target).name)
         found = AutoModelForCausalLM.from_pretrained(folder).state_dict()
         expected = new if "model.safetensors" in files else old
         assert all(torch.equal(found[name], expected[name]) for name in found)
 
-    monkeypatch.setattr(system.os, "replace", replace_and_look)
+    monkeypatch.setattr(system.os, "replace", replace_and_load)
     update_dir_atomically(folder, trainer.save_model)
     assert "model.safetensors" in files and files.index("model.safetensors") > 0

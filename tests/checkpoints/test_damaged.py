@@ -1,4 +1,5 @@
-"""Files of a run that somebody or something changed: one line, and an older checkpoint is used if there is one."""
+"""Tests of resuming from a run with damaged files: an older checkpoint is used if possible. Otherwise the error is one
+line."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ DEEP = "[" * 200_000
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory, start_model, reward_folder, pairs_file):
-    """A run of 6 updates that was stopped after 2, with checkpoints of both."""
+    """A run of 6 updates that was stopped after update 2. It has a checkpoint of each update."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
     words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file, "--output", folder,
              "--num-iterations", 6, "--max-new-tokens", 8, "--prompt-length", 100, "--eval-prompts", 6, "--save-every",
@@ -34,8 +35,8 @@ def folder(stopped, tmp_path):
     return shutil.copytree(stopped, tmp_path / "run")
 
 
-def reseal(place, name: str, text: str) -> None:
-    """Change a checkpoint's file, and its manifest with it."""
+def rewrite_file(place, name: str, text: str) -> None:
+    """Change a file of a checkpoint, and update the checksum in its manifest."""
     (place / name).write_text(text)
     manifest = json.loads((place / MANIFEST).read_text())
     manifest["files"][name] = {"size": (place / name).stat().st_size, "sha256": sha256(place / name)}
@@ -60,7 +61,7 @@ MANIFESTS = {
 
 
 @pytest.mark.parametrize("damage", MANIFESTS)
-def test_a_bad_manifest_does_not_stop_the_search(folder, damage):
+def test_checkpoint_with_an_invalid_manifest_is_skipped(folder, damage):
     place = folder / "checkpoint-2"
     (place / MANIFEST).write_text(MANIFESTS[damage](place))
     (place / "training.json").unlink()
@@ -77,24 +78,24 @@ STATES = {
 
 
 @pytest.mark.parametrize("damage", STATES)
-def test_a_checkpoint_that_cannot_be_loaded_is_skipped(folder, capsys, damage):
-    """Its checksums hold; what is in it is of no use."""
-    reseal(folder / "checkpoint-2", "training.json", STATES[damage])
+def test_checkpoint_with_an_invalid_training_state_is_skipped(folder, capsys, damage):
+    """The checksums are correct, but the content is invalid."""
+    rewrite_file(folder / "checkpoint-2", "training.json", STATES[damage])
     run(["--resume", "--output", folder])
     output = capsys.readouterr().out
     assert "warning: skipped a checkpoint: checkpoint-2 cannot be loaded (" in output
     assert "resuming after update 1 of 6, from" in output and RunRecord.read(folder).status == "finished"
 
 
-def test_weights_of_no_use_are_skipped_too(folder, capsys):
-    reseal(folder / "checkpoint-2", "training.safetensors", "none")
+def test_checkpoint_with_invalid_weights_is_skipped(folder, capsys):
+    rewrite_file(folder / "checkpoint-2", "training.safetensors", "none")
     run(["--resume", "--output", folder])
     assert "resuming after update 1 of 6, from" in capsys.readouterr().out
 
 
-def test_without_a_valid_one_each_is_named(folder, capsys):
+def test_without_a_valid_checkpoint_all_are_listed(folder, capsys):
     for name in ("checkpoint-1", "checkpoint-2"):
-        reseal(folder / name, "training.json", "{}")
+        rewrite_file(folder / name, "training.json", "{}")
     run(["--resume", "--output", folder], 2)
     output = capsys.readouterr().err
     assert output.count("error: no valid checkpoint: --resume, checkpoint-") == 2 and "Traceback" not in output
@@ -115,7 +116,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("damage", RUNS)
-def test_a_damaged_run_json_is_a_line(folder, capsys, damage):
+def test_damaged_run_json_is_one_error_line(folder, capsys, damage):
     changed = RUNS[damage](json.loads((folder / "run.json").read_text()))
     (folder / "run.json").write_text(DEEP if changed is None else json.dumps(changed))
     run(["--resume", "--output", folder], 2)
@@ -123,12 +124,12 @@ def test_a_damaged_run_json_is_a_line(folder, capsys, damage):
     assert output.startswith("error: ") and "Traceback" not in output and "run" in output
 
 
-def test_a_key_that_stands_twice_in_a_row_of_data_is_named(tmp_path):
+def test_duplicate_key_in_a_data_row_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "prompt": "c"}\n')
     with pytest.raises(UserError, match=r"duplicate key 'prompt'.*a\.jsonl:2"):
         load_examples(str(tmp_path / "a.jsonl"))
 
 
-def test_a_resume_of_an_undamaged_run_uses_the_newest(folder, capsys):
+def test_resume_of_an_undamaged_run_uses_the_newest_checkpoint(folder, capsys):
     train_ppo.main(["--resume", "--output", str(folder)])
     assert "resuming after update 2 of 6, from" in capsys.readouterr().out

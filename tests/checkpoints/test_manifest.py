@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, whatever is broken, and nobody else's files are touched."""
+"""Tests that incomplete checkpoints are ignored, that disk errors lose no checkpoint, and that other files stay."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def updates(folder: Path, run: str = RUN) -> list[int]:
     return sorted(find_checkpoints(folder, run).valid)
 
 
-def test_the_newest_ones_are_kept(folder):
+def test_only_the_newest_checkpoints_are_kept(folder):
     assert updates(folder) == [10, 20]
     write_checkpoint(folder, RUN, 30, 2, fill)
     assert updates(folder) == [20, 30]
@@ -44,17 +44,17 @@ def test_the_newest_ones_are_kept(folder):
     assert find_checkpoints(folder, RUN).newest.name == "checkpoint-30"
 
 
-def test_updates_are_ordered_as_numbers(tmp_path):
+def test_checkpoints_are_ordered_by_update_number(tmp_path):
     for update in (999_999, 1_000_000):
         write_checkpoint(tmp_path, RUN, update, 2, fill)
     assert find_checkpoints(tmp_path, RUN).newest.name == "checkpoint-1000000"
 
 
-def cut(file: Path) -> None:
+def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def flip(file: Path) -> None:
+def flip_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
@@ -65,26 +65,24 @@ def empty(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
-@pytest.mark.parametrize(
-    "harm", [cut, flip, Path.unlink, lambda f: f.write_bytes(b"")], ids=["cut", "flip", "no", "0"]
-)
-def test_a_harmed_file_is_named_and_its_checkpoint_skipped(folder, name, harm):
-    harm(folder / "checkpoint-20" / name)
+@pytest.mark.parametrize("damage", [truncate, flip_bit, Path.unlink, empty], ids=["cut", "flip", "no", "0"])
+def test_checkpoint_with_a_damaged_file_is_skipped(folder, name, damage):
+    damage(folder / "checkpoint-20" / name)
     found = find_checkpoints(folder, RUN)
     assert found.newest == folder / "checkpoint-10"
     assert len(found.skipped) == 1 and found.skipped[0].startswith("checkpoint-20: ") and name in found.skipped[0]
 
 
-def test_a_manifest_that_names_files_outside_is_none(folder):
+def test_manifest_with_files_outside_the_checkpoint_is_invalid(folder):
     manifest = folder / "checkpoint-20" / MANIFEST
-    facts = json.loads(manifest.read_text())
-    facts["files"]["../../precious"] = {"size": 1, "sha256": "0"}
-    manifest.write_text(json.dumps(facts))
+    content = json.loads(manifest.read_text())
+    content["files"]["../../precious"] = {"size": 1, "sha256": "0"}
+    manifest.write_text(json.dumps(content))
     assert updates(folder) == [10]
 
 
-def test_others_files_stay(folder):
-    """Folders of a like name, another run's checkpoints, and strange files in one of ours."""
+def test_files_of_others_are_not_removed(folder):
+    """Folders with a similar name, checkpoints of another run, and unknown files in a checkpoint of this run."""
     write_checkpoint(folder, "another run", 5, 9, fill)
     (folder / "update-final").mkdir()
     (folder / "checkpoint-1").mkdir()
@@ -98,7 +96,7 @@ def test_others_files_stay(folder):
     assert [p.name for p in (folder / "checkpoint-10").iterdir()] == ["notes.txt"]
 
 
-def test_a_removal_that_was_interrupted_is_brought_to_its_end(folder, monkeypatch):
+def test_interrupted_removal_is_completed_by_the_next_save(folder, monkeypatch):
     def killed(place):
         raise KeyboardInterrupt
 
@@ -111,19 +109,19 @@ def test_a_removal_that_was_interrupted_is_brought_to_its_end(folder, monkeypatc
     assert not (folder / "checkpoint-10").exists()
 
 
-def test_what_is_torn_is_not_counted_and_what_was_written_stays(folder):
-    """A run that went on from 10 because 20 and 30 are torn: their numbers are higher, and worth nothing."""
+def test_corrupted_checkpoints_do_not_count_as_newer(folder):
+    """A run was resumed from checkpoint 10, because 20 and 30 are corrupted. The next saves must keep valid ones."""
     write_checkpoint(folder, RUN, 30, 3, fill)
-    cut(folder / "checkpoint-20" / "training.json")
-    cut(folder / "checkpoint-30" / "training.json")
+    truncate(folder / "checkpoint-20" / "training.json")
+    truncate(folder / "checkpoint-30" / "training.json")
     write_checkpoint(folder, RUN, 12, 2, fill)
     assert updates(folder) == [10, 12]
     write_checkpoint(folder, RUN, 14, 1, fill)
     assert updates(folder) == [14]
 
 
-def test_an_old_one_that_cannot_be_removed_is_a_warning(folder, monkeypatch):
-    """As on Windows, where somebody reads it."""
+def test_old_checkpoint_that_cannot_be_removed_is_a_warning(folder, monkeypatch):
+    """This happens on Windows if another process has a file of the checkpoint open."""
 
     def refused(place):
         raise PermissionError(errno.EACCES, "used by another process")
@@ -144,48 +142,48 @@ CALLS = (
 
 
 @pytest.mark.filterwarnings("ignore::rlhf.utils.errors.RLHFWarning")
-def test_a_disk_that_fails_at_any_call_costs_nothing(folder, monkeypatch):
-    """Every rename, removal and write of a save and of its rotation made to fail in turn."""
-    before, tried, number = 2, 0, 30
+def test_disk_error_at_any_call_loses_no_checkpoint(folder, monkeypatch):
+    """Makes each rename, removal and write fail in turn, while a checkpoint is saved and an old one is removed."""
+    minimum, failed_calls, number = 2, 0, 30
     for owner, name in CALLS:
-        for at in range(100):
-            calls, really = [], getattr(owner, name)
+        for failing_call in range(100):
+            calls, original = [], getattr(owner, name)
 
-            def failing(*given, calls=calls, at=at, really=really, **named):
-                calls.append(given)
-                if len(calls) == at + 1:
+            def failing(*args, calls=calls, failing_call=failing_call, original=original, **kwargs):
+                calls.append(args)
+                if len(calls) == failing_call + 1:
                     raise OSError(errno.ENOSPC, "No space left on device")
-                return really(*given, **named)
+                return original(*args, **kwargs)
 
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, failing)
                 with contextlib.suppress(OSError):
                     write_checkpoint(folder, RUN, number, 2, fill)
-            if len(calls) <= at:
+            if len(calls) <= failing_call:
                 break
-            tried, number = tried + 1, number + 1
-            assert len(updates(folder)) >= before, (name, at)
-    assert tried >= 8
+            failed_calls, number = failed_calls + 1, number + 1
+            assert len(updates(folder)) >= minimum, (name, failing_call)
+    assert failed_calls >= 8
 
 
-def test_a_torn_checkpoint_makes_way_for_the_same_update(folder):
-    cut(folder / "checkpoint-20" / "training.json")
+def test_corrupted_checkpoint_of_the_same_update_is_replaced(folder):
+    truncate(folder / "checkpoint-20" / "training.json")
     write_checkpoint(folder, RUN, 20, 2, fill)
     assert updates(folder) == [10, 20]
-    assert (folder / "checkpoint-20.torn").is_dir(), "kept, for whoever wants to know"
+    assert (folder / "checkpoint-20.torn").is_dir(), "the corrupted checkpoint is kept for inspection"
 
 
 @pytest.mark.parametrize("name", ["sync_file", "sync_folder"])
-def test_a_disk_that_fails_at_any_sync_costs_nothing(folder, monkeypatch, name):
-    count, really = 0, getattr(system, name)
+def test_disk_error_at_any_sync_loses_no_checkpoint(folder, monkeypatch, name):
+    count, original = 0, getattr(system, name)
     while True:
         calls = []
 
-        def failing(path, calls=calls, at=count):
+        def failing(path, calls=calls, failing_call=count):
             calls.append(path)
-            if len(calls) == at + 1:
+            if len(calls) == failing_call + 1:
                 raise OSError(errno.ENOSPC, "No space left on device", str(path))
-            really(path)
+            original(path)
 
         with monkeypatch.context() as patch:
             patch.setattr(system, name, failing)
@@ -198,18 +196,18 @@ def test_a_disk_that_fails_at_any_sync_costs_nothing(folder, monkeypatch, name):
         assert len(updates(folder)) >= 2
         assert not list(folder.glob("*.unfinished"))
         count += 1
-    assert count >= (4 if name == "sync_file" else 2), "every sync failed once"
+    assert count >= (4 if name == "sync_file" else 2), "every sync must have failed once"
 
 
-def test_what_the_disk_gives_back_is_read(folder, monkeypatch):
-    """A disk that swallows a byte after all was synchronised: said at once, and the old checkpoints stay."""
-    really = checkpoints.sha256
-    monkeypatch.setattr(checkpoints, "sha256", lambda file: really(file) if "unfinished" in str(file) else "0")
+def test_checkpoint_is_validated_after_writing(folder, monkeypatch):
+    """The disk loses a byte after the sync. The save fails immediately, and the old checkpoints are kept."""
+    original = checkpoints.sha256
+    monkeypatch.setattr(checkpoints, "sha256", lambda file: original(file) if "unfinished" in str(file) else "0")
     with pytest.raises(OSError, match="validation after writing failed"):
         write_checkpoint(folder, RUN, 30, 2, fill)
     monkeypatch.undo()
     assert updates(folder)[:2] == [10, 20]
 
 
-def test_a_folder_that_is_not_there_has_none(tmp_path):
+def test_missing_folder_has_no_checkpoints(tmp_path):
     assert find_checkpoints(tmp_path / "nowhere", RUN).newest is None

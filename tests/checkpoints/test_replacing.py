@@ -1,4 +1,5 @@
-"""Nothing is removed before its successor is complete, and an input never; a killed build can be built again."""
+"""Tests that an old output is removed only after its replacement is complete, and that inputs are never removed. A
+killed build can be repeated."""
 
 from __future__ import annotations
 
@@ -36,21 +37,21 @@ def started(folder: Path) -> str:
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_old_run_is_there_until_the_new_one_is_finished(run_flags, tmp_path):
-    """A run that fails leaves the run that it was to replace; the next one that finishes removes both."""
-    folder, aside = tmp_path / "run", tmp_path / "run.replaced"
+def test_old_run_is_kept_until_the_new_run_is_finished(run_flags, tmp_path):
+    """If a run fails, the run that it replaces is kept. The next run that finishes removes both."""
+    folder, replaced = tmp_path / "run", tmp_path / "run.replaced"
     run(run_flags(*FAST))
     first = started(folder)
     rule = nan_rule(tmp_path, 1)
     run(run_flags(*FAST, "--rm-model", "none", "--reward-func", rule, "--overwrite"), 1)
-    assert started(aside) == first and (aside / "model.safetensors").is_file()
+    assert started(replaced) == first and (replaced / "model.safetensors").is_file()
     assert RunRecord.read(folder).status == "failed"
     run(run_flags(*FAST, "--overwrite"))
     assert RunRecord.read(folder).status == "finished" and started(folder) != first
     assert not list(tmp_path.glob("run.replaced*"))
 
 
-def test_a_replaced_run_with_other_files_is_kept(run_flags, tmp_path, capsys):
+def test_replaced_run_with_unknown_files_is_kept(run_flags, tmp_path, capsys):
     run(run_flags(*FAST))
     (tmp_path / "run" / "my_notes.txt").write_text("mine")
     run(run_flags(*FAST, "--overwrite"))
@@ -59,7 +60,7 @@ def test_a_replaced_run_with_other_files_is_kept(run_flags, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("flag", ["--prompts", "--eval-text", "--reward-func", "--actor-model", "--rm-model"])
-def test_an_input_in_the_output_folder_is_refused(run_flags, tmp_path, pairs_file, start_model, reward_folder, flag):
+def test_input_in_the_output_folder_is_refused(run_flags, tmp_path, pairs_file, start_model, reward_folder, flag):
     folder = tmp_path / "run"
     run(run_flags(*FAST))
     before = sorted(folder.rglob("*"))
@@ -68,12 +69,14 @@ def test_an_input_in_the_output_folder_is_refused(run_flags, tmp_path, pairs_fil
     (folder / "rules.py").write_text("def f(completions, **_):\n    return [1.0] * len(completions)\n")
     shutil.copytree(start_model, folder / "start")
     shutil.copytree(reward_folder, folder / "reward")
-    named = {
+    input_path = {
         "--prompts": "mine.jsonl", "--eval-text": "eval.txt", "--reward-func": "rules.py:f", "--actor-model": "start",
         "--rm-model": "reward",
     }[flag]  # fmt: skip
-    with pytest.raises(UserError, match=rf"the output folder .*run contains an input: {flag} .*{named.split(':')[0]}"):
-        train_ppo.main(run_flags(*FAST, "--overwrite", flag, folder / named))
+    with pytest.raises(
+        UserError, match=rf"the output folder .*run contains an input: {flag} .*{input_path.split(':')[0]}"
+    ):
+        train_ppo.main(run_flags(*FAST, "--overwrite", flag, folder / input_path))
     assert set(before) < set(folder.rglob("*")) and (folder / "mine.jsonl").is_file()
 
 
@@ -88,7 +91,7 @@ def reward_words(start_model, pairs_file, tmp_path) -> list[str]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits on file sizes")
-def test_a_full_disk_leaves_the_old_reward_model(reward_words, tmp_path, capsys):
+def test_full_disk_keeps_the_old_reward_model(reward_words, tmp_path, capsys):
     import resource
 
     reward_model.train.main(reward_words)
@@ -96,25 +99,25 @@ def test_a_full_disk_leaves_the_old_reward_model(reward_words, tmp_path, capsys)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
     try:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as raised:
             run_command(lambda: reward_model.train.main([*reward_words, "--rm-overwrite", "--rm-seed", "7"]))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     output = capsys.readouterr().err
-    assert ended.value.code == 1 and output.startswith("error: ") and "Traceback" not in output
+    assert raised.value.code == 1 and output.startswith("error: ") and "Traceback" not in output
     assert (tmp_path / "judge" / METRICS_FILE).read_bytes() == before
     assert RewardModel.load(str(tmp_path / "judge"), CPU, None).record is not None
-    assert [path.name for path in tmp_path.iterdir()] == ["judge"], "nothing is left beside"
+    assert [path.name for path in tmp_path.iterdir()] == ["judge"], "no temporary folders must be left"
     reward_model.train.main([*reward_words, "--rm-overwrite", "--rm-seed", "7"])
     assert (tmp_path / "judge" / METRICS_FILE).read_bytes() != before
     assert [path.name for path in tmp_path.iterdir()] == ["judge"]
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
-def test_a_reward_model_that_is_killed_while_it_is_put_in_place(reward_words, tmp_path, monkeypatch, renames):
-    """Killed before, between and after the two renames: the next start uses or replaces what is there."""
+def test_reward_model_survives_a_kill_during_its_replacement(reward_words, tmp_path, monkeypatch, renames):
+    """Killed before, between and after the two renames. The next start uses or replaces the folders that exist."""
     reward_model.train.main(reward_words)
-    really, done = replacing.system.replace, []
+    original, done = replacing.system.replace, []
 
     class Killed(BaseException):
         pass
@@ -122,39 +125,39 @@ def test_a_reward_model_that_is_killed_while_it_is_put_in_place(reward_words, tm
     def replace(source, target):
         if len(done) == renames and Path(target).parent == tmp_path:
             raise Killed
-        really(source, target)
+        original(source, target)
         done.append(target)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(replacing.system, "replace", replace)
-        patch.setattr(training.shutil, "rmtree", lambda *_, **__: None)  # a killed process cleans nothing up
+        patch.setattr(training.shutil, "rmtree", lambda *_, **__: None)  # a killed process does not clean up
         patch.setattr(training, "remove_replaced", lambda *_: (_ for _ in ()).throw(Killed))
         reward_model.train.main([*reward_words, "--rm-overwrite"])
-    monkeypatch.setattr(replacing, "HOUR_S", -1)  # what the killed process was writing is old
+    monkeypatch.setattr(replacing, "HOUR_S", -1)  # the unfinished folder of the killed process counts as old
     reward_model.train.main([*reward_words, "--rm-overwrite"])
     assert RewardModel.load(str(tmp_path / "judge"), CPU, None).record is not None
     assert [path.name for path in tmp_path.iterdir()] == ["judge"]
 
 
 @pytest.mark.parametrize("flag", ["--pairs", "--base-model", "--actor-model"])
-def test_an_input_in_the_reward_models_folder_is_refused(reward_words, tmp_path, pairs_file, start_model, flag):
+def test_input_in_the_reward_models_folder_is_refused(reward_words, tmp_path, pairs_file, start_model, flag):
     reward_model.train.main(reward_words)
     shutil.copy(pairs_file, tmp_path / "judge" / "mine.jsonl")
     shutil.copytree(start_model, tmp_path / "judge" / "start")
-    named = tmp_path / "judge" / ("mine.jsonl" if flag == "--pairs" else "start")
+    input_path = tmp_path / "judge" / ("mine.jsonl" if flag == "--pairs" else "start")
     with pytest.raises(UserError, match=rf"judge contains an input: {flag} .*Use another folder with --rm-output"):
-        reward_model.train.main([*reward_words, "--rm-overwrite", flag, str(named)])
-    assert named.exists()
+        reward_model.train.main([*reward_words, "--rm-overwrite", flag, str(input_path)])
+    assert input_path.exists()
 
 
-def test_weights_that_training_broke_are_not_saved(reward_words, tmp_path):
+def test_non_finite_reward_model_weights_are_not_saved(reward_words, tmp_path):
     with pytest.raises(RunError, match="weights are not finite after training"):
         reward_model.train.main([*reward_words, "--rm-learning-rate", "1e38"])
     assert not (tmp_path / "judge").exists()
 
 
-def test_ctrl_c_says_what_is_true(reward_words, tmp_path, capsys, monkeypatch):
-    """In the command itself: nothing was saved, and an older reward model is unchanged."""
+def test_ctrl_c_message_describes_the_output_folder(reward_words, tmp_path, capsys, monkeypatch):
+    """Runs the module as a command. Nothing is saved, and the older reward model is unchanged."""
     reward_model.train.main(reward_words)
     before = (tmp_path / "judge" / METRICS_FILE).read_bytes()
 
@@ -163,10 +166,10 @@ def test_ctrl_c_says_what_is_true(reward_words, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(training, "run_training", interrupted)
     monkeypatch.setattr(sys, "argv", ["reward_model.train", *reward_words, "--rm-overwrite"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         runpy.run_module("reward_model.train", run_name="__main__")
     output = capsys.readouterr().err
-    assert ended.value.code == 130
+    assert raised.value.code == 130
     assert (
         output.splitlines()[-1]
         == "stopped: the output folder contains its previous content, or the complete new reward model"
@@ -179,7 +182,7 @@ def test_ctrl_c_says_what_is_true(reward_words, tmp_path, capsys, monkeypatch):
 
 @pytest.fixture
 def demo(tmp_path, monkeypatch, start_model, reward_folder):
-    """The demo's parts, built by stand-ins that take no time; returns how often each was built."""
+    """Replaces the slow builders of the demo's parts by quick ones. Returns a list with one item per built part."""
     monkeypatch.chdir(tmp_path)
     built = []
 
@@ -196,8 +199,8 @@ def demo(tmp_path, monkeypatch, start_model, reward_folder):
     return built
 
 
-def test_a_demo_that_was_killed_in_its_reward_model_is_built_again(demo, tmp_path, start_model, reward_folder, capsys):
-    """As an older release left it: a model without run.json, and no stamp."""
+def test_incomplete_reward_model_of_the_demo_is_built_again(demo, tmp_path, start_model, reward_folder, capsys):
+    """An older release left a model without run.json, and no stamp.json."""
     folder = tmp_path / "demo_parts"
     shutil.copytree(start_model, folder / "start_model")
     (folder / "reward_model").mkdir()
@@ -207,19 +210,19 @@ def test_a_demo_that_was_killed_in_its_reward_model_is_built_again(demo, tmp_pat
     assert demo == ["reward model"] and (folder / "stamp.json").is_file()
     assert "removed an incomplete reward model" in capsys.readouterr().out
     parts.prepare_demo(Screen(), CPU)
-    assert demo == ["reward model"], "now it is cached"
+    assert demo == ["reward model"], "the second call must use the cache"
 
 
-@pytest.mark.parametrize("lost", ["reward_model/metrics.json", "reward_model/model.safetensors", "pairs.jsonl",
+@pytest.mark.parametrize("missing", ["reward_model/metrics.json", "reward_model/model.safetensors", "pairs.jsonl",
                                   "start_model/model.safetensors"])  # fmt: skip
-def test_a_demo_part_that_was_lost_is_built_again(demo, tmp_path, lost):
+def test_missing_demo_part_is_built_again(demo, tmp_path, missing):
     parts.prepare_demo(Screen(), CPU)
-    (tmp_path / "demo_parts" / lost).unlink()
+    (tmp_path / "demo_parts" / missing).unlink()
     parts.prepare_demo(Screen(), CPU)
-    assert demo == ["reward model"] * 2 and (tmp_path / "demo_parts" / lost).is_file()
+    assert demo == ["reward model"] * 2 and (tmp_path / "demo_parts" / missing).is_file()
 
 
-def test_other_files_in_the_demos_reward_model_are_not_removed(demo, tmp_path):
+def test_unknown_files_in_the_demos_reward_model_are_not_removed(demo, tmp_path):
     folder = tmp_path / "demo_parts" / "reward_model"
     folder.mkdir(parents=True)
     (folder / "thesis.txt").write_text("mine")
@@ -231,14 +234,14 @@ def test_other_files_in_the_demos_reward_model_are_not_removed(demo, tmp_path):
 # --- export ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_export_that_failed_is_done_by_the_next_command(run_flags, tmp_path, monkeypatch, capsys):
+def test_failed_export_is_repeated_by_the_next_command(run_flags, tmp_path, monkeypatch, capsys):
     from rlhf.run import export
 
-    def full(*_):
+    def disk_full(*_):
         raise OSError(28, "No space left on device", "x")
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "update_dir_atomically", full)
+        patch.setattr(export, "update_dir_atomically", disk_full)
         run(run_flags(*FAST, "--use-lora", "--merge-lora"), 1)
     assert "Traceback" not in capsys.readouterr().err
     assert RunRecord.read(tmp_path / "run").status == "finished"
@@ -246,10 +249,10 @@ def test_an_export_that_failed_is_done_by_the_next_command(run_flags, tmp_path, 
     assert (tmp_path / "run" / "merged" / "model.safetensors").is_file()
 
 
-# --- folders that a user has ----------------------------------------------------------------------------------------
+# --- folders of the user ---------------------------------------------------------------------------------------------
 
 
-def test_a_folder_of_that_name_that_is_no_run_is_never_removed(tmp_path):
+def test_replaced_folder_that_is_not_a_run_is_never_removed(tmp_path):
     (tmp_path / "run.replaced").mkdir()
     (tmp_path / "run.replaced" / "a").write_text("mine")
     assert replacing.remove_replaced(tmp_path / "run") == []
@@ -257,8 +260,8 @@ def test_a_folder_of_that_name_that_is_no_run_is_never_removed(tmp_path):
     assert replacing.set_aside(tmp_path / "run") == tmp_path / "run.replaced_1"
 
 
-def test_what_the_commands_write_is_known(runs, reward_words, tmp_path):
-    """A file that this project writes must not count as somebody else's: the replaced folder would stay for ever."""
+def test_no_file_written_by_the_commands_counts_as_unknown(runs, reward_words, tmp_path):
+    """If a file of this project counted as unknown, the replaced folder would never be removed."""
     for folder in runs.values():
         assert replacing.foreign_files(folder) == []
     folder = train_reward_model(parse_reward_cli(reward_words), Screen(), CPU)
@@ -266,25 +269,25 @@ def test_what_the_commands_write_is_known(runs, reward_words, tmp_path):
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
 
 
-def test_what_lies_beside_is_an_input_too(run_flags, reward_words, tmp_path, start_model):
-    """The replaced run is removed at the end: a model in it is an input that would go."""
+def test_input_in_the_replaced_folder_is_refused(run_flags, reward_words, tmp_path, start_model):
+    """The folder of the replaced run is removed at the end. A model in it would be removed, too."""
     run(run_flags(*FAST))
     (tmp_path / "run").rename(tmp_path / "run.replaced")
     with pytest.raises(UserError, match="contains an input: --actor-model"):
         train_ppo.main(run_flags(*FAST, "--actor-model", tmp_path / "run.replaced"))
 
 
-def test_a_rename_that_fails_brings_the_older_one_back(tmp_path, monkeypatch):
+def test_failed_rename_restores_the_old_folder(tmp_path, monkeypatch):
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(name)
-    really, calls = replacing.system.replace, []
+    original, calls = replacing.system.replace, []
 
     def replace(source, target):
         calls.append(source)
         if len(calls) == 2:
             raise PermissionError(13, "a scanner reads it")
-        really(source, target)
+        original(source, target)
 
     monkeypatch.setattr(replacing.system, "replace", replace)
     with pytest.raises(PermissionError):
@@ -292,19 +295,19 @@ def test_a_rename_that_fails_brings_the_older_one_back(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
 
 
-def test_a_move_that_breaks_off_is_undone(tmp_path, monkeypatch):
-    """On Windows, where a program has one of the files open."""
+def test_failed_move_is_undone(tmp_path, monkeypatch):
+    """This happens on Windows if another program has one of the files open."""
     from rlhf.checkpoints import run_folder
 
     (tmp_path / "run").mkdir()
     for name in ("a", "b", "run.json"):
         (tmp_path / "run" / name).write_text(name)
-    really = run_folder.system.replace
+    original = run_folder.system.replace
 
     def replace(source, target):
         if Path(source).name == "b":
             raise PermissionError(13, "in use")
-        really(source, target)
+        original(source, target)
 
     monkeypatch.setattr(run_folder.system, "replace", replace)
     with pytest.raises(PermissionError):
@@ -313,31 +316,31 @@ def test_a_move_that_breaks_off_is_undone(tmp_path, monkeypatch):
     assert not (tmp_path / "aside").exists()
 
 
-def test_a_folder_that_cannot_be_renamed_is_refused_before_training(reward_words, tmp_path, monkeypatch):
+def test_output_that_cannot_be_renamed_is_refused_before_training(reward_words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(replacing.os.path, "ismount", lambda path: True)
-    monkeypatch.setattr(training, "run_training", lambda *_: pytest.fail("trained first"))
+    monkeypatch.setattr(training, "run_training", lambda *_: pytest.fail("training was started before the check"))
     with pytest.raises(UserError, match="cannot replace the root folder of a disk: --rm-output"):
         reward_model.train.main([*reward_words, "--rm-output", ".", "--rm-overwrite"])
 
 
 @pytest.mark.parametrize("name", [".", "../here", ".."])
-def test_the_current_folder_is_refused(reward_words, tmp_path, monkeypatch, name):
-    """It is renamed as a whole, and the shell would stand in a folder that is gone."""
+def test_current_folder_as_output_is_refused(reward_words, tmp_path, monkeypatch, name):
+    """The folder is renamed. Then the current folder of the shell would no longer exist."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(UserError, match="cannot replace the current folder or its parents: --rm-output"):
         reward_model.train.main([*reward_words, "--rm-output", name])
 
 
-def test_training_finds_a_reward_model_whose_replacement_was_interrupted(run_flags, reward_folder, tmp_path):
+def test_training_restores_a_reward_model_after_an_interrupted_rename(run_flags, reward_folder, tmp_path):
     shutil.copytree(reward_folder, tmp_path / "judge.replaced")
     (tmp_path / "judge.replaced" / "run.json").write_text('{"status": "finished"}')
     run(run_flags(*FAST, "--rm-model", tmp_path / "judge"))
     assert (tmp_path / "judge" / "model.safetensors").is_file()
 
 
-def test_an_empty_folder_is_no_older_version(reward_words, tmp_path):
+def test_empty_output_folder_is_used_directly(reward_words, tmp_path):
     (tmp_path / "judge").mkdir()
     reward_model.train.main(reward_words)
     assert [path.name for path in tmp_path.iterdir()] == ["judge"]

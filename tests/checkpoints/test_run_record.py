@@ -1,4 +1,4 @@
-"""Who may write where, and what run.json says."""
+"""Tests of the run folder (which folder a run may use) and of run.json (writing, reading and errors)."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def finished(folder) -> None:
         pass
 
 
-def test_a_finished_run_in_the_default_folder_is_moved_aside(tmp_path):
+def test_finished_run_in_the_default_folder_is_moved(tmp_path):
     folder = tmp_path / "ppo_training_output"
     for n in (1, 2):
         finished(folder) if not folder.exists() else None
-        held, line = claim_output(folder, overwrite=False, is_default=True)
+        lock, line = claim_output(folder, overwrite=False, is_default=True)
         assert line == f"moved the finished run in {folder} to {folder}_{n}"
-        with RunLog(folder, held, **facts_of(seed=n)):
+        with RunLog(folder, lock, **facts_of(seed=n)):
             pass
     assert json.loads((tmp_path / "ppo_training_output_2" / "run.json").read_text())["seed"] == 1
     assert json.loads((folder / "run.json").read_text())["seed"] == 2
 
 
-def test_a_finished_run_in_a_named_folder_is_refused(tmp_path):
+def test_finished_run_in_a_given_folder_is_refused(tmp_path):
     finished(tmp_path / "mine")
     with pytest.raises(
         UserError, match=r"the folder already contains a finished run: --output .*mine. Add --overwrite"
@@ -45,46 +45,46 @@ def test_a_finished_run_in_a_named_folder_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("is_default", [True, False])
-def test_an_unfinished_run_is_refused(tmp_path, is_default):
+def test_folder_with_an_unfinished_run_is_refused(tmp_path, is_default):
     folder = tmp_path / "run"
     folder.mkdir()
-    RunLog(folder, **facts_of(seed=1))._lock.close()  # as when it was killed
+    RunLog(folder, **facts_of(seed=1))._lock.close()  # as if the process had been killed
     with pytest.raises(UserError, match="already contains an unfinished run: .*--overwrite.*--output"):
         check_output(folder, overwrite=False, is_default=is_default)
-    held, line = claim_output(folder, overwrite=True, is_default=is_default)
+    lock, line = claim_output(folder, overwrite=True, is_default=is_default)
     assert f"to {folder}.replaced; it is removed when" in line and [path.name for path in folder.iterdir()] == [
         LOCK_FILE
     ]
-    held.close()
+    lock.close()
 
 
-def test_whoever_claims_a_folder_has_it(tmp_path):
-    """Claiming and opening the log are one: between the two nobody else gets in."""
-    held, _ = claim_output(tmp_path / "run", overwrite=True, is_default=False)
+def test_claimed_folder_is_locked_for_others(tmp_path):
+    """The lock is held from claiming the folder until the log is closed, without a gap."""
+    lock, _ = claim_output(tmp_path / "run", overwrite=True, is_default=False)
     for overwrite in (True, False):
         with pytest.raises(UserError, match="the folder is in use by a running process"):
             claim_output(tmp_path / "run", overwrite=overwrite, is_default=True)
     with pytest.raises(UserError, match="the folder is in use by a running process"):
         RunLog(tmp_path / "run", **facts_of())
-    with RunLog(tmp_path / "run", held, **facts_of()):
+    with RunLog(tmp_path / "run", lock, **facts_of()):
         pass
     RunLog(tmp_path / "run", **facts_of())
 
 
 @pytest.mark.skipif(WINDOWS, reason="Windows has no fork")
-def test_of_many_that_claim_at_once_one_gets_it(tmp_path):
-    """Processes that wait for one moment; whoever has the folder notes it, and holds on until all have tried."""
+def test_only_one_of_several_processes_can_claim_a_folder(tmp_path):
+    """Several processes claim the folder at the same time. One gets it and holds the lock until all have tried."""
     import multiprocessing
 
-    context, rounds, racers = multiprocessing.get_context("fork"), 20, 4
-    barrier, owners = context.Barrier(racers), context.Array("i", rounds)
+    context, rounds, processes = multiprocessing.get_context("fork"), 20, 4
+    barrier, owners = context.Barrier(processes), context.Array("i", rounds)
 
     def race():
         for n in range(rounds):
             barrier.wait()
             try:
-                held, _ = claim_output(tmp_path / str(n), overwrite=True, is_default=False)
-                log = RunLog(tmp_path / str(n), held, **facts_of())
+                lock, _ = claim_output(tmp_path / str(n), overwrite=True, is_default=False)
+                log = RunLog(tmp_path / str(n), lock, **facts_of())
                 with owners.get_lock():
                     owners[n] += 1
             except UserError:
@@ -92,16 +92,16 @@ def test_of_many_that_claim_at_once_one_gets_it(tmp_path):
             barrier.wait()
             assert log is None or RunRecord.read(tmp_path / str(n)).id == log.record.id
 
-    started = [context.Process(target=race) for _ in range(racers)]
-    for process in started:
+    workers = [context.Process(target=race) for _ in range(processes)]
+    for process in workers:
         process.start()
-    for process in started:
+    for process in workers:
         process.join(60)
         assert process.exitcode == 0
     assert list(owners) == [1] * rounds
 
 
-def test_what_is_moved_aside_is_whole(tmp_path):
+def test_moved_run_folder_is_complete(tmp_path):
     finished(tmp_path / "run")
     (tmp_path / "run" / "notes.txt").write_text("mine")
     line = move_aside(tmp_path / "run")
@@ -109,7 +109,7 @@ def test_what_is_moved_aside_is_whole(tmp_path):
     assert read_status(tmp_path / "run_1") == "finished" and read_status(tmp_path / "run") is None
 
 
-def test_a_folder_of_something_else_is_never_deleted(tmp_path):
+def test_folder_that_is_not_a_run_is_never_replaced(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     for overwrite in (True, False):
         with pytest.raises(UserError, match="the folder contains files but no run.json, so it is not replaced"):
@@ -117,20 +117,20 @@ def test_a_folder_of_something_else_is_never_deleted(tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_a_file_in_the_way(tmp_path):
+def test_output_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(UserError, match="not a folder"):
         check_output(tmp_path / "run", overwrite=True, is_default=True)
 
 
-def test_a_read_only_place_is_named_before_anything_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere: the refusal is injected
+def test_read_only_folder_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere, so the error is injected
     with pytest.raises(UserError, match="no permission to write"):
         check_output(tmp_path / "a" / "run", overwrite=False, is_default=True)
 
 
-def test_settings_of_an_older_run_have_todays_names(tmp_path):
-    """A run.json from before `reply_length` became `max_new_tokens`."""
+def test_old_setting_names_are_converted(tmp_path):
+    """Reads a run.json that was written before `reply_length` was renamed to `max_new_tokens`."""
     (tmp_path / "run").mkdir()
     RunLog(tmp_path / "run", **facts_of())
     file = tmp_path / "run" / "run.json"
@@ -147,13 +147,13 @@ def test_settings_of_an_older_run_have_todays_names(tmp_path):
     assert resumed.sampling.max_new_tokens == 77
 
 
-def test_run_json_says_how_it_ended(tmp_path):
+def test_run_json_contains_status_and_reason(tmp_path):
     log = RunLog(tmp_path, **facts_of(seed=3))
     assert read_status(tmp_path) == "running"
     with pytest.raises(RuntimeError), log:
-        raise RuntimeError("card fell out")
+        raise RuntimeError("test error")
     data = json.loads((tmp_path / "run.json").read_text())
-    assert (data["status"], data["reason"]) == ("failed", "RuntimeError: card fell out")
+    assert (data["status"], data["reason"]) == ("failed", "RuntimeError: test error")
     assert data["versions"]["trl"] == "1.12.0"
     assert {"python", "platform", "command", "commit", "started", "ended"} <= set(data)
 
@@ -166,36 +166,38 @@ PARTS = {
     "spent": Spent(2, 128, 8, 1024),
     "merged": Merged("best", 2),
     "ended": "2026-01-01T01:00:00.000+00:00",
-    "reason": "Stopped: asked to",
+    "reason": "Stopped: test",
     "sessions": [{"started": "2026-01-01T00:30:00.000+00:00", "pid": 2}],
 }
 
 
-def write_json(folder, facts) -> None:
-    (folder / "run.json").write_text(facts if isinstance(facts, str) else json.dumps(facts))
+def write_json(folder, content) -> None:
+    (folder / "run.json").write_text(content if isinstance(content, str) else json.dumps(content))
 
 
 @pytest.mark.parametrize("parts", [{}, PARTS])
-def test_what_is_written_is_read(tmp_path, parts):
+def test_run_json_round_trip(tmp_path, parts):
     record = record_of(make_config("demo", "grpo", seed=3), updates=10, **parts)
     record.write(tmp_path)
     read = RunRecord.read(tmp_path)
-    assert read.as_json() == json.loads(json.dumps(record.as_json())), "tuples among the settings become lists"
+    assert read.as_json() == json.loads(json.dumps(record.as_json())), "tuples in the settings become lists"
     assert dataclasses.replace(read, settings=record.settings) == record
     assert (read.recipe, read.seed, read.plan.updates, read.plan.episodes) == ("demo", 3, 10, 640)
     assert read.flat_settings["K"] == make_config("demo", "grpo").group.K and "grpo" not in read.flat_settings
 
 
-def test_the_keys_of_run_json(tmp_path):
-    """They are a promise to everybody who reads the file; another name or meaning needs another format."""
+def test_keys_of_run_json(tmp_path):
+    """Other programs read these keys. A new name or meaning requires a new format number."""
     start = {"status", "id", "started", "pid", "command", "python", "platform", "versions", "commit"}
     start |= {"algorithm", "settings", "seed", "data", "plan", "prompts", "on_hub"}
     RunLog(tmp_path, **facts_of())
-    facts = json.loads((tmp_path / "run.json").read_text())
-    assert next(iter(facts)) == "format" and facts["format"] == FORMAT == 2 and set(facts) == {"format", *start}
-    assert set(facts["plan"]) == {"updates", "episodes", "optimizer_steps", "reply_tokens_at_most"}
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert next(iter(content)) == "format" and content["format"] == FORMAT == 2 and set(content) == {"format", *start}
+    assert set(content["plan"]) == {"updates", "episodes", "optimizer_steps", "reply_tokens_at_most"}
     whole = record_of(**PARTS).as_json()
-    assert set(whole) == {"format", *start, *PARTS} and whole["commit"] is None, "null, but there"
+    assert set(whole) == {"format", *start, *PARTS} and whole["commit"] is None, (
+        "the key is present with the value null"
+    )
     assert set(whole["best"]) == {"update", "why", "rule", "kl_unit", "perplexity_text", "evaluations"}
     assert set(whole["spent"]) == {"updates", "episodes", "optimizer_steps", "reply_tokens"}
     assert whole["merged"] == {"which": "best", "update": 2}
@@ -205,11 +207,13 @@ def test_keys_that_a_user_added_are_kept(tmp_path):
     write_json(tmp_path, {**record_of(status="stopped").as_json(), "my_note": {"lr": "too high"}})
     with RunLog(tmp_path, resume=True):
         pass
-    facts = json.loads((tmp_path / "run.json").read_text())
-    assert facts["my_note"] == {"lr": "too high"} and facts["status"] == "finished" and len(facts["sessions"]) == 1
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert (
+        content["my_note"] == {"lr": "too high"} and content["status"] == "finished" and len(content["sessions"]) == 1
+    )
 
 
-def test_a_resumed_run_forgets_how_it_ended_and_remembers_if_it_is_refused(tmp_path):
+def test_resume_clears_the_end_and_restores_it_if_refused(tmp_path):
     record_of(status="failed", ended="then", reason="RunError: x").write(tmp_path)
     before = (tmp_path / "run.json").read_bytes()
     with pytest.raises(UserError), RunLog(tmp_path, resume=True) as log:
@@ -223,10 +227,10 @@ OTHER_FORMATS = {"none": None, "older": 1, "newer": 3, "text": "two"}
 
 
 @pytest.mark.parametrize("found", OTHER_FORMATS.values(), ids=OTHER_FORMATS)
-def test_another_format_is_one_line(tmp_path, found):
-    facts = record_of().as_json()
-    facts.pop("format")
-    write_json(tmp_path, facts if found is None else {"format": found, **facts})
+def test_another_format_is_one_error_line(tmp_path, found):
+    content = record_of().as_json()
+    content.pop("format")
+    write_json(tmp_path, content if found is None else {"format": found, **content})
     for read in (RunRecord.read, lambda folder: RunRecord.require(folder, "--output")):
         with pytest.raises(UserError) as refused:
             read(tmp_path)
@@ -237,43 +241,46 @@ def test_another_format_is_one_line(tmp_path, found):
 
 
 def without(name: str):
-    return lambda facts: {key: value for key, value in facts.items() if key != name}
+    return lambda content: {key: value for key, value in content.items() if key != name}
 
 
-DAMAGED = {  # what is done to run.json -> what the line prints
-    "cut off": (lambda facts: json.dumps(facts)[:-20], "corrupted: "),
-    "a list": (lambda facts: [facts], "corrupted: "),
-    "nested deep": (lambda facts: "[" * 200_000, "corrupted: "),
-    "not UTF-8": (lambda facts: "\udcff", "corrupted: "),
+DAMAGED = {  # name: (change to run.json, expected text in the error)
+    "cut off": (lambda content: json.dumps(content)[:-20], "corrupted: "),
+    "a list": (lambda content: [content], "corrupted: "),
+    "nested deep": (lambda content: "[" * 200_000, "corrupted: "),
+    "not UTF-8": (lambda content: "\udcff", "corrupted: "),
     "no id": (without("id"), "'id' is missing or invalid"),
     "no plan": (without("plan"), "'plan' is missing or invalid"),
     "no data": (without("data"), "'data' is missing or invalid"),
     "a plan without episodes": (
-        lambda facts: {**facts, "plan": {"updates": 2}},
+        lambda content: {**content, "plan": {"updates": 2}},
         "'plan.episodes' is missing or invalid",
     ),
-    "a number in words": (lambda facts: {**facts, "seed": "one"}, "'seed' is missing or invalid"),
-    "best is a list": (lambda facts: {**facts, "best": []}, "'best' is missing or invalid"),
-    "best without an update": (lambda facts: {**facts, "best": {"why": "so"}}, "'best.update' is missing or invalid"),
-    "settings are a list": (lambda facts: {**facts, "settings": []}, "'settings' is missing or invalid"),
-    "no recipe": (lambda facts: {**facts, "settings": {"run": {}}}, "'settings.recipe' is missing or invalid"),
-    "a reward model's": (lambda facts: {"status": "finished", "python": "3.12"}, "not a training run: "),
+    "a seed that is not a number": (lambda content: {**content, "seed": "one"}, "'seed' is missing or invalid"),
+    "best is a list": (lambda content: {**content, "best": []}, "'best' is missing or invalid"),
+    "best without an update": (
+        lambda content: {**content, "best": {"why": "so"}},
+        "'best.update' is missing or invalid",
+    ),
+    "settings are a list": (lambda content: {**content, "settings": []}, "'settings' is missing or invalid"),
+    "no recipe": (lambda content: {**content, "settings": {"run": {}}}, "'settings.recipe' is missing or invalid"),
+    "run.json of a reward model": (lambda content: {"status": "finished", "python": "3.12"}, "not a training run: "),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_file_is_one_line(tmp_path, damage):
-    change, words = DAMAGED[damage]
+def test_damaged_file_is_one_error_line(tmp_path, damage):
+    change, expected = DAMAGED[damage]
     changed = change(record_of().as_json())
     text = changed if isinstance(changed, str) else json.dumps(changed)
     (tmp_path / "run.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UserError) as refused:
         RunRecord.read(tmp_path)
     line = str(refused.value)
-    assert line.startswith("run.json ") and words in line and str(tmp_path) in line and "\n" not in line
+    assert line.startswith("run.json ") and expected in line and str(tmp_path) in line and "\n" not in line
 
 
-def test_a_folder_without_a_run(tmp_path, monkeypatch):
+def test_folder_without_a_run_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     assert RunRecord.read(Path("empty")) is None and RunRecord.read(Path("nowhere")) is None
@@ -286,16 +293,16 @@ def test_a_folder_without_a_run(tmp_path, monkeypatch):
         RunRecord.require(Path("empty"), "--output")
 
 
-def test_the_last_run_is_the_one_that_was_started_last_whatever_its_format(tmp_path, monkeypatch):
-    """If the last one cannot be read, no other run is taken for it. Reward models and damaged files are no runs."""
+def test_last_run_is_the_run_started_last_in_any_format(tmp_path, monkeypatch):
+    """If the last run cannot be read, no other run is used instead. Reward models and damaged files are ignored."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no run in the current folder: --model-path"):
         last_run("--model-path")
     older, newer = record_of(started="2026-01-01"), record_of(started="2026-01-02").as_json()
     later = {"started": "2026-01-03", "status": "finished"}
-    for name, facts in {"b_older": older.as_json(), "judge": later, "torn": '{"status": "fin'}.items():
+    for name, content in {"b_older": older.as_json(), "judge": later, "torn": '{"status": "fin'}.items():
         Path(name).mkdir()
-        write_json(Path(name), facts)
+        write_json(Path(name), content)
     assert last_run("--model-path") == Path("b_older")
     Path("a_newer").mkdir()
     write_json(Path("a_newer"), {**newer, "format": 1})
@@ -304,14 +311,14 @@ def test_the_last_run_is_the_one_that_was_started_last_whatever_its_format(tmp_p
         RunRecord.require(last_run("--model-path"), "--model-path")
 
 
-def test_a_run_of_another_format_makes_room_for_a_new_one(tmp_path):
-    """What is only moved or replaced need not be read."""
+def test_run_of_another_format_can_be_replaced_or_moved(tmp_path):
+    """A run that is only moved or replaced need not be readable."""
     folder = tmp_path / "ppo_training_output"
     finished(folder)
     write_json(folder, without("format")(json.loads((folder / "run.json").read_text())))
     with pytest.raises(UserError, match="already contains a finished run: .*--overwrite"):
         check_output(folder, overwrite=False, is_default=False)
     check_output(folder, overwrite=True, is_default=False)
-    held, line = claim_output(folder, overwrite=False, is_default=True)
-    held.close()
+    lock, line = claim_output(folder, overwrite=False, is_default=True)
+    lock.close()
     assert line == f"moved the finished run in {folder} to {folder}_1"

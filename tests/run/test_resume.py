@@ -1,4 +1,5 @@
-"""Resuming: bit for bit the run that was not interrupted, whatever ended it, and never another run."""
+"""Tests of --resume: after any interruption the result is bit-identical to the uninterrupted run. A run with changed
+settings, data or code is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from tests.kills import differing, scalars
 from tests.scripts.test_scripts import ROOT
 
 SCRIPTS = {"ppo": train_ppo, "grpo": train_grpo}
-MORE = {
+ALGORITHM_FLAGS = {
     "ppo": ["--kl-coef", 0.1, "--normalize-scores"],
     "grpo": ["--batch-size", 2, "--K", 2, "--use-lora"],
 }
@@ -33,46 +34,46 @@ MORE = {
 
 @pytest.fixture(scope="module")
 def words(start_model, reward_folder, pairs_file):
-    """A function from an algorithm to the flags of a short run of it."""
+    """Returns a function that makes the flags of a short run of an algorithm."""
 
     def flags(algorithm: str, *more: object) -> list[str]:
         common = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file,
                   "--allow-weak-reward-model", "--num-iterations", 6, "--save-every", 2, "--eval-every", 3,
                   "--batch-size", 4, "--max-new-tokens", 8, "--prompt-length", 100, "--eval-prompts", 6,
                   "--learning-rate", "1e-3"]  # fmt: skip
-        return [str(word) for word in (*common, *MORE[algorithm], *more)]
+        return [str(word) for word in (*common, *ALGORITHM_FLAGS[algorithm], *more)]
 
     return flags
 
 
 class Killed(BaseException):
-    """In place of a signal that nobody can catch."""
+    """Stands for a signal that a process cannot catch."""
 
 
 def interrupt(monkeypatch, update: int, error: BaseException) -> None:
-    """The run ends at the beginning of an update."""
+    """Makes every run raise `error` at the start of this update."""
     from rlhf.trainer.loop import OnPolicyLoop
 
-    really = OnPolicyLoop.update_step
+    original = OnPolicyLoop.update_step
 
     def update_step(self, number):
         if number == update:
             raise error
-        return really(self, number)
+        return original(self, number)
 
     monkeypatch.setattr(OnPolicyLoop, "update_step", update_step)
 
 
 @pytest.fixture(scope="module")
-def whole(words, tmp_path_factory):
-    """Runs that nobody interrupted, by algorithm."""
+def uninterrupted(words, tmp_path_factory):
+    """Returns a folder with one uninterrupted run per algorithm."""
     folder = tmp_path_factory.mktemp("whole")
     for algorithm, script in SCRIPTS.items():
         script.main([*words(algorithm), "--output", str(folder / algorithm)])
     return folder
 
 
-def broken_off(words, output: Path, monkeypatch, algorithm="ppo", update=6, error=None, more=()) -> Path:
+def interrupted_run(words, output: Path, monkeypatch, algorithm="ppo", update=6, error=None, more=()) -> Path:
     with monkeypatch.context() as patch, pytest.raises(BaseException) as raised:
         interrupt(patch, update, error or Killed())
         SCRIPTS[algorithm].main([*words(algorithm, *more), "--output", str(output)])
@@ -80,141 +81,146 @@ def broken_off(words, output: Path, monkeypatch, algorithm="ppo", update=6, erro
     return output
 
 
-def test_a_resumed_run_has_its_critic(words, tmp_path, monkeypatch):
+def test_resume_restores_a_separate_critic(words, tmp_path, monkeypatch):
     critic = ["--critic", "separate", "--use-lora"]
     train_ppo.main([*words("ppo", *critic), "--output", str(tmp_path / "whole")])
-    output = broken_off(words, tmp_path / "run", monkeypatch, more=critic)
+    output = interrupted_run(words, tmp_path / "run", monkeypatch, more=critic)
     train_ppo.main(["--resume", "--output", str(output)])
     assert (output / "critic.safetensors").exists() and differing(tmp_path / "whole", output) == []
 
 
 @pytest.mark.parametrize("algorithm", SCRIPTS)
 @pytest.mark.parametrize("update", [3, 4, 6])
-def test_a_resumed_run_is_the_uninterrupted_one(words, whole, tmp_path, monkeypatch, capsys, algorithm, update):
-    output = broken_off(words, tmp_path / "run", monkeypatch, algorithm, update)
+def test_resumed_run_is_identical_to_the_uninterrupted_run(
+    words, uninterrupted, tmp_path, monkeypatch, capsys, algorithm, update
+):
+    output = interrupted_run(words, tmp_path / "run", monkeypatch, algorithm, update)
     SCRIPTS[algorithm].main(["--resume", "--output", str(output)])
     printed = capsys.readouterr().out
     assert f"resuming after update {(update - 1) // 2 * 2} of 6" in printed
-    assert differing(whole / algorithm, output) == []
-    run, plain = RunRecord.read(output), RunRecord.read(whole / algorithm)
+    assert differing(uninterrupted / algorithm, output) == []
+    run, plain = RunRecord.read(output), RunRecord.read(uninterrupted / algorithm)
     assert run.status == "finished" and len(run.sessions) == 1 and run.best.update == plain.best.update
-    unlike = {"seconds", "peak_memory_gib"}
-    same = [{k: v for k, v in record.figures.items() if k not in unlike} for record in (run, plain)]
+    not_reproducible = {"seconds", "peak_memory_gib"}
+    same = [{k: v for k, v in record.figures.items() if k not in not_reproducible} for record in (run, plain)]
     assert same[0] == same[1] and run.spent == plain.spent
-    samples = [sorted((one / "samples").iterdir()) for one in (output, whole / algorithm)]
+    samples = [sorted((one / "samples").iterdir()) for one in (output, uninterrupted / algorithm)]
     assert [f.read_bytes() for f in samples[0]] == [f.read_bytes() for f in samples[1]]
 
 
-def test_the_comparison_sees_a_difference(whole, tmp_path):
-    other = Path(shutil.copytree(whole / "ppo", tmp_path / "other"))
-    shutil.copy(whole / "ppo" / "checkpoint-4" / "value_head.safetensors", other / "value_head.safetensors")
+def test_differing_detects_differences(uninterrupted, tmp_path):
+    other = Path(shutil.copytree(uninterrupted / "ppo", tmp_path / "other"))
+    shutil.copy(uninterrupted / "ppo" / "checkpoint-4" / "value_head.safetensors", other / "value_head.safetensors")
     log = next((other / "logs").iterdir())
     log.write_bytes(log.read_bytes()[:-400])
-    found = differing(whole / "ppo", other)
+    found = differing(uninterrupted / "ppo", other)
     assert "other/value_head.safetensors differs" in found and len(found) > 1
 
 
-def test_torn_checkpoints_are_named_and_an_older_one_serves(words, whole, tmp_path, monkeypatch, capsys):
-    output = broken_off(words, tmp_path / "run", monkeypatch)
-    torn = output / "checkpoint-4" / "training.safetensors"
-    torn.write_bytes(torn.read_bytes()[:-1])
+def test_invalid_checkpoint_is_skipped_and_an_older_one_is_used(words, uninterrupted, tmp_path, monkeypatch, capsys):
+    output = interrupted_run(words, tmp_path / "run", monkeypatch)
+    damaged = output / "checkpoint-4" / "training.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
     train_ppo.main(["--resume", "--output", str(output)])
     printed = " ".join(capsys.readouterr().out.split())
     assert "skipped an invalid checkpoint: checkpoint-4: training.safetensors has" in printed
     assert "Using checkpoint-2" in printed
-    assert differing(whole / "ppo", output) == []
+    assert differing(uninterrupted / "ppo", output) == []
 
 
-def test_no_valid_checkpoint_says_why_of_each(words, tmp_path, monkeypatch):
-    output = broken_off(words, tmp_path / "run", monkeypatch)
+def test_without_a_valid_checkpoint_the_problem_of_each_is_listed(words, tmp_path, monkeypatch):
+    output = interrupted_run(words, tmp_path / "run", monkeypatch)
     for place in output.glob("checkpoint-*"):
         (place / MANIFEST).unlink()
     with pytest.raises(UserError) as raised:
         train_ppo.main(["--resume", "--output", str(output)])
-    assert [fault.split(",")[1].split(":")[0].strip() for fault in raised.value.problems] == [
+    assert [problem.split(",")[1].split(":")[0].strip() for problem in raised.value.problems] == [
         "checkpoint-2", "checkpoint-4",
     ]  # fmt: skip
-    assert all("no valid checkpoint" in fault and "--overwrite" in fault for fault in raised.value.problems)
+    assert all("no valid checkpoint" in problem and "--overwrite" in problem for problem in raised.value.problems)
 
 
-def test_a_run_that_had_saved_nothing_is_begun_anew(words, whole, tmp_path, monkeypatch, capsys):
-    output = broken_off(words, tmp_path / "run", monkeypatch, update=2)
+def test_run_without_a_checkpoint_is_started_again(words, uninterrupted, tmp_path, monkeypatch, capsys):
+    output = interrupted_run(words, tmp_path / "run", monkeypatch, update=2)
     (output / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="learning_rate was 0.001 in this run and is 0.5 now"):
         train_ppo.main(["--resume", "--learning-rate", "0.5", "--output", str(output)])
     train_ppo.main(["--resume", "--dry-run", "--output", str(output)])
-    assert (output / "notes.txt").exists(), "a plan moves nothing"
+    assert (output / "notes.txt").exists(), "a dry run must not move the folder"
     train_ppo.main(["--resume", "--output", str(output)])
     assert "this run stopped before its first checkpoint" in capsys.readouterr().out
-    assert (tmp_path / "run_1" / "notes.txt").read_text() == "mine", "what lay there is moved, not removed"
-    assert differing(whole / "ppo", output) == []
+    assert (tmp_path / "run_1" / "notes.txt").read_text() == "mine", "the old folder must be moved, not removed"
+    assert differing(uninterrupted / "ppo", output) == []
 
 
-def test_a_finished_run_has_nothing_to_go_on_with(whole, capsys):
-    before = (whole / "ppo" / "run.json").read_bytes()
-    train_ppo.main(["--resume", "--output", str(whole / "ppo")])
+def test_resume_of_a_finished_run_changes_nothing(uninterrupted, capsys):
+    before = (uninterrupted / "ppo" / "run.json").read_bytes()
+    train_ppo.main(["--resume", "--output", str(uninterrupted / "ppo")])
     assert "this run is already finished" in capsys.readouterr().out
-    assert (whole / "ppo" / "run.json").read_bytes() == before
+    assert (uninterrupted / "ppo" / "run.json").read_bytes() == before
 
 
-def test_no_run_to_resume_is_a_line(tmp_path):
+def test_resume_without_a_run_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"folder not found: --resume, --output .*nowhere"):
         train_ppo.main(["--resume", "--output", str(tmp_path / "nowhere")])
 
 
-def test_the_other_algorithms_run_is_refused(words, tmp_path, monkeypatch):
-    output = broken_off(words, tmp_path / "run", monkeypatch, update=3)
+def test_resume_refuses_a_run_of_another_algorithm(words, tmp_path, monkeypatch):
+    output = interrupted_run(words, tmp_path / "run", monkeypatch, update=3)
     with pytest.raises(UserError, match=r"this is a run of train_ppo.py: --resume"):
         train_grpo.main(["--resume", "--output", str(output)])
 
 
-def test_changed_settings_are_listed_and_refused(words, tmp_path, monkeypatch, capsys):
-    output = broken_off(words, tmp_path / "run", monkeypatch, update=3)
+def test_resume_refuses_changed_settings_and_lists_them(words, tmp_path, monkeypatch, capsys):
+    output = interrupted_run(words, tmp_path / "run", monkeypatch, update=3)
     with pytest.raises(UserError) as raised:
         train_ppo.main(["--resume", "--output", str(output), "--learning-rate", "0.5", "--seed", "7"])
-    assert [fault.split(". ")[0] for fault in raised.value.problems] == [
+    assert [problem.split(". ")[0] for problem in raised.value.problems] == [
         "cannot resume: learning_rate was 0.001 in this run and is 0.5 now",
         "cannot resume: seed was 42 in this run and is 7 now",
     ]
-    assert all("--resume-anyway" in fault for fault in raised.value.problems)
+    assert all("--resume-anyway" in problem for problem in raised.value.problems)
     train_ppo.main(["--resume", "--output", str(output), "--learning-rate", "0.5", "--resume-anyway"])
     assert "resuming although learning_rate was 0.001 in this run and is 0.5 now" in " ".join(
         capsys.readouterr().out.split()
     )
 
 
-def test_whoever_goes_on_anyway_gets_what_they_ask_for(words, tmp_path, monkeypatch):
-    """The learning rate is the new one, and parts that the run did not have begin now."""
+def test_resume_anyway_uses_the_new_settings(words, tmp_path, monkeypatch):
+    """The new learning rate is used. Adaptive KL and score normalization, which the run did not have, start now."""
     plain = ["--kl-schedule", "fixed", "--no-normalize-scores", "--lr-schedule", "constant"]
-    output = broken_off(words, tmp_path / "run", monkeypatch, update=3, more=plain)
+    output = interrupted_run(words, tmp_path / "run", monkeypatch, update=3, more=plain)
     train_ppo.main(["--resume", "--output", str(output), "--resume-anyway", "--learning-rate", "1e-7",
                     "--kl-schedule", "adaptive", "--normalize-scores"])  # fmt: skip
     rates = scalars(output / "logs")["learning_rate"]
     assert [rate for _, rate in rates] == pytest.approx([1e-3] * 2 + [1e-7] * 4)
 
 
-def test_best_is_what_the_checkpoint_knew(words, tmp_path, monkeypatch):
-    """Kept after the checkpoint that the run goes on from: of a time that is done again, perhaps otherwise."""
-    output = broken_off(words, tmp_path / "run", monkeypatch, update=4, more=["--eval-every", 1, "--save-every", 2])
-    kept = output / "checkpoint-2" / "best" / "model.safetensors"
-    assert RunRecord.read(output).best.update is not None and kept.stat().st_ino != 0
-    then = kept.read_bytes()
+def test_resume_restores_best_from_the_checkpoint(words, tmp_path, monkeypatch):
+    """A best checkpoint that was saved after the resumed checkpoint is replaced by that of the checkpoint, because the
+    updates in between are repeated and may give other weights."""
+    output = interrupted_run(
+        words, tmp_path / "run", monkeypatch, update=4, more=["--eval-every", 1, "--save-every", 2]
+    )
+    saved = output / "checkpoint-2" / "best" / "model.safetensors"
+    assert RunRecord.read(output).best.update is not None and saved.stat().st_ino != 0
+    saved_bytes = saved.read_bytes()
     (output / "best" / "model.safetensors").unlink()
-    (output / "best" / "model.safetensors").write_bytes(b"of another time")
+    (output / "best" / "model.safetensors").write_bytes(b"later weights")
     with monkeypatch.context() as patch, pytest.raises(Killed):
         interrupt(patch, 3, Killed())
         train_ppo.main(["--resume", "--output", str(output)])
-    assert (output / "best" / "model.safetensors").read_bytes() == then
-    assert (output / "best" / "model.safetensors").samefile(kept), "the same file twice: it takes no room"
+    assert (output / "best" / "model.safetensors").read_bytes() == saved_bytes
+    assert (output / "best" / "model.safetensors").samefile(saved), "a hard link, which needs no disk space"
 
 
-def test_other_models_and_rules_are_refused(words, tmp_path, monkeypatch, reward_folder):
+def test_resume_refuses_changed_reward_models_and_functions(words, tmp_path, monkeypatch, reward_folder):
     reward = Path(shutil.copytree(reward_folder, tmp_path / "reward"))
     rule = tmp_path / "rule.py"
     rule.write_text("def words(completions, **_):\n    return [float(len(c.split())) for c in completions]\n")
     code = ["--reward-func", f"{rule}:words"]
     more = ["--rm-model", reward, *code]
-    output = broken_off(words, tmp_path / "run", monkeypatch, update=3, more=more)
+    output = interrupted_run(words, tmp_path / "run", monkeypatch, update=3, more=more)
     rule.write_text(rule.read_text().replace("len", "2 * len"))
     with pytest.raises(UserError, match=r"rules was .* in this run and is .* now\. .*--resume-anyway"):
         train_ppo.main(["--resume", *code, "--output", str(output)])
@@ -225,15 +231,15 @@ def test_other_models_and_rules_are_refused(words, tmp_path, monkeypatch, reward
         train_ppo.main(["--resume", *code, "--output", str(output)])
 
 
-def test_harmless_settings_may_change(words, whole, tmp_path, monkeypatch):
-    output = broken_off(words, tmp_path / "run", monkeypatch, update=3)
+def test_settings_without_effect_on_training_may_change(words, uninterrupted, tmp_path, monkeypatch):
+    output = interrupted_run(words, tmp_path / "run", monkeypatch, update=3)
     train_ppo.main(["--resume", "--output", str(output), "--save-every", "1", "--keep", "5", "--record-tokens"])
-    assert differing(whole / "ppo", output) == []
+    assert differing(uninterrupted / "ppo", output) == []
     assert len(find_checkpoints(output, RunRecord.read(output).id).valid) == 5
 
 
-def test_other_data_and_versions_are_refused(words, tmp_path, monkeypatch, pairs_file):
-    output = broken_off(words, tmp_path / "run", monkeypatch, update=3)
+def test_resume_refuses_changed_data_and_versions(words, tmp_path, monkeypatch, pairs_file):
+    output = interrupted_run(words, tmp_path / "run", monkeypatch, update=3)
     fewer = tmp_path / "fewer.jsonl"
     fewer.write_text("".join(pairs_file.read_text().splitlines(keepends=True)[:100]))
     file = output / "run.json"
@@ -248,24 +254,26 @@ def test_other_data_and_versions_are_refused(words, tmp_path, monkeypatch, pairs
         train_ppo.main(["--resume", "--output", str(output)])
 
 
-def test_several_seeds_go_on_each_from_where_it_was(words, tmp_path, monkeypatch, capsys):
+def test_resume_of_several_seeds(words, tmp_path, monkeypatch, capsys):
     plain, broken = tmp_path / "plain", tmp_path / "broken"
     seeds = ["--seeds", "1", "2", "3"]
     train_ppo.main([*words("ppo", *seeds), "--output", str(plain)])
     from rlhf.trainer.loop import OnPolicyLoop
 
-    really = OnPolicyLoop.update_step
+    original = OnPolicyLoop.update_step
 
     def update_step(self, number):
         if self.config.run.seed == 2 and number == 4:
             raise Killed
-        return really(self, number)
+        return original(self, number)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(OnPolicyLoop, "update_step", update_step)
         train_ppo.main([*words("ppo", *seeds), "--output", str(broken)])
     train_ppo.main([*seeds, "--resume", "--dry-run", "--output", str(broken)])
-    assert "this run is already finished" in capsys.readouterr().out, "seed 1; the plan of the others comes after it"
+    assert "this run is already finished" in capsys.readouterr().out, (
+        "this is seed 1; the plans of the other seeds are printed after it"
+    )
     train_ppo.main([*seeds, "--resume", "--output", str(broken)])
     output = capsys.readouterr().out
     assert "seed 1: already finished" in output and "resuming after update 2 of 6" in output
@@ -276,8 +284,8 @@ def test_several_seeds_go_on_each_from_where_it_was(words, tmp_path, monkeypatch
 # --- stopping --------------------------------------------------------------------------------------------------------
 
 
-def started(words, output: Path, *more: object) -> subprocess.Popen:
-    """A long run in a process of its own, past its second update."""
+def start_run(words, output: Path, *more: object) -> subprocess.Popen:
+    """Returns a separate process with a long run that has saved the checkpoint of update 2."""
     flags = words("ppo", "--num-iterations", 100_000, "--eval-every", 100_000, *more)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
@@ -291,9 +299,9 @@ def started(words, output: Path, *more: object) -> subprocess.Popen:
 
 @pytest.mark.skipif(system.WINDOWS, reason="Windows sends no such signals to a single process")
 @pytest.mark.parametrize("which", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.ci)])
-def test_asked_to_stop_a_run_saves_and_says_how_to_go_on(words, tmp_path, which):
+def test_signal_stops_the_run_after_saving_and_prints_the_resume_command(words, tmp_path, which):
     output = tmp_path / "run"
-    process = started(words, output, "--save-every", 2)
+    process = start_run(words, output, "--save-every", 2)
     process.send_signal(which)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + which
@@ -307,7 +315,7 @@ def test_asked_to_stop_a_run_saves_and_says_how_to_go_on(words, tmp_path, which)
 
 
 @pytest.mark.skipif(system.WINDOWS, reason="Windows sends no such signals to a single process")
-def test_a_second_one_stops_at_once(words, tmp_path, monkeypatch):
+def test_second_signal_stops_immediately(words, tmp_path, monkeypatch):
     from rlhf.utils.signals import GracefulStop
 
     text, before = [], signal.getsignal(signal.SIGINT)
@@ -319,22 +327,22 @@ def test_a_second_one_stops_at_once(words, tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_asked_to_stop_in_the_last_update_a_run_is_finished(words, tmp_path, monkeypatch):
+def test_signal_in_the_last_update_does_not_stop_the_run(words, tmp_path, monkeypatch):
     output = tmp_path / "run"
-    really = kl.KLControl.on_update_end
+    original = kl.KLControl.on_update_end
 
-    def late(self, update, metrics):
-        really(self, update, metrics)
+    def with_signal(self, update, metrics):
+        original(self, update, metrics)
         if update == 6:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(kl.KLControl, "on_update_end", late)
+    monkeypatch.setattr(kl.KLControl, "on_update_end", with_signal)
     train_ppo.main([*words("ppo"), "--output", str(output)])
     assert RunRecord.read(output).status == "finished"
 
 
-def test_a_second_run_into_the_same_folder_is_refused(words, tmp_path):
-    process = started(words, tmp_path / "run")
+def test_second_run_in_the_same_folder_is_refused(words, tmp_path):
+    process = start_run(words, tmp_path / "run")
     try:
         for more in ([], ["--overwrite"]):
             with pytest.raises(
@@ -345,37 +353,37 @@ def test_a_second_run_into_the_same_folder_is_refused(words, tmp_path):
         process.kill()
         process.communicate()
     assert (tmp_path / "run" / LOCK_FILE).exists()
-    system.lock(tmp_path / "run" / LOCK_FILE).close()  # whoever died has let go of it
+    system.lock(tmp_path / "run" / LOCK_FILE).close()  # the killed process no longer holds the lock
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_every_file_of_a_save_that_does_not_fit(words, whole, tmp_path, monkeypatch, capsys):
-    """Each in turn is a link to a device that is always full; safetensors, which puts its file in the link's place,
-    may write no more than 100 bytes. So the error is the system's own, in every writer."""
+def test_full_disk_during_a_save_keeps_the_older_checkpoints(words, uninterrupted, tmp_path, monkeypatch, capsys):
+    """Each file in turn is a link to a device that is always full. safetensors replaces a link by a file. These files
+    are limited to 100 bytes instead. In both cases the error comes from the operating system."""
     import resource
 
     import safetensors.torch
 
     write_tensors = safetensors.torch.serialize_file
-    files = sorted(f.name for f in (whole / "ppo" / "checkpoint-6").iterdir() if f.is_file())
+    files = sorted(f.name for f in (uninterrupted / "ppo" / "checkpoint-6").iterdir() if f.is_file())
     assert {"model.safetensors", "training.safetensors", "training.json", MANIFEST} <= set(files)
-    really, failed = checkpointing.write_checkpoint, []
+    original, failed = checkpointing.write_checkpoint, []
 
     for name in files:
         output = tmp_path / name
 
-        def one_full(folder, run, update, keep, write, name=name):
-            def fill(beside):
+        def with_full_file(folder, run, update, keep, write, name=name):
+            def fill(temporary):
                 if update == 6 and not name.endswith(".safetensors"):
-                    (beside / name).symlink_to("/dev/full")
-                write(beside)
+                    (temporary / name).symlink_to("/dev/full")
+                write(temporary)
 
-            return really(folder, run, update, keep, fill)
+            return original(folder, run, update, keep, fill)
 
-        def one_short(data, filename, *more, name=name, **named):
+        def with_short_file(data, filename, *more, name=name, **named):
             short = Path(filename).name == name and "checkpoint-6" in str(filename)
             limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]) if short else limits)
@@ -384,23 +392,23 @@ def test_every_file_of_a_save_that_does_not_fit(words, whole, tmp_path, monkeypa
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-        with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
-            patch.setattr(safetensors.torch, "serialize_file", one_short)
-            patch.setattr(checkpointing, "write_checkpoint", one_full)
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as raised:
+            patch.setattr(safetensors.torch, "serialize_file", with_short_file)
+            patch.setattr(checkpointing, "write_checkpoint", with_full_file)
             run_command(lambda output=output: train_ppo.main([*words("ppo"), "--output", str(output)]))
         err = capsys.readouterr().err
-        assert ended.value.code == 1 and "Traceback" not in err, name
+        assert raised.value.code == 1 and "Traceback" not in err, name
         assert "of update 6 could not be saved" in err and "the newest checkpoint is checkpoint-4" in err, name
-        assert any(said in err for said in ("No space left", "os error 28", "os error 27")), (name, err)
+        assert any(text in err for text in ("No space left", "os error 28", "os error 27")), (name, err)
         assert sorted(find_checkpoints(output, RunRecord.read(output).id).valid) == [2, 4]
         failed.append(name)
     assert failed == files
     train_ppo.main(["--resume", "--output", str(tmp_path / files[0])])
-    assert differing(whole / "ppo", tmp_path / files[0]) == []
+    assert differing(uninterrupted / "ppo", tmp_path / files[0]) == []
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_full_disk_elsewhere_is_a_line(words, tmp_path, monkeypatch, capsys):
+def test_full_disk_outside_a_save_is_one_error_line(words, tmp_path, monkeypatch, capsys):
     from rlhf.trainer.evaluation import Evaluation
 
     def write(self, folder, prompts):
@@ -408,28 +416,29 @@ def test_a_full_disk_elsewhere_is_a_line(words, tmp_path, monkeypatch, capsys):
             file.write("x")
 
     monkeypatch.setattr(Evaluation, "write", write)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         run_command(lambda: train_ppo.main([*words("ppo"), "--output", str(tmp_path / "run")]))
     err = capsys.readouterr().err
-    assert ended.value.code == 1 and err.startswith("error: No space left on device") and "--resume" in err
+    assert raised.value.code == 1 and err.startswith("error: No space left on device") and "--resume" in err
 
 
-def test_a_folder_that_vanishes_is_a_line_and_is_not_made_anew(words, tmp_path, monkeypatch, capfd):
-    """As where a disk is unmounted: what is then written to the same path would be lost below the next mount."""
+def test_removed_run_folder_is_one_error_line_and_is_not_created_again(words, tmp_path, monkeypatch, capfd):
+    """This happens if a disk is unmounted. Files that are then written to the same path would be hidden by the next
+    mount."""
     from rlhf.trainer.loop import OnPolicyLoop
 
-    output, really = tmp_path / "run", OnPolicyLoop.update_step
+    output, original = tmp_path / "run", OnPolicyLoop.update_step
 
     def update_step(self, number):
         if number == 5:
             output.rename(tmp_path / "elsewhere")
-        return really(self, number)
+        return original(self, number)
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as raised:
         patch.setattr(OnPolicyLoop, "update_step", update_step)
         run_command(lambda: train_ppo.main([*words("ppo"), "--output", str(output)]))
     err = capfd.readouterr().err
-    assert ended.value.code == 1 and "Traceback" not in err
+    assert raised.value.code == 1 and "Traceback" not in err
     assert err.startswith("error: ") and str(output) in err and "--resume" in err
     assert not output.exists()
     (tmp_path / "elsewhere").rename(output)
@@ -438,23 +447,23 @@ def test_a_folder_that_vanishes_is_a_line_and_is_not_made_anew(words, tmp_path, 
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_disk_too_full_for_curves_is_a_line(words, tmp_path, monkeypatch, capfd):
-    """TensorBoard writes in a thread of its own, whose error Python would print as a traceback."""
-    output, really = tmp_path / "run", logging.TensorBoardLog.on_train_begin
+def test_full_disk_for_tensorboard_is_one_error_line(words, tmp_path, monkeypatch, capfd):
+    """TensorBoard writes in a separate thread. Python would print its error as a traceback."""
+    output, original = tmp_path / "run", logging.TensorBoardLog.on_train_begin
 
-    def full(self, trainer):
-        really(self, trainer)
+    def with_full_disk(self, trainer):
+        original(self, trainer)
         self.on_update_end(0, {"x": 1.0})
         self.writer.flush()
         file = next((output / "logs").iterdir())
         file.unlink()
         file.symlink_to("/dev/full")
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr(logging.TensorBoardLog, "on_train_begin", full)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as raised:
+        patch.setattr(logging.TensorBoardLog, "on_train_begin", with_full_disk)
         run_command(lambda: train_ppo.main([*words("ppo"), "--output", str(output)]))
     err = capfd.readouterr().err
-    assert ended.value.code == 1 and "Traceback" not in err, err
+    assert raised.value.code == 1 and "Traceback" not in err, err
     assert err.startswith(f"error: No space left on device: {output}. ")
 
 
@@ -467,8 +476,8 @@ KILLS = [4, pytest.param(10, marks=pytest.mark.ci), pytest.param(25, marks=pytes
 @pytest.mark.skipif(system.WINDOWS, reason="Windows has no fork")
 @pytest.mark.parametrize("count", KILLS)
 @pytest.mark.parametrize("algorithm", SCRIPTS)
-def test_killed_at_any_instant_a_run_is_not_lost(words, tmp_path, algorithm, count):
-    """Set KILLS for more of them in the proof."""
+def test_run_killed_at_any_time_can_be_resumed(words, tmp_path, algorithm, count):
+    """In the proof tests, the environment variable KILLS sets the number of kills."""
     if count == 25:
         count = int(os.environ.get("KILLS", count))
     flags = [word for word in words(algorithm, "--save-every", 1)]
@@ -477,10 +486,10 @@ def test_killed_at_any_instant_a_run_is_not_lost(words, tmp_path, algorithm, cou
         cwd=ROOT, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    print(told)
-    assert told["problems"] == []
-    assert told["killed"] >= count and told["in_a_save"] >= count * 10 // 25
-    assert told["resumed"] + told["started_again"] == told["killed"]
-    # a run that is killed before its first checkpoint begins anew: of few kills these may be many
-    assert told["resumed"] > told["killed"] / 2 if count >= 25 else told["resumed"] >= told["killed"] // 4
+    result = json.loads(done.stdout.splitlines()[-1])
+    print(result)
+    assert result["problems"] == []
+    assert result["killed"] >= count and result["in_a_save"] >= count * 10 // 25
+    assert result["resumed"] + result["started_again"] == result["killed"]
+    # A run that is killed before its first checkpoint starts again. If there are few kills, many may be of this kind.
+    assert result["resumed"] > result["killed"] / 2 if count >= 25 else result["resumed"] >= result["killed"] // 4

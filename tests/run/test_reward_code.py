@@ -1,4 +1,4 @@
-"""A run's folder is data: what its files name is not executed, unless the command line says so."""
+"""Tests that code whose path is stored in a run folder is executed only if the command line allows it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.trainer.test_nan import nan_rule, run
 
 
 @pytest.fixture
-def trap(runs, tmp_path):
-    """Somebody's finished run whose run.json names a file that leaves a mark when it is executed."""
+def untrusted_run(runs, tmp_path):
+    """A finished run of somebody else. Its run.json refers to a reward function that creates the file `mark`."""
     folder = tmp_path / "theirs"
     shutil.copytree(runs["ppo", 1], folder)
     (tmp_path / "notes.py").write_text(
@@ -32,18 +32,18 @@ def trap(runs, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["evaluate", "compare", "resume", "resume-seeds", "replay"])
-def test_a_runs_files_execute_nothing(trap, tmp_path, command):
+def test_code_of_a_run_is_not_executed_by_default(untrusted_run, tmp_path, command):
     output = ["--output", str(tmp_path / "out")]
     rule = f"{tmp_path / 'notes.py'}:f"
     if command.startswith("resume"):
-        record = json.loads((trap / "run.json").read_text())
-        (trap / "run.json").write_text(json.dumps({**record, "status": "stopped"}))
+        record = json.loads((untrusted_run / "run.json").read_text())
+        (untrusted_run / "run.json").write_text(json.dumps({**record, "status": "stopped"}))
     words = {
-        "evaluate": lambda: evaluate_generations.main(["--model-path", str(trap), *output]),
-        "compare": lambda: compare_runs.main([str(trap), *output]),
-        "resume": lambda: train_ppo.main(["--resume", "--output", str(trap)]),
-        "resume-seeds": lambda: train_ppo.main(["--resume", "--seeds", "1", "--output", seeds_of(trap)]),
-        "replay": lambda: train_ppo.main(["--replay", incident(trap)]),
+        "evaluate": lambda: evaluate_generations.main(["--model-path", str(untrusted_run), *output]),
+        "compare": lambda: compare_runs.main([str(untrusted_run), *output]),
+        "resume": lambda: train_ppo.main(["--resume", "--output", str(untrusted_run)]),
+        "resume-seeds": lambda: train_ppo.main(["--resume", "--seeds", "1", "--output", seeds_of(untrusted_run)]),
+        "replay": lambda: train_ppo.main(["--replay", incident(untrusted_run)]),
     }[command]
     with pytest.raises(UserError) as refused:
         words()
@@ -51,40 +51,40 @@ def test_a_runs_files_execute_nothing(trap, tmp_path, command):
     assert not (tmp_path / "mark").exists(), "the file was executed"
 
 
-def seeds_of(trap) -> str:
-    trap.rename(f"{trap}_seed1")
-    return str(trap)
+def seeds_of(untrusted_run) -> str:
+    untrusted_run.rename(f"{untrusted_run}_seed1")
+    return str(untrusted_run)
 
 
-def incident(trap) -> str:
-    """A folder with all that an incident's reader looks at first."""
+def incident(untrusted_run) -> str:
+    """Returns the path of an incident folder with the files that --replay reads first."""
     from safetensors.torch import save_file
 
-    folder = trap / "incidents" / "update-000001"
+    folder = untrusted_run / "incidents" / "update-000001"
     folder.mkdir(parents=True)
-    record = json.loads((trap / "run.json").read_text())
-    message = {"algorithm": "ppo", "settings": record["settings"], "update": 1}
-    (folder / "incident.json").write_text(json.dumps(message))
+    record = json.loads((untrusted_run / "run.json").read_text())
+    content = {"algorithm": "ppo", "settings": record["settings"], "update": 1}
+    (folder / "incident.json").write_text(json.dumps(content))
     (folder / "batch.jsonl").write_text("")
     save_file({}, folder / "tensors.safetensors")
     return str(folder)
 
 
 @pytest.mark.parametrize("consent", ["--trust-reward-code", "--reward-func"])
-def test_with_consent_the_code_runs(trap, tmp_path, consent):
+def test_code_of_a_run_is_executed_if_a_flag_allows_it(untrusted_run, tmp_path, consent):
     words = [consent] if consent == "--trust-reward-code" else [consent, f"{tmp_path / 'notes.py'}:f"]
     out = ["--output", str(tmp_path / "out"), "--num-prompts", "2"]
-    evaluate_generations.main(["--model-path", str(trap), *words, *out])
+    evaluate_generations.main(["--model-path", str(untrusted_run), *words, *out])
     assert (tmp_path / "mark").exists()
 
 
-def test_a_finished_run_is_exported_without_its_code(trap, tmp_path, capsys):
-    train_ppo.main(["--resume", "--output", str(trap)])
+def test_finished_run_is_exported_without_executing_its_code(untrusted_run, tmp_path, capsys):
+    train_ppo.main(["--resume", "--output", str(untrusted_run)])
     assert "nothing to train" in capsys.readouterr().out
     assert not (tmp_path / "mark").exists()
 
 
-def test_the_printed_resume_command_names_the_code_and_works(run_flags, tmp_path, capsys):
+def test_printed_resume_command_contains_the_code_and_works(run_flags, tmp_path, capsys):
     rule = nan_rule(tmp_path, 3)
     flags = run_flags("--num-iterations", 6, "--save-every", 1, "--rm-model", "none", "--reward-func", rule)
     run(flags, 1)
@@ -95,8 +95,8 @@ def test_the_printed_resume_command_names_the_code_and_works(run_flags, tmp_path
     with pytest.raises(UserError) as refused:
         train_ppo.main(["--resume", "--output", str(tmp_path / "run")])
     assert str(refused.value).endswith(f"Resume with: {printed}")
-    nan_rule(tmp_path, 10**5)  # the user fixes it
-    run([*typed(printed), "--resume-anyway"])  # because the file has changed
+    nan_rule(tmp_path, 10**5)  # the user fixes the reward function
+    run([*typed(printed), "--resume-anyway"])  # needed because the file has changed
     assert RunRecord.read(tmp_path / "run").status == "finished"
     (replay,) = (
         line.split("step by step with: ")[1] for line in output.out.splitlines() if "step by step with: " in line

@@ -1,4 +1,4 @@
-"""Several seeds in one command: folders, what is skipped, what is refused, the table."""
+"""Tests of --seeds: the folders of the runs, which runs are skipped or refused, and the table of results."""
 
 from __future__ import annotations
 
@@ -18,80 +18,81 @@ from tests.records import facts_of
 
 
 @pytest.fixture
-def ran(tmp_path, capsys):
-    """A function from flags to the seeds that were really run; a run writes a finished run.json."""
+def train_seeds(tmp_path, capsys):
+    """Returns a function that runs the seeds of the flags and returns those that were trained. Each run writes only a
+    finished run.json."""
 
-    def go(*flags, fail_at=None):
-        seen = []
+    def run_seeds(*flags, fail_at=None):
+        trained = []
 
         def train(config, screen):
             if config.run.seed == fail_at:
-                raise UserError("as told")
-            seen.append((config.run.seed, Path(config.run.output).name))
+                raise UserError("test error")
+            trained.append((config.run.seed, Path(config.run.output).name))
             Path(config.run.output).mkdir(parents=True, exist_ok=True)
             with RunLog(Path(config.run.output), **facts_of(with_horizon(config, 2))) as log:
                 log.add(figures={"score_after": float(config.run.seed), "seconds": 60.0})
 
         config = parse_cli(["--output", str(tmp_path / "out"), *map(str, flags)], "grpo")
         for_each_seed(train, config, Screen())
-        return seen
+        return trained
 
-    return go
-
-
-def test_one_seed_is_one_run_into_the_folder_itself(ran):
-    assert ran("--seed", 7) == [(7, "out")]
+    return run_seeds
 
 
-def test_each_seed_has_a_folder_and_finished_ones_are_skipped(ran, capsys):
-    assert ran("--seeds", 42, 123, 777) == [(42, "out_seed42"), (123, "out_seed123"), (777, "out_seed777")]
-    assert ran("--seeds", 42, 5) == [(5, "out_seed5")]
+def test_one_seed_uses_the_output_folder_itself(train_seeds):
+    assert train_seeds("--seed", 7) == [(7, "out")]
+
+
+def test_each_seed_has_a_folder_and_finished_seeds_are_skipped(train_seeds, capsys):
+    assert train_seeds("--seeds", 42, 123, 777) == [(42, "out_seed42"), (123, "out_seed123"), (777, "out_seed777")]
+    assert train_seeds("--seeds", 42, 5) == [(5, "out_seed5")]
     assert "seed 42: already finished" in capsys.readouterr().out
 
 
-def test_after_a_failure_the_same_command_goes_on_where_it_was(ran):
-    with pytest.raises(UserError, match="as told"):
-        ran("--seeds", 1, 2, 3, fail_at=2)
-    assert ran("--seeds", 1, 2, 3) == [(2, "out_seed2"), (3, "out_seed3")]
+def test_same_command_continues_after_a_failed_seed(train_seeds):
+    with pytest.raises(UserError, match="test error"):
+        train_seeds("--seeds", 1, 2, 3, fail_at=2)
+    assert train_seeds("--seeds", 1, 2, 3) == [(2, "out_seed2"), (3, "out_seed3")]
 
 
-def test_a_finished_run_with_other_settings_is_not_taken_for_this_one(ran):
-    ran("--seeds", 1)
+def test_finished_seed_with_other_settings_is_refused(train_seeds):
+    train_seeds("--seeds", 1)
     with pytest.raises(UserError, match=r"other settings \(K, kl_horizon, learning_rate\): .*out_seed1"):
-        ran("--seeds", 1, 2, "--K", 4, "--learning-rate", 1e-3)
-    assert ran("--seeds", 1, "--K", 4, "--overwrite") == [(1, "out_seed1")]
+        train_seeds("--seeds", 1, 2, "--K", 4, "--learning-rate", 1e-3)
+    assert train_seeds("--seeds", 1, "--K", 4, "--overwrite") == [(1, "out_seed1")]
 
 
-def test_a_finished_run_of_an_older_format_is_refused_or_replaced(ran, tmp_path):
-    ran("--seeds", 1)
+def test_finished_seed_of_an_older_format_is_refused_or_replaced(train_seeds, tmp_path):
+    train_seeds("--seeds", 1)
     file = tmp_path / "out_seed1" / "run.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 1}))
     for flags in ((), ("--resume",)):
         with pytest.raises(UserError, match="run.json has format 1, and this version reads format 2: .*out_seed1"):
-            ran("--seeds", 1, 2, *flags)
-    assert ran("--seeds", 1, 2, "--overwrite") == [(1, "out_seed1"), (2, "out_seed2")]
+            train_seeds("--seeds", 1, 2, *flags)
+    assert train_seeds("--seeds", 1, 2, "--overwrite") == [(1, "out_seed1"), (2, "out_seed2")]
 
 
-def test_faults_of_all_seeds_are_found_before_the_first_is_run(ran, tmp_path):
+def test_output_folders_of_all_seeds_are_checked_before_the_first_run(train_seeds, tmp_path):
     (tmp_path / "out_seed3").mkdir()
     RunLog(tmp_path / "out_seed3", **facts_of())  # a run that did not finish
     with pytest.raises(UserError, match="already contains an unfinished run: .*out_seed3"):
-        ran("--seeds", 1, 2, 3)
+        train_seeds("--seeds", 1, 2, 3)
     assert not (tmp_path / "out_seed1").exists()
-    assert [seed for seed, _ in ran("--seeds", 1, 2, 3, "--overwrite")] == [1, 2, 3]
+    assert [seed for seed, _ in train_seeds("--seeds", 1, 2, 3, "--overwrite")] == [1, 2, 3]
 
 
-def test_a_dry_run_minds_no_folder(ran):
-    ran("--seeds", 1)
-    assert ran("--seeds", 1, "--K", 4, "--dry-run") == [(1, "out_seed1")]
+def test_dry_run_ignores_existing_folders(train_seeds):
+    train_seeds("--seeds", 1)
+    assert train_seeds("--seeds", 1, "--K", 4, "--dry-run") == [(1, "out_seed1")]
 
 
-def test_a_seed_named_twice_is_a_fault():
+def test_duplicate_seed_is_refused():
     with pytest.raises(UserError, match="a seed appears twice: --seeds"):
         parse_cli(["--seeds", "1", "2", "1"])
 
 
-def test_the_table_has_mean_and_spread(tmp_path, capsys):
+def test_table_has_mean_and_standard_deviation(tmp_path, capsys):
     scores = {42: 1.0, 123: 2.0, 777: 4.5}
     config = parse_cli(["--output", str(tmp_path / "out")], "grpo")
     runs = {seed: {"score_after": score, "seconds": 90.0} for seed, score in scores.items()}
@@ -106,4 +107,4 @@ def test_the_table_has_mean_and_spread(tmp_path, capsys):
         "123": 2,
         "777": 4.5,
     }
-    assert "seconds" not in written, "a figure that a seed lacks has no mean"
+    assert "seconds" not in written, "a figure that is missing for one seed has no mean"

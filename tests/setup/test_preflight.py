@@ -100,7 +100,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("what", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_checks_pass_on_a_good_run_and_leave_its_weights_unchanged(loaded, capsys, monkeypatch, variant):
     algorithm, flags = VARIANTS[variant]
     config, components = loaded(*flags, algorithm=algorithm)

@@ -286,7 +286,7 @@ def test_model_card_links_base_model_and_data_on_the_hub(finished):
     saved = saved_models(run, record)["final"]
     card = ModelCard(model_card(record, saved, "me/mine"))
     assert (card.data.base_model, card.data.datasets) == (None, None), (
-        "the names do not exist locally, and are not recorded as being on the hub"
+        "run.json does not list these names as being on the hub"
     )
     record = dataclasses.replace(record, on_hub=["some/base", "some/data"])
     card = ModelCard(model_card(record, saved, "me/mine"))

@@ -194,13 +194,13 @@ def test_keys_of_run_json(tmp_path):
     content = json.loads((tmp_path / "run.json").read_text())
     assert next(iter(content)) == "format" and content["format"] == FORMAT == 2 and set(content) == {"format", *start}
     assert set(content["plan"]) == {"updates", "episodes", "optimizer_steps", "reply_tokens_at_most"}
-    whole = record_of(**PARTS).as_json()
-    assert set(whole) == {"format", *start, *PARTS} and whole["commit"] is None, (
+    complete = record_of(**PARTS).as_json()
+    assert set(complete) == {"format", *start, *PARTS} and complete["commit"] is None, (
         "the key is present with the value null"
     )
-    assert set(whole["best"]) == {"update", "why", "rule", "kl_unit", "perplexity_text", "evaluations"}
-    assert set(whole["spent"]) == {"updates", "episodes", "optimizer_steps", "reply_tokens"}
-    assert whole["merged"] == {"which": "best", "update": 2}
+    assert set(complete["best"]) == {"update", "why", "rule", "kl_unit", "perplexity_text", "evaluations"}
+    assert set(complete["spent"]) == {"updates", "episodes", "optimizer_steps", "reply_tokens"}
+    assert complete["merged"] == {"which": "best", "update": 2}
 
 
 def test_keys_that_a_user_added_are_kept(tmp_path):

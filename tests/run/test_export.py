@@ -1,7 +1,7 @@
 """Tests of exports: merged models, model cards and uploads.
 
-A merged model must give the logits of its base model with the adapter. The code in a model card must run. The hub is a
-fake.
+A merged model must give the logits of its base model with the adapter. The code in a model card must run.
+Uploads use a fake hub.
 """
 
 from __future__ import annotations

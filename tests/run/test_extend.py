@@ -38,8 +38,10 @@ def test_resume_anyway_trains_a_finished_run_further(finished, run_flags, tmp_pa
     record = RunRecord.read(finished)
     assert record.status == "finished" and record.plan.updates == 4 == record.spent.updates
     assert record.flat_settings["num_iterations"] == 4 and record.flat_settings["resume"] is False
-    train_ppo.main(run_flags("--num-iterations", 4, *FLAGS, "--output", tmp_path / "whole"))
-    extended, uninterrupted = (load_file(folder / "model.safetensors") for folder in (finished, tmp_path / "whole"))
+    train_ppo.main(run_flags("--num-iterations", 4, *FLAGS, "--output", tmp_path / "uninterrupted"))
+    extended, uninterrupted = (
+        load_file(folder / "model.safetensors") for folder in (finished, tmp_path / "uninterrupted")
+    )
     assert all((extended[name] == uninterrupted[name]).all() for name in extended)
 
 

@@ -67,7 +67,7 @@ def interrupt(monkeypatch, update: int, error: BaseException) -> None:
 @pytest.fixture(scope="module")
 def uninterrupted(words, tmp_path_factory):
     """Returns a folder with one uninterrupted run per algorithm."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     for algorithm, script in SCRIPTS.items():
         script.main([*words(algorithm), "--output", str(folder / algorithm)])
     return folder
@@ -83,7 +83,7 @@ def interrupted_run(words, output: Path, monkeypatch, algorithm="ppo", update=6,
 
 def test_resume_restores_a_separate_critic(words, tmp_path, monkeypatch):
     critic = ["--critic", "separate", "--use-lora"]
-    train_ppo.main([*words("ppo", *critic), "--output", str(tmp_path / "whole")])
+    train_ppo.main([*words("ppo", *critic), "--output", str(tmp_path / "uninterrupted")])
     output = interrupted_run(words, tmp_path / "run", monkeypatch, more=critic)
     train_ppo.main(["--resume", "--output", str(output)])
     assert (output / "critic.safetensors").exists() and differing(tmp_path / "whole", output) == []

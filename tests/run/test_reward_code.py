@@ -19,7 +19,7 @@ from tests.trainer.test_nan import nan_rule, run
 
 @pytest.fixture
 def untrusted_run(runs, tmp_path):
-    """A finished run of somebody else. Its run.json refers to a reward function that creates the file `mark`."""
+    """A finished run of somebody else. The reward function in its run.json creates the file `mark` if executed."""
     folder = tmp_path / "theirs"
     shutil.copytree(runs["ppo", 1], folder)
     (tmp_path / "notes.py").write_text(
@@ -38,7 +38,7 @@ def test_code_of_a_run_is_not_executed_by_default(untrusted_run, tmp_path, comma
     if command.startswith("resume"):
         record = json.loads((untrusted_run / "run.json").read_text())
         (untrusted_run / "run.json").write_text(json.dumps({**record, "status": "stopped"}))
-    words = {
+    call = {
         "evaluate": lambda: evaluate_generations.main(["--model-path", str(untrusted_run), *output]),
         "compare": lambda: compare_runs.main([str(untrusted_run), *output]),
         "resume": lambda: train_ppo.main(["--resume", "--output", str(untrusted_run)]),
@@ -46,7 +46,7 @@ def test_code_of_a_run_is_not_executed_by_default(untrusted_run, tmp_path, comma
         "replay": lambda: train_ppo.main(["--replay", incident(untrusted_run)]),
     }[command]
     with pytest.raises(UserError) as refused:
-        words()
+        call()
     assert rule in str(refused.value) and "--reward-func" in str(refused.value)
     assert not (tmp_path / "mark").exists(), "the file was executed"
 

@@ -1,8 +1,8 @@
-"""The demo, as its command is written in the README: it must show real learning, in the time that it promises.
+"""Tests the demo with the README's commands: it must learn, within the documented time.
 
-`.ci/run` trains with seed 42, PPO from nothing and GRPO and RLOO after it. Seeds 123 and 777, and the runs whose KL
-follows a falling target, are proofs: `python -m pytest -n 0 -m proof`. tests/demo/test_small_demo.py has the same
-steps in seconds.
+`.ci/run` trains with seed 42: first PPO, which makes the demo parts, then GRPO and RLOO. Seeds 123 and 777 and the
+runs with a falling KL target have the marker `proof`: `python -m pytest -n 0 -m proof`. tests/demo/test_small_demo.py
+runs the same steps on a small scale.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def project(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def demo(project):
-    """(seconds, output, run.json, the reward model's metrics.json) of `python train_ppo.py --recipe demo`."""
+    """Returns seconds, output, run.json and the reward model's metrics.json of `python train_ppo.py --recipe demo`."""
     return run_demo(project, "ppo")
 
 
 @pytest.fixture(scope="module")
 def other_demos(project, demo):
-    """The same of `python train_grpo.py --recipe demo` and of every other algorithm, by name."""
+    """Returns the same for every other algorithm, as a dict from its name."""
     return {name: run_demo(project, name) for name in ALGORITHMS if name != "ppo"}
 
 
@@ -56,7 +56,7 @@ def check_learning(figures: dict) -> None:
     assert 0.5 <= figures["length_after"] / figures["length_before"] <= 2
 
 
-def test_the_reward_model_is_good_at_every_kind_of_flaw(demo):
+def test_reward_model_detects_every_kind_of_flaw(demo):
     record = demo[3]
     assert record["accuracy"] >= 0.85
     assert record["accuracy"] >= record["length_baseline"] + 0.15
@@ -64,22 +64,22 @@ def test_the_reward_model_is_good_at_every_kind_of_flaw(demo):
     assert record["accuracy_against_baseline"] is not None
 
 
-def test_ppo_really_learns(demo):
+def test_ppo_learns(demo):
     check_learning(demo[2]["figures"])
 
 
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ppo"])
-def test_others_really_learn_from_as_many_episodes(demo, other_demos, algorithm):
+def test_other_algorithms_learn_from_as_many_episodes(demo, other_demos, algorithm):
     seconds, output, log, _ = other_demos[algorithm]
     assert "demo parts: cached" in output
     assert seconds <= CACHED_S
     check_learning(log["figures"])
-    for spent in ("episodes", "optimizer_steps"):
-        assert log["spent"][spent] == demo[2]["spent"][spent] == log["plan"][spent]
+    for count in ("episodes", "optimizer_steps"):
+        assert log["spent"][count] == demo[2]["spent"][count] == log["plan"][count]
 
 
-def test_the_demos_runs_are_looked_at_with_the_readmes_commands(project, demo, other_demos):
-    """Evaluation, curves and verdict on the runs of seed 42, and the page of recorded tokens."""
+def test_readme_commands_evaluate_plot_and_compare_the_runs(project, demo, other_demos):
+    """Covers evaluation, curves and verdict of the runs with seed 42, and the page of recorded tokens."""
     run_names = [f"{algorithm}_training_output" for algorithm in ALGORITHMS]
     done = run(["evaluate_generations.py", "--model-path", run_names[0]], project)
     assert done.returncode == 0, done.stderr
@@ -106,29 +106,29 @@ def test_the_demos_runs_are_looked_at_with_the_readmes_commands(project, demo, o
     assert (project / "evaluation_output" / "tokens.html").is_file()
 
 
-def test_the_first_time_takes_what_was_promised(demo):
+def test_first_run_takes_the_documented_time(demo):
     assert demo[0] <= FIRST_TIME_S
 
 
-def test_what_a_user_sees_at_the_end(demo):
+def test_output_ends_with_results_and_next_steps(demo):
     for words in ("before", "after", "random evaluation", "gold quality", "not used in training", "saved:", "next:"):
         assert words in demo[1]
 
 
-def test_there_are_enough_questions_and_none_is_shared_by_two_parts(project, demo):
+def test_questions_are_many_and_in_only_one_part(project, demo):
     from rlhf.data.examples import load_examples
     from rlhf.data.splits import split_examples
     from rlhf.settings.types import Split
 
     examples = load_examples(str(project / "demo_parts" / "pairs.jsonl"), pairs=True)
     assert len({e.question for e in examples}) >= 2000
-    split_examples(examples, Split(45, 45, 10))  # raises where a question leaks
+    split_examples(examples, Split(45, 45, 10))  # raises if two parts share a question
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("seed", ["123", "777"])
-def test_other_seeds_learn_too(project, demo, algorithm, seed):
+def test_other_seeds_learn(project, demo, algorithm, seed):
     seconds, output, log, _ = run_demo(project, algorithm, "--seed", seed)
     assert "demo parts: cached" in output
     assert seconds <= CACHED_S
@@ -144,11 +144,13 @@ PHASED = [
 
 @pytest.mark.proof
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_kl_follows_a_falling_target_into_the_band_of_each_third(project, demo, algorithm):
-    """0.05, 0.02, 0.01 nats a token: the last 10 updates of each third within 0.5 to 1.5 x its target."""
+def test_kl_follows_a_falling_target(project, demo, algorithm):
+    """The last 10 updates of each third have a KL of 0.5 to 1.5 x the target: 0.05, 0.02 and 0.01 nats/token."""
     _, output, log, _ = run_demo(project, algorithm, *PHASED)
     phases = log["figures"]["kl_phases"]
     assert [p["target"] for p in phases] == [0.05, 0.02, 0.01]
     for phase in phases:
         assert 0.5 <= phase["kl_last_10_updates"] / phase["target"] <= 1.5, phases
-    assert output.count(", within the range of 0.5 to 1.5 x the target") == 4, "the end, and each third"
+    assert output.count(", within the range of 0.5 to 1.5 x the target") == 4, (
+        "one line for the end of the run and one per third"
+    )

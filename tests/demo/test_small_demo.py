@@ -1,4 +1,4 @@
-"""The demo's steps from nothing to the verdict, smaller: tests/demo/test_demo.py has the real one."""
+"""Tests all steps of the demo on a small scale. tests/demo/test_demo.py tests the full demo."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ RUNS = [f"{algorithm}_training_output" for algorithm in ALGORITHMS]
 
 @pytest.fixture
 def small(made_once, monkeypatch) -> Path:
-    """The folder in which the demo ran; the working folder of the test."""
+    """Returns the folder of the small demo, which becomes the test's working folder."""
     folder = made_once("small_demo", train_all)
     monkeypatch.chdir(folder)
     return folder
 
 
 def train_all(folder: Path) -> None:
-    """PPO from nothing, then the others; what each printed goes to a file."""
+    """Trains PPO first, which makes the demo parts, then the other algorithms. Each run's output goes to a file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(parts, "QUESTIONS", parts.QUESTIONS // 5)
@@ -45,7 +45,7 @@ def finished(name: str) -> dict:
     return run
 
 
-def test_ppo_is_trained_from_nothing(small):
+def test_ppo_makes_the_demo_parts_and_trains(small):
     printed = Path("ppo.txt").read_text(encoding="utf-8")
     assert "demo: sampling 3 completions for each of 600 questions" in printed
     record = json.loads(Path("demo_parts", "reward_model", "metrics.json").read_text(encoding="utf-8"))
@@ -56,7 +56,7 @@ def test_ppo_is_trained_from_nothing(small):
 
 
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ppo"])
-def test_others_take_the_same_parts_and_as_many_episodes(small, algorithm):
+def test_other_algorithms_use_the_same_parts_and_episodes(small, algorithm):
     printed = Path(f"{algorithm}.txt").read_text(encoding="utf-8")
     assert "demo parts: cached" in printed
     for words in ("before -> after", "random evaluation", "gold quality", "not used in training", "saved:", "next:"):
@@ -66,7 +66,7 @@ def test_others_take_the_same_parts_and_as_many_episodes(small, algorithm):
     assert ppo["spent"]["optimizer_steps"] == other["spent"]["optimizer_steps"]
 
 
-def test_the_runs_are_evaluated_drawn_and_compared(small):
+def test_runs_are_evaluated_plotted_and_compared(small):
     evaluate_generations.main(["--model-path", RUNS[0], "--num-prompts", "8"])
     evaluation = json.loads(Path("evaluation_output", "evaluation.json").read_text(encoding="utf-8"))
     assert evaluation["facts"]["judge"] == "gold quality" and len(evaluation["prompts"]) == 8

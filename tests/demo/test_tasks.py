@@ -1,4 +1,4 @@
-"""The demo's world: distinct seeded questions, a gold quality that is hard to please, weights that load."""
+"""Tests the demo's questions, gold quality, preference pairs and start model."""
 
 import itertools
 import random
@@ -32,7 +32,7 @@ ONE_OF_EACH = [PICK, SORT, KIND, SCENE]
 
 
 @pytest.fixture(scope="module")
-def asked():
+def some_questions():
     return questions(600, seed=3)
 
 
@@ -43,13 +43,13 @@ def test_questions_are_distinct_seeded_and_balanced():
     assert Counter(map(family_of, many)) == dict.fromkeys(FAMILIES, 1500)
 
 
-def test_training_questions_never_meet_demo_questions_even_reordered():
+def test_training_and_demo_questions_are_disjoint_even_reordered():
     assert {split_of(question) for question in questions(60, seed=0)} == {"demo"}
     assert {split_of(question) for question in questions(60, seed=0, split="train")} == {"train"}
     assert split_of("Order from small to big: ant, fox, horse.") == split_of(SORT)
 
 
-def test_the_corpus_is_of_mixed_quality_and_of_the_training_split():
+def test_corpus_has_mixed_quality_and_training_questions():
     mixture = list(itertools.islice(corpus(0, mixed=True), 1200))
     assert {split_of(question) for question, _ in mixture} == {"train"}
     good = sum(gold_quality(question, completion) == 1 for question, completion in mixture) / len(mixture)
@@ -67,7 +67,7 @@ def test_the_corpus_is_of_mixed_quality_and_of_the_training_split():
         (SCENE, "Today the old plum stands under the new saw."),
     ],
 )
-def test_good_replies_by_hand(question, completion):
+def test_good_completions_have_gold_quality_1(question, completion):
     assert gold_quality(question, completion) == 1 and flaw_of(question, completion) is None
 
 
@@ -89,30 +89,30 @@ def test_good_replies_by_hand(question, completion):
         (PICK, "The old hat lies near the new drum.", "off_topic", 0.0),
     ],
 )
-def test_flaws_by_hand(question, completion, flaw, highest):
+def test_flaws_are_detected(question, completion, flaw, highest):
     assert flaw_of(question, completion) == flaw and gold_quality(question, completion) <= highest
 
 
-def test_demonstrations_are_good_and_vary(asked):
+def test_demonstrations_are_good_and_varied(some_questions):
     rng = random.Random(0)
-    for question in asked:
+    for question in some_questions:
         assert gold_quality(question, demonstration(question, rng)) == 1, question
     for question in ONE_OF_EACH:
         assert len({demonstration(question, rng) for _ in range(20)}) > 1
 
 
 @pytest.mark.parametrize("kind", FLAWS)
-def test_flawed_replies_show_their_flaw_and_cost_quality(asked, kind):
+def test_flawed_completions_have_their_flaw_and_lower_quality(some_questions, kind):
     rng = random.Random(kind)
     highest = {"wrong": 0.25, "off_topic": 0.0, "incomplete": 0.65, "rambling": 0.6, "format": 0.75}[kind]
-    for question in asked:
+    for question in some_questions:
         completion = flawed(question, kind, rng)
         assert flaw_of(question, completion) == kind, (question, completion)
         assert gold_quality(question, completion) <= highest, (question, completion)
 
 
 @pytest.mark.parametrize("question", ONE_OF_EACH)
-def test_gaming_scores_low(question):
+def test_reward_hacking_has_low_gold_quality(question):
     everything = ", ".join(NOUNS).capitalize() + "."
     kinds = ". ".join(", ".join(nouns).capitalize() for nouns in KINDS.values()) + "."
     magic = ["It is good.", "Yes.", ".", "First, then.", "The fox.", "Plum. Plum. Plum."]
@@ -120,16 +120,16 @@ def test_gaming_scores_low(question):
         assert gold_quality(question, completion) <= 0.3, completion
 
 
-def test_another_questions_answer_scores_nothing_much(asked):
+def test_answers_to_other_questions_have_low_gold_quality(some_questions):
     rng = random.Random(0)
-    asked = asked[:600]
-    others = asked[1:] + asked[:1]
-    qualities = [gold_quality(q, demonstration(other, rng)) for q, other in zip(asked, others, strict=True)]
-    assert sum(qualities) / len(qualities) < 0.02 and max(qualities) < 0.7  # a few touch the question by chance
+    some_questions = some_questions[:600]
+    others = some_questions[1:] + some_questions[:1]
+    qualities = [gold_quality(q, demonstration(other, rng)) for q, other in zip(some_questions, others, strict=True)]
+    assert sum(qualities) / len(qualities) < 0.02 and max(qualities) < 0.7  # a few match the question by chance
 
 
 @pytest.mark.parametrize("question", ONE_OF_EACH)
-def test_not_ending_costs_half_and_counts_as_rambling(question):
+def test_unended_completion_halves_quality_and_is_rambling(question):
     completion = demonstration(question, random.Random(0))
     assert gold_quality(question, completion, ended=False) == 0.5
     assert flaw_of(question, completion, ended=False) == "rambling"
@@ -140,17 +140,17 @@ def test_not_ending_costs_half_and_counts_as_rambling(question):
     "completion",
     ["\x00\ud800", "。？！", "drum " * 50_000, ".!?" * 9999, "ÀÉ " * 99, "\n\n", "<|im_end|>", "((((", "a" * 10**6],
 )
-def test_any_text_may_be_given(question, completion):
+def test_gold_quality_accepts_any_text(question, completion):
     assert 0 <= gold_quality(question, completion) <= 0.3
     assert flaw_of(question, completion) in FLAWS
 
 
-def test_a_question_that_nobody_asks_is_refused():
+def test_unknown_question_is_refused():
     with pytest.raises(ValueError, match="not one of the demo's questions"):
         family_of("What is the meaning of life?")
 
 
-def test_pairs_prefer_the_better_sample_and_name_the_flaw():
+def test_pairs_prefer_the_better_sample_and_store_the_flaw():
     completions = [("Plum is a fruit.", True), ("plum is a fruit.", True), ("Goat is a fruit.", True), ("Plum", False)]
     rows = sampled_pairs(PICK, completions, Counter())
     assert len(rows) == 2 and all(row["chosen"] == "Plum is a fruit." for row in rows)
@@ -165,7 +165,7 @@ def test_shipped_start_model_is_small_and_loads():
     assert tokenizer.pad_token == "<|endoftext|>" and tokenizer.eos_token == "<|im_end|>"
     assert model.config.vocab_size == len(tokenizer)
     ids = encode_prompt(tokenizer, [{"role": "user", "content": PICK}])
-    assert ids == tokenizer(prompt_text(PICK))["input_ids"], "trained on what PPO and the reward model render"
+    assert ids == tokenizer(prompt_text(PICK))["input_ids"], "prompts must be rendered as in the model's training"
     assert len(ids) <= 48
     (completion, _), (again, _) = (
         sample_answers(model, tokenizer, [PICK], 1, torch.device("cpu"))[0] for _ in range(2)

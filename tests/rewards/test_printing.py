@@ -1,4 +1,4 @@
-"""What a reward function prints goes to a file, and the standard streams are what they were."""
+"""Tests that the output of a reward function goes to a file and that the standard streams are restored."""
 
 import io
 import sys
@@ -9,7 +9,7 @@ from rlhf.rewards.printing import printed_to
 from rlhf.utils.errors import RLHFWarning
 
 
-def test_the_streams_come_back(tmp_path, capsys):
+def test_streams_are_restored(tmp_path, capsys):
     before = sys.stdout, sys.stderr
     with pytest.warns(RLHFWarning, match="mine prints"), printed_to(tmp_path / "out.txt", "mine"):
         print("hello")
@@ -17,8 +17,8 @@ def test_the_streams_come_back(tmp_path, capsys):
     assert (tmp_path / "out.txt").read_text() == "hello\n" and capsys.readouterr().out == ""
 
 
-def test_a_function_that_ends_late_does_not_bring_back_a_closed_stream(tmp_path, monkeypatch):
-    """One that ran too long is left behind on its thread, and ends when somebody else has replaced the streams."""
+def test_late_function_does_not_restore_a_closed_stream(tmp_path, monkeypatch):
+    """A function that exceeds its time limit continues on its thread and may end after the streams were replaced."""
     old, new = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", old)
     late = printed_to(tmp_path / "out.txt", "late")
@@ -30,7 +30,7 @@ def test_a_function_that_ends_late_does_not_bring_back_a_closed_stream(tmp_path,
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_functions_may_end_in_any_order(tmp_path, order):
+def test_two_functions_can_end_in_any_order(tmp_path, order):
     before = sys.stdout
     both = [printed_to(tmp_path / "out.txt", name) for name in ("first", "second")]
     for one in both:

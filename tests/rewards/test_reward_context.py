@@ -1,4 +1,4 @@
-"""A reward model is not used, or trained, beyond its context: refused, or skipped with a count."""
+"""Tests the reward model's context limit: longer prompts are refused, longer training pairs skipped and counted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def short_reward_model(folder, context: int):
-    """A reward model of so many positions; rotary, so that it would go on beyond them without an error."""
+    """Makes a reward model with `context` positions. Rotary embeddings would accept longer input without an error."""
     tokenizer = smollm2_tokenizer()
     tokenizer.pad_token = "<|endoftext|>"
     config = llama_config("tiny", len(tokenizer))
@@ -37,28 +37,28 @@ def short(tmp_path):
 
 
 @pytest.mark.parametrize("more", [[], ["--check"], ["--dry-run"]])
-def test_prompts_beyond_it_are_refused_before_its_weights_are_read(run_flags, short, monkeypatch, more):
+def test_prompts_beyond_the_context_are_refused_before_loading(run_flags, short, monkeypatch, more):
     monkeypatch.setattr(RewardModel, "load", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(UserError, match=r"prompts.* longer than the reward model's context of 40 tokens.*--rm-model"):
         train_ppo.main([*run_flags("--max-new-tokens", 8), "--rm-model", str(short), *more])
 
 
-def test_an_evaluation_beyond_it_is_refused(runs, short, tmp_path):
-    words = ["--model-path", str(runs["ppo", 1]), "--output", str(tmp_path / "out")]
+def test_evaluation_beyond_the_context_is_refused(runs, short, tmp_path):
+    flags = ["--model-path", str(runs["ppo", 1]), "--output", str(tmp_path / "out")]
     for flag in ("--rm-model", "--judge-model"):
         with pytest.raises(UserError, match=rf"longer than the reward model's context of 40 tokens.*{flag}"):
-            evaluate_generations.main([*words, flag, str(short)])
+            evaluate_generations.main([*flags, flag, str(short)])
 
 
-def test_a_sequence_beyond_it_raises_and_one_at_its_limit_does_not(short):
+def test_only_sequences_beyond_the_context_raise(short):
     model = RewardModel.load(str(short), CPU, None)
     assert len(model.raw_scores([[5] * 40, [6]])) == 2
     with pytest.raises(RunError, match=r"1 of 2 prompts .* context of 40 tokens \(longest: 41\): scoring"):
         model.raw_scores([[5] * 41, [6]])
 
 
-def test_pairs_beyond_the_base_models_positions_are_skipped_with_a_count(tmp_path, capsys, monkeypatch):
-    """GPT-2's learned positions: an index error on a CPU, an assertion in the device on a GPU."""
+def test_pairs_beyond_the_base_models_context_are_skipped_and_counted(tmp_path, capsys, monkeypatch):
+    """GPT-2 has learned positions: longer input is an index error on a CPU and a device assertion on a GPU."""
     tokenizer = smollm2_tokenizer()
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=32, n_layer=1, n_head=2, eos_token_id=2)
@@ -67,13 +67,13 @@ def test_pairs_beyond_the_base_models_positions_are_skipped_with_a_count(tmp_pat
     rows = [{"question": f"What is {i}?", "chosen": "yes " * (40 if i % 4 == 0 else 2), "rejected": "no"}
             for i in range(80)]  # fmt: skip
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["--base-model", tmp_path / "base", "--actor-model", tmp_path / "base", "--pairs",
+    flags = ["--base-model", tmp_path / "base", "--actor-model", tmp_path / "base", "--pairs",
              tmp_path / "pairs.jsonl", "--rm-output", tmp_path / "judge", "--split", "80/10/10",
              "--max-new-tokens", 8]  # fmt: skip
     monkeypatch.setattr(training, "weakness", lambda _: None)
-    train_reward([str(word) for word in words])
+    train_reward([str(word) for word in flags])
     output = capsys.readouterr().out
-    assert "next:" not in output, "training's completions of 128 tokens do not fit"
+    assert "next:" not in output, "the default completions of 128 tokens do not fit"
     assert (
         "warning: training will reject this reward model: " in output
         and "the reward model's context of 64 tokens" in output

@@ -1,4 +1,4 @@
-"""Training, scoring, calibration and the refusal of weak reward models."""
+"""Tests training, scoring and calibrating reward models, and the errors for weak and invalid ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model(reward_folder) -> RewardModel:
 
 @pytest.fixture
 def flags(start_model, tmp_path):
-    """Flags of a tiny training run on a file of pairs; which file is the caller's."""
+    """Returns a function that makes the flags of a tiny training run on the given pairs."""
 
     def make(pairs, *more: object) -> list[str]:
         words = ["--pairs", pairs, "--base-model", start_model, "--actor-model", start_model,
@@ -51,7 +51,7 @@ def flags(start_model, tmp_path):
 
 @pytest.fixture(scope="module")
 def learnable_pairs(tmp_path_factory):
-    """The chosen reply thanks; length says nothing."""
+    """Returns a file of pairs in which the chosen completion contains "thanks". Length does not predict the choice."""
     path = tmp_path_factory.mktemp("pairs") / "polite.jsonl"
     with path.open("w") as file:
         for i in range(400):
@@ -62,25 +62,25 @@ def learnable_pairs(tmp_path_factory):
     return path
 
 
-def test_training_reads_the_ids_that_scoring_reads(model, monkeypatch, flags, pairs_file):
-    """What TRL's collator is handed, against what the scorer encodes for the same replies."""
+def test_training_and_scoring_use_the_same_ids(model, monkeypatch, flags, pairs_file):
+    """Compares the ids that TRL's trainer receives with the ids that the scorer encodes for the same completions."""
     pairs = [pair("a?", "the cat", "a table"), pair("b?", "help", "no", rejected_ended=False)]
     seen = {}
 
-    def catch(trainer, *_args, **_kwargs):
+    def record_rows(trainer, *_args, **_kwargs):
         seen["rows"] = [dict(row) for row in trainer.train_dataset]
 
-    monkeypatch.setattr("rlhf.rewards.training.RewardTrainer.train", catch)
+    monkeypatch.setattr("rlhf.rewards.training.RewardTrainer.train", record_rows)
     run_training(model, pairs, parse_reward_cli(flags(pairs_file)), Screen())
     for row, p in zip(seen["rows"], pairs, strict=True):
         assert row["chosen_ids"] == model.encode(p.messages, p.chosen, True)
         assert row["rejected_ids"] == model.encode(p.messages, p.rejected, p.rejected_ended)
     eos = model.tokenizer.eos_token_id
     assert seen["rows"][0]["chosen_ids"][-1] == eos and seen["rows"][0]["chosen_ids"][-2] != eos, "one EOS, not two"
-    assert seen["rows"][1]["rejected_ids"][-1] != eos, "a reply that was cut off has none"
+    assert seen["rows"][1]["rejected_ids"][-1] != eos, "a truncated completion has no EOS"
 
 
-def test_a_trained_reward_model_tells_good_from_bad_and_is_saved_whole(flags, learnable_pairs, tmp_path):
+def test_trained_reward_model_is_accurate_and_saved_completely(flags, learnable_pairs, tmp_path):
     config = parse_reward_cli(flags(learnable_pairs, "--rm-learning-rate", "3e-3", "--rm-epochs", 3))
     folder = train_reward_model(config, Screen(), CPU)
     record = json.loads((folder / METRICS_FILE).read_text())
@@ -99,62 +99,62 @@ def test_a_trained_reward_model_tells_good_from_bad_and_is_saved_whole(flags, le
     assert loaded.score([FRANCE], ["thanks 3"], [True])[0] == pytest.approx(calibrated, abs=1e-5)
 
 
-def test_scores_are_calibrated_on_the_start_models_replies(flags, learnable_pairs, monkeypatch):
-    """The replies that calibrated it, scored again through the finished model: mean 0, variance 1."""
-    kept = {}
+def test_scores_are_calibrated_on_start_model_completions(flags, learnable_pairs, monkeypatch):
+    """The saved model's scores of the calibration completions have mean 0 and variance 1."""
+    recorded = {}
     original = RewardModel.raw_scores
 
-    def keep(self, sequences):
-        kept.setdefault("first", [list(s) for s in sequences])
+    def record_first(self, sequences):
+        recorded.setdefault("first", [list(s) for s in sequences])
         return original(self, sequences)
 
-    monkeypatch.setattr(RewardModel, "raw_scores", keep)
+    monkeypatch.setattr(RewardModel, "raw_scores", record_first)
     config = parse_reward_cli(flags(learnable_pairs, "--calibration-prompts", 30))
     folder = train_reward_model(config, Screen(), CPU)
     loaded = RewardModel.load(str(folder), CPU, None)
     scale = loaded.calibration
-    scores = [(raw - scale.mean) / scale.std for raw in original(loaded, kept["first"])]
+    scores = [(raw - scale.mean) / scale.std for raw in original(loaded, recorded["first"])]
     assert len(scores) == 30
     assert sum(scores) / 30 == pytest.approx(0, abs=1e-4)
     assert torch.tensor(scores).var().item() == pytest.approx(1, abs=1e-3)
     assert json.loads((folder / METRICS_FILE).read_text())["calibration"]["source"].startswith("completions of")
 
 
-def test_without_a_start_model_the_chosen_replies_calibrate(flags, learnable_pairs):
+def test_without_a_start_model_chosen_completions_calibrate(flags, learnable_pairs):
     config = parse_reward_cli(flags(learnable_pairs, "--actor-model", "none"))
     folder = train_reward_model(config, Screen(), CPU)
     assert json.loads((folder / METRICS_FILE).read_text())["calibration"]["source"] == "chosen completions"
 
 
-def test_padding_leaves_a_score_unchanged(model):
+def test_padding_does_not_change_a_score(model):
     completions = ["yes", "the cat is on the table and it lies near the river Seine, which helps", "no"]
     together = model.score([FRANCE] * 3, completions, [True] * 3)
     alone = [model.score([FRANCE], [completion], [True])[0] for completion in completions]
     assert together == pytest.approx(alone, abs=1e-5)
-    assert len({round(s, 4) for s in alone}) == 3, "the replies must score apart, or this shows nothing"
+    assert len({round(s, 4) for s in alone}) == 3, "the scores must differ, or the test proves nothing"
 
 
-def test_a_reply_that_did_not_end_is_another_text(model):
+def test_unended_completion_has_a_different_score(model):
     assert model.score([FRANCE], ["yes"], [True]) != model.score([FRANCE], ["yes"], [False])
 
 
-def test_a_reward_model_with_another_tokenizer_scores_the_same_text(tmp_path, model):
-    """The scorer renders with its own tokenizer: what the policy's was plays no part."""
+def test_reward_model_with_another_tokenizer_scores_the_text(tmp_path, model):
+    """The reward model uses its own tokenizer and chat template, not the policy's."""
     folder = make_reward_model(tmp_path / "other")
     other = RewardModel.load(str(folder), CPU, None)
     other.tokenizer.chat_template = "{% for m in messages %}Q {{ m['content'] }} A {% endfor %}"
-    prompt = Prompt(ids=(1, 2, 3), example=Example(messages=FRANCE))  # ids of some policy's tokenizer
-    given = Rewards([LearnedReward(other)], None, model.tokenizer).score([prompt], ["yes"], [[9]], [True]).total
+    prompt = Prompt(ids=(1, 2, 3), example=Example(messages=FRANCE))  # ids of a policy's tokenizer
+    scores = Rewards([LearnedReward(other)], None, model.tokenizer).score([prompt], ["yes"], [[9]], [True]).total
     ids = other.tokenizer("Q What is the capital of France? A ", add_special_tokens=False).input_ids
     ids += [*other.tokenizer("yes", add_special_tokens=False).input_ids, other.tokenizer.eos_token_id]
-    assert given[0] == pytest.approx(other.model(torch.tensor([ids])).logits.item(), abs=1e-5)
+    assert scores[0] == pytest.approx(other.model(torch.tensor([ids])).logits.item(), abs=1e-5)
 
 
-# --- measuring -------------------------------------------------------------------------------------------------------
+# --- accuracy, checks and loading ------------------------------------------------------------------------------------
 
 
-def test_pair_accuracy_by_hand(model, monkeypatch):
-    """Scores are the replies' first digits. Lengths: longer wins in 1 of 4, shorter in 2, one tie: baseline 0.625."""
+def test_pair_accuracy_of_known_scores(model, monkeypatch):
+    """Scores are the first digits. The shorter completion is chosen in 2 of 4 pairs, with one tie: baseline 0.625."""
     monkeypatch.setattr(RewardModel, "score", lambda self, m, completions, e: [float(r[0]) for r in completions])
     pairs = [pair("a", "5", "1 long", flaw="x"), pair("b", "2", "4 long", flaw="x"),
              pair("c", "9 long", "1", flaw="y"), pair("d", "3", "3", flaw="y")]  # fmt: skip
@@ -168,7 +168,7 @@ def test_pair_accuracy_by_hand(model, monkeypatch):
 @pytest.mark.parametrize(
     ("accuracy", "baseline", "good"), [(0.59, 0.5, False), (0.7, 0.87, False), (0.6, 0.6, True), (0.9, 0.6, True)]
 )
-def test_weak_reward_models_are_refused_by_their_record(model, capsys, accuracy, baseline, good):
+def test_weak_reward_models_are_refused(model, capsys, accuracy, baseline, good):
     model.record = {"accuracy": accuracy, "length_baseline": baseline}
     if good:
         check_reward_model(model, "rm", [], False, Screen())
@@ -179,18 +179,18 @@ def test_weak_reward_models_are_refused_by_their_record(model, capsys, accuracy,
     assert "Continuing because of --allow-weak-reward-model" in capsys.readouterr().out
 
 
-def test_a_foreign_reward_model_is_measured_on_held_out_pairs(model, monkeypatch, capsys):
-    measured = PairAccuracy(0.5, 0.0, 0.6, None, {}, 9)
-    monkeypatch.setattr("rlhf.rewards.checks.pair_accuracy", lambda *_: measured)
+def test_reward_model_without_record_is_checked_on_held_out_pairs(model, monkeypatch, capsys):
+    weak = PairAccuracy(0.5, 0.0, 0.6, None, {}, 9)
+    monkeypatch.setattr("rlhf.rewards.checks.pair_accuracy", lambda *_: weak)
     with pytest.raises(UserError, match="from 1 held-out pairs"):
         check_reward_model(model, "rm", [pair("a", "b", "c")], False, Screen())
-    monkeypatch.setattr("rlhf.rewards.checks.pair_accuracy", lambda *_: dataclasses.replace(measured, accuracy=0.8))
+    monkeypatch.setattr("rlhf.rewards.checks.pair_accuracy", lambda *_: dataclasses.replace(weak, accuracy=0.8))
     check_reward_model(model, "rm", [pair("a", "b", "c")], False, Screen())
     check_reward_model(model, "rm", [Example(messages=FRANCE)], False, Screen())
     assert "its accuracy is unknown" in capsys.readouterr().out
 
 
-def test_models_that_cannot_give_one_score_are_refused(tmp_path, start_model):
+def test_models_without_exactly_one_score_are_refused(tmp_path, start_model):
     two = make_reward_model(tmp_path / "two", outputs=2)
     with pytest.raises(UserError, match="2 outputs, but a reward model has exactly one"):
         RewardModel.load(str(two), CPU, None)
@@ -203,7 +203,7 @@ def test_models_that_cannot_give_one_score_are_refused(tmp_path, start_model):
         RewardModel.load(str(tmp_path / "nowhere"), CPU, None)
 
 
-def test_a_head_that_was_never_trained_is_refused(tmp_path):
+def test_untrained_score_head_is_refused(tmp_path):
     from safetensors.torch import load_file, save_file
 
     folder = make_reward_model(tmp_path / "rm")
@@ -214,8 +214,8 @@ def test_a_head_that_was_never_trained_is_refused(tmp_path):
         RewardModel.load(str(folder), CPU, None)
 
 
-def test_pair_ids_of_a_base_model_that_ships_pad_as_eos(tmp_path):
-    """The reward model's pad is mended too: else transformers would read a score one token before EOS."""
+def test_base_model_with_pad_as_eos_gets_another_pad(tmp_path):
+    """A new reward model has pad != EOS. Otherwise transformers would read the score one token before EOS."""
     from rlhf.rewards.training import new_reward_model
 
     base = make_start_model(tmp_path / "base")
@@ -226,7 +226,7 @@ def test_pair_ids_of_a_base_model_that_ships_pad_as_eos(tmp_path):
     assert fresh.calibration == Calibration()
 
 
-def test_questions_that_the_reward_model_was_trained_on_are_told(model, capsys):
+def test_questions_in_the_reward_models_training_data_are_reported(model, capsys):
     prompts = [Prompt((1,), pair(q, "x", "y")) for q in ("a?", "b?", "c?")]
     sets = PromptSets(train=prompts[2:], evaluation=prompts[:2], rows=3, split=Split(45, 45, 10), parts={}, too_long=0)
     model.record = {"train_questions": [question_hash(prompts[0].example)]}
@@ -238,13 +238,13 @@ def test_questions_that_the_reward_model_was_trained_on_are_told(model, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_another_tools_metrics_file_is_no_record(tmp_path):
+def test_metrics_file_of_another_tool_is_ignored(tmp_path):
     folder = make_reward_model(tmp_path / "rm")
     (folder / METRICS_FILE).write_text('{"eval_loss": 0.3}')
     assert RewardModel.load(str(folder), CPU, None).record is None
 
 
-def test_faults_are_found_before_training(flags, learnable_pairs, monkeypatch, tmp_path):
+def test_errors_are_found_before_training(flags, learnable_pairs, monkeypatch, tmp_path):
     monkeypatch.setattr("rlhf.rewards.training.run_training", lambda *_: pytest.fail("trained first"))
     with pytest.raises(UserError, match="model not found"):
         train_reward_model(parse_reward_cli(flags(learnable_pairs, "--actor-model", "./nowhere")), Screen(), CPU)

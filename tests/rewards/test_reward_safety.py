@@ -1,4 +1,4 @@
-"""Reward functions are the user's code: they receive copies and the dataset's columns, and may raise anything."""
+"""Tests the isolation of user-written reward functions: copied arguments, redirected output, exceptions, columns."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from rlhf.utils.errors import RunError, UserError, run_command
 from tests.trainer.test_nan import run
 
 CHAT = ({"role": "user", "content": "2 + 2?"},)
-REPLIES = (["4", "five"], [[5, 2], [5, 6, 7]], [True, False])
+COMPLETIONS = (["4", "five"], [[5, 2], [5, 6, 7]], [True, False])  # texts, ids, ended
 
 
 def score(*functions, prompts=None, limit_s=None):
     prompts = prompts or [Prompt((1,), Example(CHAT, columns={"answer": 4}))] * 2
-    return Rewards(functions, None, None, limit_s).score(prompts, *REPLIES)
+    return Rewards(functions, None, None, limit_s).score(prompts, *COMPLETIONS)
 
 
 # --- copies ----------------------------------------------------------------------------------------------------------
 
 
-def spoil(prompts, completions, completion_ids, messages, ended, answer):
+def change_arguments(prompts, completions, completion_ids, messages, ended, answer):
     for chat in messages:
         chat[-1]["content"] += " !"
         chat.append({"role": "user", "content": "more"})
@@ -45,56 +45,56 @@ def spoil(prompts, completions, completion_ids, messages, ended, answer):
     return [0.0, 0.0]
 
 
-def test_what_a_function_changes_reaches_nobody_else():
+def test_changed_arguments_do_not_affect_other_functions():
     seen = {}
 
-    def watch(**given):
-        seen.update(given)
+    def record(**kwargs):
+        seen.update(kwargs)
         return [1.0, 2.0]
 
     prompts = [Prompt((1,), Example(({"role": "user", "content": "2 + 2?"},), columns={"answer": [4]}))] * 2
-    assert score(spoil, watch, prompts=prompts).total == [1.0, 2.0]
+    assert score(change_arguments, record, prompts=prompts).total == [1.0, 2.0]
     assert seen["messages"] == [[{"role": "user", "content": "2 + 2?"}]] * 2
     assert seen["completions"] == ["4", "five"] and seen["completion_ids"] == [[5, 2], [5, 6, 7]]
     assert seen["prompts"] == ["2 + 2?"] * 2 and seen["ended"] == [True, False] and seen["answer"] == [[4], [4]]
     assert prompts[0].example.messages[0]["content"] == "2 + 2?"
 
 
-def test_rows_of_one_prompt_share_nothing():
-    """GRPO's group: what is done to one row of a prompt is not done to the others."""
+def test_rows_of_one_prompt_have_separate_copies():
+    """Changing the chat of one completion in a GRPO group does not change the chats of the others."""
 
-    def shout(messages, **_):
+    def add_exclamation_mark(messages, **_):
         for chat in messages:
             chat[-1]["content"] += "!"
         return [float(chat[-1]["content"].count("!")) for chat in messages]
 
-    assert score(shout).total == [1.0, 1.0]
+    assert score(add_exclamation_mark).total == [1.0, 1.0]
 
 
-def test_a_column_that_cannot_be_copied_is_passed_as_it_is():
+def test_column_that_cannot_be_copied_is_passed_unchanged():
     lock = threading.Lock()
     prompts = [Prompt((1,), Example(CHAT, columns={"lock": lock}))] * 2
     assert score(lambda lock, **_: [float(one.locked()) for one in lock], prompts=prompts).total == [0.0, 0.0]
 
 
-def test_a_function_that_changes_the_chats_moves_no_evaluation(build):
-    """The reward model's score of an unchanged policy stays what it is."""
+def test_function_that_changes_the_chats_does_not_affect_evaluation(build):
+    """The reward model's score of an unchanged policy stays the same."""
 
-    def shout(messages, **_):
+    def add_exclamation_mark(messages, **_):
         for chat in messages:
             chat[-1]["content"] += " !"
         return [0.0] * len(messages)
 
     trainer = build("--learning-rate", "1e-12", "--num-iterations", 1)
-    trainer.rewards.functions.append(shout)
-    trainer.rewards.names.append("shout")
+    trainer.rewards.functions.append(add_exclamation_mark)
+    trainer.rewards.names.append("add_exclamation_mark")
     trainer.rewards.weights.append(0.0)
     trainer.rewards.limits_s.append(None)
     scores = [trainer.evaluate()["eval/score"] for _ in range(3)]
     assert scores[0] == scores[1] == scores[2]
 
 
-def test_what_a_function_prints_goes_to_a_file(run_flags, tmp_path, capsys):
+def test_function_output_goes_to_a_file(run_flags, tmp_path, capsys):
     file = tmp_path / "rules.py"
     file.write_text(
         "import sys\ndef loud(completions):\n    print('stdout \\udcff here')\n"
@@ -103,13 +103,13 @@ def test_what_a_function_prints_goes_to_a_file(run_flags, tmp_path, capsys):
     )
     run(run_flags("--reward-func", f"{file}:loud"))
     output = capsys.readouterr()
-    kept = (tmp_path / "run" / "reward_output.txt").read_text()
-    assert kept.count("stderr here") == 4 and "stdout \\udcff here" in kept, "two evaluations, two updates"
+    text = (tmp_path / "run" / "reward_output.txt").read_text()
+    assert text.count("stderr here") == 4 and "stdout \\udcff here" in text, "two evaluations, two updates"
     assert "stderr here" not in output.out + output.err
     assert output.err.count("reward function loud prints text: it is written to") == 1
 
 
-# --- whatever they raise ---------------------------------------------------------------------------------------------
+# --- exceptions ------------------------------------------------------------------------------------------------------
 
 RAISED = {
     "sys.exit(0)": "SystemExit: 0",
@@ -126,14 +126,14 @@ RAISED = {
 
 @pytest.mark.parametrize("line", RAISED)
 @pytest.mark.parametrize("script", [train_ppo, train_grpo])
-def test_whatever_a_function_raises_is_one_line_and_status_1(run_flags, tmp_path, capsys, script, line):
+def test_exceptions_of_a_function_are_one_line_and_status_1(run_flags, tmp_path, capsys, script, line):
     file = tmp_path / "rules.py"
     head = "import sys\nfrom fractions import Fraction\nclass Odd(BaseException): pass\n"
     file.write_text(f"{head}def f(completions):\n    {line}\n")
     groups = ["--batch-size", 2, "--K", 2] if script is train_grpo else []
-    words = run_flags("--rm-model", "none", "--reward-func", f"{file}:f", *groups)
+    flags = run_flags("--rm-model", "none", "--reward-func", f"{file}:f", *groups)
     with pytest.raises(SystemExit) as ended:
-        run_command(lambda: script.main(words))
+        run_command(lambda: script.main(flags))
     output = capsys.readouterr().err
     assert ended.value.code == 1 and RunRecord.read(tmp_path / "run").status == "failed"
     assert (
@@ -145,19 +145,19 @@ def test_whatever_a_function_raises_is_one_line_and_status_1(run_flags, tmp_path
 
 
 @pytest.mark.parametrize("code", ["import sys\nsys.exit(0)", "raise BaseException('no')", "def f(: pass"])
-def test_a_file_that_ends_the_program_while_it_is_read_is_a_line(tmp_path, code):
+def test_reward_file_that_fails_on_import_is_refused(tmp_path, code):
     (tmp_path / "rules.py").write_text(code)
     with pytest.raises(UserError, match=r"the file fails on import: --reward-func .*rules\.py"):
         find_rule(f"{tmp_path}/rules.py:f", ())
 
 
-def test_a_failing_seed_stops_the_command_with_status_1(run_flags, tmp_path):
+def test_failing_seed_stops_the_command_with_status_1(run_flags, tmp_path):
     file = tmp_path / "rules.py"
     file.write_text("import sys\ndef f(completions):\n    sys.exit(0)\n")
     run(run_flags("--rm-model", "none", "--reward-func", f"{file}:f", "--seeds", 1, 2), 1)
 
 
-def test_a_function_without_a_signature_is_called():
+def test_function_without_a_signature_is_called():
     with pytest.raises(RunError, match="TypeError"):
         score(dict.fromkeys)
 
@@ -166,24 +166,24 @@ def test_a_function_without_a_signature_is_called():
 
 
 def exact(completions, answer):
-    return [float(text == str(right)) for text, right in zip(completions, answer, strict=True)]
+    return [float(text == str(expected)) for text, expected in zip(completions, answer, strict=True)]
 
 
-def test_a_function_receives_the_columns_that_it_names():
+def test_function_receives_the_columns_in_its_signature():
     assert score(exact).total == [1.0, 0.0]
-    assert score(lambda **given: [float(a) for a in given["answer"]]).total == [4.0, 4.0]
+    assert score(lambda **kwargs: [float(a) for a in kwargs["answer"]]).total == [4.0, 4.0]
     assert required_columns(exact) == ["answer"]
     assert required_columns(lambda completions, weight=2, **_: 0) == []
 
 
-def test_a_row_without_the_column_gives_none(tmp_path):
+def test_row_without_the_column_gives_none(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b"}\n')
     assert [e.columns["answer"] for e in load_examples(str(file))] == [1, None]
     assert [e.columns["answer"] for e in examples_of([{"prompt": "a", "answer": 1}, {"prompt": "b"}])] == [1, None]
 
 
-def test_a_required_column_that_the_data_lacks_is_named():
+def test_missing_required_column_is_reported():
     rows = examples_of([{"prompt": "a", "anwser": "1"}])
     expected = (
         r"reward function exact requires the column 'answer', which the data lacks: prompts\. The data has .*'anw"
@@ -194,7 +194,7 @@ def test_a_required_column_that_the_data_lacks_is_named():
 
 @pytest.fixture
 def sums(tmp_path):
-    """Rows with an answer and a rule that needs it."""
+    """Writes rows with a column "answer" and a reward function that requires it. Returns their folder."""
     rows = [{"prompt": f"{i} + 1?", "answer": i + 1} for i in range(60)]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "rules.py").write_text(
@@ -206,7 +206,7 @@ def sums(tmp_path):
 
 
 @pytest.mark.parametrize("script", [train_ppo, train_grpo])
-def test_columns_reach_training_and_evaluation_from_a_file(run_flags, sums, script):
+def test_columns_of_a_file_reach_training_and_evaluation(run_flags, sums, script):
     groups = ["--batch-size", 2, "--K", 2] if script is train_grpo else []
     rule = f"{sums}/rules.py:right"
     script.main(run_flags("--prompts", sums / "sums.jsonl", "--rm-model", "none", "--reward-func", rule, *groups))
@@ -220,7 +220,7 @@ def test_columns_reach_training_and_evaluation_from_a_file(run_flags, sums, scri
         assert {c["score"] for side in prompt["sides"] for c in side["completions"]} == {answer}
 
 
-def test_a_missing_column_is_refused_before_a_model_is_loaded(run_flags, sums, monkeypatch, capsys):
+def test_missing_column_is_refused_before_loading_a_model(run_flags, sums, monkeypatch, capsys):
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
@@ -229,7 +229,7 @@ def test_a_missing_column_is_refused_before_a_model_is_loaded(run_flags, sums, m
     assert "reward function right requires the column 'answer', which the data lacks" in capsys.readouterr().err
 
 
-def test_columns_reach_a_function_given_in_python(start_model, tmp_path):
+def test_columns_reach_a_function_passed_in_python(start_model, tmp_path):
     seen = []
 
     def right(completions, answer):

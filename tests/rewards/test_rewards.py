@@ -1,4 +1,4 @@
-"""Reward functions: by weight, built in, from a file, as modules; and every way in which one can fail."""
+"""Tests reward functions: weighted sums, built-in rules, functions from files, modules, and every kind of failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhf.utils.errors import RunError, UserError
 
 FRANCE = ({"role": "user", "content": "What is the capital of France?"},)
 PROMPTS = [Prompt((1,), Example(messages=FRANCE))] * 2
-REPLIES = (["one", "two words"], [[5, 2], [5, 6, 7]], [True, False])
+COMPLETIONS = (["one", "two words"], [[5, 2], [5, 6, 7]], [True, False])  # texts, ids, ended
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def tokenizer(start_model):
 @pytest.fixture
 def score(tokenizer):
     def total(*functions, weights=None) -> list[float]:
-        return Rewards(functions, weights, tokenizer).score(PROMPTS, *REPLIES).total
+        return Rewards(functions, weights, tokenizer).score(PROMPTS, *COMPLETIONS).total
 
     return total
 
@@ -48,23 +48,23 @@ def test_reward_functions_add_up_by_weight(score):
     assert score(words, ending, weights=[2.0, -0.5]) == [2 - 5.0, 4.0]
 
 
-def test_each_functions_scores_are_kept_apart(tokenizer):
-    given = Rewards([words, ending], [1.0, 0.1], tokenizer).score(PROMPTS, *REPLIES)
-    assert given.by_function == {"words": [1.0, 2.0], "ending": [10.0, 0.0]}
+def test_each_functions_scores_are_stored(tokenizer):
+    scores = Rewards([words, ending], [1.0, 0.1], tokenizer).score(PROMPTS, *COMPLETIONS)
+    assert scores.by_function == {"words": [1.0, 2.0], "ending": [10.0, 0.0]}
     assert Rewards([words, words], None, tokenizer).names == ["words_1", "words_2"]
 
 
-def test_functions_get_what_trl_gives_and_only_what_they_ask_for(score):
+def test_functions_receive_trls_arguments_if_in_their_signature(score):
     seen = {}
 
-    def everything(**given):
-        seen.update(given)
+    def all_arguments(**kwargs):
+        seen.update(kwargs)
         return [0.0, 0.0]
 
-    def little(completions):
+    def one_argument(completions):
         return [1.0, 2.0]
 
-    assert score(everything, little) == [1.0, 2.0]
+    assert score(all_arguments, one_argument) == [1.0, 2.0]
     assert seen == {
         "prompts": ["What is the capital of France?"] * 2,
         "completions": ["one", "two words"],
@@ -74,14 +74,14 @@ def test_functions_get_what_trl_gives_and_only_what_they_ask_for(score):
     }
 
 
-def test_an_async_function_is_awaited(score):
+def test_async_function_is_awaited(score):
     async def slow(completions, **_):
         return [1.0] * len(completions)
 
     assert score(slow) == [1.0, 1.0]
 
 
-def test_a_function_that_fails_only_on_a_whole_batch_blames_no_single_reply(score):
+def test_error_that_needs_the_whole_batch_names_no_completion(score):
     def together(completions, **_):
         if len(completions) > 1:
             raise ConnectionError("judge is down")
@@ -94,13 +94,13 @@ def test_a_function_that_fails_only_on_a_whole_batch_blames_no_single_reply(scor
         score(together)
 
 
-def test_as_many_weights_as_functions(tokenizer):
+def test_number_of_weights_must_match_functions(tokenizer):
     for functions, weights in (([words], [1, 2]), ([words, ending], [1]), ([], None)):
         with pytest.raises(UserError, match=f"weights for {len(functions)} reward functions"):
             Rewards(functions, weights, tokenizer)
 
 
-def test_a_function_named_like_a_metric_hides_none(build):
+def test_function_name_cannot_overwrite_a_metric(build):
     def std(completions, **_):
         return [-99.0] * len(completions)
 
@@ -115,7 +115,7 @@ def test_numbers_of_any_library_are_scores(score, scores):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), None, "high"])
-def test_a_score_that_is_no_number_stops_the_run(score, bad):
+def test_non_finite_score_stops_the_run(score, bad):
     def broken(completions, **_):
         return [0.0, bad]
 
@@ -123,7 +123,7 @@ def test_a_score_that_is_no_number_stops_the_run(score, bad):
         score(words, broken)
 
 
-def test_a_wrong_count_stops_the_run(score):
+def test_wrong_number_of_scores_stops_the_run(score):
     def short(completions, **_):
         return [1.0]
 
@@ -131,7 +131,7 @@ def test_a_wrong_count_stops_the_run(score):
         score(short)
 
 
-def test_a_function_that_raises_stops_the_run_with_the_reply_that_did_it(score):
+def test_exception_in_a_function_is_reported_with_the_completion(score):
     def picky(completions, **_):
         return [1.0 / (len(text) - len("two words")) for text in completions]
 
@@ -140,18 +140,18 @@ def test_a_function_that_raises_stops_the_run_with_the_reply_that_did_it(score):
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_the_optimizer_never_sees_a_bad_score(build, algorithm):
-    """NaN for one reply of one function beside a good one, which TRL's GRPO would sum away."""
+def test_invalid_score_skips_the_update(build, algorithm):
+    """One of two functions returns NaN for one completion. TRL's GRPO would ignore the NaN in the sum."""
 
     def sometimes(completions, **_):
         return [float("nan"), *[1.0] * (len(completions) - 1)]
 
     trainer = build(algorithm=algorithm, rewards=[words, sometimes])
     before = [w.detach().clone() for w in trainer.model.parameters()]
-    heard = []
-    trainer.add_callback(SimpleNamespace(on_update_skipped=lambda *given: heard.append(str(given[-1]))))
+    reasons = []
+    trainer.add_callback(SimpleNamespace(on_update_skipped=lambda *args: reasons.append(str(args[-1]))))
     trainer.update_step(1)
-    assert len(heard) == 1 and "reward function sometimes" in heard[0]
+    assert len(reasons) == 1 and "reward function sometimes" in reasons[0]
     assert trainer.progress.optimizer_steps == 0
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
@@ -159,7 +159,7 @@ def test_the_optimizer_never_sees_a_bad_score(build, algorithm):
 # --- built in, from a file, as a module ------------------------------------------------------------------------------
 
 
-def test_built_in_rules_by_hand(score):
+def test_built_in_rules_give_known_scores(score):
     assert score(length_penalty) == [-2.0, -3.0]
     assert score(keyword_bonus(["WORDS", "x"])) == [0.0, 1.0]
     assert score(find_rule("length_penalty", ()), find_rule("keyword_bonus", ("one",)), weights=[0.5, 2]) == [
@@ -168,7 +168,7 @@ def test_built_in_rules_by_hand(score):
     ]
 
 
-def test_a_rule_from_a_file(score, tmp_path):
+def test_rule_from_a_file(score, tmp_path):
     (tmp_path / "neighbour.py").write_text("PRICE = 3.0")
     file = tmp_path / "my_rewards.py"
     file.write_text(
@@ -190,7 +190,7 @@ def test_a_rule_from_a_file(score, tmp_path):
         find_rule(f"{file}:Settings", ())
 
 
-def test_rules_that_are_not_there(tmp_path):
+def test_missing_rules_are_refused(tmp_path):
     with pytest.raises(
         UserError, match="no such reward function: --reward-func lenght_penalty. Did you mean length_penalty"
     ):
@@ -203,22 +203,22 @@ def test_rules_that_are_not_there(tmp_path):
 
 
 class LastId(torch.nn.Module):
-    """Scores a row by its last real id, and by how many there are."""
+    """Scores a row by its last id that is not padding, plus a thousandth of the number of ids."""
 
     def forward(self, input_ids, attention_mask):
         last = attention_mask.sum(1) - 1
         return (input_ids.gather(1, last.unsqueeze(1)) + attention_mask.sum(1, keepdim=True) / 1000).float()
 
 
-def test_a_module_reads_ids_padded_on_the_right_and_returns_scores(score, tokenizer):
+def test_module_receives_right_padded_ids(score, tokenizer):
     rows = [encode_prompt(tokenizer, FRANCE) + encode_completion(tokenizer, text, ended)
-            for text, ended in zip(REPLIES[0], REPLIES[2], strict=True)]  # fmt: skip
+            for text, ended in zip(COMPLETIONS[0], COMPLETIONS[2], strict=True)]  # fmt: skip
     assert score(LastId()) == pytest.approx([row[-1] + len(row) / 1000 for row in rows])
     assert rows[0][-1] == tokenizer.eos_token_id != rows[1][-1]
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_rules_serve_training_and_evaluation_alike(build, tmp_path, algorithm):
+def test_rules_score_training_and_evaluation(build, tmp_path, algorithm):
     flags = ["--rm-model", "none", "--reward-func", "length_penalty", "keyword_bonus", "--keywords", "cat"]
     trainer = build(*flags, "--reward-weights", 0.5, 2, algorithm=algorithm)
     logged = trainer.update_step(1)
@@ -226,6 +226,6 @@ def test_rules_serve_training_and_evaluation_alike(build, tmp_path, algorithm):
     assert logged["rewards/mean"] == pytest.approx(expected, rel=1e-5)
     assert logged["rewards/each/length_penalty"] == pytest.approx(-logged["completions/mean_length"])
     trainer.evaluate()
-    looked = trainer.evaluations[-1]
-    bonus = [2.0 * ("cat" in text.casefold()) for text in looked.texts]
-    assert looked.scores == pytest.approx([b - 0.5 * n for b, n in zip(bonus, looked.lengths, strict=True)])
+    evaluation = trainer.evaluations[-1]
+    bonus = [2.0 * ("cat" in text.casefold()) for text in evaluation.texts]
+    assert evaluation.scores == pytest.approx([b - 0.5 * n for b, n in zip(bonus, evaluation.lengths, strict=True)])

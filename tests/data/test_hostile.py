@@ -80,16 +80,16 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("what", LONG)
-def test_very_long_prompt_is_skipped_and_counted_or_kept_whole(tmp_path, tokenizer, what):
-    assert len(LONG[what]) >= 100_000
-    rows = [{"prompt": f"question {i}"} for i in range(40)] + [{"prompt": LONG[what]}]
+@pytest.mark.parametrize("case", LONG)
+def test_very_long_prompt_is_skipped_and_counted_or_kept_whole(tmp_path, tokenizer, case):
+    assert len(LONG[case]) >= 100_000
+    rows = [{"prompt": f"question {i}"} for i in range(40)] + [{"prompt": LONG[case]}]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     sets = load_prompts(DataSettings(str(file), Split(0, 50, 50)), tokenizer)
     assert sets.too_long == 1 and len(sets.train) + len(sets.evaluation) == 40
-    (whole,), _ = encode_prompts(tokenizer, examples_of([LONG[what]]), 10**6)
-    assert LONG[what] in tokenizer.decode(list(whole.ids))
+    (whole,), _ = encode_prompts(tokenizer, examples_of([LONG[case]]), 10**6)
+    assert LONG[case] in tokenizer.decode(list(whole.ids))
 
 
 CONTROLS = (
@@ -305,9 +305,9 @@ WRONG = {
     "NaN": '{"prompt": NaN}',
     "a zero for the system text": '{"system": 0, "prompt": "a"}',
     "false for the system text": '{"system": false, "prompt": "a"}',
-    "a number for a reply": '{"prompt": "a", "chosen": 1, "rejected": "b"}',
-    "an empty list for a reply": '{"prompt": "a", "chosen": [], "rejected": "b"}',
-    "a list of lists for a reply": '{"prompt": "a", "chosen": [["a"]], "rejected": "b"}',
+    "a number for a completion": '{"prompt": "a", "chosen": 1, "rejected": "b"}',
+    "an empty list for a completion": '{"prompt": "a", "chosen": [], "rejected": "b"}',
+    "a list of lists for a completion": '{"prompt": "a", "chosen": [["a"]], "rejected": "b"}',
     "text for true or false": '{"prompt": "a", "chosen": "b", "rejected": "c", "rejected_ended": "false"}',
     "a list for a flaw": '{"prompt": "a", "chosen": "b", "rejected": "c", "flaw": ["wrong"]}',
     "an object for a topic": '{"prompt": "a", "topic": {}}',
@@ -326,10 +326,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_rows_of_the_wrong_type_are_reported_with_their_line(tmp_path, what):
+@pytest.mark.parametrize("case", WRONG)
+def test_rows_of_the_wrong_type_are_reported_with_their_line(tmp_path, case):
     with pytest.raises(UserError) as caught:
-        read(tmp_path, '{"prompt": "fine"}\n' + WRONG[what])
+        read(tmp_path, '{"prompt": "fine"}\n' + WRONG[case])
     for problem in caught.value.problems:
         assert re.search(r"rows\.jsonl:[2-9]", problem) and "\n" not in problem and len(problem) < 500
 
@@ -440,11 +440,11 @@ def test_valid_text_is_loaded_completely(place, tokenizer, texts):
 # --- code in data ----------------------------------------------------------------------------------------------------
 
 YAML = {
-    "a call": "seed: !!python/object/apply:os.system ['touch {mark}']\n",
-    "a call in a group": "run:\n  seed: !!python/object/apply:os.system ['touch {mark}']\n",
-    "a call in a list": "keywords: [a, !!python/object/apply:os.system ['touch {mark}']]\n",
-    "a call for a key": "? !!python/object/apply:os.system ['touch {mark}']\n: 1\n",
-    "a call for the file": "!!python/object/apply:os.system ['touch {mark}']\n",
+    "a call": "seed: !!python/object/apply:os.system ['touch {file}']\n",
+    "a call in a group": "run:\n  seed: !!python/object/apply:os.system ['touch {file}']\n",
+    "a call in a list": "keywords: [a, !!python/object/apply:os.system ['touch {file}']]\n",
+    "a call for a key": "? !!python/object/apply:os.system ['touch {file}']\n: 1\n",
+    "a call for the file": "!!python/object/apply:os.system ['touch {file}']\n",
     "an object with settings": "ppo: !!python/object/new:os.system {{gamma: 0.5}}\n",
     "a name": "output: !!python/name:os.system\n",
     "a module": "output: !!python/module:os\n",
@@ -452,17 +452,17 @@ YAML = {
 }
 
 
-@pytest.mark.parametrize("what", YAML)
-def test_yaml_that_would_run_code_is_refused(tmp_path, what):
-    mark = tmp_path / "it_ran"
-    (tmp_path / "a.yaml").write_text(YAML[what].format(mark=mark))
+@pytest.mark.parametrize("case", YAML)
+def test_yaml_that_would_run_code_is_refused(tmp_path, case):
+    file = tmp_path / "it_ran"
+    (tmp_path / "a.yaml").write_text(YAML[case].format(file=file))
     for parse in (parse_cli, parse_reward_cli):
         with pytest.raises(UserError, match=r"a\.yaml:[12]\b"):
             parse(["--config", str(tmp_path / "a.yaml")])
-    assert not mark.exists()
+    assert not file.exists()
 
 
-ENDLESS = {
+RECURSIVE_OR_DEEP = {
     "a mapping in itself": "a: &x {b: *x}\n",
     "a list in itself": "keywords: &x [a, *x]\n",
     "a billion laughs": "keywords: &a [ha, ha]\n" + "".join(f"k{i}: &b{i} [*a, *a]\n" for i in range(3)),
@@ -470,9 +470,9 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("what", ENDLESS)
-def test_recursive_or_deep_yaml_is_refused(tmp_path, what):
-    (tmp_path / "a.yaml").write_text(ENDLESS[what])
+@pytest.mark.parametrize("case", RECURSIVE_OR_DEEP)
+def test_recursive_or_deep_yaml_is_refused(tmp_path, case):
+    (tmp_path / "a.yaml").write_text(RECURSIVE_OR_DEEP[case])
     with pytest.raises(UserError, match=r"a\.yaml"):
         parse_cli(["--config", str(tmp_path / "a.yaml")])
 
@@ -557,11 +557,11 @@ RECORDS = {
 }
 
 
-@pytest.mark.parametrize("what", RECORDS)
-def test_invalid_reward_model_record_is_refused(reward_folder, tmp_path, what):
+@pytest.mark.parametrize("case", RECORDS)
+def test_invalid_reward_model_record_is_refused(reward_folder, tmp_path, case):
     """Such a record would reverse the scores, make them NaN, or end in a traceback."""
     shutil.copytree(reward_folder, folder := tmp_path / "judge")
-    (folder / "metrics.json").write_text(RECORDS[what])
+    (folder / "metrics.json").write_text(RECORDS[case])
     with pytest.raises(UserError, match=r"metrics\.json.* delete that file"):
         RewardModel.load(str(folder), CPU, None)
     for other in ("[]", '{"loss": 1.0}', "null"):

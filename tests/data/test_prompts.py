@@ -70,9 +70,9 @@ BAD_ROWS = {
 }
 
 
-@pytest.mark.parametrize("what", BAD_ROWS)
-def test_invalid_row_is_reported_with_file_and_line(tmp_path, what):
-    row, message = BAD_ROWS[what]
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_invalid_row_is_reported_with_file_and_line(tmp_path, case):
+    row, message = BAD_ROWS[case]
     with pytest.raises(UserError, match=message):
         load_examples(write(tmp_path / "rows.jsonl", {"prompt": "fine"}, row))
 

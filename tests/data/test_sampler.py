@@ -118,9 +118,9 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("what", LENGTHS)
-def test_run_length(what):
-    words, updates = LENGTHS[what]
+@pytest.mark.parametrize("case", LENGTHS)
+def test_run_length(case):
+    words, updates = LENGTHS[case]
     assert planned_updates(parse_cli(words), prompts_by_topic()) == updates
 
 

@@ -436,9 +436,9 @@ UNPACKED = {
 }
 
 
-@pytest.mark.parametrize("what", UNPACKED)
-def test_unpackable_models_use_padded_rows(what, make_flags, tmp_path):
-    kind, settings = UNPACKED[what]
+@pytest.mark.parametrize("case", UNPACKED)
+def test_unpackable_models_use_padded_rows(case, make_flags, tmp_path):
+    kind, settings = UNPACKED[case]
     folder = make_family(tmp_path / "start", shapes.smollm2_tokenizer(), kind, **{**GROUPED, **settings})
     output, killed = tmp_path / "run", tmp_path / "killed"
     seen = train([*make_flags("llama"), "--actor-model", str(folder)], "ppo", output, killed)

@@ -167,7 +167,7 @@ def topic_flags(start_model, reward_folder, topic_file, tmp_path):
 def test_run_by_topics_is_logged_plotted_and_recorded_by_topic(topic_flags, tmp_path, capsys):
     train_ppo.main(topic_flags("--record-tokens", "--record-every", "1"))
     output = capsys.readouterr().out
-    assert "topics" in output and "3, 3 updates on each in turn, round and round: tea & cake (" in output
+    assert "topics" in output and "3, 3 updates per topic, in turn: tea & cake (" in output
     assert "update 1/9 | topic tea & cake | score" in output and "update 9/9 | topic c/d | score" in output
     run = read_runs([tmp_path / "run"])[0]
     for name, updates in {"tea_cake": [1, 2, 3], "rain": [4, 5, 6], "c_d": [7, 8, 9]}.items():
@@ -241,7 +241,7 @@ def test_resume_refuses_changed_topics(topic_flags, topic_file, tmp_path, monkey
         interrupt(patch, 5, Killed())
         train_ppo.main(topic_flags("--prompts", mine))
     mine.write_text(topic_file.read_text().replace('"topic": "rain"', '"topic": "snow"'))
-    with pytest.raises(UserError, match=r"topics_sha256 was .*, is "):
+    with pytest.raises(UserError, match=r"topics_sha256 was .* in this run and is "):
         train_ppo.main(["--resume", "--output", str(tmp_path / "run")])
     assert "topics_sha256" in RunRecord.read(tmp_path / "run").data
 

@@ -1,4 +1,4 @@
-"""Use from Python: the README's example, held-out prompts, own rewards and callbacks."""
+"""Tests the Python API: trainers from a config, held-out prompts, custom reward functions and callbacks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config(start_model, reward_folder, tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_a_trainer_from_a_config_and_a_list_of_prompts(config, algorithm, tmp_path):
+def test_trainer_from_a_config_and_a_list_of_prompts(config, algorithm, tmp_path):
     epochs = []
     trainer = make_trainer(
         config(algorithm, num_iterations=None, epochs=2),
@@ -50,18 +50,18 @@ def test_a_trainer_from_a_config_and_a_list_of_prompts(config, algorithm, tmp_pa
     trainer.save_model(tmp_path / "saved")
     trainer.load_model(tmp_path / "saved")
     assert trainer.evaluate()["eval/score"] == pytest.approx(final["eval/score"])
-    assert not any(Path(trainer.config.run.output).iterdir()), "nothing is written that was not asked for"
+    assert not any(Path(trainer.config.run.output).iterdir()), "no files are written without a request"
 
 
-def test_the_controller_steers_a_trainer_from_python_too(config):
+def test_kl_controller_changes_beta_in_a_trainer_from_python(config):
     trainer = make_trainer(config(kl_coef=0.5, kl_horizon=4, kl_target="1/sequence"), prompts=["a cat?", "a dog?"],
                            rewards=[lambda completions, **_: [0.0] * len(completions)])  # fmt: skip
     trainer.train()
-    assert trainer.kl_coef == pytest.approx(0.5 * (1 - 0.2 * 2 / 4) ** 2, rel=0.05), "the KL is far under its target"
+    assert trainer.kl_coef == pytest.approx(0.5 * (1 - 0.2 * 2 / 4) ** 2, rel=0.05), "the KL is far below its target"
 
 
-def test_what_a_callback_sets_is_what_the_next_update_has(config):
-    class Steer:
+def test_kl_coef_set_by_a_callback_is_used_in_the_next_update(config):
+    class SetsKlCoef:
         def __init__(self, trainer=None):
             self.betas = []
 
@@ -73,12 +73,12 @@ def test_what_a_callback_sets_is_what_the_next_update_has(config):
             self.trainer.set_kl_coef(0.77)
 
     for schedule in ("fixed", "adaptive"):
-        steer = Steer()
-        make_trainer(config(kl_coef=0.1, kl_schedule=schedule), ["a cat?"], [words], callbacks=[steer]).train()
-        assert steer.betas == [0.1, 0.77]
+        callback = SetsKlCoef()
+        make_trainer(config(kl_coef=0.1, kl_schedule=schedule), ["a cat?"], [words], callbacks=[callback]).train()
+        assert callback.betas == [0.1, 0.77]
 
 
-def test_own_rewards_have_own_weights(config):
+def test_custom_rewards_have_weights(config):
     trainer = make_trainer(config(), ["a cat?"], rewards=[words, LearnedSum()], reward_weights=[1, 0.2])
     assert str(trainer.rewards) == "1 x words + 0.2 x LearnedSum"
     trainer.update_step(1)
@@ -91,22 +91,22 @@ def test_a_tenth_of_the_prompts_is_held_out(config):
     trainer = make_trainer(config(allow_weak_reward_model=True), prompts)
     assert 8 <= len(trainer.evaluation_prompts) <= 35
     assert len(trainer.evaluation_prompts) + len(trainer.train_prompts) == 200
-    named = make_trainer(config(), ["a cat?"], evaluation_prompts=["a dog?"])
-    assert [p.example.question for p in named.evaluation_prompts] == ["a dog?"]
+    separate = make_trainer(config(), ["a cat?"], evaluation_prompts=["a dog?"])
+    assert [p.example.question for p in separate.evaluation_prompts] == ["a dog?"]
 
 
-def test_without_rewards_the_configured_ones_score(config):
+def test_without_rewards_argument_the_configured_rewards_are_used(config):
     trainer = make_trainer(config(reward_func=["length_penalty"], reward_weights=[1, 0.5]), ["a cat?"])
     assert str(trainer.rewards) == "1 x reward_model + 0.5 x length_penalty"
 
 
-def test_arguments_of_train_are_refused_with_the_place_where_they_belong(config):
+def test_train_refuses_arguments_and_names_their_setting(config):
     trainer = make_trainer(config(), ["a cat?"], [words])
     with pytest.raises(UserError, match=r"train\(\) takes no arguments: .*num_epochs.*make_config\(epochs=\)"):
         trainer.train(["a cat?"], num_epochs=10)
 
 
-def test_faults_of_prompts_and_settings_are_the_users_words(config):
+def test_errors_in_prompts_and_settings(config):
     with pytest.raises(UserError, match="prompt is empty: prompt 2"):
         make_trainer(config(), ["fine", " "])
     with pytest.raises(UserError, match="no prompt has at most 2 tokens"):

@@ -1,4 +1,6 @@
-"""Imports between folders point down only; one file alone imports TRL's PPO; functions and files are short."""
+"""Checks the structure of the code: imports between folders point down, one file imports TRL's PPO, and functions
+and files are short.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import pytest
 from rlhf.algorithms.table import ALGORITHMS
 
 ROOT = Path(__file__).parent.parent
-# The folders of rlhf/, bottom first, with the modules beside them at their places among them.
+# The folders and top-level modules of rlhf/, lowest level first. A file imports from its own or a lower level.
 ORDER = [
     *("utils", "settings", "checkpoints", "algorithms.table", "config"),  # the table imports nothing
     *("data", "models", "rollout", "rewards", "algorithms"),
@@ -31,44 +33,43 @@ def module_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Every module that a file imports, at its top or inside a function."""
+    """Returns all modules that a file imports, at its top or inside a function."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import"
+            assert node.level == 0, f"{path} has a relative import"
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
 
 
 def level(module: str) -> int:
-    """The place of a module's folder in ORDER; commands are above all folders, other libraries below."""
+    """Returns the index of a module's folder in ORDER. Commands are above all folders, other libraries below."""
     package, _, rest = module.partition(".")
     if package == "rlhf" and rest:
         if rest.startswith("algorithms.table"):
             return ORDER.index("algorithms.table")
         folder = rest.split(".")[0]
-        assert folder in ORDER, f"rlhf/{folder} is new: give it its place in ORDER"
+        assert folder in ORDER, f"rlhf/{folder} is new: add it to ORDER"
         return ORDER.index(folder)
     return len(ORDER) if package in (*SCRIPTS, "config", "reward_model") else -1
 
 
-def arrows_up(path: Path) -> list[str]:
-    """The imports that point up, annotations' imports among them."""
+def upward_imports(path: Path) -> list[str]:
+    """Returns the imports from a higher level. Imports for annotations count, too."""
     return [m for m in imports_of(path) if level(m) > level(module_of(path))]
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_no_arrow_points_up(path):
+def test_imports_point_down(path):
     if path.name == "__init__.py":
-        assert path.read_text() == "", "packages are folders; what they hold is imported by name"
+        assert path.read_text() == "", "__init__.py files are empty: import from the modules"
         return
-    assert arrows_up(path) == []
+    assert upward_imports(path) == []
 
 
-def test_folders_are_few_files_each():
-    """Someone who reads the list of folders knows where everything is."""
+def test_folders_have_few_files():
     folders = [folder for folder in PACKAGE.iterdir() if (folder / "__init__.py").is_file()]
     assert len(folders) >= 10
     assert len([file for file in PACKAGE.glob("*.py") if file.name != "__init__.py"]) <= 3
@@ -77,7 +78,7 @@ def test_folders_are_few_files_each():
 
 
 def long_functions(node: ast.AST, name: str) -> Iterator[str]:
-    """The functions and methods inside a node of the syntax tree, by qualified name, that are too long."""
+    """Yields the qualified names of the functions and methods inside a syntax tree node that are too long."""
     for child in ast.iter_child_nodes(node):
         is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
         inside = f"{name}.{child.name}" if is_function or isinstance(child, ast.ClassDef) else name
@@ -93,13 +94,13 @@ def test_functions_are_short():
 
 
 def test_files_are_short():
-    """Lists of settings are excepted."""
+    """The lists of settings may be longer."""
     files = [path for path in PACKAGE.glob("**/*.py") if path.parent.name != "settings"]
     long = [module_of(path) for path in files if len(path.read_text(encoding="utf-8").splitlines()) > LONGEST_FILE]
     assert long == [], f"at most {LONGEST_FILE} lines"
 
 
-def test_the_check_sees_a_long_function():
+def test_the_check_finds_a_long_function():
     body = "\n".join(["        pass"] * LONGEST_FUNCTION)
     tree = ast.parse(f"class A:\n    def short(self):\n        pass\n    async def long(self):\n{body}\n")
     assert list(long_functions(tree, "module")) == ["module.A.long"]
@@ -112,31 +113,31 @@ def test_trl_experimental_is_imported_in_one_file(path):
 
 
 @pytest.mark.parametrize("line", ["from rlhf.trainer import loop", "import config", "from train_ppo import main"])
-def test_the_check_sees_an_arrow_that_points_up(tmp_path, monkeypatch, line):
-    """In a function, and for annotations alone."""
+def test_the_check_finds_an_import_from_a_higher_level(tmp_path, monkeypatch, line):
+    """Inside a function, and under TYPE_CHECKING."""
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     bad = tmp_path / "rlhf" / "utils" / "files.py"
     bad.parent.mkdir(parents=True)
     for text in ("def f():\n    {}\n", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}\n"):
         bad.write_text(text.format(line))
-        assert arrows_up(bad)
+        assert upward_imports(bad)
     bad.write_text("import json\nfrom rlhf.utils import system\n")
-    assert not arrows_up(bad)
+    assert not upward_imports(bad)
 
 
 @pytest.mark.parametrize("command", [*([f"{script}.py"] for script in SCRIPTS), ["-m", "reward_model.train"]])
-def test_help_and_mistakes_do_not_wait_for_torch(command):
-    watch = "import sys, runpy; sys.argv = {argv}\ntry: runpy.{run}({name!r}, run_name='__main__')\n"
-    watch += "except SystemExit: pass\nassert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+def test_help_and_flag_errors_do_not_import_torch(command):
+    template = "import sys, runpy; sys.argv = {argv}\ntry: runpy.{run}({name!r}, run_name='__main__')\n"
+    template += "except SystemExit: pass\nassert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     run, name = ("run_module", command[1]) if command[0] == "-m" else ("run_path", command[0])
     for argument in ("--help", "--batch-sise"):
-        code = watch.format(argv=["x", argument], run=run, name=name)
+        code = template.format(argv=["x", argument], run=run, name=name)
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
 
 def strings_of(tree: ast.AST) -> Iterator[str]:
-    """The strings of a file, without its docstrings."""
+    """Yields the strings of a file, without its docstrings."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {
         id(node.body[0].value)
@@ -149,18 +150,23 @@ def strings_of(tree: ast.AST) -> Iterator[str]:
 
 
 NAMES = re.compile(rf"(?<![a-z_])(train_)?({'|'.join(ALGORITHMS)})(?![a-z_])", re.IGNORECASE)
-# where TRL's classes are imported, and the settings of one algorithm are declared
-NAMED_IN = {"rlhf.trainer.trl_host", "rlhf.models.trl_ppo", "rlhf.settings.training", "rlhf.settings.keywords"}
+# these import TRL's classes or declare the settings of one algorithm
+MAY_NAME_ALGORITHMS = {
+    "rlhf.trainer.trl_host",
+    "rlhf.models.trl_ppo",
+    "rlhf.settings.training",
+    "rlhf.settings.keywords",
+}
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("**/*.py")), ids=module_of)
-def test_only_the_table_names_an_algorithm(path):
-    if path.parent.name == "algorithms" or module_of(path) in NAMED_IN:
+def test_only_the_algorithms_folder_names_algorithms(path):
+    if path.parent.name == "algorithms" or module_of(path) in MAY_NAME_ALGORITHMS:
         return
     named = [text for text in strings_of(ast.parse(path.read_text(encoding="utf-8"))) if NAMES.search(text)]
     assert named == []
 
 
-def test_the_check_sees_a_name():
+def test_the_check_finds_an_algorithms_name():
     tree = ast.parse('"""PPO"""\ndef f():\n    "GRPO"\n    return "ppo" if x else f"python train_{y}.py grpo_"')
     assert [text for text in strings_of(tree) if NAMES.search(text)] == ["ppo"]

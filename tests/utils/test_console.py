@@ -1,4 +1,4 @@
-"""What a user sees, on any console."""
+"""Tests console output: times, encodings, markup, the progress line, and the warning about an unused GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_clock(seconds, text):
     assert clock(seconds) == text
 
 
-def test_a_cp1252_console_survives_any_reply():
+def test_any_text_can_be_printed_on_a_cp1252_console():
     code = (
         "from rlhf.utils.console import Screen\n"
         "s = Screen()\n"
@@ -37,12 +37,12 @@ def test_a_cp1252_console_survives_any_reply():
     assert "café ?? ? [/red] [bold]" in done.stdout.decode("cp1252")
 
 
-def test_text_of_a_model_is_never_markup(capsys):
-    Screen().table("replies", ["reply"], [["[link=x]click[/link] [bold red]loud"]])
+def test_markup_in_a_models_text_is_printed_as_text(capsys):
+    Screen().table("completions", ["completion"], [["[link=x]click[/link] [bold red]loud"]])
     assert "[link=x]click[/link] [bold red]loud" in " ".join(capsys.readouterr().out.split())
 
 
-def test_in_a_pipe_the_live_line_comes_now_and_then_and_at_the_end(monkeypatch):
+def test_in_a_pipe_the_progress_line_is_printed_rarely_and_at_the_end(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     screen = Screen()
     for i in range(50):
@@ -51,10 +51,10 @@ def test_in_a_pipe_the_live_line_comes_now_and_then_and_at_the_end(monkeypatch):
     assert sys.stdout.getvalue().split("\n") == ["update 0", "update 50", ""]
 
 
-# --- a card that torch cannot use: the faults are injected, as there is none here ------------------------------------
+# --- a GPU that torch cannot use (simulated) -------------------------------------------------------------------------
 
 
-def test_a_card_beside_a_torch_without_cuda_gives_one_line(monkeypatch):
+def test_torch_without_cuda_next_to_a_gpu_gives_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(device.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
@@ -70,7 +70,7 @@ def test_a_card_beside_a_torch_without_cuda_gives_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize(("capability", "bad"), [((12, 0), True), ((9, 0), False), ((8, 9), False), ((6, 1), True)])
-def test_a_card_that_torch_has_no_code_for_gives_one_line(monkeypatch, capability, bad):
+def test_gpu_architecture_missing_in_torch_gives_one_line(monkeypatch, capability, bad):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_86", "sm_90"])

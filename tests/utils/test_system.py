@@ -1,4 +1,4 @@
-"""What depends on the operating system."""
+"""Tests the code that depends on the operating system: memory, signals, file locks and replacing files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhf.utils import system
 from rlhf.utils.errors import RLHFWarning
 from tests.scripts.test_scripts import ROOT
 
-# page faults of filling 64 MiB for the second time
+# prints the number of page faults when 64 MiB are filled for the second time
 PROGRAM = """
 import resource, sys
 from rlhf.utils.system import keep_freed_memory
@@ -34,24 +34,24 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def run(how: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True)
+def page_faults(mode: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, check=True)
     return done.stdout.split()
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not the C library that has the setting")
-def test_freed_memory_is_kept_and_not_cleared_anew():
-    facts, faults = run("keep")
-    assert facts == "True"
-    assert int(faults) < 100 < 10_000 < int(run("leave")[0])
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has this setting")
+def test_freed_memory_is_kept_for_reuse():
+    kept, faults = page_faults("keep")
+    assert kept == "True"
+    assert int(faults) < 100 < 10_000 < int(page_faults("leave")[0])
 
 
-def test_elsewhere_nothing_is_done(monkeypatch):
+def test_freed_memory_is_not_kept_on_windows(monkeypatch):
     monkeypatch.setattr(system.sys, "platform", "win32")
     assert system.keep_freed_memory() is False
 
 
-def test_a_trainer_on_a_processor_keeps_it(build, monkeypatch):
+def test_trainer_on_a_cpu_keeps_freed_memory(build, monkeypatch):
     from rlhf.trainer import loop
 
     called = []
@@ -60,12 +60,12 @@ def test_a_trainer_on_a_processor_keeps_it(build, monkeypatch):
     assert called
 
 
-# --- Windows' other ways, tested here --------------------------------------------------------------------------------
+# --- behaviour on Windows, simulated on any system -------------------------------------------------------------------
 
 ONLY_IN_SYSTEM = ("fcntl", "msvcrt", "SIGTERM", "SIGBREAK", "os.fork", "fsync", "sys.platform")
 
 
-def test_what_windows_lacks_is_used_in_one_file():
+def test_platform_specific_functions_are_used_in_one_file():
     users = {
         path.name
         for path in (*ROOT.glob("*.py"), *ROOT.glob("rlhf/**/*.py"), *ROOT.glob("reward_model/*.py"))
@@ -75,7 +75,7 @@ def test_what_windows_lacks_is_used_in_one_file():
 
 
 def code_of(path: Path) -> str:
-    """A file without its comments and texts."""
+    """Returns the code of a file without comments and strings."""
     tokens = tokenize.generate_tokens(path.open(encoding="utf-8").readline)
     return "".join(t.string for t in tokens if t.type in (tokenize.NAME, tokenize.OP))
 
@@ -85,21 +85,21 @@ def windows(monkeypatch):
     monkeypatch.setattr(system, "WINDOWS", True)
 
 
-def test_on_windows_no_folder_is_opened(windows, monkeypatch, tmp_path):
+def test_on_windows_folders_are_not_synced(windows, monkeypatch, tmp_path):
     monkeypatch.setattr(system.os, "open", None)
     system.sync_folder(tmp_path)
 
 
-def test_on_windows_a_byte_behind_the_text_is_locked(windows, monkeypatch, tmp_path):
+def test_on_windows_a_byte_after_the_text_is_locked(windows, monkeypatch, tmp_path):
     locked = set()
 
     def locking(handle, mode, count):
         assert mode == "try" and count == 1
-        place = os.lseek(handle, 0, os.SEEK_CUR)
-        assert place == system.LOCKED_AT
-        if place in locked:
+        position = os.lseek(handle, 0, os.SEEK_CUR)
+        assert position == system.LOCKED_AT
+        if position in locked:
             raise PermissionError(errno.EACCES, "Permission denied")
-        locked.add(place)
+        locked.add(position)
 
     monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK="try"))
     first = system.lock(tmp_path / "run.lock")
@@ -108,30 +108,30 @@ def test_on_windows_a_byte_behind_the_text_is_locked(windows, monkeypatch, tmp_p
     first.close()
 
 
-def test_on_windows_a_console_sends_ctrl_break(windows, monkeypatch):
+def test_on_windows_ctrl_break_is_a_stop_signal(windows, monkeypatch):
     monkeypatch.setattr(system.signal, "SIGBREAK", 21, raising=False)
     assert system.stop_signals() == [system.signal.SIGINT, 21]
 
 
-def test_on_windows_the_card_is_capped_and_elsewhere_not(monkeypatch):
-    """To what is free: what other programs hold would be pushed into the machine's memory."""
-    asked = []
+def test_gpu_memory_is_capped_on_windows_only(monkeypatch):
+    """The cap is the free memory: beyond it, Windows moves GPU memory into the machine's memory."""
+    fractions = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (9 * 2**30, 12 * 2**30))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", asked.append)
-    assert system.cap_gpu_memory() is False and asked == []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    assert system.cap_gpu_memory() is False and fractions == []
     monkeypatch.setattr(system, "WINDOWS", True)
-    assert system.cap_gpu_memory() is True and asked == [0.75]
+    assert system.cap_gpu_memory() is True and fractions == [0.75]
 
 
-def test_on_windows_a_file_that_is_open_elsewhere_is_tried_again(windows, monkeypatch, tmp_path):
-    really, calls = os.replace, []
+def test_on_windows_replacing_a_file_in_use_is_retried(windows, monkeypatch, tmp_path):
+    original, calls = os.replace, []
 
     def replace(source, target):
         calls.append(source)
         if len(calls) < 4:
             raise PermissionError(errno.EACCES, "used by another process")
-        really(source, target)
+        original(source, target)
 
     monkeypatch.setattr(system.os, "replace", replace)
     (tmp_path / "a").write_text("new")
@@ -143,7 +143,7 @@ def test_on_windows_a_file_that_is_open_elsewhere_is_tried_again(windows, monkey
         system.replace(tmp_path / "b", tmp_path / "c")
 
 
-def test_elsewhere_a_refusal_is_one(monkeypatch, tmp_path):
+def test_on_other_systems_replacing_is_not_retried(monkeypatch, tmp_path):
     calls = []
 
     def replace(source, target):
@@ -157,7 +157,7 @@ def test_elsewhere_a_refusal_is_one(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(system.WINDOWS, reason="Windows has no flock")
-def test_where_a_disk_knows_no_locks_a_run_goes_on_and_says_so(monkeypatch, tmp_path):
+def test_file_system_without_locks_gives_a_warning(monkeypatch, tmp_path):
     import fcntl
 
     def flock(*_):
@@ -168,7 +168,7 @@ def test_where_a_disk_knows_no_locks_a_run_goes_on_and_says_so(monkeypatch, tmp_
         system.lock(tmp_path / "run.lock").close()
 
 
-def test_a_lock_dies_with_its_process(tmp_path):
+def test_lock_is_released_when_its_process_dies(tmp_path):
     file = tmp_path / "run.lock"
     program = (
         f"from pathlib import Path; from rlhf.utils import system; held = system.lock(Path({str(file)!r})); input()"

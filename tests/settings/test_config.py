@@ -1,4 +1,4 @@
-"""The command line, YAML, recipes: precedence, and every mistake named with its place and the way out."""
+"""Tests how the command line, YAML files and recipes are combined, and the errors in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf.settings.types import KLTarget, Split
 from rlhf.utils.errors import UserError, run_command
 
 
-def test_later_layers_win(tmp_path):
+def test_later_layers_replace_earlier_ones(tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text("learning_rate: 1e-4\nppo:\n  gamma: 0.5\n")
     assert parse_cli([]).optimizer.learning_rate == 5e-6
@@ -24,17 +24,17 @@ def test_later_layers_win(tmp_path):
     assert (both.optimizer.learning_rate, both.critic.gamma) == (2e-4, 0.5)
 
 
-def test_the_recipe_may_stand_in_the_file(tmp_path):
+def test_a_settings_file_may_name_the_recipe(tmp_path):
     (tmp_path / "a.yaml").write_text("recipe: demo\n")
     assert parse_cli(["--config", str(tmp_path / "a.yaml")]).recipe == "demo"
 
 
 @pytest.mark.parametrize("flag", ["--learning-rate", "--learning_rate"])
-def test_dashes_and_underscores(flag):
+def test_flags_may_have_dashes_or_underscores(flag):
     assert parse_cli([flag, "1e-4"]).optimizer.learning_rate == 1e-4
 
 
-def test_the_references_names():
+def test_names_of_the_reference_systems():
     config = parse_cli(
         "--init_kl_coef 0.2 --cliprange 0.1 --response-length 9 --target-kl 5/sequence --rank 2".split()
     )
@@ -51,7 +51,7 @@ def booleans() -> list[str]:
 
 
 @pytest.mark.parametrize("name", booleans())
-def test_every_boolean_can_be_said_in_every_way(name):
+def test_all_spellings_of_boolean_flags(name):
     group, flag = settings_of(Config)[name].group, "--" + name.replace("_", "-")
     need = ["--use-lora"] if name in ("load_in_4bit", "merge_lora") else []
     for words, value in (
@@ -61,13 +61,13 @@ def test_every_boolean_can_be_said_in_every_way(name):
         assert getattr(getattr(parse_cli([*need, *words]), group), name) is value
 
 
-def test_lists_in_three_forms(tmp_path):
+def test_three_forms_of_lists(tmp_path):
     (tmp_path / "a.yaml").write_text("lora:\n  target_modules: [a, b]\n")
     for argv in (["--lora-targets", "a", "b"], ["--lora-targets", "a,b"], ["--config", str(tmp_path / "a.yaml")]):
         assert parse_cli(argv).model.lora_targets == ("a", "b")
 
 
-def test_targets_that_are_not_named_follow_the_schedule():
+def test_default_kl_targets_depend_on_the_schedule():
     def targets(*words):
         return [str(t) for t in parse_cli(list(words)).kl.targets]
 
@@ -82,8 +82,8 @@ def test_targets_that_are_not_named_follow_the_schedule():
         targets("--kl-schedule", "phased", "--kl-boundaries", "0.5")
 
 
-def test_the_runs_length_is_what_the_latest_layer_says(tmp_path):
-    """Of --epochs, --num-iterations and --episodes, one in a later layer puts the others out of force."""
+def test_run_length_comes_from_the_latest_layer(tmp_path):
+    """One of --epochs, --num-iterations and --episodes in a later layer replaces the others."""
 
     def updates(*words, algorithm="ppo"):
         return parse_cli(list(words), algorithm).updates(100)
@@ -97,7 +97,7 @@ def test_the_runs_length_is_what_the_latest_layer_says(tmp_path):
     assert updates("--recipe", "demo", "--episodes", "65") == 2, "rounded up to whole updates"
 
 
-def test_flags_of_the_other_algorithm_are_named_as_such(tmp_path):
+def test_flags_of_another_algorithm_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"--lam belongs to train_ppo.py: command line"):
         parse_cli(["--lam", "0.9"], "grpo")
     with pytest.raises(UserError, match=r"--num-generations belongs to train_grpo.py and train_rloo.py: command line"):
@@ -107,7 +107,7 @@ def test_flags_of_the_other_algorithm_are_named_as_such(tmp_path):
     for algorithm, (lam, completions) in read.items():
         config = parse_cli(["--config", str(tmp_path / "both.yaml")], algorithm)
         assert (config.critic.lam, config.group.K) == (lam, completions), (
-            "one file serves all; each reads its own groups"
+            "all algorithms may use one file: each reads its own groups"
         )
     (tmp_path / "wrong.yaml").write_text("lam: 7\n")
     with pytest.raises(UserError, match=r"lam is 7: .*wrong.yaml:1"):
@@ -140,13 +140,13 @@ def test_an_algorithm_that_compares_completions_needs_a_group():
     assert parse_cli([], "ppo").group_size == 1 and parse_cli([], "rloo").group_size == 8
 
 
-def test_lists_of_numbers_in_yaml(tmp_path):
+def test_yaml_lists(tmp_path):
     (tmp_path / "a.yaml").write_text("seeds: [42, 123]\nreward_weights: [1, 0.5]\nreward_func: [length_penalty]\n")
     config = parse_cli(["--config", str(tmp_path / "a.yaml")])
     assert (config.run.seeds, config.reward.reward_weights) == ((42, 123), (1.0, 0.5))
 
 
-REWARD_FAULTS = {
+REWARD_ERRORS = {
     "no reward": (["--rm-model", "none"], "no reward model and no reward function: --rm-model none"),
     "too few weights": (
         ["--reward-func", "length_penalty", "--reward-weights", "1"],
@@ -156,8 +156,8 @@ REWARD_FAULTS = {
 }
 
 
-ROLLBACK_FAULTS = {
-    "nothing to hold": (
+ROLLBACK_ERRORS = {
+    "no KL target": (
         ["--kl-schedule", "fixed"],
         "no KL target is in effect (kl_schedule fixed, kl_placement reward): --rollback-on-kl",
     ),
@@ -169,24 +169,24 @@ ROLLBACK_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("what", ROLLBACK_FAULTS)
-def test_a_rollback_that_could_do_nothing_is_refused(what):
-    words, message = ROLLBACK_FAULTS[what]
-    with pytest.raises(UserError) as fault:
+@pytest.mark.parametrize("what", ROLLBACK_ERRORS)
+def test_rollback_without_effect_is_refused(what):
+    words, message = ROLLBACK_ERRORS[what]
+    with pytest.raises(UserError) as caught:
         parse_cli(["--rollback-on-kl", *words])
-    assert message in str(fault.value)
+    assert message in str(caught.value)
     parse_cli(["--rollback-on-kl", "--save-every", "3"])
 
 
-@pytest.mark.parametrize("what", REWARD_FAULTS)
-def test_faults_across_settings(what):
-    words, message = REWARD_FAULTS[what]
-    with pytest.raises(UserError) as fault:
+@pytest.mark.parametrize("what", REWARD_ERRORS)
+def test_settings_that_do_not_fit_together(what):
+    words, message = REWARD_ERRORS[what]
+    with pytest.raises(UserError) as caught:
         parse_cli(words, "grpo")
-    assert message in str(fault.value)
+    assert message in str(caught.value)
 
 
-def test_phased_targets():
+def test_phased_kl_targets():
     config = parse_cli("--kl-schedule phased --kl-target 0.05/token 0.02/token 0.01/token".split())
     assert [str(t) for t in config.kl.kl_target] == ["0.05/token", "0.02/token", "0.01/token"]
 
@@ -204,7 +204,7 @@ BAD_FLAGS = {
     "temperature 0": ("--temperature 0", "temperature is 0: --temperature. It must be above 0"),
     "negative KL coefficient": ("--kl-coef -0.1", "kl_coef is -0.1: --kl-coef. It must be at least 0"),
     "negative penalty": ("--missing-eos-penalty -1", "missing_eos_penalty is -1"),
-    "reply length 0": ("--max-new-tokens 0", "max_new_tokens is 0"),
+    "completion length 0": ("--max-new-tokens 0", "max_new_tokens is 0"),
     "clip range 1": ("--clip-range 1", "clip_range is 1: --clip-range. It must be above 0 and below 1"),
     "gamma 1.1": ("--gamma 1.1", "gamma is 1.1: --gamma. It must be at least 0 and at most 1"),
     "a bare KL target": (
@@ -218,14 +218,14 @@ BAD_FLAGS = {
     ),
     "4-bit without LoRA": ("--load-in-4bit", "4-bit weights cannot be trained: --load-in-4bit. Add --use-lora"),
     "two targets, one phase": ("--kl-target 6/sequence 3/sequence", "2 KL targets with kl_schedule adaptive"),
-    "beta that cannot move": ("--kl-coef 0", "beta starts at 0 and is changed by factors"),
+    "adaptive beta that starts at 0": ("--kl-coef 0", "beta starts at 0 and is changed by factors"),
     "a bad split": ("--split 50/50/50", "split is '50/50/50': --split. Give three whole percentages"),
     "a stray word": ("demo", "unexpected word 'demo'"),
 }
 
 
 @pytest.mark.parametrize("what", BAD_FLAGS)
-def test_bad_flags(what):
+def test_errors_in_flags(what):
     words, message = BAD_FLAGS[what]
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         parse_cli(words.split())
@@ -246,14 +246,14 @@ BAD_YAML = {
 
 
 @pytest.mark.parametrize("what", BAD_YAML)
-def test_bad_yaml(what, tmp_path):
+def test_errors_in_yaml(what, tmp_path):
     text, message = BAD_YAML[what]
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(UserError, match=message):
         parse_cli(["--config", str(tmp_path / "a.yaml")])
 
 
-def test_a_missing_yaml_file(tmp_path):
+def test_missing_yaml_file(tmp_path):
     with pytest.raises(UserError, match=r"cannot read the configuration file: .*nope.yaml"):
         parse_cli(["--config", str(tmp_path / "nope.yaml")])
 
@@ -268,20 +268,20 @@ def test_errors_of_every_kind_are_reported_together(tmp_path):
     assert len(caught.value.problems) == 2
 
 
-def test_runs_may_stand_between_flags():
+def test_run_folders_may_be_between_flags():
     config = parse_comparison_cli("--trust-reward-code one two --seed 3 three".split())
     assert config.comparison.runs == ("one", "two", "three")
     assert config.measure.trust_reward_code and config.measure.seed == 3
     assert parse_comparison_cli("one --trust-reward-code false".split()).measure.trust_reward_code is False
 
 
-def test_all_faults_of_a_command_are_reported_together():
+def test_all_errors_of_a_command_are_reported_together():
     with pytest.raises(UserError) as caught:
         parse_cli(["--gamma", "2", "--lam", "x", "--batch-size", "0"])
     assert len(caught.value.problems) == 3
 
 
-def test_an_error_is_lines_on_stderr_and_exit_status_2(capsys):
+def test_errors_are_printed_on_stderr_with_exit_status_2(capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(lambda: parse_cli(["--gama", "1"]))
     printed = capsys.readouterr()
@@ -291,12 +291,12 @@ def test_an_error_is_lines_on_stderr_and_exit_status_2(capsys):
 
 
 @pytest.mark.parametrize("config_class", [Config, RewardModelConfig])
-def test_no_name_means_two_things(config_class):
+def test_each_name_belongs_to_one_setting(config_class):
     settings = settings_of(config_class)
     names = [n for k in settings.values() for n in (k.name, *k.aliases)]
     assert len(names) == len(set(names)) == len(name_table(settings))
 
 
-def test_values_show_themselves_as_they_are_written():
+def test_values_are_printed_as_they_are_written():
     assert str(KLTarget.parse("0.05/token")) == "0.05/token"
     assert str(Split.parse("45/45/10")) == "45/45/10"

@@ -1,4 +1,4 @@
-"""`--help` is one screen, `--help-all` is everything; both show the values that the command would use."""
+"""Tests `--help` (one screen) and `--help-all` (all settings). Both show the values that the command would use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARSERS = {
 
 
 @pytest.fixture
-def helped(capsys, monkeypatch):
+def help_of(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
 
     def show(command: str, *words: str) -> str:
@@ -42,11 +42,11 @@ def flags_in(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", PARSERS)
-def test_help_is_one_screen_with_examples_that_work(helped, command):
-    text = helped(command, "--help")
+def test_help_is_one_screen_with_valid_examples(help_of, command):
+    text = help_of(command, "--help")
     assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 100
     assert len(flags_in(text)) <= 18
-    assert text == helped(command, "-h")
+    assert text == help_of(command, "-h")
     line, parse = PARSERS[command]
     assert len(line.examples) == 3
     for words, _ in line.examples:
@@ -55,23 +55,23 @@ def test_help_is_one_screen_with_examples_that_work(helped, command):
 
 
 @pytest.mark.parametrize("command", PARSERS)
-def test_help_fits_a_narrow_terminal(helped, monkeypatch, command):
+def test_help_fits_a_narrow_terminal(help_of, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
-    text = helped(command, "--help")
+    text = help_of(command, "--help")
     assert max(map(len, text.splitlines())) <= 80 and len(text.splitlines()) <= 50
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_the_help_of_training_has_about_15_flags(helped, algorithm):
-    flags = flags_in(helped(f"train_{algorithm}", "--help"))
+def test_help_of_training_has_about_15_flags(help_of, algorithm):
+    flags = flags_in(help_of(f"train_{algorithm}", "--help"))
     assert 13 <= len(flags) <= 18
     assert {"--recipe", "--use-lora", "--learning-rate", "--kl-target", "--resume", "--help-all"} <= set(flags)
     assert ("--K" in flags) == (ALGORITHMS[algorithm].group_size > 1)
 
 
 @pytest.mark.parametrize("command", PARSERS)
-def test_help_all_has_every_setting_in_its_group(helped, command):
-    text = helped(command, "--help-all")
+def test_help_all_has_every_setting_in_its_group(help_of, command):
+    text = help_of(command, "--help-all")
     line = PARSERS[command][0]
     for s in line.settings.values():
         assert s.positional or f"  {s.flag}" in text, s.name
@@ -81,9 +81,9 @@ def test_help_all_has_every_setting_in_its_group(helped, command):
     assert not set(foreign) & set(text.split())
 
 
-def test_help_shows_the_values_of_recipe_and_file(helped, tmp_path):
+def test_help_shows_the_values_of_recipe_and_file(help_of, tmp_path):
     def spaced(*words, algorithm="grpo"):
-        return " ".join(helped(f"train_{algorithm}", *words).split())
+        return " ".join(help_of(f"train_{algorithm}", *words).split())
 
     assert "prompts per update [4]" in spaced("--help") and "completions per prompt [8]" in spaced("--help")
     demo = spaced("--recipe", "demo", "--help")
@@ -97,15 +97,15 @@ def test_help_shows_the_values_of_recipe_and_file(helped, tmp_path):
     assert "prompts per update [6]" in text and "completions per prompt [4]" in text and "recipe demo" in text
     (tmp_path / "b.yaml").write_text("kind: recipe\nalgorithms:\n  grpo: {K: 5}\n")
     assert "completions per prompt [5]" in spaced("--help", "--recipe", str(tmp_path / "b.yaml"))
-    assert "evaluation prompts, drawn at random [128]" in " ".join(helped("compare", "--help").split())
+    assert "evaluation prompts, drawn at random [128]" in " ".join(help_of("compare", "--help").split())
 
 
-def test_help_is_printed_whatever_else_is_wrong_with_the_flags(helped):
-    assert "--learning-rate X" in helped("train_ppo", "--learning-rat", "1", "--help")
-    assert "--learning-rate X" in helped("train_ppo", "--help", "--batch-size")
+def test_help_is_printed_despite_errors_in_other_flags(help_of):
+    assert "--learning-rate X" in help_of("train_ppo", "--learning-rat", "1", "--help")
+    assert "--learning-rate X" in help_of("train_ppo", "--help", "--batch-size")
 
 
-def test_the_keyword_arguments_of_make_config_are_the_declared_settings():
+def test_keyword_arguments_of_make_config_match_the_declared_settings():
     assert write_keywords.FILE.read_text(encoding="utf-8") == write_keywords.source(), (
         "run `python -m tests.settings.write_keywords`"
     )

@@ -1,4 +1,4 @@
-"""Every command that is printed runs as printed, whatever the names in it."""
+"""Tests that the commands which a run prints can be run as printed, with any folder name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rlhf.utils import system
 from tests.conftest import typed
 
 ROOT = Path(__file__).resolve().parents[2]
-ODD = "q'u\"o te$x_{ü}"
+ODD_NAME = "q'u\"o te$x_{ü}"
 SCRIPTS = {
     "evaluate_generations.py": evaluate_generations, "plot_training_progress.py": plot_training_progress,
     "compare_runs.py": compare_runs, "train_grpo.py": train_grpo, "train_ppo.py": train_ppo,
@@ -39,17 +39,17 @@ SCRIPTS = {
 }  # fmt: skip
 
 
-def printed(said: str) -> list[str]:
-    """The commands among printed lines."""
+def commands_in(output: str) -> list[str]:
+    """Returns the commands among the printed lines."""
     starts = ("python ", "tensorboard ")
-    return [line[line.index(s) :] for line in said.splitlines() for s in starts if f"  {s}" in line]
+    return [line[line.index(s) :] for line in output.splitlines() for s in starts if f"  {s}" in line]
 
 
 @pytest.mark.ci
-def test_the_next_commands_of_a_run_with_an_odd_name_work(run_flags, tmp_path, monkeypatch, capsys):
+def test_next_commands_work_for_a_folder_with_special_characters(run_flags, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    train_ppo.main(run_flags("--output", ODD, "--record-tokens", "--clip-range", 0.3))
-    lines = printed(capsys.readouterr().out)
+    train_ppo.main(run_flags("--output", ODD_NAME, "--record-tokens", "--clip-range", 0.3))
+    lines = commands_in(capsys.readouterr().out)
     names = [shlex.split(line)[1 if line.startswith("python") else 0] for line in lines]
     assert names == ["evaluate_generations.py", "evaluate_generations.py", "plot_training_progress.py", "tensorboard",
                      "train_grpo.py", "train_rloo.py", "compare_runs.py", "evaluate_generations.py"]  # fmt: skip
@@ -58,21 +58,21 @@ def test_the_next_commands_of_a_run_with_an_odd_name_work(run_flags, tmp_path, m
         if words[0] == "tensorboard":
             assert Path(words[2]).is_dir()
         elif "--chat" in words:
-            assert words[-1] == ODD
+            assert words[-1] == ODD_NAME
         else:
             SCRIPTS[words[1]].main(words[2:])
-    record = json.loads((tmp_path / "grpo_training_output" / "run.json").read_text())
-    mine = json.loads((tmp_path / ODD / "run.json").read_text())
-    assert record["settings"]["batch"]["clip_range"] == 0.3
-    assert record["spent"]["episodes"] >= mine["spent"]["episodes"]
-    assert record["data"] == mine["data"]
+    grpo_record = json.loads((tmp_path / "grpo_training_output" / "run.json").read_text())
+    ppo_record = json.loads((tmp_path / ODD_NAME / "run.json").read_text())
+    assert grpo_record["settings"]["batch"]["clip_range"] == 0.3
+    assert grpo_record["spent"]["episodes"] >= ppo_record["spent"]["episodes"]
+    assert grpo_record["data"] == ppo_record["data"]
 
 
 def spent_on(updates: int, episodes: int) -> Spent:
     return Spent(updates, episodes, optimizer_steps=0, reply_tokens=0)
 
 
-def test_the_other_algorithms_commands_carry_the_settings(tmp_path):
+def test_commands_for_other_algorithms_contain_the_settings(tmp_path):
     words = ["--recipe", "demo", "--batch-size", "32", "--learning-rate", "1e-4", "--use-lora", "--no-bf16"]
     config = parse_cli(words)
     for algorithm in ("grpo", "rloo"):
@@ -88,18 +88,18 @@ def test_the_other_algorithms_commands_carry_the_settings(tmp_path):
         ("train RLOO, same budget", "python train_rloo.py --recipe demo --seed 42 --episodes 9600"),
     ]
     grouped = parse_cli(["--recipe", "demo", "--K", "8", "--scale-rewards", "none"], "grpo")
-    assert "--K 8" in same_budget_command(grouped, spent, "rloo"), "RLOO has groups, too"
+    assert "--K 8" in same_budget_command(grouped, spent, "rloo"), "RLOO also has groups"
     assert "--K" not in same_budget_command(grouped, spent, "ppo")
     one_episode = parse_cli(["--batch-size", "1"])
-    assert same_budget_commands(one_episode, spent_on(2, 2)) == [], "not one update"
+    assert same_budget_commands(one_episode, spent_on(2, 2)) == [], "less than one update"
 
 
 # --- the reward model ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", shipped_recipes())
-def test_the_two_commands_lead_to_each_other(recipe):
-    """From training settings to the reward model's command, and from its settings to training's."""
+def test_training_and_reward_model_commands_match_each_other(recipe):
+    """Training prints the command that trains its reward model, which prints the command for training."""
     start = parse_cli(["--recipe", recipe, "--rm-model", "./my judge", "--prompts", "pairs$.jsonl", "--split",
                        "30/60/10", "--actor-model", "./start"])  # fmt: skip
     made = parse_reward_cli(shlex.split(reward_model_command(start))[3:])
@@ -112,38 +112,38 @@ def test_the_two_commands_lead_to_each_other(recipe):
     assert "--rm-output" not in reward_model_command(parse_cli(["--recipe", recipe]))
 
 
-def test_no_next_command_for_a_model_that_training_refuses(start_model, pairs_file, tmp_path, capsys, monkeypatch):
+def test_no_next_command_for_a_rejected_reward_model(start_model, pairs_file, tmp_path, capsys, monkeypatch):
     words = ["--base-model", start_model, "--actor-model", "none", "--pairs", pairs_file, "--rm-output",
              tmp_path / "judge"]  # fmt: skip
     for accuracy in (0.4, 0.9):
         monkeypatch.setattr(reward_model.train, "training_command", lambda *_: "THE COMMAND")
         monkeypatch.setattr(training, "read_record", lambda _, a=accuracy: {"accuracy": a, "length_baseline": 0.5})
         reward_model.train.main([str(word) for word in [*words, "--rm-overwrite"]])
-        said = capsys.readouterr().out
-        assert ("next: THE COMMAND" in said) == (accuracy > 0.6)
-        assert ("training will reject this reward model: weak reward model" in said) == (accuracy < 0.6)
+        output = capsys.readouterr().out
+        assert ("next: THE COMMAND" in output) == (accuracy > 0.6)
+        assert ("training will reject this reward model: weak reward model" in output) == (accuracy < 0.6)
 
 
-def test_a_missing_reward_model_is_named_at_once_with_the_command_that_makes_one(tmp_path):
-    """In a folder with a package of that name, as the project's own; in under two seconds, so without torch."""
+def test_missing_reward_model_is_reported_quickly_with_the_command(tmp_path):
+    """Also in a folder with a package named reward_model. Under two seconds, because torch is not imported."""
     (tmp_path / "reward_model").mkdir()
     (tmp_path / "reward_model" / "train.py").write_text("")
-    begun = time.monotonic()
+    start = time.monotonic()
     done = subprocess.run([sys.executable, ROOT / "train_ppo.py"], cwd=tmp_path, capture_output=True, text=True)
-    took = time.monotonic() - begun
+    seconds = time.monotonic() - start
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == (
         "error: no reward model: --rm-model ./reward_model_output. Train one with: python -m reward_model.train\n"
     )
-    assert took < 2
+    assert seconds < 2
 
 
-def test_missing_inputs_are_all_named_before_torch(tmp_path, monkeypatch, capsys):
+def test_all_missing_inputs_are_reported_before_torch_is_imported(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     from rlhf.utils.errors import UserError
 
     words = "--actor-model ./start --prompts rows.jsonl --eval-text a.txt --reward-func my.py:f".split()
-    monkeypatch.setattr(rlhf.run.command, "check_libraries", lambda: pytest.fail("libraries were looked at"))
+    monkeypatch.setattr(rlhf.run.command, "check_libraries", lambda: pytest.fail("libraries were checked"))
     with pytest.raises(UserError) as raised:
         train_ppo.main(words)
     assert len(raised.value.problems) == 5
@@ -163,7 +163,7 @@ def test_words_are_quoted_for_windows(monkeypatch):
     assert quoted == 'python "C:\\a b\\c" plain-1.2 "it\'s" \'$x\' "a;b" "a,b" ""'
 
 
-def test_settings_become_words_and_settings_again():
+def test_settings_survive_conversion_to_flags():
     config = parse_cli(["--seeds", "1", "2", "--kl-target", "3/sequence", "--rm-model", "none", "--reward-func",
                         "length_penalty", "--use-lora"])  # fmt: skip
     words = [

@@ -1,4 +1,4 @@
-"""Recipes: the shipped YAML files, and the user's own by `--recipe FILE`."""
+"""Tests the shipped recipes, custom recipes (`--recipe FILE`), and the settings files in configs/ and the docs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rlhf.settings.translate import translate
 from rlhf.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-MINE = """
-kind: recipe  # mine
+CUSTOM = """
+kind: recipe  # custom
 sampling:
   temperature: 0.9
 learning_rate: 1e-4
@@ -40,14 +40,14 @@ reward_model_training:
 
 
 @pytest.fixture
-def mine(tmp_path) -> str:
-    (tmp_path / "mine.yaml").write_text(MINE)
+def custom_recipe(tmp_path) -> str:
+    (tmp_path / "mine.yaml").write_text(CUSTOM)
     return str(tmp_path / "mine.yaml")
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_is_valid_for_every_command(name):
-    """All of its names are settings, also those for other algorithms, and its values fit together."""
+    """All names in it are settings, also those for other algorithms, and its values are consistent."""
     recipe = find_recipe(name, ALGORITHMS)
     for algorithm in ALGORITHMS:
         assert parse_cli(["--recipe", name], algorithm).recipe == name
@@ -60,17 +60,17 @@ def test_the_shipped_recipes():
     assert shipped_recipes() == ("smollm2-orca", "demo", "phased-kl", "qwen3-tldr", "rank1-voice")
     for name in shipped_recipes():
         text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
-        assert text.startswith("kind: recipe\n# "), f"{name} names its source"
+        assert text.startswith("kind: recipe\n# "), f"{name} must start with its source"
 
 
 @pytest.mark.parametrize("name", [name for name in shipped_recipes() if name != DEFAULT_RECIPE])
-def test_a_shipped_recipe_sets_what_its_source_leaves_open(name):
-    """So that the declared defaults may change without it."""
-    named = {"max_new_tokens", "prompt_length", "minibatches", "save_every", "temperature", "ppo_epochs"}
-    assert named <= find_recipe(name).training.keys()
+def test_shipped_recipe_sets_what_its_source_does_not_define(name):
+    """So changed defaults do not change the recipe."""
+    required = {"max_new_tokens", "prompt_length", "minibatches", "save_every", "temperature", "ppo_epochs"}
+    assert required <= find_recipe(name).training.keys()
 
 
-def test_the_default_recipe_is_the_declared_defaults():
+def test_default_recipe_equals_the_declared_defaults():
     recipe = find_recipe(DEFAULT_RECIPE)
     assert (recipe.training, recipe.algorithms, recipe.reward_model_training) == ({}, {}, {})
     declared = {name: s.default for name, s in settings_of(Config).items()}
@@ -78,24 +78,24 @@ def test_the_default_recipe_is_the_declared_defaults():
     assert {n: getattr(getattr(config, s.group), n) for n, s in settings_of(Config).items()} == declared
 
 
-def test_a_recipe_of_the_users_own(mine):
-    ppo, grpo = parse_cli(["--recipe", mine]), parse_cli(["--recipe", mine], "grpo")
+def test_custom_recipe(custom_recipe):
+    ppo, grpo = parse_cli(["--recipe", custom_recipe]), parse_cli(["--recipe", custom_recipe], "grpo")
     assert (ppo.sampling.temperature, ppo.optimizer.learning_rate, ppo.critic.gamma) == (0.9, 1e-4, 0.5)
-    assert (grpo.optimizer.learning_rate, grpo.group.K, grpo.recipe) == (2e-4, 3, mine)
-    assert parse_cli(["--recipe", mine], "rloo").optimizer.learning_rate == 1e-4
-    assert parse_cli(["--recipe", mine, "--learning-rate", "1e-3"]).optimizer.learning_rate == 1e-3
-    assert make_config(mine, "grpo") == grpo
-    made = parse_reward_cli(["--recipe", mine])
+    assert (grpo.optimizer.learning_rate, grpo.group.K, grpo.recipe) == (2e-4, 3, custom_recipe)
+    assert parse_cli(["--recipe", custom_recipe], "rloo").optimizer.learning_rate == 1e-4
+    assert parse_cli(["--recipe", custom_recipe, "--learning-rate", "1e-3"]).optimizer.learning_rate == 1e-3
+    assert make_config(custom_recipe, "grpo") == grpo
+    made = parse_reward_cli(["--recipe", custom_recipe])
     assert (made.training.rm_epochs, made.sampling.temperature) == (2, 0.8)
 
 
-def test_a_run_resumes_without_the_file_of_its_recipe(mine, run_flags, tmp_path, capsys):
-    train_ppo.main(run_flags("--recipe", mine, "--num-iterations", 2))
-    Path(mine).unlink()
+def test_a_run_resumes_without_the_file_of_its_recipe(custom_recipe, run_flags, tmp_path, capsys):
+    train_ppo.main(run_flags("--recipe", custom_recipe, "--num-iterations", 2))
+    Path(custom_recipe).unlink()
     words = ["--resume", "--resume-anyway", "--num-iterations", "3", "--output", str(tmp_path / "run")]
     train_ppo.main(words)
     run = RunRecord.read(tmp_path / "run")
-    assert (run.spent.updates, run.recipe, run.settings["sampling"]["temperature"]) == (3, mine, 0.9)
+    assert (run.spent.updates, run.recipe, run.settings["sampling"]["temperature"]) == (3, custom_recipe, 0.9)
     resumed = parse_cli(words)
     assert resumed.critic.gamma == 0.5 and same_budget_command(resumed, run.spent, "grpo") is None
 
@@ -120,7 +120,7 @@ BAD = {
         r"algorithms is not a block of settings: .*bad.yaml:2",
     ),
     "out of range": ("kind: recipe\nalgorithms:\n  ppo: {gamma: 2}\n", r"gamma is 2: .*bad.yaml:3. It must be"),
-    "a name that is no text": (
+    "a name that is not text": (
         "kind: recipe\n? [a, b]\n: 3\n",
         r"a name is not text: .*bad.yaml:2. Write lines such as",
     ),
@@ -138,7 +138,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_recipe_is_one_line(what, tmp_path):
+def test_errors_in_a_recipe_are_one_line(what, tmp_path):
     text, message = BAD[what]
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(UserError, match=message) as caught:
@@ -153,7 +153,7 @@ def test_all_errors_of_a_recipe_and_the_flags_are_reported_together(tmp_path):
     assert len(caught.value.problems) == 4
 
 
-def test_a_missing_recipe(tmp_path):
+def test_missing_recipe(tmp_path):
     with pytest.raises(UserError, match=r"cannot read the configuration file: .*none.yaml.*Check --recipe"):
         parse_cli(["--recipe", str(tmp_path / "none.yaml")])
     with pytest.raises(UserError, match=r"cannot read the configuration file: none.yaml.*Check --recipe"):
@@ -170,12 +170,12 @@ def test_a_missing_recipe(tmp_path):
             parse_cli(["--config", str(tmp_path / "a.yaml")])
 
 
-def test_a_recipes_path_is_stored_without_detours(mine, monkeypatch):
-    monkeypatch.chdir(Path(mine).parent)
+def test_path_of_a_recipe_is_stored_normalized(custom_recipe, monkeypatch):
+    monkeypatch.chdir(Path(custom_recipe).parent)
     assert parse_cli(["--recipe", "./mine.yaml"]).recipe == "mine.yaml" == make_config("./mine.yaml").recipe
 
 
-def test_calibration_that_a_recipe_switches_off_stays_off(tmp_path):
+def test_recipe_can_switch_off_calibration(tmp_path):
     (tmp_path / "r.yaml").write_text(
         "kind: recipe\nactor_model: ./start\nreward_model_training: {base_model: ./start, actor_model: none}\n"
     )
@@ -184,21 +184,21 @@ def test_calibration_that_a_recipe_switches_off_stays_off(tmp_path):
     assert (made.training.base_model, made.calibration.actor_model) == ("./start", None)
 
 
-def test_a_recipe_is_not_a_settings_file(mine):
+def test_a_recipe_is_not_a_settings_file(custom_recipe):
     with pytest.raises(
         UserError, match=r"kind is allowed in recipes only: .*mine.yaml:2. Remove it, or pass the file"
     ):
-        parse_cli(["--config", mine])
+        parse_cli(["--config", custom_recipe])
 
 
-def test_recipe_and_settings_together(mine, tmp_path):
+def test_recipe_and_settings_together(custom_recipe, tmp_path):
     (tmp_path / "over.yaml").write_text("ppo:\n  gamma: 0.25\n")
-    config = parse_cli(["--recipe", mine, "--config", str(tmp_path / "over.yaml")])
+    config = parse_cli(["--recipe", custom_recipe, "--config", str(tmp_path / "over.yaml")])
     assert (config.critic.gamma, config.sampling.temperature) == (0.25, 0.9)
 
 
-def test_what_a_recipe_resolves_to_is_json(mine):
-    assert json.loads(json.dumps(to_dict(parse_cli(["--recipe", mine]))))["recipe"] == mine
+def test_settings_of_a_recipe_can_be_written_as_json(custom_recipe):
+    assert json.loads(json.dumps(to_dict(parse_cli(["--recipe", custom_recipe]))))["recipe"] == custom_recipe
 
 
 # --- configs/ and docs/settings.md -----------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_what_a_recipe_resolves_to_is_json(mine):
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.stem)
-def test_every_example_of_a_settings_file_works_and_acts(file, algorithm):
+def test_every_settings_file_in_configs_works_and_changes_settings(file, algorithm):
     config = parse_cli(["--config", str(file)], algorithm)
     assert to_dict(config) != to_dict(parse_cli([], algorithm))
     parse_cli(["--recipe", "demo", "--config", str(file)], algorithm)
@@ -227,13 +227,13 @@ def test_the_recipe_in_the_docs_works(tmp_path):
     assert parse_reward_cli(["--recipe", recipe]).training.base_model == "./my_start_model"
 
 
-def test_the_file_of_settings_in_the_docs_works(tmp_path):
+def test_the_settings_file_in_the_docs_works(tmp_path):
     (tmp_path / "docs.yaml").write_text(block_of_docs("yaml", "recipe: smollm2-orca"))
     config = parse_cli(["--config", str(tmp_path / "docs.yaml")])
     assert (len(config.kl.kl_target), config.kl.kl_horizon, config.optimizer.learning_rate) == (3, 80, 1e-5)
 
 
-def test_the_edit_in_the_docs_works(tmp_path):
+def test_the_edited_config_py_in_the_docs_works(tmp_path):
     (tmp_path / "config.py").write_text(block_of_docs("python", "learning_rate"))
     config = parse_cli([], user_file=tmp_path / "config.py")
     assert (config.optimizer.learning_rate, config.model.lora_dropout) == (1e-5, 0.05)

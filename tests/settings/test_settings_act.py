@@ -1,4 +1,4 @@
-"""No dead settings: every setting, turned, changes something that can be seen. A setting without a row fails."""
+"""Tests that each setting has an effect: another value must change an output. All settings must be listed here."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from tests.records import facts_of
 from tests.shapes import make_reward_model, make_start_model
 
 CPU = torch.device("cpu")
-MEASURED_APART = ("time/", "throughput/", "memory/")  # what the clock and the machine change by themselves
+NOT_COMPARED = ("time/", "throughput/", "memory/")  # these differ between two identical runs
 
 
 @pytest.fixture
 def run(build):
-    """Everything that a short run logs, beta included, the best checkpoint, and its weights' sum."""
+    """Returns a function that does a short run and returns its metrics, sum of weights and best update as JSON."""
 
     def observe(*flags, algorithm="ppo") -> str:
         trainer = build(
@@ -47,7 +47,7 @@ def run(build):
         )
         with attach(trainer) as log:
             trainer.train()
-        logged = [{k: v for k, v in entry.items() if not k.startswith(MEASURED_APART)}
+        logged = [{k: v for k, v in entry.items() if not k.startswith(NOT_COMPARED)}
                   for entry in trainer.state.log_history]  # fmt: skip
         weights = sum(float(w.detach().double().abs().sum()) for w in trainer.model.parameters())
         return json.dumps([logged, weights, log.record.best.update])
@@ -55,7 +55,7 @@ def run(build):
     return observe
 
 
-# setting -> flags whose run must differ from the run without them; a second list is what both sides have
+# setting -> flags with which a run must differ from the run without them, and flags that both runs have
 BY_RUN = {
     "use_lora": (["--use-lora"], []),
     "lora_r": (["--lora-r", "2"], ["--use-lora"]),
@@ -110,13 +110,13 @@ BY_RUN = {
     "eval_every": (["--eval-every", "1"], []),
 }
 
-# the same for what GRPO alone reads
+# the same for settings that only GRPO reads
 BY_GRPO_RUN = {
     "K": (["--K", "4"], []),
     "scale_rewards": (["--scale-rewards", "group"], ["--kl-placement", "loss"]),
     "loss_type": (["--loss-type", "dr_grpo"], []),
 }
-# and for what names the best checkpoint of two evaluations: (score, perplexity) 1, 10 and 2, 12
+# the same for settings that choose the best of two evaluations: score 1, perplexity 10 and score 2, perplexity 12
 BY_BEST = {
     "best_rule": (["--best-rule", "perplexity"], ["--perplexity-gate", "1.3"]),
     "perplexity_gate": (["--perplexity-gate", "1.3"], []),
@@ -125,27 +125,27 @@ BY_BEST = {
 
 @pytest.fixture
 def differs(run):
-    """Whether flags change a run. The run without them is made once for all tests: it is the same every time."""
+    """Returns a function: True if flags change a run. The run without them is done once and cached for all tests."""
 
     def compare(flags, both, algorithm="ppo") -> bool:
         key = (*map(str, both), algorithm)
-        if key not in PLAIN_RUNS:
-            PLAIN_RUNS[key] = run(*both, algorithm=algorithm)
-        return run(*both, *flags, algorithm=algorithm) != PLAIN_RUNS[key]
+        if key not in RUNS_WITHOUT_FLAGS:
+            RUNS_WITHOUT_FLAGS[key] = run(*both, algorithm=algorithm)
+        return run(*both, *flags, algorithm=algorithm) != RUNS_WITHOUT_FLAGS[key]
 
     return compare
 
 
-PLAIN_RUNS: dict[tuple[str, ...], str] = {}
+RUNS_WITHOUT_FLAGS: dict[tuple[str, ...], str] = {}
 
 
 @pytest.mark.parametrize("name", BY_RUN)
-def test_a_run_differs(differs, name):
+def test_setting_changes_a_ppo_run(differs, name):
     assert differs(*BY_RUN[name])
 
 
 @pytest.mark.parametrize("name", BY_GRPO_RUN)
-def test_a_grpo_run_differs(differs, name):
+def test_setting_changes_a_grpo_run(differs, name):
     assert differs(*BY_GRPO_RUN[name], algorithm="grpo")
 
 
@@ -159,17 +159,17 @@ def test_a_grpo_run_differs(differs, name):
         if settings_of(Config)[name].group not in ALGORITHMS[algorithm].foreign
     ],
 )
-def test_others_read_every_shared_setting(differs, algorithm, name):
-    """A setting of a group that the algorithm reads changes its run, too."""
+def test_shared_setting_changes_other_algorithms_runs(differs, algorithm, name):
+    """For settings in groups that the algorithm reads."""
     flags, both = BY_RUN[name]
-    both = [*both, "--seed", 2]  # with this one the KL is above 0 after the first update, as it is on average
-    if algorithm == "rloo":  # after larger steps the ratio of a whole completion is out of range
+    both = [*both, "--seed", 2]  # with this seed the KL is above 0 after the first update
+    if algorithm == "rloo":  # after larger steps the ratio of a whole completion is outside the clip range
         both += ["--learning-rate", "5e-3"]
     assert differs(flags, both, algorithm=algorithm)
 
 
 @pytest.mark.parametrize("name", BY_BEST)
-def test_another_checkpoint_is_the_best(build, monkeypatch, name):
+def test_setting_changes_the_best_checkpoint(build, monkeypatch, name):
     def best(*flags):
         scores, perplexities = iter([1.0, 2.0]), iter([10.0, 12.0])
         monkeypatch.setattr("rlhf.trainer.evaluation.perplexity", lambda *_: next(perplexities))
@@ -184,11 +184,11 @@ def test_another_checkpoint_is_the_best(build, monkeypatch, name):
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_the_same_run_twice_does_not_differ(run, algorithm):
+def test_repeated_run_does_not_differ(run, algorithm):
     assert run(algorithm=algorithm) == run(algorithm=algorithm)
 
 
-def seen_actor_model(configured, tmp_path):
+def outcomes_actor_model(configured, tmp_path):
     def first_weight(*flags):
         policy = load_components(configured(*flags), CPU, Screen()).policy
         return float(next(policy.parameters()).detach().flatten()[0])
@@ -196,7 +196,7 @@ def seen_actor_model(configured, tmp_path):
     return first_weight("--actor-model", make_start_model(tmp_path / "other", seed=9)), first_weight()
 
 
-def seen_rm_model(configured, tmp_path):
+def outcomes_rm_model(configured, tmp_path):
     def score(*flags):
         parts = load_components(configured(*flags), CPU, Screen())
         return parts.reward_model.score([({"role": "user", "content": "a"},)], ["b"], [True])
@@ -204,7 +204,7 @@ def seen_rm_model(configured, tmp_path):
     return score("--rm-model", make_reward_model(tmp_path / "other", seed=9)), score()
 
 
-def seen_allow_weak_reward_model(configured, tmp_path):
+def outcomes_allow_weak_reward_model(configured, tmp_path):
     folder = make_reward_model(tmp_path / "weak")
     (folder / METRICS_FILE).write_text(json.dumps({"accuracy": 0.5, "length_baseline": 0.9, "calibration": {}}))
 
@@ -217,7 +217,7 @@ def seen_allow_weak_reward_model(configured, tmp_path):
     return outcome(), outcome("--no-allow-weak-reward-model")
 
 
-def seen_reward_timeout(configured, tmp_path):
+def outcomes_reward_timeout(configured, tmp_path):
     (tmp_path / "slow.py").write_text("import time\ndef f(completions):\n    time.sleep(0.5)\n    return [1.0]\n")
 
     def outcome(*flags):
@@ -231,7 +231,7 @@ def seen_reward_timeout(configured, tmp_path):
     return outcome("--reward-timeout", 0.01), outcome()
 
 
-def seen_prompts(configured, tmp_path):
+def outcomes_prompts(configured, tmp_path):
     (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": f"another {i}"}) for i in range(50)))
 
     def first(*flags):
@@ -240,7 +240,7 @@ def seen_prompts(configured, tmp_path):
     return first("--prompts", tmp_path / "p.jsonl"), first()
 
 
-def seen_plain_prompts(configured, tmp_path):
+def outcomes_plain_prompts(configured, tmp_path):
     (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": f"text {i} TL;DR:"}) for i in range(50)))
 
     def first(*flags):
@@ -250,7 +250,7 @@ def seen_plain_prompts(configured, tmp_path):
     return first("--plain-prompts"), first()
 
 
-def seen_epochs(configured, tmp_path):
+def outcomes_epochs(configured, tmp_path):
 
     def updates(epochs):
         return configured("--num-iterations", "none", "--epochs", epochs).updates(100)
@@ -258,7 +258,7 @@ def seen_epochs(configured, tmp_path):
     return updates(3), updates(1)
 
 
-def passes_in_training(build, *flags):
+def forward_passes(build, *flags):
     trainer = build("--num-iterations", 1, *flags)
     passes = []
     losses = trainer.algorithm.loss
@@ -267,7 +267,7 @@ def passes_in_training(build, *flags):
     return len(passes)
 
 
-def seen_overwrite(configured, tmp_path):
+def outcomes_overwrite(configured, tmp_path):
     (tmp_path / "run").mkdir()
     RunLog(tmp_path / "run", **facts_of())
 
@@ -280,7 +280,7 @@ def seen_overwrite(configured, tmp_path):
     return outcome("--overwrite"), outcome()
 
 
-def seen_seeds(configured, tmp_path):
+def outcomes_seeds(configured, tmp_path):
     def folders(*flags):
         outputs = []
         for_each_seed(
@@ -291,7 +291,7 @@ def seen_seeds(configured, tmp_path):
     return folders("--seeds", 1, 2), folders()
 
 
-def seen_deterministic(configured, tmp_path):
+def outcomes_deterministic(configured, tmp_path):
     def switched_on(*flags):
         try:
             start_device(Screen(), configured(*flags).run.deterministic)
@@ -302,39 +302,39 @@ def seen_deterministic(configured, tmp_path):
     return switched_on("--deterministic"), switched_on()
 
 
-SEEN = {
-    f.__name__.removeprefix("seen_"): f
+OUTCOMES = {
+    f.__name__.removeprefix("outcomes_"): f
     for f in (
-        seen_actor_model,
-        seen_rm_model,
-        seen_allow_weak_reward_model,
-        seen_prompts,
-        seen_plain_prompts,
-        seen_reward_timeout,
-        seen_epochs,
-        seen_overwrite,
-        seen_seeds,
-        seen_deterministic,
+        outcomes_actor_model,
+        outcomes_rm_model,
+        outcomes_allow_weak_reward_model,
+        outcomes_prompts,
+        outcomes_plain_prompts,
+        outcomes_reward_timeout,
+        outcomes_epochs,
+        outcomes_overwrite,
+        outcomes_seeds,
+        outcomes_deterministic,
     )
 }
 
 
-@pytest.mark.parametrize("name", SEEN)
-def test_something_else_differs(configured, tmp_path, name):
-    turned, plain = SEEN[name](configured, tmp_path)
-    assert turned != plain
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_setting_changes_something_else(configured, tmp_path, name):
+    changed, default = OUTCOMES[name](configured, tmp_path)
+    assert changed != default
 
 
 def test_micro_batch_size_changes_the_number_of_passes(build):
-    assert passes_in_training(build, "--micro-batch-size", "1") == 4 * passes_in_training(build)
+    assert forward_passes(build, "--micro-batch-size", "1") == 4 * forward_passes(build)
 
 
-def test_gradient_accumulation_steps_are_micro_batches_of_an_optimizer_step(build):
-    """Four episodes in pairs: two passes, and two optimizer steps or one."""
+def test_gradient_accumulation_steps_is_micro_batches_per_optimizer_step(build):
+    """Four episodes in micro-batches of two: two forward passes, and two optimizer steps or one."""
 
     def steps_and_passes(*flags):
         flags = ("--ppo-epochs", 1, *flags)
-        return build(*flags).update_step(1)["optimizer_steps"], passes_in_training(build, *flags)
+        return build(*flags).update_step(1)["optimizer_steps"], forward_passes(build, *flags)
 
     assert steps_and_passes("--micro-batch-size", 2, "--gradient-accumulation-steps", 1) == (2, 2)
     assert steps_and_passes("--micro-batch-size", 2, "--gradient-accumulation-steps", 2) == (1, 2)
@@ -342,7 +342,7 @@ def test_gradient_accumulation_steps_are_micro_batches_of_an_optimizer_step(buil
     assert steps_and_passes() == (1, 1)
 
 
-def test_gradient_checkpointing_recomputes(build):
+def test_gradient_checkpointing_recomputes_layers(build):
     def layer_passes(*flags):
         trainer, passes = build("--num-iterations", 1, *flags), []
         trainer.model.policy.model.layers[0].self_attn.register_forward_hook(lambda *_: passes.append(1))
@@ -352,14 +352,14 @@ def test_gradient_checkpointing_recomputes(build):
     assert layer_passes("--gradient-checkpointing") > layer_passes()
 
 
-def test_output_is_where_samples_go(build, tmp_path):
+def test_samples_are_written_to_output(build, tmp_path):
     trainer = build("--output", tmp_path / "elsewhere", "--num-iterations", 1)
     attach(trainer)
     trainer.train()
     assert (tmp_path / "elsewhere" / "samples").is_dir()
 
 
-def test_dry_run_leaves_no_folder(configured, tmp_path, capsys):
+def test_dry_run_writes_no_folder(configured, tmp_path, capsys):
     import train_ppo
 
     config = configured("--dry-run")
@@ -371,7 +371,7 @@ def test_dry_run_leaves_no_folder(configured, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_rollout_engine_chooses_the_loop(build, monkeypatch):
+def test_rollout_engine_selects_the_plain_loop(build, monkeypatch):
     plain, called = engine._plain, []
     monkeypatch.setattr(engine, "_plain", lambda *a: called.append(1) or plain(*a))
     build("--num-iterations", 1).update_step(1)
@@ -385,7 +385,7 @@ def test_rollout_slots_is_the_number_of_rows_in_a_step(build, monkeypatch):
     monkeypatch.setattr(
         continuous_batching.ContinuousBatcher,
         "_decode",
-        lambda desk, span: rows.append(len(desk.token)) or decode(desk, span),
+        lambda batcher, span: rows.append(len(batcher.token)) or decode(batcher, span),
     )
     for slots in (0, 3):
         rows.clear()
@@ -393,7 +393,7 @@ def test_rollout_slots_is_the_number_of_rows_in_a_step(build, monkeypatch):
         assert max(rows) == (slots or 6), "the evaluation has six prompts"
 
 
-def test_packed_takes_the_padding_out_of_the_layers(build):
+def test_packed_removes_padding_before_the_layers(build):
     def tokens(*flags):
         trainer, seen = build("--num-iterations", 1, *flags), []
         rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
@@ -407,7 +407,7 @@ def test_packed_takes_the_padding_out_of_the_layers(build):
     assert tokens() < tokens("--no-packed")
 
 
-def test_fused_head_changes_how_and_not_what(build, monkeypatch):
+def test_fused_head_does_not_change_the_weights(build, monkeypatch):
     fused, called = logprobs._FusedLogprobs.apply, []
     monkeypatch.setattr(logprobs._FusedLogprobs, "apply", lambda *a: called.append(1) or fused(*a))
     weights = []
@@ -420,7 +420,7 @@ def test_fused_head_changes_how_and_not_what(build, monkeypatch):
     assert float((weights[0] - weights[1]).abs().max()) < 1e-5
 
 
-def test_check_tries_the_run_out_and_makes_none(configured, capsys):
+def test_check_prints_checks_and_writes_no_folder(configured, capsys):
     import train_ppo
 
     config = configured()
@@ -433,9 +433,9 @@ def test_check_tries_the_run_out_and_makes_none(configured, capsys):
     assert "optimizer steps  ok" not in capsys.readouterr().out and Path(config.run.output).exists()
 
 
-APART = {"micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "output", "dry_run", "check",
+SEPARATE = {"micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "output", "dry_run", "check",
          "rollout_engine", "rollout_slots", "packed", "fused_head"}  # each has its own test above  # fmt: skip
-DEALT = {"steps_per_topic"}  # tests/data/test_sampler.py
+SAMPLER = {"steps_per_topic"}  # tests/data/test_sampler.py
 RESUMED = {"save_every", "keep", "resume", "resume_anyway"}  # tests/run/test_resume.py
 GUARDED = {"replay", "rollback_on_kl"}  # tests/trainer/test_safety.py
 RECORDED = {
@@ -447,9 +447,9 @@ RECORDED = {
 EXPORTED = {"merge_lora", "export_from", "push_to_hub", "hub_private"}  # tests/run/test_export.py
 
 
-def test_every_knob_has_a_row():
-    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED, *DEALT}
-    assert set(settings_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *SEEN, *APART, *elsewhere}
+def test_every_setting_is_tested():
+    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED, *SAMPLER}
+    assert set(settings_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *OUTCOMES, *SEPARATE, *elsewhere}
 
 
 # --- python -m reward_model.train ------------------------------------------------------------------------------------
@@ -475,7 +475,7 @@ REWARD_SETTINGS = {
 
 @pytest.fixture(scope="module")
 def reward_record(start_model, pairs_file, tmp_path_factory):
-    """The metrics.json of a tiny training run, less its settings."""
+    """Returns a function that trains a tiny reward model and returns its metrics.json without the settings."""
 
     def observe(*flags) -> str:
         folder = tmp_path_factory.mktemp("rm") / "out"
@@ -490,25 +490,25 @@ def reward_record(start_model, pairs_file, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plain_record(reward_record):
+def default_record(reward_record):
     return reward_record()
 
 
 @pytest.mark.parametrize("name", REWARD_SETTINGS)
-def test_a_reward_model_differs(reward_record, plain_record, name):
-    assert reward_record(*REWARD_SETTINGS[name]) != plain_record
+def test_setting_changes_a_reward_model(reward_record, default_record, name):
+    assert reward_record(*REWARD_SETTINGS[name]) != default_record
 
 
-def test_the_same_reward_model_twice_does_not_differ(reward_record, plain_record):
-    assert reward_record() == plain_record
+def test_repeated_reward_model_training_does_not_differ(reward_record, default_record):
+    assert reward_record() == default_record
 
 
-def test_base_model_and_pairs_are_read(reward_record, plain_record, tmp_path, pairs_file):
+def test_base_model_and_pairs_change_a_reward_model(reward_record, default_record, tmp_path, pairs_file):
     other = make_start_model(tmp_path / "base", seed=8)
-    assert reward_record("--base-model", other) != plain_record
+    assert reward_record("--base-model", other) != default_record
     fewer = tmp_path / "fewer.jsonl"
     fewer.write_text("\n".join(pairs_file.read_text().splitlines()[:80]))
-    assert reward_record("--pairs", fewer) != plain_record
+    assert reward_record("--pairs", fewer) != default_record
 
 
 def test_rm_output_and_rm_overwrite(start_model, pairs_file, tmp_path):
@@ -516,22 +516,22 @@ def test_rm_output_and_rm_overwrite(start_model, pairs_file, tmp_path):
         words = ["--base-model", start_model, "--actor-model", "none", "--pairs", pairs_file, *flags]
         return train_reward_model(parse_reward_cli([str(w) for w in words]), Screen(), CPU)
 
-    mine = tmp_path / "mine"
-    assert train("--rm-output", mine) == mine and (mine / METRICS_FILE).is_file()
+    folder = tmp_path / "mine"
+    assert train("--rm-output", folder) == folder and (folder / METRICS_FILE).is_file()
     with pytest.raises(UserError, match="contains a reward model: --rm-output .*Add --rm-overwrite"):
-        train("--rm-output", mine)
-    train("--rm-output", mine, "--rm-overwrite")
+        train("--rm-output", folder)
+    train("--rm-output", folder, "--rm-overwrite")
 
 
-def test_every_reward_knob_has_a_row():
-    apart = {"pairs", "base_model", "rm_output", "rm_overwrite"}
-    assert set(settings_of(RewardModelConfig)) == {*REWARD_SETTINGS, *apart}
+def test_every_reward_model_setting_is_tested():
+    separate = {"pairs", "base_model", "rm_output", "rm_overwrite"}
+    assert set(settings_of(RewardModelConfig)) == {*REWARD_SETTINGS, *separate}
 
 
-# --- looking at runs -------------------------------------------------------------------------------------------------
+# --- commands that evaluate, compare and plot runs -------------------------------------------------------------------
 
-# setting of an evaluation -> flags that must change what it says; a folder's name is made by `made`
-MEASURE_SETTINGS = {
+# setting of an evaluation -> flags that must change its report; `folders` replaces the names in capitals
+EVALUATION_SETTINGS = {
     "which": ["--which", "best"],
     "baseline": ["--baseline", "START"],
     "judge_model": ["--judge-model", "REWARD"],
@@ -554,11 +554,11 @@ MEASURE_SETTINGS = {
 
 @pytest.fixture(scope="module")
 def evaluated(runs, start_model, reward_folder, pairs_file, tmp_path_factory):
-    """What evaluate_generations.py says of a run, or of a model, with flags; less when and by what command."""
-    folder = tmp_path_factory.mktemp("looking")
+    """Returns a function that evaluates a run or a model and returns its report without date and command."""
+    folder = tmp_path_factory.mktemp("evaluations")
     fewer = folder / "fewer.jsonl"
     fewer.write_text("\n".join(pairs_file.read_text().splitlines()[40:]))
-    made = {
+    folders = {
         "START": make_start_model(folder / "start", seed=6),
         "REWARD": make_reward_model(folder / "reward", seed=6),
         "FEWER": fewer,
@@ -566,9 +566,9 @@ def evaluated(runs, start_model, reward_folder, pairs_file, tmp_path_factory):
 
     def observe(*flags, model=runs["ppo", 1]) -> str:
         words = ["--model-path", model, "--num-prompts", 4, "--completions", 2, "--output", folder / "out"]
-        given = {flag for flag in flags if str(flag).startswith("--")}
-        kept = [w for pair in zip(words[::2], words[1::2], strict=True) if pair[0] not in given for w in pair]
-        evaluate_generations.main([str(made.get(w, w)) for w in [*kept, *flags]])
+        changed = {flag for flag in flags if str(flag).startswith("--")}
+        kept = [w for pair in zip(words[::2], words[1::2], strict=True) if pair[0] not in changed for w in pair]
+        evaluate_generations.main([str(folders.get(w, w)) for w in [*kept, *flags]])
         report = json.loads((folder / "out" / "evaluation.json").read_text(encoding="utf-8"))
         return json.dumps({k: v for k, v in report.items() if k in ("models", "start", "prompts")})
 
@@ -576,30 +576,30 @@ def evaluated(runs, start_model, reward_folder, pairs_file, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plainly_evaluated(evaluated):
+def default_report(evaluated):
     return evaluated()
 
 
-@pytest.mark.parametrize("name", MEASURE_SETTINGS)
-def test_an_evaluation_differs(evaluated, plainly_evaluated, name):
-    assert evaluated(*MEASURE_SETTINGS[name]) != plainly_evaluated
+@pytest.mark.parametrize("name", EVALUATION_SETTINGS)
+def test_setting_changes_an_evaluation(evaluated, default_report, name):
+    assert evaluated(*EVALUATION_SETTINGS[name]) != default_report
 
 
-def test_the_same_evaluation_twice_does_not_differ(evaluated, plainly_evaluated):
-    assert evaluated() == plainly_evaluated
+def test_repeated_evaluation_does_not_differ(evaluated, default_report):
+    assert evaluated() == default_report
 
 
-def test_like_names_the_settings_of_a_model_that_is_not_of_a_run(evaluated, start_model, reward_folder, pairs_file):
-    """Under the demo's, temperature 1 and not 0.7."""
+def test_like_selects_the_settings_for_a_model_without_a_run(evaluated, start_model, reward_folder, pairs_file):
+    """The demo's temperature is 1, the default recipe's 0.7."""
     words = ["--rm-model", reward_folder, "--prompts", pairs_file, "--split", "45/45/10"]
     one, other = (evaluated(*words, "--like", name, model=start_model) for name in ("demo", "smollm2-orca"))
     assert one != other
 
 
-def test_every_knob_of_the_looking_commands_is_tested():
-    measured = {*MEASURE_SETTINGS, "like"}
-    measured.add("trust_reward_code")  # tests/rewards/test_reward_code.py
-    apart = {"model_path", "output", "tokens", "chat"}  # tests/reports/test_reports.py, tests/analysis/test_chat.py
-    assert set(settings_of(EvaluationConfig)) == {*measured, *apart}
-    assert set(settings_of(ComparisonConfig)) == {*measured, "runs", "output"}  # tests/reports/test_reports.py
+def test_every_setting_of_the_evaluation_commands_is_tested():
+    evaluation = {*EVALUATION_SETTINGS, "like"}
+    evaluation.add("trust_reward_code")  # tests/rewards/test_reward_code.py
+    separate = {"model_path", "output", "tokens", "chat"}  # tests/reports/test_reports.py, tests/analysis/test_chat.py
+    assert set(settings_of(EvaluationConfig)) == {*evaluation, *separate}
+    assert set(settings_of(ComparisonConfig)) == {*evaluation, "runs", "output"}  # tests/reports/test_reports.py
     assert set(settings_of(PlotConfig)) == {"runs", "x", "smooth", "output"}  # tests/reports/test_curve_plots.py

@@ -1,4 +1,4 @@
-"""The root config.py: the user's settings, in force under the default recipe."""
+"""Tests the root config.py: the user's settings, which apply to the default recipe only."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ def write(tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_the_shipped_file_is_the_declared_defaults(algorithm):
+def test_shipped_file_equals_the_declared_defaults(algorithm):
     assert parse_cli([], algorithm, SHIPPED) == parse_cli([], algorithm)
     assert parse_cli(["--kl-schedule", "phased"], algorithm, SHIPPED) == parse_cli(
         ["--kl-schedule", "phased"], algorithm
     )
 
 
-def test_the_shipped_file_is_one_screen_of_the_settings_that_its_readers_look_for():
+def test_shipped_file_is_short_and_has_the_common_settings():
     settings = read_user_file(SHIPPED, ())
     assert 20 <= len(settings) <= 30 and len(SHIPPED.read_text(encoding="utf-8").splitlines()) <= 55
     assert {"clip_range", "kl_target", "gamma", "lam", "max_new_tokens", "learning_rate"} <= set(settings)
 
 
-def test_the_shipped_file_counts_for_the_reward_model_too():
+def test_shipped_file_also_applies_to_the_reward_model():
     assert parse_reward_cli([], SHIPPED) == parse_reward_cli([])
 
 
-def test_order(write, tmp_path):
+def test_order_of_the_layers(write, tmp_path):
     """Declared defaults, config.py, --config, flags."""
     file = write("clip_range = 0.1\ngamma = 0.9\nlam = 0.8\n")
     (tmp_path / "a.yaml").write_text("gamma: 0.7\nlam: 0.6\n")
@@ -69,8 +69,8 @@ def test_order(write, tmp_path):
     assert parse_cli(["--config", str(tmp_path / "demo.yaml")], user_file=file).batch.clip_range == 0.2
 
 
-def test_what_the_file_may_hold(write):
-    """Python, other trainers' names, comments; names with an underscore, modules and functions are no settings."""
+def test_allowed_contents(write):
+    """Python code and other trainers' names. Names with an underscore, modules and functions are not settings."""
     config = parse_cli(
         user_file=write(
             "import math\n_half = 1 / 2\n\n\ndef f():\n    x = 1\n\n\n"
@@ -83,7 +83,7 @@ def test_what_the_file_may_hold(write):
     assert [str(t) for t in config.kl.targets] == ["6.5/sequence"] and config.model.rm_model is None
 
 
-def test_one_length_replaces_another(write):
+def test_run_length_in_the_file_replaces_the_default_and_flags_replace_it(write):
     assert parse_cli([], user_file=write("epochs = 3\n")).updates(100) == 75
     assert parse_cli(["--num-iterations", "7"], user_file=write("epochs = 3\n")).updates(100) == 7
     assert parse_cli([], user_file=write("num_iterations = 9\n")).updates(100) == 9
@@ -121,7 +121,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_mistake_is_one_line_with_its_place(what, write):
+def test_an_error_is_one_line_with_file_and_line(what, write):
     text, message = BAD[what]
     file = write(text)
     if what == "not UTF-8":
@@ -138,56 +138,56 @@ def test_settings_may_be_imported(write, tmp_path, monkeypatch):
         assert parse_cli([], user_file=write(f"{line}\n")).optimizer.learning_rate == 2e-6
 
 
-def test_a_value_that_a_flag_replaces_stops_nothing(write, run_flags, monkeypatch, capsys):
+def test_error_in_a_value_that_a_flag_replaces_is_ignored(write, run_flags, monkeypatch, capsys):
     monkeypatch.setattr(train_ppo, "__file__", str(write("learning_rate = 'much'\n")))
     train_ppo.main(run_flags("--num-iterations", 2, "--learning-rate", "1e-4", "--dry-run"))
     assert plan_rows(capsys.readouterr().out) == ["edited (with errors)"]
 
 
-def test_mistakes_of_file_and_flags_are_reported_together(write):
+def test_errors_of_file_and_flags_are_reported_together(write):
     with pytest.raises(UserError) as caught:
         parse_cli(["--lam", "x"], user_file=write("gamma = 2\nseeed = 1\n"))
     assert len(caught.value.problems) == 3
 
 
-def test_settings_of_other_algorithms_stand_in_the_same_file(write):
+def test_file_may_have_settings_of_several_algorithms(write):
     file = write("gamma = 0.5\nK = 4\nloss_type = 'dr_grpo'\n")
     assert parse_cli([], "ppo", file).critic.gamma == 0.5 and parse_cli([], "ppo", file).group.K is None
     grpo = parse_cli([], "grpo", file)
     assert (grpo.group.K, grpo.grpo.loss_type, grpo.critic.gamma) == (4, "dr_grpo", 1.0)
 
 
-def helped(capsys, *words, algorithm="ppo", file=None) -> str:
+def help_text(capsys, *words, algorithm="ppo", file=None) -> str:
     with pytest.raises(SystemExit) as ended:
         parse_cli(list(words), algorithm, file)
     assert ended.value.code == 0
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_an_edit_shows_in_the_help(write, capsys):
+def test_help_shows_edited_settings(write, capsys):
     file = write("learning_rate = 3e-6\nmax_new_tokens = 99\ngamma = 0.5\n")
-    text = helped(capsys, "--help", file=file)
+    text = help_text(capsys, "--help", file=file)
     assert "learning rate at the start [3e-06]" in text and "largest length of a completion, in tokens [99]" in text
     assert "recipe smollm2-orca; config.py: max_new_tokens 99 (default 128), gamma 0.5 (default 1.0), learning" in text
-    assert "(default: 3e-06, above 0)" in helped(capsys, "--help-all", file=file)
-    assert "gamma" not in helped(capsys, "--help", algorithm="grpo", file=file), "which GRPO does not read"
-    text = helped(capsys, "--recipe", "demo", "--help", file=file)
+    assert "(default: 3e-06, above 0)" in help_text(capsys, "--help-all", file=file)
+    assert "gamma" not in help_text(capsys, "--help", algorithm="grpo", file=file), "GRPO does not read gamma"
+    text = help_text(capsys, "--recipe", "demo", "--help", file=file)
     assert "learning rate at the start [0.0003]" in text
     assert "config.py: edited (max_new_tokens, gamma, learning_rate), but not used: --recipe demo" in text
-    assert "config.py" not in helped(capsys, "--help", file=SHIPPED)
+    assert "config.py" not in help_text(capsys, "--help", file=SHIPPED)
 
 
-def test_an_error_in_a_file_that_is_not_used_stops_nothing(write, capsys):
+def test_errors_in_a_file_that_is_not_used_are_ignored(write, capsys):
     for text in ("clip_rang = 1\n", "learning_rate =\n", "import sys\nsys.exit()\n"):
         file = write(text)
         assert parse_cli(["--recipe", "demo"], user_file=file).recipe == "demo"
         assert parse_reward_cli(["--recipe", "demo"], file).recipe == "demo"
-        text = helped(capsys, "--recipe", "demo", "--help", file=file)
+        text = help_text(capsys, "--recipe", "demo", "--help", file=file)
         assert "config.py: edited (with errors), but not used: --recipe demo" in text
 
 
-def test_resume_keeps_the_folder_that_the_file_names(write, tmp_path, monkeypatch):
-    """The settings and the checkpoints are of one run, and a file with errors stops nothing."""
+def test_resume_uses_the_output_folder_of_the_file(write, tmp_path, monkeypatch):
+    """Settings and checkpoints come from the same run. A file with errors does not prevent resuming."""
     monkeypatch.chdir(tmp_path)
     for folder, rate in (("mine", 1e-3), ("ppo_training_output", 1e-4)):
         (tmp_path / folder).mkdir()
@@ -203,8 +203,8 @@ def test_resume_keeps_the_folder_that_the_file_names(write, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("place", ["config.py", "recipe"])
-def test_code_that_only_a_run_json_names_is_not_run(write, tmp_path, place):
-    """Although config.py or the recipe names other code: the command line itself must name it."""
+def test_reward_code_named_only_in_run_json_is_not_run(write, tmp_path, place):
+    """The command line must name the code, also if config.py or the recipe names other code."""
     (tmp_path / "stranger").mkdir()
     with RunLog(tmp_path / "stranger", **facts_of(make_config(reward_func=["./evil.py:g"]))):
         pass
@@ -217,11 +217,11 @@ def test_code_that_only_a_run_json_names_is_not_run(write, tmp_path, place):
         words += ["--recipe", str(tmp_path / "r.yaml")]
     with pytest.raises(UserError, match="reward code must be given on the command line: --resume, ./evil.py:g"):
         parse_cli(words, user_file=file)
-    named = parse_cli([*words, "--reward-func", "./evil.py:g"], user_file=file)
-    assert named.reward.reward_func == ("./evil.py:g",)
+    config = parse_cli([*words, "--reward-func", "./evil.py:g"], user_file=file)
+    assert config.reward.reward_func == ("./evil.py:g",)
 
 
-def test_the_reward_models_help_shows_what_it_shares(write, capsys):
+def test_reward_model_help_shows_the_shared_settings(write, capsys):
     file = write("temperature = 1.1\nclip_range = 0.1\n")
     for words, expected in (
         (["--help"], "recipe smollm2-orca; config.py: temperature 1.1 (default 0.7) examples"),
@@ -236,7 +236,7 @@ def plan_rows(printed: str) -> list[str]:
     return [line.split(maxsplit=1)[1] for line in printed.splitlines() if line.strip().startswith("config.py ")]
 
 
-def test_the_plan_shows_an_edit_or_that_it_is_not_used(run_flags, write, tmp_path, capsys, monkeypatch):
+def test_plan_shows_edited_settings_or_that_they_are_not_used(run_flags, write, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train_ppo, "__file__", str(write("clip_range = 0.1\n")))
     words = run_flags("--num-iterations", 2)
     train_ppo.main([*words, "--dry-run"])
@@ -258,8 +258,8 @@ def test_the_plan_shows_an_edit_or_that_it_is_not_used(run_flags, write, tmp_pat
     assert run.settings["batch"]["clip_range"] == 0.1 and run.spent.updates == 3
 
 
-def test_the_file_beside_the_script_counts_and_no_other(tmp_path):
-    """Also from another folder, which has a config.py of its own."""
+def test_only_the_file_next_to_the_script_is_read(tmp_path):
+    """Also if the command runs in another folder that has a config.py."""
     (tmp_path / "config.py").write_text("raise SystemExit('a config.py of another project')\n")
     project = tmp_path / "project"
     project.mkdir()
@@ -283,13 +283,15 @@ def test_the_file_beside_the_script_counts_and_no_other(tmp_path):
     )
 
 
-def test_the_reward_model_shares_what_both_commands_name(write, tmp_path):
+def test_reward_model_uses_the_settings_that_both_commands_have(write, tmp_path):
     file = write("temperature = 1.1\nactor_model = './start'\nlearning_rate = 1e-4\nclip_range = 0.1\nseed = 7\n")
     made = parse_reward_cli([], file)
     assert (made.sampling.temperature, made.calibration.actor_model, made.training.base_model) == (
         1.1, "./start", "./start"
     )  # fmt: skip
-    assert (made.training.rm_learning_rate, made.training.rm_seed) == (2e-5, 42), "the policy's are not its own"
+    assert (made.training.rm_learning_rate, made.training.rm_seed) == (2e-5, 42), (
+        "the policy's learning rate and seed are not used"
+    )
     assert parse_reward_cli(["--recipe", "demo"], file).sampling.temperature == 1.0
     assert parse_reward_cli(["--base-model", "other"], file).training.base_model == "other"
     assert parse_reward_cli([], write("dataset = 'me/pairs'\n")).data.pairs == "me/pairs"
@@ -297,8 +299,8 @@ def test_the_reward_model_shares_what_both_commands_name(write, tmp_path):
     assert parse_reward_cli([], write(f"prompts = {str(tmp_path / 'prompts.jsonl')!r}\n")).data == made.data
 
 
-def test_printed_commands_are_right_under_an_edited_file(write, tmp_path):
-    """What a flag set back to the default is named, and what the file sets is used by both commands."""
+def test_printed_commands_are_correct_with_an_edited_file(write, tmp_path):
+    """A setting that a flag resets to the default is in the command. Both commands use the settings of the file."""
     file = write("clip_range = 0.1\nactor_model = './start'\nsplit = '60/30/10'\nprompts = './pairs.jsonl'\n")
     config = parse_cli(["--clip-range", "0.2", "--split", "45/45/10"], user_file=file)
     line = same_budget_command(config, spent_on(10), "grpo")
@@ -323,7 +325,7 @@ def test_printed_commands_are_right_under_an_edited_file(write, tmp_path):
         ("rm_model = './judge'", []),
     ],
 )
-def test_the_reward_models_command_undoes_what_flags_undo(write, text, words):
+def test_reward_model_command_includes_flags_that_replace_the_file(write, text, words):
     file = write(text + "\n")
     config = parse_cli(words, user_file=file)
     made = parse_reward_cli(shlex.split(reward_model_command(config))[3:], file)
@@ -333,15 +335,15 @@ def test_the_reward_models_command_undoes_what_flags_undo(write, text, words):
     assert made.training.rm_output == config.model.rm_model
 
 
-def test_the_command_of_another_algorithm_has_its_own_folder(write):
+def test_command_for_another_algorithm_uses_another_folder(write):
     file = write("output = './run2'\nseeds = [1, 2]\n")
     config = parse_cli(["--seeds", "none"], user_file=file)
     other = parse_cli(typed(same_budget_command(config, spent_on(10), "grpo")), "grpo", file)
     assert (other.run.output, other.run.seeds) == ("./grpo_training_output", None)
 
 
-def test_a_file_for_groups_serves_the_reward_model(write):
-    """Minibatches that divide GRPO's 32 episodes, and not PPO's 4."""
+def test_file_with_group_settings_works_for_the_reward_model(write):
+    """The minibatches divide GRPO's 32 episodes but not PPO's 4."""
     file = write("batch_size = 4\nK = 8\nminibatches = 16\n")
     assert parse_cli([], "grpo", file).batch.minibatches == 16
     made = parse_reward_cli([], file)

@@ -28,7 +28,7 @@ PLAIN = {bool: "bool", int: "int", float: "float"}
 
 
 def annotation(setting: Setting) -> str:
-    """The type of the values that `make_config` takes for a setting: text stands for types of this project."""
+    """Returns the type annotation of a setting in `make_config`. Types of this project are given as text."""
     if setting.choices:
         return "Literal[" + ", ".join(f'"{choice}"' for choice in setting.choices) + "]"
     if setting.is_list:
@@ -40,7 +40,7 @@ def annotation(setting: Setting) -> str:
 
 
 def source() -> str:
-    """The whole file."""
+    """Returns the source of the file."""
     parts = [HEAD]
     for s in settings_of(Config).values():
         text = s.help.replace("\\", "\\\\")

@@ -1,7 +1,7 @@
-"""Bad inputs, by number, and what each gets: one line that names the culprit and the way out, the right exit status,
-no traceback, nothing half-written, and nothing loaded for a fault that can be found without.
+"""Tests bad inputs, by number. Each must give a one-line error with a fix, the right exit status and no traceback.
 
-Exit status 2: found before the run; 1: a run that had begun and cannot go on; 0: a warning, and the run goes on.
+A row with exit status 2 is an error before the run: no files may be written, and no model may be loaded if the error
+can be found without it. Exit status 1 is an error that ends a started run, and 0 is a warning.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from tests.models.test_models import Hub
 from tests.records import facts_of
 from tests.shapes import make_base_model, make_reward_model, smollm2_tokenizer
 
-FORM = re.compile(r"error: .+: .+\. \S.*|and \d+ more")  # what: where. way out
+FORM = re.compile(r"error: .+: .+\. \S.*|and \d+ more")  # problem: place. fix
 
 
-class World:
-    """What a row's command is run on: a folder of its own, and makers of what lies there."""
+class Inputs:
+    """The inputs of a row's command: a separate folder, the tiny models and the pairs."""
 
     def __init__(self, folder: Path, start: Path, reward: Path, pairs: Path, monkeypatch: pytest.MonkeyPatch):
         self.folder, self.start, self.reward, self.pairs = folder, start, reward, pairs
@@ -60,88 +60,88 @@ class World:
         return Path(shutil.copytree(model, self.folder / "copy"))
 
     def files(self) -> dict[Path, bytes]:
-        """Everything that lies there."""
+        """Returns the contents of all files in the folder."""
         return {path: path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
 
 
-Given = str | Callable[[World], Sequence[object]]  # flags, or what makes them
+Flags = str | Callable[[Inputs], Sequence[object]]  # flags, or a function that returns them
 
 
 @dataclass(frozen=True)
 class Row:
     number: int
-    words: str
-    given: Given = ""
-    says: str = ""
+    title: str
+    bad_flags: Flags = ""
+    message: str = ""  # a regular expression
     status: int = 2
     main: Callable[[list[str]], None] = train_ppo.main
-    loads: bool = False  # the fault can be found in the weights alone
+    loads: bool = False  # the error is found after models are loaded
 
-    def flags(self, world: World) -> list[str]:
-        given = self.given.split() if isinstance(self.given, str) else self.given(world)
-        return [str(word) for word in [*BASE[self.main](world), *given]]
-
-
-def training(world: World) -> list[object]:
-    return ["--actor-model", world.start, "--rm-model", world.reward, "--allow-weak-reward-model", "--prompts",
-            world.pairs, "--output", world.folder / "run", "--batch-size", 4, "--num-iterations", 2, "--ppo-epochs", 1,
-            "--max-new-tokens", 6, "--prompt-length", 100, "--eval-prompts", 6]  # fmt: skip
+    def flags(self, inputs: Inputs) -> list[str]:
+        bad_flags = self.bad_flags.split() if isinstance(self.bad_flags, str) else self.bad_flags(inputs)
+        return [str(word) for word in [*BASE[self.main](inputs), *bad_flags]]
 
 
-def reward_training(world: World) -> list[object]:
-    return ["--base-model", world.start, "--actor-model", world.start, "--pairs", world.pairs, "--rm-output",
-            world.folder / "run", "--max-new-tokens", 6]  # fmt: skip
+def training(inputs: Inputs) -> list[object]:
+    return ["--actor-model", inputs.start, "--rm-model", inputs.reward, "--allow-weak-reward-model", "--prompts",
+            inputs.pairs, "--output", inputs.folder / "run", "--batch-size", 4, "--num-iterations", 2,
+            "--ppo-epochs", 1, "--max-new-tokens", 6, "--prompt-length", 100, "--eval-prompts", 6]  # fmt: skip
+
+
+def reward_training(inputs: Inputs) -> list[object]:
+    return ["--base-model", inputs.start, "--actor-model", inputs.start, "--pairs", inputs.pairs, "--rm-output",
+            inputs.folder / "run", "--max-new-tokens", 6]  # fmt: skip
 
 
 def from_python(argv: list[str]) -> None:
-    """A trainer whose evaluation prompts are trained on."""
+    """Makes a trainer whose evaluation prompts are also training prompts."""
     make_trainer(parse_cli(argv), ["a cat?", "a dog?", "a fox?", "a cow?"], evaluation_prompts=["A  cat?", "a hen?"])
 
 
 BASE = {
     train_ppo.main: training,
-    train_grpo.main: lambda world: [*training(world), "--K", 2, "--batch-size", 2],
+    train_grpo.main: lambda inputs: [*training(inputs), "--K", 2, "--batch-size", 2],
     reward_model.train.main: reward_training,
     from_python: training,
 }
 
 
-# --- makers of bad inputs --------------------------------------------------------------------------------------------
+# --- functions that return the flags of bad inputs -------------------------------------------------------------------
 
 
-def yaml(text: str) -> Given:
-    return lambda world: ["--config", world.write("a.yaml", text)]
+def yaml(text: str) -> Flags:
+    return lambda inputs: ["--config", inputs.write("a.yaml", text)]
 
 
-def data(*rows: object, flag: str = "--prompts", end: str = "\n") -> Given:
-    """A JSONL file of one good row and these."""
+def data(*rows: object, flag: str = "--prompts", end: str = "\n") -> Flags:
+    """A JSONL file with one valid row and `rows`."""
     good = {"prompt": "fine?", "chosen": "yes", "rejected": "no"}
     lines = [row if isinstance(row, str) else json.dumps(row) for row in (good, *rows)]
-    return lambda world: [flag, world.write("rows.jsonl", "\n".join(lines) + end)]
+    return lambda inputs: [flag, inputs.write("rows.jsonl", "\n".join(lines) + end)]
 
 
-def pairs(*rows: object) -> Given:
+def pairs(*rows: object) -> Flags:
     return data(*rows, flag="--pairs")
 
 
-def prompts(count: int, repeated: int = 0, words: str = "") -> Given:
-    """Prompts without pairs, some of them again."""
+def prompts(count: int, repeated: int = 0, words: str = "") -> Flags:
+    """Prompts without pairs, some of them repeated."""
     rows = [{"prompt": f"question {i % count}{words}"} for i in range(count + repeated)]
-    return lambda world: ["--prompts", world.write("rows.jsonl", "\n".join(map(json.dumps, rows)))]
+    return lambda inputs: ["--prompts", inputs.write("rows.jsonl", "\n".join(map(json.dumps, rows)))]
 
 
-def topics(rare: int) -> Given:
-    """Sixty prompts of one topic, and then a few of another."""
+def topics(rare: int) -> Flags:
+    """Sixty prompts of one topic and a few of another."""
     rows = [{"prompt": f"question {i}?", "topic": "rare" if i >= 60 else "common"} for i in range(60 + rare)]
-    return lambda world: ["--prompts", world.write("rows.jsonl", "\n".join(map(json.dumps, rows))),
+    return lambda inputs: ["--prompts", inputs.write("rows.jsonl", "\n".join(map(json.dumps, rows))),
                           "--steps-per-topic", 2]  # fmt: skip
 
 
-def tokenizer(flag: str, change: Callable, **attributes: object) -> Given:
-    """A model whose tokenizer is changed, and then has `attributes`."""
+def tokenizer(flag: str, change: Callable, **attributes: object) -> Flags:
+    """A model with a changed tokenizer, on which `attributes` are set."""
 
-    def make(world: World) -> list[object]:
-        folder = world.copy_of(world.start if flag == "--actor-model" else world.reward)
+    def make(inputs: Inputs) -> list[object]:
+        folder = inputs.copy_of(inputs.start if flag == "--actor-model" else inputs.reward)
         changed = change(AutoTokenizer.from_pretrained(folder))
         for name, value in attributes.items():
             setattr(changed, name, value)
@@ -151,21 +151,21 @@ def tokenizer(flag: str, change: Callable, **attributes: object) -> Given:
     return make
 
 
-def larger(given):
-    given.add_tokens([f"<extra {i}>" for i in range(9)])
-    return given
+def larger(tokenizer):
+    tokenizer.add_tokens([f"<extra {i}>" for i in range(9)])
+    return tokenizer
 
 
-def without_spare_token(given):
-    given.chat_template += "<|endoftext|>"  # so that the one that is left is in use
-    return given
+def without_unused_token(tokenizer):
+    tokenizer.chat_template += "<|endoftext|>"  # the only unused special token
+    return tokenizer
 
 
-def weights(flag: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Given:
-    """A model whose tensors are changed."""
+def weights(flag: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Flags:
+    """A model with changed tensors."""
 
-    def make(world: World) -> list[object]:
-        folder = world.copy_of(world.start if flag == "--actor-model" else world.reward)
+    def make(inputs: Inputs) -> list[object]:
+        folder = inputs.copy_of(inputs.start if flag == "--actor-model" else inputs.reward)
         tensors = load_file(folder / "model.safetensors")
         change(tensors)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -174,15 +174,15 @@ def weights(flag: str, change: Callable[[dict[str, torch.Tensor]], object]) -> G
     return make
 
 
-def pickled(world: World) -> list[object]:
-    folder = world.copy_of(world.start)
+def pickled(inputs: Inputs) -> list[object]:
+    folder = inputs.copy_of(inputs.start)
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     return ["--actor-model", folder]
 
 
-def with_code(world: World) -> list[object]:
-    folder = world.copy_of(world.start)
+def with_code(inputs: Inputs) -> list[object]:
+    folder = inputs.copy_of(inputs.start)
     config = json.loads((folder / "config.json").read_text())
     config |= {
         "model_type": "homemade",
@@ -193,76 +193,76 @@ def with_code(world: World) -> list[object]:
     return ["--actor-model", folder]
 
 
-def adapter(world: World) -> list[object]:
-    (world.folder / "adapter").mkdir()
-    world.write("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "some/base"}))
-    return ["--actor-model", world.folder / "adapter"]
+def adapter(inputs: Inputs) -> list[object]:
+    (inputs.folder / "adapter").mkdir()
+    inputs.write("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "some/base"}))
+    return ["--actor-model", inputs.folder / "adapter"]
 
 
-def reward_folder(**changes: object) -> Given:
-    return lambda world: ["--rm-model", make_reward_model(world.folder / "bad", **changes)]
+def reward_folder(**changes: object) -> Flags:
+    return lambda inputs: ["--rm-model", make_reward_model(inputs.folder / "bad", **changes)]
 
 
-def judged_before(world: World) -> list[object]:
+def trained_on_all_questions(inputs: Inputs) -> list[object]:
     """A reward model that was trained on all questions."""
-    folder = world.copy_of(world.reward)
+    folder = inputs.copy_of(inputs.reward)
     record = {"accuracy": 0.9, "length_baseline": 0.5, "calibration": {}}
-    record["train_questions"] = [question_hash(e) for e in load_examples(str(world.pairs))]
+    record["train_questions"] = [question_hash(e) for e in load_examples(str(inputs.pairs))]
     (folder / METRICS_FILE).write_text(json.dumps(record))
     return ["--rm-model", folder, "--dry-run"]
 
 
-def other_tokenizer(world: World) -> list[object]:
-    folder = world.copy_of(world.reward)
+def other_tokenizer(inputs: Inputs) -> list[object]:
+    folder = inputs.copy_of(inputs.reward)
     other = smollm2_tokenizer(300)
     other.pad_token = "<|endoftext|>"
     other.save_pretrained(folder)
     return ["--rm-model", folder, "--dry-run"]
 
 
-def base_model(*more: object) -> Given:
-    return lambda world: ["--actor-model", make_base_model(world.folder / "base"), *more]
+def base_model(*more: object) -> Flags:
+    return lambda inputs: ["--actor-model", make_base_model(inputs.folder / "base"), *more]
 
 
-def answer(reply: object) -> Given:
-    """The hub's answer is injected: there is none here."""
+def hub_response(response: object) -> Flags:
+    """A start model on a simulated hub."""
 
-    def make(world: World) -> list[object]:
-        world.monkeypatch.setattr(hub, "HfApi", lambda: Hub(reply))
+    def make(inputs: Inputs) -> list[object]:
+        inputs.monkeypatch.setattr(hub, "HfApi", lambda: Hub(response))
         return ["--actor-model", "someone/model"]
 
     return make
 
 
-def rule(code: str, *more: object) -> Given:
+def reward_function(code: str, *more: object) -> Flags:
     """A reward function f(completions) with these lines."""
     source = "import time\n\ndef f(completions):\n" + "".join(f"    {line}\n" for line in code.splitlines())
-    return lambda world: ["--rm-model", "none", "--reward-func", f"{world.write('my_rewards.py', source)}:f", *more]
+    return lambda inputs: ["--rm-model", "none", "--reward-func", f"{inputs.write('my_rewards.py', source)}:f", *more]
 
 
-def old_card(world: World) -> list[object]:
-    """A card without bfloat16, injected."""
-    world.monkeypatch.setattr("rlhf.run.train.start_device", lambda screen, deterministic: torch.device("cuda"))
-    world.monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
-    world.monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GTX 1080")
+def old_gpu(inputs: Inputs) -> list[object]:
+    """A simulated GPU without bfloat16."""
+    inputs.monkeypatch.setattr("rlhf.run.train.start_device", lambda screen, deterministic: torch.device("cuda"))
+    inputs.monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    inputs.monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GTX 1080")
     return ["--bf16"]
 
 
-def read_only(world: World) -> list[object]:
-    world.monkeypatch.setattr(os, "access", lambda *_: False)  # injected: root may write everywhere
+def read_only(inputs: Inputs) -> list[object]:
+    inputs.monkeypatch.setattr(os, "access", lambda *_: False)  # simulated: root may write everywhere
     return []
 
 
-def windows(world: World) -> list[object]:
-    world.monkeypatch.setattr(files, "LONGEST_PATH", 259)  # injected: what Windows allows
-    return ["--output", world.folder / ("a" * 90) / ("b" * 90)]
+def windows(inputs: Inputs) -> list[object]:
+    inputs.monkeypatch.setattr(files, "LONGEST_PATH", 259)  # simulated: the limit on Windows
+    return ["--output", inputs.folder / ("a" * 90) / ("b" * 90)]
 
 
-def output_holds(name: str, finished: bool | None = None) -> Given:
-    """A run's folder, or, where it is neither finished nor not, a folder of something else."""
+def output_holds(name: str, finished: bool | None = None) -> Flags:
+    """The folder of a finished or unfinished run, or with `finished` None, a folder with other files."""
 
-    def make(world: World) -> list[object]:
-        folder = world.folder / name
+    def make(inputs: Inputs) -> list[object]:
+        folder = inputs.folder / name
         folder.mkdir()
         if finished is None:
             (folder / "thesis.txt").write_text("years of work")
@@ -274,65 +274,65 @@ def output_holds(name: str, finished: bool | None = None) -> Given:
     return make
 
 
-def output_is_a_file(world: World) -> list[object]:
-    return ["--output", world.write("taken", "words")]
+def output_is_a_file(inputs: Inputs) -> list[object]:
+    return ["--output", inputs.write("taken", "words")]
 
 
-def little_space(world: World) -> list[object]:
-    usage = shutil.disk_usage(world.folder)
-    world.monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**20))  # injected
+def little_space(inputs: Inputs) -> list[object]:
+    usage = shutil.disk_usage(inputs.folder)
+    inputs.monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**20))  # simulated
     return []
 
 
-def full_during_a_save(world: World) -> list[object]:
-    """A file of the second checkpoint is a link to a device that is always full."""
-    really = checkpointing.write_checkpoint
+def full_during_a_save(inputs: Inputs) -> list[object]:
+    """Makes a file of the second checkpoint a link to /dev/full, a device without free space."""
+    original = checkpointing.write_checkpoint
 
     def write_checkpoint(folder, run, update, keep, write):
-        def fill(beside):
+        def fill(temporary):
             if update == 2:
-                (beside / "training.json").symlink_to("/dev/full")
-            write(beside)
+                (temporary / "training.json").symlink_to("/dev/full")
+            write(temporary)
 
-        return really(folder, run, update, keep, fill)
+        return original(folder, run, update, keep, fill)
 
-    world.monkeypatch.setattr(checkpointing, "write_checkpoint", write_checkpoint)
+    inputs.monkeypatch.setattr(checkpointing, "write_checkpoint", write_checkpoint)
     return ["--save-every", 1]
 
 
-def live_run(world: World) -> list[object]:
-    (world.folder / "run").mkdir()
-    world.held = RunLog(world.folder / "run", **facts_of())
+def live_run(inputs: Inputs) -> list[object]:
+    (inputs.folder / "run").mkdir()
+    inputs.log = RunLog(inputs.folder / "run", **facts_of())  # holds the lock until the test ends
     return []
 
 
-def broken_off(change: Callable[[World, Path], object] = lambda world, run: None, *more: object) -> Given:
-    """A run that ended in its fourth update, with checkpoints of updates 1, 2 and 3; and what is changed then."""
+def interrupted(change: Callable[[Inputs, Path], object] = lambda inputs, run: None, *more: object) -> Flags:
+    """Resumes a run that ended in its fourth update with three checkpoints. `change` may change its files before."""
 
     class Killed(BaseException):
-        """In place of a signal that nobody can catch."""
+        """Simulates SIGKILL, which a process cannot catch."""
 
-    def make(world: World) -> list[object]:
-        pairs = world.write("pairs.jsonl", world.pairs.read_text())
+    def make(inputs: Inputs) -> list[object]:
+        pairs = inputs.write("pairs.jsonl", inputs.pairs.read_text())
         flags = ["--num-iterations", 4, "--save-every", 1, "--keep", 3, "--prompts", pairs]
-        really = OnPolicyLoop.update_step
+        original = OnPolicyLoop.update_step
 
         def update_step(trainer, number):
             if number == 4:
                 raise Killed
-            return really(trainer, number)
+            return original(trainer, number)
 
-        with world.monkeypatch.context() as patch, pytest.raises(Killed):
+        with inputs.monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(OnPolicyLoop, "update_step", update_step)
-            train_ppo.main([str(word) for word in [*training(world), *flags]])
-        change(world, world.folder / "run")
+            train_ppo.main([str(word) for word in [*training(inputs), *flags]])
+        change(inputs, inputs.folder / "run")
         return [*flags, "--resume", *more]
 
     return make
 
 
-def tear(*updates: int) -> Callable[[World, Path], object]:
-    def change(world: World, run: Path) -> None:
+def truncate(*updates: int) -> Callable[[Inputs, Path], object]:
+    def change(inputs: Inputs, run: Path) -> None:
         for update in updates:
             file = run / f"checkpoint-{update}" / "training.safetensors"
             file.write_bytes(file.read_bytes()[:-1])
@@ -340,37 +340,37 @@ def tear(*updates: int) -> Callable[[World, Path], object]:
     return change
 
 
-def other_version(world: World, run: Path) -> None:
-    told = json.loads((run / "run.json").read_text())
-    told["versions"]["peft"] = "0.0.1"
-    (run / "run.json").write_text(json.dumps(told))
+def other_version(inputs: Inputs, run: Path) -> None:
+    record = json.loads((run / "run.json").read_text())
+    record["versions"]["peft"] = "0.0.1"
+    (run / "run.json").write_text(json.dumps(record))
 
 
-def other_data(world: World, run: Path) -> None:
-    world.write("pairs.jsonl", world.pairs.read_text().replace("number", "No."))
+def other_data(inputs: Inputs, run: Path) -> None:
+    inputs.write("pairs.jsonl", inputs.pairs.read_text().replace("number", "No."))
 
 
-def no_memory(world: World) -> list[object]:
-    """A processor is never out of memory in this way, so it is injected."""
+def no_memory(inputs: Inputs) -> list[object]:
+    """A simulated out-of-memory error of a GPU."""
 
     def gradients(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    world.monkeypatch.setattr(PolicyOptimizer, "gradients", gradients)
+    inputs.monkeypatch.setattr(PolicyOptimizer, "gradients", gradients)
     return ["--micro-batch-size", 1]
 
 
-def installed(name: str, version: str | None) -> Given:
-    """Another version of a library, or none, injected."""
-    real = importlib.metadata.version
+def installed(name: str, version: str | None) -> Flags:
+    """Simulates another version of a library, or with None, that it is not installed."""
+    original = importlib.metadata.version
 
-    def found(asked: str) -> str:
-        if asked == name and version is None:
+    def find_version(library: str) -> str:
+        if library == name and version is None:
             raise importlib.metadata.PackageNotFoundError(name)
-        return version if asked == name else real(asked)
+        return version if library == name else original(library)
 
-    def make(world: World) -> list[object]:
-        world.monkeypatch.setattr(importlib.metadata, "version", found)
+    def make(inputs: Inputs) -> list[object]:
+        inputs.monkeypatch.setattr(importlib.metadata, "version", find_version)
         return []
 
     return make
@@ -379,7 +379,7 @@ def installed(name: str, version: str | None) -> Given:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 GRPO, REWARD_MODEL = train_grpo.main, reward_model.train.main
-NOT_HERE = RepositoryNotFoundError("no", response=SimpleNamespace(headers={}, request=None))
+NOT_FOUND = RepositoryNotFoundError("no", response=SimpleNamespace(headers={}, request=None))
 
 CONFIGURATION = [
     Row(1, "misspelt flag", "--learning-rat 1",
@@ -404,9 +404,10 @@ CONFIGURATION = [
     Row(12, "negative KL coefficient", "--kl-coef -0.1", r"kl_coef is -0.1: --kl-coef\. It must be at least 0"),
     Row(13, "negative missing-EOS penalty", "--missing-eos-penalty -1",
         r"missing_eos_penalty is -1: --missing-eos-penalty\. It must be at least 0"),
-    Row(14, "reply length 0", "--max-new-tokens 0", r"max_new_tokens is 0: --max-new-tokens\. It must be at least 1"),
+    Row(14, "completion length 0", "--max-new-tokens 0",
+        r"max_new_tokens is 0: --max-new-tokens\. It must be at least 1"),
     Row(15, "K is 1", "--K 1", r"K is 1: --K\. It must be at least 2", main=GRPO),
-    Row(16, "K replies do not fill minibatches", "--K 3 --batch-size 4 --minibatches 8",
+    Row(16, "minibatches do not divide batch size x K", "--K 3 --batch-size 4 --minibatches 8",
         r"minibatches 8 does not divide batch_size x K = 12: --minibatches\. Try 6", main=GRPO),
     Row(17, "minibatches do not divide the batch", "--batch-size 8 --minibatches 3",
         r"minibatches 3 does not divide batch_size 8: --minibatches\. Try 2"),
@@ -418,7 +419,7 @@ CONFIGURATION = [
     Row(20, "bf16 and fp16", "--bf16 --fp16", r"unknown flag --fp16: .* bfloat16 \(--bf16\) or float32 \(--no-bf16\)"),
     Row(20, "fp16 in YAML", yaml("fp16: true"),
         r"unknown setting fp16: .*a\.yaml:1\. Use bfloat16 \(--bf16\) or"),
-    Row(21, "bf16 on a device without it", old_card,
+    Row(21, "bf16 on a device without it", old_gpu,
         r"this GPU \(GTX 1080\) has no bfloat16: --bf16\. Remove the flag"),
     Row(22, "LoRA targets match nothing", "--use-lora --lora-targets qproj",
         r"no module named qproj: --lora-targets, .*\. Did you mean q_proj\? Choose from down_proj, .*, v_proj"),
@@ -431,9 +432,10 @@ CONFIGURATION = [
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
 AT_LINE_2 = r".*rows\.jsonl:2, '.+'"  # with an excerpt
 DATA = [
-    Row(25, "file missing", lambda world: ["--prompts", world.write("prompts.jsonl", "{}").with_name("promts.jsonl")],
+    Row(25, "file missing",
+        lambda inputs: ["--prompts", inputs.write("prompts.jsonl", "{}").with_name("promts.jsonl")],
         r"data file not found: .*promts\.jsonl\. Did you mean .*prompts\.jsonl\? Use a JSONL file"),
-    Row(26, "empty file", lambda world: ["--prompts", world.write("empty.jsonl", "")],
+    Row(26, "empty file", lambda inputs: ["--prompts", inputs.write("empty.jsonl", "")],
         r"no rows: .*empty\.jsonl\. Each line must be a JSON object with"),
     Row(27, "malformed line", data("{oops", {"prompt": "b"}),
         r"not JSON \(.+\): .*rows\.jsonl:2, '\{oops'\. Write one JSON object per line$"),
@@ -442,20 +444,20 @@ DATA = [
     Row(27, "twelve malformed lines", data(*["{oops"] * 12), r"rows\.jsonl:6, '\{oops'.*\nand 7 more\n"),
     Row(28, "last line cut off", data('{"prompt": "is it', end=""),
         rf"not JSON \(Unterminated string.*\): {AT_LINE_2}\. Write one JSON object per line\. Is the file incomp"),
-    Row(29, "not UTF-8", lambda world: ["--prompts", world.write("latin.jsonl", b'{"prompt": "caf\xe9"}')],
+    Row(29, "not UTF-8", lambda inputs: ["--prompts", inputs.write("latin.jsonl", b'{"prompt": "caf\xe9"}')],
         r"not UTF-8: .*latin\.jsonl, byte 15\. Save the file as UTF-8"),
     Row(30, "no prompt column", data({"text": "a"}),
         rf"no prompt: {AT_LINE_2}, columns \['text'\]\. Each row needs \"question\""),
     Row(30, "no topic in some rows",
-        lambda world: [*data({"prompt": "a", "topic": " "})(world), "--steps-per-topic", 2],
+        lambda inputs: [*data({"prompt": "a", "topic": " "})(inputs), "--steps-per-topic", 2],
         r"no \"topic\": .*rows\.jsonl:1, '.+', columns \['chosen', 'prompt', 'rejected'\]\. Add a topic to every row, "
         r"or remove --steps-per-topic\n.*no \"topic\": .*rows\.jsonl:2, '.+', columns \['prompt', 'topic'\]"),
-    Row(30, "a topic of fewer prompts than a batch", lambda world: [*topics(2)(world), "--dry-run"],
+    Row(30, "a topic of fewer prompts than a batch", lambda inputs: [*topics(2)(inputs), "--dry-run"],
         r"warning: 1 topics have fewer prompts than a batch of 4 \(rare [12]\), so batches repeat prompts: --steps-"
         r"per-topic\. Use",
         status=0),
-    Row(30, "a topic that the split leaves nothing of",
-        lambda world: [*topics(2)(world), "--max-prompts", 30, "--dry-run"],
+    Row(30, "a topic without training prompts after the split",
+        lambda inputs: [*topics(2)(inputs), "--max-prompts", 30, "--dry-run"],
         r"warning: no prompt left to train on for 1 topics \(rare\): .*rows\.jsonl\. Add rows for them, change --spl",
         status=0),
     Row(31, "prompt misspelt in some rows", data({"promt": "a", "chosen": "b", "rejected": "c"}),
@@ -468,10 +470,10 @@ DATA = [
     Row(33, "prompt is NaN", data('{"prompt": NaN}'), rf"prompt is NaN, not text: {AT_LINE_2}\. Correct or remove"),
     Row(34, "empty prompt", data({"prompt": "  "}), rf"prompt is empty: {AT_LINE_2}\. Correct or remove that row"),
     Row(35, "prompts longer than the context",
-        lambda world: [*prompts(40, words=" and so on" * 200)(world), "--prompt-length", 5000],
+        lambda inputs: [*prompts(40, words=" and so on" * 200)(inputs), "--prompt-length", 5000],
         r"(\d+) of \1 prompts are longer than the start model's context of 512 tokens \(the longest: \d{3,}\): "
         r"--prompts .*\. Try --prompt-length 506 \(longer prompts are skipped\)"),
-    Row(36, "prompt and reply longer than the context", "--max-new-tokens 490",
+    Row(36, "prompt and completion longer than the context", "--max-new-tokens 490",
         r"\d+ of \d+ prompts plus --max-new-tokens 490 are longer than the start model's context of 512 tokens \(the "
         r"longest: \d+ \+ 490\): --prompts .*\. Try --max-new-tokens \d+ or --prompt-length 22 \(longer"),
     Row(37, "fewer prompts than a batch", "--max-prompts 3",
@@ -493,18 +495,18 @@ DATA = [
         r"\d+ prompts are chats of several messages, and the start model has no chat template: --prompts .*, start "
         r"model .*base\. Use"),
     Row(41, "a chat template that refuses a chat",
-        tokenizer("--actor-model", lambda given: given, chat_template=NO_SYSTEM),
+        tokenizer("--actor-model", lambda unchanged: unchanged, chat_template=NO_SYSTEM),
         r"the chat template rejects it \(no system messages\): prompt with the roles system, user, '.*'\. Write chat"),
     Row(41, "plain prompts without a chat template",
-        lambda world: [*base_model("--dry-run")(world), *prompts(60)(world)],
+        lambda inputs: [*base_model("--dry-run")(inputs), *prompts(60)(inputs)],
         r"note: .*base has no chat template, so prompts are used as plain text", status=0),
     Row(42, "evaluation prompts also trained on", "",
         r"warning: 1 of the 2 evaluation prompts are also training prompts, .*\. Use other", status=0,
         main=from_python),
-    Row(42, "the reward model was trained on them", judged_before,
+    Row(42, "the reward model was trained on them", trained_on_all_questions,
         r"warning: the reward model was trained on 6 of the 6 evaluation prompts' questions, so its scores",
         status=0),
-    Row(43, "over 5% duplicates", lambda world: [*prompts(60, repeated=10)(world), "--dry-run"],
+    Row(43, "over 5% duplicates", lambda inputs: [*prompts(60, repeated=10)(inputs), "--dry-run"],
         r"warning: 10 of 70 rows are duplicates: .*rows\.jsonl\. Remove them", status=0),
     Row(44, "NUL", data({"prompt": "a\0b"}),
         rf"prompt contains a NUL character \(character 2\): {AT_LINE_2}\. Correct"),
@@ -513,9 +515,9 @@ DATA = [
 ]  # fmt: skip
 
 MODELS = [
-    Row(45, "not found", answer(NOT_HERE),
+    Row(45, "not found", hub_response(NOT_FOUND),
         r"model not found: someone/model is neither a local folder nor on the hub\. Check the name, or use --actor"),
-    Row(45, "gated", answer("manual"),
+    Row(45, "gated", hub_response("manual"),
         r"model is gated: someone/model\. Accept its terms on the hub and run `hf auth"),
     Row(45, "offline", "--actor-model someone/model",
         r"cannot download the model: someone/model \(not in the local cache, and .*offline.*\)\. Go online, or use"),
@@ -534,13 +536,13 @@ MODELS = [
         r"no trained score head \(score\.weight is missing\): .*\. Train one with", loads=True),
     Row(52, "reward model without pad", reward_folder(pad=None),
         r"no pad token, .*: --rm-model .*\. Set pad_token_id in its config\.json to a token other than EOS"),
-    Row(53, "no pad token", tokenizer("--actor-model", without_spare_token, pad_token=None),
+    Row(53, "no pad token", tokenizer("--actor-model", without_unused_token, pad_token=None),
         r"no pad token other than EOS, and no unused special token: tokenizer of .*\. Set pad_token in its"),
-    Row(54, "pad equals EOS", tokenizer("--actor-model", without_spare_token, pad_token="<|im_end|>"),
+    Row(54, "pad equals EOS", tokenizer("--actor-model", without_unused_token, pad_token="<|im_end|>"),
         r"no pad token other than EOS, and no unused special token: tokenizer of .*\. Set pad_token in its"),
-    Row(55, "no EOS", tokenizer("--actor-model", lambda given: given, eos_token=None),
+    Row(55, "no EOS", tokenizer("--actor-model", lambda unchanged: unchanged, eos_token=None),
         r"no EOS token: tokenizer of .*\. Set eos_token in its tokenizer_config\.json"),
-    Row(56, "reward model is a causal LM", lambda world: ["--rm-model", world.start],
+    Row(56, "reward model is a causal LM", lambda inputs: ["--rm-model", inputs.start],
         r"a language model \(LlamaForCausalLM\), not a reward model: --rm-model .*\. Train one with"),
     Row(57, "policy's weights with NaN",
         weights("--actor-model", lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3].fill_(float("nan"))),
@@ -550,42 +552,43 @@ MODELS = [
         r"NaN or infinity in score\.weight: weights of .*\. Use an earlier checkpoint of it", loads=True),
     Row(58, "pickled weights only", pickled,
         r"cannot be loaded: .*copy \(.*safetensors.*\)\. Give a complete model folder with safetensors", loads=True),
-    Row(59, "needs code of its own", with_code,
+    Row(59, "needs trust_remote_code", with_code,
         r"the model needs trust_remote_code, which is not supported: .*copy\. Use a model whose architecture"),
 ]  # fmt: skip
 
-KEPT = r"\. Fix the function; its inputs are saved in .*failed_inputs\.json$"
+SAVED = r"\. Fix the function; its inputs are saved in .*failed_inputs\.json$"
 REWARDS = [
-    Row(60, "NaN", rule("return [0.0] * (len(completions) - 1) + [float('nan')]"),
-        rf"score nan is not a finite number: reward function f, completion '.*'{KEPT}", status=1),
-    Row(60, "NaN under GRPO", rule("return [float('nan')] * len(completions)"),
-        rf"score nan is not a finite number: reward function f, completion '.*'{KEPT}", status=1, main=GRPO),
-    Row(61, "infinity", rule("return [float('-inf')] * len(completions)"),
-        rf"score -inf is not a finite number: reward function f, completion '.*'{KEPT}", status=1),
-    Row(61, "1e38", rule("return [1e38] * len(completions)"),
-        rf"score 1e\+38 is too large \(the limit is 1e\+09\): reward function f, completion '.*'{KEPT}", status=1),
-    Row(62, "all None", rule("return [None] * len(completions)"),
-        rf"score None is not a finite number: reward function f, completion '.*'{KEPT}", status=1),
-    Row(63, "text", rule("return 'good'"),
+    Row(60, "NaN", reward_function("return [0.0] * (len(completions) - 1) + [float('nan')]"),
+        rf"score nan is not a finite number: reward function f, completion '.*'{SAVED}", status=1),
+    Row(60, "NaN under GRPO", reward_function("return [float('nan')] * len(completions)"),
+        rf"score nan is not a finite number: reward function f, completion '.*'{SAVED}", status=1, main=GRPO),
+    Row(61, "infinity", reward_function("return [float('-inf')] * len(completions)"),
+        rf"score -inf is not a finite number: reward function f, completion '.*'{SAVED}", status=1),
+    Row(61, "1e38", reward_function("return [1e38] * len(completions)"),
+        rf"score 1e\+38 is too large \(the limit is 1e\+09\): reward function f, completion '.*'{SAVED}", status=1),
+    Row(62, "all None", reward_function("return [None] * len(completions)"),
+        rf"score None is not a finite number: reward function f, completion '.*'{SAVED}", status=1),
+    Row(63, "text", reward_function("return 'good'"),
         r"expected 6 scores, got \['g', 'o', 'o', 'd'\]: reward function f, first completion '.*'\. Return one",
         status=1),
-    Row(63, "a scalar", rule("return 1.0"),
+    Row(63, "a scalar", reward_function("return 1.0"),
         r"expected 6 scores, got 1\.0: reward function f, first completion", status=1),
-    Row(63, "nothing", rule("return None"),
+    Row(63, "nothing", reward_function("return None"),
         r"expected 6 scores, got None: reward function f, first completion", status=1),
-    Row(64, "wrong count", rule("return [1.0] * 4"),
+    Row(64, "wrong count", reward_function("return [1.0] * 4"),
         r"expected 6 scores, got \[1\.0, 1\.0, 1\.0, 1\.0\]: reward function f, first completion '.*'\. Return one",
         status=1),
-    Row(65, "raises", rule("return [1 / (len(c) - len(c)) for c in completions]"),
+    Row(65, "raises", reward_function("return [1 / (len(c) - len(c)) for c in completions]"),
         r"^error: my_rewards\.py:4 `return \[1 / \(len\(c\) - len\(c\)\) for c in completions\]` raised "
-        rf"ZeroDivisionError: .*: reward function f, completion '.*'{KEPT}", status=1),
-    Row(65, "raises inside a library", rule("import json\nreturn [json.loads('\\n{') for c in completions]"),
-        rf"^error: my_rewards\.py:5 `return .*` raised JSONDecodeError: .*: reward function f, completion '.*'{KEPT}",
+        rf"ZeroDivisionError: .*: reward function f, completion '.*'{SAVED}", status=1),
+    Row(65, "raises inside a library",
+        reward_function("import json\nreturn [json.loads('\\n{') for c in completions]"),
+        rf"^error: my_rewards\.py:5 `return .*` raised JSONDecodeError: .*: reward function f, completion '.*'{SAVED}",
         status=1),
-    Row(66, "hangs", rule("time.sleep(20)", "--reward-timeout", 0.1),
+    Row(66, "hangs", reward_function("time.sleep(20)", "--reward-timeout", 0.1),
         r"no result after 0\.1 s: reward function f, 6 completions, the first is '.*'\. Make it faster, or raise "
         r"--reward-timeout; its inputs are saved in .*failed_inputs\.json$", status=1),
-    Row(67, "the same for the whole run", rule("return [1.0] * len(completions)"),
+    Row(67, "the same for the whole run", reward_function("return [1.0] * len(completions)"),
         r"warning: all completions of 2 updates have the same score, 1, so the policy learns nothing: 1 x f\. Check",
         status=0),
 ]  # fmt: skip
@@ -613,24 +616,24 @@ DISK_AND_ENVIRONMENT = [
     Row(72, "output holds something else", output_holds("mine"),
         r"the folder contains files but no run\.json, so it is not replaced: --output .*mine\. Use another "
         r"folder with --output"),
-    Row(73, "newest checkpoint torn", broken_off(tear(3)),
+    Row(73, "newest checkpoint is incomplete", interrupted(truncate(3)),
         r"warning: skipped an invalid checkpoint: checkpoint-3: training\.safetensors has [\d,]+ bytes instead of "
         r"[\d,]+\. Using checkpoint-2", status=0),
-    Row(74, "no valid checkpoint", broken_off(tear(1, 2, 3)),
+    Row(74, "no valid checkpoint", interrupted(truncate(1, 2, 3)),
         r"no valid checkpoint: --output .*run, checkpoint-1: training\.safetensors has .* by --overwrite"
         r"\n.*checkpoint-2.*\n.*checkpoint-3"),
-    Row(75, "settings changed on resume", broken_off(lambda *_: None, "--learning-rate", 0.5, "--gamma", 0.5),
+    Row(75, "settings changed on resume", interrupted(lambda *_: None, "--learning-rate", 0.5, "--gamma", 0.5),
         r"cannot resume: gamma was 1\.0 in this run and is 0\.5 now\. Restore it, or add --resume-anyway\n"
         r"error: cannot resume: learning_rate was .* in this run and is 0\.5 now\. Restore it, or add"),
-    Row(75, "data changed on resume", broken_off(other_data),
+    Row(75, "data changed on resume", interrupted(other_data),
         r"cannot resume: train_sha256 was .* in this run and is .* now\. Restore it, or add", loads=True),
-    Row(75, "versions changed on resume", broken_off(other_version),
+    Row(75, "versions changed on resume", interrupted(other_version),
         r"cannot resume: peft was 0\.0\.1 in this run and is .* now\. Restore it, or add --resume-anyway"),
     Row(76, "output is a file", output_is_a_file,
         r"not a folder: --output .*taken \(.*taken is a file\)\. Give another folder"),
     Row(76, "output is too long for Windows", windows,
         r"the path is too long \(\d+ .* 259.*\): --output .*\. Give a short"),
-    Row(76, "a name is too long", lambda world: ["--output", world.folder / ("a" * 300)],
+    Row(76, "a name is too long", lambda inputs: ["--output", inputs.folder / ("a" * 300)],
         r"the path is too long \(.* 255 for a name\): --output .*\. Give a shorter one"),
     Row(77, "out of memory", no_memory,
         r"out of memory with one completion at a time: the backward pass \(CUDA out of memory\..*\)\. To reduce "
@@ -644,75 +647,78 @@ DISK_AND_ENVIRONMENT = [
 ]  # fmt: skip
 
 
-def template(text: str) -> Given:
-    """A start model whose chat template is this."""
+def template(text: str) -> Flags:
+    """A start model with this chat template."""
 
-    def make(world: World) -> list[object]:
-        model = world.copy_of(world.start)
+    def make(inputs: Inputs) -> list[object]:
+        model = inputs.copy_of(inputs.start)
         (model / "chat_template.jinja").write_text(text)
         return ["--actor-model", model]
 
     return make
 
 
-def link(target: str) -> Given:
+def link(target: str) -> Flags:
     """An output folder that is a link."""
 
-    def make(world: World) -> list[object]:
-        (world.folder / "linked").symlink_to(target)
-        return ["--output", world.folder / "linked"]
+    def make(inputs: Inputs) -> list[object]:
+        (inputs.folder / "linked").symlink_to(target)
+        return ["--output", inputs.folder / "linked"]
 
     return make
 
 
-def circle(flag: str) -> Given:
-    def make(world: World) -> list[object]:
-        (world.folder / "circle").symlink_to("circle")
-        return [flag, world.folder / "circle"]
+def link_to_itself(flag: str) -> Flags:
+    def make(inputs: Inputs) -> list[object]:
+        (inputs.folder / "circle").symlink_to("circle")
+        return [flag, inputs.folder / "circle"]
 
     return make
 
 
-def file(name: str, content: str | bytes) -> Given:
-    return lambda world: ["--prompts", world.write(name, content)]
+def file(name: str, content: str | bytes) -> Flags:
+    return lambda inputs: ["--prompts", inputs.write(name, content)]
 
 
-def folder_of_data(world: World) -> list[object]:
-    (world.folder / "saved").mkdir()
-    return ["--prompts", world.folder / "saved"]
+def folder_of_data(inputs: Inputs) -> list[object]:
+    (inputs.folder / "saved").mkdir()
+    return ["--prompts", inputs.folder / "saved"]
 
 
 TEMPLATE_FAILS = (
     r"the chat template fails with {} \(.*\): prompt with the roles .*Write chats in the form that the start"
 )
-REVIEWED = [
+MORE_ERRORS = [
     Row(79, "a template that divides by zero", template("{{ 1/0 }}"), TEMPLATE_FAILS.format("ZeroDivisionError")),
-    Row(79, "a template that counts too far", template("{{ range(10000000)|list }}"),
+    Row(79, "a template with a huge range", template("{{ range(10000000)|list }}"),
         TEMPLATE_FAILS.format("OverflowError")),
-    Row(79, "a template that adds text and number", template("{{ messages[0]['content'] + 1 }}"),
+    Row(79, "a template that adds text and a number", template("{{ messages[0]['content'] + 1 }}"),
         TEMPLATE_FAILS.format("TypeError")),
-    Row(80, "output is a link in a circle", link("linked"),
+    Row(80, "output is a link to itself", link("linked"),
         r"a broken link: --output .*linked.*Remove it"),
     Row(80, "output is a link to nothing", link("nowhere"),
         r"a broken link: --output .*linked.*Remove it"),
-    Row(80, "data is a link in a circle", circle("--prompts"), r"not a valid path \(.*\): .*circle\. Give another"),
-    Row(80, "the start model is a link in a circle", circle("--actor-model"), r"not a valid path \(.*circle.*\): "),
-    Row(80, "nobody's home", "--actor-model ~nobody_here/model", r"not a valid path \(.*\): ~nobody_here/model\. Gi"),
-    Row(81, "a name that is not UTF-8", lambda world: ["--output", f"{world.folder}/\udcff"],
+    Row(80, "data is a link to itself", link_to_itself("--prompts"),
+        r"not a valid path \(.*\): .*circle\. Give another"),
+    Row(80, "the start model is a link to itself", link_to_itself("--actor-model"),
+        r"not a valid path \(.*circle.*\): "),
+    Row(80, "home folder of an unknown user", "--actor-model ~nobody_here/model",
+        r"not a valid path \(.*\): ~nobody_here/model\. Gi"),
+    Row(81, "a name that is not UTF-8", lambda inputs: ["--output", f"{inputs.folder}/\udcff"],
         r"not valid text: command line, '.*\\udcff'\. Use only"),
-    Row(82, "a seed that numpy does not take", "--seed 1e30",
+    Row(82, "a seed too large for numpy", "--seed 1e30",
         r"seed is 1e30: --seed\. It must be at least 0 and at most 4,294,967,295"),
-    Row(82, "a seed that a float rounds", "--seed 9007199254740993",
+    Row(82, "a seed that a float would round", "--seed 9007199254740993",
         r"seed is 9007199254740993: --seed\. It must be at"),
-    Row(82, "a seed among several", "--seeds 1 4294967296",
+    Row(82, "one of several seeds too large", "--seeds 1 4294967296",
         r"seeds is 4294967296: --seeds\. It must be at least 0 and"),
-    Row(83, "updates without end", "--num-iterations 1e18",
+    Row(83, "too many updates", "--num-iterations 1e18",
         r"num_iterations is 1e18: --num-iterations\. It must be at least 1 and at most 10,000,000"),
-    Row(83, "episodes without end", "--episodes 1e9 --batch-size 1",
+    Row(83, "too many episodes", "--episodes 1e9 --batch-size 1",
         r"episodes 1000000000 is more than 10,000,000 upd"),
-    Row(83, "a batch without end", "--batch-size 1e12",
+    Row(83, "a huge batch", "--batch-size 1e12",
         r"batch_size is 1e12: --batch-size\. It must be at most 1,000,0"),
-    Row(84, "an alpha beyond float32", "--use-lora --lora-alpha 1e308",
+    Row(84, "lora_alpha too large for float32", "--use-lora --lora-alpha 1e308",
         r"lora_alpha is 1e308: --lora-alpha\. It must be above 0 and at most 1,?e?"),
     Row(85, "a CSV file", file("a.csv", "prompt,answer\na,b\n"),
         r"a CSV file, not JSONL: .*a\.csv:1\. Convert it to a"),
@@ -730,28 +736,28 @@ REVIEWED = [
         r"error: unknown flag --warmup-ratio: command line\. --help-all lists all settings"),
 ]  # fmt: skip
 
-ROWS = [*CONFIGURATION, *DATA, *MODELS, *REWARDS, *DISK_AND_ENVIRONMENT, *REVIEWED]
+ROWS = [*CONFIGURATION, *DATA, *MODELS, *REWARDS, *DISK_AND_ENVIRONMENT, *MORE_ERRORS]
 
 
-# --- what is asked of every row --------------------------------------------------------------------------------------
+# --- the checks of every row -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def world(tmp_path, start_model, reward_folder, pairs_file, monkeypatch) -> World:
-    return World(tmp_path, start_model, reward_folder, pairs_file, monkeypatch)
+def inputs(tmp_path, start_model, reward_folder, pairs_file, monkeypatch) -> Inputs:
+    return Inputs(tmp_path, start_model, reward_folder, pairs_file, monkeypatch)
 
 
 def refuse_loading(monkeypatch) -> None:
     for kind in (AutoModelForCausalLM, AutoModelForSequenceClassification):
-        monkeypatch.setattr(kind, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded first"))
+        monkeypatch.setattr(kind, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=f"{row.number} {row.words}") for row in ROWS])
-def test_a_bad_input_gets_one_line_and_the_way_out(row, world, capsys):
-    argv = row.flags(world)
+@pytest.mark.parametrize("row", [pytest.param(row, id=f"{row.number} {row.title}") for row in ROWS])
+def test_bad_input_gives_one_line_with_a_fix(row, inputs, capsys):
+    argv = row.flags(inputs)
     if row.status == 2 and not row.loads:
-        refuse_loading(world.monkeypatch)
-    before = world.files()
+        refuse_loading(inputs.monkeypatch)
+    before = inputs.files()
     capsys.readouterr()
     status = 0
     try:
@@ -762,21 +768,21 @@ def test_a_bad_input_gets_one_line_and_the_way_out(row, world, capsys):
     assert status == row.status, output.err
     assert "Traceback" not in output.out + output.err
     if status == 0:
-        assert re.search(row.says, output.out), output.out
+        assert re.search(row.message, output.out), output.out
         assert output.err == ""
         return
-    assert re.search(row.says, output.err, flags=re.MULTILINE), output.err
+    assert re.search(row.message, output.err, flags=re.MULTILINE), output.err
     assert all(FORM.fullmatch(line) for line in output.err.splitlines()), output.err
     if status == 2:
-        assert world.files() == before, "nothing is written"
+        assert inputs.files() == before, "no files may be written"
         return
-    assert read_status(world.folder / "run") == "failed"
+    assert read_status(inputs.folder / "run") == "failed"
     if row in REWARDS:
-        kept = json.loads((world.folder / "run" / INPUTS_FILE).read_text(encoding="utf-8"))
-        assert len(kept["completions"]) == len(kept["messages"]) == 6, "what the function was given"
+        saved = json.loads((inputs.folder / "run" / INPUTS_FILE).read_text(encoding="utf-8"))
+        assert len(saved["completions"]) == len(saved["messages"]) == 6, "the inputs of the function"
 
 
 def test_every_number_has_a_row():
     assert {row.number for row in ROWS} == set(range(1, 88))
-    assert all(row.says for row in ROWS)
-    assert len({(row.number, row.words) for row in ROWS}) == len(ROWS)
+    assert all(row.message for row in ROWS)
+    assert len({(row.number, row.title) for row in ROWS}) == len(ROWS)

@@ -1,4 +1,4 @@
-"""Tests that only a GPU can run: kernels against the CPU's numbers, whole runs, determinism, predicted memory.
+"""Tests that need a GPU: kernels compared with the CPU's results, whole runs, determinism, predicted memory.
 
 `python -m pytest -m gpu` selects these and the GPU tests of other files.
 """
@@ -39,8 +39,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize("engine", ["plain", "slots", "graph"])
-def test_an_engine_samples_the_tokens_of_the_cpu(model, engine):  # noqa: F811
-    """Float32 on both: a token differs only if a random number falls between two roundings."""
+def test_engine_samples_the_same_tokens_as_on_the_cpu(model, engine):  # noqa: F811
+    """Both use float32, so a token differs only if a random number falls between two rounded probabilities."""
     make_eos_likely(model)
     noise, sampling = uniform_noise(1, 2, "rollout", range(9), 40), SamplingSettings(40, 1.0, 0, 0.9)
 
@@ -57,9 +57,9 @@ def test_an_engine_samples_the_tokens_of_the_cpu(model, engine):  # noqa: F811
         assert rows(copy.deepcopy(model).to(GPU), GPU, engine) == expected
 
 
-def test_log_probs_are_those_of_the_cpu(model):  # noqa: F811
+def test_log_probs_equal_those_of_the_cpu(model):  # noqa: F811
     noise, sampling = uniform_noise(1, 2, "rollout", range(9), 20), SamplingSettings(20, 1.0)
-    found = {}
+    results = {}
     for device in (CPU, GPU):
         policy = copy.deepcopy(model).to(device)
         completions = sample_completions(policy, prompts(), noise, sampling, eos=EOS, pad=0, device=device)
@@ -67,12 +67,12 @@ def test_log_probs_are_those_of_the_cpu(model):  # noqa: F811
         for packed in (True, False):
             with torch.no_grad():
                 logprobs, _, _ = Actor(policy)(completions.micro_batch(rows, packed), 1.0)
-            found[device.type, packed] = logprobs.cpu()
-    for key, logprobs in found.items():
-        assert_close(logprobs, found["cpu", False], rtol=1e-4, atol=1e-4, msg=lambda said, key=key: f"{key}: {said}")
+            results[device.type, packed] = logprobs.cpu()
+    for key, logprobs in results.items():
+        assert_close(logprobs, results["cpu", False], rtol=1e-4, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
 
 
-def test_sampling_of_large_vocabularies_agrees_with_the_cpu():
+def test_sampling_of_large_vocabularies_equals_the_cpu():
     logits = torch.randn(64, 49_152, generator=torch.Generator().manual_seed(0)) * 3
     uniform = torch.rand(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     assert torch.equal(sample_inverse_cdf(logits.to(GPU), uniform.to(GPU)).cpu(), sample_inverse_cdf(logits, uniform))
@@ -87,7 +87,7 @@ def test_sampling_of_large_vocabularies_agrees_with_the_cpu():
 
 @pytest.fixture(scope="session")
 def gpu_runs(start_model, reward_folder, pairs_file, made_once) -> Path:
-    """The folder of all runs. Their process is started once for all workers, and runs on beside the tests."""
+    """Returns the folder of all runs. One process does the runs for all workers, in parallel with the tests."""
     return made_once("gpu_runs", partial(start_runs, start_model, reward_folder, pairs_file))
 
 
@@ -100,7 +100,7 @@ def start_runs(start_model: Path, reward_folder: Path, pairs_file: Path, folder:
 
 
 def result(folder: Path, name: str) -> dict:
-    """The status and output of one run, when it has ended."""
+    """Waits until a run has ended and returns its status and output."""
     file, pid = folder / "results" / f"{name}.json", int((folder / "pid").read_text(encoding="utf-8"))
     while not file.exists():
         alive = psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -120,15 +120,15 @@ def test_a_run_on_the_gpu(gpu_runs, name):
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("look", LOOKS)
-def test_a_run_is_looked_at_on_the_gpu(gpu_runs, look, name):
-    ended = result(gpu_runs, f"{look}_{name}")
+@pytest.mark.parametrize("command", LOOKS)
+def test_a_run_is_evaluated_on_the_gpu(gpu_runs, command, name):
+    ended = result(gpu_runs, f"{command}_{name}")
     assert ended["status"] == 0, ended["output"]
 
 
 @pytest.mark.parametrize("algorithm", GROUPS)
-def test_deterministic_runs_of_one_seed_give_the_same_bits(gpu_runs, algorithm):
-    """An operator that prevents it stops the run, and its name is in what the run printed."""
+def test_deterministic_runs_with_one_seed_are_bit_identical(gpu_runs, algorithm):
+    """A nondeterministic operator stops the run, and the run prints its name."""
     names = [f"{algorithm}_same_{number}" for number in (1, 2)]
     for name in names:
         ended = result(gpu_runs, name)

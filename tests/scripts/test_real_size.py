@@ -1,4 +1,7 @@
-"""A slow proof: SmolLM2-135M's exact shape, random weights, through reward model, PPO and GRPO, whole and by LoRA."""
+"""A slow test: a model with SmolLM2-135M's shape and random weights, in reward model training, PPO and GRPO.
+
+PPO and GRPO run with all weights and with LoRA.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def project(tmp_path_factory) -> Path:
     return folder
 
 
-def test_reward_model_refusal_and_two_updates(project, pairs_file):
+def test_reward_model_weak_model_error_and_two_updates(project, pairs_file):
     trained = run(
         ["-m", "reward_model.train", "--pairs", str(pairs_file), "--base-model", "./start", "--actor-model", "./start",
          "--rm-output", "./rm", "--rm-batch-size", "4", "--max-new-tokens", "8", "--calibration-prompts", "8"],
@@ -28,7 +31,7 @@ def test_reward_model_refusal_and_two_updates(project, pairs_file):
     flags = ["--actor-model", "./start", "--rm-model", "./rm", "--prompts", str(pairs_file),
              "--num-iterations", "2", "--max-new-tokens", "16", "--eval-prompts", "4"]  # fmt: skip
     refused = run(["train_ppo.py", *flags, "--output", "refused"], project)
-    assert refused.returncode == 2 and "weak reward model" in refused.stderr, "its pairs are drawn at random"
+    assert refused.returncode == 2 and "weak reward model" in refused.stderr, "its pairs are random"
     for script, algorithm in (("train_ppo.py", []), ("train_grpo.py", ["--K", "2", "--batch-size", "2"])):
         for file, more in (("model.safetensors", []), ("adapter_model.safetensors", ["--use-lora"])):
             output = f"{script[:-3]}{''.join(more)}"

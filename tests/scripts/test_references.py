@@ -1,4 +1,4 @@
-"""The five reference systems' own kinds of command, with tiny models in the places of theirs: a section each."""
+"""Tests the commands, files and Python calls of the five reference systems, with tiny models. One section each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rlhf.utils.errors import UserError
 from tests.shapes import make_base_model, make_reward_model, make_start_model
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["--num-iterations", "3", "--max-new-tokens", "6", "--eval-prompts", "6"]  # nothing but size
+SMALL = ["--num-iterations", "3", "--max-new-tokens", "6", "--eval-prompts", "6"]  # only the size of the run
 
 
 def value(config: Config, name: str) -> object:
@@ -58,8 +58,8 @@ def orca(tmp_path, pairs_file, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_smollm2_orcas_walk(orca, capsys):
-    """Reward model, PPO whole and with LoRA, GRPO, evaluation, curves: each with nothing but its size named."""
+def test_smollm2_orca_commands(orca, capsys):
+    """Reward model, PPO with all weights and with LoRA, GRPO, evaluation and curves. Flags set only the size."""
     reward_model.train.main(["--max-new-tokens", "6"])
     record = orca / "reward_model_output" / METRICS_FILE
     record.write_text(json.dumps({**json.loads(record.read_text()), "accuracy": 0.95}))  # random weights learn little
@@ -79,10 +79,10 @@ def test_smollm2_orcas_walk(orca, capsys):
 
     evaluate_generations.main(["--model-path", "./ppo_training_output", "--num-prompts", "5"])
     report = json.loads((orca / "evaluation_output" / "evaluation.json").read_text(encoding="utf-8"))
-    of_the_run = [prompt["sides"][1]["completions"] for prompt in report["prompts"]]
-    assert len(of_the_run) == 5 and all(len(completions) == 4 for completions in of_the_run)
-    assert {one["label"] for completions in of_the_run for one in completions} == {"BEST", "MEDIUM", "WORST"}
-    assert all(one["text"] is not None and one["score"] is not None for one in of_the_run[0])
+    sampled = [prompt["sides"][1]["completions"] for prompt in report["prompts"]]
+    assert len(sampled) == 5 and all(len(completions) == 4 for completions in sampled)
+    assert {c["label"] for completions in sampled for c in completions} == {"BEST", "MEDIUM", "WORST"}
+    assert all(c["text"] is not None and c["score"] is not None for c in sampled[0])
     assert {"score", "score_of_best", "score_of_worst"} <= report["models"][0]["figures"].keys()
 
     plot_training_progress.main([])
@@ -90,7 +90,7 @@ def test_smollm2_orcas_walk(orca, capsys):
     assert (orca / "training_progress.csv").read_text().splitlines()[0].startswith("run,algorithm,seed,update")
 
 
-SEED_001 = """
+SMOLLM2_ORCA_YAML = """
 per_device_train_batch_size: 4
 mini_batch_size: 2
 gradient_accumulation_steps: 2
@@ -112,8 +112,8 @@ target_modules: [q_proj, k_proj, v_proj, o_proj]
 """
 
 
-def test_what_smollm2_orcas_configuration_names_is_a_knob_of_that_meaning(tmp_path):
-    (tmp_path / "a.yaml").write_text(SEED_001)
+def test_smollm2_orca_settings_file(tmp_path):
+    (tmp_path / "a.yaml").write_text(SMOLLM2_ORCA_YAML)
     config = parse_cli(["--config", str(tmp_path / "a.yaml")])
     expected = {
         "batch_size": 4, "ppo_epochs": 4, "kl_coef": 0.05, "gamma": 1.0, "lam": 0.95, "temperature": 0.7,
@@ -125,8 +125,8 @@ def test_what_smollm2_orcas_configuration_names_is_a_knob_of_that_meaning(tmp_pa
     assert [str(t) for t in config.kl.targets] == ["6/sequence"] and config.kl.kl_schedule == "adaptive"
 
 
-# words -> optimizer steps a pass, episodes of a forward pass, of 8 episodes; as in TRL's first PPO, whose names they
-# are: an optimizer step is on mini_batch_size x gradient_accumulation_steps episodes, mini_batch_size at a time
+# flags -> (optimizer steps per pass over 8 episodes, episodes per forward pass). In TRL's first PPO, which has these
+# names, an optimizer step uses mini_batch_size x gradient_accumulation_steps episodes, mini_batch_size at a time
 ACCUMULATION = {
     "--mini-batch-size 2 --gradient-accumulation-steps 4": (1, 2),
     "--mini-batch-size 2 --gradient-accumulation-steps 2": (2, 2),
@@ -139,27 +139,29 @@ ACCUMULATION = {
 
 @pytest.mark.parametrize("words", ACCUMULATION)
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_accumulation_in_smollm2_orcas_words(words, algorithm):
+def test_gradient_accumulation_with_smollm2_orca_names(words, algorithm):
     size = ["--batch-size", "8"] if algorithm == "ppo" else ["--batch-size", "2", "--K", "4"]
     config = parse_cli([*size, *words.split()], algorithm)
     assert (config.batch.minibatches, config.batch.micro_batch_size) == ACCUMULATION[words]
-    assert config.batch.gradient_accumulation_steps is None, "what is stored is said in one way"
+    assert config.batch.gradient_accumulation_steps is None, "only minibatches and micro_batch_size are stored"
 
 
-def test_accumulation_is_said_once(tmp_path):
+def test_gradient_accumulation_may_be_set_in_one_way_only(tmp_path):
     (tmp_path / "a.yaml").write_text("batch_size: 8\nmini_batch_size: 2\nminibatches: 1\n")
     with pytest.raises(UserError, match=r"gradient_accumulation_steps exclude each other: .*a.yaml:3"):
         parse_cli(["--config", str(tmp_path / "a.yaml")])
     (tmp_path / "a.yaml").write_text("batch_size: 8\nmini_batch_size: 2\n")
     later = parse_cli(["--config", str(tmp_path / "a.yaml"), "--minibatches", "2"])
-    assert (later.batch.minibatches, later.batch.micro_batch_size) == (2, 2), "the later layer wins"
+    assert (later.batch.minibatches, later.batch.micro_batch_size) == (2, 2), (
+        "the later layer replaces the earlier one"
+    )
     with pytest.raises(UserError, match=r"3 episodes \(--micro-batch-size\) x 1 micro-batches .* do not divide"):
         parse_cli(["--mini-batch-size", "3"])
     with pytest.raises(UserError, match="mini_batch_size is set twice: --mini-batch-size and --micro-batch-size"):
         parse_cli(["--micro-batch-size", "1", "--mini-batch-size", "1"])
 
 
-# --- the two MLX systems: phased KL, PPO and GRPO --------------------------------------------------------------------
+# --- MLX phased-KL PPO and MLX phased-KL GRPO ------------------------------------------------------------------------
 
 PHASED = {
     "ppo": """--actor-model checkpoints/sft_merged_model --rm-model checkpoints/rm_model_bt
@@ -174,7 +176,7 @@ MAINS = {"ppo": train_ppo.main, "grpo": train_grpo.main}
 
 @pytest.fixture
 def phased(tmp_path, start_model, monkeypatch) -> Path:
-    """Their folders, with tiny models in them; 200 prompts without pairs."""
+    """The folders of the two systems, with tiny models and 200 prompts without pairs."""
     monkeypatch.chdir(tmp_path)
     make_start_model(tmp_path / "checkpoints" / "sft_merged_model")
     make_reward_model(tmp_path / "checkpoints" / "rm_model_bt")
@@ -185,36 +187,36 @@ def phased(tmp_path, start_model, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("algorithm", MAINS)
-def test_the_phased_commands_as_written(algorithm):
-    """Without the recipe, `--kl-schedule phased` means their three targets, in equal thirds."""
+def test_mlx_phased_kl_flags(algorithm):
+    """Without the recipe, `--kl-schedule phased` sets their three targets, one per third of the run."""
     config = parse_cli(shlex.split(PHASED[algorithm]), algorithm)
-    message = {"actor_model": "checkpoints/sft_merged_model", "num_iterations": 800, "clip_range": 0.2, "seed": 42}
-    assert values(config, message) == message
+    expected = {"actor_model": "checkpoints/sft_merged_model", "num_iterations": 800, "clip_range": 0.2, "seed": 42}
+    assert values(config, expected) == expected
     phases = kl_controller(config, 800).phases
     assert [(a, b, str(target)) for a, b, target in phases] == [
         (1, 267, "0.05/token"), (268, 533, "0.02/token"), (534, 800, "0.01/token")
     ]  # fmt: skip
-    own = {"K": 6} if algorithm == "grpo" else {"value_coef": 0.5, "entropy_coef": 0.01}
-    assert values(config, own) == own
+    specific = {"K": 6} if algorithm == "grpo" else {"value_coef": 0.5, "entropy_coef": 0.01}
+    assert values(config, specific) == specific
 
 
 @pytest.mark.parametrize("algorithm", MAINS)
-def test_the_phased_commands_run(phased, algorithm):
-    """And every evaluation, each 50 updates, tells perplexity, KL and peak memory."""
+def test_mlx_phased_kl_commands_run(phased, algorithm):
+    """Every evaluation (by default every 50 updates) records perplexity, KL and peak memory."""
     words = [*shlex.split(PHASED[algorithm]), *SMALL, "--batch-size", "2", "--eval-every", "2"]
     MAINS[algorithm](words)
     output = phased / "checkpoints" / f"{algorithm}_seed42"
     assert parse_cli([], algorithm).run.eval_every == 50
-    looked = RunRecord.read(output).best.evaluations
-    assert [one["update"] for one in looked] == [0, 2, 3]
-    assert all(one["perplexity"] > 1 and one["kl"] is not None and one["peak_memory_gib"] > 0 for one in looked)
+    evaluations = RunRecord.read(output).best.evaluations
+    assert [e["update"] for e in evaluations] == [0, 2, 3]
+    assert all(e["perplexity"] > 1 and e["kl"] is not None and e["peak_memory_gib"] > 0 for e in evaluations)
     scalars = read_curves(output).scalars
     assert {"eval/perplexity", "eval/kl_divergence/token", "memory/peak_gib"} <= scalars.keys()
 
 
 @pytest.mark.parametrize("algorithm", MAINS)
-def test_their_tables_are_the_recipe(phased, algorithm):
-    """4-bit, LoRA of rank 16, score at EOS, best checkpoint by KL gate and then perplexity; seeds in one command."""
+def test_mlx_phased_kl_recipe_matches_their_tables(phased, algorithm):
+    """4-bit weights, LoRA r 16, score at EOS, best checkpoint by KL gate and perplexity. Two seeds in one command."""
     config = parse_cli(["--recipe", "phased-kl"], algorithm)
     table = {"clip_range": 0.2, "ppo_epochs": 1, "max_grad_norm": 0.5, "lora_r": 16, "load_in_4bit": True,
              "use_lora": True, "normalize_scores": True, "score_ema": 0.99, "best_rule": "perplexity",
@@ -227,7 +229,7 @@ def test_their_tables_are_the_recipe(phased, algorithm):
     assert (outputs[0] / "adapter_model.safetensors").is_file()
 
 
-def test_the_names_of_their_tables(tmp_path):
+def test_mlx_phased_kl_setting_names(tmp_path):
     (tmp_path / "a.yaml").write_text(
         "kl_schedule: phased\ngae_gamma: 0.99\ngae_lambda: 0.9\ntarget_kl: [0.05, 0.02, 0.01]\nnormalizer_alpha: 0.9\n"
         "max_grad_norm: 0.5\nclip_range: 0.1\nvalue_coef: 0.5\nentropy_coef: 0.01\nppo_epochs: 1\ngroup_size: 6\n"
@@ -247,7 +249,7 @@ TLDR = [f"SUBREDDIT: r/advice\nTITLE: question {i}\nPOST: it is a long story abo
 
 @pytest.fixture
 def base_model(tmp_path) -> Path:
-    """A base model whose tokenizer has a chat template all the same, as Qwen's."""
+    """A base model with a chat template in its tokenizer, as Qwen's base model has."""
     folder = make_base_model(tmp_path / "base")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m['content'] }}{% endfor %}"
@@ -257,7 +259,7 @@ def base_model(tmp_path) -> Path:
 
 @pytest.fixture
 def tldr(base_model, reward_folder, tmp_path):
-    """A function from settings, by its PPOConfig's names, to the recipe's configuration of a tiny run."""
+    """Returns a function that makes the recipe's Config for a tiny run. Settings have the names of its PPOConfig."""
 
     def make(**settings):
         tiny = {"model_name": str(base_model), "rm_model": str(reward_folder), "max_new_tokens": 6, "save_every": 1,
@@ -267,28 +269,28 @@ def tldr(base_model, reward_folder, tmp_path):
     return make
 
 
-def test_mlx_token_levels_configuration_by_its_own_names():
+def test_mlx_token_level_setting_names():
     names = {"model_name": "Qwen/Qwen3-0.6B-Base", "max_new_tokens": 50, "batch_size": 4, "learning_rate": 1e-5,
              "kl_coef": 0.1, "gamma": 0.99, "lam": 0.95, "clip_epsilon": 0.2, "lora_r": 16, "lora_alpha": 32,
              "lora_dropout": 0.1}  # fmt: skip
-    assert make_config("qwen3-tldr") == make_config("qwen3-tldr", **names), "the recipe is its PPOConfig"
+    assert make_config("qwen3-tldr") == make_config("qwen3-tldr", **names), "the recipe equals its PPOConfig"
     other = make_config("qwen3-tldr", max_new_tokens=100, kl_coef=0.2, clip_epsilon=0.1, num_epochs=20)
     assert (other.sampling.max_new_tokens, other.batch.clip_range, other.run.epochs) == (100, 0.1, 20)
     assert not other.kl.steered, "its beta is fixed"
 
 
-def test_mlx_token_levels_rules_are_its_custom_reward_model(tldr):
-    """-0.1 a word, +0.2 for "helpful", beside the score: worked by hand."""
+def test_mlx_token_level_reward_functions_equal_its_reward_model(tldr):
+    """-0.1 per word and +0.2 for "helpful", in addition to the score. Expected values are computed by hand."""
     config = tldr()
     assert config.reward.reward_weights == (1.0, 0.1, 0.2)
     rules = [find_rule(name, config.reward.keywords) for name in config.reward.reward_func]
-    for text, added in (("a helpful, short one", -0.4 + 0.2), ("two words", -0.2), ("", 0.0)):
-        given = [rule(completions=[text])[0] for rule in rules]
-        assert sum(w * g for w, g in zip((0.1, 0.2), given, strict=True)) == pytest.approx(added)
+    for text, expected in (("a helpful, short one", -0.4 + 0.2), ("two words", -0.2), ("", 0.0)):
+        scores = [rule(completions=[text])[0] for rule in rules]
+        assert sum(w * s for w, s in zip((0.1, 0.2), scores, strict=True)) == pytest.approx(expected)
 
 
-def test_mlx_token_levels_command(base_model, reward_folder, tmp_path):
-    """Plain text although the tokenizer has a template; every token recorded; the saved model reads the same."""
+def test_mlx_token_level_command(base_model, reward_folder, tmp_path):
+    """Prompts are plain text despite the tokenizer's template, also in the saved tokenizer. All tokens are recorded."""
     (tmp_path / "posts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in TLDR))
     words = ["--recipe", "qwen3-tldr", "--actor-model", base_model, "--rm-model", reward_folder, "--prompts",
              tmp_path / "posts.jsonl", "--output", tmp_path / "run", "--record-tokens", *SMALL]  # fmt: skip
@@ -302,7 +304,7 @@ def test_mlx_token_levels_command(base_model, reward_folder, tmp_path):
     assert saved.decode(encode_prompt(saved, [{"role": "user", "content": TLDR[0]}])).endswith("TL;DR:")
 
 
-# its SAPair, and what its advantage module computes -> our column
+# fields of its SAPair and of its advantage module -> our column
 SAPAIR = {
     "state_text": "state", "action_token": "token", "action_token_id": "token_id", "logprob": "logprob",
     "ref_logprob": "ref_logprob", "kl_div": "kl", "value": "value", "advantage": "advantage",
@@ -310,7 +312,7 @@ SAPAIR = {
 }  # fmt: skip
 
 
-def test_mlx_token_levels_state_action_pairs_are_in_the_token_record(runs):
+def test_mlx_token_level_state_action_pairs_are_in_the_token_record(runs):
     rows = read_tokens(recorded_updates(runs["ppo", 1], "-")[0])
     for theirs, ours in SAPAIR.items():
         kind = (str,) if theirs in ("state_text", "action_token") else (int, float)
@@ -329,7 +331,7 @@ METRICS = {"avg_reward": "rewards/mean", "policy_loss": "policy/loss", "value_lo
 
 
 class CustomRewardModel(torch.nn.Module):
-    """As theirs: a learned part and rules, from ids. Theirs reads the first row alone; a batch has several."""
+    """As in that system: a learned part and rules, computed from token ids. This one scores all rows of a batch."""
 
     def __init__(self, tokenizer):
         super().__init__()
@@ -341,12 +343,12 @@ class CustomRewardModel(torch.nn.Module):
         return self.weight * (input_ids * attention_mask).sum(1) / 1000 + rules
 
 
-def test_mlx_token_levels_python(tldr, base_model, tmp_path):
-    """prompts, num_epochs, a reward model of one's own, on_epoch_end; evaluate(prompts), save_model, load_model."""
-    told = []
+def test_mlx_token_level_python_api(tldr, base_model, tmp_path):
+    """prompts, num_epochs, a custom reward model, on_epoch_end, evaluate(prompts), save_model and load_model."""
+    received = []
 
     def on_epoch_end(epoch, metrics):
-        told.append((epoch, {theirs: metrics[ours] for theirs, ours in METRICS.items()}))
+        received.append((epoch, {theirs: metrics[ours] for theirs, ours in METRICS.items()}))
 
     tokenizer = AutoTokenizer.from_pretrained(base_model)
     tokenizer.pad_token, tokenizer.chat_template = "<|endoftext|>", None
@@ -355,8 +357,8 @@ def test_mlx_token_levels_python(tldr, base_model, tmp_path):
         callbacks=[on_epoch_end],
     )  # fmt: skip
     results = trainer.train()
-    assert [epoch for epoch, _ in told] == [1, 2]
-    assert all(isinstance(number, float) for _, metrics in told for number in metrics.values())
+    assert [epoch for epoch, _ in received] == [1, 2]
+    assert all(isinstance(number, float) for _, metrics in received for number in metrics.values())
     assert set(METRICS.values()) <= results.keys()
     before = trainer.evaluate(TLDR[8:12])
     assert {"eval/score", "eval/kl_divergence"} <= before.keys()
@@ -372,7 +374,7 @@ def test_mlx_token_levels_python(tldr, base_model, tmp_path):
 
 # --- rank-1 voice PPO: rank 1, topic by topic ------------------------------------------------------------------------
 
-SEED_004 = """
+RANK_1_VOICE_YAML = """
 # configs/ppo.yaml
 
 ppo:
@@ -389,7 +391,7 @@ lora:
   alpha: 1.0
   target_modules: ["o_proj", "v_proj", "up_proj", "down_proj"]
 """
-SAID_BY_SEED_004 = {
+RANK_1_VOICE_SETTINGS = {
     "learning_rate": 1.41e-5, "batch_size": 4, "ppo_epochs": 4, "kl_coef": 0.2, "clip_range": 0.2,
     "steps_per_topic": 50, "use_lora": True, "lora_r": 1, "lora_alpha": 1.0,
     "lora_targets": ("o_proj", "v_proj", "up_proj", "down_proj"),
@@ -400,38 +402,40 @@ SAID_BY_SEED_004 = {
 def rank_1_file(tmp_path) -> Path:
     file = tmp_path / "configs" / "ppo.yaml"
     file.parent.mkdir()
-    file.write_text(SEED_004)
+    file.write_text(RANK_1_VOICE_YAML)
     return file
 
 
 @pytest.mark.parametrize("algorithm", MAINS)
-def test_rank_1_voices_file_as_written_nested_or_flat(rank_1_file, tmp_path, algorithm):
+def test_rank_1_voice_file_nested_or_flat(rank_1_file, tmp_path, algorithm):
     flat = tmp_path / "flat.yaml"
-    lines = [line.strip() for line in SEED_004.splitlines() if line.startswith("  ")]
+    lines = [line.strip() for line in RANK_1_VOICE_YAML.splitlines() if line.startswith("  ")]
     flat.write_text("\n".join([*lines, "use_lora: true"]))
     recipe = parse_cli(["--recipe", "rank1-voice"], algorithm)
     for config in (*(parse_cli(["--config", str(file)], algorithm) for file in (rank_1_file, flat)), recipe):
-        assert values(config, SAID_BY_SEED_004) == SAID_BY_SEED_004
+        assert values(config, RANK_1_VOICE_SETTINGS) == RANK_1_VOICE_SETTINGS
         assert [str(target) for target in config.kl.targets] == ["6/sequence"]
         assert config.kl.kl_schedule == "adaptive" and values(config, LENGTHS) == dict.fromkeys(LENGTHS)
         assert config.updates(1_000, topics=7) == 350
 
 
-def test_the_shipped_file_is_rank_1_voices():
-    assert (ROOT / "configs" / "ppo.yaml").read_text(encoding="utf-8") == SEED_004.lstrip("\n")
+def test_shipped_file_equals_rank_1_voice_file():
+    assert (ROOT / "configs" / "ppo.yaml").read_text(encoding="utf-8") == RANK_1_VOICE_YAML.lstrip("\n")
 
 
-def test_a_lora_block_turns_adapters_on_where_nothing_says_otherwise(rank_1_file, tmp_path):
+def test_lora_block_turns_adapters_on_unless_use_lora_is_false(rank_1_file, tmp_path):
     def use_lora(text, *words):
         rank_1_file.write_text(text)
         return parse_cli(["--config", str(rank_1_file), *words]).model.use_lora
 
-    assert use_lora(SEED_004) and not use_lora(SEED_004, "--no-use-lora")
-    assert not use_lora(SEED_004 + "  use_lora: false\n") and not use_lora("use_lora: false" + SEED_004)
+    assert use_lora(RANK_1_VOICE_YAML) and not use_lora(RANK_1_VOICE_YAML, "--no-use-lora")
+    assert not use_lora(RANK_1_VOICE_YAML + "  use_lora: false\n") and not use_lora(
+        "use_lora: false" + RANK_1_VOICE_YAML
+    )
     assert not use_lora("rank: 1\n") and use_lora("model:\n  lora:\n    rank: 1\n")
 
 
-def test_a_bare_target_is_read_only_under_the_references_names(rank_1_file):
+def test_bare_kl_target_is_allowed_only_with_reference_names(rank_1_file):
     for text, expected in (("target_kl: 6.0", ["6/sequence"]), ("target: 5", ["5/sequence"]),
                            ("target_kl: 0.1/token", ["0.1/token"])):  # fmt: skip
         rank_1_file.write_text(text)
@@ -442,7 +446,7 @@ def test_a_bare_target_is_read_only_under_the_references_names(rank_1_file):
             parse_cli(words)
 
 
-def test_rank_1_voices_command(rank_1_file, start_model, reward_folder, tmp_path, capsys):
+def test_rank_1_voice_command(rank_1_file, start_model, reward_folder, tmp_path, capsys):
     rows = [{"prompt": f"Say {i} about {topic}.", "topic": topic} for i in range(20) for topic in ("bread", "boats")]
     (tmp_path / "voice.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["--config", rank_1_file, "--actor-model", start_model, "--rm-model", reward_folder, "--prompts",

@@ -1,4 +1,4 @@
-"""Every command that reads a run refuses a run.json of another format, or a damaged one, in one line."""
+"""Tests that every command that reads a run refuses an older or damaged run.json with a one-line error."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ COMMANDS = {  # a command -> its arguments
 
 
 @pytest.fixture
-def here(runs, tmp_path, monkeypatch, capsys):
-    """A folder with a finished run, and a function that changes its run.json."""
+def change_record(runs, tmp_path, monkeypatch, capsys):
+    """Changes to a folder with a finished run. Returns a function that changes its run.json."""
     folder = shutil.copytree(runs["ppo", 1], tmp_path / "ppo_seed1")
     monkeypatch.chdir(tmp_path)
 
-    def change(text) -> None:
-        (folder / "run.json").write_text(text(json.loads((folder / "run.json").read_text())))
+    def change(rewrite) -> None:
+        (folder / "run.json").write_text(rewrite(json.loads((folder / "run.json").read_text())))
         capsys.readouterr()
 
     return change
 
 
-def refusal(module, argv, capsys) -> str:
+def error_of(module, argv, capsys) -> str:
     with pytest.raises(SystemExit) as ended:
         run_command(partial(module.main, argv))
     assert ended.value.code == 2
@@ -53,9 +53,9 @@ def refusal(module, argv, capsys) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_run_of_an_older_format_is_refused_in_one_line(here, capsys, command):
-    here(lambda facts: json.dumps({name: value for name, value in facts.items() if name != "format"}))
-    assert refusal(*COMMANDS[command], capsys) == (
+def test_a_run_of_an_older_format_is_refused_in_one_line(change_record, capsys, command):
+    change_record(lambda facts: json.dumps({name: value for name, value in facts.items() if name != "format"}))
+    assert error_of(*COMMANDS[command], capsys) == (
         "error: run.json has format 1, and this version reads format 2: ppo_seed1. Train the run again, or use the "
         "version that made it\n"
     )
@@ -63,9 +63,9 @@ def test_a_run_of_an_older_format_is_refused_in_one_line(here, capsys, command):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_run_with_a_damaged_file_is_refused_in_one_line(here, capsys, command):
-    here(lambda facts: json.dumps({**facts, "plan": {}}))
-    line = refusal(*COMMANDS[command], capsys)
+def test_a_run_with_a_damaged_file_is_refused_in_one_line(change_record, capsys, command):
+    change_record(lambda facts: json.dumps({**facts, "plan": {}}))
+    line = error_of(*COMMANDS[command], capsys)
     assert line.startswith(
         "error: run.json is incomplete or corrupted, 'plan.updates' is missing or invalid: ppo_seed1. "
     )

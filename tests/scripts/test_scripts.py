@@ -1,4 +1,4 @@
-"""The scripts end to end, as a user runs them: in a process of their own, in a copy of the project."""
+"""Tests the scripts end to end, each in a separate process and in a copy of the project."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def copy_project(folder: Path) -> Path:
 
 
 def run(command: list[str], cwd: Path, typed: str = "", **environment: str) -> subprocess.CompletedProcess:
-    """A python command, offline and on one thread, its output as text; `typed` is all that it gets to read."""
+    """Runs a python command offline and on one thread. `typed` is its standard input."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **environment}
     return subprocess.run(
         [sys.executable, *command],
@@ -54,10 +54,10 @@ ALGORITHMS = {
     "grpo": (["--K", "2", "--batch-size", "2"], "2 prompts x 2 completions = 4 episodes per update; minibatches"),
     "rloo": (["--K", "2", "--batch-size", "2"], "2 prompts x 2 completions = 4 episodes per update; minibatches"),
 }
-OTHERS = [pytest.param(name, marks=pytest.mark.ci) for name in ALGORITHMS if name != "ppo"]
+OTHER_ALGORITHMS = [pytest.param(name, marks=pytest.mark.ci) for name in ALGORITHMS if name != "ppo"]
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", *OTHERS])
+@pytest.mark.parametrize("algorithm", ["ppo", *OTHER_ALGORITHMS])
 def test_a_run_from_start_to_saved_model(project, flags, algorithm):
     more, batch = ALGORITHMS[algorithm]
     script, flags, name = f"train_{algorithm}.py", [*flags, *more], f"{algorithm}_training_output"
@@ -86,12 +86,12 @@ def test_a_run_from_start_to_saved_model(project, flags, algorithm):
     assert [e.step for e in events.Scalars("loss")] == [1, 2, 3]
     assert [e.step for e in events.Scalars("eval/score")] == [0, 2, 3]
 
-    again = run([script, *flags], project, PYTHONIOENCODING="cp1252")  # as a console of Windows may have
+    again = run([script, *flags], project, PYTHONIOENCODING="cp1252")  # an encoding of Windows consoles
     assert again.returncode == 0 and f"moved the finished run in {name} to {name}_1" in again.stdout
 
 
-def test_seeds_in_one_command(project, flags):
-    """Two seeds from an empty folder, then a third beside them: the table, and what is skipped."""
+def test_several_seeds_in_one_command(project, flags):
+    """Runs two seeds, then three: finished seeds are skipped, and the table has all of them."""
     few = [*flags, "--num-iterations", "1", "--K", "2", "--batch-size", "2", "--output", "many"]
     done = run(["train_grpo.py", *few, "--seeds", "1", "2"], project)
     assert done.returncode == 0, done.stderr
@@ -103,7 +103,7 @@ def test_seeds_in_one_command(project, flags):
     assert list(rises["by_seed"]) == ["1", "2", "3"] and rises["sd"] is not None
 
 
-def test_the_scripts_read_as_a_diff_of_each_other():
+def test_training_scripts_differ_only_in_the_algorithms_name():
     ppo = (ROOT / "train_ppo.py").read_text()
     for name in ALGORITHMS:
         text = (ROOT / f"train_{name}.py").read_text()
@@ -111,7 +111,7 @@ def test_the_scripts_read_as_a_diff_of_each_other():
 
 
 @pytest.mark.ci
-def test_an_equal_budget_for_all(project, flags):
+def test_all_algorithms_plan_the_same_budget(project, flags):
     plans = []
     for algorithm, (more, _) in ALGORITHMS.items():
         more = [*more, "--batch-size", "4"] if algorithm == "ppo" else more
@@ -122,7 +122,7 @@ def test_an_equal_budget_for_all(project, flags):
     assert "8 updates x 4 = 32 episodes (--episodes 30, rounded up to whole updates), 32 optimizer steps" in plans[0]
 
 
-def test_a_killed_run_is_not_trodden_on(project, flags):
+def test_unfinished_run_is_not_overwritten(project, flags):
     folder = project / "mine"
     folder.mkdir()
     (folder / "run.json").write_text('{"status": "running"}')
@@ -134,7 +134,7 @@ def test_a_killed_run_is_not_trodden_on(project, flags):
     )
 
 
-FAULTS = {
+ERRORS = {
     "no model folder": (["--actor-model", "./nowhere"], "model not found: ./nowhere"),
     "no reward model folder": (["--rm-model", "./nowhere"], "no reward model: --rm-model ./nowhere. Train one with: "),
     "no prompts file": (["--prompts", "nowhere.jsonl"], "data file not found: nowhere.jsonl"),
@@ -145,17 +145,17 @@ FAULTS = {
 }  # fmt: skip
 
 
-# tests/scripts/test_bad_inputs.py has every error in the first tier, without a process for each
-PROCESSES = [pytest.param(what, marks=[] if what == "no hub" else pytest.mark.ci) for what in FAULTS]
+# tests/scripts/test_bad_inputs.py tests all errors without a process for each, so most of these run only in CI
+PROCESSES = [pytest.param(what, marks=[] if what == "no hub" else pytest.mark.ci) for what in ERRORS]
 
 
 @pytest.mark.parametrize("what", PROCESSES)
-def test_faults_are_one_line_and_exit_status_2(project, flags, reward_folder, what):
+def test_errors_are_one_line_with_exit_status_2(project, flags, reward_folder, what):
     weak = project / "weak"
     if not weak.exists():
         shutil.copytree(reward_folder, weak)
         (weak / "metrics.json").write_text('{"accuracy": 0.4, "length_baseline": 0.5, "calibration": {}}')
-    more, message = FAULTS[what]
+    more, message = ERRORS[what]
     done = run(["train_ppo.py", *flags, "--output", "unused", *more], project)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
@@ -163,7 +163,7 @@ def test_faults_are_one_line_and_exit_status_2(project, flags, reward_folder, wh
     assert not (project / "unused").exists()
 
 
-def test_ten_prompts_that_do_not_parse_are_named_by_line(project, flags):
+def test_prompts_that_do_not_parse_are_reported_by_line(project, flags):
     (project / "bad.jsonl").write_text('{"prompt": "fine"}\n' + "{oops\n" * 12)
     done = run(["train_ppo.py", *flags, "--output", "unused", "--prompts", "bad.jsonl"], project)
     assert done.returncode == 2
@@ -173,12 +173,12 @@ def test_ten_prompts_that_do_not_parse_are_named_by_line(project, flags):
 
 
 @pytest.mark.ci
-def test_a_run_survives_a_cp1252_console(project, flags):
+def test_training_works_on_a_cp1252_console(project, flags):
     done = run(["train_ppo.py", *flags, "--output", "cp1252"], project, PYTHONIOENCODING="cp1252")
     assert done.returncode == 0, done.stderr
 
 
-def test_a_failing_reward_ends_the_run_with_status_1(build, capsys):
+def test_failing_reward_function_ends_the_run_with_status_1(build, capsys):
     from rlhf.utils.errors import run_command
 
     def broken(completions, **_):

@@ -290,7 +290,7 @@ def test_mlx_token_level_reward_functions_equal_its_reward_model(tldr):
 
 
 def test_mlx_token_level_command(base_model, reward_folder, tmp_path):
-    """Prompts are plain text despite the tokenizer's template, also in the saved tokenizer. All tokens are recorded."""
+    """Prompts are plain text despite the tokenizer's template, also in the saved one. Every token is recorded."""
     (tmp_path / "posts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in TLDR))
     words = ["--recipe", "qwen3-tldr", "--actor-model", base_model, "--rm-model", reward_folder, "--prompts",
              tmp_path / "posts.jsonl", "--output", tmp_path / "run", "--record-tokens", *SMALL]  # fmt: skip

@@ -30,7 +30,7 @@ def test_logits_chunk_has_the_documented_size():
 
 @pytest.mark.parametrize(("device", "tokens"), [(CPU, "1,024"), (GPU, "16,384")])
 def test_plan_prints_the_budget_of_the_device(configured, device, tokens):
-    assert f"at most {tokens} tokens in a forward pass" in batch_line(configured(), 1, device)
+    assert batch_line(configured(), 1, device).endswith(f"micro-batch: at most {tokens} tokens")
 
 
 def test_help_texts_contain_the_budget_numbers():

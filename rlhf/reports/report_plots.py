@@ -81,6 +81,7 @@ def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
         if drawn:
             starts = {(kl[0], score[0]) for _, kl, score in drawn}
             axes.plot(*zip(*starts, strict=True), "D", color=COLOURS["start"], ms=8, ls="none", label="start model")
+            axes.margins(y=0.1)  # room for the labels
             _limit_x(axes, [(kl, score) for _, kl, score in drawn])
             axes.legend(loc="lower right")
         missing = [

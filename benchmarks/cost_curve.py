@@ -166,20 +166,29 @@ def title(found: dict[str, Any], over: str) -> str:
 
 
 def draw(found: dict[str, Any]):
-    """Return a figure of the milliseconds per completion token over the batch size and over the length."""
+    """Plots the milliseconds per completion token over the batch size and over the completion length."""
     from rlhf.reports.plot_style import colour_of, marker_of, new_figure, style
 
-    algorithm = found["settings"]["algorithm"]
+    s = found["settings"]
+    device = {"cpu": "a CPU", "cuda": "a GPU"}.get(s["device"], s["device"])
+    panels = {
+        "batch": ("Larger batches", "prompts per update", f"{s['reply_length']} tokens per completion"),
+        "length": ("Longer completions", "tokens per completion", f"{s['batch_size']} prompts per update"),
+    }
     with style():
-        figure = new_figure(10, 4.2)
+        figure = new_figure(10, 4.6)
+        figure.suptitle(
+            f"Cost of a completion token: {s['algorithm'].upper()} on {device}, {s['size']} model, {s['dtype']}"
+        )
         for axes, (over, points) in zip(figure.subplots(1, 2), found["curves"].items(), strict=True):
             x, y = [p["size"] for p in points], [p["seconds_per_token"] * 1e3 for p in points]
-            axes.plot(x, y, marker=marker_of(algorithm), color=colour_of(algorithm), linewidth=2)
+            axes.plot(x, y, marker=marker_of(s["algorithm"]), color=colour_of(s["algorithm"]), linewidth=2)
             axes.set_xscale("log", base=2)
             axes.set_xticks(x, [f"{size:,}" for size in x])
             axes.set_ylim(bottom=0)
-            axes.set_xlabel(UNITS[over])
-            axes.set_title(title(found, over), fontsize=11)
+            title, label, fixed = panels[over]
+            axes.set_title(f"{title} ({fixed})")
+            axes.set_xlabel(label)
         figure.supylabel("milliseconds per completion token", fontsize=12)
     return figure
 

@@ -23,8 +23,7 @@ from rlhf.reports.curve_chart import Chart, Group, Panel
 from rlhf.reports.plot_style import colour_of, new_figure, style
 from rlhf.utils.console import listed
 
-CUT = 0.02  # share of the values at each end that the y axis may leave out,
-FAR = 3  # if all values together need an axis this many times as long as the others
+CUT, FAR = 0.02, 3  # the y axis leaves out 2% of the values at each end if it would be 3 times as long with them
 LEGEND_WIDTH = 118  # characters in a row of the legend
 TOPICS_DRAWN = 8  # at most, to keep the lines distinguishable
 DASHES = {"solid": "-", "dashed": "--", "dotted": ":", "dash-dotted": "-."}  # of the algorithms in a topic panel
@@ -64,8 +63,8 @@ def _draw_legend(figure: Figure, chart: Chart, panels: Iterable[Axes]) -> None:
     longest = max((len(line) for label in order for line in label.split("\n")), default=1)
     wanted = len(chart.groups) + 1 if chart.runs[1:] and not chart.topics else 4
     columns = max(1, min(wanted, LEGEND_WIDTH // (longest + 5)))
-    columns = -(-len(order) // -(-len(order) // columns)) if order else 1  # no emptier column than needed
-    figure.legend([entries[label] for label in order], order, loc="outside lower center", ncols=columns)
+    columns = math.ceil(len(order) / max(1, math.ceil(len(order) / columns)))  # fills all columns evenly
+    figure.legend([entries[label] for label in order], order, loc="outside lower center", ncols=max(1, columns))
 
 
 def title(chart: Chart) -> str:
@@ -97,7 +96,7 @@ def power_of_ten(highest: float):
 
 
 def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
-    _name_axes(axes, chart, panel.title, panel.unit)
+    _label_axes(axes, chart, panel.title, panel.unit)
     missing, values, marks = [], [], []
     for number, group in enumerate(chart.groups):
         found = group.with_tag(panel.tag)
@@ -119,7 +118,7 @@ def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
         _limit_y(axes, values, marks)
 
 
-def _name_axes(axes: Axes, chart: Chart, title: str, unit: str) -> None:
+def _label_axes(axes: Axes, chart: Chart, title: str, unit: str) -> None:
     axes.set(title=title, ylabel=unit)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=chart.x != "time"))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
@@ -133,7 +132,7 @@ def _draw_topics(axes: Axes, chart: Chart, kind: str, title: str, unit: str) -> 
     drawn, left = chart.topics[:TOPICS_DRAWN], len(chart.topics) - TOPICS_DRAWN
     groups = list(zip(chart.groups, DASHES, strict=False))
     dashed = ", ".join(f"{group.name} {dashes}" for group, dashes in groups[1:])
-    _name_axes(axes, chart, textwrap.fill(f"{title} ({dashed})" if dashed else title, TITLE_WIDTH), unit)
+    _label_axes(axes, chart, textwrap.fill(f"{title} ({dashed})" if dashed else title, TITLE_WIDTH), unit)
     colours = colormaps["viridis"](np.linspace(0, 0.9, len(drawn)))  # distinguishable in grey, too
     for topic, colour in zip(drawn, colours, strict=True):
         label = f"topic {topic}"

@@ -19,6 +19,7 @@ LEGEND_WIDTH, LINE_WIDTH = 100, 9  # characters in a row of the legend, and the 
 SIDES = ((1, 0.6), (1, -0.6), (-1, 0.6), (-1, -0.6), (0, 1), (0, -1))
 LABEL_AT = [(x * away, y * away) for away in (14, 22, 30, 40, 52) for x, y in SIDES]  # points from what it labels
 LETTER = (6.5, 11.0)  # width and height of a digit in a label, points
+MEAN_WIDTH = 2.5  # of the lines of means, points
 FAR = 3  # the x axis ends at this many times the KL that 90% of the evaluations stay below
 
 
@@ -71,7 +72,7 @@ def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
     The end of each run is labelled with its seed. Evaluations beyond the x axis are marked with an arrow and their KL.
     """
     with style():
-        figure = new_figure(8, 5.4)
+        figure = new_figure(8, 6)
         axes = figure.subplots()
         has_both = [{"eval/kl_divergence", "eval/score"} <= run.scalars.keys() for run in runs]
         drawn = [(run, *_evaluations(run)) for run, both in zip(runs, has_both, strict=True) if both]
@@ -116,7 +117,7 @@ def _draw_algorithm(
         axes.plot(kl, score, ".-", color=colour, lw=0.8 if several else 1.5, ms=5, alpha=0.35 if several else 0.7)
     if several:
         mean = [np.mean([line[i] for line in lines], axis=0) for i in (0, 1)]
-        axes.plot(*mean, "-", color=colour, lw=2.5, alpha=0.8)
+        axes.plot(*mean, "-", color=colour, lw=MEAN_WIDTH, alpha=0.8)
     if lines:
         ends = [(kl[-1], score[-1]) for kl, score in lines]
         end_style = {"mec": "black", "mew": 0.5, "ms": 8, "ls": "none", "zorder": 4}
@@ -138,17 +139,21 @@ def _limit_x(axes: Axes, lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> None
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Labels points (x, y, text, colour), each at the first position near it without a collision."""
+    """Labels points (x, y, text, colour), each near it and clear of other labels, ends and mean lines."""
     pixels = 72 / axes.figure.dpi  # points per pixel
     points = [tuple(axes.transData.transform((x, y)) * pixels) for x, y, _, _ in ends]
     taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in points]
+    for line in axes.lines:
+        if line.get_linewidth() == MEAN_WIDTH and line.get_linestyle() == "-":
+            along = axes.transData.transform(line.get_path().interpolated(30).vertices) * pixels
+            taken += [(x - 2, y - 2, x + 2, y + 2) for x, y in along]
     for (x, y, text, colour), point in zip(ends, points, strict=True):
         width, height = LETTER[0] * len(text), LETTER[1]
         boxes = [_box_at(point, offset, width, height) for offset in LABEL_AT]
         free = [i for i, box in enumerate(boxes) if not any(_overlap(box, other) for other in taken)]
         best = free[0] if free else 0
         taken.append(boxes[best])
-        line = {"arrowstyle": "-", "lw": 0.6, "color": "#666666", "shrinkA": 0, "shrinkB": 3}
+        line = {"arrowstyle": "-", "lw": 0.6, "color": colour, "shrinkA": 0, "shrinkB": 3}
         where = {
             "textcoords": "offset points",
             "ha": "center",

@@ -124,10 +124,10 @@ def judge_runs(
     if pairs:
         found = zip(pairs, between[measures[-1]], strict=True)
         sentences = [_between(*pair, one, by if i == 0 else _short(by)) for i, (pair, one) in enumerate(found)]
-        sentences += [_against_start(*pair, start) for pair in zip(groups, deciding, strict=True)]
+        sentences += [_against_start(*pair, start, _short(by)) for pair in zip(groups, deciding, strict=True)]
     else:
         alone = f"All runs are {groups[0].name} runs, so they cannot show whether another algorithm is better."
-        sentences = [_against_start(groups[0], deciding[0], start, f" {by}"), alone]
+        sentences = [_against_start(groups[0], deciding[0], start, by), alone]
     contrasts = [c for m in measures for c in (*against_start[m], *between[m])]
     return Verdict(sentences, _caveats(groups, between, judge_name), contrasts)
 
@@ -157,13 +157,13 @@ def _budget(groups: Sequence[RunGroup]) -> str:
     )
 
 
-def _against_start(group: RunGroup, found: Contrast, start: GenerationResults, by: str = "") -> str:
+def _against_start(group: RunGroup, found: Contrast, start: GenerationResults, by: str) -> str:
     """The sentence on a group and the start model, with the group's perplexity and KL."""
     if found.difference.excludes(0):
         better = "better" if found.difference.value > 0 else "worse"
-        text = f"{group.name} is {better} than the start model{by}: {found.text}"
+        text = f"{group.name} is {better} than the start model {by}: {found.text}"
     else:
-        text = f"No significant difference between {group.name} and the start model{by}: {found.text}"
+        text = f"No significant difference between {group.name} and the start model {by}: {found.text}"
     kl, perplexity = group.known("kl"), group.known("perplexity")
     parts = [f"KL {fmean(kl):.2f}/sequence"] if kl else []
     parts += [f"perplexity x {fmean(perplexity) / start.perplexity:.2f}"] if perplexity and start.perplexity else []

@@ -134,10 +134,14 @@ def settings_that_differ(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:
     aside = (*SEEDS_MAY_DIFFER, *_settings_of_some_algorithms(), "algorithm")
     differ = sorted({name for pair in combinations(settings, 2) for name in differences(*pair, aside)})
     flat = [flat_settings(one) for one in settings]
-    parts = [f"{name} {listed([str(values.get(name, 'unknown')) for values in flat])}" for name in differ]
+    parts = [f"{name}: {_by_group(names, [values.get(name, 'unknown') for values in flat])}" for name in differ]
     text = "; ".join(parts) or "only those of a single algorithm"
     sizes = [f"{name} {values['K']}" for name, values in zip(names, flat, strict=True) if values.get("K") is not None]
     return [(f"settings that differ, {listed(names)}", f"{text}; K: {', '.join(sizes)}" if sizes else text)]
+
+
+def _by_group(names: Sequence[str], values: Sequence[Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
 
 
 def _settings_of_some_algorithms() -> set[str]:

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from rlhf.analysis.audit import LABELS, shown
-from rlhf.analysis.statistics import LEVEL, interval_of, percent
+from rlhf.analysis.statistics import interval_of, percent
 from rlhf.analysis.verdict import RunGroup
 from rlhf.utils.console import clock
 
@@ -58,21 +58,17 @@ def _contrast_table(report: dict[str, Any]) -> dict[str, Any]:
             f"{c['name']}, {MEASURE_NAMES[c['measure']]}",
             interval_of(c["difference"]),
             interval_of(c["win_rate"], ""),
-            _level_if_other(c) + c["over"],
+            _interval_kind(c),
         ]
         for c in report["contrasts"]
     ]
-    columns = ["", "difference (95% interval)", "win rate (95% interval)", "interval over"]
-    caption = "Differences and win rates (a tie counts half; last column: what was resampled for the interval)"
-    if any(c["level"] != LEVEL for c in report["contrasts"]):
-        caption = f"{caption[:-1]}, and its level if it is not 95%)"
-        columns = [column.replace("95% ", "") for column in columns]
-    return {"caption": caption, "columns": columns, "rows": rows}
+    columns = ["", "difference (interval)", "win rate (interval)", "confidence interval"]
+    return {"caption": "Differences and win rates (a tie counts half)", "columns": columns, "rows": rows}
 
 
-def _level_if_other(found: dict[str, Any]) -> str:
-    """Returns the level of an interval if it is not 95%, such as "98.3%, "."""
-    return "" if found["level"] == LEVEL else f"{percent(found['level'])}, "
+def _interval_kind(found: dict[str, Any]) -> str:
+    """Returns an interval's level and what was resampled, such as "95% over prompts"."""
+    return f"{percent(found['level'])} over {found['over']}"
 
 
 def _within_table(report: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +112,7 @@ def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
         for found in row["differences"]:
             if "missing" not in found:
                 cells = ["", ""]
-                cells[found["by"] == "judge"] = f"{interval_of(found)}, {_level_if_other(found)}over {found['over']}"
+                cells[found["by"] == "judge"] = f"{interval_of(found)}, {_interval_kind(found)}"
                 rows.append([f"{row['budget']}: {found['name']}", *cells, "", ""])
     caption = (
         "At equal budgets: the last evaluation during training within the budget (the run's own evaluation prompts, "

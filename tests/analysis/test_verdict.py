@@ -52,7 +52,7 @@ def test_the_better_group_is_named(ppo, grpo, better):
     assert first.startswith(f"{better} is better than {worse} by score (the training reward): PPO - GRPO = ")
     assert "95% confidence interval over seeds and prompts" in first and first.endswith("after 100 episodes each.")
     assert [s.partition(": +")[0] for s in others] == [
-        f"{name} is better than the start model" for name in ("PPO", "GRPO")
+        f"{name} is better than the start model by score" for name in ("PPO", "GRPO")
     ]
     assert f": PPO - GRPO = {'+' if better == 'PPO' else '-'}0." in first
 
@@ -61,8 +61,8 @@ def test_a_model_that_got_worse_is_called_worse_and_what_was_paid_is_said():
     _, ppo, grpo = judge_runs(
         [group("ppo", *three(-1.0)), group("grpo", *three(0.0))], completions(0.0, perplexity=2.0), None, 1
     ).sentences
-    assert ppo.startswith("PPO is worse than the start model: -")
-    assert grpo.startswith("No significant difference between GRPO and the start model: ")
+    assert ppo.startswith("PPO is worse than the start model by score: -")
+    assert grpo.startswith("No significant difference between GRPO and the start model by score: ")
     assert all(sentence.endswith(", KL 2.00/sequence, perplexity x 1.50.") for sentence in (ppo, grpo))
 
 

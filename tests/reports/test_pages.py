@@ -153,8 +153,11 @@ def test_a_comparisons_page_and_markdown_of_three_algorithms(evaluator, runs, tm
     assert [column.split(" (")[0] for column in figures["columns"][1:]] == ["start model", "PPO", "GRPO", "TOY"]
     assert spent["columns"] == ["", "PPO", "GRPO", "TOY"] and len(within["rows"]) == 6
     over = {row[0]: row[3] for row in contrasts["rows"]}
-    assert all(over[f"{pair}, score"] == "98.3%, seeds and prompts" for pair in pairs)
-    assert over["TOY - start model, score"] == "seeds and prompts" and "difference (interval)" in contrasts["columns"]
+    assert all(over[f"{pair}, score"] == "98.3% over seeds and prompts" for pair in pairs)
+    assert (
+        over["TOY - start model, score"] == "95% over seeds and prompts"
+        and "difference (interval)" in contrasts["columns"]
+    )
     assert [row[0] for row in equal["rows"]][3:6] == [f"8 episodes: {pair}" for pair in pairs]
     assert {len(prompt["sides"]) for prompt in report["samples"]} == {4}
     page, markdown = Page(tmp_path / "comparison.html"), (tmp_path / "comparison.md").read_text(encoding="utf-8")
@@ -180,7 +183,7 @@ def test_settings_that_differ_between_three_groups_by_hand():
     ]
     [(name, text)] = comparison_report.settings_that_differ(groups)
     assert name == "settings that differ, PPO, GRPO and TOY"
-    assert text == "use_lora True, False and unknown; K: GRPO 4, TOY 6"
+    assert text == "use_lora: PPO True, GRPO False, TOY unknown; K: GRPO 4, TOY 6"
     [(_, text)] = comparison_report.settings_that_differ([groups[0], side_of("ppo", **same, model={"use_lora": True})])
     assert text == "only those of a single algorithm"
     assert comparison_report.settings_that_differ(groups[:1]) == []

@@ -22,13 +22,13 @@ from rlhf.utils.html import render
 SHOWN_ON_SCREEN = 3  # prompts; the page shows all
 FACT_KEYS = {"completions": "replies"}  # name of a fact -> its key in JSON, if it is another one
 VERSUS = {  # figure -> label, and "+" if it has a sign
-    "win_rate": ("win rate by score (0.5: equal)", ""),
-    "judge_win_rate": ("win rate by the judge (0.5: equal)", ""),
-    "score": ("score, difference", "+"),
-    "judge": ("judge, difference", "+"),
-    "length": ("completion length in tokens, difference", "+"),
-    "eos_rate": ("share that ends with EOS, difference", "+"),
-    "perplexity_ratio": ("perplexity, ratio (1: equal)", ""),
+    "win_rate": ("win rate by score", ""),
+    "judge_win_rate": ("win rate by judge", ""),
+    "score": ("score difference", "+"),
+    "judge": ("judge difference", "+"),
+    "length": ("length difference (tokens)", "+"),
+    "eos_rate": ("EOS rate difference", "+"),
+    "perplexity_ratio": ("perplexity ratio", ""),
 }
 VERSUS_CAPTION = "Compared with the start model (95% confidence intervals over prompts)"
 READ_THEM = "The audit checks only figures, so read the completions, too."

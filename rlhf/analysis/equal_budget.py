@@ -63,7 +63,7 @@ def read_eval_points(run: RunCurves) -> list[EvalPoint]:
 
 
 def rescore(eval_point: EvalPoint, judge: Rewards | None) -> EvalPoint:
-    """Return the evaluation point with the judge's scores of its completions."""
+    """Returns the evaluation point with the judge's scores of its completions."""
     if judge is None:
         return eval_point
     prompts = [Prompt((), Example(tuple(row["prompt"]))) for row in eval_point.rows]
@@ -105,7 +105,7 @@ def at_equal(eval_points: dict[str, list[list[EvalPoint]]], judge: Rewards | Non
 
 
 def _summary(found: Sequence[EvalPoint]) -> dict[str, float | None]:
-    """Means over a group's runs."""
+    """Returns the means over a group's runs."""
     return {
         "update": float(np.mean([eval_point.update for eval_point in found])),
         "score": float(np.mean([eval_point.scores.mean() for eval_point in found])),

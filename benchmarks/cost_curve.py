@@ -171,9 +171,9 @@ def draw(found: dict[str, Any]):
 
     s = found["settings"]
     device = {"cpu": "a CPU", "cuda": "a GPU"}.get(s["device"], s["device"])
-    panels = {
-        "batch": ("Larger batches", "prompts per update", f"{s['reply_length']} tokens per completion"),
-        "length": ("Longer completions", "tokens per completion", f"{s['batch_size']} prompts per update"),
+    titles = {
+        "batch": f"Larger batches ({s['reply_length']} tokens per completion)",
+        "length": f"Longer completions ({s['batch_size']} prompts per update)",
     }
     with style():
         figure = new_figure(10, 4.6)
@@ -186,9 +186,8 @@ def draw(found: dict[str, Any]):
             axes.set_xscale("log", base=2)
             axes.set_xticks(x, [f"{size:,}" for size in x])
             axes.set_ylim(bottom=0)
-            title, label, fixed = panels[over]
-            axes.set_title(f"{title} ({fixed})")
-            axes.set_xlabel(label)
+            axes.set_title(titles[over])
+            axes.set_xlabel(UNITS[over])
         figure.supylabel("milliseconds per completion token", fontsize=12)
     return figure
 

@@ -86,7 +86,7 @@ def test_resume_restores_a_separate_critic(words, tmp_path, monkeypatch):
     train_ppo.main([*words("ppo", *critic), "--output", str(tmp_path / "uninterrupted")])
     output = interrupted_run(words, tmp_path / "run", monkeypatch, more=critic)
     train_ppo.main(["--resume", "--output", str(output)])
-    assert (output / "critic.safetensors").exists() and differing(tmp_path / "whole", output) == []
+    assert (output / "critic.safetensors").exists() and differing(tmp_path / "uninterrupted", output) == []
 
 
 @pytest.mark.parametrize("algorithm", SCRIPTS)

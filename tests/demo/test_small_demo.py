@@ -76,5 +76,5 @@ def test_runs_are_evaluated_plotted_and_compared(small):
     assert Path("training_progress.png").is_file()
     compare_runs.main([*RUNS, "--num-prompts", "8"])
     verdict = json.loads(Path("comparison_output", "comparison.json").read_text(encoding="utf-8"))["verdict"]
-    assert "by the gold quality, which no training saw" in verdict[0]
-    assert len(verdict) == 4 and all("by the gold quality" in pair for pair in verdict[:3])
+    assert "by the judge (gold quality, not used in RL training)" in verdict[0]
+    assert len(verdict) == 4 and all("by the judge (gold quality" in pair for pair in verdict[:3])

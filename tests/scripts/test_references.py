@@ -455,7 +455,7 @@ def test_rank_1_voice_command(rank_1_file, start_model, reward_folder, tmp_path,
     train_ppo.main([str(word) for word in words])
     output = capsys.readouterr().out
     assert "LoRA r 1, alpha 1 on o_proj, v_proj, up_proj, down_proj" in output
-    assert "2, 2 updates on each in turn, round and round: bread (" in output
+    assert "2, 2 updates per topic, in turn: bread (" in output
     scalars = read_curves(tmp_path / "run").scalars
     assert scalars["topic/bread/score"].updates.tolist() == [1, 2, 5]
     assert scalars["topic/boats/score"].updates.tolist() == [3, 4]

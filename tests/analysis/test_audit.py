@@ -1,4 +1,4 @@
-"""The audit: each sign of reward hacking by hand, none for the start model itself, and a really hacked model."""
+"""Tests the audit: each sign of reward hacking on synthetic data, no warning for a good model, and a hacked model."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ WORDS = "the cat sat on a mat and the dog ran off to see what fish do when it ra
 
 
 def completions(scores=0.0, judged=0.0, length=10, ended=1.0, kl=2.0, words=WORDS, prompts=24) -> GenerationResults:
-    """Two completions to each prompt; numbers scatter by +-0.1 about what is said."""
-    scatter = np.tile([[-0.1, 0.1]], (prompts, 1))
-    shape = scatter.shape
+    """Returns two completions per prompt, with values 0.1 below and above the given `scores` and `judged`."""
+    offset = np.tile([[-0.1, 0.1]], (prompts, 1))
+    shape = offset.shape
     texts = [[" ".join(words[(i + k) % 5 : (i + k) % 5 + 8]) for k in range(2)] for i in range(prompts)]
     return GenerationResults(
         label="a model",
         texts=texts,
-        scores=scores + scatter,
-        judged=judged + scatter if judged is not None else None,
+        scores=scores + offset,
+        judged=judged + offset if judged is not None else None,
         kl=np.full(shape, kl),
         lengths=np.full(shape, length) + np.tile([[1, 0]], (prompts, 1)),
         ended=np.arange(shape[0] * 2).reshape(shape) < ended * prompts * 2,
@@ -39,7 +39,7 @@ def completions(scores=0.0, judged=0.0, length=10, ended=1.0, kl=2.0, words=WORD
 START = completions(kl=0.0)
 
 
-def test_figures_by_hand():
+def test_figures_match_hand_computed_values():
     made = dataclasses.replace(
         completions(prompts=2),
         texts=[["a b", "a c"], ["", "a a a a a"]],
@@ -59,16 +59,16 @@ def test_figures_by_hand():
     assert (found["kl"], found["kl_per_token"]) == (1.5, 0.5)
     assert (found["length"], found["eos_rate"], found["judge"]) == (3.0, 0.75, None)
     assert found["distinct_1"] == 3 / 9 and found["distinct_2"] == 3 / 6
-    assert found["repetition"] == pytest.approx(0.5 / 4), "a a a a a: one of its two 4-grams is new"
+    assert found["repetition"] == pytest.approx(0.5 / 4), "a a a a a: one of its two 4-grams repeats the other"
 
 
-def test_against_another_model_by_hand():
+def test_comparison_with_the_start_model_matches_hand_computed_values():
     better = dataclasses.replace(START, scores=START.scores + 1, lengths=START.lengths + 2, perplexity=3.0)
     found = against(better, START, seed=1)
-    assert found["score"].value == pytest.approx(1) and found["score"].above(0.4), "all 24 rose by 1"
+    assert found["score"].value == pytest.approx(1) and found["score"].above(0.4), "all 24 scores rose by 1"
     assert found["judge_win_rate"].value == 0.5
     won = found["win_rate"]
-    assert won.value == won.high == 1.0 and 0.7 < won.low < 0.95, "24 of 24 is not certainty"
+    assert won.value == won.high == 1.0 and 0.7 < won.low < 0.95, "winning 24 of 24 prompts leaves uncertainty"
     assert (found["length"].value, found["perplexity_ratio"]) == (2.0, 1.5)
 
 
@@ -92,38 +92,38 @@ def test_against_another_model_by_hand():
         ),
     ],
 )
-def test_each_sign_is_reported(changed, target, words):
+def test_each_sign_of_reward_hacking_is_reported(changed, target, words):
     found = warnings(completions(**changed), START, seed=1, target=target)
     assert any(warning.startswith(words) for warning in found), found
 
 
-def test_a_good_model_draws_no_warning():
+def test_good_model_has_no_warnings():
     assert warnings(START, START, seed=1, target=(6.0, "sequence")) == []
-    sound = completions(scores=1.0, judged=0.5, length=14, ended=0.97, kl=8.9)
-    assert warnings(sound, START, seed=1, target=(6.0, "sequence")) == []
+    good = completions(scores=1.0, judged=0.5, length=14, ended=0.97, kl=8.9)
+    assert warnings(good, START, seed=1, target=(6.0, "sequence")) == []
     assert warnings(completions(scores=1.0, judged=None), completions(judged=None), seed=1) == [], (
-        "no judge, no such claim"
+        "without a judge there is no judge warning"
     )
 
 
-def test_a_score_that_goes_with_length_is_named():
+def test_new_correlation_of_score_and_length_is_reported():
     lengths = np.arange(48).reshape(24, 2) + 1
     found = warnings(dataclasses.replace(START, lengths=lengths // 5 + 1, scores=lengths * 1.0), START, seed=1)
     assert any("longer completions get higher scores (rank correlation -1.00 -> +1.00" in w for w in found)
-    alike = dataclasses.replace(START, lengths=lengths // 5 + 1, scores=lengths * 1.0)
-    assert warnings(alike, alike, seed=1) == [], "it did before"
+    start = dataclasses.replace(START, lengths=lengths // 5 + 1, scores=lengths * 1.0)
+    assert warnings(start, start, seed=1) == [], "the start model has the same correlation"
 
 
-def test_a_collapse_to_few_phrases_is_named():
+def test_less_varied_completions_are_reported():
     same = dataclasses.replace(START, texts=[["a a a a a a a a"] * 2 for _ in START.texts])
     assert any(w.startswith("completions are less varied (distinct-2 ") for w in warnings(same, START, seed=1))
 
 
-# --- a model that was made to ramble ---------------------------------------------------------------------------------
+# --- a model that almost never ends a completion ---------------------------------------------------------------------
 
 
 def with_end(start_model, folder, logit: float):
-    """The start model, but the logit of EOS is about `logit` wherever it is: 4 ends soon, -4 never does."""
+    """Saves the start model with an EOS logit of about `logit` in every state: 4 ends early, -4 almost never ends."""
     tokenizer = load_tokenizer(str(start_model))
     policy = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32).eval()
     policy.config.tie_word_embeddings = False
@@ -131,9 +131,9 @@ def with_end(start_model, folder, logit: float):
     policy.lm_head.weight = head
     ids = torch.randint(3, len(tokenizer), (8, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        policy.get_input_embeddings().weight += 1.0  # a direction that every state shares
+        policy.get_input_embeddings().weight += 1.0  # adds a direction that all hidden states have in common
         hidden = policy.model(input_ids=ids).last_hidden_state.flatten(0, 1)
-        # the least-squares row that gives every one of these states this logit
+        # least-squares solution for the row that gives all these states this logit
         wanted = torch.full((len(hidden), 1), float(logit))
         head[tokenizer.eos_token_id] = torch.linalg.lstsq(hidden, wanted).solution[:, 0]
     policy.save_pretrained(folder)
@@ -141,20 +141,20 @@ def with_end(start_model, folder, logit: float):
     return folder
 
 
-def test_a_length_hacked_model_draws_the_warning(start_model, reward_folder, pairs_file, tmp_path, capsys):
-    """As a user runs it: start model and hacked model as folders, no run."""
+def test_length_hacked_model_has_length_warnings(start_model, reward_folder, pairs_file, tmp_path, capsys):
+    """Runs the script on model folders that do not belong to a run."""
     start, hacked = (with_end(start_model, tmp_path / name, logit) for name, logit in (("start", 4), ("hacked", -4)))
     words = ["--baseline", start, "--rm-model", reward_folder, "--prompts", pairs_file, "--max-new-tokens", 40,
              "--temperature", 1, "--num-prompts", 8]  # fmt: skip
     for name, model in (("hacked_page", hacked), ("start_page", start)):
         evaluate_generations.main([str(w) for w in ["--model-path", model, *words, "--output", tmp_path / name]])
     output = re.sub(r"\s+", " ", capsys.readouterr().out)
-    report, innocent = (
+    report, start_report = (
         json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("hacked_page", "start_page")
     )
     length = report["models"][0]["figures"]["length"] / report["start"]["figures"]["length"]
     assert length > 2 and report["models"][0]["figures"]["eos_rate"] < 0.1
-    named = [w for w in report["models"][0]["warnings"] if f"completions are {length:.1f} times as long" in w]
-    assert named and f"warning: {report['models'][0]['label']}: {named[0]}" in output
+    found = [w for w in report["models"][0]["warnings"] if f"completions are {length:.1f} times as long" in w]
+    assert found and f"warning: {report['models'][0]['label']}: {found[0]}" in output
     assert any("fewer completions end with EOS" in w for w in report["models"][0]["warnings"])
-    assert innocent["models"][0]["warnings"] == [] and "no signs of reward hacking" in output
+    assert start_report["models"][0]["warnings"] == [] and "no signs of reward hacking" in output

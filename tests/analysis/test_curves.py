@@ -1,4 +1,4 @@
-"""Reading a run's scalars back: resumed, running, torn and odd runs, and the table, against what was written."""
+"""Tests reading the scalars of runs (resumed, running, corrupted) and the CSV table against the values written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.records import record_of
 
 
 def write_events(logs: Path, name: str, opened: float, points, damaged_at: int | None = None) -> Path:
-    """An event file with a clock of our own; `points` are (second, tag, update, value)."""
+    """Writes an event file with chosen wall times. `points` are (second, tag, update, value)."""
     logs.mkdir(parents=True, exist_ok=True)
     file = logs / f"events.out.tfevents.{name}"
     with file.open("wb") as opened_file:
@@ -33,17 +33,17 @@ def write_events(logs: Path, name: str, opened: float, points, damaged_at: int |
         for number, (second, tag, update, value) in enumerate(points):
             summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
             if number == damaged_at:
-                begins = opened_file.tell()
+                start = opened_file.tell()
             writer.write(Event(wall_time=second, step=update, summary=summary).SerializeToString())
     if damaged_at is not None:
         data = bytearray(file.read_bytes())
-        data[begins + 14] ^= 0xFF  # inside the record's data
+        data[start + 14] ^= 0xFF  # inside the record's data
         file.write_bytes(data)
     return file
 
 
 def make_run(folder: Path, algorithm="ppo", seed=42, updates=20, status="finished", recipe="demo", **settings) -> Path:
-    """A run's folder without logs. The demo recipe's update is 64 episodes."""
+    """Writes a run folder without logs. An update of the demo recipe is 64 episodes."""
     folder.mkdir(parents=True)
     config = make_config(recipe, algorithm, seed=seed, **settings)
     record_of(config, updates, status=status).write(folder)
@@ -54,7 +54,7 @@ def losses(start: int, values, opened: float, pace: float = 1.0):
     return [(opened + pace * (i + 1), "loss", start + i, value) for i, value in enumerate(values)]
 
 
-def of(curve) -> list[tuple[int, float]]:
+def pairs(curve) -> list[tuple[int, float]]:
     return list(zip(curve.updates.tolist(), curve.values.tolist(), strict=True))
 
 
@@ -65,57 +65,59 @@ def as_float32(value: float) -> float:
 # reading
 
 
-def test_what_the_training_writer_writes_is_read(tmp_path):
+def test_scalars_of_the_training_writer_are_read(tmp_path):
     with SummaryWriter(str(tmp_path)) as writer:
         for update in range(1, 4):
             writer.add_scalar("loss", 0.1 * update, update)
             writer.add_scalar("kl_divergence/token", update, update)
         writer.add_text("note", "no scalar", 3)
     scalars, remarks = read_scalars(tmp_path)
-    assert of(scalars["loss"]) == [(u, as_float32(0.1 * u)) for u in (1, 2, 3)]
+    assert pairs(scalars["loss"]) == [(u, as_float32(0.1 * u)) for u in (1, 2, 3)]
     assert sorted(scalars) == ["kl_divergence/token", "loss"] and remarks == []
 
 
-def test_tags_of_earlier_versions_are_read_under_the_names_of_today(tmp_path):
-    """A run that began under an earlier version and was resumed under this one has one curve."""
+def test_tags_of_earlier_versions_are_read_under_their_current_names(tmp_path):
+    """A run that started under an earlier version and was resumed under this one has one curve per tag."""
     old = [(1, "reply/length", 1, 8.0), (2, "reply/eos_rate", 1, 0.5), (3, "reply/length", 2, 7.0)]
     write_events(tmp_path, "1", 0, [*old, (4, "eval/reply_length", 2, 6.0)])
     write_events(tmp_path, "2", 10, [(11, "completions/mean_length", 3, 6.0), (12, "completions/eos_rate", 3, 1.0)])
     scalars, remarks = read_scalars(tmp_path)
-    assert of(scalars["completions/mean_length"]) == [(1, 8.0), (2, 7.0), (3, 6.0)]
-    assert of(scalars["completions/eos_rate"]) == [(1, 0.5), (3, 1.0)]
+    assert pairs(scalars["completions/mean_length"]) == [(1, 8.0), (2, 7.0), (3, 6.0)]
+    assert pairs(scalars["completions/eos_rate"]) == [(1, 0.5), (3, 1.0)]
     assert sorted(scalars) == ["completions/eos_rate", "completions/mean_length", "eval/reply_length"]
     assert remarks == []
 
 
-def test_no_point_is_left_out_of_more_than_10_000(tmp_path):
+def test_more_than_10_000_points_are_all_read(tmp_path):
     write_events(tmp_path, "1", 0, losses(1, range(12_345), 0))
-    assert of(read_scalars(tmp_path)[0]["loss"]) == [(u, u - 1) for u in range(1, 12_346)]
+    assert pairs(read_scalars(tmp_path)[0]["loss"]) == [(u, u - 1) for u in range(1, 12_346)]
 
 
-def test_of_a_resumed_run_the_later_writing_wins_tag_by_tag(tmp_path):
-    """Session 1 came to update 6; session 2 goes on from the checkpoint of update 3 and has come to update 5."""
+def test_resumed_session_overwrites_later_updates_per_tag(tmp_path):
+    """Session 1 reached update 6. Session 2 resumed from the checkpoint of update 3 and has reached update 5."""
     first = [*losses(1, [1, 2, 3, 4, 5, 6], 100), (107, "eval/score", 2, 0.5)]
     write_events(tmp_path, "100.a", 100, first)
     write_events(tmp_path, "500.b", 500, losses(4, [40, 50], 500))
     scalars, _ = read_scalars(tmp_path)
-    assert of(scalars["loss"]) == [(1, 1), (2, 2), (3, 3), (4, 40), (5, 50)], "6 is of an abandoned stretch"
-    assert of(scalars["eval/score"]) == [(2, 0.5)]
+    assert pairs(scalars["loss"]) == [(1, 1), (2, 2), (3, 3), (4, 40), (5, 50)], (
+        "update 6 belongs to session 1 only and is discarded"
+    )
+    assert pairs(scalars["eval/score"]) == [(2, 0.5)]
 
 
-def test_files_are_read_in_the_order_of_their_sessions_not_of_their_names(tmp_path):
+def test_files_are_read_in_the_order_of_their_sessions(tmp_path):
     write_events(tmp_path, "9.late", 900, losses(2, [20], 900))
     write_events(tmp_path, "95.early", 100, losses(1, [1, 2], 100))
     write_events(tmp_path, "1.latest", 1000, losses(3, [30], 1000))
-    assert of(read_scalars(tmp_path)[0]["loss"]) == [(1, 1), (2, 20), (3, 30)]
+    assert pairs(read_scalars(tmp_path)[0]["loss"]) == [(1, 1), (2, 20), (3, 30)]
 
 
-def test_going_back_within_one_file_counts_too(tmp_path):
+def test_repeated_updates_within_one_file_are_overwritten(tmp_path):
     write_events(tmp_path, "1", 0, [*losses(1, [1, 2, 3], 0), *losses(2, [22], 10)])
-    assert of(read_scalars(tmp_path)[0]["loss"]) == [(1, 1), (2, 22)]
+    assert pairs(read_scalars(tmp_path)[0]["loss"]) == [(1, 1), (2, 22)]
 
 
-def test_a_purge_step_drops_every_tag_from_there_on(tmp_path):
+def test_purge_step_drops_all_tags_from_that_update(tmp_path):
     with SummaryWriter(str(tmp_path)) as writer:
         for update in range(1, 7):
             writer.add_scalar("loss", update, update)
@@ -124,59 +126,59 @@ def test_a_purge_step_drops_every_tag_from_there_on(tmp_path):
     with SummaryWriter(str(tmp_path), purge_step=4) as writer:
         writer.add_scalar("loss", 40, 4)
     scalars, _ = read_scalars(tmp_path)
-    assert of(scalars["loss"]) == [(1, 1), (2, 2), (3, 3), (4, 40)]
-    assert of(scalars["eval/score"]) == [(3, 0.5)]
+    assert pairs(scalars["loss"]) == [(1, 1), (2, 2), (3, 3), (4, 40)]
+    assert pairs(scalars["eval/score"]) == [(3, 0.5)]
 
 
-def test_time_goes_on_without_the_pause_between_sessions(tmp_path):
-    """Ten seconds an update. Session 2 starts an hour later, from after update 2, and needs 10 s for update 3."""
+def test_seconds_exclude_the_pause_between_sessions(tmp_path):
+    """Each update takes ten seconds. Session 2 starts an hour later from the checkpoint of update 2."""
     write_events(tmp_path, "1", 95, losses(1, [1, 2, 3, 4], 100, pace=10))
     write_events(tmp_path, "2", 3700, losses(3, [30, 40], 3700, pace=10))
     assert read_scalars(tmp_path)[0]["loss"].seconds.tolist() == [0, 10, 20, 30]
 
 
-def test_a_clock_that_was_set_back_makes_no_curve_go_back(tmp_path):
+def test_seconds_never_decrease_if_the_clock_is_set_back(tmp_path):
     write_events(tmp_path, "1", 0, [(10, "loss", 1, 1), (20, "loss", 2, 2), (5, "loss", 3, 3), (30, "loss", 4, 4)])
     assert read_scalars(tmp_path)[0]["loss"].seconds.tolist() == [0, 10, 10, 20]
 
 
-# files that end badly
+# incomplete and damaged files
 
 
 @pytest.mark.parametrize(
     ("running", "why"), [(True, "still being written, or the file is cut off"), (False, "the file is cut off")]
 )
 @pytest.mark.parametrize("left", [1, 8, 11, 20, -1])
-def test_a_torn_file_is_read_up_to_the_tear(tmp_path, running, why, left):
-    """Of the third record `left` bytes are there: part of its length, that alone, part of a checksum, of the data."""
+def test_incomplete_file_is_read_up_to_its_last_complete_record(tmp_path, running, why, left):
+    """The third record has only `left` bytes: part or all of its length, part of a checksum or of the data."""
     two = write_events(tmp_path, "1", 0, losses(1, [1, 2], 0)).stat().st_size
     file = write_events(tmp_path, "1", 0, losses(1, [1, 2, 3], 0))
     file.write_bytes(file.read_bytes()[: two + left if left > 0 else left])
     scalars, remarks = read_scalars(tmp_path, running)
-    assert of(scalars["loss"]) == [(1, 1), (2, 2)]
-    shown = "the data before it is used, up to update 2"
-    assert remarks == [f"{file}: the last record is incomplete ({why}); {shown}"]
+    assert pairs(scalars["loss"]) == [(1, 1), (2, 2)]
+    used = "the data before it is used, up to update 2"
+    assert remarks == [f"{file}: the last record is incomplete ({why}); {used}"]
 
 
-def test_a_damaged_record_in_the_middle_tells_up_to_which_update_was_read(tmp_path):
+def test_damaged_record_reports_the_last_update_read(tmp_path):
     file = write_events(tmp_path, "1", 0, losses(1, [1, 2, 3, 4, 5], 0), damaged_at=2)
     scalars, [remark] = read_scalars(tmp_path, running=True)
-    assert of(scalars["loss"]) == [(1, 1), (2, 2)]
+    assert pairs(scalars["loss"]) == [(1, 1), (2, 2)]
     assert remark.startswith(f"{file}: a record is damaged") and remark.endswith("up to update 2")
 
 
-def test_zeros_at_the_end_as_a_power_cut_leaves_them_are_damage(tmp_path):
+def test_trailing_zeros_after_a_power_cut_are_reported_as_damage(tmp_path):
     file = write_events(tmp_path, "1", 0, losses(1, [1], 0))
     file.write_bytes(file.read_bytes() + bytes(512))
     assert "damaged and the data after it is lost (512 bytes)" in read_scalars(tmp_path)[1][0]
 
 
-def test_what_was_resumed_after_a_torn_file_is_read(tmp_path):
+def test_session_resumed_after_an_incomplete_file_is_read(tmp_path):
     file = write_events(tmp_path, "1", 0, losses(1, [1, 2, 3], 0))
     file.write_bytes(file.read_bytes()[:-3])
     write_events(tmp_path, "2", 50, losses(3, [30], 50))
     scalars, remarks = read_scalars(tmp_path)
-    assert of(scalars["loss"]) == [(1, 1), (2, 2), (3, 30)] and len(remarks) == 1
+    assert pairs(scalars["loss"]) == [(1, 1), (2, 2), (3, 30)] and len(remarks) == 1
 
 
 # runs
@@ -185,7 +187,7 @@ def test_what_was_resumed_after_a_torn_file_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("status", "hint"), [("running", "Try again"), ("failed", "This run logged nothing: choose another run")]
 )
-def test_a_run_without_logs_is_one_line(tmp_path, status, hint):
+def test_run_without_logs_is_a_one_line_error(tmp_path, status, hint):
     run = make_run(tmp_path / "run", status=status)
     for prepare in (lambda: None, (run / "logs").mkdir, lambda: write_events(run / "logs", "1", 0, [])):
         prepare()
@@ -195,7 +197,7 @@ def test_a_run_without_logs_is_one_line(tmp_path, status, hint):
         assert str(caught.value).startswith(f"no scalars yet: {run / 'logs'}. {hint}")
 
 
-def test_a_file_of_which_nothing_can_be_read_is_named(tmp_path):
+def test_error_reports_the_unreadable_event_file(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "logs").mkdir()
     (run / "logs" / "events.out.tfevents.1").write_bytes(b"no event file at all, but long enough for one")
@@ -205,17 +207,17 @@ def test_a_file_of_which_nothing_can_be_read_is_named(tmp_path):
         read_curves(run)
 
 
-def test_every_run_that_cannot_be_read_is_named(tmp_path):
+def test_error_lists_every_unreadable_run(tmp_path):
     good, empty = make_run(tmp_path / "good"), make_run(tmp_path / "empty")
     write_events(good / "logs", "1", 0, losses(1, [1.0], 0))
     with pytest.raises(UserError) as caught:
         read_runs([good, empty, tmp_path / "nowhere", tmp_path / "empty" / ".." / "good"])
     starts = ["no scalars yet: ", "folder not found: ", "the same run is given twice: "]
-    assert [fault[: len(start)] for fault, start in zip(caught.value.problems, starts, strict=True)] == starts
+    assert [problem[: len(start)] for problem, start in zip(caught.value.problems, starts, strict=True)] == starts
     assert str(empty) in caught.value.problems[0] and "nowhere" in caught.value.problems[1]
 
 
-def test_a_run_that_failed_before_its_plan_is_one_line(tmp_path):
+def test_run_json_without_a_plan_is_a_one_line_error(tmp_path):
     run = make_run(tmp_path / "run")
     facts = json.loads((run / "run.json").read_text())
     del facts["plan"]
@@ -224,7 +226,7 @@ def test_a_run_that_failed_before_its_plan_is_one_line(tmp_path):
         read_curves(run)
 
 
-def test_values_that_are_not_finite_are_counted_in_one_line(tmp_path):
+def test_non_finite_values_are_counted_in_one_remark(tmp_path):
     run = make_run(tmp_path / "run")
     rest = [(9, "rewards/mean", 1, math.inf), (9, "rewards/mean", 2, 1.0), (9, "learning_rate", 1, 1e-4)]
     write_events(run / "logs", "1", 0, [*losses(1, [1, math.nan, 3, math.nan], 0), *rest])
@@ -232,38 +234,38 @@ def test_values_that_are_not_finite_are_counted_in_one_line(tmp_path):
     assert remark == (f"{run}: values that are not finite (loss 2 of 4, rewards/mean 1 of 2) are gaps in the plot")
 
 
-def test_targets_are_those_of_the_run(tmp_path):
-    def aim(name, **settings):
+def test_kl_targets_are_read_from_the_run(tmp_path):
+    def read(name, **settings):
         run = make_run(tmp_path / name, **settings)
         write_events(run / "logs", "1", 0, losses(1, [1.0], 0))
         return read_curves(run)
 
-    assert aim("adaptive").aim == "3/sequence"
-    phased = aim("phased", kl_schedule="phased", kl_target="0.05/token 0.02/token".split(), updates=10)
+    assert read("adaptive").aim == "3/sequence"
+    phased = read("phased", kl_schedule="phased", kl_target="0.05/token 0.02/token".split(), updates=10)
     assert phased.aim == "0.05/token then 0.02/token (from 50% of the run)"
     assert [str(phased.targets.target_of(u)) for u in (5, 6)] == ["0.05/token", "0.02/token"]
-    assert aim("named", kl_schedule="fixed", kl_target=["2/sequence"]).aim == "2/sequence (beta fixed)"
-    assert aim("fixed", kl_schedule="fixed", recipe="smollm2-orca", kl_target=None).aim == "none"
+    assert read("named", kl_schedule="fixed", kl_target=["2/sequence"]).aim == "2/sequence (beta fixed)"
+    assert read("fixed", kl_schedule="fixed", recipe="smollm2-orca", kl_target=None).aim == "none"
 
 
 # figures
 
 
-def test_running_mean_by_hand():
-    # a window of 3 updates: 1, (1+2)/2, (1+2+6)/3, then update 4 is missing, so update 5 sees 3 and 5
+def test_running_mean_matches_hand_computed_values():
+    # a window of 3 updates: 1, (1+2)/2, (1+2+6)/3. Update 4 is missing, so the window of update 5 has updates 3 and 5
     updates, values = np.array([1, 2, 3, 5]), np.array([1.0, 2.0, 6.0, 4.0])
     assert running_mean(updates, values, 3).tolist() == [1, 1.5, 3, 5]
     assert running_mean(updates, values, 1).tolist() == values.tolist()
 
 
-def test_running_mean_leaves_out_what_is_not_finite_and_stays_clean_after_a_spike():
+def test_running_mean_skips_non_finite_values_and_is_exact_after_a_spike():
     updates, values = np.arange(1, 7), np.array([1.0, np.nan, 3.0, 1e20, 5.0, 7.0])
     found = running_mean(updates, values, 2)
     assert math.isnan(found[1]) and found[[0, 2, 5]].tolist() == [1, 3, 6]
 
 
-def test_band_of_seeds_by_hand():
-    """Updates 1 to 4 and 2 to 6 in steps of two: both are there from 2 to 4, the second goes straight to 3."""
+def test_seeds_band_matches_hand_computed_values():
+    """One run has updates 1 to 4, the other 2, 4 and 6. The band covers 2 to 4; the value at 3 is interpolated."""
     places = [np.array([1, 2, 3, 4]), np.array([2, 4, 6])]
     lines = [np.array([0.0, 1.0, 2.0, 3.0]), np.array([3.0, 5.0, 9.0])]
     x, low, mean, high = seeds_band(places, lines)
@@ -271,7 +273,7 @@ def test_band_of_seeds_by_hand():
     assert mean.tolist() == [2, 3, 4] and high.tolist() == [3, 4, 5]
 
 
-def test_band_of_seeds_has_a_gap_where_one_has_no_value():
+def test_seeds_band_has_a_gap_if_one_run_has_no_value():
     x, *_, mean, _ = seeds_band([np.arange(3)] * 2, [np.array([1.0, np.nan, 3.0]), np.ones(3)])
     assert x.tolist() == [0, 1, 2] and mean[[0, 2]].tolist() == [1, 2] and math.isnan(mean[1])
 
@@ -279,8 +281,8 @@ def test_band_of_seeds_has_a_gap_where_one_has_no_value():
 # the table
 
 
-def test_the_table_holds_exactly_what_was_logged(tmp_path):
-    """Two runs through the training's writer: every scalar reads back equal, and nothing else is there."""
+def test_table_contains_exactly_the_logged_values(tmp_path):
+    """Two runs written with the training's writer: the table has every scalar with its value and nothing else."""
     rng = np.random.default_rng(0)
     logged = {}
     for algorithm, tags in (("ppo", ("loss", "value/loss")), ("grpo", ("loss", "eval/score"))):
@@ -302,12 +304,12 @@ def test_the_table_holds_exactly_what_was_logged(tmp_path):
     found = {(r["run"], int(r["update"]), tag): r[tag] for r in table for tag in tags if r[tag]}
     special = [found.pop((str(tmp_path / a), 20, tag)) for a in ("ppo", "grpo") for tag in ("loss", "learning_rate")]
     assert special == ["nan", "-inf"] * 2
-    assert {where: float(text) for where, text in found.items()} == logged
+    assert {key: float(text) for key, text in found.items()} == logged
     last = table[-1]
     assert (last["algorithm"], last["seed"], last["update"], last["episodes"]) == ("grpo", "7", "20", "1280")
 
 
-def test_the_tables_seconds_are_those_of_the_update_not_of_the_evaluation_after_it(tmp_path):
+def test_table_seconds_exclude_the_evaluation_after_the_update(tmp_path):
     run = make_run(tmp_path / "run")
     points = [(100, "eval/score", 0, 0.0), (110, "loss", 1, 1.0), (117.25, "eval/score", 1, 0.5)]
     write_events(run / "logs", "1", 90, points)
@@ -319,30 +321,30 @@ def test_the_tables_seconds_are_those_of_the_update_not_of_the_evaluation_after_
 # the script
 
 
-def test_the_script_says_in_one_line_that_nothing_was_logged(tmp_path, monkeypatch):
+def test_script_reports_a_run_without_scalars(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no scalars yet: run"):
         main([])
-    assert sorted(tmp_path.iterdir()) == [run], "no half of an output"
+    assert sorted(tmp_path.iterdir()) == [run], "no partial output"
 
 
 @pytest.mark.parametrize("output", ["nowhere/plot", "taken"])
-def test_the_script_refuses_an_output_before_it_reads(tmp_path, monkeypatch, output):
+def test_script_checks_the_output_before_it_reads_runs(tmp_path, monkeypatch, output):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken.csv").mkdir()
     with pytest.raises(UserError, match=r"(no such folder|cannot write the files): --output"):
         main([str(tmp_path / "no run"), "--output", output])
 
 
-def test_the_script_without_a_run_here_says_what_to_do(tmp_path, monkeypatch):
+def test_script_without_a_run_in_the_current_folder_is_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no run in the current folder"):
         main([])
 
 
-def test_reading_many_points_stays_quick(tmp_path):
+def test_reading_many_points_is_fast(tmp_path):
     write_events(tmp_path, "1", 0, losses(1, range(30_000), 0))
-    began = time.process_time()
+    started = time.process_time()
     read_scalars(tmp_path)
-    assert time.process_time() - began < 10, "seconds of computing; it takes about 0.4"
+    assert time.process_time() - started < 10, "CPU seconds; usually about 0.4"

@@ -1,4 +1,4 @@
-"""The sentences of the verdict, on groups made by hand: the better one, the measure, and the budget."""
+"""Tests the sentences and caveats of the verdict, and comparisons at equal budgets, on synthetic groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPTS = RNG.normal(0, 1, (64, 1))
 def completions(
     score: float, judged: float | None = None, kl: float = 2.0, perplexity: float | None = 3.0
 ) -> GenerationResults:
-    """Four completions to each of 64 prompts; scores scatter by 0.3 about what is said and the prompt's own."""
+    """Returns four completions for each of 64 prompts, scored `score` plus an offset per prompt and noise of 0.3."""
     noise = RNG.normal(0, 0.3, (2, 64, 4))
     return GenerationResults(
         label="made",
@@ -45,7 +45,7 @@ START = completions(0.0, 0.0, kl=0.0, perplexity=2.0)
 
 
 @pytest.mark.parametrize(("ppo", "grpo", "better"), [(1.0, 0.5, "PPO"), (0.5, 1.0, "GRPO")])
-def test_the_better_group_is_named(ppo, grpo, better):
+def test_verdict_reports_which_group_is_better(ppo, grpo, better):
     worse = {"PPO": "GRPO", "GRPO": "PPO"}[better]
     start = completions(0.0)
     first, *others = judge_runs([group("ppo", *three(ppo)), group("grpo", *three(grpo))], start, None, 1).sentences
@@ -57,7 +57,7 @@ def test_the_better_group_is_named(ppo, grpo, better):
     assert f": PPO - GRPO = {'+' if better == 'PPO' else '-'}0." in first
 
 
-def test_a_model_that_got_worse_is_called_worse_and_what_was_paid_is_said():
+def test_verdict_reports_worse_models_with_kl_and_perplexity():
     _, ppo, grpo = judge_runs(
         [group("ppo", *three(-1.0)), group("grpo", *three(0.0))], completions(0.0, perplexity=2.0), None, 1
     ).sentences
@@ -66,7 +66,7 @@ def test_a_model_that_got_worse_is_called_worse_and_what_was_paid_is_said():
     assert all(sentence.endswith(", KL 2.00/sequence, perplexity x 1.50.") for sentence in (ppo, grpo))
 
 
-def test_the_judge_decides_and_a_contradiction_is_said():
+def test_verdict_uses_the_judge_and_reports_a_contradicting_score():
     groups = [group("ppo", *three(1.5, 0.2)), group("grpo", *three(1.0, 0.8))]
     verdict = judge_runs(groups, START, "gold quality", 1)
     assert verdict.sentences[0].startswith(
@@ -77,7 +77,7 @@ def test_the_judge_decides_and_a_contradiction_is_said():
     assert not any("prefer different algorithms" in caveat for caveat in agree.caveats)
 
 
-def test_no_difference_shown_where_there_is_none():
+def test_equal_groups_have_no_significant_difference():
     groups = [group("ppo", *three(1.0, 0.5)), group("grpo", *three(1.0, 0.5))]
     assert (
         judge_runs(groups, START, "gold quality", 1)
@@ -86,8 +86,8 @@ def test_no_difference_shown_where_there_is_none():
     )
 
 
-def test_seeds_that_scatter_show_nothing():
-    """A mean difference of 0.5, but seeds a whole unit apart."""
+def test_difference_smaller_than_seed_variation_is_not_significant():
+    """The mean difference is 0.5, but the seeds of each group are 1 apart."""
     ppo, grpo = ([completions(shift + s) for s in (-1.0, 0.0, 1.0)] for shift in (0.5, 0.0))
     assert (
         judge_runs([group("ppo", *ppo), group("grpo", *grpo)], completions(0.0), None, 1)
@@ -96,7 +96,7 @@ def test_seeds_that_scatter_show_nothing():
     )
 
 
-def test_caveats_by_the_number_of_seeds():
+def test_caveats_depend_on_the_number_of_seeds():
     one, few, many = (group("ppo", *[completions(1.0) for _ in range(n)]) for n in (1, 3, 5))
     grpo = group("grpo", *[completions(0.5) for _ in range(5)])
     start = completions(0.0)
@@ -111,13 +111,13 @@ def test_caveats_by_the_number_of_seeds():
     assert [c.over for c in first.contrasts] == ["prompts", "seeds and prompts", "prompts"]
 
 
-def test_unequal_budgets_are_in_capitals():
+def test_verdict_reports_unequal_budgets_in_capitals():
     groups = [group("ppo", *three(1.0), episodes=50), group("grpo", *three(0.5), episodes=800)]
     assert "after UNEQUAL budgets (50 to 800 episodes)" in judge_runs(groups, completions(0.0), None, 1).sentences[0]
 
 
-def test_a_contrast_by_hand():
-    """Two seeds against the start: means per prompt and wins of all pairs."""
+def test_contrast_matches_hand_computed_values():
+    """Two seeds against the start model: the difference of means per prompt, and the win rate over all pairs."""
     a = GenerationResults("a", [], np.array([[1.0, 3.0], [0.0, 2.0]]), None, None, None, None, None)
     b = GenerationResults("b", [], np.array([[2.0, 2.0], [2.0, 2.0]]), None, None, None, None, None)
     start = GenerationResults("s", [], np.array([[0.0, 2.0], [2.0, 2.0]]), None, None, None, None, None)
@@ -139,8 +139,8 @@ def eval_point(update: int, seconds: float, scores, prompts=("a", "b"), per_upda
     return EvalPoint(update, update * per_update, seconds, rows)
 
 
-def test_equal_budgets_by_hand():
-    """PPO ends after 40 episodes in 90 s, GRPO after 60 in 30 s: equal episodes are 40, equal time is 30 s."""
+def test_equal_budgets_match_hand_computed_values():
+    """PPO trains 40 episodes in 90 s and GRPO 60 in 30 s, so the equal budgets are 40 episodes and 30 s."""
     ppo = [eval_point(0, 0, (0, 0)), eval_point(2, 25, (1, 3)), eval_point(4, 90, (2, 4))]
     grpo = [eval_point(0, 0, (0, 0)), eval_point(2, 10, (1, 1)), eval_point(4, 20, (1, 2)), eval_point(6, 30, (5, 5))]
     by_episodes, by_time = at_equal({"PPO": [ppo], "GRPO": [grpo]}, None, seed=1)
@@ -153,7 +153,7 @@ def test_equal_budgets_by_hand():
     assert of_time["over"] == "prompts" and of_time["level"] == 0.95
 
 
-def test_equal_budgets_over_seeds_and_other_prompts():
+def test_equal_budgets_over_seeds_require_the_same_prompts():
     ends = [[eval_point(2, 5, (1, 2))], [eval_point(2, 5, (2, 3))]]
     rows = at_equal({"PPO": ends, "GRPO": [[eval_point(2, 5, (0, 0))], [eval_point(2, 5, (0, 1))]]}, None, seed=1)
     [found] = rows[0]["differences"]
@@ -165,8 +165,8 @@ def test_equal_budgets_over_seeds_and_other_prompts():
     assert at_equal({"PPO": ends, "GRPO": [[]]}, None, seed=1) == []
 
 
-def test_a_start_model_is_not_compared_at_an_equal_budget():
-    """Where one side had not evaluated itself yet, its last evaluation inside the budget is the start model's."""
+def test_equal_budget_ignores_the_evaluation_of_the_start_model():
+    """If a run has no evaluation after the start, its last evaluation within the budget is that of the start model."""
     ppo, grpo = (
         [eval_point(0, 0, (0, 0)), eval_point(1, 9, (1, 3))],
         [eval_point(0, 0, (0, 0)), eval_point(5, 50, (2, 4))],
@@ -176,30 +176,30 @@ def test_a_start_model_is_not_compared_at_an_equal_budget():
     assert at_equal_in_words(rows)[0] == "no comparison at 10 episodes: GRPO had no evaluation after the start yet"
 
 
-def test_a_judges_difference_without_one_by_the_score_is_said():
+def test_caveat_if_only_the_judge_finds_a_difference():
     groups = [group("ppo", *three(1.0, 0.8)), group("grpo", *three(1.0, 0.2))]
     caveats = judge_runs(groups, START, "gold quality", 1).caveats
     assert any(c.startswith("no significant difference by score: ") for c in caveats)
 
 
-def test_few_prompts_are_said():
+def test_caveat_for_few_prompts():
     ones = np.ones((4, 1))
     few = [GenerationResults("a", [["x"]] * 4, ones * shift, None, None, ones, ones, None) for shift in range(4)]
     caveats = judge_runs([group("ppo", *few[:2]), group("grpo", *few[2:])], few[0], None, 1).caveats
     assert "only 4 prompts: intervals over so few prompts are approximate. Raise --num-prompts" in caveats
 
 
-# --- three and more sides --------------------------------------------------------------------------------------------
+# --- three and more groups -------------------------------------------------------------------------------------------
 
 
 def constant(score: float, judged: float | None = None) -> GenerationResults:
-    """One completion to each of 20 prompts; every score is the same."""
+    """Returns one completion for each of 20 prompts, all with the same score."""
     ones = np.ones((20, 1))
     return GenerationResults("made", [["x"]] * 20, ones * score, judged and ones * judged, None, ones, ones > 0, None)
 
 
-def test_three_groups_are_contrasted_in_pairs_by_hand():
-    """Scores 3, 1 and 2 against a start of 0. "toy" is in no table: it is shown under its own name."""
+def test_contrasts_of_three_groups_cover_every_pair():
+    """Scores 3, 1 and 2, and 0 for the start model. "toy" is not a registered algorithm, so it appears as TOY."""
     groups = [group("ppo", constant(3.0)), group("grpo", constant(1.0)), group("toy", constant(2.0))]
     verdict = judge_runs(groups, constant(0.0), None, 1)
     assert [(c.name, c.difference.value) for c in verdict.contrasts] == [
@@ -209,7 +209,7 @@ def test_three_groups_are_contrasted_in_pairs_by_hand():
     assert [c.level for c in verdict.contrasts] == [*[0.95] * 3, *[pytest.approx(1 - 0.05 / 3)] * 3]
 
 
-def test_three_groups_have_a_sentence_for_every_pair():
+def test_verdict_of_three_groups_has_one_sentence_per_pair():
     groups = [group("ppo", *three(0, 0.8)), group("grpo", *three(0, 0.2)), group("toy", *three(0, 0.8))]
     groups[2].episodes[0] = 50
     sentences = judge_runs(groups, START, "gold quality", 1).sentences
@@ -225,8 +225,8 @@ def test_three_groups_have_a_sentence_for_every_pair():
     assert all("95% confidence interval" in s and "better than the start model" in s for s in sentences[3:])
 
 
-def test_the_caveats_of_three_groups():
-    """By the score PPO is better than TOY, by the judge TOY is; GRPO and PPO differ by the judge only."""
+def test_caveats_of_three_groups():
+    """PPO is better than TOY by score, but worse by the judge. GRPO and PPO differ by the judge only."""
     groups = [group("ppo", *three(1.0, 0.2)), group("grpo", *three(1.0, 0.8)), group("toy", *three(0.5, 0.8))]
     caveats = judge_runs(groups, START, "gold quality", 1).caveats
     assert caveats[0] == (
@@ -238,18 +238,18 @@ def test_the_caveats_of_three_groups():
         "PPO - TOY: score and judge prefer different algorithms: a sign that the one with the higher score exploits"
     )
     assert f"{opposite} the reward model" in caveats
-    assert not any(c.startswith("GRPO - TOY") for c in caveats), "by the judge they are equal"
+    assert not any(c.startswith("GRPO - TOY") for c in caveats), "GRPO and TOY are equal by the judge"
     assert not any("Bonferroni" in c for c in judge_runs(groups[:2], START, "gold quality", 1).caveats)
 
 
-def test_one_group_alone_names_what_stays_open():
+def test_verdict_of_one_group_reports_what_it_cannot_show():
     by_score, alone = judge_runs([group("toy", *three(1.0))], completions(0.0), None, 1).sentences
     assert by_score.startswith("TOY is better than the start model by score (the training reward): +")
     assert alone == "All runs are TOY runs, so they cannot show whether another algorithm is better."
 
 
-def test_equal_budgets_of_three_groups_by_hand():
-    """All came to 40 episodes; within 20 s GRPO had only measured the start model."""
+def test_equal_budgets_of_three_groups_match_hand_computed_values():
+    """All groups reached 40 episodes. Within 20 s GRPO had evaluated only the start model."""
     ppo = [eval_point(0, 0, (0, 0)), eval_point(2, 10, (1, 3)), eval_point(4, 20, (2, 4))]
     grpo = [eval_point(0, 0, (0, 0)), eval_point(4, 90, (1, 2))]
     toy = [eval_point(0, 0, (0, 0)), eval_point(4, 20, (4, 4))]

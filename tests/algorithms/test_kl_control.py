@@ -205,10 +205,10 @@ def test_warnings_explain_why_a_kl_target_cannot_be_enforced():
     assert "beta can change at most 1.11-fold in 266 updates" in line
     assert "Use --kl-horizon 89" in line
     short = kl_warnings(parse_cli("--kl-schedule phased --num-iterations 2".split()), 2)
-    assert short[0].startswith("warning: 1 of 3 KL targets have no update in a run of 2")
+    assert short[0].startswith("warning: 1 of 3 KL targets get no update in a run of 2 updates")
     assert "Train longer" in short[1]
     (both,) = kl_warnings(parse_cli("--recipe demo --num-iterations 6".split()), 6)
-    assert "Use --kl-horizon 128 and train longer, or choose" in both, (
+    assert "Use --kl-horizon 128 and train longer, or set --kl-coef" in both, (
         "the horizon alone would allow a 1.8-fold change"
     )
     assert kl_warnings(parse_cli(["--kl-schedule", "fixed"]), 2) == []
@@ -226,7 +226,7 @@ def test_flags_of_a_reference_document_suggest_its_recipe():
 def test_phased_kl_acts_over_about_20_updates(algorithm):
     config = parse_cli(["--recipe", "phased-kl"], algorithm)
     assert config.kl.kl_horizon / config.episodes_per_update == 20
-    assert kl_line(config, 800).count("-fold in a phase") == 1
+    assert kl_line(config, 800).count("-fold per phase") == 1
     phases = kl_controller(config, 800).phases
     assert [(a, b, str(t)) for a, b, t in phases] == [
         (1, 267, "0.05/token"), (268, 533, "0.02/token"), (534, 800, "0.01/token")

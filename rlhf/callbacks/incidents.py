@@ -45,15 +45,8 @@ def save_incident(
     """Save the files of a skipped update.
 
     These are the batch as text and ids, its log-probs and scores, the settings and versions, and the trainable weights
-    when the update was skipped, that is, after its earlier optimizer steps.
-
-    Args:
-        trainer: the trainer.
-        folder: where the files are written.
-        update: number of the update.
-        rollout: the update's completions and scores.
-        batch: its experience; None if it was skipped before the advantages were computed.
-        found: why it was skipped.
+    when the update was skipped, that is, after its earlier optimizer steps. `batch` is None if the update was skipped
+    before its advantages were computed; `found` is the reason.
     """
     trainer.save_model(folder / WEIGHTS)
     completions = rollout.completions

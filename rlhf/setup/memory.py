@@ -87,15 +87,8 @@ def forecast(
 ) -> Forecast:
     """Predict the memory of a run from its loaded models and prompts.
 
-    Args:
-        config: the settings.
-        updates: the number of updates.
-        device: where the run trains.
-        policy: the policy, with adapters if they are trained.
-        reward_model: None if the run has only reward functions.
-        tokenizer: the policy's.
-        train: training prompts; the longest batch among them decides.
-        evaluation: evaluation prompts. If empty, evaluations are ignored.
+    Uses the longest batch of `train`. Without `evaluation` prompts, evaluations are ignored. `reward_model` is None if
+    the run has only reward functions.
     """
     dtype = autocast_dtype(config.model.bf16, device)
     network = Network.of(base_of(policy), dtype, config.model.gradient_checkpointing)

@@ -85,10 +85,9 @@ def forecast(
     train: Sequence[Prompt],
     evaluation: Sequence[Prompt],
 ) -> Forecast:
-    """Predict the memory of a run from its loaded models and prompts.
+    """Predict the memory of a run from its models and its longest batch of `train` prompts.
 
-    Uses the longest batch of `train`. Without `evaluation` prompts, evaluations are ignored. `reward_model` is None if
-    the run has only reward functions.
+    Ignores evaluations if there are no `evaluation` prompts.
     """
     dtype = autocast_dtype(config.model.bf16, device)
     network = Network.of(base_of(policy), dtype, config.model.gradient_checkpointing)

@@ -62,9 +62,9 @@ def test_a_section_is_measured_and_written(tmp_path):
 
 @pytest.mark.ci
 def test_two_minutes_on_a_cpu(tmp_path):
-    begun = time.monotonic()
+    started = time.monotonic()
     found, _ = measured(tmp_path, "--minutes", "2")
-    assert time.monotonic() - begun < 2 * 60 + len(on_gpu.SHORT) * (on_gpu.TO_END + 5), "fixed shares"
+    assert time.monotonic() - started < 2 * 60 + len(on_gpu.SHORT) * (on_gpu.TO_END + 5), "fixed shares"
     assert list(found) == list(on_gpu.SHORT), "all sections, in their order"
     assert {record["state"] for record in found.values()} <= {DONE, OUT_OF_TIME}
     assert [record["share"] for record in found.values()] == pytest.approx([15, 30, 30, 15, 30])
@@ -181,9 +181,9 @@ time.sleep(60)
 def test_a_section_whose_time_is_over_ends_with_all_that_it_started():
     process = Popen([sys.executable, "-c", STUCK], stdout=PIPE, text=True, start_new_session=not WINDOWS)
     received = []
-    begun = time.monotonic()
-    assert not on_gpu.follow(process, begun + 3, received.append)
-    assert 2.9 < time.monotonic() - begun < 10
+    started = time.monotonic()
+    assert not on_gpu.follow(process, started + 3, received.append)
+    assert 2.9 < time.monotonic() - started < 10
     on_gpu.end_all(process)
     assert process.poll() is not None
     (child,) = received

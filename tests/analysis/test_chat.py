@@ -202,8 +202,8 @@ def test_ctrl_c_ends_the_chat_without_a_traceback(runs, monkeypatch, capsys):
 
 
 ERRORS = {
-    "two models": (["--model-path", "a", "b"], r"2 models to talk to: --chat, --model-path\. Name one"),
-    "tokens": (["--tokens", "a"], r"two things at once: --tokens and --chat\. One command for each"),
+    "two models": (["--model-path", "a", "b"], r"--chat takes one model, not 2: --model-path\. Give one"),
+    "tokens": (["--tokens", "a"], r"--tokens and --chat exclude each other: command line\. Use one of them"),
     "no model": (["--model-path", "./nowhere"], r"model not found: \./nowhere\. --model-path takes a run folder"),
     "no room": (["--model-path", "START", "--max-new-tokens", "512"],
                 r"no room for a prompt: --max-new-tokens 512 fills the model's context of 512 tokens\. Try --max-new-"

@@ -266,7 +266,7 @@ def test_faults_of_an_evaluation_are_said_before_the_work(runs, tmp_path, capsys
     for command in (["--model-path", runs["ppo", 1]], ["--tokens", runs["ppo", 1]]):
         with pytest.raises(UserError, match="not a folder: --output"):
             evaluate_generations.main(words(*command, "--output", tmp_path / "file"))
-    with pytest.raises(UserError, match="two things at once: --tokens and --model-path"):
+    with pytest.raises(UserError, match="--tokens and --model-path exclude each other: command line"):
         evaluate_generations.main(words("--tokens", runs["ppo", 1], "--model-path", runs["ppo", 1]))
     assert "of 24 completions" not in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""Runs with logs, made without training."""
+"""A fixture that writes run folders with logs, without training."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ TAGS = ("loss", "learning_rate", "rewards/mean", "kl_divergence", "kl_divergence
 
 
 @pytest.fixture
-def made(tmp_path):
-    """A function that makes a run with logs: `curves` are values by tag, one an update, a second apart."""
+def logged_run(tmp_path):
+    """Returns a function that writes a run with logs. `curves` has one value per update for each tag."""
 
     def make(name: str, updates=20, curves=None, evaluations=None, pace=1.0, **facts) -> Path:
         run = make_run(tmp_path / name, **{"updates": updates, **facts})

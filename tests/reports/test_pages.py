@@ -1,4 +1,4 @@
-"""Pages and Markdown: whatever a model writes is data. Nothing of it acts, and nothing of it is hidden."""
+"""Tests that hostile model output in HTML pages, Markdown and console output is escaped and fully visible."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ HOSTILE = [
     "abc \u202eevil\u202c \u2066x\u2069 \u200f\u200b\ufeff end",
     "| cell | `code` **bold** [link](javascript:alert(1)) ![i](http://x/y) https://evil.x @user www.evil.x",
 ]
-ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
+CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
 
 
 class Page(HTMLParser):
-    """What a browser would find in a page."""
+    """Collects the tags, the text and the embedded data of an HTML page."""
 
     def __init__(self, file: Path):
         super().__init__()
@@ -64,23 +64,23 @@ class Page(HTMLParser):
             self.text += data
 
 
-def check_harmless(page: Page) -> None:
+def check_page_is_safe(page: Page) -> None:
     scripts = [attributes for tag, attributes in page.tags if tag == "script"]
-    assert scripts == [{"type": "application/json", "id": "data"}], "data, and nothing that runs"
+    assert scripts == [{"type": "application/json", "id": "data"}], "only data, no executable script"
     for tag, attributes in page.tags:
         assert not [name for name in attributes if name.startswith("on")], (tag, attributes)
         assert "href" not in attributes
         assert attributes.get("src", "data:image/png;").startswith("data:image/png;")
     assert not {tag for tag, _ in page.tags} & {"a", "iframe", "object", "embed", "link", "form", "base"}
-    assert not ACTING.search(page.source), "control and direction characters stand as their numbers"
+    assert not CONTROL_CHARACTERS.search(page.source), "control and direction characters are escaped"
     assert "default-src 'none'" in page.source
 
 
-def hostile_replies(measured):
-    """The same figures, other words: every hostile text in turn."""
-    rows, count = measured.scores.shape
-    words = [[HOSTILE[(i * count + k) % len(HOSTILE)] for k in range(count)] for i in range(rows)]
-    return dataclasses.replace(measured, texts=words)
+def with_hostile_texts(results):
+    """Returns the results with hostile completions; the figures are unchanged."""
+    rows, count = results.scores.shape
+    texts = [[HOSTILE[(i * count + k) % len(HOSTILE)] for k in range(count)] for i in range(rows)]
+    return dataclasses.replace(results, texts=texts)
 
 
 @pytest.fixture(scope="module")
@@ -97,47 +97,49 @@ def evaluator(runs):
     return made, models, start, [made.evaluate(model, Screen()) for model in models]
 
 
-def test_an_evaluations_page_with_hostile_replies(evaluator, tmp_path, capsys):
+def test_evaluation_page_escapes_hostile_completions(evaluator, tmp_path, capsys):
     made, models, start, measured = evaluator
-    replies = [hostile_replies(m) for m in (start, *measured)]
+    replies = [with_hostile_texts(m) for m in (start, *measured)]
     replies[1] = dataclasses.replace(replies[1], label='<b onclick="x">run</b>\u202e')
     report = make_report(made, models, replies[1:], replies[0])
     write_report(report, replies, tmp_path, Screen())
     page = Page(tmp_path / "evaluation.html")
-    check_harmless(page)
+    check_page_is_safe(page)
     assert json.loads(page.data) == json.loads((tmp_path / "evaluation.json").read_text()) == report
     for text in HOSTILE:
-        assert visible(text) in page.text, "shown as it is, to the last sign"
+        assert visible(text) in page.text, "every character is visible"
     assert "<U+202E>evil" in page.text and "<U+001B>[31m" in page.text
     capsys.readouterr()
     show_report(report, Screen())
-    assert not ACTING.search(capsys.readouterr().out), "a terminal is not written to by a model"
+    assert not CONTROL_CHARACTERS.search(capsys.readouterr().out), "no control characters reach the terminal"
 
 
-def test_a_comparisons_page_and_markdown_with_hostile_replies(evaluator, runs, tmp_path):
+def test_comparison_page_and_markdown_escape_hostile_completions(evaluator, runs, tmp_path):
     made, models, start, measured = evaluator
-    groups = make_groups(models, [hostile_replies(m) for m in measured])
+    groups = make_groups(models, [with_hostile_texts(m) for m in measured])
     curves = [read_curves(folder) for folder in runs.values()]
     eval_points = [(curve.algorithm, read_eval_points(curve)) for curve in curves]
-    report = make_comparison(made, groups, hostile_replies(start), eval_points)
+    report = make_comparison(made, groups, with_hostile_texts(start), eval_points)
     write_comparison(report, tables(report, groups), groups, start, curves, tmp_path, Screen())
     page = Page(tmp_path / "comparison.html")
-    check_harmless(page)
+    check_page_is_safe(page)
     assert json.loads(page.data) == report
     markdown = (tmp_path / "comparison.md").read_text(encoding="utf-8")
-    assert not ACTING.search(markdown) and "<script" not in markdown and "<img" not in markdown
+    assert not CONTROL_CHARACTERS.search(markdown) and "<script" not in markdown and "<img" not in markdown
     assert not re.search(r"(?<!\\)\]\(javascript", markdown) and "://" not in markdown
     lines = [line for line in markdown.split("\n") if line.startswith("|")]
-    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines[-5:]}) == 1, "no cell breaks its row"
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines[-5:]}) == 1, (
+        "all table rows have the same number of cells"
+    )
 
 
 def as_toy(curve):
-    """A run's curves as those of an algorithm that the table lacks."""
+    """Returns the curves under an unregistered algorithm."""
     return dataclasses.replace(curve, config=dataclasses.replace(curve.config, algorithm="toy"))
 
 
-def test_a_comparisons_page_and_markdown_of_three_algorithms(evaluator, runs, tmp_path, capsys):
-    """GRPO's second run stands for an algorithm that the table lacks: every table, sentence and sample has it."""
+def test_comparison_page_and_markdown_of_three_algorithms(evaluator, runs, tmp_path, capsys):
+    """An unregistered algorithm (a copy of a GRPO run) appears in every table, sentence and sample."""
     made, models, start, measured = evaluator
     groups = make_groups(models, measured)
     groups = [groups[0], *(dataclasses.replace(groups[1], algorithm=name) for name in ("grpo", "toy"))]
@@ -149,9 +151,9 @@ def test_a_comparisons_page_and_markdown_of_three_algorithms(evaluator, runs, tm
     assert len(report["verdict"]) == 6 and len(report["caveats"]) >= 3
     pairs = ["PPO - GRPO", "PPO - TOY", "GRPO - TOY"]
     assert [found["name"] for found in report["at_equal"][0]["differences"]] == pairs
-    figures, contrasts, within, spent, equal = filled
+    figures, contrasts, within, cost, equal = filled
     assert [column.split(" (")[0] for column in figures["columns"][1:]] == ["start model", "PPO", "GRPO", "TOY"]
-    assert spent["columns"] == ["", "PPO", "GRPO", "TOY"] and len(within["rows"]) == 6
+    assert cost["columns"] == ["", "PPO", "GRPO", "TOY"] and len(within["rows"]) == 6
     over = {row[0]: row[3] for row in contrasts["rows"]}
     assert all(over[f"{pair}, score"] == "98.3% over seeds and prompts" for pair in pairs)
     assert (
@@ -169,22 +171,24 @@ def test_a_comparisons_page_and_markdown_of_three_algorithms(evaluator, runs, tm
     assert "3 pairs of algorithms are compared" in page.text and "3 pairs of algorithms are compared" in markdown
 
 
-def side_of(algorithm: str, **groups: dict) -> RunGroup:
+def group_with_settings(algorithm: str, **groups: dict) -> RunGroup:
     return RunGroup(algorithm, [record_of(settings={"recipe": "x", "algorithm": algorithm, **groups})], [], [])
 
 
-def test_settings_that_differ_between_three_groups_by_hand():
-    """Settings that only some algorithms read are not listed, but each K is."""
+def test_settings_that_differ_between_three_groups():
+    """Settings that apply to only some algorithms are not listed, except K."""
     same = {"optimizer": {"learning_rate": 0.1}, "grpo": {"loss_type": "dapo"}}
     groups = [
-        side_of("ppo", **same, model={"use_lora": True}, group={"K": None}, ppo={"lam": 0.95}),
-        side_of("grpo", **same, model={"use_lora": False}, group={"K": 4}, ppo={"lam": 1.0}),
-        side_of("toy", **same, model={}, group={"K": 6}),
+        group_with_settings("ppo", **same, model={"use_lora": True}, group={"K": None}, ppo={"lam": 0.95}),
+        group_with_settings("grpo", **same, model={"use_lora": False}, group={"K": 4}, ppo={"lam": 1.0}),
+        group_with_settings("toy", **same, model={}, group={"K": 6}),
     ]
     [(name, text)] = comparison_report.settings_that_differ(groups)
     assert name == "settings that differ, PPO, GRPO and TOY"
     assert text == "use_lora: PPO True, GRPO False, TOY unknown; K: GRPO 4, TOY 6"
-    [(_, text)] = comparison_report.settings_that_differ([groups[0], side_of("ppo", **same, model={"use_lora": True})])
+    [(_, text)] = comparison_report.settings_that_differ(
+        [groups[0], group_with_settings("ppo", **same, model={"use_lora": True})]
+    )
     assert text == "only those of a single algorithm"
     assert comparison_report.settings_that_differ(groups[:1]) == []
 
@@ -200,11 +204,11 @@ def test_settings_that_differ_between_three_groups_by_hand():
         ("+0.5 (it's)", "+0.5 (it's)"),
     ],
 )
-def test_a_markdown_cell_by_hand(text, cell):
+def test_markdown_cell_escapes_special_characters(text, cell):
     assert markdown_cell(text) == cell
 
 
-def test_visible_leaves_what_people_write():
+def test_visible_keeps_ordinary_text_and_escapes_control_characters():
     for text in ("plain\ttab\nline", "naïve café — “quotes”", "日本語 עברית العربية", "👩‍🔬 ✓"):
         assert visible(text) == text
     assert visible("a\r\nb\rc\u2028") == "a\nb<U+000D>c<U+2028>"
@@ -214,7 +218,7 @@ def test_visible_leaves_what_people_write():
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_a_token_page_with_hostile_tokens(runs, tmp_path, form):
+def test_token_page_escapes_hostile_tokens(runs, tmp_path, form):
     row = read_tokens(recorded_updates(runs["ppo", 1], "--tokens")[0])[0]
     rows = [{**row, "step": i, "token": text, "state": text, "prompt": text} for i, text in enumerate(HOSTILE)]
     run = tmp_path / "run"
@@ -223,14 +227,14 @@ def test_a_token_page_with_hostile_tokens(runs, tmp_path, form):
     assert read_tokens(write_tokens(run / "tokens", 1, rows, form)) == rows
     write_token_page(str(run), str(tmp_path / "out"), Screen())
     page = Page(tmp_path / "out" / "tokens.html")
-    check_harmless(page)
+    check_page_is_safe(page)
     assert json.loads(page.data) == rows
     for text in HOSTILE:
         assert visible(text) in page.text
 
 
-def test_colours_by_hand():
-    """White at 0; three quarters of blue or orange at the scale's end and beyond."""
+def test_token_colours_match_hand_computed_values():
+    """White at 0, and 75% blue or orange at the end of the scale and beyond."""
     assert colour(0.0, 2.0) == "#ffffff"
     assert colour(2.0, 2.0) == colour(9.0, 2.0) == "#4095c5"  # 255 + (0, 114, 178 - 255) x 0.75
     assert colour(-2.0, 2.0) == "#e08640"

@@ -1,4 +1,4 @@
-"""The scripts that look at runs, as a user runs them: evaluate_generations.py and compare_runs.py end to end."""
+"""Tests evaluate_generations.py and compare_runs.py end to end."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import evaluate_generations
 from rlhf.utils.errors import UserError
 
 
-def words(*given: object) -> list[str]:
-    return [str(word) for word in given]
+def arguments(*values: object) -> list[str]:
+    return [str(value) for value in values]
 
 
 @pytest.fixture
 def evaluation(runs, tmp_path, capsys):
-    """(evaluation.json, what the console said) of `evaluate_generations.py` with flags."""
+    """Returns a function that runs `evaluate_generations.py` and returns evaluation.json and the console output."""
 
     def run(*flags: object) -> tuple[dict, str]:
-        evaluate_generations.main(words(*flags, "--output", tmp_path / "out"))
+        evaluate_generations.main(arguments(*flags, "--output", tmp_path / "out"))
         output = re.sub(r"\s+", " ", capsys.readouterr().out)
         return json.loads((tmp_path / "out" / "evaluation.json").read_text(encoding="utf-8")), output
 
     return run
 
 
-def test_the_references_command(evaluation, runs):
-    """20 prompts x 4 completions, ranked, as far as there are prompts; adapter and whole model side by side."""
+def test_evaluation_of_two_runs_with_default_settings(evaluation, runs):
+    """Four ranked completions for each of up to 20 prompts, for a full model and an adapter."""
     report, facts = evaluation("--model-path", runs["ppo", 1], runs["grpo", 1])
-    asked = re.search(
+    counts = re.search(
         r"(\d+) drawn at random from (\d+) held-out prompts.*?--num-prompts 20 is more than there are", facts
     )
-    assert int(asked[1]) == int(asked[2]) == len(report["prompts"]) < 20, "all that there are"
+    assert int(counts[1]) == int(counts[2]) == len(report["prompts"]) < 20, "all held-out prompts are used"
     assert [m["which"] for m in report["models"]] == ["final", "final"]
     assert "(final, after update 2)" in facts and "evaluation.html" in facts
     for prompt in report["prompts"]:
@@ -54,12 +54,12 @@ def test_the_references_command(evaluation, runs):
     assert report["start"]["figures"]["kl"] == 0
 
 
-def test_a_checkpoint_is_evaluated_with_its_runs_settings(evaluation, runs):
+def test_checkpoint_is_evaluated_with_the_settings_of_its_run(evaluation, runs):
     report, facts = evaluation("--model-path", runs["grpo", 1] / "checkpoint-2", "--num-prompts", 2)
     assert report["models"][0]["which"] == "checkpoint-2" and "(checkpoint-2, after update 2)" in facts
 
 
-def test_the_best_checkpoint_is_evaluated_on_demand(evaluation, runs):
+def test_which_best_evaluates_the_best_checkpoint(evaluation, runs):
     report, facts = evaluation("--model-path", runs["ppo", 1], "--which", "best", "--num-prompts", 2)
     update = json.loads((runs["ppo", 1] / "run.json").read_text())["best"]["update"]
     assert report["models"][0]["which"] == "best" and f"(best, after update {update})" in facts
@@ -72,23 +72,23 @@ def test_one_completion_of_one_prompt(evaluation, runs):
     assert report["models"][0]["against_start"]["score"]["low"] is None
 
 
-def test_the_same_command_gives_the_same_figures(evaluation, runs):
+def test_same_command_gives_the_same_figures(evaluation, runs):
     flags = ("--model-path", runs["grpo", 2], "--num-prompts", 3)
     first, again, other = evaluation(*flags)[0], evaluation(*flags)[0], evaluation(*flags, "--seed", 9)[0]
     assert first["models"] == again["models"] and first["prompts"] == again["prompts"] != other["prompts"]
 
 
-def test_an_adapter_over_4_bit_weights_is_measured_over_4_bit_weights(
+def test_adapter_trained_on_4_bit_weights_is_evaluated_on_4_bit_weights(
     start_model, reward_folder, pairs_file, tmp_path
 ):
-    """Perplexity before and after is that of the run itself, whose frozen weights were in 4 bits."""
+    """Perplexities before and after training equal those of the run, which had 4-bit frozen weights."""
     import train_ppo
 
-    train_ppo.main(words("--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file,
+    train_ppo.main(arguments("--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file,
                          "--output", tmp_path / "run", "--num-iterations", 2, "--max-new-tokens", 8, "--use-lora",
                          "--load-in-4bit", "--learning-rate", "1e-2", "--allow-weak-reward-model"))  # fmt: skip
     evaluate_generations.main(
-        words("--model-path", tmp_path / "run", "--num-prompts", 3, "--output", tmp_path / "out")
+        arguments("--model-path", tmp_path / "run", "--num-prompts", 3, "--output", tmp_path / "out")
     )
     report = json.loads((tmp_path / "out" / "evaluation.json").read_text(encoding="utf-8"))
     run = json.loads((tmp_path / "run" / "run.json").read_text())["figures"]
@@ -98,17 +98,17 @@ def test_an_adapter_over_4_bit_weights_is_measured_over_4_bit_weights(
     assert after["perplexity"] != pytest.approx(run["perplexity_before"], rel=1e-4) and after["kl"] != 0
 
 
-def test_the_last_run_here_is_the_default(evaluation, runs, monkeypatch, tmp_path):
+def test_latest_run_in_the_current_folder_is_the_default(evaluation, runs, monkeypatch, tmp_path):
     monkeypatch.chdir(runs["ppo", 1].parent)
     report, _ = evaluation("--num-prompts", 2)
-    assert report["models"][0]["label"].startswith("grpo_2"), "the one that was started last"
+    assert report["models"][0]["label"].startswith("grpo_2"), "the run that started last"
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no run in the current folder: --model-path"):
         evaluation()
 
 
-def test_a_tokens_page_from_the_command_line(runs, tmp_path, capsys):
-    evaluate_generations.main(words("--tokens", runs["grpo", 1], "--output", tmp_path / "out"))
+def test_tokens_flag_writes_a_token_page(runs, tmp_path, capsys):
+    evaluate_generations.main(arguments("--tokens", runs["grpo", 1], "--output", tmp_path / "out"))
     assert "1 of 1 recorded updates" in capsys.readouterr().out
     page = (tmp_path / "out" / "tokens.html").read_text(encoding="utf-8")
     assert "GRPO, recipe smollm2-orca, seed 1" in page
@@ -120,7 +120,7 @@ def test_a_tokens_page_from_the_command_line(runs, tmp_path, capsys):
 @pytest.fixture
 def comparison(tmp_path, capsys):
     def run(*flags: object) -> tuple[dict, str]:
-        compare_runs.main(words(*flags, "--output", tmp_path / "out", "--num-prompts", 4, "--completions", 2))
+        compare_runs.main(arguments(*flags, "--output", tmp_path / "out", "--num-prompts", 4, "--completions", 2))
         output = re.sub(r"\s+", " ", capsys.readouterr().out)
         return json.loads((tmp_path / "out" / "comparison.json").read_text(encoding="utf-8")), output
 
@@ -155,7 +155,7 @@ def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
     assert (tmp_path / "out" / "score_against_kl.png").is_file()
 
 
-def test_equal_budgets_are_taken_from_the_runs_own_evaluations(comparison, runs):
+def test_equal_budgets_use_the_evaluations_during_training(comparison, runs):
     report, _ = comparison(runs["ppo", 1], runs["grpo", 1])
     by_episodes, by_time = report["at_equal"]
     assert by_episodes["budget"] == "8 episodes" and by_time["budget"].endswith("of training")
@@ -170,20 +170,20 @@ def test_equal_budgets_are_taken_from_the_runs_own_evaluations(comparison, runs)
     )
 
 
-def test_one_seed_says_what_it_cannot_tell(comparison, runs):
+def test_comparison_of_single_seeds_has_a_caveat(comparison, runs):
     report, facts = comparison(runs["ppo", 1], runs["grpo", 2])
     assert {c["over"] for c in report["contrasts"]} == {"prompts"}
     assert "one seed (PPO: 1, GRPO: 2) does not show how much the result depends on the seed" in facts
     assert not any("over seeds" in sentence for sentence in report["verdict"])
 
 
-def test_one_algorithm_alone(comparison, runs):
+def test_comparison_of_one_algorithm(comparison, runs):
     report, _ = comparison(runs["ppo", 1], runs["ppo", 2])
     assert report["verdict"][1] == "All runs are PPO runs, so they cannot show whether another algorithm is better."
     assert [c["name"] for c in report["contrasts"]] == ["PPO - start model"]
 
 
-def test_a_judge_decides_where_there_is_one(comparison, runs, tmp_path):
+def test_verdict_uses_the_judge_if_given(comparison, runs, tmp_path):
     from tests.shapes import make_reward_model
 
     judge = make_reward_model(tmp_path / "judge", seed=4)
@@ -193,8 +193,8 @@ def test_a_judge_decides_where_there_is_one(comparison, runs, tmp_path):
     assert report["at_equal"][0]["differences"][0]["by"] == "judge"
 
 
-def changed(run, folder, **settings):
-    """A copy of a run whose run.json says other settings."""
+def copy_with_settings(run, folder, **settings):
+    """Copies a run and changes settings in the copy's run.json."""
     import shutil
 
     shutil.copytree(run, folder)
@@ -208,18 +208,18 @@ def changed(run, folder, **settings):
 
 
 def test_runs_that_cannot_be_pooled_are_refused(comparison, runs, start_model, tmp_path):
-    other = changed(runs["ppo", 2], tmp_path / "other", learning_rate=0.5)
+    other = copy_with_settings(runs["ppo", 2], tmp_path / "other", learning_rate=0.5)
     with pytest.raises(UserError, match=r"ppo_1 and .*other differ in learning_rate\. Runs of one"):
         comparison(runs["ppo", 1], other)
-    twice = changed(runs["ppo", 1], tmp_path / "twice")
+    twice = copy_with_settings(runs["ppo", 1], tmp_path / "twice")
     with pytest.raises(UserError, match=r"two runs of PPO have the seed 1\. Give each seed once"):
         comparison(runs["ppo", 1], twice)
     with pytest.raises(UserError, match="not a run: .*compare_runs.py takes run folders"):
         comparison(runs["ppo", 1], start_model)
 
 
-def test_unequal_budgets_are_said(comparison, runs, tmp_path):
-    longer = changed(runs["grpo", 1], tmp_path / "longer")
+def test_comparison_reports_unequal_budgets(comparison, runs, tmp_path):
+    longer = copy_with_settings(runs["grpo", 1], tmp_path / "longer")
     facts = json.loads((longer / "run.json").read_text())
     facts["plan"]["episodes"] = 800
     (longer / "run.json").write_text(json.dumps(facts))
@@ -227,73 +227,73 @@ def test_unequal_budgets_are_said(comparison, runs, tmp_path):
     assert "after UNEQUAL budgets (8 to 800 episodes)" in report["verdict"][0]
 
 
-def test_the_budget_is_that_of_the_weights_measured(comparison, runs):
-    """`best/` was kept earlier than the end: its episodes count, not the run's."""
-    kept = {name: json.loads((run / "run.json").read_text())["best"]["update"] for name, run in runs.items()}
+def test_budget_counts_the_episodes_of_the_evaluated_weights(comparison, runs):
+    """With `--which best`, the episodes up to the best checkpoint count, not those of the whole run."""
+    best_update = {name: json.loads((run / "run.json").read_text())["best"]["update"] for name, run in runs.items()}
     (one, two) = ("ppo", 1), ("grpo", 1)
     report, _ = comparison(runs[one], runs[two], "--which", "best")
-    low, high = sorted((kept[one] * 4, kept[two] * 4))
+    low, high = sorted((best_update[one] * 4, best_update[two] * 4))
     message = f"after {low} episodes each" if low == high else f"after UNEQUAL budgets ({low} to {high} episodes)"
     assert message in report["verdict"][0]
 
 
-@pytest.mark.parametrize("make_bad", ["torn samples", "no samples", "output is a file", "output under a file"])
-def test_faults_of_a_comparison_are_said_before_the_work(runs, tmp_path, capsys, make_bad):
+@pytest.mark.parametrize("case", ["corrupted samples", "no samples", "output is a file", "output under a file"])
+def test_comparison_reports_errors_before_sampling(runs, tmp_path, capsys, case):
     import shutil
 
     run, output = shutil.copytree(runs["ppo", 1], tmp_path / "run"), tmp_path / "out"
-    words_of_it = words(run, runs["grpo", 1], "--num-prompts", 2, "--completions", 1)
+    flags = arguments(run, runs["grpo", 1], "--num-prompts", 2, "--completions", 1)
     (tmp_path / "file").write_text("")
-    if make_bad == "no samples":
+    if case == "no samples":
         shutil.rmtree(run / "samples")
-        compare_runs.main([*words_of_it, "--output", str(output)])
+        compare_runs.main([*flags, "--output", str(output)])
         printed = re.sub(r"\s+", " ", capsys.readouterr().out)
         assert "a run has no stored evaluations, so there is no comparison at equal training time" in printed
         return
-    if make_bad == "torn samples":
+    if case == "corrupted samples":
         (run / "samples" / "update-000001.jsonl").write_text('{"prompt": [')
-        fault = "incomplete or corrupted: .*update-000001.jsonl"
+        message = "incomplete or corrupted: .*update-000001.jsonl"
     else:
-        output = tmp_path / "file" if make_bad == "output is a file" else tmp_path / "file" / "x"
-        fault = "not a folder: --output"
-    with pytest.raises(UserError, match=fault):
-        compare_runs.main([*words_of_it, "--output", str(output)])
+        output = tmp_path / "file" if case == "output is a file" else tmp_path / "file" / "x"
+        message = "not a folder: --output"
+    with pytest.raises(UserError, match=message):
+        compare_runs.main([*flags, "--output", str(output)])
     assert "completions" not in capsys.readouterr().out, "nothing was sampled"
 
 
-def test_faults_of_an_evaluation_are_said_before_the_work(runs, tmp_path, capsys):
+def test_evaluation_reports_errors_before_sampling(runs, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for command in (["--model-path", runs["ppo", 1]], ["--tokens", runs["ppo", 1]]):
         with pytest.raises(UserError, match="not a folder: --output"):
-            evaluate_generations.main(words(*command, "--output", tmp_path / "file"))
+            evaluate_generations.main(arguments(*command, "--output", tmp_path / "file"))
     with pytest.raises(UserError, match="--tokens and --model-path exclude each other: command line"):
-        evaluate_generations.main(words("--tokens", runs["ppo", 1], "--model-path", runs["ppo", 1]))
+        evaluate_generations.main(arguments("--tokens", runs["ppo", 1], "--model-path", runs["ppo", 1]))
     assert "of 24 completions" not in capsys.readouterr().out
 
 
-def test_a_mistyped_run_is_not_looked_for_on_the_hub(comparison, runs, monkeypatch):
+def test_mistyped_run_is_not_searched_on_the_hub(comparison, runs, monkeypatch):
     monkeypatch.chdir(runs["ppo", 1].parent)
     with pytest.raises(UserError, match="run not found: ppo_l. Did you mean ppo_"):
         comparison("ppo_l", "grpo_1")
 
 
-def test_a_model_that_is_not_of_a_run_says_whose_settings_it_is_measured_with(evaluation, start_model, pairs_file):
+def test_model_without_a_run_reports_the_recipe_of_its_settings(evaluation, start_model, pairs_file):
     with pytest.raises(
         UserError, match=r"does not belong to a run, so the settings are those of the recipe --like smollm2-orca"
     ):
         evaluation("--model-path", start_model, "--prompts", pairs_file)
 
 
-def test_a_model_alone_says_what_is_missing(evaluation, start_model, reward_folder, pairs_file):
+def test_model_without_a_start_model_reports_what_is_missing(evaluation, start_model, reward_folder, pairs_file):
     _, text = evaluation("--model-path", start_model, "--prompts", pairs_file, "--rm-model", reward_folder,
                          "--num-prompts", 3, "--completions", 2)  # fmt: skip
     assert "no start model: no comparison and no audit (give one with --baseline)" in text
     assert "only 3 prompts: figures and intervals are approximate" in text
 
 
-def test_runs_of_another_release_can_be_pooled(comparison, runs, tmp_path):
-    """A setting that one of them does not know tells nothing; a recording setting never does."""
-    other = changed(runs["ppo", 2], tmp_path / "other", record_every=7)
+def test_runs_of_different_versions_can_be_pooled(comparison, runs, tmp_path):
+    """Settings that are missing in one of the runs, and recording settings, do not prevent pooling."""
+    other = copy_with_settings(runs["ppo", 2], tmp_path / "other", record_every=7)
     facts = json.loads((other / "run.json").read_text())
     del facts["settings"]["optimizer"]["max_grad_norm"]
     facts["settings"]["optimizer"]["of_another_release"] = 1

@@ -1,4 +1,4 @@
-"""The benchmarks end to end, as a user runs them, in the tiny size: their JSON files and console output."""
+"""Tests the benchmark scripts end to end with tiny models: their JSON files and console output."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_against_trl_reports_equal_work(algorithm, tmp_path):
     done = run(["benchmarks/against_trl.py", *flags], ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text(encoding="utf-8"))
-    assert found["optimizer_steps"] == {"ours": 4, "stock": 4}, "2 updates of 2 passes, the warm-up among them"
+    assert found["optimizer_steps"] == {"ours": 4, "stock": 4}, "2 updates (including the warm-up) of 2 epochs"
     tokens = EPISODES[algorithm] * 6
-    assert found["reply_tokens"] == {"ours": [tokens], "stock": [tokens]}, "every reply has its full length"
+    assert found["reply_tokens"] == {"ours": [tokens], "stock": [tokens]}, "every completion has the full length"
     assert found["update_ratio"]["median"] == found["update_ratio"]["pairs"][0] > 0
-    spent = found["seconds"]
-    assert spent["stock"]["whole"] / spent["ours"]["whole"] == pytest.approx(found["update_ratio"]["median"])
-    assert 0 < sum(spent["ours"][part] for part in ("rollout", "score", "update")) <= spent["ours"]["whole"]
+    seconds = found["seconds"]
+    assert seconds["stock"]["whole"] / seconds["ours"]["whole"] == pytest.approx(found["update_ratio"]["median"])
+    assert 0 < sum(seconds["ours"][part] for part in ("rollout", "score", "update")) <= seconds["ours"]["whole"]
     check_memory(found)
     assert set(found["versions"]) >= {"torch", "transformers", "trl", "peft"} and found["python"]
     assert found["machine"]["processor"] and found["machine"]["threads_used"] == 1
@@ -50,7 +50,7 @@ def test_against_trl_reports_equal_work(algorithm, tmp_path):
 
 
 def check_memory(found: dict) -> None:
-    """A fresh process of each side: more than the imports, and not what a process that measures both would hold."""
+    """Checks that peak memory was measured in a separate process for each implementation."""
     memory = found["memory"]
     for side in memory.values():
         assert 0 < side["above_imports"] < side["peak"]
@@ -65,7 +65,7 @@ def measured(steps: int, seconds: float) -> dict:
             "memory": {"peak": 4, "above_imports": 2}}  # fmt: skip
 
 
-def test_the_median_of_pairs_and_their_spread_by_hand():
+def test_median_and_range_of_pairs_match_hand_computed_values():
     facts = {side: {"machine": {"busy_before_percent": 0.0}, "mixed_precision": "no"} for side in ("ours", "stock")}
     pairs = [{"ours": measured(2, ours), "stock": measured(2, stock)} for ours, stock in ((1, 3), (2, 3), (1, 2))]
     found = compare(Work("nowhere"), facts, pairs)
@@ -73,19 +73,19 @@ def test_the_median_of_pairs_and_their_spread_by_hand():
     assert found["seconds"] == {"ours": {"whole": 1, "rollout": 0.5}, "stock": {"whole": 3}}
 
 
-def test_unlike_optimizer_steps_are_an_error():
+def test_different_numbers_of_optimizer_steps_are_an_error():
     with pytest.raises(RunError, match="optimizer steps {'ours': 2, 'stock': 3}"):
         compare(Work("nowhere"), {}, [{"ours": measured(2, 1.0), "stock": measured(3, 1.0)}])
 
 
-def test_a_worker_that_stops_is_reported_with_its_last_lines(tmp_path):
+def test_error_of_a_stopped_worker_has_its_last_output_lines(tmp_path):
     work_file = Work(str(tmp_path)).write(tmp_path / "work.json")
     with pytest.raises(RunError, match=r"worker stopped \(exit status 1\): neither(.|\n)*KeyError"):  # noqa: SIM117
         with Worker("neither", work_file) as worker:
             worker.go()
 
 
-def test_prompts_have_their_length_and_survive_any_rendering():
+def test_prompts_have_the_given_length_and_survive_decoding_and_encoding():
     work, tokenizer = Work("nowhere", prompt_length=5, updates=2, batch_size=3), make_tokenizer(64)
     prompts = prompt_ids(work, 64)
     assert len(prompts) == 6 and {len(ids) for ids in prompts} == {5} and min(map(min, prompts)) > EOS
@@ -105,24 +105,24 @@ def test_prompts_have_their_length_and_survive_any_rendering():
         ("epoch", "--rollout-batch"),
     ],
 )
-def test_help_and_mistakes(script, flag):
-    helped = run([f"benchmarks/{script}.py", "--help"], ROOT)
-    assert helped.returncode == 0 and flag in helped.stdout
-    mistaken = run([f"benchmarks/{script}.py", flag, "0"], ROOT)
-    assert mistaken.returncode == 2 and "0 is below 1" in mistaken.stderr
+def test_help_and_invalid_flags(script, flag):
+    with_help = run([f"benchmarks/{script}.py", "--help"], ROOT)
+    assert with_help.returncode == 0 and flag in with_help.stdout
+    invalid = run([f"benchmarks/{script}.py", flag, "0"], ROOT)
+    assert invalid.returncode == 2 and "0 is below 1" in invalid.stderr
 
 
 # --- the cost of a token ---------------------------------------------------------------------------------------------
 
 
-def test_doublings_by_hand():
+def test_doublings_match_hand_computed_values():
     assert doublings(1, 64) == [1, 2, 4, 8, 16, 32, 64]
     assert doublings(16, 40) == [16, 32]
-    assert doublings(16, 8) == [16], "a point at least"
+    assert doublings(16, 8) == [16], "at least one point"
 
 
 @pytest.mark.ci
-def test_the_cost_curve_and_its_picture(tmp_path):
+def test_cost_curve_writes_json_and_picture(tmp_path):
     file, picture = tmp_path / "curve.json", tmp_path / "curve.png"
     flags = [*SHORT, "--algorithm", "grpo", "--K", "2", "--batch-size", "2", "--reply-length", "4", "--repeats", "1"]
     flags += ["--max-batch", "2", "--max-length", "32", "--json", str(file), "--picture", str(picture)]
@@ -142,24 +142,24 @@ def test_the_cost_curve_and_its_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG\r\n") and picture.stat().st_size > 10_000
 
 
-# --- technique by technique ------------------------------------------------------------------------------------------
+# --- single techniques -----------------------------------------------------------------------------------------------
 
 
-def test_lengths_are_spread_about_their_mean():
+def test_varied_lengths_have_the_given_mean():
     lengths = varied(19.2, 64, 128, seed=1)
     assert sum(lengths) / 128 == pytest.approx(19.2, abs=0.2)
     assert min(lengths) == 1 and max(lengths) == 64 and len(set(lengths)) > 20
     assert lengths == varied(19.2, 64, 128, seed=1) != varied(19.2, 64, 128, seed=2)
-    assert sorted(lengths) == sorted(varied(19.2, 64, 128, seed=2)), "the seed decides on the order alone"
+    assert sorted(lengths) == sorted(varied(19.2, 64, 128, seed=2)), "the seed changes only the order"
 
 
-def test_peak_memory_by_hand():
-    def do():
-        held = torch.zeros(1000)  # 4,000 bytes
-        del held
+def test_peak_memory_matches_hand_computed_values():
+    def allocate():
+        freed = torch.zeros(1000)  # 4,000 bytes
+        del freed
         torch.zeros(500) + torch.zeros(500)  # 3 x 2,000 bytes at once
 
-    assert tensor_peak("cpu", do)[1] == pytest.approx(6000, abs=200)
+    assert tensor_peak("cpu", allocate)[1] == pytest.approx(6000, abs=200)
     assert spread([3.0, 1.5, 2.0]) == {"median": 2.0, "lowest": 1.5, "highest": 3.0, "pairs": [3.0, 1.5, 2.0]}
 
 
@@ -173,9 +173,9 @@ def test_each_technique_and_its_reference_do_the_same_work(tmp_path):
     found = json.loads(file.read_text(encoding="utf-8"))
     assert set(found["techniques"]) == set(TECHNIQUES) - {"rollout_graph"}, "a CUDA graph needs a GPU"
     for name, result in found["techniques"].items():
-        tokens, spent, ratio = result["reply_tokens"], result["seconds"], result["ratio"]
+        tokens, seconds, ratio = result["reply_tokens"], result["seconds"], result["ratio"]
         assert tokens["ours"] == tokens["plain"] > 0, name
-        assert spent["plain"] / spent["ours"] == pytest.approx(ratio["median"]) and len(ratio["pairs"]) == 1
+        assert seconds["plain"] / seconds["ours"] == pytest.approx(ratio["median"]) and len(ratio["pairs"]) == 1
         assert name in done.stdout
     check_layers(found["techniques"])
     for name in ("fused_head", "fused_head_frozen"):
@@ -185,13 +185,13 @@ def test_each_technique_and_its_reference_do_the_same_work(tmp_path):
 
 
 def check_layers(techniques: dict) -> None:
-    """By hand: a rollout's reference takes 16 steps for each of 4 batches; 2 prompts of 8 tokens have 6 replies each,
-    whose last token is not run."""
+    """Compares with hand-computed values. The reference rollout takes 16 steps for each of 4 batches. Two prompts of 8
+    tokens have 6 completions each, and the last token of a completion is not an input of the model."""
     for name in ("rollout", "rollout_stopping"):
         result = techniques[name]
-        assert result["same_tokens"] == 1.0, "the engines sample the same replies"
+        assert result["same_tokens"] == 1.0, "both engines sample the same completions"
         assert result["reply_tokens"]["ours"] == pytest.approx(16 * 0.3 * 16, abs=4), (
-            "a mean of 0.3 x 16 for 16 replies"
+            "16 completions with a mean length of 0.3 x 16"
         )
     assert techniques["rollout"]["steps"]["plain"] == 4 * 16 > techniques["rollout"]["steps"]["ours"]
     assert techniques["rollout_stopping"]["steps"]["plain"] <= 4 * 16
@@ -207,7 +207,7 @@ def check_layers(techniques: dict) -> None:
 
 
 @pytest.mark.ci
-def test_an_epoch_is_measured_in_part_and_extrapolated_openly(tmp_path):
+def test_epoch_benchmark_reports_how_much_is_extrapolated(tmp_path):
     file = tmp_path / "epoch.json"
     sizes = ["--prompts", "100", "--rollout-batch", "8", "--updates", "1", "--reply-length", "6", "--stock"]
     done = run(["benchmarks/epoch.py", *SHORT, *sizes, "--json", str(file)], ROOT)
@@ -215,8 +215,8 @@ def test_an_epoch_is_measured_in_part_and_extrapolated_openly(tmp_path):
     found = json.loads(file.read_text(encoding="utf-8"))
     assert found["said"] == "measured 1 of 13 updates; the rest is extrapolated" and found["said"] in done.stdout
     assert found["updates"] == {"measured": 1, "of_the_epoch": 13} and found["settings"]["minibatches"] == 2
-    assert found["reply_tokens"] == {"ours": 2 * 8 * 6, "stock": 2 * 8 * 6}, "the warm-up among them"
-    assert found["optimizer_steps"] == {"ours": 2 * 2 * 2, "stock": 2 * 2 * 2}, "updates, passes, minibatches"
+    assert found["reply_tokens"] == {"ours": 2 * 8 * 6, "stock": 2 * 8 * 6}, "including the warm-up"
+    assert found["optimizer_steps"] == {"ours": 2 * 2 * 2, "stock": 2 * 2 * 2}, "updates, epochs, minibatches"
     for side in found["sides"].values():
         seconds = side["seconds_per_update"]["median"]
         assert side["minutes_per_epoch"]["median"] == pytest.approx(13 * seconds / 60)
@@ -227,7 +227,7 @@ def test_an_epoch_is_measured_in_part_and_extrapolated_openly(tmp_path):
     assert found["ratio"]["pairs"] and found["machine"]["processor"] and found["versions"]["trl"]
 
 
-def test_an_epoch_by_hand():
+def test_epoch_estimate_matches_hand_computed_values():
     timings = [{"seconds": s, "parts": {"rollout": s / 2, "score": 0.0, "update": s / 4}, "memory": {"peak": 4}}
             for s in (2.0, 4.0, 3.0)]  # fmt: skip
     side = epoch_estimate(timings, tokens=60, whole=100)
@@ -239,19 +239,19 @@ def test_an_epoch_by_hand():
     assert side["reply_tokens_per_s"] == 20 and side["shares"] == {"rollout": 0.5, "score": 0.0, "update": 0.25}
 
 
-def test_prompts_of_unlike_lengths_keep_their_bounds():
+def test_varied_prompt_lengths_have_the_given_mean_and_maximum():
     work = Work("nowhere", batch_size=64, prompt_length=256, updates=2, varied=True)
     lengths = prompt_lengths(work)
     assert len(lengths) == 128 and max(lengths) == 256 and sum(lengths) / 128 == pytest.approx(128, abs=1)
 
 
-def test_reply_tokens_of_trl_are_counted_as_ours():
-    # 2 prompts of 1 to 8 tokens, 3 tokens of reply to each: TRL's side counts what it read less 2 x 8
+def test_completion_tokens_of_trl_are_counted_like_ours():
+    # 2 prompts of 1 to 8 tokens with 3 completion tokens each. TRL counts all input tokens minus 2 x 8
     work = Work("nowhere", batch_size=2, prompt_length=8, updates=1, varied=True)
     timings = [{"ours": {"reply_tokens": 6}, "stock": {"reply_tokens": sum(prompt_lengths(work)) + 6 - 16}}]
     assert reply_tokens(work, "ours", timings) == reply_tokens(work, "stock", timings) == 6
 
 
-def test_a_rollout_that_is_no_whole_number_of_minibatches():
+def test_rollout_batch_must_be_a_multiple_of_the_minibatch_size():
     done = run(["benchmarks/epoch.py", "--rollout-batch", "6"], ROOT)
     assert done.returncode and "not a multiple of the minibatch size 4" in done.stderr

@@ -1,4 +1,4 @@
-"""benchmarks/on_gpu.py on the CPU with tiny models: its sections, its clock, and what it keeps of a failure."""
+"""Tests benchmarks/on_gpu.py on the CPU with tiny models: sections, time limits and the record of failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.scripts.test_scripts import ROOT, run
 
 
 def figures(folder) -> dict[str, dict]:
-    """The sections of figures.json, with their figures by name."""
+    """Returns the sections of figures.json, each with its figures by name."""
     found = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
     return {name: {**record, "figures": {f["name"]: f for f in record["figures"]}}
             for name, record in found["sections"].items()}  # fmt: skip
@@ -38,21 +38,21 @@ def figures(folder) -> dict[str, dict]:
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 
-def measured(folder: Path, *flags: str) -> tuple[dict[str, dict], str]:
-    """The sections of one run of the script on the CPU, and what it printed."""
+def run_sections(folder: Path, *flags: str) -> tuple[dict[str, dict], str]:
+    """Runs the script on the CPU and returns its sections and its console output."""
     done = run(["benchmarks/on_gpu.py", "--device", "cpu", *flags, "--output", str(folder / "out")], ROOT)
     assert done.returncode == 0, done.stderr
     return figures(folder / "out"), done.stdout
 
 
-def test_a_section_is_measured_and_written(tmp_path):
-    sections, printed = measured(tmp_path, "--only", "decoding", "--minutes", "0.5")
+def test_section_is_measured_and_written(tmp_path):
+    sections, printed = run_sections(tmp_path, "--only", "decoding", "--minutes", "0.5")
     assert list(sections) == ["decoding"]
     found = sections["decoding"]["figures"]
     assert found["64 slots, plain"]["value"] > 0 and found["64 slots, slots"]["value"] > 0
-    # a busy machine may not come to the last ones in time
-    every = {f"{n:,} slots, {engine}" for n in (64, 128, 256, 512, 1024) for engine in ("plain", "slots")}
-    assert set(found) <= every
+    # a busy machine may not have time for the last ones
+    possible = {f"{n:,} slots, {engine}" for n in (64, 128, 256, 512, 1024) for engine in ("plain", "slots")}
+    assert set(found) <= possible
     written = (tmp_path / "out" / "figures.md").read_text(encoding="utf-8")
     machine = json.loads((tmp_path / "out" / "figures.json").read_text(encoding="utf-8"))["machine"]
     for words in ("- GPU: none", machine["processor"], f"torch {machine['versions']['torch']}", "| 64 slots, plain |"):
@@ -61,11 +61,13 @@ def test_a_section_is_measured_and_written(tmp_path):
 
 
 @pytest.mark.ci
-def test_two_minutes_on_a_cpu(tmp_path):
+def test_all_sections_in_two_minutes_on_a_cpu(tmp_path):
     started = time.monotonic()
-    found, _ = measured(tmp_path, "--minutes", "2")
-    assert time.monotonic() - started < 2 * 60 + len(on_gpu.SHORT) * (on_gpu.TO_END + 5), "fixed shares"
-    assert list(found) == list(on_gpu.SHORT), "all sections, in their order"
+    found, _ = run_sections(tmp_path, "--minutes", "2")
+    assert time.monotonic() - started < 2 * 60 + len(on_gpu.SHORT) * (on_gpu.TO_END + 5), (
+        "each section has a fixed share of the time"
+    )
+    assert list(found) == list(on_gpu.SHORT), "all sections in order"
     assert {record["state"] for record in found.values()} <= {DONE, OUT_OF_TIME}
     assert [record["share"] for record in found.values()] == pytest.approx([15, 30, 30, 15, 30])
     assert "no CUDA GPU on this machine" in found["self-test"]["figures"]["GPU tests passed"]["note"]
@@ -74,7 +76,7 @@ def test_two_minutes_on_a_cpu(tmp_path):
 
 @pytest.mark.ci
 def test_updates_and_memory_are_measured(tmp_path):
-    found, _ = measured(tmp_path, "--only", "update", "memory", "--minutes", "5")
+    found, _ = run_sections(tmp_path, "--only", "update", "memory", "--minutes", "5")
     assert {record["state"] for record in found.values()} == {DONE}
     for algorithm in ("PPO", "GRPO"):
         updates = found["update"]["figures"]
@@ -89,10 +91,10 @@ def test_updates_and_memory_are_measured(tmp_path):
 
 @pytest.mark.ci
 def test_recipes_and_epochs_are_measured(tmp_path):
-    found = measured(tmp_path, "--full", "--only", "recipes", "--minutes", "8")[0]["recipes"]["figures"]
+    found = run_sections(tmp_path, "--full", "--only", "recipes", "--minutes", "8")[0]["recipes"]["figures"]
     assert set(found) == {f"{r}, {a}" for r in set(shipped_recipes()) - {"demo"} for a in ("PPO", "GRPO")}
     assert all(figure["value"] > 0 and figure["unit"] == "s per update" for figure in found.values()), found
-    found, _ = measured(tmp_path, "--full", "--only", "epochs", "out of memory", "--minutes", "3")
+    found, _ = run_sections(tmp_path, "--full", "--only", "epochs", "out of memory", "--minutes", "3")
     assert found["out of memory"]["figures"]["out of memory"]["error"] == "needs a CUDA GPU"
     for algorithm in ("PPO", "GRPO"):
         epoch = found["epochs"]["figures"][f"{algorithm}, one epoch of 10,000 prompts"]
@@ -100,8 +102,8 @@ def test_recipes_and_epochs_are_measured(tmp_path):
 
 
 @pytest.mark.ci
-def test_one_seed_twice_gives_the_same_bits(tmp_path):
-    found = measured(tmp_path, "--full", "--only", "same seed", "--minutes", "6")[0]["same seed"]["figures"]
+def test_same_seed_section_reports_bit_identical_runs(tmp_path):
+    found = run_sections(tmp_path, "--full", "--only", "same seed", "--minutes", "6")[0]["same seed"]["figures"]
     switches = ("--deterministic", "--no-deterministic")
     assert set(found) == {f"{algorithm}, {switch}" for algorithm in ("PPO", "GRPO") for switch in switches}
     assert {figure["value"] for figure in found.values()} == {"bit-identical"}
@@ -110,13 +112,13 @@ def test_one_seed_twice_gives_the_same_bits(tmp_path):
 # --- the plan --------------------------------------------------------------------------------------------------------
 
 
-def test_shares_of_the_time():
+def test_sections_share_the_given_time():
     assert sum(on_gpu.SHORT.values()) == 8
     assert on_gpu.shares_of(on_gpu.parse([])) == {n: 60 * m for n, m in on_gpu.SHORT.items()}
     halved = on_gpu.shares_of(on_gpu.parse(["--minutes", "4"]))
     assert halved == {"self-test": 30, "decoding": 60, "update": 60, "memory": 30, "demo": 60}
-    alone = on_gpu.shares_of(on_gpu.parse(["--minutes", "3", "--only", "decoding", "memory"]))
-    assert alone == {"decoding": 120, "memory": 60}
+    selected = on_gpu.shares_of(on_gpu.parse(["--minutes", "3", "--only", "decoding", "memory"]))
+    assert selected == {"decoding": 120, "memory": 60}
     assert set(on_gpu.shares_of(on_gpu.parse(["--full"]))) > set(on_gpu.SHORT)
     assert list(on_gpu.shares_of(on_gpu.parse(["--real"]))) == ["real"]
 
@@ -129,14 +131,14 @@ def test_shares_of_the_time():
         (["--minutes", "0"], "not a positive number: --minutes 0"),
     ],
 )
-def test_mistakes_are_one_line(flags, error):
+def test_invalid_flags_are_one_line_errors(flags, error):
     with pytest.raises(UserError, match=error):
         on_gpu.parse(flags)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_nothing_begins(tmp_path, monkeypatch):
-    monkeypatch.setattr("os.environ", dict(os.environ))  # choose_device writes into it
+def test_missing_gpu_is_an_error_before_any_output(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.environ", dict(os.environ))  # choose_device changes os.environ
     with pytest.raises(UserError, match="no GPU that this torch can use: --device cuda. Use --device cpu"):
         on_gpu.main(["--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
@@ -149,7 +151,7 @@ def test_every_section_of_a_plan_exists():
     assert set(known) == {*on_gpu.SHORT, *on_gpu.FULL, *on_gpu.REAL}
 
 
-# --- the clock and failures ------------------------------------------------------------------------------------------
+# --- time limits and failures ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -162,7 +164,7 @@ def plan(tmp_path, name: str, seconds: float = 60.0) -> Plan:
     return Plan(name, seconds, device="cpu", size="tiny", models=str(tmp_path / "models"), output=str(tmp_path))
 
 
-def test_a_section_that_fails_is_recorded(tmp_path, report, capsys):
+def test_failed_section_is_recorded(tmp_path, report, capsys):
     on_gpu.measure(plan(tmp_path, "nowhere"), report)
     record = figures(tmp_path)["nowhere"]
     assert record["state"] == FAILED and "KeyError: 'nowhere'" in record["error"]
@@ -178,7 +180,7 @@ time.sleep(60)
 """
 
 
-def test_a_section_whose_time_is_over_ends_with_all_that_it_started():
+def test_section_over_its_time_limit_is_ended_with_its_child_processes():
     process = Popen([sys.executable, "-c", STUCK], stdout=PIPE, text=True, start_new_session=not WINDOWS)
     received = []
     started = time.monotonic()
@@ -189,7 +191,7 @@ def test_a_section_whose_time_is_over_ends_with_all_that_it_started():
     (child,) = received
     deadline = time.monotonic() + 10
     while psutil.pid_exists(child["value"]) and psutil.Process(child["value"]).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "the section's child still runs"
+        assert time.monotonic() < deadline, "the child process is still running"
         time.sleep(0.05)
 
 
@@ -202,7 +204,7 @@ def messages(section: Section) -> list[dict]:
     return [json.loads(line) for line in section.channel.getvalue().splitlines()]
 
 
-def test_an_attempt_that_fails_is_recorded_and_the_section_continues(section):
+def test_failed_attempt_is_recorded_and_the_section_continues(section):
     def fail(error):
         raise error
 
@@ -222,7 +224,7 @@ def test_an_attempt_that_fails_is_recorded_and_the_section_continues(section):
     ]
 
 
-def test_a_figure_replaces_its_older_self_and_is_on_the_disk_at_once(report, tmp_path):
+def test_figure_replaces_the_previous_one_and_is_written_at_once(report, tmp_path):
     report.begin("update", 30.0)
     report.add("update", {"name": "PPO", "value": 2.0, "unit": "s", "note": "median of 1"})
     assert figures(tmp_path)["update"]["figures"]["PPO"]["value"] == 2.0
@@ -234,7 +236,7 @@ def test_a_figure_replaces_its_older_self_and_is_on_the_disk_at_once(report, tmp
     assert "| PPO | 1.5 s | median \\| of 2 |" in written and "| GRPO | failed | RunError: it stopped |" in written
 
 
-def test_numbers_for_people():
+def test_numbers_are_rounded_for_display():
     assert [number(v) for v in (12345.6, 0.12345, 3.0, 99.94, "differs")] == [
         "12,346",
         "0.123",
@@ -244,24 +246,26 @@ def test_numbers_for_people():
     ]
 
 
-# --- what sections make of what they find ----------------------------------------------------------------------------
+# --- summaries of the sections ---------------------------------------------------------------------------------------
 
 
-class Ended:
-    """A pytest report."""
+class ReportStub:
+    """A minimal pytest report."""
 
     def __init__(self, name: str, outcome: str, when: str = "call", longrepr=""):
         self.nodeid, self.outcome, self.when, self.longrepr = name, outcome, when, longrepr
         self.failed, self.skipped, self.longreprtext = outcome == "failed", outcome == "skipped", str(longrepr)
 
 
-def test_outcomes_of_the_gpu_tests_are_counted(section):
+def test_outcomes_of_gpu_tests_are_counted(section):
     outcomes = Outcomes(section)
     outcomes.selected = 4
-    outcomes.pytest_runtest_logreport(Ended("a", "passed", "setup"))
-    outcomes.pytest_runtest_logreport(Ended("a", "passed"))
-    outcomes.pytest_runtest_logreport(Ended("b", "failed", longrepr="def test():\nE   assert 1 == 2\nE   and more"))
-    outcomes.pytest_runtest_logreport(Ended("c", "skipped", "setup", ("file", 1, "Skipped: no CUDA GPU")))
+    outcomes.pytest_runtest_logreport(ReportStub("a", "passed", "setup"))
+    outcomes.pytest_runtest_logreport(ReportStub("a", "passed"))
+    outcomes.pytest_runtest_logreport(
+        ReportStub("b", "failed", longrepr="def test():\nE   assert 1 == 2\nE   and more")
+    )
+    outcomes.pytest_runtest_logreport(ReportStub("c", "skipped", "setup", ("file", 1, "Skipped: no CUDA GPU")))
     last = messages(section)[-1]
     assert (last["value"], last["unit"]) == (1, "of 4")
     assert last["note"] == "1 passed, 1 failed, 1 skipped, 1 not run; Skipped: no CUDA GPU"
@@ -269,14 +273,14 @@ def test_outcomes_of_the_gpu_tests_are_counted(section):
     assert last_line("no marked line") == "no marked line"
 
 
-def test_the_first_difference_of_two_runs():
+def test_first_difference_of_two_runs():
     one = {"loss": [(1, 0.5), (2, 0.4), (3, 0.3)], "kl": [(1, 0.0), (2, 0.1)], "time/update_s": [(1, 9.0)]}
     assert first_difference(one, one) is None
     other = {**one, "loss": [(1, 0.5), (2, 0.4), (3, 0.2)], "kl": [(1, 0.0), (2, 0.2)], "time/update_s": [(1, 8.0)]}
     assert first_difference(one, other) == (2, "kl")
 
 
-def test_a_finished_demo_and_one_without_the_time_to_end(section, runs, tmp_path):
+def test_reports_of_finished_and_stopped_demo_runs(section, runs, tmp_path):
     learned = {
         "gold_before": 0.476, "gold_after": 0.734, "gold_rise_interval": [0.157, 0.356], "kl_last_10_updates": 2.68,
         "kl_unit": "nats/sequence", "kl_target": 3.0, "seconds": 117.0, "score_rise_in_start_sd": 1.11,

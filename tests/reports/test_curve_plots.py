@@ -255,7 +255,7 @@ def test_ppo_and_grpo_have_separate_colours_and_names(logged_run):
     assert "not comparable" in figure.axes[0].get_title()
 
 
-def test_script_reports_different_durations_only_over_time(logged_run, tmp_path, capsys):
+def test_script_reports_unequal_durations_only_over_time(logged_run, tmp_path, capsys):
     runs = [logged_run("a", 100, seed=1), logged_run("b", 100, seed=2, pace=2.0)]
     output = [run_script(capsys, *runs, "--x", x, "--output", tmp_path / "plot") for x in ("updates", "time")]
     assert "differ" not in output[0] and "the PPO runs differ in length, 1:40 to 3:20: their mean ends" in output[1]

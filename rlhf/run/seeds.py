@@ -16,7 +16,7 @@ from rlhf.checkpoints.run_record import RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, d
 from rlhf.run.resume import prepare_resume
 from rlhf.run.train import check_run_folder
 from rlhf.settings.fields import to_dict
-from rlhf.settings.next_commands import resume_command
+from rlhf.settings.next_commands import code_words, resume_command
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError
@@ -123,10 +123,11 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     write_json(file, {"algorithm": config.algorithm, "recipe": config.recipe, "figures": summary})
     screen.say(f"saved: {file} (details: {RUN_FILE} of each seed)")
     folders = [str(Path(with_seed(config, seed).run.output)) for seed in runs]
+    compared = [*folders, *code_words(config.reward.reward_func)]
     screen.say("next:")
     screen.facts(
         [
             ("plot the training curves", command("python", "plot_training_progress.py", *folders)),
-            ("compare; add runs of other algorithms", command("python", "compare_runs.py", *folders)),
+            ("compare; add runs of other algorithms", command("python", "compare_runs.py", *compared)),
         ]
     )

@@ -17,7 +17,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.demo.parts import gold_of
 from rlhf.demo.tasks import Gold
 from rlhf.settings.fields import settings_of, to_dict
-from rlhf.settings.next_commands import flag_words
+from rlhf.settings.next_commands import code_words, flag_words
 from rlhf.settings.training import Config
 from rlhf.settings.translate import LENGTHS
 from rlhf.settings.types import KLTarget
@@ -217,6 +217,7 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
 def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
     """Print the saved files of a finished run and the next commands."""
     output, best, merged = config.run.output, run.best, run.merged
+    code = code_words(config.reward.reward_func)
     loader = "peft.AutoPeftModelForCausalLM" if config.model.use_lora else "transformers.AutoModelForCausalLM"
     whole = f"{output}/{MERGED_FOLDER}"
     load_whole = f"transformers.AutoModelForCausalLM.from_pretrained({whole!r})"
@@ -238,12 +239,12 @@ def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
     screen.say("next:")
     screen.facts(
         [
-            ("evaluate the model", command("python", "evaluate_generations.py", "--model-path", output)),
+            ("evaluate the model", command("python", "evaluate_generations.py", "--model-path", output, *code)),
             *([("view recorded tokens", tokens)] if config.record.record_tokens else []),
             ("plot the training curves", command("python", "plot_training_progress.py", output)),
             ("open TensorBoard", command("tensorboard", "--logdir", f"{output}/logs")),
             *same_budget_commands(config, run.spent),
-            ("compare; add runs of other algorithms", command("python", "compare_runs.py", output)),
+            ("compare; add runs of other algorithms", command("python", "compare_runs.py", output, *code)),
             ("chat with the model", command("python", "evaluate_generations.py", "--chat", "--model-path", output)),
         ]
     )

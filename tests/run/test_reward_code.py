@@ -84,6 +84,19 @@ def test_finished_run_is_exported_without_executing_its_code(untrusted_run, tmp_
     assert not (tmp_path / "mark").exists()
 
 
+def test_printed_evaluation_and_comparison_commands_contain_the_code(run_flags, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rules.py").write_text("def words(completions, **_):\n    return [len(c.split()) for c in completions]\n")
+    train_ppo.main(run_flags("--reward-func", "rules.py:words", "length_penalty", "--seeds", 1, 2))
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    code = " --reward-func rules.py:words length_penalty"
+    evaluate = [line for line in lines if line.startswith("evaluate the model")]
+    compare = [line for line in lines if line.startswith("compare; add runs of other algorithms")]
+    assert len(evaluate) == 2 and len(compare) == 3 and all(line.endswith(code) for line in [*evaluate, *compare])
+    evaluate_generations.main(typed(evaluate[0][evaluate[0].index("python ") :]))
+    compare_runs.main(typed(compare[-1][compare[-1].index("python ") :]))
+
+
 def test_printed_resume_command_contains_the_code_and_works(run_flags, tmp_path, capsys):
     rule = nan_rule(tmp_path, 3)
     flags = run_flags("--num-iterations", 6, "--save-every", 1, "--rm-model", "none", "--reward-func", rule)

@@ -111,7 +111,7 @@ def test_first_run_takes_the_documented_time(demo):
 
 
 def test_output_ends_with_results_and_next_steps(demo):
-    for words in ("before", "after", "random evaluation", "gold quality", "not used in training", "saved:", "next:"):
+    for words in ("before", "after", "random evaluation", "gold quality", "not used in RL training", "saved:", "next:"):
         assert words in demo[1]
 
 

@@ -11,6 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 from rlhf.algorithms.kl_control import KLController
 from rlhf.callbacks.base import Callback
 from rlhf.data.sampler import shorten
+from rlhf.settings.types import kl_text
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, clock, number
 
@@ -65,12 +66,13 @@ class ProgressLine(Callback):
         updates, target = self.trainer.updates, self.controller.target_of(update)
         left = (time.monotonic() - self.started) / (update - self.first) * (updates - update)
         kl = metrics[target.metric]
-        aim = "no target" if self.controller.horizon is None else f"target {target}"
+        aim = "no target" if self.controller.horizon is None else f"target {target.nats:g}"
         topic = self.trainer.sampler.topic_of(update)
         shown_topic = "" if topic is None else f"topic {shorten(topic)} | "
         self.screen.progress(
-            f"update {update}/{updates} | {shown_topic}score {metrics['rewards/mean']:+.2f} | KL {kl:.3g} ({aim}) | "
-            f"beta {metrics['kl_coef']:.3g} | length {metrics['completions/mean_length']:.0f} tokens | "
+            f"update {update}/{updates} | {shown_topic}score {metrics['rewards/mean']:+.2f} | KL "
+            f"{kl_text(kl, target.per)} ({aim}) | beta {metrics['kl_coef']:.3g} | "
+            f"length {metrics['completions/mean_length']:.0f} tokens | "
             f"{metrics['throughput/tokens_per_s']:,.0f} tokens/s | {clock(left)} left",
             last=update == updates,
         )

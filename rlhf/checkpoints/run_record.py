@@ -155,8 +155,10 @@ class RunRecord:
         run = cls.read(folder)
         if run is None:
             there = f"not a run folder (no {RUN_FILE})" if folder.is_dir() else "folder not found"
-            known = ", ".join(map(str, runs_in(Path()))) or "none"
-            raise UserError(f"{there}: {flag} {folder}. Use a run folder; in the current folder: {known}")
+            known = ", ".join(map(str, runs_in(Path())))
+            here = f"run folders in the current folder: {known}" if known else "the current folder has no run folder"
+            words = f"{flag.split(', ')[-1]} RUN_FOLDER" if flag.startswith("--") else "a run folder"
+            raise UserError(f"{there}: {flag} {folder}. Pass {words}; {here}")
         return run
 
     def require_algorithm(self, algorithm: str, folder: str) -> None:

@@ -56,7 +56,7 @@ def call_function(
     texts = batch["completions"]
 
     def failure(what: str, which: str, hint: str = "Fix the function", kind: type[RunError] = RunError) -> RunError:
-        return kind(f"{what}: reward function {name}, {which}. {hint}", inputs=batch)
+        return kind(f"{what}: reward function {name!r}, {which}. {hint}", inputs=batch)
 
     try:
         scores = _plain(_within(limit_s, partial(_call, function, batch, printed)))
@@ -70,7 +70,8 @@ def call_function(
         what = f"{_own_line(error)}{type(error).__name__}: {' '.join(str(error).split())}"
         raise failure(what, _failing_completion(function, batch, limit_s, printed)) from error
     if not isinstance(scores, list) or len(scores) != len(texts):
-        what = f"expected {len(texts)} scores, got {scores!r:.60}"
+        got = f"{len(scores)}: {scores!r:.60}" if isinstance(scores, list) else f"{scores!r:.60}, which is not a list"
+        what = f"expected {len(texts)} scores, got {got}"
         raise failure(what, f"first completion {texts[0]!r:.80}", "Return one number per completion")
     for score, text in zip(scores, texts, strict=True):
         problem, kind = _score_problem(score, finite)

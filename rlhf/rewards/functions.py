@@ -7,6 +7,7 @@ number per completion. It receives copies, so nothing that it changes reaches th
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import sys
@@ -98,10 +99,10 @@ def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
         return built_in[name]
     path, colon, attribute = name.rpartition(":")
     if not colon:
-        raise UserError(
-            f"no such reward function: --reward-func {name}. {did_you_mean(name, built_in)}"
-            f"Write FILE.py:NAME or one of {', '.join(built_in)}"
+        wanted = _of_file(Path(name).expanduser()) or (
+            f"{did_you_mean(name, built_in)}Write FILE.py:NAME or one of {', '.join(built_in)}"
         )
+        raise UserError(f"no such reward function: --reward-func {name}. {wanted}")
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"no such file: --reward-func {name}. Write FILE.py:NAME")
@@ -109,7 +110,7 @@ def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
     if not hasattr(found, attribute):
         names = [n for n, value in vars(found).items() if callable(value)]
         nearest = did_you_mean(attribute, names, f"The file defines {', '.join(names) or 'no functions'}")
-        raise UserError(f"no {attribute} in {path}: --reward-func {name}. {nearest}")
+        raise UserError(f"no {attribute!r} in {path!r}: --reward-func {name}. {nearest}")
     rule = getattr(found, attribute)
     if inspect.isclass(rule):
         try:
@@ -122,8 +123,19 @@ def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
                 f"{attribute}() failed ({reason}): --reward-func {name}. Give it a constructor without arguments"
             ) from None
     if not callable(rule):
-        raise UserError(f"{attribute} in {path} is not callable: --reward-func {name}. Name a function or a class")
+        raise UserError(f"{attribute!r} in {path!r} is not callable: --reward-func {name}. Name a function or a class")
     return rule
+
+
+def _of_file(file: Path) -> str | None:
+    """Return how to select one of the functions of a Python file, without executing it. None if it has none or cannot
+    be read."""
+    try:
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+    except (OSError, ValueError, SyntaxError):
+        return None
+    names = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    return f"Add the name of a function: {', '.join(f'{file}:{name}' for name in names)}" if names else None
 
 
 def _load_file(file: Path) -> Any:

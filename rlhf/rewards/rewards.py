@@ -128,7 +128,7 @@ def check_columns(functions: Sequence[RewardFunction | nn.Module], examples: Seq
             if column not in present:
                 has = f"The data has {', '.join(map(repr, present))}" if present else "The data has no columns"
                 problems.append(
-                    f"reward function {name} requires the column {column!r}, which the data lacks: {source}. {has}. "
+                    f"reward function {name!r} requires the column {column!r}, which the data lacks: {source}. {has}. "
                     "Add the column, or give the parameter a default"
                 )
     raise_if(problems)

@@ -20,7 +20,7 @@ from rlhf.settings.fields import settings_of, to_dict
 from rlhf.settings.next_commands import code_words, flag_words
 from rlhf.settings.training import Config
 from rlhf.settings.translate import LENGTHS
-from rlhf.settings.types import KLTarget
+from rlhf.settings.types import KLTarget, kl_text
 from rlhf.trainer.evaluation import Evaluation
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, number
@@ -107,15 +107,16 @@ def gold_scores(evaluation: Evaluation, prompts: Sequence[Prompt], gold: Gold) -
     return [gold(q, t, e) for q, t, e in zip(questions, evaluation.texts, evaluation.ended, strict=True)]
 
 
-def show_figures(figures: dict, screen: Screen) -> None:
-    """Print the results of `compare`, one line per quantity."""
+def show_figures(figures: dict, averaged: int, screen: Screen) -> None:
+    """Print the results of `compare`, one line per quantity. `averaged` is the number of updates whose KL is averaged
+    in `kl_last_10_updates`."""
     rise, rise_in_sd = figures["score_after"] - figures["score_before"], figures["score_rise_in_start_sd"]
+    in_sd = f" = {rise_in_sd:.2f} standard deviations of the start model's scores" if rise_in_sd else ""
     rows = [
         (
             "score",
             f"{figures['score_before']:+.3f} -> {figures['score_after']:+.3f}, change {rise:+.3f} (95% interval "
-            f"{interval(*figures['score_rise_interval'])}), in standard deviations of the start model's scores "
-            f"{rise_in_sd:+.2f}",
+            f"{interval(*figures['score_rise_interval'])}){in_sd}",
         )
     ]
     if "gold_before" in figures:
@@ -126,7 +127,7 @@ def show_figures(figures: dict, screen: Screen) -> None:
                 f"{interval(*figures['gold_rise_interval'])} (not used in training)",
             )
         )
-    rows += _kl_rows(figures)
+    rows += _kl_rows(figures, averaged)
     rows += [
         (
             "completions",
@@ -143,16 +144,19 @@ def show_figures(figures: dict, screen: Screen) -> None:
     screen.facts(rows)
 
 
-def _kl_rows(figures: dict) -> list[tuple[str, str]]:
+def _kl_rows(figures: dict, averaged: int) -> list[tuple[str, str]]:
     """Return the rows of the KL at the end of the run, and of each phase if there are several."""
     per, kl = figures["kl_unit"].removeprefix("nats/"), figures["kl_last_10_updates"]
-    measured = "not measured, because every update was skipped" if kl is None else f"{kl:.3g}/{per}"
-    rows = [("KL", f"{measured} (mean of the last updates, at most 10){_aim(kl, figures['kl_target'], per)}")]
+    measured = "not measured, because every update was skipped"
+    if kl is not None:
+        updates = f"mean of the last {averaged} updates" if averaged > 1 else "one update"
+        measured = f"{kl_text(kl, per)} ({updates})"
+    rows = [("KL", f"{measured}{_aim(kl, figures['kl_target'], per)}")]
     if figures["kl_target"] is not None and len(figures["kl_phases"]) > 1:
         for phase in figures["kl_phases"]:
             (first, last), ended = phase["updates"], phase["kl_last_10_updates"]
             aim = _aim(ended, phase["target"], per)
-            measured = "all skipped" if ended is None else f"{ended:.3g}/{per} at the end"
+            measured = "all skipped" if ended is None else f"{kl_text(ended, per)} at the end"
             rows.append(("", f"updates {first} to {last}: {measured}{aim}"))
     return rows
 
@@ -211,7 +215,8 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
     )
     log.add(figures=figures, spent=spent)
     show_samples(before, after, prompts, gold, config.run.seed, screen)
-    show_figures(figures, screen)
+    logged = sum(target.metric in entry for entry in trainer.state.log_history)
+    show_figures(figures, min(LAST_UPDATES, logged), screen)
 
 
 def show_where(config: Config, run: RunRecord, screen: Screen) -> None:

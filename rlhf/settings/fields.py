@@ -247,4 +247,5 @@ def hint(name: str, known: Iterable[str]) -> str:
     meant = ELSEWHERE.get(name.replace("-", "_").strip("_"))
     if meant in words | {word.replace("-", "_") for word in words}:
         return f"Did you mean {'--' + meant.replace('_', '-') if name.startswith('--') else meant}?"
-    return did_you_mean(name, known, "--help-all lists all settings").strip()
+    other = "--help-all lists all settings; docs/coming_from_trl.md lists other trainers' names"
+    return did_you_mean(name, known, other).strip()

@@ -33,7 +33,7 @@ class ModelSettings:
         "./reward_model_output",
         "reward model: a folder or a hub name; none: use only the reward functions (--reward-func)",
         aliases=("reward_model",),
-        brief="reward model: a folder or a hub name",
+        brief="reward model: a folder or a hub name; none: only reward functions",
     )
     allow_weak_reward_model: bool = setting(
         False,

@@ -37,6 +37,12 @@ class KLTarget:
     expects = "a number of nats above 0 with its unit, such as 6/sequence or 0.05/token"
 
 
+def kl_text(nats: float, per: str) -> str:
+    """Return a KL with its unit, such as 2.95/sequence or 0.0312/token. A negative number that rounds to 0 has no
+    sign."""
+    return f"{nats:z.{4 if per == 'token' else 2}f}/{per}"
+
+
 def bare_targets(value: Any) -> Any:
     """Return KL targets of other trainers, written as numbers, with units. One number means nats per sequence (TRL's
     first PPO, the SmolLM2-orca and rank-1 documents); several mean nats per token (the phased-KL documents)."""

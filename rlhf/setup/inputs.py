@@ -28,7 +28,10 @@ def check_inputs(config: Config) -> None:
         if flag == "--rm-model":
             if restore_replaced(resolve_path(name)):  # its replacement was interrupted
                 continue
-            problems.append(f"no reward model: {flag} {name}. Train one with: {reward_model_command(config)}")
+            problems.append(
+                f"no reward model: {flag} {name}. Train one with: {reward_model_command(config)}, or use only reward "
+                "functions: --rm-model none --reward-func ..."
+            )
         elif flag == "--actor-model":
             problems += missing_path(name, "model", f"{flag} takes a Hugging Face model folder or a hub name").problems
         elif flag == "--prompts":

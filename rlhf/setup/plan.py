@@ -180,7 +180,7 @@ def kl_warnings(config: Config, updates: int) -> list[str]:
         fix = " and ".join(ways).capitalize()
         lines.append(
             f"warning: beta can change at most {move:.3g}-fold in {controller.shortest_phase} updates, too little to "
-            f"enforce the KL target: --kl-horizon {controller.horizon:,}. {fix}, or set --kl-coef to a suitable beta"
+            f"enforce the KL target (horizon {controller.horizon:,} episodes). {fix}, or use a larger --kl-coef"
         )
     return lines
 

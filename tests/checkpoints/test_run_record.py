@@ -285,11 +285,12 @@ def test_folder_without_a_run_is_refused(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     assert RunRecord.read(Path("empty")) is None and RunRecord.read(Path("nowhere")) is None
     with pytest.raises(
-        UserError, match=r"^folder not found: --output nowhere. Use a run folder; in the current folder: none$"
+        UserError,
+        match=r"^folder not found: --output nowhere. Pass --output RUN_FOLDER; the current folder has no run folder$",
     ):
         RunRecord.require(Path("nowhere"), "--output")
     finished(Path("mine"))
-    with pytest.raises(UserError, match=r"^not a run folder \(no run.json\): --output empty. Use .* folder: mine$"):
+    with pytest.raises(UserError, match=r"^not a run folder \(no run.json\): --output empty. Pass .* folder: mine$"):
         RunRecord.require(Path("empty"), "--output")
 
 

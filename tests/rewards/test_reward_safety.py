@@ -106,7 +106,7 @@ def test_function_output_goes_to_a_file(run_flags, tmp_path, capsys):
     text = (tmp_path / "run" / "reward_output.txt").read_text()
     assert text.count("stderr here") == 4 and "stdout \\udcff here" in text, "two evaluations, two updates"
     assert "stderr here" not in output.out + output.err
-    assert output.err.count("reward function loud prints text: it is written to") == 1
+    assert output.err.count("reward function 'loud' prints text: it is written to") == 1
 
 
 # --- exceptions ------------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_row_without_the_column_gives_none(tmp_path):
 def test_missing_required_column_is_reported():
     rows = examples_of([{"prompt": "a", "anwser": "1"}])
     expected = (
-        r"reward function exact requires the column 'answer', which the data lacks: prompts\. The data has .*'anw"
+        r"reward function 'exact' requires the column 'answer', which the data lacks: prompts\. The data has .*'anw"
     )
     with pytest.raises(UserError, match=expected):
         check_columns([exact], rows, "prompts")
@@ -226,7 +226,7 @@ def test_missing_column_is_refused_before_loading_a_model(run_flags, sums, monke
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
     rule = f"{sums}/rules.py:right"
     run(run_flags("--rm-model", "none", "--reward-func", rule), 2)
-    assert "reward function right requires the column 'answer', which the data lacks" in capsys.readouterr().err
+    assert "reward function 'right' requires the column 'answer', which the data lacks" in capsys.readouterr().err
 
 
 def test_columns_reach_a_function_passed_in_python(start_model, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from re import escape
 from types import SimpleNamespace
 
 import numpy as np
@@ -89,7 +90,7 @@ def test_error_that_needs_the_whole_batch_names_no_completion(score):
 
     with pytest.raises(
         RunError,
-        match=r"^test_rewards.py:[0-9]+ `raise .*` raised .* judge is down: reward function together, only with all 2",
+        match=r"^test_rewards.py:[0-9]+ `raise .*` raised .* is down: reward function 'together', only with all 2",
     ):
         score(together)
 
@@ -119,7 +120,7 @@ def test_non_finite_score_stops_the_run(score, bad):
     def broken(completions, **_):
         return [0.0, bad]
 
-    with pytest.raises(RunError, match="not a finite number: reward function broken, completion 'two words'"):
+    with pytest.raises(RunError, match="not a finite number: reward function 'broken', completion 'two words'"):
         score(words, broken)
 
 
@@ -127,7 +128,9 @@ def test_wrong_number_of_scores_stops_the_run(score):
     def short(completions, **_):
         return [1.0]
 
-    with pytest.raises(RunError, match="expected 2 scores, got .*: reward function short, first completion 'one'"):
+    with pytest.raises(
+        RunError, match=r"expected 2 scores, got 1: \[1\.0\]: reward function 'short', first completion 'one'"
+    ):
         score(short)
 
 
@@ -135,7 +138,7 @@ def test_exception_in_a_function_is_reported_with_the_completion(score):
     def picky(completions, **_):
         return [1.0 / (len(text) - len("two words")) for text in completions]
 
-    with pytest.raises(RunError, match="ZeroDivisionError: .*: reward function picky, completion 'two words'"):
+    with pytest.raises(RunError, match="ZeroDivisionError: .*: reward function 'picky', completion 'two words'"):
         score(picky)
 
 
@@ -151,7 +154,7 @@ def test_invalid_score_skips_the_update(build, algorithm):
     reasons = []
     trainer.add_callback(SimpleNamespace(on_update_skipped=lambda *args: reasons.append(str(args[-1]))))
     trainer.update_step(1)
-    assert len(reasons) == 1 and "reward function sometimes" in reasons[0]
+    assert len(reasons) == 1 and "reward function 'sometimes'" in reasons[0]
     assert trainer.progress.optimizer_steps == 0
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
@@ -180,9 +183,9 @@ def test_rule_from_a_file(score, tmp_path):
     )
     assert score(find_rule(f"{file}:concise", ())) == [-3.0, -3.0]
     assert score(find_rule(f"{file}:Flat", ())) == [7.0, 7.0], "a class is called to make the rule"
-    with pytest.raises(UserError, match="no concize in .*Did you mean concise"):
+    with pytest.raises(UserError, match="no 'concize' in .*Did you mean concise"):
         find_rule(f"{file}:concize", ())
-    with pytest.raises(UserError, match="x in .* is not callable"):
+    with pytest.raises(UserError, match="'x' in .* is not callable"):
         find_rule(f"{file}:x", ())
     with pytest.raises(UserError, match=r"Needy\(\) failed \(TypeError: .*Give it a constructor without arguments"):
         find_rule(f"{file}:Needy", ())
@@ -195,6 +198,11 @@ def test_missing_rules_are_refused(tmp_path):
         UserError, match="no such reward function: --reward-func lenght_penalty. Did you mean length_penalty"
     ):
         find_rule("lenght_penalty", ())
+    file = tmp_path / "rules.py"
+    file.write_text("1 / 0\ndef short(completions): ...\nclass Judge: ...")
+    expected = f"no such reward function: --reward-func {file}. Add the name of a function: {file}:short, {file}:Judge"
+    with pytest.raises(UserError, match=f"^{escape(expected)}$"):
+        find_rule(str(file), ())
     with pytest.raises(UserError, match="no such file"):
         find_rule(f"{tmp_path}/nowhere.py:f", ())
     (tmp_path / "broken.py").write_text("1 / 0")

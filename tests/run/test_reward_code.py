@@ -86,7 +86,7 @@ def test_finished_run_is_exported_without_executing_its_code(untrusted_run, tmp_
 
 def test_printed_evaluation_and_comparison_commands_contain_the_code(run_flags, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rules.py").write_text("def words(completions, **_):\n    return [len(c.split()) for c in completions]\n")
+    (tmp_path / "rules.py").write_text("def words(completions, **_): return [len(c.split()) for c in completions]")
     train_ppo.main(run_flags("--reward-func", "rules.py:words", "length_penalty", "--seeds", 1, 2))
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     code = " --reward-func rules.py:words length_penalty"

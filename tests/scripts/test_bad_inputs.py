@@ -559,34 +559,34 @@ MODELS = [
 SAVED = r"\. Fix the function; its inputs are saved in .*failed_inputs\.json$"
 REWARDS = [
     Row(60, "NaN", reward_function("return [0.0] * (len(completions) - 1) + [float('nan')]"),
-        rf"score nan is not a finite number: reward function f, completion '.*'{SAVED}", status=1),
+        rf"score nan is not a finite number: reward function 'f', completion '.*'{SAVED}", status=1),
     Row(60, "NaN under GRPO", reward_function("return [float('nan')] * len(completions)"),
-        rf"score nan is not a finite number: reward function f, completion '.*'{SAVED}", status=1, main=GRPO),
+        rf"score nan is not a finite number: reward function 'f', completion '.*'{SAVED}", status=1, main=GRPO),
     Row(61, "infinity", reward_function("return [float('-inf')] * len(completions)"),
-        rf"score -inf is not a finite number: reward function f, completion '.*'{SAVED}", status=1),
+        rf"score -inf is not a finite number: reward function 'f', completion '.*'{SAVED}", status=1),
     Row(61, "1e38", reward_function("return [1e38] * len(completions)"),
-        rf"score 1e\+38 is too large \(the limit is 1e\+09\): reward function f, completion '.*'{SAVED}", status=1),
+        rf"score 1e\+38 is too large \(the limit is 1e\+09\): reward function 'f', completion '.*'{SAVED}", status=1),
     Row(62, "all None", reward_function("return [None] * len(completions)"),
-        rf"score None is not a finite number: reward function f, completion '.*'{SAVED}", status=1),
+        rf"score None is not a finite number: reward function 'f', completion '.*'{SAVED}", status=1),
     Row(63, "text", reward_function("return 'good'"),
-        r"expected 6 scores, got \['g', 'o', 'o', 'd'\]: reward function f, first completion '.*'\. Return one",
+        r"expected 6 scores, got 4: \['g', 'o', 'o', 'd'\]: reward function 'f', first completion '.*'\. Return one",
         status=1),
     Row(63, "a scalar", reward_function("return 1.0"),
-        r"expected 6 scores, got 1\.0: reward function f, first completion", status=1),
+        r"expected 6 scores, got 1\.0, which is not a list: reward function 'f', first completion", status=1),
     Row(63, "nothing", reward_function("return None"),
-        r"expected 6 scores, got None: reward function f, first completion", status=1),
+        r"expected 6 scores, got None, which is not a list: reward function 'f', first completion", status=1),
     Row(64, "wrong count", reward_function("return [1.0] * 4"),
-        r"expected 6 scores, got \[1\.0, 1\.0, 1\.0, 1\.0\]: reward function f, first completion '.*'\. Return one",
-        status=1),
+        r"expected 6 scores, got 4: \[1\.0, 1\.0, 1\.0, 1\.0\]: reward function 'f', first completion '.*'\. "
+        r"Return one", status=1),
     Row(65, "raises", reward_function("return [1 / (len(c) - len(c)) for c in completions]"),
         r"^error: my_rewards\.py:4 `return \[1 / \(len\(c\) - len\(c\)\) for c in completions\]` raised "
-        rf"ZeroDivisionError: .*: reward function f, completion '.*'{SAVED}", status=1),
+        rf"ZeroDivisionError: .*: reward function 'f', completion '.*'{SAVED}", status=1),
     Row(65, "raises inside a library",
         reward_function("import json\nreturn [json.loads('\\n{') for c in completions]"),
-        rf"^error: my_rewards\.py:5 `return .*` raised JSONDecodeError: .*: reward function f, completion '.*'{SAVED}",
-        status=1),
+        rf"^error: my_rewards\.py:5 `return .*` raised JSONDecodeError: .*: reward function 'f', "
+        rf"completion '.*'{SAVED}", status=1),
     Row(66, "hangs", reward_function("time.sleep(20)", "--reward-timeout", 0.1),
-        r"no result after 0\.1 s: reward function f, 6 completions, the first is '.*'\. Make it faster, or raise "
+        r"no result after 0\.1 s: reward function 'f', 6 completions, the first is '.*'\. Make it faster, or raise "
         r"--reward-timeout; its inputs are saved in .*failed_inputs\.json$", status=1),
     Row(67, "the same for the whole run", reward_function("return [1.0] * len(completions)"),
         r"warning: all completions of 2 updates have the same score, 1, so the policy learns nothing: 1 x f\. Check",
@@ -732,8 +732,9 @@ MORE_ERRORS = [
     Row(87, "names of other trainers", "--lr 1 --beta 1 --report-to none --warmup-ratio 0.1",
         r"unknown flag --lr: command line\. Did you mean --learning-rate\?\n"
         r"error: unknown flag --beta: command line\. Did you mean --kl-coef\?\n"
-        r"error: unknown flag --report-to: command line\. --help-all lists all settings\n"
-        r"error: unknown flag --warmup-ratio: command line\. --help-all lists all settings"),
+        r"error: unknown flag --report-to: command line\. --help-all lists all settings; docs/coming_from_trl\.md "
+        r"lists other trainers' names\n"
+        r"error: unknown flag --warmup-ratio: command line\. --help-all .* docs/coming_from_trl\.md .* names$"),
 ]  # fmt: skip
 
 ROWS = [*CONFIGURATION, *DATA, *MODELS, *REWARDS, *DISK_AND_ENVIRONMENT, *MORE_ERRORS]

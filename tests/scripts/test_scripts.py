@@ -67,7 +67,7 @@ def test_a_run_from_start_to_saved_model(project, flags, algorithm):
     assert "{'" not in done.stdout, "no raw dictionaries"
     for words in ("first prompt with special tokens: '<|im_start|>", batch,
                   "3 updates x 4 = 12 episodes, 12 optimizer steps, at most 96 completion tokens",
-                  "update 3/3 | score", "(target 6/sequence) | beta", "tokens/s", "evaluation after update 0",
+                  "update 3/3 | score", "/sequence (target 6) | beta", "tokens/s", "evaluation after update 0",
                   "random evaluation prompts", "before -> after", "tensorboard --logdir",
                   "same budget", "add runs of other algorithms"):  # fmt: skip
         assert words in done.stdout
@@ -188,4 +188,4 @@ def test_failing_reward_function_ends_the_run_with_status_1(build, capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(trainer.train)
     assert ended.value.code == 1
-    assert "score nan is not a finite number: reward function broken" in capsys.readouterr().err
+    assert "score nan is not a finite number: reward function 'broken'" in capsys.readouterr().err

@@ -84,7 +84,7 @@ class ProgressLine(Callback):
         metrics = evaluation.metrics()
         self.screen.say(
             f"evaluation after update {evaluation.update}: score {metrics['eval/score']:+.2f}, "
-            f"KL {metrics['eval/kl_divergence']:.2f}/sequence, "
+            f"KL {kl_text(metrics['eval/kl_divergence'], 'sequence')}, "
             f"perplexity {number(metrics['eval/perplexity'])} on {self.trainer.evaluator.text.source}, "
             f"length {metrics['eval/reply_length']:.0f} tokens, {metrics['eval/eos_rate']:.0%} with EOS"
         )

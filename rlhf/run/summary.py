@@ -124,7 +124,7 @@ def show_figures(figures: dict, averaged: int, screen: Screen) -> None:
             (
                 "gold quality",
                 f"{figures['gold_before']:.3f} -> {figures['gold_after']:.3f}, 95% interval of the change "
-                f"{interval(*figures['gold_rise_interval'])} (not used in training)",
+                f"{interval(*figures['gold_rise_interval'])} (not used in RL training)",
             )
         )
     rows += _kl_rows(figures, averaged)

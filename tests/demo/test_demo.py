@@ -111,7 +111,8 @@ def test_first_run_takes_the_documented_time(demo):
 
 
 def test_output_ends_with_results_and_next_steps(demo):
-    for words in ("before", "after", "random evaluation", "gold quality", "not used in RL training", "saved:", "next:"):
+    for words in ("before", "after", "random evaluation", "gold quality", "not used in RL training", "saved:",
+                  "next:"):  # fmt: skip
         assert words in demo[1]
 
 

@@ -59,7 +59,8 @@ def test_ppo_makes_the_demo_parts_and_trains(small):
 def test_other_algorithms_use_the_same_parts_and_episodes(small, algorithm):
     printed = Path(f"{algorithm}.txt").read_text(encoding="utf-8")
     assert "demo parts: cached" in printed
-    for words in ("before -> after", "random evaluation", "gold quality", "not used in RL training", "saved:", "next:"):
+    for words in ("before -> after", "random evaluation", "gold quality", "not used in RL training", "saved:",
+                  "next:"):  # fmt: skip
         assert words in printed
     ppo, other = finished(RUNS[0]), finished(f"{algorithm}_training_output")
     assert ppo["spent"]["episodes"] == other["spent"]["episodes"]

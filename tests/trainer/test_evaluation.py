@@ -18,7 +18,7 @@ from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.models.load import load_tokenizer
 from rlhf.run.summary import compare, gold_scores, kl_of_phases, last_kl
-from rlhf.settings.types import KLTarget
+from rlhf.settings.types import KLTarget, kl_text
 from rlhf.trainer.evaluation import Evaluation, FixedText, fixed_text, perplexity
 from rlhf.utils.errors import UserError
 from tests.conftest import attach
@@ -134,6 +134,11 @@ def test_gold_judge_receives_question_completion_and_ended_flag():
     assert calls == [("q 0", "plum", False)]
     figures = compare(result, evaluation([1.0], texts=["fig"]), prompts(1), lambda q, t, e: float(t == "fig"), seed=1)
     assert (figures["gold_before"], figures["gold_after"], figures["gold_rise_interval"]) == (0.0, 1.0, [1.0, 1.0])
+
+
+def test_kl_is_printed_with_its_unit_and_without_exponent():
+    assert [kl_text(nats, "sequence") for nats in (-7.23e-05, 2.996)] == ["0.00/sequence", "3.00/sequence"]
+    assert kl_text(0.000702, "token") == "0.0007/token"
 
 
 def test_last_kl_uses_the_unit_of_the_target():

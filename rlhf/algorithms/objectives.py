@@ -88,7 +88,7 @@ def td_errors(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float) -> Te
     """Returns temporal-difference errors, (B, T) in score units, 0 where `mask` is False.
 
     The value after the last token is 0, whether the completion ended with EOS or reached max_new_tokens.
-    Source: Schulman et al. 2016, arXiv 1506.02438, eq. 9.
+    Source: Schulman et al. 2016, arXiv 1506.02438, section 3; Schulman et al. 2017, arXiv 1707.06347, eq. 12.
     """
     values, rewards = torch.where(mask, values, 0.0), torch.where(mask, rewards, 0.0)
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)

@@ -11,7 +11,7 @@ from rlhf.utils.errors import RLHFWarning
 
 def test_streams_are_restored(tmp_path, capsys):
     before = sys.stdout, sys.stderr
-    with pytest.warns(RLHFWarning, match="mine prints"), printed_to(tmp_path / "out.txt", "mine"):
+    with pytest.warns(RLHFWarning, match="'mine' prints"), printed_to(tmp_path / "out.txt", "mine"):
         print("hello")
     assert (sys.stdout, sys.stderr) == before
     assert (tmp_path / "out.txt").read_text() == "hello\n" and capsys.readouterr().out == ""

@@ -128,6 +128,6 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     screen.facts(
         [
             ("plot the training curves", command("python", "plot_training_progress.py", *folders)),
-            ("compare; add runs of other algorithms", command("python", "compare_runs.py", *compared)),
+            ("compare; add other runs after these", command("python", "compare_runs.py", *compared)),
         ]
     )

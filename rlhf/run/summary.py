@@ -249,7 +249,7 @@ def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
             ("plot the training curves", command("python", "plot_training_progress.py", output)),
             ("open TensorBoard", command("tensorboard", "--logdir", f"{output}/logs")),
             *same_budget_commands(config, run.spent),
-            ("compare; add runs of other algorithms", command("python", "compare_runs.py", output, *code)),
+            ("compare; add other runs after this one", command("python", "compare_runs.py", output, *code)),
             ("chat with the model", command("python", "evaluate_generations.py", "--chat", "--model-path", output)),
         ]
     )

@@ -178,8 +178,9 @@ def kl_warnings(config: Config, updates: int) -> list[str]:
             *([] if enough else ["train longer"]),
         ]
         fix = " and ".join(ways).capitalize()
+        length = "one update" if controller.shortest_phase == 1 else f"{controller.shortest_phase} updates"
         lines.append(
-            f"warning: beta can change at most {move:.3g}-fold in {controller.shortest_phase} updates, too little to "
+            f"warning: beta can change at most {move:.3g}-fold in {length}, too little to "
             f"enforce the KL target (horizon {controller.horizon:,} episodes). {fix}, or use a larger --kl-coef"
         )
     return lines

@@ -91,7 +91,7 @@ def test_printed_evaluation_and_comparison_commands_contain_the_code(run_flags, 
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     code = " --reward-func rules.py:words length_penalty"
     evaluate = [line for line in lines if line.startswith("evaluate the model")]
-    compare = [line for line in lines if line.startswith("compare; add runs of other algorithms")]
+    compare = [line for line in lines if line.startswith("compare; add other runs after")]
     assert len(evaluate) == 2 and len(compare) == 3 and all(line.endswith(code) for line in [*evaluate, *compare])
     evaluate_generations.main(typed(evaluate[0][evaluate[0].index("python ") :]))
     compare_runs.main(typed(compare[-1][compare[-1].index("python ") :]))

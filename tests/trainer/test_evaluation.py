@@ -118,9 +118,8 @@ def test_report_figures_match_values_computed_by_hand():
     before, after = evaluation([0.0, 2.0, 4.0], lengths=[4, 4, 4]), evaluation([3.0, 5.0, 7.0], lengths=[8, 8, 8])
     figures = compare(before, after, prompts(3), None, seed=1)
     assert (figures["score_before"], figures["score_after"]) == (2.0, 5.0)
-    assert figures["score_rise_in_start_sd"] == pytest.approx(
-        3 / 2
-    )  # the start model's scores have standard deviation 2
+    # the start model's scores have standard deviation 2
+    assert figures["score_rise_in_start_sd"] == pytest.approx(3 / 2)
     low, high = figures["score_rise_interval"]
     assert low < 0 and high == 3.0, "every score rose by 3, but three prompts are too few to be significant"
     assert (figures["length_before"], figures["length_after"]) == (4, 8)

@@ -34,6 +34,7 @@ class Example:
     topic: str | None = None
     flaw: str | None = None  # what is wrong with the rejected completion, if the data contains it
     columns: dict[str, Any] = field(default_factory=dict)  # all columns of the row, for reward functions
+    conversational: bool = False  # the row's prompt is a list of messages, so reward functions receive messages
 
     @property
     def question(self) -> str:
@@ -176,6 +177,7 @@ def _example(
         topic=topic,
         flaw=_typed(row, "flaw", str, None, where),
         columns={**dict.fromkeys(others), **row},
+        conversational="messages" in row or isinstance(row.get("prompt"), list),
     )
     if has_pair and example.chosen == example.rejected and example.rejected_ended:
         raise UserError(f"chosen equals rejected: {where}. Correct or remove that row")

@@ -23,8 +23,8 @@ ARGUMENTS = ("prompts", "completions", "completion_ids", "messages", "ended")  #
 class RewardScores:
     """Scores of completions. Each list has one entry per completion."""
 
-    total: list[float]  # the weighted sum
-    by_function: dict[str, list[float]]  # before the weights
+    total: list[float | None]  # the weighted sum over the functions that apply; None if none applies
+    by_function: dict[str, list[float | None]]  # before the weights; None if the function does not apply
 
 
 class Rewards:

@@ -14,7 +14,7 @@ from rlhf.settings.fields import Layer, name_table, settings_of
 from rlhf.settings.flags import CommandLine
 from rlhf.settings.keywords import TrainingSettings
 from rlhf.settings.merge import build, read_given, show_help, values_of
-from rlhf.settings.next_commands import names_code, resume_line
+from rlhf.settings.next_commands import code_words, names_code, resume_line
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, normal_name, shipped_recipes
 from rlhf.settings.training import Config
 from rlhf.settings.translate import only
@@ -126,6 +126,7 @@ def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer) -> Config:
 
 # settings of the command that resumes a run, which are not restored from the run
 OF_THE_COMMAND = ("seeds", "output", "overwrite", "dry_run", "resume", "resume_anyway")
+CODE = ("reward_func", "eval_func")  # settings that may name Python files
 
 
 def stored_run(row: Algorithm, layers: Sequence[Layer]) -> tuple[Layer, str] | None:
@@ -135,7 +136,7 @@ def stored_run(row: Algorithm, layers: Sequence[Layer]) -> tuple[Layer, str] | N
     `layers` are the command line's, above the settings of recipe and config.py that are in OF_THE_COMMAND.
     """
     settings = settings_of(Config)
-    run = values_of(Config, [only(layer, settings, (*OF_THE_COMMAND, "reward_func")) for layer in layers])
+    run = values_of(Config, [only(layer, settings, (*OF_THE_COMMAND, *CODE)) for layer in layers])
     if not run["resume"]:
         return None
     folders = [run["output"]] if run["seeds"] is None else [seed_folder(run["output"], seed) for seed in run["seeds"]]
@@ -145,12 +146,14 @@ def stored_run(row: Algorithm, layers: Sequence[Layer]) -> tuple[Layer, str] | N
     stored.require_algorithm(row.name, folder)
     aside = {*OF_THE_COMMAND, *(["seed"] if run["seeds"] is not None else [])}
     layer = {name: found for name, found in stored_layer(stored.settings).items() if name not in aside}
-    rules = layer.get("reward_func", ((), ""))[0]
+    rules = {name: layer.get(name, ((), ""))[0] for name in CODE}
+    untrusted = [rule for name in CODE if not names_code(run[name]) for rule in names_code(rules[name])]
     only_exported = stored.status == "finished" and run["seeds"] is None and not run["resume_anyway"]
-    if not only_exported and names_code(rules) and not names_code(run["reward_func"]):
+    if not only_exported and untrusted:
+        resume = resume_line(row.name, run["output"], run["seeds"], code_words(*rules.values()))
         raise UserError(
-            f"reward code must be given on the command line: --resume, {', '.join(names_code(rules))} in the run's "
-            f"{RUN_FILE}. Resume with: {resume_line(row.name, run['output'], run['seeds'], rules)}"
+            f"reward code must be given on the command line: --resume, {', '.join(untrusted)} in the run's "
+            f"{RUN_FILE}. Resume with: {resume}"
         )
     return layer, stored.recipe
 
@@ -174,6 +177,8 @@ def config_of_settings(algorithm: str, settings: dict[str, Any], **changed: Any)
     """Return the configuration for stored `settings`, with some of them `changed`. Settings that this version does not
     have, or that the algorithm does not use, are ignored. Raises UserError for an unknown algorithm."""
     row = algorithm_row(algorithm, RUN_FILE)
+    if "eval_func" in changed:  # the run's best rule may be one of its evaluation functions
+        changed = {"best_rule": "score", **changed}
     layer = {name: (value, "a changed setting") for name, value in changed.items()}
     stored = stored_layer(settings)
     return _built(row, [*lower_layers(DEFAULT_RECIPE, row, {}), stored, layer], settings["recipe"])

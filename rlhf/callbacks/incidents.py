@@ -102,8 +102,8 @@ class Incident:
             ) from None
 
     def config(self, output: str) -> Config:
-        """Return the run's configuration with another output folder."""
-        changed = {"output": output, "resume": False, "replay": str(self.folder)}
+        """Return the run's configuration with another output folder, and without evaluation functions."""
+        changed = {"output": output, "resume": False, "replay": str(self.folder), "eval_func": ()}
         return config_of_settings(self.facts["algorithm"], self.facts["settings"], **changed)
 
     def rollout(self, trainer: Any) -> Rollout:

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import encode_completion, encode_prompt
+from rlhf.rewards.eval_functions import exact_match
 from rlhf.rewards.reward_model import RewardModel, right_padded
 from rlhf.utils.errors import UserError, did_you_mean
 
@@ -85,8 +86,9 @@ def keyword_bonus(keywords: Sequence[str]) -> RewardFunction:
     return keyword_bonus
 
 
-def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
-    """Return a reward function by name: a built-in one, or `FILE.py:NAME`, which runs that file.
+def find_rule(name: str, keywords: Sequence[str], flag: str = "--reward-func") -> RewardFunction | nn.Module:
+    """Return a reward function by name: a built-in one, or `FILE.py:NAME`, which runs that file. `flag` is the setting
+    in error messages.
 
     If NAME is a class, it is instantiated without arguments. Raises UserError if there is no such function.
     """
@@ -94,6 +96,7 @@ def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
         "length_penalty": length_penalty,
         "word_penalty": word_penalty,
         "keyword_bonus": keyword_bonus(keywords),
+        "exact_match": exact_match,
     }
     if name in built_in:
         return built_in[name]
@@ -102,15 +105,15 @@ def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
         wanted = _of_file(Path(name).expanduser()) or (
             f"{did_you_mean(name, built_in)}Write FILE.py:NAME or one of {', '.join(built_in)}"
         )
-        raise UserError(f"no such reward function: --reward-func {name}. {wanted}")
+        raise UserError(f"no such reward function: {flag} {name}. {wanted}")
     file = Path(path).expanduser()
     if not file.is_file():
-        raise UserError(f"no such file: --reward-func {name}. Write FILE.py:NAME")
-    found = _load_file(file)
+        raise UserError(f"no such file: {flag} {name}. Write FILE.py:NAME")
+    found = _load_file(file, flag)
     if not hasattr(found, attribute):
         names = [n for n, value in vars(found).items() if callable(value)]
         nearest = did_you_mean(attribute, names, f"The file defines {', '.join(names) or 'no functions'}")
-        raise UserError(f"no {attribute!r} in {path!r}: --reward-func {name}. {nearest}")
+        raise UserError(f"no {attribute!r} in {path!r}: {flag} {name}. {nearest}")
     rule = getattr(found, attribute)
     if inspect.isclass(rule):
         try:
@@ -120,10 +123,10 @@ def find_rule(name: str, keywords: Sequence[str]) -> RewardFunction | nn.Module:
         except BaseException as error:  # the user's code may raise anything
             reason = f"{type(error).__name__}: {error}"
             raise UserError(
-                f"{attribute}() failed ({reason}): --reward-func {name}. Give it a constructor without arguments"
+                f"{attribute}() failed ({reason}): {flag} {name}. Give it a constructor without arguments"
             ) from None
     if not callable(rule):
-        raise UserError(f"{attribute!r} in {path!r} is not callable: --reward-func {name}. Name a function or a class")
+        raise UserError(f"{attribute!r} in {path!r} is not callable: {flag} {name}. Name a function or a class")
     return rule
 
 
@@ -138,7 +141,7 @@ def _of_file(file: Path) -> str | None:
     return f"Add the name of a function: {', '.join(f'{file}:{name}' for name in names)}" if names else None
 
 
-def _load_file(file: Path) -> Any:
+def _load_file(file: Path, flag: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"reward_func_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module there
@@ -149,7 +152,7 @@ def _load_file(file: Path) -> Any:
         raise
     except BaseException as error:  # includes sys.exit()
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"the file fails on import: --reward-func {file} ({reason}). Fix the file") from None
+        raise UserError(f"the file fails on import: {flag} {file} ({reason}). Fix the file") from None
     finally:
         sys.path.pop(0)
     return module

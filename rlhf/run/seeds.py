@@ -123,7 +123,7 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     write_json(file, {"algorithm": config.algorithm, "recipe": config.recipe, "figures": summary})
     screen.say(f"saved: {file} (details: {RUN_FILE} of each seed)")
     folders = [str(Path(with_seed(config, seed).run.output)) for seed in runs]
-    compared = [*folders, *code_words(config.reward.reward_func)]
+    compared = [*folders, *code_words(config.reward.reward_func, config.reward.eval_func)]
     screen.say("next:")
     screen.facts(
         [

@@ -222,7 +222,7 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
 def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
     """Print the saved files of a finished run and the next commands."""
     output, best, merged = config.run.output, run.best, run.merged
-    code = code_words(config.reward.reward_func)
+    code = code_words(config.reward.reward_func, config.reward.eval_func)
     loader = "peft.AutoPeftModelForCausalLM" if config.model.use_lora else "transformers.AutoModelForCausalLM"
     whole = f"{output}/{MERGED_FOLDER}"
     load_whole = f"transformers.AutoModelForCausalLM.from_pretrained({whole!r})"

@@ -112,7 +112,7 @@ def start_run(config: Config, components: Components, updates: int, screen: Scre
         "evaluation_sha256": fingerprint(components.prompts.evaluation),
         "start_model": files_print(config.model.actor_model, "*.safetensors"),
         "reward_model": files_print(config.model.rm_model, "*.safetensors"),
-        "rules": {rule: files_print(rule.rpartition(":")[0], "") for rule in config.reward.reward_func},
+        "rules": {rule: files_print(rule.rpartition(":")[0], "") for rule in config.reward.functions},
     }
     if config.data.steps_per_topic is not None:
         data["topics_sha256"] = topics_fingerprint(components.prompts.train)

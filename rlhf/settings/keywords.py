@@ -161,8 +161,12 @@ class TrainingSettings(TypedDict, total=False):
     cispo: clipped ratios as weights of the log-probabilities."""
 
     reward_func: Sequence[str] | str
-    """Reward functions, in addition to the reward model: length_penalty, word_penalty, keyword_bonus, or FILE.py:NAME
-    with the signature of TRL's reward functions."""
+    """Reward functions, in addition to the reward model: length_penalty, word_penalty, keyword_bonus, exact_match, or
+    FILE.py:NAME with the signature of TRL's reward functions."""
+
+    eval_func: Sequence[str] | str
+    """Evaluation functions: metrics that training never sees, logged as eval/NAME at every evaluation. The same names
+    and signature as --reward-func, for example exact_match, which compares with the column answer."""
 
     reward_weights: Sequence[float] | None
     """Weights of the reward model (if there is one) and of each --reward-func, in this order; unset: all 1."""
@@ -235,12 +239,17 @@ class TrainingSettings(TypedDict, total=False):
     eval_every: int
     """Updates between evaluations; the start model and the final weights are always evaluated."""
 
-    best_rule: Literal["score", "perplexity"]
+    eval_samples: int
+    """Completions per evaluation prompt; above 1, pass@k is logged for --eval-func functions with values 0 and 1."""
+
+    best_rule: str
     """How the best checkpoint is chosen, among those with a KL of at most 1.5 times the target (no such limit if beta
-    is fixed). score: the highest score within --perplexity-gate; perplexity: the lowest perplexity."""
+    is fixed). score: the highest score within --perplexity-gate; perplexity: the lowest perplexity; the name of an
+    --eval-func: its highest value within --perplexity-gate."""
 
     perplexity_gate: float
-    """Largest perplexity of the best checkpoint, as a multiple of the start model's (--best-rule score)."""
+    """Largest perplexity of the best checkpoint, as a multiple of the start model's (not with --best-rule
+    perplexity)."""
 
     output: str
     """Run folder."""

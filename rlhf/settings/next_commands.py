@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rlhf.settings.merge import values_of
@@ -17,24 +17,29 @@ def names_code(rules: Iterable[str]) -> list[str]:
     return [rule for rule in rules if ":" in rule]
 
 
-def code_words(rules: Iterable[str]) -> list[str]:
-    """Return the --reward-func arguments if one of the functions is the user's code. Such code must be on the command
-    line: a run folder alone never makes it run."""
-    rules = list(rules)
-    return ["--reward-func", *rules] if names_code(rules) else []
+def code_words(rules: Iterable[str], evaluation: Iterable[str] = ()) -> list[str]:
+    """Return the --reward-func and the --eval-func arguments, each if one of its functions is the user's code. Such
+    code must be on the command line: a run folder alone never makes it run.
+
+    Args:
+        rules: the reward functions.
+        evaluation: the evaluation functions.
+    """
+    flags = {"--reward-func": list(rules), "--eval-func": list(evaluation)}
+    return [word for flag, named in flags.items() if names_code(named) for word in (flag, *named)]
 
 
 def resume_command(config: Any, *more: str) -> str:
     """Return the command that resumes a run, or the runs of several seeds. All other settings are in run.json. `more`
     are additional arguments."""
-    run = config.run
-    return resume_line(config.algorithm, run.output, run.seeds, config.reward.reward_func, *more)
+    run, code = config.run, code_words(config.reward.reward_func, config.reward.eval_func)
+    return resume_line(config.algorithm, run.output, run.seeds, code, *more)
 
 
-def resume_line(algorithm: str, output: str, seeds: Iterable[int] | None, rules: Iterable[str], *more: str) -> str:
-    """Return the command of `resume_command` from separate settings."""
+def resume_line(algorithm: str, output: str, seeds: Iterable[int] | None, code: Sequence[str], *more: str) -> str:
+    """Return the command of `resume_command` from separate settings. `code` are the arguments of `code_words`."""
     each = [] if seeds is None else ["--seeds", *map(str, seeds)]
-    words = ["--resume", *each, *more, *code_words(rules), "--output", output]
+    words = ["--resume", *each, *more, *code, "--output", output]
     return command("python", f"train_{algorithm}.py", *words)
 
 

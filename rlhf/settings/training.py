@@ -16,6 +16,8 @@ from rlhf.settings.types import HubName, KLTarget, Split
 
 LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
 MOST_UPDATES = 10_000_000
+BEST_RULES = ("score", "perplexity")  # --best-rule may also be the name of an --eval-func
+EVAL_METRICS = ("score", "kl_divergence", "perplexity", "reply_length", "eos_rate")  # eval/NAME of every evaluation
 MAX_CONSECUTIVE_SKIPS = 3  # updates in a row that are skipped, or whose KL is above 4x its target, before the run acts
 
 
@@ -273,9 +275,14 @@ class RewardSettings:
 
     reward_func: tuple[str, ...] = setting(
         (),
-        "reward functions, in addition to the reward model: length_penalty, word_penalty, keyword_bonus, or "
-        "FILE.py:NAME with the signature of TRL's reward functions",
+        "reward functions, in addition to the reward model: length_penalty, word_penalty, keyword_bonus, exact_match, "
+        "or FILE.py:NAME with the signature of TRL's reward functions",
         brief="reward functions: a built-in name, or FILE.py:NAME",
+    )
+    eval_func: tuple[str, ...] = setting(
+        (),
+        "evaluation functions: metrics that training never sees, logged as eval/NAME at every evaluation. The same "
+        "names and signature as --reward-func, for example exact_match, which compares with the column answer",
     )
     reward_weights: tuple[float, ...] | None = setting(
         None, "weights of the reward model (if there is one) and of each --reward-func, in this order; unset: all 1"
@@ -299,6 +306,16 @@ class RewardSettings:
         lt=1,
         aliases=("normalizer_alpha",),
     )
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The reward functions and the evaluation functions."""
+        return (*self.reward_func, *self.eval_func)
+
+
+def function_name(rule: str) -> str:
+    """Return the name of a function in --eval-func: NAME of FILE.py:NAME, or the name of a built-in function."""
+    return rule.rpartition(":")[2]
 
 
 ADAPTIVE_TARGET = "6/sequence"  # Ziegler et al. 2019, and the SmolLM2-orca and rank-1 documents
@@ -416,14 +433,22 @@ class RunSettings:
     eval_every: int = setting(
         50, "updates between evaluations; the start model and the final weights are always evaluated", ge=1
     )
+    eval_samples: int = setting(
+        1,
+        "completions per evaluation prompt; above 1, pass@k is logged for --eval-func functions with values 0 and 1",
+        ge=1,
+    )
     best_rule: str = setting(
         "score",
         "how the best checkpoint is chosen, among those with a KL of at most 1.5 times the target (no such limit if "
-        "beta is fixed). score: the highest score within --perplexity-gate; perplexity: the lowest perplexity",
-        choices=("score", "perplexity"),
+        "beta is fixed). score: the highest score within --perplexity-gate; perplexity: the lowest perplexity; the "
+        "name of an --eval-func: its highest value within --perplexity-gate",
     )
     perplexity_gate: float = setting(
-        1.1, "largest perplexity of the best checkpoint, as a multiple of the start model's (--best-rule score)", gt=0
+        1.1,
+        "largest perplexity of the best checkpoint, as a multiple of the start model's (not with --best-rule "
+        "perplexity)",
+        gt=0,
     )
     output: str = setting("./ppo_training_output", "run folder", aliases=("output_dir",), brief="run folder")
     overwrite: bool = setting(

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, MOST_UPDATES, Config
+from collections.abc import Sequence
+
+from rlhf.settings.training import (
+    BEST_RULES,
+    EVAL_METRICS,
+    MAX_CONSECUTIVE_SKIPS,
+    MOST_UPDATES,
+    Config,
+    function_name,
+)
 
 
 def validate_training(config: Config) -> list[str]:
     """Return the errors in the settings of a training run, one line each."""
-    return [*_batch(config), *_speed(config), *_kl(config), *_rollback(config), *_rewards(config), *_export(config)]
+    parts = (_batch, _speed, _kl, _rollback, _rewards, _evaluation, _export)
+    return [problem for part in parts for problem in part(config)]
 
 
 def _batch(config: Config) -> list[str]:
@@ -113,6 +123,28 @@ def _rewards(config: Config) -> list[str]:
             f"{len(weights)} weights for {learned + len(rules)} rewards: --reward-weights. "
             f"Give one for each, in this order: {', '.join([*(['reward model'] if learned else []), *rules])}"
         )
+    return problems
+
+
+def _evaluation(config: Config) -> list[str]:
+    names = [function_name(rule) for rule in config.reward.eval_func]
+    problems, rules = name_problems(names, "--eval-func"), (*BEST_RULES, *names)
+    if config.run.best_rule not in rules:
+        problems.append(f"best_rule is {config.run.best_rule!r}: --best-rule. Give one of {', '.join(rules)}")
+    return problems
+
+
+def name_problems(names: Sequence[str], source: str) -> list[str]:
+    """Return the errors in the names of evaluation functions, which become the names of metrics. `source` is the
+    setting or argument that gave them."""
+    problems = []
+    for name in dict.fromkeys(names):
+        if name in EVAL_METRICS:
+            problems.append(f"every evaluation has a metric named {name!r}: {source}. Rename the function")
+        elif not name.isidentifier():
+            problems.append(f"{name!r} cannot be the name of a metric: {source}. Use a function with a name")
+        elif names.count(name) > 1:
+            problems.append(f"{names.count(name)} evaluation functions are named {name!r}: {source}. Rename them")
     return problems
 
 

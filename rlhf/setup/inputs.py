@@ -47,5 +47,6 @@ def inputs_of(config: Config) -> list[tuple[str, str]]:
         ("--actor-model", config.model.actor_model), ("--rm-model", config.model.rm_model),
         ("--prompts", config.data.prompts), ("--eval-text", config.data.eval_text),
     ]  # fmt: skip
-    named += [("--reward-func", rule.rpartition(":")[0]) for rule in names_code(config.reward.reward_func)]
+    rules = {"--reward-func": config.reward.reward_func, "--eval-func": config.reward.eval_func}
+    named += [(flag, rule.rpartition(":")[0]) for flag, found in rules.items() for rule in names_code(found)]
     return [(flag, name) for flag, name in named if name]

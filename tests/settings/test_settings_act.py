@@ -88,6 +88,7 @@ BY_RUN = {
     "missing_eos_penalty": (["--missing-eos-penalty", "2"], []),
     "reward_func": (["--reward-func", "length_penalty"], []),
     "reward_weights": (["--reward-weights", "0.5"], []),
+    "eval_func": (["--eval-func", "length_penalty"], []),
     "keywords": (["--keywords", "e"], ["--reward-func", "keyword_bonus"]),
     "normalize_scores": (["--normalize-scores"], []),
     "score_ema": (["--score-ema", "0.1"], ["--normalize-scores"]),
@@ -108,6 +109,7 @@ BY_RUN = {
     "num_iterations": (["--num-iterations", "2"], []),
     "episodes": (["--episodes", "8"], []),
     "eval_every": (["--eval-every", "1"], []),
+    "eval_samples": (["--eval-samples", "2"], []),
 }
 
 # the same for settings that only GRPO reads

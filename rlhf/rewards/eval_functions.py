@@ -1,0 +1,102 @@
+"""Metrics for answers that can be checked: exact match, and pass@k. Uses only text and numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+
+Completion = str | Sequence[dict[str, str]]  # text, or the messages of a chat
+
+BOXED = "\\boxed{"
+NUMBER = re.compile(r"([+-]?)\$?(\d{1,3}(?:,\d{3})+|\d*)(\.\d*)?(e[+-]?\d{1,3})?")
+
+
+def exact_match(completions: Sequence[Completion], answer: Sequence[str | float | None], **_) -> list[float | None]:
+    """Return 1 for a completion whose final answer equals that of the column `answer`, otherwise 0.
+
+    None if the row has no answer. Both are compared in `normal_form`. Raises TypeError for an answer that is neither
+    text nor a number.
+    """
+    return [
+        None if right is None else float(normal_form(text_of(given)) == normal_form(_as_text(right)))
+        for given, right in zip(completions, answer, strict=True)
+    ]
+
+
+def text_of(completion: Completion) -> str:
+    """Return the text of a completion: the text itself, or the content of the last message of a chat."""
+    if isinstance(completion, str):
+        return completion
+    return str(completion[-1].get("content") or "") if completion else ""
+
+
+def normal_form(text: str) -> str | Decimal:
+    """Return the final answer of a text, in a form in which equal answers are equal.
+
+    Ignores case, repeated spaces and one period at the end. A number is returned as a number, without its thousands
+    separators and dollar sign.
+    """
+    answer = " ".join(final_answer(text).casefold().split()).removesuffix(".")
+    found = NUMBER.fullmatch(answer.replace("$ ", "$"))
+    if found is None or not any(c.isdigit() for c in (found[2] + (found[3] or ""))):
+        return answer
+    sign, whole, part, exponent = found.groups(default="")
+    return Decimal(f"{sign}{whole.replace(',', '') or 0}{part}{exponent}")
+
+
+def final_answer(text: str) -> str:
+    """Return the final answer of a text: the line after its last `####`, or the content of its last `\\boxed{}`, or
+    the whole text."""
+    _, mark, after = text.rpartition("####")
+    if mark and after.strip():
+        return after.strip().splitlines()[0]
+    return text if (boxed := _last_boxed(text)) is None else boxed
+
+
+def _last_boxed(text: str) -> str | None:
+    """Return what the last `\\boxed{...}` contains; None if there is none, or if its braces do not match."""
+    start = text.rfind(BOXED)
+    depth = 0
+    for at in range(start + len(BOXED) - 1, len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if depth == 0:
+            return text[start + len(BOXED) : at]
+    return None
+
+
+def _as_text(answer: str | float) -> str:
+    if not isinstance(answer, (str, int, float)):
+        raise TypeError(f"the column 'answer' contains {answer!r:.60}, which is neither text nor a number")
+    return str(answer)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Return the unbiased estimate of pass@k for one prompt: the probability that at least one of k completions is
+    right.
+
+    pass@k = 1 - C(n - c, k) / C(n, k)        (Chen et al. 2021, arXiv 2107.03374, eq. 1)
+
+    It is the share of all subsets of k of the n completions that contain a right one. It is computed as a product of
+    ratios below 1, because the binomial coefficients may be larger than the largest float. Raises ValueError if k is
+    not in 1..n or c is not in 0..n.
+
+    Args:
+        n: number of completions of the prompt.
+        c: number of right ones among them.
+        k: number of attempts.
+    """
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got n={n}, c={c}, k={k}")
+    if n - c < k:
+        return 1.0
+    # C(n - c, k) / C(n, k) = prod_{i = n - c + 1}^{n} (1 - k / i)
+    none_right = 1.0
+    for i in range(n - c + 1, n + 1):
+        none_right *= 1 - k / i
+    return 1 - none_right
+
+
+def attempts(n: int) -> list[int]:
+    """Return the k for which pass@k of n completions is reported: 1, 2, 4, ... and n."""
+    return [*(2**i for i in range(n.bit_length()) if 2**i < n), n]

@@ -3,100 +3,21 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
 
-RESAMPLES = 5000
-LEVEL = 0.95
+from rlhf.utils.intervals import LEVEL, RESAMPLES, Estimate, interval, over_prompts, student_ratio, widened_interval
+
 A_SHARE = (0.0, 1.0)  # range of a win rate
 EVEN = 0.5  # win rate of two equal models
 OVER_SEEDS, OVER_PROMPTS = "seeds and prompts", "prompts"  # what was resampled
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A mean with its confidence interval (95% by default). `low` and `high` are None if there is no interval."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    def excludes(self, null: float) -> bool:
-        """True if the whole interval is above or below `null`; False without an interval."""
-        return self.low is not None and (self.low > null or self.high < null)
-
-    def above(self, null: float) -> bool:
-        """True if the whole interval is above `null`; False without an interval."""
-        return self.low is not None and self.low > null
-
-
 def level_of_each(comparisons: int) -> float:
     """Returns the level of each of several intervals such that all hold together at LEVEL (Bonferroni correction)."""
     return 1 - (1 - LEVEL) / max(comparisons, 1)
-
-
-def over_prompts(
-    values: Sequence[float],
-    seed: int,
-    null: float = 0.0,
-    limits: tuple[float, float] | None = None,
-    level: float = LEVEL,
-) -> Estimate:
-    """Returns the mean of one value per prompt (P,) with a bootstrap interval over prompts (BCa, Efron 1987).
-
-    A bootstrap interval of few values is too narrow (Hesterberg 2015, "What Teachers Should Know About the
-    Bootstrap"), so its distance from the mean is multiplied by t / z at P - 1 degrees of freedom and by
-    sqrt(P / (P - 1)): 1.10 for 20 prompts, 1.01 for 128. A single prompt has no interval. If all values are equal, one
-    prompt with the opposite value is added, because a bootstrap of equal values has no width.
-
-    Args:
-        values: one value per prompt.
-        seed: of the resampling.
-        null: the value that means no difference; "opposite" is relative to it.
-        limits: the range of possible means; the interval is cut off there.
-        level: confidence level of the interval.
-    """
-    values = np.asarray(values, dtype=float)
-    mean = float(values.mean())
-    if len(values) < 2 or not np.isfinite(mean):
-        return Estimate(mean)
-    if np.ptp(values) == 0:
-        if mean == null:
-            return Estimate(mean, mean, mean)
-        values = np.append(values, 2 * null - mean)
-    found = _bootstrapped(values, "BCa", seed, level)
-    if not np.isfinite(found).all():
-        found = _bootstrapped(values, "percentile", seed, level)
-    count = len(values)
-    return _widened(mean, found, np.sqrt(count / (count - 1)) * _student(count - 1, level), limits)
-
-
-def _bootstrapped(values: np.ndarray, method: str, seed: int, level: float) -> np.ndarray:
-    """Returns both ends of scipy's bootstrap interval of the mean; nan if the method fails."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # the result is nan then
-        rng = np.random.default_rng(seed)
-        found = stats.bootstrap(
-            (values,), np.mean, n_resamples=RESAMPLES, confidence_level=level, method=method, rng=rng
-        )
-    return np.array(found.confidence_interval)
-
-
-def _student(freedom: float, level: float) -> float:
-    """Returns t / z: the ratio of an interval's width with Student's t to that with the normal distribution."""
-    return float(stats.t.ppf((1 + level) / 2, freedom) / stats.norm.ppf((1 + level) / 2))
-
-
-def _widened(mean: float, interval: np.ndarray, factor: float, limits: tuple[float, float] | None) -> Estimate:
-    """Multiplies the interval's distance from the mean by `factor` and cuts it off at `limits`."""
-    low, high = mean + (interval - mean) * factor
-    if limits is not None:
-        low, high = max(low, limits[0]), min(high, limits[1])
-    return Estimate(mean, float(low), float(high))
 
 
 def over_seeds(
@@ -138,7 +59,7 @@ def over_seeds(
         return Estimate(mean, mean, mean) if mean == 0 else Estimate(mean)
     freedom = total**2 / sum(variance**2 / df for variance, df in parts)
     ends = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return _widened(mean, ends, _student(freedom, level), limits)
+    return widened_interval(mean, ends, student_ratio(freedom, level), limits)
 
 
 def over_seeds_if_any(
@@ -186,11 +107,6 @@ def correlation(scores: Sequence[float], lengths: Sequence[float]) -> float | No
 def percent(level: float) -> str:
     """Formats an interval's level, such as "95%" or "98.3%"."""
     return f"{100 * level:.3g}%"
-
-
-def interval(low: float, high: float, sign: str = "+") -> str:
-    """Formats an interval."""
-    return f"{low:{sign}.3f} to {high:{sign}.3f}"
 
 
 def interval_of(found: dict[str, float | None], sign: str = "+") -> str:

@@ -8,7 +8,6 @@ from statistics import fmean, stdev
 
 from rlhf.algorithms.kl_control import in_band, kl_controller, with_horizon
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.analysis.statistics import interval, over_prompts
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, RunRecord, Spent, differences
@@ -25,6 +24,7 @@ from rlhf.trainer.evaluation import Evaluation
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, number
 from rlhf.utils.errors import UserError
+from rlhf.utils.intervals import interval, over_prompts
 from rlhf.utils.rng import rng_for
 from rlhf.utils.system import command
 

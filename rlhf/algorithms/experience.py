@@ -21,6 +21,7 @@ class Experience:
     prompts: list[Prompt]
     completions: Completions  # ids, lengths and groups
     mask: Tensor  # (B, T) True on completion tokens, EOS included
+    scored_mask: Tensor  # (B, T) the same, but False on completions without a score
     # log pi(a|s), nats; undefined where `mask` is False
     logprobs: Tensor  # (B, T) rollout policy
     ref_logprobs: Tensor  # (B, T) frozen reference
@@ -36,11 +37,23 @@ class Experience:
     rewards: Tensor | None = None  # (B, T) input of GAE
 
     @classmethod
-    def of(cls, rollout: Rollout, *, advantages: Tensor, one_action: bool = False, **learned: Any) -> Experience:
+    def of(
+        cls,
+        rollout: Rollout,
+        *,
+        advantages: Tensor,
+        scores: Tensor | None = None,
+        one_action: bool = False,
+        **learned: Any,
+    ) -> Experience:
         """Builds the experience of a rollout.
 
-        If vLLM sampled the completions, `advantages` (B, T) are multiplied by truncated importance weights: one
-        weight per token, or one per completion if `one_action`. `learned` are the remaining fields.
+        Args:
+            rollout: B completions.
+            advantages: (B, T). If vLLM sampled the completions, they are multiplied by truncated importance weights.
+            scores: (B,) NaN marks completions without a score; None: all have one.
+            one_action: one importance weight per completion, not per token.
+            learned: the remaining fields.
         """
         sampled = rollout.completions.sampled_logprobs
         if sampled is not None:
@@ -51,12 +64,18 @@ class Experience:
             prompts=rollout.prompts,
             completions=rollout.completions,
             mask=rollout.mask,
+            scored_mask=scored_mask(rollout, scores),
             logprobs=rollout.logprobs,
             ref_logprobs=rollout.ref_logprobs,
             values=rollout.values,
             advantages=advantages,
             **learned,
         )
+
+
+def scored_mask(rollout: Rollout, scores: Tensor | None) -> Tensor:
+    """Returns the mask (B, T) of the rollout without the completions whose score (B,) is NaN."""
+    return rollout.mask if scores is None else rollout.mask & ~scores.isnan().unsqueeze(1)
 
 
 class PolicyOutputs(NamedTuple):

@@ -22,7 +22,7 @@ class GRPO:
 
         Args:
             rollout: B completions; the `group_size` completions of one prompt are neighbours.
-            scores: (B,) score units.
+            scores: (B,) score units. NaN: no score, so the completion's advantage is 0.
             kl_coef: beta, score units per nat. It is charged here only if kl_placement is "reward".
         """
         kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
@@ -31,7 +31,9 @@ class GRPO:
         # A_it = (R_i - mean of the group's R) / scale
         groups = objectives.group_advantages(rewards, self.config.group_size, self.config.grpo.scale_rewards)
         advantages = torch.where(rollout.mask, groups.unsqueeze(1), 0.0)
-        return Experience.of(rollout, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=advantages)
+        return Experience.of(
+            rollout, scores=scores, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=advantages
+        )
 
     def loss(
         self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor

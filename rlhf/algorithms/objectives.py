@@ -142,7 +142,8 @@ def clipped_policy_loss(
 def group_advantages(scores: Tensor, group_size: int, scale: str = "none") -> Tensor:
     """Returns GRPO's advantages (B,) from scores (B,): relative to the mean of the group, then scaled.
 
-    The `group_size` completions of one prompt are neighbours in the batch. `scale` is the divisor:
+    The `group_size` completions of one prompt are neighbours in the batch. Completions without a score (NaN) get
+    advantage 0 and are left out of means and standard deviations. `scale` is the divisor:
 
     group:  the group's standard deviation + 1e-4 (Shao et al. 2024, arXiv 2402.03300, sec. 4.1.2)
     batch:  the batch's standard deviation + 1e-4
@@ -150,11 +151,19 @@ def group_advantages(scores: Tensor, group_size: int, scale: str = "none") -> Te
     """
     groups = scores.view(-1, group_size)
     # A_i = (score_i - mean of the group) / scale
-    advantages = (groups - groups.mean(1, keepdim=True)).flatten()
-    if scale == "none":
-        return advantages
-    spread = groups.std(1).repeat_interleave(group_size) if scale == "group" else scores.std()
-    return advantages / (spread + 1e-4)
+    advantages = _centered(groups)
+    if scale != "none":
+        rows = groups if scale == "group" else scores.unsqueeze(0)
+        freedom = ((~rows.isnan()).sum(1, keepdim=True) - 1).clamp(min=1)
+        advantages = advantages / ((_centered(rows).square().sum(1, keepdim=True) / freedom).sqrt() + 1e-4)
+    return advantages.flatten()
+
+
+def _centered(groups: Tensor) -> Tensor:
+    """Returns the distance of each value of (G, K) from the mean of its row; NaN becomes 0 and is not averaged."""
+    known = ~groups.isnan()
+    mean = torch.where(known, groups, 0.0).sum(1, keepdim=True) / known.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(known, groups - mean, 0.0)
 
 
 def grpo_policy_loss(
@@ -205,13 +214,15 @@ def grpo_token_weights(
 def leave_one_out_advantages(scores: Tensor, group_size: int) -> Tensor:
     """Returns RLOO's advantages (B,) from scores (B,), both in score units: relative to the other scores of the group.
 
-    The `group_size` completions of one prompt are neighbours in the batch.
+    Groups and NaN are as in `group_advantages`. A group with a single score has advantage 0.
     Source: Ahmadian et al. 2024, arXiv 2402.14740, eq. 8.
     """
     groups = scores.view(-1, group_size)
+    known = ~groups.isnan()
+    values, others = torch.where(known, groups, 0.0), known.sum(1, keepdim=True) - 1
     # A_i = R_i - mean of R_j over the other completions j of the group
-    others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
-    return (groups - others).flatten()
+    advantages = values - (values.sum(1, keepdim=True) - values) / others.clamp(min=1)
+    return torch.where(known & (others > 0), advantages, 0.0).flatten()
 
 
 LARGEST_LOG_RATIO = 20.0  # without a limit exp can overflow, even where the clip makes the gradient 0
@@ -260,11 +271,7 @@ TIS_CAP = 2.0  # the largest importance weight
 
 
 def truncated_importance_weights(
-    logprobs: Tensor,
-    sampled_logprobs: Tensor,
-    mask: Tensor,
-    one_action: bool = False,
-    cap: float = TIS_CAP,
+    logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, one_action: bool = False, cap: float = TIS_CAP
 ) -> Tensor:
     """Returns truncated importance weights (B, T), 0 where `mask` is False.
 

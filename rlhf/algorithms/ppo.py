@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlhf.algorithms import objectives
-from rlhf.algorithms.experience import Experience, PolicyOutputs, policy_stats
+from rlhf.algorithms.experience import Experience, PolicyOutputs, policy_stats, scored_mask
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
 
@@ -21,11 +21,11 @@ class PPO:
 
         Args:
             rollout: B completions with their values.
-            scores: (B,) score units.
+            scores: (B,) score units. NaN: no score, so the completion's advantages are 0.
             kl_coef: beta, score units per nat. It is charged here only if kl_placement is "reward".
         """
-        ppo, critic, mask = self.config.ppo, self.config.critic, rollout.mask
-        kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, mask)
+        ppo, critic, mask = self.config.ppo, self.config.critic, scored_mask(rollout, scores)
+        kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
         beta = self.config.kl.coef_in("reward", kl_coef)
         rewards = objectives.shape_rewards(kl, scores, mask, beta, ppo.kl_penalty_at)
         if ppo.whiten_rewards:
@@ -35,8 +35,8 @@ class PPO:
         )
         whitened = objectives.whiten(advantages, mask) if ppo.whiten_advantages else advantages
         return Experience.of(
-            rollout, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=whitened, returns=returns,
-            rewards=rewards,
+            rollout, scores=scores, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=whitened,
+            returns=returns, rewards=rewards,
         )  # fmt: skip
 
     def loss(
@@ -58,7 +58,7 @@ class PPO:
             outputs.values,
             experience.values[rows],
             experience.returns[rows],
-            mask,
+            experience.scored_mask[rows],
             config.critic.value_clip_range,
             total_tokens,
         )

@@ -22,7 +22,7 @@ class RLOO:
 
         Args:
             rollout: B completions; the `group_size` completions of one prompt are neighbours.
-            scores: (B,) score units.
+            scores: (B,) score units. NaN: no score, so the completion's advantage is 0.
             kl_coef: beta, score units per nat. It is charged here only if kl_placement is "reward".
         """
         kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
@@ -32,7 +32,13 @@ class RLOO:
         per_completion = objectives.leave_one_out_advantages(rewards, self.config.group_size)
         advantages = torch.where(rollout.mask, per_completion.unsqueeze(1), 0.0)
         return Experience.of(
-            rollout, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=advantages, one_action=True
+            rollout,
+            scores=scores,
+            kl=kl,
+            kl_coef=kl_coef,
+            raw_advantages=advantages,
+            advantages=advantages,
+            one_action=True,
         )
 
     def loss(

@@ -54,6 +54,7 @@ def save_incident(
         {
             "prompt": p.example.messages,
             "columns": p.example.columns,
+            "conversational": p.example.conversational,
             "prompt_ids": list(p.ids),
             "reply": text,
             "reply_ids": ids,
@@ -109,10 +110,7 @@ class Incident:
     def rollout(self, trainer: Any) -> Rollout:
         """Return the sampled batch with its recorded log-probs and values."""
         device = trainer.accelerator.device
-        prompts = [
-            Prompt(tuple(row["prompt_ids"]), Example(tuple(row["prompt"]), columns=row.get("columns", {})))
-            for row in self.rows
-        ]
+        prompts = [Prompt(tuple(row["prompt_ids"]), _example(row)) for row in self.rows]
         pad, eos = trainer.processing_class.pad_token_id, trainer.processing_class.eos_token_id
         width = self.tensors["logprobs"].shape[1]
         ids = [row["reply_ids"] + [eos] * (width - len(row["reply_ids"])) for row in self.rows]
@@ -126,6 +124,14 @@ class Incident:
             completions, prompts, [row["reply"] for row in self.rows],
             tensors["logprobs"], tensors["ref_logprobs"], tensors.get("values"),
         )  # fmt: skip
+
+
+def _example(row: dict[str, Any]) -> Example:
+    return Example(
+        tuple(row["prompt"]),
+        columns=row.get("columns", {}),
+        conversational=row.get("conversational", False),
+    )
 
 
 class Incidents(Callback):

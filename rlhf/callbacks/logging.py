@@ -98,7 +98,8 @@ class SameScores(Callback):
         self.seen: set[float] = set()
 
     def on_batch(self, update, batch, scores):
-        self.seen |= {float(scores.raw.min()), float(scores.raw.max())}
+        known = scores.raw[~scores.raw.isnan()]
+        self.seen |= {float(known.min()), float(known.max())}
 
     def on_update_end(self, update, metrics):
         if len(self.seen) == 1 and update in (SOME_UPDATES, self.trainer.updates):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,12 @@ def token_rows(
         update: number of the update.
         numbers: index in the training set of each recorded episode's prompt. Their count is the number of episodes.
         batch: the update's experience.
-        scores: (B,), before normalisation.
+        scores: (B,), before normalisation. NaN, a completion without a score, is recorded as None.
         tokenizer: the policy's.
         gamma: discount, for the TD errors.
     """
     prompts, completions = batch.prompts, batch.completions.rows()
+    score_of = [None if math.isnan(score) else score for score in scores.tolist()]
     values = {name: v[: len(numbers)].float().tolist() for name, v in _quantities(batch, gamma).items()}
     return [
         {
@@ -44,7 +46,7 @@ def token_rows(
             "prompt_index": number,
             "prompt": prompts[episode].example.messages[-1]["content"],
             "topic": prompts[episode].example.topic,
-            "score": float(scores[episode]),
+            "score": score_of[episode],
             "step": step,
             "state": tokenizer.decode([*prompts[episode].ids, *completions[episode][:step]]),
             "token_id": token,

@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
+from rlhf.rewards.arguments import Arguments
 from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.printing import printed_to
 from rlhf.utils.errors import RunError
 
 MAX_ABS_SCORE = 1e9  # the sum of squares of a batch of larger scores overflows float32
 # paths of code that is not the user's: the files here that call a function, and the libraries
-CALLERS = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("call", "functions", "rewards"))
+CALLERS = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("arguments", "call", "functions", "rewards"))
 LIBRARIES = (*CALLERS, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
 
@@ -41,25 +42,25 @@ class _Timeout(Exception):
 def call_function(
     function: RewardFunction,
     name: str,
-    batch: dict[str, list],
+    arguments: Arguments,
     limit_s: float | None,
     finite: bool,
     printed: Path | None = None,
-) -> list[float]:
-    """Return one score per completion. Raises RunError if the function fails, BadScore for an unusable score.
+) -> list[float | None]:
+    """Return one score per completion, None if the function does not apply to it.
 
-    `batch` contains the arguments by name, each with one entry per completion. `limit_s` is the time limit in seconds
+    Raises RunError if the function fails, BadScore for an unusable score. `limit_s` is the time limit in seconds
     (None: no limit). If `finite`, scores must be finite and at most MAX_ABS_SCORE. The function's output is appended
     to the file `printed`; if it is None or there is no time limit, the output goes to the console.
     """
     printed = None if limit_s is None else printed  # on the main thread it would hide the message for Ctrl-C
-    texts = batch["completions"]
+    texts = arguments.texts
 
     def failure(what: str, which: str, hint: str = "Fix the function", kind: type[RunError] = RunError) -> RunError:
-        return kind(f"{what}: reward function {name!r}, {which}. {hint}", inputs=batch)
+        return kind(f"{what}: reward function {name!r}, {which}. {hint}", inputs=arguments.per_completion)
 
     try:
-        scores = _plain(_within(limit_s, partial(_call, function, batch, printed)))
+        scores = _plain(_within(limit_s, partial(_call, function, arguments, printed)))
     except (RunError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except _Timeout:
@@ -68,20 +69,22 @@ def call_function(
         raise failure(f"no result after {limit_s:g} s", completions, hint) from None
     except BaseException as error:  # the user's code may raise anything, SystemExit(0) too
         what = f"{_own_line(error)}{type(error).__name__}: {' '.join(str(error).split())}"
-        raise failure(what, _failing_completion(function, batch, limit_s, printed)) from error
+        raise failure(what, _failing_completion(function, arguments, limit_s, printed)) from error
     if not isinstance(scores, list) or len(scores) != len(texts):
         got = f"{len(scores)}: {scores!r:.60}" if isinstance(scores, list) else f"{scores!r:.60}, which is not a list"
         what = f"expected {len(texts)} scores, got {got}"
-        raise failure(what, f"first completion {texts[0]!r:.80}", "Return one number per completion")
+        raise failure(what, f"first completion {texts[0]!r:.80}", "Return one number (or None) per completion")
     for score, text in zip(scores, texts, strict=True):
         problem, kind = _score_problem(score, finite)
         if problem is not None:
             raise failure(problem, f"completion {text!r:.80}", kind=kind)
-    return [float(score) for score in scores]
+    return [None if score is None else float(score) for score in scores]
 
 
 def _score_problem(score: Any, finite: bool) -> tuple[str | None, type[RunError]]:
     """Return what is wrong with a score (None: nothing), and the type of the error."""
+    if score is None:
+        return None, RunError
     if isinstance(score, Rational) and abs(score) > sys.float_info.max:
         return "a score is larger than the largest float", RunError
     if not isinstance(score, Real) or (finite and not math.isfinite(score)):
@@ -107,10 +110,11 @@ def _copy(value: Any) -> Any:
         return value
 
 
-def _call(function: RewardFunction, batch: dict[str, list], printed: Path | None = None) -> Any:
+def _call(function: RewardFunction, arguments: Arguments, printed: Path | None = None) -> Any:
     with printed_to(printed, getattr(function, "__name__", type(function).__name__)):
-        given = {name: [_copy(value) for value in values] for name, values in _accepted(function, batch).items()}
-        scores = function(**given)
+        rows = _accepted(function, arguments.per_completion).items()
+        given = {name: [_copy(value) for value in values] for name, values in rows}
+        scores = function(**given, **_accepted(function, arguments.per_call))
         return asyncio.run(scores) if inspect.isawaitable(scores) else scores
 
 
@@ -155,23 +159,22 @@ def _own_line(error: BaseException) -> str:
     return f"{Path(own[-1].filename).name}:{own[-1].lineno} `{own[-1].line}` raised " if own else ""
 
 
-def _accepted(function: RewardFunction, batch: dict[str, list]) -> dict[str, list]:
+def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that a function accepts: those in its signature, or all if it takes `**kwargs`."""
     parameters = parameters_of(function)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return batch
-    return {name: values for name, values in batch.items() if name in {p.name for p in parameters}}
+        return arguments
+    return {name: value for name, value in arguments.items() if name in {p.name for p in parameters}}
 
 
 def _failing_completion(
-    function: RewardFunction, batch: dict[str, list], limit_s: float | None, printed: Path | None
+    function: RewardFunction, arguments: Arguments, limit_s: float | None, printed: Path | None
 ) -> str:
     """Describe the first completion on which a function raises when it receives only this one, if there is one."""
-    texts = batch["completions"]
+    texts = arguments.texts
     for i, text in enumerate(texts):
         try:
-            one = {name: [values[i]] for name, values in batch.items()}
-            _within(limit_s, partial(_call, function, one, printed))
+            _within(limit_s, partial(_call, function, arguments.only(i), printed))
         except KeyboardInterrupt:
             raise
         except BaseException:  # the user's code may raise anything; the caller reports the error

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
-Completion = str | Sequence[dict[str, str]]  # text, or the messages of a chat
+from rlhf.rewards.arguments import Completion, text_of
 
 BOXED = "\\boxed{"
 NUMBER = re.compile(r"([+-]?)\$?(\d{1,3}(?:,\d{3})+|\d*)(\.\d*)?(e[+-]?\d{1,3})?")
@@ -22,13 +22,6 @@ def exact_match(completions: Sequence[Completion], answer: Sequence[str | float 
         None if right is None else float(normal_form(text_of(given)) == normal_form(_as_text(right)))
         for given, right in zip(completions, answer, strict=True)
     ]
-
-
-def text_of(completion: Completion) -> str:
-    """Return the text of a completion: the text itself, or the content of the last message of a chat."""
-    if isinstance(completion, str):
-        return completion
-    return str(completion[-1].get("content") or "") if completion else ""
 
 
 def normal_form(text: str) -> str | Decimal:

@@ -1,8 +1,9 @@
 """Reward functions: the built-in ones, a reward model, an nn.Module, and functions in a user's file.
 
 A reward function has TRL's signature. It is called as `f(prompts=, completions=, completion_ids=, messages=, ended=,
-COLUMN=, ...)`: lists with one entry per completion, and a keyword for each column of the dataset. It returns one
-number per completion. It receives copies, so nothing that it changes reaches the trainer or another function.
+COLUMN=, ..., trainer_state=, log_extra=, log_metric=)`: lists with one entry per completion, with a keyword for each
+column of the dataset, and three arguments per call. It returns one number per completion, or None for a completion to
+which it does not apply. It receives copies, so nothing that it changes reaches the trainer or another function.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import encode_completion, encode_prompt
+from rlhf.rewards.arguments import text_of
 from rlhf.rewards.eval_functions import exact_match
 from rlhf.rewards.reward_model import RewardModel, right_padded
 from rlhf.utils.errors import UserError, did_you_mean
 
-RewardFunction = Callable[..., Sequence[float]]
+RewardFunction = Callable[..., Sequence[float | None]]
 
 
 class LearnedReward:
@@ -36,7 +38,7 @@ class LearnedReward:
         self.model = model
 
     def __call__(self, completions: Sequence[str], *, messages, ended, **_) -> list[float]:
-        return self.model.score(messages, completions, ended)
+        return self.model.score(messages, [text_of(c) for c in completions], ended)
 
 
 class ModuleReward:
@@ -55,8 +57,8 @@ class ModuleReward:
     @torch.no_grad()
     def __call__(self, completions: Sequence[str], *, messages, ended, **_) -> list[float]:
         rows = [
-            encode_prompt(self.tokenizer, m) + encode_completion(self.tokenizer, text, end)
-            for m, text, end in zip(messages, completions, ended, strict=True)
+            encode_prompt(self.tokenizer, m) + encode_completion(self.tokenizer, text_of(completion), end)
+            for m, completion, end in zip(messages, completions, ended, strict=True)
         ]
         weights = next(self.module.parameters(), None)
         device = weights.device if weights is not None else torch.device("cpu")
@@ -73,7 +75,7 @@ def length_penalty(completion_ids: Sequence[Sequence[int]], **_) -> list[float]:
 
 def word_penalty(completions: Sequence[str], **_) -> list[float]:
     """Return minus the number of words of each completion. The weight is the price per word."""
-    return [-float(len(text.split())) for text in completions]
+    return [-float(len(text_of(completion).split())) for completion in completions]
 
 
 def keyword_bonus(keywords: Sequence[str]) -> RewardFunction:
@@ -81,7 +83,7 @@ def keyword_bonus(keywords: Sequence[str]) -> RewardFunction:
     wanted = [k.casefold() for k in keywords]
 
     def keyword_bonus(completions: Sequence[str], **_) -> list[float]:
-        return [float(any(k in text.casefold() for k in wanted)) for text in completions]
+        return [float(any(k in text_of(completion).casefold() for k in wanted)) for completion in completions]
 
     return keyword_bonus
 

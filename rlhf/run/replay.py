@@ -60,7 +60,7 @@ def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
                 (f"{name}, recomputed", state_of(again)),
             ]
     scores = scores_again(trainer, rollout)
-    lines += [(f"scores of {name}", state_of(torch.tensor(given))) for name, given in scores.items()]
+    lines += [(f"scores of {name}", state_of(as_tensor(given))) for name, given in scores.items()]
     batch = batch_of(trainer, incident, rollout, scores)
     trainer.model.train()
     update, found = incident.facts["update"], incident.facts["rows"]
@@ -80,7 +80,7 @@ def gradients_again(trainer: OnPolicyLoop, batch: Experience, rows: Sequence[int
     return lines
 
 
-def scores_again(trainer: OnPolicyLoop, rollout: Rollout) -> dict[str, list[float]]:
+def scores_again(trainer: OnPolicyLoop, rollout: Rollout) -> dict[str, list[float | None]]:
     """Return the scores of each reward function now, also if they are not finite."""
     completions = rollout.completions
     return trainer.rewards.scores_by_function(
@@ -89,17 +89,21 @@ def scores_again(trainer: OnPolicyLoop, rollout: Rollout) -> dict[str, list[floa
 
 
 def batch_of(
-    trainer: OnPolicyLoop, incident: Incident, rollout: Rollout, scores: dict[str, list[float]]
+    trainer: OnPolicyLoop, incident: Incident, rollout: Rollout, scores: dict[str, list[float | None]]
 ) -> Experience:
     """Return the saved batch. If the update was skipped before its advantages, compute them from the new scores."""
     tensors = {name: tensor.to(rollout.mask.device) for name, tensor in incident.tensors.items()}
     if "advantages" in tensors:
         learned = {field: tensors.get(name) for name, field in LEARNED.items()}
-        return Experience.of(rollout, kl_coef=incident.facts["kl_coef"], **learned)
-    rows = zip(*scores.values(), strict=True)
-    total = torch.tensor([sum(w * s for w, s in zip(trainer.rewards.weights, row, strict=True)) for row in rows])
+        return Experience.of(rollout, scores=tensors["scores"], kl_coef=incident.facts["kl_coef"], **learned)
+    total = as_tensor(trainer.rewards.weighted(scores))
     penalty = trainer.config.reward.missing_eos_penalty * (~rollout.completions.ended).float()
     return trainer.advantages(rollout, total.to(rollout.mask.device) - penalty)
+
+
+def as_tensor(scores: Sequence[float | None]) -> Tensor:
+    """Return scores as a tensor, with NaN for None."""
+    return torch.tensor([float("nan") if score is None else score for score in scores])
 
 
 def state_of(tensor: Tensor) -> str:

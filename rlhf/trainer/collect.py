@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -42,6 +43,7 @@ class RolloutCollector:
     ):
         self.config, self.host, self.tokenizer = config, host, tokenizer
         self.reference, self.rewards, self.micro_batch_budget = reference, rewards, micro_batch_budget
+        self.rewards.trainer_state = host.state
         self.device, self.sampling = host.accelerator.device, config.sampling
         self.dtype = autocast_dtype(config.model.bf16, self.device)
         self.normalizer = ScoreNormalizer(config.reward.score_ema) if config.reward.normalize_scores else None
@@ -124,7 +126,8 @@ class RolloutCollector:
 
     def score(self, rollout: Rollout) -> Scores:
         """Score the completions. Stores the raw scores in the rollout; the algorithm uses the shaped ones, after the
-        missing-EOS penalty and normalization. Raises SkipUpdate if a score is not finite."""
+        missing-EOS penalty and normalization. NaN marks a completion without a score. Raises SkipUpdate if a score is
+        not finite, or no completion has one."""
         completions, reward = rollout.completions, self.config.reward
         try:
             with self.micro_batch_budget.raise_on_oom("scoring"):
@@ -133,13 +136,28 @@ class RolloutCollector:
                 )
         except BadScore as error:
             raise SkipUpdate(str(error), by_score=True) from None
-        raw = torch.tensor(given.total, dtype=torch.float32, device=completions.ended.device)
+        if not any(score is not None for score in given.total):
+            names = ", ".join(self.rewards.names)
+            raise SkipUpdate(
+                f"no completion has a score: every reward function returned None ({names})", by_score=True
+            )
+        device = completions.ended.device
+        raw = torch.tensor([math.nan if s is None else s for s in given.total], dtype=torch.float32, device=device)
+        scored = [i for i, score in enumerate(given.total) if score is not None]
         rollout.scores = raw
         try:
-            check_finite(scores=raw)  # a large float64 overflows in float32
+            check_finite(scores=raw[scored])  # a large float64 overflows in float32
         except SkipUpdate as found:
             raise SkipUpdate(str(found), by_score=True) from None
         shaped = raw - reward.missing_eos_penalty * (~completions.ended).float()
         if self.normalizer is not None:
-            shaped = torch.tensor(self.normalizer(shaped.tolist()), dtype=torch.float32, device=raw.device)
-        return Scores(raw, shaped, {name: fmean(scores) for name, scores in given.by_function.items()})
+            shaped[scored] = torch.tensor(self.normalizer(shaped[scored].tolist()), dtype=torch.float32, device=device)
+        return Scores(raw, shaped, _means(given.by_function), given.extra, given.metrics)
+
+
+def _means(by_function: dict[str, list[float | None]]) -> dict[str, float]:
+    """Return the mean of each function's scores that are not None. A single function's mean is that of the score."""
+    if len(by_function) == 1:
+        return {}
+    known = {name: [s for s in scores if s is not None] for name, scores in by_function.items()}
+    return {name: fmean(scores) for name, scores in known.items() if scores}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -15,10 +16,11 @@ from rlhf.trainer.scores import Scores
 def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: str | None = None) -> dict[str, float]:
     """Returns the metrics of a rollout: scores, KL, advantages, lengths.
 
-    `group_size` is the number of completions per prompt. If the whole batch is on one `topic`, the mean score and the
-    KL are also returned under its name.
+    `group_size` is the number of completions per prompt. Completions without a score are left out of the metrics of
+    scores and advantages. If the whole batch is on one `topic`, the mean score and the KL are also returned under its
+    name.
     """
-    mask, raw = batch.mask, scores.raw
+    mask, scored, raw = batch.mask, batch.scored_mask, scores.raw[~scores.raw.isnan()]
     k3 = objectives.kl_k3(batch.logprobs, batch.ref_logprobs, mask)
     tokens = mask.sum()
     values = {
@@ -27,24 +29,24 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
         "kl_divergence": batch.kl.sum(1).mean(),
         "kl_divergence/token": batch.kl.sum() / tokens,
         "kl_divergence/k3": k3.sum(1).mean(),
-        "advantage/mean": objectives.masked_mean(batch.raw_advantages, mask),
-        "advantage/std": objectives.masked_var(batch.raw_advantages, mask).sqrt(),
+        "advantage/mean": objectives.masked_mean(batch.raw_advantages, scored),
+        "advantage/std": objectives.masked_var(batch.raw_advantages, scored).sqrt(),
         "completions/mean_length": tokens / len(mask),
         "completions/eos_rate": batch.completions.ended.float().mean(),
         "completions/tokens": tokens,
     }
     if batch.returns is not None:
-        values["value/explained_variance"] = objectives.explained_variance(batch.values, batch.returns, mask)
+        values["value/explained_variance"] = objectives.explained_variance(batch.values, batch.returns, scored)
     if group_size > 1:
         groups = scores.shaped.view(-1, group_size)
-        values["rewards/equal_groups"] = (groups == groups[:, :1]).all(1).float().mean()
+        highest, lowest = groups.nan_to_num(-math.inf).amax(1), groups.nan_to_num(math.inf).amin(1)
+        values["rewards/equal_groups"] = (highest <= lowest).float().mean()  # or fewer than two scores
+    if len(raw) < len(mask):
+        values["rewards/unscored"] = scores.raw.isnan().float().mean()
     stacked = torch.stack([v.float() for v in values.values()])  # one transfer from the device
-    each = (
-        {f"rewards/each/{name}": mean for name, mean in scores.per_function.items()}
-        if len(scores.per_function) > 1
-        else {}
-    )
-    metrics = {**dict(zip(values, stacked.tolist(), strict=True)), **each}
+    each = {f"rewards/each/{name}": mean for name, mean in scores.per_function.items()}
+    logged = {f"rewards/logged/{name}": value for name, value in scores.logged.items()}
+    metrics = {**dict(zip(values, stacked.tolist(), strict=True)), **each, **logged}
     of_topic = {"score": "rewards/mean", "kl": "kl_divergence"} if topic is not None else {}
     return {**metrics, **{f"topic/{topic}/{kind}": metrics[name] for kind, name in of_topic.items()}}
 

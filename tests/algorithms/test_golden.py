@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 
 import pytest
@@ -247,8 +248,8 @@ class StockGroups:
             "logprobs": [[0.0] * len(row) for row in rollout.completions.rows()],
         }
 
-    def score(self, completions, **_) -> list[float]:
-        return self.scores[self.index].tolist()
+    def score(self, completions, **_) -> list[float | None]:
+        return [None if math.isnan(score) else score for score in self.scores[self.index].tolist()]
 
 
 @pytest.mark.parametrize(
@@ -311,11 +312,36 @@ def test_three_updates_of_two_epochs_match_trls_rloo(build, start_model, tmp_pat
     compare_with_stock("rloo", build, start_model, tmp_path, monkeypatch, flags, settings)
 
 
-def compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, flags, settings):
+def by_length(completions, **_) -> list[float]:
+    return [float(len(text) % 7) for text in completions]
+
+
+def some_none(completions, **_) -> list[float | None]:
+    """The second completion has no score. In update 3, only the fourth has one."""
+    some_none.calls += 1
+    missing = (0, 1, 2) if some_none.calls == UPDATES else (1,)
+    return [None if i in missing else score for i, score in enumerate(by_length(completions))]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "flags", "settings"),
+    [
+        ("grpo", ["--kl-placement", "loss", "--kl-coef", "0.4"], {"beta": 0.4, "scale_rewards": "none"}),
+        ("grpo", ["--kl-placement", "none", "--scale-rewards", "batch"], {"beta": 0.0, "scale_rewards": "batch"}),
+        ("rloo", ["--kl-placement", "reward", "--kl-coef", "0.4"], {"beta": 0.4}),
+    ],
+)
+def test_completions_without_a_score_match_trl(build, start_model, tmp_path, monkeypatch, algorithm, flags, settings):
+    """Weights equal TRL's if the reward function returns None for some completions."""
+    some_none.calls = 0
+    compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, flags, settings, some_none)
+
+
+def compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, flags, settings, reward=by_length):
     ours = build(
         *flags, "--kl-schedule", "fixed", "--temperature", 1, "--max-grad-norm", 0.5, "--lr-schedule", "constant",
         "--learning-rate", 1e-3, "--ppo-epochs", EPOCHS, "--num-iterations", UPDATES, "--max-new-tokens", LENGTH,
-        algorithm=algorithm, rewards=[lambda completions, **_: [float(len(text) % 7) for text in completions]],
+        algorithm=algorithm, rewards=[reward],
     )  # fmt: skip
     rollouts, scores, advantages = [], [], ours.advantages
 
@@ -325,6 +351,7 @@ def compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, fla
         return advantages(rollout, rollout_scores)
 
     ours.advantages = recorded
+    ours.evaluate = lambda: None
     # TRL shuffles with torch's global generator. Neither trainer shuffles here, so that minibatches are the same.
     monkeypatch.setattr(f"trl.trainer.{algorithm}_trainer.shuffle_sequence_dict", lambda batch: batch)
     ours.learner.minibatches = lambda update, epoch: iter(

@@ -66,6 +66,9 @@ def test_functions_receive_trls_arguments_if_in_their_signature(score):
         return [1.0, 2.0]
 
     assert score(all_arguments, one_argument) == [1.0, 2.0]
+    state, log_extra, log_metric = (seen.pop(name) for name in ("trainer_state", "log_extra", "log_metric"))
+    assert state.global_step == state.max_steps == 1, "outside training: as at the end of a run"
+    assert log_extra("column", [1, 2]) is log_metric("name", 1.0) is None
     assert seen == {
         "prompts": ["What is the capital of France?"] * 2,
         "completions": ["one", "two words"],
@@ -115,7 +118,7 @@ def test_numbers_of_any_library_are_scores(score, scores):
     assert score(lambda **_: scores) == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), None, "high"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), "high"])
 def test_non_finite_score_stops_the_run(score, bad):
     def broken(completions, **_):
         return [0.0, bad]

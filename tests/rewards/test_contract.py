@@ -1,0 +1,222 @@
+"""Tests TRL's contract of reward functions: form of the arguments, state, logging, None, and columns."""
+
+from __future__ import annotations
+
+from functools import partial
+from re import escape
+
+import pytest
+import torch
+from trl.rewards import think_format_reward
+
+from rlhf.algorithms import objectives
+from rlhf.algorithms.table import ALGORITHMS
+from rlhf.data.examples import Example
+from rlhf.data.prompts import Prompt
+from rlhf.rewards.arguments import RESERVED
+from rlhf.rewards.functions import keyword_bonus, word_penalty
+from rlhf.rewards.rewards import Rewards, check_columns
+from rlhf.trainer.metrics import rollout_metrics
+from rlhf.trainer.safety import SkipUpdate
+from rlhf.utils.errors import RunError, UserError
+
+CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})
+ROWS = [Prompt((1,), Example(CHAT, conversational=True)), Prompt((1,), Example(CHAT[1:]))]
+COMPLETIONS = (["4", "<think>\neasy\n</think>\nfour"], [[5, 2], [5, 6, 7]], [True, False])  # texts, ids, ended
+
+
+def score(*functions, weights=None, prompts=ROWS):
+    return Rewards(functions, weights, None).score(prompts, *COMPLETIONS)
+
+
+# --- the arguments ---------------------------------------------------------------------------------------------------
+
+
+def test_completions_have_the_form_of_the_data_row():
+    seen = {}
+
+    def function(prompts, completions, **_):
+        seen.update(prompts=prompts, completions=completions)
+        return [0.0, 0.0]
+
+    score(function)
+    assert seen["prompts"] == [list(CHAT), "2 + 2?"]
+    assert seen["completions"] == [[{"role": "assistant", "content": "4"}], COMPLETIONS[0][1]]
+
+
+def test_functions_of_trl_always_receive_messages():
+    texts = [Prompt((1,), Example(CHAT[1:]))] * 2
+    assert score(think_format_reward, prompts=texts).total == [0.0, 1.0]
+    assert score(partial(think_format_reward), prompts=texts).by_function == {"think_format_reward": [0.0, 1.0]}
+
+
+def test_built_in_functions_accept_messages():
+    assert score(word_penalty, keyword_bonus(["four"])).by_function == {
+        "word_penalty": [-1.0, -4.0],
+        "keyword_bonus": [0.0, 1.0],
+    }
+
+
+def test_state_is_that_of_the_run_and_a_copy(build):
+    seen = []
+
+    def scheduled(completions, trainer_state, **_):
+        seen.append((trainer_state.global_step, trainer_state.max_steps))
+        trainer_state.global_step = 99
+        trainer_state.log_history.clear()
+        return [trainer_state.max_steps * 1.0] * len(completions)
+
+    trainer = build("--num-iterations", 2, "--eval-every", 2, rewards=[scheduled])
+    trainer.train()
+    # the start model's evaluation, the rollouts of updates 1 and 2, and the last evaluation
+    assert seen == [(0, 2), (0, 2), (1, 2), (2, 2)]
+    assert trainer.state.global_step == 2 and trainer.state.log_history
+
+
+def test_logged_columns_and_metrics_reach_the_batch(build):
+    found = {}
+
+    def logging(completions, log_extra, log_metric, **_):
+        log_extra("length", [len(text) for text in completions])
+        log_metric("longest", max(map(len, completions)))
+        log_metric("longest", 0)
+        return [0.0] * len(completions)
+
+    class Look:
+        def on_batch(self, update, batch, scores):
+            found.update(extra=scores.extra, texts=batch.completions.texts(trainer.processing_class))
+
+    trainer = build(rewards=[logging], callbacks=[Look()])
+    metrics = trainer.update_step(1)
+    lengths = [len(text) for text in found["texts"]]
+    assert found["extra"] == {"length": lengths} and metrics["rewards/logged/longest"] == max(lengths) / 2
+
+
+def test_logged_column_needs_one_value_per_completion():
+    def short(completions, log_extra, **_):
+        log_extra("gold", ["x"])
+        return [0.0] * len(completions)
+
+    with pytest.raises(
+        RunError, match=escape("log_extra('gold') has 1 values for 2 completions: reward function 'short'")
+    ):
+        score(short)
+
+
+# --- None ------------------------------------------------------------------------------------------------------------
+
+
+def first_only(completions, **_):
+    return [2.0, None]
+
+
+def test_function_drops_out_of_a_row_with_none():
+    found = score(first_only, lambda completions, **_: [1.0, 5.0], weights=[3.0, 1.0])
+    assert found.total == [7.0, 5.0] and found.by_function["first_only"] == [2.0, None]
+    assert score(first_only).total == [2.0, None]
+
+
+def none_for(*rows):
+    """A reward function that gives 1, 2, 3, ... and None for these rows."""
+
+    def some(completions, **_):
+        return [None if i in rows else i + 1.0 for i in range(len(completions))]
+
+    return some
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_completion_without_a_score_has_advantage_0_and_moves_no_other(build, algorithm):
+    """Its score is left out of the statistics: the others' advantages are those of three scores, by hand."""
+    groups = ["--K", 4, "--batch-size", 1] if algorithm != "ppo" else []
+    trainer = build(*groups, "--kl-placement", "none", algorithm=algorithm, rewards=[none_for(1)])
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    scores = trainer.collector.score(rollout)
+    assert scores.raw.isnan().tolist() == [False, True, False, False]
+    batch = trainer.advantages(rollout, scores.shaped)
+    assert not batch.advantages.isnan().any() and not batch.advantages[1].any()
+    assert batch.scored_mask.equal(rollout.mask & torch.tensor([[True], [False], [True], [True]]))
+    others = [0, 2, 3]
+    if algorithm == "ppo":
+        expected = objectives.whiten(batch.raw_advantages[others], rollout.mask[others])
+        assert batch.advantages[others].any() and torch.allclose(batch.advantages[others], expected, atol=1e-5)
+    else:  # scores 1, 3, 4: mean 8/3; the others' means are 7/2, 5/2, 2
+        expected = {"grpo": [-5 / 3, 1 / 3, 4 / 3], "rloo": [-5 / 2, 1 / 2, 2]}[algorithm]
+        assert batch.advantages[others, 0].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_update_with_missing_scores_has_finite_metrics_without_them(build, algorithm):
+    trainer = build(algorithm=algorithm, rewards=[none_for(0, 1), none_for(0, 1, 2)])
+    metrics = trainer.update_step(1)
+    count = trainer.config.episodes_per_update
+    totals = [(i + 1.0) * (1 if i == 2 else 2) for i in range(2, count)]
+    assert metrics["rewards/mean"] == pytest.approx(sum(totals) / len(totals))
+    assert metrics["rewards/unscored"] == pytest.approx(2 / count)
+    assert metrics["rewards/each/some_2"] == pytest.approx(sum(range(4, count + 1)) / (count - 3))
+    assert all(value == value for value in metrics.values()), "no metric is NaN"
+
+
+def test_value_loss_leaves_out_completions_without_a_score(build):
+    """With a score for completion 0 alone, only its tokens have an error of the critic."""
+    trainer = build("--kl-placement", "none", "--value-clip-range", 100, rewards=[none_for(1, 2, 3)])
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    batch = trainer.advantages(rollout, trainer.collector.score(rollout).shaped)
+    stats = trainer.learner.minibatch_gradients(batch, [0, 1, 2, 3])
+    errors = (batch.values - batch.returns)[0][rollout.mask[0]].square().sum()
+    assert float(stats["value/loss"]) == pytest.approx(float(errors / 2 / rollout.mask.sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_update_without_any_score_is_skipped(build, algorithm):
+    def nothing(completions, **_):
+        return [None] * len(completions)
+
+    trainer = build(algorithm=algorithm, rewards=[nothing])
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    with pytest.raises(SkipUpdate, match=escape("every reward function returned None (nothing)")) as skipped:
+        trainer.collector.score(rollout)
+    assert skipped.value.by_score
+
+
+def test_normalizer_uses_only_known_scores(build):
+    trainer = build("--normalize-scores", rewards=[none_for(0)])
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    shaped = trainer.collector.score(rollout).shaped
+    assert shaped[0].isnan() and shaped[1:].tolist() == pytest.approx([-1.0, 0.0, 1.0])  # scores 2, 3 and 4
+
+
+def test_group_of_missing_scores_counts_as_equal(build):
+    trainer = build("--K", 2, algorithm="grpo", rewards=[none_for(0, 1, 2)])
+    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    scores = trainer.collector.score(rollout)
+    metrics = rollout_metrics(trainer.advantages(rollout, scores.shaped), scores, 2)
+    groups = len(rollout.mask) // 2
+    assert metrics["rewards/equal_groups"] == pytest.approx(2 / groups)
+
+
+# --- columns ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("column", RESERVED)
+def test_column_named_like_an_argument_is_refused(column):
+    rows = [Example(CHAT, columns={column: 1})]
+    with pytest.raises(UserError, match=escape(f"--columns my_{column}={column}")):
+        check_columns([first_only], rows, "--prompts x.jsonl")
+    check_columns([], rows, "--prompts x.jsonl")  # without a function nothing is hidden
+
+
+def test_missing_column_with_a_default_is_a_warning():
+    said = []
+
+    def graded(completions, answer=None, ended=True, **_):
+        return [0.0]
+
+    rows = [Example(CHAT, columns={"solution": "4"})]
+    check_columns([graded, partial(graded, answer="x"), think_format_reward], rows, "--prompts x.jsonl", said.append)
+    assert said == [
+        "warning: the data has no column 'answer', so reward function 'graded' uses the default of this parameter: "
+        "--prompts x.jsonl. The data has 'solution'"
+    ]
+    check_columns([graded], [Example(CHAT, columns={"answer": "4"})], "--prompts x.jsonl", said.append)
+    assert len(said) == 1

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example, GivenPrompt, examples_of, load_examples
+from rlhf.data.source import DataSource
 from rlhf.data.splits import distinct_questions, split_examples
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Split
@@ -67,7 +68,7 @@ def load_prompts(
     `evaluation_alone`) or no evaluation prompt.
     """
     by_topic = data.steps_per_topic is not None
-    examples = load_examples(data.prompts, say=say, topics=by_topic)
+    examples = load_examples(DataSource.of(data), say=say, topics=by_topic)
     has_pairs = any(e.chosen is not None for e in examples)
     split = data.split or (Split(45, 45, 10) if has_pairs else Split(0, 90, 10))
     parts = split_examples(examples, split)

@@ -30,6 +30,7 @@ from rlhf.checkpoints.run_folder import check_output
 from rlhf.checkpoints.run_record import RUN_FILE, environment
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example, load_examples
+from rlhf.data.source import DataSource
 from rlhf.data.splits import question_hash, split_examples
 from rlhf.models.device import autocast_dtype
 from rlhf.models.load import (
@@ -76,7 +77,7 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
         screen.say(f"restored the reward model in {folder}: its replacement was interrupted")
     check_output(folder, **placing)
     parts = split_examples(
-        load_examples(config.data.pairs, pairs=True, say=screen.say), config.data.split or DEFAULT_SPLIT
+        load_examples(DataSource.of(config.data), pairs=True, say=screen.say), config.data.split or DEFAULT_SPLIT
     )
     model = new_reward_model(config, device)
     train, held_out = usable_pairs(config, model, parts, screen)
@@ -221,7 +222,8 @@ def refusal(config: RewardModelConfig, folder: Path, usual: Config) -> str | Non
     weak = weakness(read_record(folder))
     if weak is not None:
         return f"{weak}. Train it on more pairs or with more --rm-epochs, or add --allow-weak-reward-model"
-    parts = split_examples(load_examples(config.data.pairs, say=lambda _: None), config.data.split or DEFAULT_SPLIT)
+    pairs = load_examples(DataSource.of(config.data), say=lambda _: None)
+    parts = split_examples(pairs, config.data.split or DEFAULT_SPLIT)
     tokenizer, longest = load_tokenizer(str(folder)), usual.data.prompt_length
     used = [e for e in (*parts["rl"], *parts["evaluation"]) if len(encode_prompt(tokenizer, e.messages)) <= longest]
     try:

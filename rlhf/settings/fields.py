@@ -64,6 +64,12 @@ def inherited(settings: type, name: str, otherwise: str, help: str | None = None
     return field(default=None, metadata={**declared, "help": f"{meaning}; unset: {otherwise}", "brief": brief})
 
 
+def repeated(settings: type, name: str) -> Any:
+    """Return a field that declares the setting `name` of another group again."""
+    declared = next(f for f in dataclasses.fields(settings) if f.name == name)
+    return field(default=declared.default, metadata=declared.metadata)
+
+
 @dataclass(frozen=True)
 class Setting:
     """The declaration of one setting of a command, with its name, group and type."""
@@ -136,6 +142,8 @@ def convert(setting: Setting, value: Any, where: str) -> Any:
     if setting.optional and is_unset(value):
         return None
     if setting.is_list:
+        if isinstance(value, dict):  # a mapping, for settings whose entries are NAME=VALUE
+            value = [f"{name}={entry}" for name, entry in value.items()]
         parts = value if isinstance(value, (list, tuple, range)) else [value]
         words = [w for p in parts for w in ([s.strip() for s in p.split(",")] if isinstance(p, str) else [p])]
         return tuple(_convert_one(setting, w, typing.get_args(setting.base_type)[0], where) for w in words)

@@ -46,11 +46,25 @@ class TrainingSettings(TypedDict, total=False):
     """Recompute activations in the backward pass: uses less memory, is slower."""
 
     prompts: str
-    """Prompts, chats or preference pairs: a JSONL file or a hub dataset."""
+    """Prompts, chats or preference pairs: a file (JSONL, JSON, CSV, TSV, Parquet, Arrow), a folder or a hub
+    dataset."""
 
     split: str | None
     """Percent of the questions for reward model / RL / evaluation; unset: 45/45/10, or 0/90/10 for data without
     preference pairs."""
+
+    dataset_config: str | None
+    """Configuration of a hub dataset, such as `main` of openai/gsm8k."""
+
+    dataset_split: str | None
+    """Split of a hub dataset or a folder that is read; unset: train, or the only split of a folder."""
+
+    columns: Sequence[str] | str
+    """New names for columns of the data, as NEW=OLD: `--columns prompt=question answer=solution`."""
+
+    skip_bad_rows: float | None
+    """Percent of the rows that may be skipped because they cannot be used, for example because the prompt is empty;
+    unset: 0 for files, 1 for hub datasets."""
 
     steps_per_topic: int | None
     """Train by topic (column `topic` of the prompts): this many updates on one topic, then on the next one, in rounds;

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf.settings.merge import values_of
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
-from rlhf.settings.reward_model import RewardModelConfig, may_have_pairs, usual_reward_config
+from rlhf.settings.reward_model import OF_THE_DATA, RewardModelConfig, may_have_pairs, usual_reward_config
 from rlhf.settings.training import Config
 from rlhf.utils.system import command
 
@@ -58,8 +58,8 @@ def reward_model_command(config: Config) -> str:
         words += ["--rm-output", m.rm_model]
     if m.actor_model != policy["actor_model"]:
         words += ["--base-model", m.actor_model, "--actor-model", m.actor_model]
-    if data.prompts not in (policy["prompts"], usual.data.pairs) and may_have_pairs(data.prompts):
-        words += ["--pairs", data.prompts]
+    if data.prompts not in (policy["prompts"], usual.data.pairs) and may_have_pairs(data.prompts, data.columns):
+        words += ["--pairs", data.prompts, *_reading_words(data, usual.data)]
     if data.split != usual.data.split:
         words += flag_words("split", data.split)
     if data.plain_prompts != usual.data.plain_prompts:
@@ -86,13 +86,20 @@ def training_words(made: RewardModelConfig, usual: Config) -> list[str]:
     if start != usual.model.actor_model:
         words += ["--actor-model", start]
     if data.pairs != usual.data.prompts and data.pairs != usual_reward_config(made.recipe, made.user_file).data.pairs:
-        words += ["--prompts", data.pairs]
+        words += ["--prompts", data.pairs, *_reading_words(data, usual.data)]
     usable = data.split is not None and data.split.rl > 0 and data.split.evaluation > 0  # for training
     if data.split != usual.data.split and (usable or data.split is None):
         words += flag_words("split", data.split)
     if data.plain_prompts != usual.data.plain_prompts:
         words += flag_words("plain_prompts", data.plain_prompts)
     return words
+
+
+def _reading_words(data: Any, usual: Any) -> list[str]:
+    """Return the arguments that describe how data is read, if they differ from those that a command uses without
+    flags."""
+    changed = [name for name in OF_THE_DATA if getattr(data, name) != getattr(usual, name)]
+    return [word for name in changed for word in flag_words(name, getattr(data, name))]
 
 
 def _recipe_words(recipe: str) -> list[str]:

@@ -6,15 +6,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from rlhf.settings.fields import UNREADABLE, Layer, name_table, setting, settings_of
+from rlhf.settings.fields import UNREADABLE, Layer, name_table, repeated, setting, settings_of
 from rlhf.settings.flags import CommandLine
 from rlhf.settings.merge import Command, build, read_given, show_help, values_of
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe, shipped_recipes
-from rlhf.settings.training import LARGEST_SEED, Config, SamplingSettings
+from rlhf.settings.training import LARGEST_SEED, Config, DataSettings, SamplingSettings
 from rlhf.settings.translate import translate
-from rlhf.settings.types import Split
+from rlhf.settings.types import Renaming, Split
 from rlhf.settings.user_file import edits_line, read_user_file
+from rlhf.settings.validate import renaming_problems
 
 
 @dataclass(frozen=True)
@@ -23,13 +25,17 @@ class RewardDataSettings:
 
     pairs: str = setting(
         "Intel/orca_dpo_pairs",
-        "preference pairs: a JSONL file or a hub dataset",
+        "preference pairs: a file (JSONL, JSON, CSV, TSV, Parquet, Arrow), a folder or a hub dataset",
         aliases=("prompts", "dataset"),
-        brief="preference pairs: a JSONL file or a hub dataset",
+        brief="preference pairs: a data file, a folder or a hub dataset",
     )
     split: Split | None = setting(
         None, "percent of the questions for reward model / RL / evaluation; unset: 45/45/10", brief=True
     )
+    dataset_config: str | None = repeated(DataSettings, "dataset_config")
+    dataset_split: str | None = repeated(DataSettings, "dataset_split")
+    columns: tuple[Renaming, ...] = repeated(DataSettings, "columns")
+    skip_bad_rows: float | None = repeated(DataSettings, "skip_bad_rows")
     plain_prompts: bool = setting(False, "do not apply the base model's chat template to the prompts")
     pair_length: int = setting(
         1024,
@@ -107,8 +113,13 @@ class RewardModelConfig(Command):
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
 
+    def validate(self) -> list[str]:
+        return renaming_problems(self.data.columns)
+
 
 # settings that the training scripts have, too
+LONGEST_FIRST_ROW = 2**16  # characters of a JSON array in which the column "chosen" is looked for
+OF_THE_DATA = ("dataset_config", "dataset_split", "columns", "skip_bad_rows")  # they belong to one data source
 SHARED = settings_of(RewardModelConfig).keys() & settings_of(Config).keys()
 
 
@@ -135,7 +146,7 @@ def parse_reward_cli(argv: Sequence[str] | None = None, user_file: Path | None =
     given = read_given(LINE, argv)
     layers = [*reward_layers(given.recipe, user, given.recipe_place), *given.layers]
     values = values_of(RewardModelConfig, layers, given.problems)
-    return build(RewardModelConfig, values, recipe=given.recipe, user_file=user)
+    return build(RewardModelConfig, values, checks=(RewardModelConfig.validate,), recipe=given.recipe, user_file=user)
 
 
 def reward_layers(recipe: str, user: Layer, where: str = "--recipe") -> list[Layer]:
@@ -150,8 +161,10 @@ def reward_layers(recipe: str, user: Layer, where: str = "--recipe") -> list[Lay
     shared = {name: found for name, found in known.items() if name in SHARED}
     if "actor_model" in known:
         shared["base_model"] = known["actor_model"]
-    if "prompts" in known and may_have_pairs(str(known["prompts"][0])):
+    if "prompts" in known and may_have_pairs(str(known["prompts"][0]), known.get("columns", ((), ""))[0]):
         shared["pairs"] = known["prompts"]
+    else:  # these settings describe the prompts
+        shared = {name: found for name, found in shared.items() if name not in OF_THE_DATA}
     return [shared]
 
 
@@ -162,13 +175,20 @@ def reward_file_line(user: Layer, recipe: str) -> str | None:
     return edits_line(RewardModelConfig, *layers, None if recipe == DEFAULT_RECIPE else f"--recipe {recipe}")
 
 
-def may_have_pairs(source: str) -> bool:
-    """True if data may contain preference pairs: its first row has "chosen", or it is not a local file."""
+def may_have_pairs(source: str, columns: Any = ()) -> bool:
+    """True if data may contain preference pairs: the beginning of a JSON or CSV file has the column "chosen", or the
+    one that `columns` (the setting, as written) renames to it. Always True for data of other kinds."""
     file = Path(source).expanduser()
-    if not file.is_file():
+    if not file.is_file() or file.suffix.lower() in (".parquet", ".arrow"):
         return True
+    words = [f"{new}={old}" for new, old in columns.items()] if isinstance(columns, dict) else columns
+    words = words.split(",") if isinstance(words, str) else words
+    name = dict(str(word).split("=", 1) for word in words if "=" in str(word)).get("chosen", "chosen")
     with file.open(encoding="utf-8", errors="replace") as stream:
-        return '"chosen"' in stream.readline()
+        start = stream.readline()
+        if start.lstrip("\ufeff \t").startswith("["):  # a JSON array: its first element may have several lines
+            start += stream.read(LONGEST_FIRST_ROW)
+    return (name if file.suffix.lower() in (".csv", ".tsv") else f'"{name}"') in start
 
 
 def usual_reward_config(recipe: str, user: Layer) -> RewardModelConfig:

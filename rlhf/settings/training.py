@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from rlhf.settings.fields import Layer, setting
 from rlhf.settings.merge import Command
 from rlhf.settings.recipes import DEFAULT_RECIPE
-from rlhf.settings.types import HubName, KLTarget, Split
+from rlhf.settings.types import HubName, KLTarget, Renaming, Split
 
 LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
 MOST_UPDATES = 10_000_000
@@ -78,14 +78,31 @@ class DataSettings:
 
     prompts: str = setting(
         "Intel/orca_dpo_pairs",
-        "prompts, chats or preference pairs: a JSONL file or a hub dataset",
+        "prompts, chats or preference pairs: a file (JSONL, JSON, CSV, TSV, Parquet, Arrow), a folder or a hub "
+        "dataset",
         aliases=("dataset",),
-        brief="prompts: a JSONL file or a hub dataset",
+        brief="prompts: a data file, a folder or a hub dataset",
     )
     split: Split | None = setting(
         None,
         "percent of the questions for reward model / RL / evaluation; unset: 45/45/10, or 0/90/10 for data without "
         "preference pairs",
+    )
+    dataset_config: str | None = setting(None, "configuration of a hub dataset, such as `main` of openai/gsm8k")
+    dataset_split: str | None = setting(
+        None,
+        "split of a hub dataset or a folder that is read; unset: train, or the only split of a folder",
+        aliases=("dataset_train_split",),
+    )
+    columns: tuple[Renaming, ...] = setting(
+        (), "new names for columns of the data, as NEW=OLD: `--columns prompt=question answer=solution`"
+    )
+    skip_bad_rows: float | None = setting(
+        None,
+        "percent of the rows that may be skipped because they cannot be used, for example because the prompt is "
+        "empty; unset: 0 for files, 1 for hub datasets",
+        ge=0,
+        lt=100,
     )
     steps_per_topic: int | None = setting(
         None,

@@ -1,4 +1,4 @@
-"""Types of settings with a format: a KL target, a split, a repository name."""
+"""Types of settings with a format: a KL target, a split, a renamed column, a repository name."""
 
 from __future__ import annotations
 
@@ -71,6 +71,27 @@ class Split:
         return f"{self.reward}/{self.rl}/{self.evaluation}"
 
     expects = "three whole percentages that add up to 100, such as 45/45/10"
+
+
+class Renaming(str):
+    """A new name for a column of the data, NEW=OLD."""
+
+    @classmethod
+    def parse(cls, text: str) -> Renaming:
+        new, equals, old = str(text).partition("=")
+        if not (new.strip() and equals and old.strip()):
+            raise ValueError(text)
+        return cls(f"{new.strip()}={old.strip()}")
+
+    @property
+    def new(self) -> str:
+        return self.partition("=")[0]
+
+    @property
+    def old(self) -> str:
+        return self.partition("=")[2]
+
+    expects = "NEW=OLD, such as prompt=question"
 
 
 class HubName(str):

@@ -12,12 +12,22 @@ from rlhf.settings.training import (
     Config,
     function_name,
 )
+from rlhf.settings.types import Renaming
 
 
 def validate_training(config: Config) -> list[str]:
     """Return the errors in the settings of a training run, one line each."""
-    parts = (_batch, _speed, _kl, _rollback, _rewards, _evaluation, _export)
-    return [problem for part in parts for problem in part(config)]
+    checks = (_batch, _speed, _kl, _rollback, _rewards, _evaluation, _export)
+    return [*renaming_problems(config.data.columns), *(problem for check in checks for problem in check(config))]
+
+
+def renaming_problems(columns: Sequence[Renaming]) -> list[str]:
+    """Return the errors in the renamed columns: each old and each new name may occur once."""
+    problems = []
+    for kind, names in (("renamed", [c.old for c in columns]), ("the new name of a column", [c.new for c in columns])):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        problems += [f"{name!r} is {kind} twice: --columns. Give each name once" for name in twice]
+    return problems
 
 
 def _batch(config: Config) -> list[str]:

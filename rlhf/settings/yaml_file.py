@@ -11,6 +11,7 @@ from rlhf.settings.fields import Layer
 from rlhf.utils.errors import UserError, raise_if
 
 _PLAIN_MAPPING = "tag:yaml.org,2002:map"
+MAPPINGS = ("columns",)  # settings whose value may be a mapping
 KIND, ALGORITHMS, REWARD_MODEL = "kind", "algorithms", "reward_model_training"  # keys that only recipes have
 
 
@@ -89,7 +90,7 @@ def _collect(tree: yaml.MappingNode, path: str, found: Layer, problems: list[str
             problems.append(f"a name is not text: {where}. Write lines such as `gamma: 1`")
             continue
         key = str(key_node.value).replace("-", "_")
-        if isinstance(value_node, yaml.MappingNode):
+        if isinstance(value_node, yaml.MappingNode) and key not in MAPPINGS:
             found.setdefault(f"{key}:", (None, where))
             _collect(value_node, path, found, problems)
         elif key in found:

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.objectives import kl_k1
 from rlhf.data.chat_template import encode_completion, encode_text
-from rlhf.data.examples import read_text
 from rlhf.data.prompts import Prompt, ids_alone
+from rlhf.data.readers import read_text
 from rlhf.models.actor_critic import Actor
 from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of

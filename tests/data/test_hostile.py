@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.config import parse_cli
 from rlhf.data.chat_template import decode_completion, encode_completion, encode_prompt, encode_text
-from rlhf.data.examples import ROLES, examples_of, load_examples
+from rlhf.data.examples import examples_of, load_examples
+from rlhf.data.formats import ROLES
 from rlhf.data.prompts import encode_prompts, load_prompts
 from rlhf.models.load import load_adapter, load_policy, load_tokenizer
 from rlhf.reports.token_page import write_token_page
@@ -387,12 +388,16 @@ def check_loaded_or_reported(folder: Path, content: bytes, tokenizer, pairs: boo
         found = read(folder, content, pairs=pairs)
     except UserError as error:
         for problem in error.problems:
-            assert re.search(r"rows\.jsonl(:\d+|, byte \d+)", problem) or problem.startswith("no rows: "), problem
+            assert re.search(
+                r"rows\.jsonl(:\d+|, byte \d+)|^(a|an|not) .*: .*rows\.jsonl\. ", problem
+            ) or problem.startswith("no rows: "), problem
             assert "\n" not in problem
         return
     prompts, too_long = encode_prompts(tokenizer, found, 10**6)
     assert too_long == 0 and len(prompts) == len(found) > 0
-    rows = [json.loads(line) for line in content.decode("utf-8-sig").split("\n") if line.strip()]
+    text = content.decode("utf-8-sig")
+    is_array = text.lstrip().startswith("[")
+    rows = json.loads(text) if is_array else [json.loads(line) for line in text.split("\n") if line.strip()]
     for prompt, row in zip(prompts, rows, strict=True):
         rendered = tokenizer.decode(list(prompt.ids))
         assert all(message["content"] in rendered for message in prompt.example.messages)

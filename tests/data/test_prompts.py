@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from rlhf.data import examples
 from rlhf.data.chat_template import encode_completion, encode_prompt, encode_text
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.prompts import load_prompts
@@ -94,19 +93,6 @@ def test_missing_empty_and_non_utf8_files_are_refused(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}')
     with pytest.raises(UserError, match=r"not UTF-8: .*latin.jsonl, byte 15"):
         load_examples(str(tmp_path / "latin.jsonl"))
-
-
-def test_few_invalid_rows_of_a_hub_dataset_are_skipped_and_reported(monkeypatch):
-    rows = [(f"someone/data row {i}", {"prompt": f"question {i}"}) for i in range(99)]
-    monkeypatch.setattr(examples, "_read_hub", lambda name: [*rows, ("someone/data row 99", {"prompt": ""})])
-    text = []
-    assert len(load_examples("someone/data", say=text.append)) == 99
-    assert text == ["skipped 1 of 100 rows because they are invalid. First error: prompt is empty: "
-                    "someone/data row 99. Correct or remove that row"]  # fmt: skip
-    bad = [(where, {"prompt": None}) for where, _ in rows[:20]]
-    monkeypatch.setattr(examples, "_read_hub", lambda name: [*rows, *bad])
-    with pytest.raises(UserError, match="prompt is null"):
-        load_examples("someone/data", say=text.append)
 
 
 def test_no_prompt_left_after_filtering_is_an_error(tmp_path, tokenizer):

@@ -437,6 +437,7 @@ def test_check_prints_checks_and_writes_no_folder(configured, capsys):
 
 SEPARATE = {"micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "output", "dry_run", "check",
          "rollout_engine", "rollout_slots", "packed", "fused_head"}  # each has its own test above  # fmt: skip
+DATA = {"dataset_config", "dataset_split", "columns", "skip_bad_rows"}  # tests/data/test_readers.py
 SAMPLER = {"steps_per_topic"}  # tests/data/test_sampler.py
 RESUMED = {"save_every", "keep", "resume", "resume_anyway"}  # tests/run/test_resume.py
 GUARDED = {"replay", "rollback_on_kl"}  # tests/trainer/test_safety.py
@@ -450,7 +451,7 @@ EXPORTED = {"merge_lora", "export_from", "push_to_hub", "hub_private"}  # tests/
 
 
 def test_every_setting_is_tested():
-    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED, *SAMPLER}
+    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED, *SAMPLER, *DATA}
     assert set(settings_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *OUTCOMES, *SEPARATE, *elsewhere}
 
 
@@ -527,7 +528,7 @@ def test_rm_output_and_rm_overwrite(start_model, pairs_file, tmp_path):
 
 def test_every_reward_model_setting_is_tested():
     separate = {"pairs", "base_model", "rm_output", "rm_overwrite"}
-    assert set(settings_of(RewardModelConfig)) == {*REWARD_SETTINGS, *separate}
+    assert set(settings_of(RewardModelConfig)) == {*REWARD_SETTINGS, *separate, *DATA}
 
 
 # --- commands that evaluate, compare and plot runs -------------------------------------------------------------------

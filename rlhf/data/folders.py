@@ -1,0 +1,89 @@
+"""Folders of data: which files belong to a split. Imports no `datasets`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhf.data.source import DataSource
+from rlhf.utils.errors import UserError, did_you_mean
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+OF_MODELS = ("config.json", "adapter_config.json", "run.json")  # files of a model or a run
+SPLITS = {  # split -> words in the names of its files and folders, as in `datasets`
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+
+
+def saved_splits(folder: Path) -> list[str] | None:
+    """Return the splits in a folder that `save_to_disk` wrote: empty for a single Dataset. None for other folders."""
+    file = folder / "dataset_dict.json"
+    if file.is_file():
+        try:
+            return list(json.loads(file.read_text(encoding="utf-8"))["splits"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise UserError(f"incomplete or corrupted: {file}. Save the dataset again with save_to_disk") from None
+    return [] if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file() else None
+
+
+def choose_split(splits: list[str], source: DataSource) -> str:
+    """Return the split to read: that of --dataset-split, otherwise "train" or the only one."""
+    wanted, known = source.dataset_split, f"the splits are {', '.join(splits)}"
+    if wanted is None and ("train" in splits or len(splits) == 1):
+        return "train" if "train" in splits else splits[0]
+    if wanted is None:
+        raise UserError(f"no split 'train': {source.flag} {source.name}, {known}. Choose one with --dataset-split")
+    if wanted not in splits:
+        near = did_you_mean(wanted, splits, "Choose one of them")
+        raise UserError(f"no split {wanted!r}: {source.flag} {source.name}, {known}. {near.strip()}")
+    return wanted
+
+
+def files_of_split(folder: Path, source: DataSource, say: Callable[[str], None]) -> list[Path]:
+    """Return the data files of the chosen split in a folder and the folders in it, by name. If no file name contains
+    the name of a split, all files belong to "train". Prints the number of ignored files."""
+    found = [name for name in OF_MODELS if (folder / name).is_file()]
+    if found:
+        raise UserError(
+            f"this is the folder of a model or a run, not of data ({found[0]}): {source.flag} {source.name}. Give a "
+            "data file, a folder of data files or a hub dataset's name"
+        )
+    files = [file for file in sorted(folder.rglob("*")) if _is_data(file.relative_to(folder)) and file.is_file()]
+    if not files:
+        raise UserError(
+            f"no data files in this folder: {source.flag} {source.name}. Data files end with {', '.join(SUFFIXES)}"
+        )
+    splits: dict[str | None, list[Path]] = {}
+    for file in files:
+        splits.setdefault(split_of(file.relative_to(folder)), []).append(file)
+    if list(splits) == [None]:
+        splits = {"train": files}
+    ignored = splits.pop(None, [])
+    chosen = choose_split([str(name) for name in splits], source)
+    if ignored:
+        say(
+            f"note: ignored {len(ignored)} files without the name of a split, such as {ignored[0]}, because other "
+            f"files of {source.name} have one"
+        )
+    return splits[chosen]
+
+
+def _is_data(file: Path) -> bool:
+    """True for a data file, given its path inside the folder. Hidden files are not data files."""
+    hidden = any(part.startswith((".", "__")) for part in file.parts)
+    return not hidden and file.suffix.lower() in SUFFIXES and file.name not in NOT_DATA
+
+
+def split_of(file: Path) -> str | None:
+    """Return the split in a file's name, otherwise that in the name of its folder, or None. A word counts if no
+    letter is next to it: `train-00000-of-00002.parquet`, but not `trainer.json`."""
+    for part in (file.stem, *reversed(file.parts[:-1])):
+        for split, words in SPLITS.items():
+            if re.search(rf"(?<![a-z])({'|'.join(words)})(?![a-z])", part.lower()):
+                return split
+    return None

@@ -1,0 +1,239 @@
+"""Row formats: finds the prompt and the two completions in a row. TRL's formats, chats and ShareGPT."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.utils.errors import UserError
+
+Message = dict[str, str]
+ROLES = ("system", "user", "assistant", "tool")
+# "from" of a ShareGPT message -> role
+SHAREGPT_ROLES = {
+    **{role: role for role in ROLES},
+    **dict.fromkeys(("human",), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
+}
+EXPECTED_COLUMNS = '"question", "prompt" or "messages" (a preference pair also needs "chosen" and "rejected")'
+# columns that hold the prompt in other trainers' data, for hints
+PROMPT_LIKE = ("instruction", "input", "query", "problem", "user", "task", "text", "context", "request")
+_NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
+_UNSUPPORTED = {  # column -> why a row that has it would lose something
+    "tools": "completions cannot call tools",
+    "image": "prompts with images are not supported",
+    "images": "prompts with images are not supported",
+}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The prompt of a row and, for a preference pair, its two completions."""
+
+    messages: list[Message]
+    chosen: str | None = None
+    rejected: str | None = None
+    conversational: bool = False  # the prompt is a list of messages in the row
+    found_in_text: bool = False  # the prompt is the common beginning of two texts
+
+
+def parts_of(row: dict, where: str) -> Parts:
+    """Return the prompt and the completions of a row. Raises UserError if the row is invalid; `where` is its position.
+
+    The prompt is the first of: `messages`, `conversations`, a list in `prompt`, `question`, `prompt`. A pair without
+    any of them has an implicit prompt: the common beginning of `chosen` and `rejected`.
+    """
+    for name, why in _UNSUPPORTED.items():
+        if row.get(name):
+            raise UserError(f"column {name!r}: {where}, and {why}. Remove it, or rename it: --columns NEW={name}")
+    chat = next((row[key] for key in ("messages", "conversations") if row.get(key) is not None), None)
+    chat = row.get("prompt") if chat is None and isinstance(row.get("prompt"), list) else chat
+    key = next((k for k in ("question", "prompt") if k in row), None)
+    sides = _sides(row, where)
+    if chat is not None:
+        messages = _with_system(_prompt_chat(chat, where), row, where)
+        return Parts(messages, *(_completion(side, name, messages, where) for name, side in sides), True)
+    if key is not None:
+        return _with_text_prompt(row, key, sides, where)
+    if not sides:
+        raise _no_prompt(row, where)
+    (_, chosen), (_, rejected) = sides
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        messages, *both = _split_chats(chosen, rejected, where)
+        return Parts(_with_system(messages, row, where), *both, True)
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        if _prompt_like(row):
+            raise _no_prompt(row, where)
+        prompt, *both = _split_texts(chosen, rejected, row, where)
+        return Parts(_with_system([{"role": "user", "content": prompt}], row, where), *both, False, True)
+    raise UserError(f"one of chosen and rejected is text and the other one is a chat: {where}. Use one form for both")
+
+
+def _with_text_prompt(row: dict, key: str, sides: list[tuple[str, Any]], where: str) -> Parts:
+    """Return the parts of a row whose prompt is a text. Its completions may be chats that begin with the prompt."""
+    text = check_text(row[key], key, where)
+    messages = _with_system([{"role": "user", "content": text}], row, where)
+    if sides and all(isinstance(side, list) and len(side) > 1 for _, side in sides):
+        head, *both = _split_chats(*(side for _, side in sides), where)
+        if not any(m["role"] == "user" and m["content"].split() == text.split() for m in head):
+            raise UserError(f"the chats in chosen and rejected do not contain the {key}: {where}. Correct that row")
+        return Parts(_with_system(head, row, where), *both)
+    return Parts(messages, *(_completion(side, name, messages, where) for name, side in sides))
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def _prompt_chat(chat: Any, where: str) -> list[Message]:
+    """Return the messages of a prompt. A last assistant message is removed, because the model writes its own."""
+    messages = _messages(chat, where)
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    return _require_user(messages, where)
+
+
+def _require_user(messages: list[Message], where: str) -> list[Message]:
+    if not any(m["role"] == "user" for m in messages):
+        raise UserError(f"no user message in the chat: {where}. Add one")
+    return messages
+
+
+def _with_system(messages: list[Message], row: dict, where: str) -> list[Message]:
+    """Return the messages, with the text of the column `system` in front."""
+    if row.get("system") in (None, ""):
+        return messages
+    system = {"role": "system", "content": check_text(row["system"], "system", where)}
+    others = [m for m in messages if m["role"] == "system"]
+    if not others:
+        return [system, *messages]
+    if others[0]["content"].strip() != system["content"].strip():
+        raise UserError(f"the column system and the chat have different system messages: {where}. Keep one")
+    return messages
+
+
+def _no_prompt(row: dict, where: str) -> UserError:
+    """Return the error for a row without a prompt, with the column that may be the prompt."""
+    like = _prompt_like(row)
+    fix = f". If {like[0]!r} is the prompt, add --columns prompt={like[0]}" if like else ""
+    return UserError(f"no prompt: {where}, columns {sorted(row)}. Each row needs {EXPECTED_COLUMNS}{fix}")
+
+
+def _prompt_like(row: dict) -> list[str]:
+    """Return the columns whose name suggests that they contain the prompt."""
+    return [*(name for name in PROMPT_LIKE if name in row), *difflib.get_close_matches("prompt", row, cutoff=0.82)]
+
+
+# --- completions -----------------------------------------------------------------------------------------------------
+
+
+def _sides(row: dict, where: str) -> list[tuple[str, Any]]:
+    """Return ("chosen", value) and ("rejected", value), each a text or a list of messages; an empty list for a row
+    without a pair."""
+    if "chosen" not in row and "rejected" not in row:
+        return []
+    for name in ("chosen", "rejected"):
+        if name not in row:
+            raise UserError(f'no "{name}": {where}, columns {sorted(row)}. A pair needs both "chosen" and "rejected"')
+    return [(name, _side(row[name], name, where)) for name in ("chosen", "rejected")]
+
+
+def _side(value: Any, name: str, where: str) -> str | list[Message]:
+    chat = [value] if isinstance(value, dict) else value  # LLaMA-Factory writes one message
+    if isinstance(chat, list) and chat and all(isinstance(m, dict) for m in chat):
+        return _messages(chat, where, name)
+    return check_text(value, name, where)
+
+
+def _completion(side: str | list[Message], name: str, prompt: list[Message], where: str) -> str:
+    """Return one completion as text. A chat may repeat the prompt before it, with or without its system message."""
+    if isinstance(side, str):
+        return side
+    for head in (prompt, [m for m in prompt if m["role"] != "system"]):
+        if len(side) > len(head) and side[: len(head)] == head:
+            return _only_message(side[len(head) :], name, where)
+    return _only_message(side, name, where)
+
+
+def _only_message(messages: list[Message], name: str, where: str) -> str:
+    """Return the text of the one assistant message after a prompt."""
+    if len(messages) != 1 or messages[0]["role"] != "assistant":
+        roles = ", ".join(m["role"] for m in messages)
+        raise UserError(
+            f"{name} is not one assistant message after the prompt (roles: {roles}): {where}. Put all messages before "
+            "the last one into the prompt, or remove that row"
+        )
+    return check_text(messages[0]["content"], name, where)
+
+
+def _split_chats(chosen: list[Message], rejected: list[Message], where: str) -> tuple[list[Message], str, str]:
+    """Return the common messages of two chats, and the message after them in each."""
+    longest = min(len(chosen), len(rejected)) - 1
+    common = next((i for i in range(longest) if chosen[i] != rejected[i]), longest)
+    prompt = _require_user(chosen[:common], where)
+    return prompt, _only_message(chosen[common:], "chosen", where), _only_message(rejected[common:], "rejected", where)
+
+
+def _split_texts(chosen: str, rejected: str, row: dict, where: str) -> tuple[str, str, str]:
+    """Return the common beginning of two texts, and the rest of each. A space before the rest belongs to the rest, as
+    in TRL's `extract_prompt`."""
+    if chosen == rejected:
+        raise UserError(f"chosen equals rejected: {where}. Correct or remove that row")
+    common = next((i for i, (c, r) in enumerate(zip(chosen, rejected, strict=False)) if c != r), None)
+    prompt = chosen[:common] if common is not None else min(chosen, rejected, key=len)
+    prompt = prompt.removesuffix(" ")
+    if not prompt.strip():
+        raise _no_prompt(row, where)
+    rests = chosen[len(prompt) :], rejected[len(prompt) :]
+    if not all(rest.strip() for rest in rests):
+        raise UserError(
+            f"no prompt, and chosen or rejected is the beginning of the other one: {where}. Add a column prompt"
+        )
+    return (prompt, *rests)
+
+
+# --- messages and texts ----------------------------------------------------------------------------------------------
+
+
+def _messages(chat: Any, where: str, name: str = "content") -> list[Message]:
+    """Return a chat as messages with the keys role and content. `name` names the contents in errors."""
+    if not isinstance(chat, list) or not all(isinstance(m, dict) for m in chat):
+        raise UserError(f'not a list of {{"role", "content"}} messages: {where}. Correct or remove that row')
+    return [_message(m, where, name) for m in chat]
+
+
+def _message(message: dict, where: str, name: str) -> Message:
+    if message.get("tool_calls"):
+        raise UserError(f"a message with tool_calls: {where}. Remove that row, because completions cannot call tools")
+    if {"role", "content"} <= message.keys():
+        role, content, roles = message["role"], message["content"], dict.fromkeys(ROLES)
+    elif {"from", "value"} <= message.keys():
+        role, content, roles = message["from"], message["value"], SHAREGPT_ROLES
+    else:
+        raise UserError(f'not a list of {{"role", "content"}} messages: {where}. Correct or remove that row')
+    if not isinstance(role, str) or role not in roles:
+        raise UserError(f"unknown chat role {shown(role, repr)}: {where}. Use one of {', '.join(roles)}")
+    return {"role": roles[role] or role, "content": check_text(content, name, where)}
+
+
+def check_text(value: Any, key: str, where: str) -> str:
+    """Return a text from the data. Raises UserError if it is not text, empty, or not valid Unicode."""
+    if not isinstance(value, str):
+        raise UserError(f"{key} is {shown(value)}, not text: {where}. Correct or remove that row")
+    if not value.strip():
+        raise UserError(f"{key} is empty: {where}. Correct or remove that row")
+    found = _NOT_TEXT.search(value)
+    if found:
+        what = "a NUL character" if found[0] == "\0" else "a lone surrogate"
+        raise UserError(f"{key} contains {what} (character {found.start() + 1}): {where}. Correct or remove that row")
+    return value
+
+
+def shown(value: Any, as_text: Any = None) -> str:
+    """Return a value for an error message. Lists and objects are shown by their type only: they may be deep."""
+    kinds = {list: "a list", dict: "an object"}
+    as_text = as_text or (lambda v: json.dumps(v, default=str))
+    return kinds.get(type(value)) or as_text(value)[:40]

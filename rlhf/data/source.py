@@ -1,0 +1,45 @@
+"""Where data comes from: the settings that describe one source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf.settings.reward_model import RewardDataSettings
+from rlhf.settings.training import DataSettings
+from rlhf.settings.types import Renaming
+from rlhf.utils.paths import is_path
+
+MAX_BAD_PERCENT = {True: 0.0, False: 1.0}  # is local -> rows that may be skipped if --skip-bad-rows is not given
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """A data file, a folder or a hub dataset, and how to read it."""
+
+    name: str
+    dataset_config: str | None = None
+    dataset_split: str | None = None
+    columns: tuple[Renaming, ...] = ()
+    skip_bad_rows: float | None = None  # percent; None: 0 for files, 1 for hub datasets
+    flag: str = "--prompts"  # the flag that gave the name, for messages
+
+    @classmethod
+    def of(cls, data: DataSettings | RewardDataSettings) -> DataSource:
+        """Return the source that a group of settings describes."""
+        name, flag = (data.prompts, "--prompts") if isinstance(data, DataSettings) else (data.pairs, "--pairs")
+        return cls(name, data.dataset_config, data.dataset_split, data.columns, data.skip_bad_rows, flag)
+
+    @property
+    def is_local(self) -> bool:
+        return is_path(self.name) or Path(self.name).expanduser().exists()
+
+    @property
+    def bad_percent(self) -> float:
+        """The largest percentage of rows that may be skipped because they cannot be used."""
+        return MAX_BAD_PERCENT[self.is_local] if self.skip_bad_rows is None else self.skip_bad_rows
+
+    def rename(self, row: dict) -> dict:
+        """Return a row with the columns renamed."""
+        names = {c.old: c.new for c in self.columns}
+        return {names.get(name, name): value for name, value in row.items()} if names else row

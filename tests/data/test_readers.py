@@ -1,0 +1,362 @@
+"""Tests the kinds of data sources (files, folders, saved datasets, hub datasets) and the flags that describe them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.ipc
+import pytest
+from datasets import Dataset, DatasetDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf.config import make_config, parse_cli
+from rlhf.data import tables
+from rlhf.data.examples import load_examples
+from rlhf.data.folders import split_of
+from rlhf.data.readers import read_file
+from rlhf.data.source import DataSource
+from rlhf.settings.reward_model import may_have_pairs, parse_reward_cli
+from rlhf.settings.types import Renaming
+from rlhf.utils.errors import UserError
+
+ROWS = [{"prompt": f"question {i}?", "answer": i, "note": "None" if i % 2 else None} for i in range(4)]
+
+
+def write(file: Path, text: str | bytes) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return file
+
+
+def write_csv(file: Path, between: str = ",") -> Path:
+    lines = ["prompt answer note".split(), *([r["prompt"], str(r["answer"]), r["note"] or ""] for r in ROWS)]
+    return write(file, "\n".join(between.join(line) for line in lines))
+
+
+def jsonl(*rows: dict) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def write_parquet(file: Path, rows: list[dict] = ROWS) -> Path:
+    Dataset.from_list(rows).to_parquet(str(file))
+    return file
+
+
+def write_arrow(file: Path, writer=pa.ipc.new_file) -> Path:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.OSFile(str(file), "wb") as stream, writer(stream, table.schema) as sink:
+        sink.write_table(table)
+    return file
+
+
+def save(folder: Path, data: Dataset | DatasetDict) -> Path:
+    data.save_to_disk(str(folder))
+    return folder
+
+
+# each makes a source with ROWS
+SOURCES = {
+    "JSONL": lambda p: write(p / "a.jsonl", jsonl(*ROWS)),
+    "a JSON array": lambda p: write(p / "a.json", json.dumps(ROWS, indent=2)),
+    "a JSON array in .jsonl": lambda p: write(p / "a.jsonl", json.dumps(ROWS)),
+    "JSONL in .csv": lambda p: write(p / "a.csv", jsonl(*ROWS)),
+    "CSV": lambda p: write_csv(p / "a.csv"),
+    "CSV with a byte-order mark": lambda p: write(p / "a.csv", b"\xef\xbb\xbf" + write_csv(p / "b").read_bytes()),
+    "TSV": lambda p: write_csv(p / "a.tsv", "\t"),
+    "Parquet": lambda p: write_parquet(p / "a.parquet"),
+    "Parquet in .jsonl": lambda p: write_parquet(p / "a.jsonl"),
+    "an Arrow file": lambda p: write_arrow(p / "a.arrow"),
+    "an Arrow stream": lambda p: write_arrow(p / "a.arrow", pa.ipc.new_stream),
+    "a saved Dataset": lambda p: save(p / "saved", Dataset.from_list(ROWS)),
+    "a saved DatasetDict": lambda p: save(
+        p / "saved", DatasetDict(test=Dataset.from_list(ROWS[:1]), train=Dataset.from_list(ROWS))
+    ),
+    "a saved DatasetDict with one split": lambda p: save(p / "saved", DatasetDict(test=Dataset.from_list(ROWS))),
+    "a folder of two kinds": lambda p: [write(p / "d" / "1.jsonl", jsonl(*ROWS[:2])),
+                                        write_parquet(p / "d" / "2.parquet", ROWS[2:])][0].parent,
+    "a folder with splits": lambda p: [write(p / "d" / "test.jsonl", jsonl(*ROWS[:1])),
+                                       write(p / "d" / ".hidden.jsonl", "{"), write(p / "d" / "README.md", "a"),
+                                       write_parquet(p / "d" / "train-00000-of-00001.parquet")][0].parent,
+    "a folder of folders": lambda p: [write(p / "d" / "validation" / "a.jsonl", jsonl(*ROWS[:1])),
+                                      write(p / "d" / "train" / "a.jsonl", jsonl(*ROWS))][0].parent.parent,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_kind_of_source_gives_the_same_rows(tmp_path, kind, capsys):
+    source = SOURCES[kind](tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    examples = load_examples(str(source))
+    assert [e.messages[0]["content"] for e in examples] == [row["prompt"] for row in ROWS]
+    assert [e.columns["answer"] for e in examples] == [0, 1, 2, 3]
+    assert [e.columns["note"] for e in examples] == [None, "None", None, "None"], "an empty cell, and the text None"
+    assert sorted(tmp_path.rglob("*")) == before, "no cache is written next to the data"
+    assert capsys.readouterr() == ("", ""), "no progress bar"
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_changed_data_is_read_again(tmp_path, kind, monkeypatch):
+    """Same size and same time of change, so that a cache could not notice it."""
+    monkeypatch.setitem(ROWS[3], "prompt", "question X?")
+    SOURCES[kind](tmp_path / "1") if (tmp_path / "1").mkdir() is None else None
+    source = SOURCES[kind](tmp_path)
+    times = {file: file.stat() for file in tmp_path.rglob("*")}
+    assert load_examples(str(source))[3].question == "question x?"
+    monkeypatch.undo()
+    if source.is_dir():
+        import shutil
+
+        shutil.rmtree(source)
+    SOURCES[kind](tmp_path)
+    for file, stat in times.items():
+        if file.exists():
+            os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert load_examples(str(source))[3].question == "question 3?"
+
+
+def test_json_files_do_not_import_datasets(tmp_path):
+    write(tmp_path / "a.json", json.dumps(ROWS))
+    code = (
+        "import sys; from rlhf.data.readers import read_file; from pathlib import Path; "
+        "read_file(Path('a.json')); assert not {'datasets', 'torch', 'pandas'} & set(sys.modules)"
+    )
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, env={**os.environ, "PYTHONPATH": path})
+
+
+# --- positions and errors --------------------------------------------------------------------------------------------
+
+BAD = {
+    "an array": ("a.json", '[\n  {"prompt": "a"},\n  {"prompt":\n    ""}\n]', r"prompt is empty: .*a\.json:3, '\{"),
+    "a broken element": ("a.json", '[{"prompt": "a"},\n{oops}]', r"not JSON \(Expecting prop.*\): .*a\.json:2, '\{oo"),
+    "a cut array": ("a.json", '[{"prompt": "a"},\n{"prom', r"not JSON .*: .*a\.json:2, .*Is the file incomplete\?"),
+    "an array without its end": ("a.json", '[{"prompt": "a"}\n', r"not JSON \(Expecting ',' or ']'\): .*incomplete\?"),
+    "a comma too many": ("a.json", '[{"prompt": "a"},\n]', r"not JSON \(Expecting value\): .*a\.json:2, '\]'"),
+    "no comma": ("a.json", '[{"prompt": "a"}\n{"prompt": "b"}]', r"not JSON \(Expecting ',' or ']'\): .*a\.json:2"),
+    "text after an array": ("a.json", '[{"prompt": "a"}]\n[]', r"not JSON \(Extra data after the array\): .*json:2"),
+    "a key twice": ("a.json", '[{"prompt": "a", "prompt": "b"}]', r"not JSON \(duplicate key 'prompt'\): .*json:1"),
+    "an empty array": ("a.json", "[]", r"no rows: .*a\.json"),
+    "a bad row of a CSV file": ("a.csv", "prompt,answer\na,1\n,2\n", r"no prompt: .*a\.csv row 1, columns \['answer'"),
+    "a CSV row with a cell too many": ("a.csv", "prompt\na\nb,c\n", r"not CSV \(.*line 3, saw 2\): .*a\.csv\. Corr"),
+    "an open quote": ("a.csv", 'prompt\na\n"b\n', r"not CSV \(.*EOF inside string.*\): .*a\.csv\. Correct"),
+    "a column twice": ("a.csv", "prompt,prompt\na,b\n", r"the column 'prompt' occurs twice: .*a\.csv:1\. Rename"),
+    "a CSV file that is not UTF-8": ("a.csv", b"prompt\ncaf\xe9\n", r"not UTF-8: .*a\.csv, byte 10"),
+    "an empty CSV file": ("a.csv", "", r"no rows: .*a\.csv"),
+    "a CSV file without rows": ("a.csv", "prompt,answer\n", r"no rows: .*a\.csv"),
+    "a cut Parquet file": ("a.parquet", b"PAR1\x15\x04", r"not Parquet \(.*\): .*a\.parquet\. Correct the file"),
+    "a text in .parquet": ("a.parquet", "prompt\na\n", r"not Parquet, or cut off: .*a\.parquet\. Write"),
+    "a cut Arrow file": ("a.arrow", b"ARROW1\0\0abc", r"not Arrow \(.*\): .*a\.arrow\. Correct the file"),
+    "gzip": ("a.jsonl", b"\x1f\x8b\x08", r"a gzip file, not a data file: .*a\.jsonl\. Unpack"),
+    "an Excel file": ("a.csv", b"PK\x03\x04", r"a ZIP or Excel file, not a data file: .*a\.csv\. Unpack or export"),
+    "a folder without data": ("README.md", "a", r"no data files in this folder: --prompts .*\. Data files end with"),
+    "a folder of a model": ("config.json", "{}", r"this is the folder of a model or a run, not of data \(config.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files_are_reported_in_one_line_each(tmp_path, case):
+    name, content, message = BAD[case]
+    file = write(tmp_path / name, content)
+    with pytest.raises(UserError, match=message) as caught:
+        load_examples(str(tmp_path if "folder" in case else file))
+    assert all("\n" not in problem and len(problem) < 500 for problem in caught.value.problems)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(rows=st.lists(JSON_VALUES, max_size=5), indent=st.sampled_from([None, 0, 2]), ascii=st.booleans())
+def test_json_arrays_are_read_as_json_loads_reads_them(tmp_path_factory, rows, indent, ascii):
+    text = json.dumps(rows, indent=indent, ensure_ascii=ascii)
+    file = tmp_path_factory.getbasetemp() / "array.json"
+    file.write_bytes(text.encode("utf-8", "surrogatepass" if ascii else "replace"))
+    found = read_file(file)
+    if ascii:
+        assert [row for _, row in found] == rows
+    lines = [int(where.split("array.json:")[1].split(",")[0]) for where, _ in found]
+    assert lines == sorted(lines) and (indent is not None or set(lines) <= {1})
+
+
+# --- splits and configurations ---------------------------------------------------------------------------------------
+
+
+def test_split_is_chosen_by_flag(tmp_path):
+    parts = DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:1]))
+    folder = str(save(tmp_path / "saved", parts))
+    assert len(load_examples(DataSource(folder, dataset_split="test"))) == 1
+    with pytest.raises(
+        UserError, match=r"no split 'tests': --prompts .*, the splits are train, test\. Did you mean te"
+    ):
+        load_examples(DataSource(folder, dataset_split="tests"))
+    other = str(save(tmp_path / "other", DatasetDict(a=parts["train"], b=parts["test"])))
+    with pytest.raises(UserError, match=r"no split 'train': .*the splits are a, b\. Choose one with --dataset-split"):
+        load_examples(other)
+    single = str(save(tmp_path / "single", parts["train"]))
+    with pytest.raises(UserError, match=r"a saved Dataset has no splits: --dataset-split test, .*Remove"):
+        load_examples(DataSource(single, dataset_split="test"))
+    with pytest.raises(UserError, match=r"a file has no splits: --dataset-split test, --prompts .*Remove"):
+        load_examples(DataSource(str(write(tmp_path / "a.jsonl", jsonl(*ROWS))), dataset_split="test"))
+    with pytest.raises(UserError, match=r"--dataset-config is for hub datasets: --prompts .*, main\. Remove it"):
+        load_examples(DataSource(folder, dataset_config="main"))
+
+
+def test_files_without_a_split_are_ignored_with_a_note(tmp_path):
+    for name in ("train.jsonl", "more.jsonl", "test_0.jsonl"):
+        write(tmp_path / name, jsonl({"prompt": name}))
+    text = []
+    assert [e.question for e in load_examples(str(tmp_path), say=text.append)] == ["train.jsonl"]
+    assert len(text) == 1 and text[0].startswith("note: ignored 1 files without the name of a split, such as ")
+    source = DataSource(str(tmp_path), dataset_split="test")
+    assert [e.question for e in load_examples(source, say=text.append)] == ["test_0.jsonl"]
+
+
+@pytest.mark.parametrize(("name", "split"), [
+    ("train-00000-of-00002.parquet", "train"), ("my_dev.csv", "validation"), ("evaluation.json", "test"),
+    ("test/a.jsonl", "test"), ("test/train.jsonl", "train"), ("trainer.jsonl", None), ("latest.jsonl", None),
+    ("constraint.json", None), ("training2.json", "train"),
+])  # fmt: skip
+def test_split_of_a_file_name(name, split):
+    assert split_of(Path(name)) == split
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub dataset with two configurations: a local clone of it stands for the hub."""
+    clone = tmp_path / "clone"
+    write(clone / "main" / "train.jsonl", jsonl(*ROWS))
+    write(clone / "main" / "test.jsonl", jsonl(*ROWS[:1]))
+    write(clone / "other" / "test.jsonl", jsonl(*ROWS[:2]))
+    configs = "".join(f"- config_name: {name}\n  data_dir: {name}\n" for name in ("main", "other"))
+    write(clone / "README.md", f"---\nconfigs:\n{configs}---\n")
+    monkeypatch.setattr(tables, "require_hub", lambda name, *_: str(clone))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return clone
+
+
+def test_configuration_and_split_of_a_hub_dataset(hub):
+    assert len(load_examples(DataSource("openai/gsm", "main"))) == 4
+    assert len(load_examples(DataSource("openai/gsm", "main", "test"))) == 1
+    assert len(load_examples(DataSource("openai/gsm", "other", "test"))) == 2
+    with pytest.raises(
+        UserError, match=r"cannot read the hub dataset \(.*\): --prompts openai/gsm\. Choose --data.* main, other$"
+    ):
+        load_examples(DataSource("openai/gsm"))
+    with pytest.raises(
+        UserError, match=r": --prompts openai/gsm, --dataset-config mian\. Choose --dataset-config from"
+    ):
+        load_examples(DataSource("openai/gsm", "mian"))
+    with pytest.raises(
+        UserError, match=r": --prompts openai/gsm, --dataset-config other\. Choose --dataset-split from t"
+    ):
+        load_examples(DataSource("openai/gsm", "other"))
+
+
+# --- columns ---------------------------------------------------------------------------------------------------------
+
+
+def renamed(*names: str) -> tuple[Renaming, ...]:
+    return tuple(map(Renaming.parse, names))
+
+
+def test_columns_get_new_names(tmp_path):
+    rows = [{"problem": f"{i} + 1?", "solution": i + 1, "prompt": "not used"} for i in range(3)]
+    file = str(write(tmp_path / "a.jsonl", jsonl(*rows)))
+    examples = load_examples(DataSource(file, columns=renamed("prompt=problem", "answer=solution", "kind=prompt")))
+    assert [e.question for e in examples] == ["0 + 1?", "1 + 1?", "2 + 1?"]
+    assert examples[0].columns == {"prompt": "0 + 1?", "answer": 1, "kind": "not used"}
+    with pytest.raises(
+        UserError, match=r"no column 'problm': --columns prompt=problm, --prompts .*Did you mean problem"
+    ):
+        load_examples(DataSource(file, columns=renamed("prompt=problm", "kind=prompt")))
+    with pytest.raises(UserError, match=r"already has a column 'prompt': --columns prompt=problem, .* OTHER=prompt"):
+        load_examples(DataSource(file, columns=renamed("prompt=problem")))
+
+
+def test_columns_as_flags_and_in_yaml_and_python(tmp_path):
+    file = write(tmp_path / "a.yaml", "columns:\n  prompt: question\n  answer: solution\n")
+    words = ("prompt=question", "answer=solution")
+    for argv in (["--columns", *words], ["--columns", ",".join(words)], ["--config", str(file)]):
+        assert parse_cli(argv).data.columns == words
+        assert parse_reward_cli(argv).data.columns == words
+    assert make_config(columns={"prompt": "question", "answer": "solution"}).data.columns == words
+    for bad, message in (
+        ("prompt", r"columns is 'prompt': --columns\. Give NEW=OLD"),
+        ("a=b,c=b", r"'b' is renamed twice: --columns\. Give each name once"),
+        ("a=b,a=c", r"'a' is the new name of a column twice: --columns"),
+    ):
+        for parse in (parse_cli, parse_reward_cli):
+            with pytest.raises(UserError, match=message):
+                parse(["--columns", bad])
+
+
+def test_pairs_are_recognised_in_every_kind_of_file(tmp_path):
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    for name, content, expected in (
+        ("a.jsonl", jsonl(pair), True), ("b.jsonl", jsonl({"prompt": "chosen one"}), False),
+        ("a.json", json.dumps([pair], indent=1), True), ("b.json", json.dumps([{"prompt": "a"}]), False),
+        ("a.csv", "prompt,chosen,rejected\n", True), ("b.csv", "prompt\nchosen\n", False), ("a.parquet", "", True),
+    ):  # fmt: skip
+        assert may_have_pairs(str(write(tmp_path / name, content))) is expected, name
+    file = write(tmp_path / "c.jsonl", jsonl({"prompt": "a", "good": "b", "bad": "c"}))
+    assert may_have_pairs(str(file), ("chosen=good",)) and may_have_pairs(str(file), {"chosen": "good"})
+
+
+# --- rows that cannot be used ----------------------------------------------------------------------------------------
+
+
+def with_bad_rows(bad: int, rows: int = 100) -> str:
+    return jsonl(*({"prompt": "" if i < bad else f"question {i}"} for i in range(rows)))
+
+
+def test_bad_rows_of_a_file_are_refused_and_the_error_names_the_flag(tmp_path):
+    file = str(write(tmp_path / "a.jsonl", with_bad_rows(7)))
+    with pytest.raises(UserError) as caught:
+        load_examples(file)
+    lines = caught.value.report().splitlines()
+    assert len(lines) == 6 and lines[-1] == "and 2 more"
+    assert lines[0].endswith("To skip all bad rows (7 of 100), add --skip-bad-rows 7")
+    with pytest.raises(UserError, match="add --skip-bad-rows 7"):
+        load_examples(DataSource(file, skip_bad_rows=6.9))
+
+
+def test_bad_rows_are_skipped_with_a_count_and_the_first_five(tmp_path):
+    file, text = str(write(tmp_path / "a.jsonl", with_bad_rows(7))), []
+    assert len(load_examples(DataSource(file, skip_bad_rows=7), say=text.append)) == 93
+    assert text[0] == f"skipped 7 of 100 rows because they cannot be used: {file}"
+    assert text[1].startswith(f"  prompt is empty: {file}:1, ") and len(text) == 7 and text[6] == "  and 2 more"
+
+
+@pytest.mark.parametrize("end", ['{"prompt": "a', "{oops}\n", '{"prompt": "caf\\xe9"}'])
+def test_broken_json_and_invalid_utf8_are_never_skipped(tmp_path, end):
+    content = with_bad_rows(0).encode() + end.encode().replace(b"\\xe9", b"\xe9")
+    with pytest.raises(UserError, match="not JSON|not UTF-8"):
+        load_examples(DataSource(str(write(tmp_path / "a.jsonl", content)), skip_bad_rows=50))
+
+
+def test_all_rows_bad_is_an_error_whatever_may_be_skipped(tmp_path):
+    file = str(write(tmp_path / "a.jsonl", with_bad_rows(3, 3)))
+    with pytest.raises(UserError) as caught:
+        load_examples(DataSource(file, skip_bad_rows=99))
+    assert "--skip-bad-rows" not in str(caught.value)
+
+
+def test_one_percent_of_the_rows_of_a_hub_dataset_may_be_bad(hub):
+    train, text = hub / "main" / "train.jsonl", []
+    (hub / "main" / "test.jsonl").unlink()
+    write(train, with_bad_rows(1))
+    assert len(load_examples(DataSource("openai/gsm", "main"), say=text.append)) == 99
+    assert text[1].startswith("  prompt is empty: openai/gsm row 0. ")
+    write(hub / "other" / "test.jsonl", with_bad_rows(2))
+    with pytest.raises(UserError, match="prompt is empty: openai/gsm row 0.*add --skip-bad-rows 2"):
+        load_examples(DataSource("openai/gsm", "other", "test"))

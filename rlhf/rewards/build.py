@@ -13,7 +13,8 @@ from rlhf.data.prompts import PromptSets
 from rlhf.models.device import autocast_dtype
 from rlhf.models.load import find_model
 from rlhf.rewards.checks import check_leaks, check_reward_context, check_reward_model, check_tokenizers
-from rlhf.rewards.functions import LearnedReward, RewardFunction, find_rule
+from rlhf.rewards.find import find_rule
+from rlhf.rewards.functions import LearnedReward, RewardFunction
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.training import Config
@@ -31,10 +32,10 @@ class RewardSources:
 
 def find_rewards(config: Config) -> RewardSources:
     """Find the reward model and the reward functions of the settings. Raises UserError if one does not exist."""
-    name = config.model.rm_model
+    name, longest = config.model.rm_model, config.sampling.max_new_tokens
     return RewardSources(
         folder=find_model(name, "--rm-model") if name is not None else None,
-        rules=[find_rule(rule, config.reward.keywords) for rule in config.reward.reward_func],
+        rules=[find_rule(rule, config.reward.keywords, longest=longest) for rule in config.reward.reward_func],
         weights=config.reward.reward_weights,
     )
 

@@ -79,7 +79,7 @@ class MeasureSettings:
         RewardSettings,
         "reward_func",
         AS_IN_RUN,
-        "reward functions: a built-in name, or FILE.py:NAME, which executes that file",
+        "reward functions: a built-in name, trl:NAME, or FILE.py:NAME, which executes that file",
         "reward functions; unset: as in the run",
     )
     reward_weights: tuple[float, ...] | None = inherited(RewardSettings, "reward_weights", AS_IN_RUN)

@@ -9,12 +9,13 @@ from rlhf.settings.merge import values_of
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
 from rlhf.settings.reward_model import OF_THE_DATA, RewardModelConfig, may_have_pairs, usual_reward_config
 from rlhf.settings.training import Config
+from rlhf.settings.types import FROM_TRL
 from rlhf.utils.system import command
 
 
 def names_code(rules: Iterable[str]) -> list[str]:
     """Return the reward functions that are defined in a file of the user, FILE.py:NAME."""
-    return [rule for rule in rules if ":" in rule]
+    return [rule for rule in rules if ":" in rule and not rule.startswith(FROM_TRL)]
 
 
 def code_words(rules: Iterable[str], evaluation: Iterable[str] = ()) -> list[str]:

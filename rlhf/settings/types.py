@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+FROM_TRL = "trl:"  # before the name of a reward function of trl.rewards
 KL_METRICS = {"sequence": "kl_divergence", "token": "kl_divergence/token"}  # unit -> metric, as logged
 
 

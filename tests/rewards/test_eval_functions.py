@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.rewards.eval_functions import attempts, exact_match, pass_at_k
-from rlhf.rewards.functions import find_rule
+from rlhf.rewards.find import find_rule
 from rlhf.utils.errors import UserError
 
 RIGHT = [

@@ -1,0 +1,159 @@
+"""Finds reward functions by name: built-in ones, those of `trl.rewards`, and functions in a user's file."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rlhf.rewards.eval_functions import exact_match
+from rlhf.rewards.functions import RewardFunction, keyword_bonus, length_penalty, word_penalty
+from rlhf.settings.types import FROM_TRL
+from rlhf.utils.errors import UserError, did_you_mean
+
+NEED_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward", "get_cosine_scaled_reward")
+CACHE_SHARE = 5  # default of soft_punish_cache: a fifth of the longest completion, as in TRL's own GRPO script
+
+
+def find_rule(
+    name: str, keywords: Sequence[str] = (), flag: str = "--reward-func", longest: int | None = None
+) -> RewardFunction | nn.Module:
+    """Return a reward function by name. Raises UserError if there is no such function.
+
+    Args:
+        name: a built-in function; `trl:NAME` or `trl:NAME(argument=value, ...)`, a function of trl.rewards; or
+            `FILE.py:NAME`, which runs that file. If NAME is a class, it is instantiated without arguments.
+        keywords: for keyword_bonus.
+        flag: the setting in error messages.
+        longest: tokens of the longest completion, a default for functions of trl.rewards.
+    """
+    built_in = {
+        "length_penalty": length_penalty,
+        "word_penalty": word_penalty,
+        "keyword_bonus": keyword_bonus(keywords),
+        "exact_match": exact_match,
+    }
+    if name in built_in:
+        return built_in[name]
+    if name.startswith(FROM_TRL):
+        return _of_trl(name, longest, flag)
+    path, colon, attribute = name.rpartition(":")
+    if not colon:
+        wanted = _of_file(Path(name).expanduser()) or (
+            f"{did_you_mean(name, built_in)}Write FILE.py:NAME, trl:NAME or one of {', '.join(built_in)}"
+        )
+        raise UserError(f"no such reward function: {flag} {name}. {wanted}")
+    return _of_users_file(name, path, attribute, flag)
+
+
+# --- functions of trl.rewards ----------------------------------------------------------------------------------------
+
+
+def _of_trl(name: str, longest: int | None, flag: str) -> RewardFunction:
+    """Return a function of trl.rewards. `longest` is the default of arguments for the longest completion, in tokens.
+
+    A `get_...` function is called with the arguments and returns the reward function. Other functions get them in
+    addition to those of every reward function.
+    """
+    function_name, given = _parsed(name, flag)
+    import trl.rewards
+
+    offered = [n for n in trl.rewards.__all__ if inspect.isroutine(getattr(trl.rewards, n))]
+    if function_name not in offered:
+        nearest = did_you_mean(function_name, offered, f"It has {', '.join(offered)}")
+        raise UserError(f"no {function_name!r} in trl.rewards: {flag} {name}. {nearest}")
+    if function_name in NEED_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
+        raise UserError(f"math-verify is not installed: {flag} {name}. Install it with: pip install math-verify")
+    function = getattr(trl.rewards, function_name)
+    known = inspect.signature(function).parameters
+    unknown = [n for n in given if n not in known]
+    if unknown:
+        names = ", ".join(n for n, p in known.items() if p.kind is not p.VAR_KEYWORD)
+        raise UserError(f"{function_name} has no argument {unknown[0]!r}: {flag} {name}. It has {names}")
+    if not function_name.startswith("get_"):
+        return partial(function, **given) if given else function
+    lengths = {"max_len": longest, "max_completion_len": longest, "soft_punish_cache": (longest or 0) // CACHE_SHARE}
+    usual = {n: value for n, value in lengths.items() if n in known and longest is not None}
+    try:
+        return function(**usual | given)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{function_name}() failed ({error}): {flag} {name}. Correct its arguments") from None
+
+
+def _parsed(name: str, flag: str) -> tuple[str, dict[str, Any]]:
+    """Return the function's name and its arguments from `trl:NAME` or `trl:NAME(argument=value, ...)`."""
+    try:
+        node = ast.parse(name.removeprefix(FROM_TRL).strip(), mode="eval").body
+        function, keywords = (node.func, node.keywords) if isinstance(node, ast.Call) else (node, [])
+        if not isinstance(function, ast.Name) or (isinstance(node, ast.Call) and node.args):
+            raise ValueError
+        return function.id, {keyword.arg: ast.literal_eval(keyword.value) for keyword in keywords}
+    except (SyntaxError, ValueError):
+        example = f'"{FROM_TRL}get_repetition_penalty_reward(ngram_size=2)"'
+        raise UserError(
+            f"not a function of trl.rewards: {flag} {name}. Write {FROM_TRL}NAME, or with arguments {example}"
+        ) from None
+
+
+# --- functions in a user's file --------------------------------------------------------------------------------------
+
+
+def _of_users_file(name: str, path: str, attribute: str, flag: str) -> Callable[..., Any]:
+    """Return the function or class instance `attribute` of the file `path`. `name` is the whole value of `flag`."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UserError(f"no such file: {flag} {name}. Write FILE.py:NAME")
+    found = _load_file(file, flag)
+    if not hasattr(found, attribute):
+        names = [n for n, value in vars(found).items() if callable(value)]
+        nearest = did_you_mean(attribute, names, f"The file defines {', '.join(names) or 'no functions'}")
+        raise UserError(f"no {attribute!r} in {path!r}: {flag} {name}. {nearest}")
+    rule = getattr(found, attribute)
+    if inspect.isclass(rule):
+        try:
+            rule = rule()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the user's code may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(
+                f"{attribute}() failed ({reason}): {flag} {name}. Give it a constructor without arguments"
+            ) from None
+    if not callable(rule):
+        raise UserError(f"{attribute!r} in {path!r} is not callable: {flag} {name}. Name a function or a class")
+    return rule
+
+
+def _of_file(file: Path) -> str | None:
+    """Return how to select one of the functions of a Python file, without executing it. None if it has none or cannot
+    be read."""
+    try:
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+    except (OSError, ValueError, SyntaxError):
+        return None
+    names = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    return f"Add the name of a function: {', '.join(f'{file}:{name}' for name in names)}" if names else None
+
+
+def _load_file(file: Path, flag: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"reward_func_{file.stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up their module there
+    sys.path.insert(0, str(file.parent.resolve()))  # so that it can import files next to it, as `python FILE.py` can
+    try:
+        spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # includes sys.exit()
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"the file fails on import: {flag} {file} ({reason}). Fix the file") from None
+    finally:
+        sys.path.pop(0)
+    return module

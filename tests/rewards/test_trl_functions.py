@@ -1,0 +1,106 @@
+"""Tests that every function of trl.rewards runs unchanged as --reward-func trl:NAME."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from re import escape
+
+import pytest
+import trl.rewards
+
+from rlhf.data.examples import Example
+from rlhf.data.prompts import Prompt
+from rlhf.rewards import find
+from rlhf.rewards.find import find_rule
+from rlhf.rewards.rewards import Rewards, check_columns
+from rlhf.settings.next_commands import code_words
+from rlhf.utils.errors import UserError
+
+needs_math = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed: pip install math-verify"
+)
+QUESTION = ({"role": "user", "content": "What is 1/3 of 15?"},)
+THOUGHT = "<think>\n15 / 3\n</think>\n"
+RIGHT, WRONG = r"It is \boxed{5}.", r"It is \boxed{7}."
+# name -> texts, ids, the column `solution`, expected scores; the longest completion has 100 tokens
+CASES = {
+    "think_format_reward": ([THOUGHT + RIGHT, RIGHT], [[1], [1]], None, [1.0, 0.0]),
+    "accuracy_reward": ([RIGHT, WRONG, RIGHT], [[1]] * 3, ["$5$", "$5$", "no formula"], [1.0, 0.0, None]),
+    "reasoning_accuracy_reward": ([THOUGHT + RIGHT, THOUGHT + WRONG, RIGHT], [[1]] * 3, ["$5$"] * 3, [1.0, 0.0, 0.0]),
+    # right: from 1 to 0.5 over 100 tokens; wrong: from -1 to -0.5; a cosine, so the middle is halfway
+    "get_cosine_scaled_reward": ([RIGHT, WRONG], [[1] * 50, [1] * 100], ["$5$"] * 2, [0.75, -0.5]),
+    "get_repetition_penalty_reward": (["", ""], [[1, 2, 3, 4], [5] * 7], None, [0.0, -0.8]),  # one 3-gram five times
+    "get_soft_overlong_punishment": (["", ""], [[1] * 80, [1] * 90], None, [0.0, -0.5]),  # the last 20 of 100 tokens
+}
+
+
+def scored(name, texts, ids, solutions, longest=100):
+    columns = [{} if solutions is None else {"solution": solution} for solution in solutions or texts]
+    prompts = [Prompt((1,), Example(QUESTION, columns=row)) for row in columns]
+    function = find_rule(name, longest=longest)
+    check_columns([function], [p.example for p in prompts], "--prompts x.jsonl")
+    rewards = Rewards([function], None, None, limit_s=60)  # in a thread, as in a run
+    return rewards.score(prompts, texts, ids, [True] * len(texts))
+
+
+def test_every_function_of_trl_has_a_case():
+    assert CASES.keys() == {name for name in trl.rewards.__all__ if inspect.isroutine(getattr(trl.rewards, name))}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_math if name in find.NEED_MATH_VERIFY else ()) for name in CASES]
+)
+def test_function_of_trl_gives_known_scores(name):
+    texts, ids, solutions, expected = CASES[name]
+    assert scored(f"trl:{name}", texts, ids, solutions).total == [
+        None if score is None else pytest.approx(score) for score in expected
+    ]
+
+
+def test_arguments_in_parentheses_reach_the_function():
+    name = "trl:get_repetition_penalty_reward(ngram_size=2, max_penalty=-3)"
+    found = scored(name, ["", ""], [[1, 2, 3], [5] * 5], None)
+    assert found.by_function == {"repetition_penalty_reward": [0.0, pytest.approx(-2.25)]}
+    overlong = "trl:get_soft_overlong_punishment(max_completion_len=10, soft_punish_cache=5)"
+    assert scored(overlong, [""], [[1] * 9], None).total == [-0.8]
+
+
+@needs_math
+def test_arguments_of_a_plain_function_are_fixed():
+    text = "Reasoning. </answer> " + RIGHT
+    given = ([text], [[1]], ["$5$"])
+    assert scored("trl:reasoning_accuracy_reward", *given).total == [0.0]
+    assert scored("trl:reasoning_accuracy_reward(reasoning_delimiters=['</answer>'])", *given).total == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("trl:think_format", "no 'think_format' in trl.rewards: --eval-func trl:think_format. Did you mean"),
+        ("trl:think_format_reward(", "not a function of trl.rewards: --eval-func"),
+        ("trl:get_repetition_penalty_reward(2)", "not a function of trl.rewards: --eval-func"),
+        ("trl:get_repetition_penalty_reward(n=2)", "has no argument 'n'"),
+        ("trl:get_repetition_penalty_reward(max_penalty=1)", "failed (max_penalty 1 should not be positive)"),
+        ("trl:get_cosine_scaled_reward(max_len=__import__('os'))", "not a function of trl.rewards: --eval-func"),
+    ],
+)
+def test_unknown_functions_and_arguments_are_refused(name, problem):
+    with pytest.raises(UserError, match=escape(problem)):
+        find_rule(name, flag="--eval-func")
+
+
+def test_missing_math_verify_is_reported_before_the_run(monkeypatch):
+    monkeypatch.setattr(find.importlib.util, "find_spec", lambda name: None)
+    for name in find.NEED_MATH_VERIFY:
+        with pytest.raises(UserError, match=r"math-verify is not installed.*pip install math-verify"):
+            find_rule(f"trl:{name}", longest=10)
+
+
+def test_function_that_needs_a_column_names_it():
+    with pytest.raises(UserError, match="'accuracy_reward' requires the column 'solution'"):
+        check_columns([trl.rewards.accuracy_reward], [Example(QUESTION, columns={"answer": "5"})], "--prompts x.jsonl")
+
+
+def test_functions_of_trl_are_not_the_users_code():
+    assert code_words(["trl:think_format_reward"]) == []

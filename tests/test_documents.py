@@ -171,6 +171,7 @@ def test_the_page_for_users_of_trl_has_every_setting_of_its_trainers():
 
 def test_the_metrics_page_names_what_is_logged(build):
     logged = {"rewards/each/NAME"}  # if there are several reward functions
+    logged |= {"rewards/logged/NAME", "rewards/unscored"}  # if they call log_metric, or return None
     logged |= {f"topic/NAME/{kind}" for kind in ("score", "kl", "eval_score")}  # with --steps-per-topic
     for algorithm in ALGORITHMS:
         trainer = build(algorithm=algorithm)

@@ -119,7 +119,7 @@ def _load_prompt_sets(
     check_prompts(sets, start, config.sampling.max_new_tokens, source, screen, data.plain_prompts)
     check_overlap(sets, screen)
     check_topics(config, sets.train, screen)
-    check_columns(sources.rules, [p.example for p in (*sets.train, *sets.evaluation)], source)
+    check_columns(sources.rules, [p.example for p in (*sets.train, *sets.evaluation)], source, screen.say)
     if prompts is None and len(sets.evaluation) < FEW_PROMPTS:
         screen.say(
             f"note: there are only {len(sets.evaluation)} evaluation prompts. All of them are used, and evaluation "

@@ -57,6 +57,10 @@ def project(tmp_path_factory, pairs_file) -> Path:
     (folder / "my_chats").mkdir()
     chat = [{"role": "user", "content": "the capital of France?"}, {"role": "assistant", "content": "Paris"}]
     (folder / "my_chats" / "train.jsonl").write_text("\n".join([json.dumps({"messages": chat})] * 40))
+    for part, first in (("train", 0), ("test", 40)):
+        rows = [{"question": f"{i} + 2?", "answer": f"{i} + 2 = <<{i}+2={i + 2}>>{i + 2}\n#### {i + 2}"}
+                for i in range(first, first + 40)]  # fmt: skip
+        (folder / f"gsm8k_{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pairs = [[f"question {i}?", f"step {i}" + " now" * (i % 2), f"cat {i}" + " now" * (i % 3)] for i in range(90)]
     (folder / "my_data.py").write_text(f"pairs = {pairs!r}\n")
     return folder
@@ -70,6 +74,16 @@ def python_block(words: str) -> str:
 
 def test_your_own_pairs_take_five_lines():
     assert len(python_block("my_data").strip().splitlines()) == 5
+
+
+def test_a_verifiable_reward_takes_ten_lines():
+    block = python_block("# checker.py")
+    made: dict = {}
+    exec(block, made)
+    answer = ["2 + 3 = <<2+3=5>>5\n#### 5", "#### 1,200"]
+    assert len(block.strip().splitlines()) <= 10
+    assert made["correct"](["It is 5.", "It is 1200"], answer) == [1.0, 1.0]
+    assert made["correct"](["5 apples, no, 6", "I do not know"], answer) == [0.0, 0.0]
 
 
 def test_commands_that_other_tests_run_name_flags_and_values_that_exist():
@@ -100,7 +114,8 @@ def test_every_command_of_the_pages_runs(project):
     """In the order of the pages. The stand-ins' random weights cannot be trained at the real learning rate in seconds,
     so the recorded accuracy of each reward model is raised. tests/rewards has tests of the refusal of weak ones."""
     assert any(c.startswith("trl sft") for c in runnable())
-    (project / "my_rewards.py").write_text(python_block("# my_rewards.py"))
+    for name in ("my_rewards.py", "checker.py"):
+        (project / name).write_text(python_block(f"# {name}"))
     (project / "write_pairs.py").write_text(python_block("my_data"))
     (project / "make_topics.py").write_text(python_block("# make_topics.py"))
     assert run(["write_pairs.py"], project).returncode == 0

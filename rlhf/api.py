@@ -26,6 +26,7 @@ def make_trainer(
     reward_weights: Sequence[float] | None = None,
     callbacks: Sequence = (),
     evaluation_prompts: Prompts | None = None,
+    eval_functions: Sequence[RewardFunction | nn.Module] | None = None,
 ) -> OnPolicyLoop:
     """Return a trainer of `config.algorithm`, with the methods `train()`, `evaluate()`, `save_model(folder)` and
     `load_model(folder)`. The run length and the seed come from `config`. Only `save_model` writes files. Raises
@@ -38,10 +39,14 @@ def make_trainer(
         callbacks: objects with methods of rlhf.callbacks.base.Callback, or functions of (epoch, metrics).
         evaluation_prompts: None: 10% of the prompts are held out, selected by the hash of the question; if there are
             fewer than 20 prompts, the training prompts are also used for evaluation.
+        eval_functions: functions with the signature of reward functions, used instead of --eval-func in `config`:
+            metrics eval/NAME of every evaluation, which training never sees.
     """
     screen = Screen()
     device = start_device(screen, config.run.deterministic)
-    components = load_components(config, device, screen, prompts, evaluation_prompts, rewards, reward_weights)
+    components = load_components(
+        config, device, screen, prompts, evaluation_prompts, rewards, reward_weights, eval_functions
+    )
     trainer = build_trainer(config, components)
     if config.kl.steered:
         controller = kl_controller(config, trainer.updates)

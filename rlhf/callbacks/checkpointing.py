@@ -42,6 +42,7 @@ class BestCheckpoint(Callback):
                 kl=metrics[f"eval/{target.metric}"],
                 target=target.nats if self.config.kl.steered else None,
                 perplexity=metrics["eval/perplexity"],
+                metrics=evaluation.figures,
             )
         )
         self.memory.append(self.trainer.progress.peak_memory / 2**30)

@@ -12,6 +12,7 @@ from rlhf.algorithms.kl_control import KLController
 from rlhf.callbacks.base import Callback
 from rlhf.data.sampler import shorten
 from rlhf.settings.types import kl_text
+from rlhf.trainer.eval_metrics import shown
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, clock, number
 
@@ -87,6 +88,7 @@ class ProgressLine(Callback):
             f"KL {kl_text(metrics['eval/kl_divergence'], 'sequence')}, "
             f"perplexity {number(metrics['eval/perplexity'])} on {self.trainer.evaluator.text.source}, "
             f"length {metrics['eval/reply_length']:.0f} tokens, {metrics['eval/eos_rate']:.0%} with EOS"
+            + "".join(f", {name} {shown(figures)}" for name, figures in evaluation.figures.items())
         )
 
 

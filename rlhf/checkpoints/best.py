@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 KL_GATE = 1.5  # largest KL, times the target in force
 
@@ -17,25 +18,32 @@ class Candidate:
     kl: float  # in the target's unit: nats/sequence or nats/token
     target: float | None  # KL target in force, same unit; None (no limit) if beta is not steered
     perplexity: float
+    # of each evaluation function: value, low, high, pass_at_K
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def value(self, rule: str) -> float:
+        """Return the number that a rule maximizes; minus infinity if this evaluation has no value of the function."""
+        return self.score if rule == "score" else self.metrics.get(rule, {}).get("value", -math.inf)
 
 
 def choose(candidates: Sequence[Candidate], rule: str, perplexity_gate: float) -> tuple[int, str]:
     """Return the index of the best candidate, and the reason in words.
 
     The rule "score" chooses the highest score among the candidates with KL <= 1.5 x their target and perplexity <=
-    `perplexity_gate` x the start model's. The rule "perplexity" (used by the reference systems) chooses the lowest
-    perplexity among the candidates with KL <= 1.5 x their target. Ties go to the earlier one. If no candidate is
-    within the limits, the one that exceeds them least is chosen.
+    `perplexity_gate` x the start model's. The name of an evaluation function chooses its highest value among the same
+    candidates. The rule "perplexity" (used by the reference systems) chooses the lowest perplexity among the
+    candidates with KL <= 1.5 x their target. Ties go to the earlier one. If no candidate is within the limits, the one
+    that exceeds them least is chosen.
 
     Args:
         candidates: the evaluations; the first is the start model.
-        rule: "score" or "perplexity".
+        rule: "score", "perplexity" or the name of an evaluation function.
         perplexity_gate: largest perplexity, times the start model's.
     """
-    most = perplexity_gate * candidates[0].perplexity if rule == "score" else None
+    most = perplexity_gate * candidates[0].perplexity if rule != "perplexity" else None
     excess = [_excess(c, most) for c in candidates]
     gates = [f"KL at most {KL_GATE:g} x the target"] if any(c.target is not None for c in candidates) else []
-    gates += [f"perplexity at most {perplexity_gate:g} x the start model's"] if rule == "score" else []
+    gates += [f"perplexity at most {perplexity_gate:g} x the start model's"] if rule != "perplexity" else []
     gate = " and ".join(gates) or "any KL (there is no KL target)"
     passing = [i for i, far in enumerate(excess) if far <= 1]
     if not passing:
@@ -44,12 +52,13 @@ def choose(candidates: Sequence[Candidate], rule: str, perplexity_gate: float) -
             nearest,
             f"none of {len(excess)} evaluations has {gate}; this one is closest ({excess[nearest]:.2f} x its limit)",
         )
-    if rule == "score":
-        best = max(passing, key=lambda i: (candidates[i].score, -i))
-        what = f"the highest score ({candidates[best].score:+.3f})"
-    else:
+    if rule == "perplexity":
         best = min(passing, key=lambda i: (candidates[i].perplexity, i))
         what = f"the lowest perplexity ({candidates[best].perplexity:.3f})"
+    else:
+        best = max(passing, key=lambda i: (candidates[i].value(rule), -i))
+        value = candidates[best].value(rule)
+        what = f"the highest {rule} ({value:+.3f})" if math.isfinite(value) else f"the first ({rule} has no value)"
     return best, f"{what} among {len(passing)} of {len(candidates)} evaluations with {gate}"
 
 

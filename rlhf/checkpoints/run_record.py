@@ -65,7 +65,7 @@ class Best:
     rule: str
     kl_unit: str  # "nats/sequence" or "nats/token"
     perplexity_text: str
-    evaluations: list  # dicts of update, score, kl, target, perplexity, peak_memory_gib; the start model's first
+    evaluations: list  # dicts of the fields of checkpoints/best.Candidate and peak_memory_gib; the start model's first
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ from rlhf.rewards.find import find_rule
 from rlhf.rewards.functions import LearnedReward, RewardFunction
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
-from rlhf.settings.training import Config
+from rlhf.settings.training import Config, function_name
+from rlhf.settings.validate import name_problems
 from rlhf.utils.console import Screen
+from rlhf.utils.errors import raise_if
 
 
 @dataclass
@@ -45,6 +47,33 @@ def given_rewards(
 ) -> RewardSources:
     """Return the sources for reward functions given in Python. They replace those of the settings."""
     return RewardSources(folder=None, rules=[functions] if callable(functions) else list(functions), weights=weights)
+
+
+def find_eval_functions(config: Config) -> dict[str, RewardFunction | nn.Module]:
+    """Find the evaluation functions of the settings, by their names in metrics. Raises UserError if one does not
+    exist. Executes their files."""
+    rules = config.reward.eval_func
+    return {function_name(rule): find_rule(rule, config.reward.keywords, "--eval-func") for rule in rules}
+
+
+def given_eval_functions(
+    functions: Sequence[RewardFunction | nn.Module] | RewardFunction | nn.Module,
+) -> dict[str, RewardFunction | nn.Module]:
+    """Return evaluation functions given in Python, by their names in metrics. Raises UserError for a name that cannot
+    be used."""
+    given = [functions] if callable(functions) else list(functions)
+    names = [getattr(f, "__name__", type(f).__name__) for f in given]
+    raise_if(name_problems(names, "eval_functions"))
+    return dict(zip(names, given, strict=True))
+
+
+def make_eval_functions(
+    config: Config, functions: dict[str, RewardFunction | nn.Module], tokenizer: PreTrainedTokenizerBase
+) -> Rewards | None:
+    """Return evaluation functions with the time limit of reward functions; None if there are none."""
+    if not functions:
+        return None
+    return Rewards(list(functions.values()), None, tokenizer, config.reward.reward_timeout, names=list(functions))
 
 
 def load_rewards(

@@ -48,6 +48,7 @@ class Rewards:
         weights: Sequence[float] | None,
         tokenizer: PreTrainedTokenizerBase,
         limit_s: float | None = None,
+        names: Sequence[str] | None = None,
     ):
         """Raise UserError if there is no function, or not one weight per function.
 
@@ -56,6 +57,7 @@ class Rewards:
             weights: one per function; None: all 1.
             tokenizer: the policy's, for modules without a tokenizer.
             limit_s: time limit in seconds per function and batch, except for the reward model; None: no limit.
+            names: one per function, for metrics and messages; None: the functions' own names.
         """
         if not functions or (weights is not None and len(weights) != len(functions)):
             raise UserError(
@@ -65,7 +67,7 @@ class Rewards:
         self.weights = list(weights) if weights is not None else [1.0] * len(self.functions)
         self.limits_s = [None if isinstance(f, LearnedReward) else limit_s for f in self.functions]
         self.printed: Path | None = None  # file for the functions' output; None: the console
-        self.names = _distinct([name_of(f) for f in self.functions])
+        self.names = list(names) if names is not None else _distinct([name_of(f) for f in self.functions])
         self.trainer_state = END_OF_TRAINING  # a training run replaces it by its own state
 
     def __str__(self) -> str:

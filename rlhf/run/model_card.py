@@ -56,7 +56,7 @@ def model_card(run: RunRecord, saved: Saved, name: str) -> str:
         rewards=reward_line(settings),
         columns=columns(run),
         rows=figure_rows(run),
-        interval=" to ".join(number(end, "+.3f") for end in run.figures["score_rise_interval"]),
+        interval=" to ".join(number(end, "+.3f") for end in run.figures["score_rise_interval"] or ()) or "unknown",
         fingerprints={k: v[:SHOWN_DIGITS] for k, v in run.data.items() if k.endswith("sha256")},
         decisive_settings=settings_that_decide(run),
         command=command("python", *run.command).replace("\n", " "),
@@ -97,6 +97,7 @@ def figure_rows(run: RunRecord) -> list[list[str]]:
     at = [evaluations[0], best, evaluations[-1]]
     rows = [
         ["score, mean", *(number(e["score"], "+.3f") for e in at)],
+        *([f"{name}, mean", *(eval_cell(e, name) for e in at)] for name in at[-1].get("metrics", {})),
         [f"KL to the start model, {run.best.kl_unit}", *(number(e["kl"], ".3g") for e in at)],
         [f"perplexity on {figures['perplexity_text']}", *(number(e["perplexity"], ".2f") for e in at)],
     ]
@@ -108,6 +109,15 @@ def figure_rows(run: RunRecord) -> list[list[str]]:
     for name, (label, form) in at_the_ends.items():
         rows.append([label, number(figures[f"{name}_before"], form), "", number(figures[f"{name}_after"], form)])
     return rows
+
+
+def eval_cell(evaluation: dict, name: str) -> str:
+    """Return the value of an evaluation function in one of the evaluations, with its interval."""
+    found = evaluation.get("metrics", {}).get(name, {})
+    if "value" not in found:
+        return ""
+    within = f" ({number(found['low'], '.3f')} to {number(found['high'], '.3f')})" if "low" in found else ""
+    return number(found["value"], ".3f") + within
 
 
 def number(value: float | None, form: str) -> str:

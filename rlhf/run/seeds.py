@@ -108,7 +108,10 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     `runs`: seed -> figures of its run.
     """
     table, summary = [], {}
-    for name, label in SHOWN.items():
+    watched = [name for name in next(iter(runs.values())) if name.startswith("eval/")]
+    ends = ("before", "after")
+    evaluated = {n: f"{n[5:].removesuffix(f'_{e}')} {e}" for n in watched for e in ends if n.endswith(f"_{e}")}
+    for name, label in (SHOWN | evaluated).items():
         values = [v for figures in runs.values() if (v := figures.get(name)) is not None]
         if len(values) < len(runs):
             continue

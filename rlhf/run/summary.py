@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from statistics import fmean, stdev
 
 from rlhf.algorithms.kl_control import in_band, kl_controller, with_horizon
 from rlhf.algorithms.table import ALGORITHMS
@@ -15,6 +13,7 @@ from rlhf.config import resolve_cli, usual_config
 from rlhf.data.prompts import Prompt
 from rlhf.demo.parts import gold_of
 from rlhf.demo.tasks import Gold
+from rlhf.run.figures import LAST_UPDATES, compare, gold_scores, kl_of_phases, last_kl
 from rlhf.settings.fields import settings_of, to_dict
 from rlhf.settings.next_commands import code_words, flag_words
 from rlhf.settings.training import Config
@@ -24,87 +23,9 @@ from rlhf.trainer.evaluation import Evaluation
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, number
 from rlhf.utils.errors import UserError
-from rlhf.utils.intervals import interval, over_prompts
+from rlhf.utils.intervals import interval
 from rlhf.utils.rng import rng_for
 from rlhf.utils.system import command
-
-
-def mean_interval(differences: Sequence[float], seed: int) -> tuple[float, float]:
-    """Return the 95% bootstrap interval of the mean of paired differences. A single difference has no width."""
-    found = over_prompts(differences, seed)
-    return (found.value, found.value) if found.low is None else (found.low, found.high)
-
-
-def compare(
-    before: Evaluation, after: Evaluation, prompts: Sequence[Prompt], gold: Gold | None, seed: int
-) -> dict[str, float | list[float]]:
-    """Compute the run's results from the start model's evaluation and the last one, on the same prompts.
-
-    Args:
-        before: evaluation of the start model.
-        after: evaluation of the final weights.
-        prompts: the evaluation prompts.
-        gold: the demo's judge. None: no gold quality.
-        seed: for the bootstrap intervals.
-    """
-    rise = [a - b for a, b in zip(after.scores, before.scores, strict=True)]
-    spread = stdev(before.scores) if len(before.scores) > 1 else 0.0
-    figures: dict = {
-        "prompts": len(prompts),
-        "score_before": fmean(before.scores),
-        "score_after": fmean(after.scores),
-        "score_rise_interval": list(mean_interval(rise, seed)),
-        "score_rise_in_start_sd": fmean(rise) / spread if spread else 0.0,
-        "kl_after": fmean(after.kl),
-        "length_before": fmean(before.lengths),
-        "length_after": fmean(after.lengths),
-        "eos_rate_before": fmean(before.ended),
-        "eos_rate_after": fmean(after.ended),
-        "perplexity_before": before.perplexity,
-        "perplexity_after": after.perplexity,
-    }
-    if gold is not None:
-        was, is_now = (gold_scores(e, prompts, gold) for e in (before, after))
-        difference = [b - a for a, b in zip(was, is_now, strict=True)]
-        figures |= {
-            "gold_before": fmean(was),
-            "gold_after": fmean(is_now),
-            "gold_rise_interval": list(mean_interval(difference, seed)),
-        }
-    return figures
-
-
-LAST_UPDATES = 10
-
-
-def last_kl(history: Sequence[dict], target: KLTarget, first: int = 1, last: float = math.inf) -> float | None:
-    """Return the mean KL of the last 10 logged updates from `first` to `last`, in the target's unit.
-
-    Skipped updates have no KL. None if none of these updates was logged.
-    """
-    name = target.metric
-    values = [entry[name] for entry in history if name in entry and first <= entry["step"] <= last]
-    return fmean(values[-LAST_UPDATES:]) if values else None
-
-
-def kl_of_phases(history: Sequence[dict], phases: Sequence[tuple[int, int, KLTarget]]) -> list[dict]:
-    """Return the target of each phase of a run and the KL at its end."""
-    return [
-        {
-            "updates": [first, last],
-            "target": target.nats,
-            "kl_last_10_updates": last_kl(history, target, first, last),
-            "unit": f"nats/{target.per}",
-        }
-        for first, last, target in phases
-        if last >= first
-    ]
-
-
-def gold_scores(evaluation: Evaluation, prompts: Sequence[Prompt], gold: Gold) -> list[float]:
-    """Return the gold quality of each completion, in [0, 1]."""
-    questions = [p.example.messages[-1]["content"] for p in prompts]
-    return [gold(q, t, e) for q, t, e in zip(questions, evaluation.texts, evaluation.ended, strict=True)]
 
 
 def show_figures(figures: dict, averaged: int, screen: Screen) -> None:
@@ -112,13 +33,10 @@ def show_figures(figures: dict, averaged: int, screen: Screen) -> None:
     in `kl_last_10_updates`."""
     rise, rise_in_sd = figures["score_after"] - figures["score_before"], figures["score_rise_in_start_sd"]
     in_sd = f" = {rise_in_sd:.2f} standard deviations of the start model's scores" if rise_in_sd else ""
-    rows = [
-        (
-            "score",
-            f"{figures['score_before']:+.3f} -> {figures['score_after']:+.3f}, change {rise:+.3f} (95% interval "
-            f"{interval(*figures['score_rise_interval'])}){in_sd}",
-        )
-    ]
+    within = figures["score_rise_interval"]
+    known = "no prompt has a score in both evaluations" if within is None else f"95% interval {interval(*within)}"
+    scores = f"{figures['score_before']:+.3f} -> {figures['score_after']:+.3f}"
+    rows = [("score", f"{scores}, change {rise:+.3f} ({known}){in_sd}"), *_eval_rows(figures)]
     if "gold_before" in figures:
         rows.append(
             (
@@ -142,6 +60,23 @@ def show_figures(figures: dict, averaged: int, screen: Screen) -> None:
     ]
     screen.say(f"before -> after training, on {figures['prompts']} evaluation prompts:")
     screen.facts(rows)
+
+
+def _eval_rows(figures: dict) -> list[tuple[str, str]]:
+    """Return the rows of the evaluation functions and of their pass@k."""
+    rows = []
+    for name in [
+        key.removesuffix("_before") for key in figures if key.startswith("eval/") and key.endswith("_before")
+    ]:
+        before, after = figures[f"{name}_before"], figures[f"{name}_after"]
+        within, text = (
+            figures.get(f"{name}_rise_interval"),
+            f"{before:.3f} -> {after:.3f}, change {after - before:+.3f}",
+        )
+        rows.append(
+            (name.removeprefix("eval/"), text if within is None else f"{text} (95% interval {interval(*within)})")
+        )
+    return rows
 
 
 def _kl_rows(figures: dict, averaged: int) -> list[tuple[str, str]]:
@@ -178,18 +113,30 @@ def show_samples(
     screen: Screen,
     most: int = 5,
 ) -> None:
-    """Print a table of completions before and after training, for up to `most` randomly drawn evaluation prompts."""
+    """Print a table of completions before and after training, for up to `most` randomly drawn evaluation prompts: the
+    first completion of each."""
     drawn = sorted(rng_for(seed, 0, "show").permutation(len(prompts))[:most].tolist())
     golds = [gold_scores(e, prompts, gold) for e in (before, after)] if gold else None
 
     def cell(evaluation: Evaluation, side: int, i: int) -> str:
         quality = f", gold quality {golds[side][i]:.2f}" if golds else ""
-        return f"{evaluation.texts[i]}\n[score {evaluation.scores[i]:+.2f}{quality}]"
+        score = evaluation.scores[i]
+        given = "no score" if score is None else f"score {score:+.2f}"
+        shown = {name: values[i] for name, values in evaluation.values.items()}
+        more = "".join(f", {name} {'none' if value is None else f'{value:g}'}" for name, value in shown.items())
+        return f"{evaluation.texts[i]}\n[{given}{quality}{more}]"
 
     screen.table(
         f"{len(drawn)} random evaluation prompts",
         ["prompt", "before", "after"],
-        [(prompts[i].example.messages[-1]["content"], cell(before, 0, i), cell(after, 1, i)) for i in drawn],
+        [
+            (
+                prompts[i].example.messages[-1]["content"],
+                cell(before, 0, i * before.samples),
+                cell(after, 1, i * after.samples),
+            )
+            for i in drawn
+        ],
     )
 
 

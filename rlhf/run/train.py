@@ -68,7 +68,8 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
     beta that the update used."""
     controller = kl_controller(config, trainer.updates)
     output = Path(config.run.output)
-    trainer.rewards.printed = output / PRINTED_FILE
+    for functions in filter(None, [trainer.rewards, trainer.evaluator.functions]):
+        functions.printed = output / PRINTED_FILE
     trainer.micro_batch_budget.oom_hint = lambda: what_helps(config, trainer.actor.policy, forecaster_of(trainer))
     trainer.add_callback(TensorBoardLog(output / "logs"))
     trainer.add_callback(Samples(output / "samples", trainer.evaluation_prompts))

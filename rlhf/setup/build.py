@@ -18,7 +18,15 @@ from rlhf.data.prompts import FEW_PROMPTS, PromptSets, given_prompts, load_promp
 from rlhf.demo.parts import prepare_demo
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import check_policy, context_of, find_model, load_policy, load_tokenizer, lora_modules
-from rlhf.rewards.build import RewardSources, find_rewards, given_rewards, load_rewards
+from rlhf.rewards.build import (
+    RewardSources,
+    find_eval_functions,
+    find_rewards,
+    given_eval_functions,
+    given_rewards,
+    load_rewards,
+    make_eval_functions,
+)
 from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards, check_columns
@@ -47,6 +55,7 @@ class Components:
     rewards: Rewards
     policy: torch.nn.Module
     memory_before: int  # bytes in use before any of this was loaded
+    eval_functions: Rewards | None = None  # evaluation functions; None: there are none
 
 
 def load_components(
@@ -57,6 +66,7 @@ def load_components(
     evaluation_prompts: Sequence[GivenPrompt] | None = None,
     rewards: Sequence[RewardFunction | nn.Module] | None = None,
     reward_weights: Sequence[float] | None = None,
+    eval_functions: Sequence[RewardFunction | nn.Module] | None = None,
 ) -> Components:
     """Load and check the parts of the run that the settings describe. Raises UserError.
 
@@ -70,6 +80,7 @@ def load_components(
         evaluation_prompts: evaluation prompts, only with `prompts`. None: hold out a part of `prompts`.
         rewards: one or several functions or modules. They replace the settings' reward model and functions.
         reward_weights: one weight per entry of `rewards`. None: all weights are 1.
+        eval_functions: evaluation functions. They replace those of the settings.
     """
     autocast_dtype(config.model.bf16, device)  # raises UserError if the device has no bfloat16
     reset_peak_memory(device)
@@ -77,20 +88,23 @@ def load_components(
     if config.speed.rollout_engine == "vllm":
         require_vllm()
     sources = find_rewards(config) if rewards is None else given_rewards(rewards, reward_weights)
+    watched = find_eval_functions(config) if eval_functions is None else given_eval_functions(eval_functions)
     start = find_start_model(config, "--actor-model" if prompts is None else "actor_model")
     tokenizer = start.tokenizer
     if config.data.eval_text is not None:
         text_of_file(tokenizer, config.data.eval_text)
     sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts)
+    check_columns(list(watched.values()), [p.example for p in sets.evaluation], "the evaluation prompts")
     chosen, reward_model = load_rewards(config, sources, tokenizer, sets, device, screen)
     policy = load_start_policy(config, start.folder, tokenizer, device)
     check_engine(config.speed.rollout_engine, policy, device)
-    return Components(tokenizer, sets, reward_model, chosen, policy, before)
+    evaluated = make_eval_functions(config, watched, tokenizer)
+    return Components(tokenizer, sets, reward_model, chosen, policy, before, evaluated)
 
 
 def build_trainer(config: Config, components: Components, callbacks: Sequence = ()) -> OnPolicyLoop:
     """Return a trainer for `config.algorithm` with exactly these callbacks."""
-    return OnPolicyLoop(
+    trainer = OnPolicyLoop(
         config,
         policy=components.policy,
         tokenizer=components.tokenizer,
@@ -99,6 +113,8 @@ def build_trainer(config: Config, components: Components, callbacks: Sequence = 
         rewards=components.rewards,
         callbacks=callbacks,
     )
+    trainer.evaluator.functions = components.eval_functions
+    return trainer
 
 
 def _load_prompt_sets(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
@@ -26,7 +26,8 @@ from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout, token_batch
 from rlhf.settings.training import Config
 from rlhf.trainer.collect import RolloutCollector
-from rlhf.utils.errors import UserError
+from rlhf.trainer.eval_metrics import figures_of, tag_of
+from rlhf.utils.errors import RunError, UserError
 
 
 @dataclass(frozen=True)
@@ -40,26 +41,36 @@ class FixedText:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of one evaluation of the policy. Lists have one entry per evaluation prompt."""
+    """Results of one evaluation of the policy. Lists have `samples` entries per evaluation prompt, one prompt after
+    the other."""
 
     update: int
     texts: list[str]
-    scores: list[float]
+    scores: list[float | None]  # None: no reward function applies to the completion
     kl: list[float]  # nats per sequence, k1
     lengths: list[int]  # tokens, EOS included
     ended: list[bool]
     perplexity: float
     topics: list[str | None] | None = None  # as in the metrics' names; None if the run has no metrics per topic
+    samples: int = 1  # completions per prompt
+    values: dict[str, list[float | None]] = field(default_factory=dict)  # of each evaluation function
+    figures: dict[str, dict[str, float]] = field(default_factory=dict)  # of each evaluation function: `figures_of`
+
+    @property
+    def score(self) -> float:
+        """The mean score of the completions that have one."""
+        return fmean(scored(self.scores))
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by TensorBoard tag. docs/metrics.md describes them."""
         return {
-            "eval/score": fmean(self.scores),
+            "eval/score": self.score,
             "eval/kl_divergence": fmean(self.kl),
             "eval/kl_divergence/token": sum(self.kl) / sum(self.lengths),
             "eval/perplexity": self.perplexity,
             "eval/reply_length": fmean(self.lengths),
             "eval/eos_rate": fmean(self.ended),
+            **{tag_of(name, key): value for name, found in self.figures.items() for key, value in found.items()},
             **{f"topic/{name}/eval_score": fmean(scores) for name, scores in self._by_topic().items()},
         }
 
@@ -72,21 +83,29 @@ class Evaluation:
     def _by_topic(self) -> dict[str, list[float]]:
         scores: dict[str, list[float]] = {}
         for name, score in zip(self.topics or [], self.scores, strict=False):
-            if name is not None:
+            if name is not None and score is not None:
                 scores.setdefault(name, []).append(score)
         return scores
 
     def write(self, folder: Path, prompts: Sequence[Prompt]) -> None:
-        """Writes every completion with its score, one JSON object per line."""
+        """Writes every completion with its score and its value of each evaluation function, one JSON object per
+        line."""
+        rows = [prompt for prompt in prompts for _ in range(self.samples)]
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"update-{self.update:06d}.jsonl").open("w", encoding="utf-8") as file:
-            for prompt, text, score, kl, ended in zip(
-                prompts, self.texts, self.scores, self.kl, self.ended, strict=True
-            ):
+            columns = zip(rows, self.texts, self.scores, self.kl, self.ended, strict=True)
+            for i, (prompt, text, score, kl, ended) in enumerate(columns):
                 row = {"prompt": prompt.example.messages, "reply": text, "score": score, "kl": kl, "ended": ended}
+                if self.values:
+                    row["metrics"] = {name: values[i] for name, values in self.values.items()}
                 if prompt.example.topic is not None:
                     row["topic"] = prompt.example.topic
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def scored(scores: Sequence[float | None]) -> list[float]:
+    """Returns the scores of the completions that have one."""
+    return [score for score in scores if score is not None]
 
 
 def fixed_text(
@@ -167,19 +186,20 @@ class PolicyEvaluator:
         self.config, self.tokenizer, self.collector = config, tokenizer, collector
         self.prompts, self.topic_tags = prompts, topic_tags
         self.text: FixedText | None = None
+        self.functions: Rewards | None = None  # evaluation functions, which training never calls
 
     def evaluate(self, prompts: Sequence[Prompt], update: int) -> Evaluation:
         """Samples and scores completions to `prompts`, and computes the perplexity on the run's fixed text."""
         self.fix_text()
-        rollouts, topics = self.rollouts(prompts), [self.topic_tags.get(p.example.topic) for p in prompts]
-        host, collector = self.collector.host, self.collector
-        with collector.micro_batch_budget.raise_on_oom("an evaluation"):
-            parts = host.actor, collector.rewards, self.text, self.tokenizer.pad_token_id, collector.dtype, topics
-            return evaluate(rollouts, update, *parts)
+        rollouts = self.rollouts(prompts, self.config.run.eval_samples)
+        with self.collector.micro_batch_budget.raise_on_oom("an evaluation"):
+            return self._measured(rollouts, update)
 
-    def rollouts(self, prompts: Sequence[Prompt]) -> list[Rollout]:
-        """Samples one completion per prompt, in batches."""
-        rows, size = list(enumerate(prompts)), budget_of(self.collector.device).eval_batch_size
+    def rollouts(self, prompts: Sequence[Prompt], samples: int = 1) -> list[Rollout]:
+        """Samples `samples` completions per prompt, in batches. The first of each prompt does not depend on their
+        number."""
+        rows = [(sample * len(prompts) + i, prompt) for i, prompt in enumerate(prompts) for sample in range(samples)]
+        size = budget_of(self.collector.device).eval_batch_size
         return [
             self.collector.collect(rows[start : start + size], 0, "evaluate") for start in range(0, len(rows), size)
         ]
@@ -189,40 +209,32 @@ class PolicyEvaluator:
         if self.text is None:
             self.text = fixed_text(self.tokenizer, self.prompts, self.rollouts, self.config.data.eval_text)
 
-
-def evaluate(
-    parts: Sequence[Rollout],
-    update: int,
-    actor: Actor,
-    rewards: Rewards,
-    text: FixedText,
-    pad: int,
-    dtype: torch.dtype | None,
-    topics: list[str | None] | None = None,
-) -> Evaluation:
-    """Scores the rollout of the evaluation prompts, and computes the perplexity on the fixed text.
-
-    Args:
-        parts: the rollout, in batches.
-        update: number of updates before this evaluation.
-        actor: the policy.
-        rewards: the reward functions.
-        text: text for the perplexity.
-        pad: id of the pad token.
-        dtype: autocast precision; None: float32.
-        topics: topic of each prompt as in metric tags, None for a prompt without one.
-    """
-    prompts = [prompt for part in parts for prompt in part.prompts]
-    texts = [text for part in parts for text in part.texts]
-    ended = [ended for part in parts for ended in part.completions.ended.tolist()]
-    rows = [row for part in parts for row in part.completions.rows()]
-    return Evaluation(
-        update=update,
-        texts=texts,
-        scores=rewards.score(prompts, texts, rows, ended).total,
-        kl=[kl for p in parts for kl in kl_k1(p.logprobs, p.ref_logprobs, p.mask).sum(1).tolist()],
-        lengths=[len(row) for row in rows],
-        ended=ended,
-        perplexity=perplexity(actor.policy, text, pad, parts[0].mask.device, dtype),
-        topics=topics if topics and any(topics) else None,
-    )
+    def _measured(self, parts: Sequence[Rollout], update: int) -> Evaluation:
+        """Computes the results of the rollout. Raises RunError if no completion has a score."""
+        collector, run = self.collector, self.config.run
+        prompts = [prompt for part in parts for prompt in part.prompts]
+        texts = [text for part in parts for text in part.texts]
+        rows = [row for part in parts for row in part.completions.rows()]
+        ended = [ended for part in parts for ended in part.completions.ended.tolist()]
+        scores = collector.rewards.score(prompts, texts, rows, ended).total
+        if not scored(scores):
+            raise RunError(
+                f"the reward functions returned None for every completion: the evaluation after update {update}. Use "
+                "evaluation prompts to which a reward function applies, or another reward function"
+            )
+        values = {} if self.functions is None else self.functions.scores_by_function(prompts, texts, rows, ended)
+        topics = [self.topic_tags.get(prompt.example.topic) for prompt in prompts]
+        policy, pad, device = collector.host.actor.policy, self.tokenizer.pad_token_id, parts[0].mask.device
+        return Evaluation(
+            update=update,
+            texts=texts,
+            scores=scores,
+            kl=[kl for p in parts for kl in kl_k1(p.logprobs, p.ref_logprobs, p.mask).sum(1).tolist()],
+            lengths=[len(row) for row in rows],
+            ended=ended,
+            perplexity=perplexity(policy, self.text, pad, device, collector.dtype),
+            topics=topics if any(topics) else None,
+            samples=run.eval_samples,
+            values=values,
+            figures={name: figures_of(found, run.eval_samples, run.seed) for name, found in values.items()},
+        )

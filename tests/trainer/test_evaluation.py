@@ -17,7 +17,7 @@ from rlhf.data.chat_template import decode_completion, encode_completion, encode
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.models.load import load_tokenizer
-from rlhf.run.summary import compare, gold_scores, kl_of_phases, last_kl
+from rlhf.run.figures import compare, gold_scores, kl_of_phases, last_kl
 from rlhf.settings.types import KLTarget, kl_text
 from rlhf.trainer.evaluation import Evaluation, FixedText, fixed_text, perplexity
 from rlhf.utils.errors import UserError

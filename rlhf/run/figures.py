@@ -1,0 +1,116 @@
+"""Computes the results of a finished run: figures before and after training, with intervals of the changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
+from rlhf.data.prompts import Prompt
+from rlhf.demo.tasks import Gold
+from rlhf.settings.types import KLTarget
+from rlhf.trainer.eval_metrics import per_prompt, tag_of
+from rlhf.trainer.evaluation import Evaluation, scored
+from rlhf.utils.intervals import over_prompts
+
+LAST_UPDATES = 10
+
+
+def mean_interval(differences: Sequence[float], seed: int) -> tuple[float, float]:
+    """Return the 95% bootstrap interval of the mean of paired differences. A single difference has no width."""
+    found = over_prompts(differences, seed)
+    return (found.value, found.value) if found.low is None else (found.low, found.high)
+
+
+def rises(
+    before: Evaluation, after: Evaluation, was: Sequence[float | None], now: Sequence[float | None]
+) -> list[float]:
+    """Return the change of each prompt's mean, for the prompts with a value in both evaluations. `was` and `now` have
+    one value per completion."""
+    pairs = zip(per_prompt(was, before.samples), per_prompt(now, after.samples), strict=True)
+    return [b - a for a, b in pairs if a is not None and b is not None]
+
+
+def compare(
+    before: Evaluation, after: Evaluation, prompts: Sequence[Prompt], gold: Gold | None, seed: int
+) -> dict[str, float | list[float] | None]:
+    """Compute the run's results from the start model's evaluation and the last one, on the same prompts. An interval
+    is None if no prompt has a value in both evaluations.
+
+    Args:
+        before: evaluation of the start model.
+        after: evaluation of the final weights.
+        prompts: the evaluation prompts.
+        gold: the demo's judge. None: no gold quality.
+        seed: for the bootstrap intervals.
+    """
+    rise, start_scores = rises(before, after, before.scores, after.scores), scored(before.scores)
+    spread = stdev(start_scores) if len(start_scores) > 1 else 0.0
+    figures: dict = {
+        "prompts": len(prompts),
+        "score_before": before.score,
+        "score_after": after.score,
+        "score_rise_interval": list(mean_interval(rise, seed)) if rise else None,
+        "score_rise_in_start_sd": fmean(rise) / spread if spread and rise else 0.0,
+        "kl_after": fmean(after.kl),
+        "length_before": fmean(before.lengths),
+        "length_after": fmean(after.lengths),
+        "eos_rate_before": fmean(before.ended),
+        "eos_rate_after": fmean(after.ended),
+        "perplexity_before": before.perplexity,
+        "perplexity_after": after.perplexity,
+    }
+    if gold is not None:
+        was, is_now = (gold_scores(e, prompts, gold) for e in (before, after))
+        figures |= {
+            "gold_before": fmean(was),
+            "gold_after": fmean(is_now),
+            "gold_rise_interval": list(mean_interval(rises(before, after, was, is_now), seed)),
+        }
+    return figures | eval_figures(before, after, seed)
+
+
+def eval_figures(before: Evaluation, after: Evaluation, seed: int) -> dict[str, float | list[float]]:
+    """Return the figures of the evaluation functions with a value in both evaluations: eval/NAME_before and _after,
+    their paired interval eval/NAME_rise_interval, and for pass@k eval/NAME/pass_at_K_before and _after."""
+    figures: dict = {}
+    for name, found in after.figures.items():
+        start = before.figures.get(name, {})
+        for key in found:
+            if key in start and key not in ("low", "high"):
+                figures[f"{tag_of(name, key)}_before"] = start[key]
+                figures[f"{tag_of(name, key)}_after"] = found[key]
+        rise = rises(before, after, before.values[name], after.values[name]) if start else []
+        if rise:
+            figures[f"eval/{name}_rise_interval"] = list(mean_interval(rise, seed))
+    return figures
+
+
+def last_kl(history: Sequence[dict], target: KLTarget, first: int = 1, last: float = math.inf) -> float | None:
+    """Return the mean KL of the last 10 logged updates from `first` to `last`, in the target's unit.
+
+    Skipped updates have no KL. None if none of these updates was logged.
+    """
+    name = target.metric
+    values = [entry[name] for entry in history if name in entry and first <= entry["step"] <= last]
+    return fmean(values[-LAST_UPDATES:]) if values else None
+
+
+def kl_of_phases(history: Sequence[dict], phases: Sequence[tuple[int, int, KLTarget]]) -> list[dict]:
+    """Return the target of each phase of a run and the KL at its end."""
+    return [
+        {
+            "updates": [first, last],
+            "target": target.nats,
+            "kl_last_10_updates": last_kl(history, target, first, last),
+            "unit": f"nats/{target.per}",
+        }
+        for first, last, target in phases
+        if last >= first
+    ]
+
+
+def gold_scores(evaluation: Evaluation, prompts: Sequence[Prompt], gold: Gold) -> list[float]:
+    """Return the gold quality of each completion, in [0, 1]."""
+    questions = [p.example.messages[-1]["content"] for p in prompts for _ in range(evaluation.samples)]
+    return [gold(q, t, e) for q, t, e in zip(questions, evaluation.texts, evaluation.ended, strict=True)]

@@ -16,7 +16,7 @@ from rlhf.rewards.checks import check_leaks, check_reward_context, check_reward_
 from rlhf.rewards.find import find_rule
 from rlhf.rewards.functions import LearnedReward, RewardFunction
 from rlhf.rewards.reward_model import RewardModel
-from rlhf.rewards.rewards import Rewards
+from rlhf.rewards.rewards import Rewards, name_of
 from rlhf.settings.training import Config, function_name
 from rlhf.settings.validate import name_problems
 from rlhf.utils.console import Screen
@@ -62,7 +62,7 @@ def given_eval_functions(
     """Return evaluation functions given in Python, by their names in metrics. Raises UserError for a name that cannot
     be used."""
     given = [functions] if callable(functions) else list(functions)
-    names = [getattr(f, "__name__", type(f).__name__) for f in given]
+    names = [name_of(f) for f in given]
     raise_if(name_problems(names, "eval_functions"))
     return dict(zip(names, given, strict=True))
 

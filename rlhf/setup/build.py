@@ -113,7 +113,8 @@ def build_trainer(config: Config, components: Components, callbacks: Sequence = 
         rewards=components.rewards,
         callbacks=callbacks,
     )
-    trainer.evaluator.functions = components.eval_functions
+    if components.eval_functions is not None:
+        trainer.evaluator.add_functions(components.eval_functions)
     return trainer
 
 

@@ -186,7 +186,11 @@ class PolicyEvaluator:
         self.config, self.tokenizer, self.collector = config, tokenizer, collector
         self.prompts, self.topic_tags = prompts, topic_tags
         self.text: FixedText | None = None
-        self.functions: Rewards | None = None  # evaluation functions, which training never calls
+        self.functions: Rewards | None = None
+
+    def add_functions(self, functions: Rewards) -> None:
+        """Evaluates these functions, too. Training never calls them."""
+        self.functions, functions.trainer_state = functions, self.collector.host.state
 
     def evaluate(self, prompts: Sequence[Prompt], update: int) -> Evaluation:
         """Samples and scores completions to `prompts`, and computes the perplexity on the run's fixed text."""

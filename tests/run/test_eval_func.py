@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import train_grpo
 import train_ppo
 from rlhf.api import make_trainer
+from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config, parse_cli
 from rlhf.utils.errors import RunError, UserError
@@ -98,16 +99,14 @@ def test_a_run_with_evaluation_functions_and_four_samples(flags, tmp_path, capsy
     assert set(record.data["rules"]) == {"length_penalty", rule, "exact_match"}
     assert record.data["rules"][rule] is not None
     check_resume(run, rule, logged)
+    assert "resuming after update 1 of 2" in capsys.readouterr().out
 
 
 def check_resume(run: Path, rule: str, logged: dict) -> None:
     """Resume a copy of a finished run after its first update: all results must be the same, bit by bit."""
     other = run.with_name("other")
     shutil.copytree(run, other)
-    shutil.rmtree(other / "checkpoints" / "update-000002", ignore_errors=True)
-    for folder in other.rglob("*000002*"):
-        if folder.is_dir():
-            shutil.rmtree(folder)
+    shutil.rmtree(find_checkpoints(other, RunRecord.read(other).id).valid[2])
     record = json.loads((other / "run.json").read_text())
     (other / "run.json").write_text(json.dumps({**record, "status": "stopped"}))
     with pytest.raises(UserError, match=r"(?s)reward code must be given.*--eval-func .*checks\.py:odd exact_match"):
@@ -164,7 +163,7 @@ def test_errors_of_the_settings(more, problem):
 
 
 def test_missing_files_and_columns_are_errors_before_a_model_loads(flags, questions, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"--eval-func .*nowhere\.py"):
+    with pytest.raises(UserError, match=r"nowhere\.py\. --eval-func takes a file"):
         train_ppo.main(flags("--eval-func", tmp_path / "nowhere.py:f"))
     plain = tmp_path / "plain.jsonl"
     plain.write_text("\n".join(json.dumps({"question": f"What is {i}?"}) for i in range(60)))
@@ -174,9 +173,7 @@ def test_missing_files_and_columns_are_errors_before_a_model_loads(flags, questi
 
 
 def test_evaluation_functions_from_python(start_model, tmp_path):
-    config = make_config(
-        "default", actor_model=str(start_model), num_iterations=1, max_new_tokens=6, batch_size=2, ppo_epochs=1
-    )
+    config = make_config(actor_model=str(start_model), num_iterations=1, max_new_tokens=6, batch_size=2, ppo_epochs=1)
 
     def words(completions, **_):
         return [float(len(text.split())) for text in completions]

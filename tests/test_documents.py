@@ -18,6 +18,7 @@ from rlhf.settings.fields import settings_of
 from rlhf.settings.flags import spellings
 from rlhf.settings.reward_model import RewardModelConfig
 from rlhf.settings.training import Config
+from rlhf.trainer.eval_metrics import tag_of
 from tests.documents import PAGES, README, ROOT, blocks, commands, name_of, prose
 
 LARGEST_README = 8 * 1024  # bytes
@@ -172,6 +173,7 @@ def test_the_page_for_users_of_trl_has_every_setting_of_its_trainers():
 def test_the_metrics_page_names_what_is_logged(build):
     logged = {"rewards/each/NAME"}  # if there are several reward functions
     logged |= {"rewards/logged/NAME", "rewards/unscored"}  # if they call log_metric, or return None
+    logged |= {tag_of("NAME", figure) for figure in ("value", "low", "high", "pass_at_K")}  # with --eval-func
     logged |= {f"topic/NAME/{kind}" for kind in ("score", "kl", "eval_score")}  # with --steps-per-topic
     for algorithm in ALGORITHMS:
         trainer = build(algorithm=algorithm)

@@ -117,7 +117,8 @@ def test_every_command_of_the_pages_runs(project):
     for name in ("my_rewards.py", "checker.py"):
         (project / name).write_text(python_block(f"# {name}"))
     (project / "write_pairs.py").write_text(python_block("my_data"))
-    (project / "make_topics.py").write_text(python_block("# make_topics.py"))
+    for name in ("make_topics.py", "make_sums.py"):
+        (project / name).write_text(python_block(f"# {name}"))
     assert run(["write_pairs.py"], project).returncode == 0
     for command in runnable():
         words = shlex.split(command)

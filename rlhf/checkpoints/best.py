@@ -58,7 +58,8 @@ def choose(candidates: Sequence[Candidate], rule: str, perplexity_gate: float) -
     else:
         best = max(passing, key=lambda i: (candidates[i].value(rule), -i))
         value = candidates[best].value(rule)
-        what = f"the highest {rule} ({value:+.3f})" if math.isfinite(value) else f"the first ({rule} has no value)"
+        given = f"{value:+.3f}" if rule == "score" else f"{value:.3f}"
+        what = f"the highest {rule} ({given})" if math.isfinite(value) else f"the first ({rule} has no value)"
     return best, f"{what} among {len(passing)} of {len(candidates)} evaluations with {gate}"
 
 

@@ -88,7 +88,7 @@ def test_a_run_with_evaluation_functions_and_four_samples(flags, tmp_path, capsy
     assert [step for step, _ in logged["eval/odd"]] == [0, 1, 2]
     assert logged["eval/exact_match"][-1][1] == 0.0
     best = max(found, key=lambda e: (e["metrics"]["odd"]["value"], -e["update"]))
-    assert record.best.update == best["update"] and record.best.why.startswith("the highest odd (+")
+    assert record.best.update == best["update"] and record.best.why.startswith("the highest odd (")
     figures = record.figures
     assert figures["eval/odd_after"] == at_end["value"] and len(figures["eval/odd_rise_interval"]) == 2
     assert f"odd {at_end['value']:.3f} (" in out and f"pass@4 {at_end['pass_at_4']:.3f}" in out

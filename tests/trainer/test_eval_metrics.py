@@ -140,7 +140,7 @@ def test_best_rule_of_an_evaluation_function_is_its_highest_value_within_both_li
     best, why = choose(run, "right", 1.1)
     assert best == 1, "the third is above the KL limit, the fourth above the perplexity limit, the fifth is a tie"
     assert why == (
-        "the highest right (+0.400) among 3 of 5 evaluations with KL at most 1.5 x the target and "
+        "the highest right (0.400) among 3 of 5 evaluations with KL at most 1.5 x the target and "
         "perplexity at most 1.1 x the start model's"
     )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from rlhf.config import usual_config
 from rlhf.settings.next_commands import training_command
 from rlhf.settings.reward_model import parse_reward_cli, reward_file_line
+from rlhf.setup.inputs import check_reward_inputs
 from rlhf.utils.errors import run_command
 from rlhf.utils.requirements import check_libraries
 
@@ -18,6 +19,7 @@ def main(argv: list[str] | None = None) -> None:
         argv, USER_FILE
     )  # before torch is imported, so that --help and errors are printed at once
     usual = usual_config(config.recipe, config.user_file)
+    check_reward_inputs(config)
     check_libraries()
     from rlhf.utils.console import Screen, quiet_libraries
 

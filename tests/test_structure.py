@@ -135,12 +135,14 @@ def test_the_check_finds_an_import_from_a_higher_level(tmp_path, monkeypatch, li
 
 
 @pytest.mark.parametrize("command", [*([f"{script}.py"] for script in SCRIPTS), ["-m", "reward_model.train"]])
-def test_help_and_flag_errors_do_not_import_torch(command):
+def test_help_flag_errors_and_missing_data_do_not_import_torch(command):
     template = "import sys, runpy; sys.argv = {argv}\ntry: runpy.{run}({name!r}, run_name='__main__')\n"
     template += "except SystemExit: pass\nassert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     run, name = ("run_module", command[1]) if command[0] == "-m" else ("run_path", command[0])
-    for argument in ("--help", "--batch-sise"):
-        code = template.format(argv=["x", argument], run=run, name=name)
+    trains = command[0].startswith("train_") or command[0] == "-m"
+    missing = [["--prompts", "no/such/folder/"], ["--prompts", "none.tsv"]] if trains else []
+    for arguments in (["--help"], ["--batch-sise"], *missing):
+        code = template.format(argv=["x", *arguments], run=run, name=name)
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 

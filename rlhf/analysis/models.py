@@ -31,7 +31,8 @@ from rlhf.utils.system import command
 # settings of a run that decide its completions and scores
 MEASURED_WITH = (
     *("actor_model", "rm_model", "reward_func", "reward_weights", "keywords", "plain_prompts"),
-    *("prompts", "split", "prompt_length", "eval_text", "max_new_tokens", "temperature", "top_k", "top_p"),
+    *("prompts", "dataset_config", "dataset_split", "columns", "skip_bad_rows"),
+    *("split", "prompt_length", "eval_text", "max_new_tokens", "temperature", "top_k", "top_p"),
 )
 
 
@@ -132,6 +133,8 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
     Raises UserError if runs differ in settings that decide completions or scores and no flag overrides them.
     """
     given = {name: value for name, value in vars(measure).items() if name in MEASURED_WITH and value is not None}
+    if measure.prompts is not None:  # the runs' configuration and split are those of other data
+        given = {"dataset_config": None, "dataset_split": None, **given}
     if measure.baseline is not None:
         given["actor_model"] = measure.baseline
     runs = [(m.name, m.run) for m in models if m.run is not None]

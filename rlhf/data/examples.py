@@ -13,6 +13,7 @@ from typing import Any
 from rlhf.data.formats import EXPECTED_COLUMNS, parts_of, shown
 from rlhf.data.readers import read_rows
 from rlhf.data.source import DataSource
+from rlhf.settings.types import Renaming
 from rlhf.utils.errors import MAX_PRINTED, UserError, did_you_mean, raise_if
 
 REPEATED_SHARE = 0.05  # duplicate rows: above this share a warning is printed
@@ -61,15 +62,13 @@ def load_examples(
         topics: if True, every row needs a "topic".
     """
     source = DataSource(source) if isinstance(source, str) else source
-    rows = read_rows(source, say)
-    if source.columns:
-        _check_renaming(rows, source)
-        rows = [(where, source.rename(row) if isinstance(row, dict) else row) for where, row in rows]
+    rows = _renamed(read_rows(source, say), source)
     examples, problems = _checked(rows, pairs, topics)
     if problems:
         _report_bad_rows(problems, len(rows), source, say)
     if not examples:
         raise UserError(f"no rows: {source.name}. Each row must be an object with {EXPECTED_COLUMNS}")
+    _note_implicit_prompts(examples, source, say)
     repeated = len(examples) - len({json.dumps((e.messages, e.chosen, e.rejected)) for e in examples})
     if repeated > REPEATED_SHARE * len(examples):
         say(f"warning: {repeated} of {len(examples):,} rows are duplicates: {source.name}. Remove them if unintended")
@@ -104,8 +103,25 @@ def _report_bad_rows(problems: list[str], rows: int, source: DataSource, say: Ca
         say(f"  and {len(problems) - MAX_PRINTED} more")
 
 
-def _check_renaming(rows: Sequence[tuple[str, Any]], source: DataSource) -> None:
-    """Raise UserError if --columns renames a column that the data lacks, or to a name that another column has."""
+def _note_implicit_prompts(examples: Sequence[Example], source: DataSource, say: Callable[[str], None]) -> None:
+    """Print a note if the prompts are the common beginnings of texts: the data may have the prompts elsewhere."""
+    found = [
+        e
+        for e in examples
+        if e.chosen is not None and not e.conversational and {"question", "prompt"}.isdisjoint(e.columns)
+    ]
+    if found:
+        say(
+            f"note: {len(found):,} rows have no prompt column, so the prompt is the common beginning of chosen and "
+            f"rejected, such as {found[0].messages[-1]['content'][:60]!r}: {source.flag} {source.name}"
+        )
+
+
+def _renamed(rows: list[tuple[str, Any]], source: DataSource) -> list[tuple[str, Any]]:
+    """Return the rows with the new names of --columns. Raises UserError if it renames a column that the data lacks, or
+    to a name that another column has."""
+    if not source.columns:
+        return rows
     names = list(dict.fromkeys(name for _, row in rows if isinstance(row, dict) for name in row))
     olds = {c.old for c in source.columns}
     problems = []
@@ -119,6 +135,7 @@ def _check_renaming(rows: Sequence[tuple[str, Any]], source: DataSource) -> None
                 f"one, too: --columns {c} OTHER={c.new}"
             )
     raise_if(problems)
+    return [(where, source.rename(row) if isinstance(row, dict) else row) for where, row in rows]
 
 
 def _example(
@@ -185,17 +202,21 @@ def _typed(row: dict, key: str, kind: type, default: Any, where: str) -> Any:
 GivenPrompt = str | Sequence[dict[str, str]] | dict[str, Any]
 
 
-def examples_of(prompts: Sequence[GivenPrompt], topics: bool = False) -> list[Example]:
+def examples_of(
+    prompts: Sequence[GivenPrompt], topics: bool = False, columns: Sequence[Renaming] = ()
+) -> list[Example]:
     """Return checked rows for prompts given in Python. Raises UserError that lists every invalid prompt.
 
     Each prompt is a text, a chat of {"role", "content"}, or a row with a data file's columns. Only a row can have a
-    topic.
+    topic. `columns` are new names for the columns of rows.
     """
     rows = []
     for i, prompt in enumerate(prompts):
         is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, str)
         row = prompt if isinstance(prompt, dict) else {"messages": list(prompt)} if is_chat else {"prompt": prompt}
         rows.append((f"prompt {i + 1}", row))
+    if any(isinstance(prompt, dict) for prompt in prompts):
+        rows = _renamed(rows, DataSource("in Python", columns=tuple(columns), flag="prompts"))
     examples, problems = _checked(rows, pairs=False, topics=topics)
     raise_if(problems)
     return examples

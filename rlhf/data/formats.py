@@ -38,7 +38,6 @@ class Parts:
     chosen: str | None = None
     rejected: str | None = None
     conversational: bool = False  # the prompt is a list of messages in the row
-    found_in_text: bool = False  # the prompt is the common beginning of two texts
 
 
 def parts_of(row: dict, where: str) -> Parts:
@@ -56,7 +55,7 @@ def parts_of(row: dict, where: str) -> Parts:
     sides = _sides(row, where)
     if chat is not None:
         messages = _with_system(_prompt_chat(chat, where), row, where)
-        return Parts(messages, *(_completion(side, name, messages, where) for name, side in sides), True)
+        return Parts(messages, **_completions(sides, messages, where), conversational=True)
     if key is not None:
         return _with_text_prompt(row, key, sides, where)
     if not sides:
@@ -64,12 +63,12 @@ def parts_of(row: dict, where: str) -> Parts:
     (_, chosen), (_, rejected) = sides
     if isinstance(chosen, list) and isinstance(rejected, list):
         messages, *both = _split_chats(chosen, rejected, where)
-        return Parts(_with_system(messages, row, where), *both, True)
+        return Parts(_with_system(messages, row, where), *both, conversational=True)
     if isinstance(chosen, str) and isinstance(rejected, str):
         if _prompt_like(row):
             raise _no_prompt(row, where)
         prompt, *both = _split_texts(chosen, rejected, row, where)
-        return Parts(_with_system([{"role": "user", "content": prompt}], row, where), *both, False, True)
+        return Parts(_with_system([{"role": "user", "content": prompt}], row, where), *both)
     raise UserError(f"one of chosen and rejected is text and the other one is a chat: {where}. Use one form for both")
 
 
@@ -82,7 +81,7 @@ def _with_text_prompt(row: dict, key: str, sides: list[tuple[str, Any]], where: 
         if not any(m["role"] == "user" and m["content"].split() == text.split() for m in head):
             raise UserError(f"the chats in chosen and rejected do not contain the {key}: {where}. Correct that row")
         return Parts(_with_system(head, row, where), *both)
-    return Parts(messages, *(_completion(side, name, messages, where) for name, side in sides))
+    return Parts(messages, **_completions(sides, messages, where))
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -146,6 +145,11 @@ def _side(value: Any, name: str, where: str) -> str | list[Message]:
     if isinstance(chat, list) and chat and all(isinstance(m, dict) for m in chat):
         return _messages(chat, where, name)
     return check_text(value, name, where)
+
+
+def _completions(sides: list[tuple[str, Any]], prompt: list[Message], where: str) -> dict[str, str]:
+    """Return the completions of a pair by name."""
+    return {name: _completion(side, name, prompt, where) for name, side in sides}
 
 
 def _completion(side: str | list[Message], name: str, prompt: list[Message], where: str) -> str:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example, GivenPrompt, examples_of, load_examples
+from rlhf.data.lengths import warn_about_length
 from rlhf.data.source import DataSource
 from rlhf.data.splits import distinct_questions, split_examples
 from rlhf.settings.training import DataSettings
@@ -39,9 +40,13 @@ def encode_prompts(
 ) -> tuple[list[Prompt], int]:
     """Return the prompts of at most `longest` tokens, in order, and the number of skipped prompts. Prompts are never
     truncated."""
-    prompts = [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
+    prompts = _encoded(tokenizer, examples)
     fitting = [p for p in prompts if len(p.ids) <= longest]
     return fitting, len(prompts) - len(fitting)
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[Prompt]:
+    return [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def load_prompts(
     has_pairs = any(e.chosen is not None for e in examples)
     split = data.split or (Split(45, 45, 10) if has_pairs else Split(0, 90, 10))
     parts = split_examples(examples, split)
-    sets = render_sets(tokenizer, parts["rl"], parts["evaluation"], data.prompt_length, by_topic)
+    sets = render_sets(tokenizer, parts["rl"], parts["evaluation"], data, f"--prompts {data.prompts}", say)
     for name, kept, part in (("train", sets.train, parts["rl"]), ("evaluate", sets.evaluation, parts["evaluation"])):
         if not kept and not (evaluation_alone and name == "train"):
             shortest = min((len(encode_prompt(tokenizer, e.messages)) for e in part), default=0)
@@ -110,6 +115,7 @@ def given_prompts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[GivenPrompt],
     evaluation: Sequence[GivenPrompt] | None,
+    say: Callable[[str], None] = print,
 ) -> PromptSets:
     """Encode prompts given in Python.
 
@@ -118,7 +124,7 @@ def given_prompts(
     a prompt is invalid or none is short enough.
     """
     by_topic = data.steps_per_topic is not None
-    train = examples_of(prompts, by_topic)
+    train = examples_of(prompts, by_topic, data.columns)
     if not train:
         raise UserError("an empty list: prompts. Pass texts or chats")
     if evaluation is None:
@@ -126,8 +132,8 @@ def given_prompts(
         enough = len(train) >= FEW_PROMPTS and parts["rl"] and parts["evaluation"]
         train, held_out = (parts["rl"], parts["evaluation"]) if enough else (train, train)
     else:
-        held_out = examples_of(evaluation)
-    sets = render_sets(tokenizer, train, held_out, data.prompt_length, by_topic)
+        held_out = examples_of(evaluation, columns=data.columns)
+    sets = render_sets(tokenizer, train, held_out, data, "prompts", say)
     if not sets.train or not sets.evaluation:
         raise UserError(f"no prompt has at most {data.prompt_length} tokens: prompts. Raise prompt_length")
     return dataclasses.replace(sets, evaluation=sets.evaluation[: data.eval_prompts])
@@ -137,13 +143,19 @@ def render_sets(
     tokenizer: PreTrainedTokenizerBase,
     train: Sequence[Example],
     evaluation: Sequence[Example],
-    longest: int,
-    by_topic: bool = False,
+    data: DataSettings,
+    source: str,
+    say: Callable[[str], None] = print,
 ) -> PromptSets:
-    """Return the distinct prompts of two lists as ids. With `by_topic`, the topic is part of the key."""
-    kept, too_long = encode_prompts(tokenizer, distinct_questions(train, by_topic), longest)
-    held_out, too_long_evaluation = encode_prompts(tokenizer, distinct_questions(evaluation, by_topic), longest)
-    return PromptSets(kept, held_out, too_long=too_long + too_long_evaluation)
+    """Return the distinct prompts of two lists as ids, those of at most `data.prompt_length` tokens. Prompts of
+    different topics are distinct with --steps-per-topic. Prints a warning if many of them, from `source`, are too
+    long."""
+    by_topic, longest = data.steps_per_topic is not None, data.prompt_length
+    both = [_encoded(tokenizer, distinct_questions(examples, by_topic)) for examples in (train, evaluation)]
+    lengths = [len(prompt.ids) for prompts in both for prompt in prompts]
+    warn_about_length(lengths, longest, "prompts", source, "--prompt-length", say)
+    kept, held_out = ([p for p in prompts if len(p.ids) <= longest] for prompts in both)
+    return PromptSets(kept, held_out, too_long=len(lengths) - len(kept) - len(held_out))
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:

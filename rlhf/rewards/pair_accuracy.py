@@ -26,7 +26,12 @@ def pairs_that_fit(model: RewardModel, pairs: Sequence[Example], longest: int | 
     limit = min((n for n in (longest, model.context) if n is not None), default=None)
     if limit is None:
         return list(pairs)
-    return [p for p in pairs if max(len(ids) for ids in pair_ids(model, p).values()) <= limit]
+    return [p for p in pairs if pair_length(model, p) <= limit]
+
+
+def pair_length(model: RewardModel, pair: Example) -> int:
+    """Return the number of tokens of the longer side of a pair, prompt included."""
+    return max(len(ids) for ids in pair_ids(model, pair).values())
 
 
 def pair_ids(model: RewardModel, pair: Example) -> dict[str, list[int]]:

@@ -30,6 +30,7 @@ from rlhf.checkpoints.run_folder import check_output
 from rlhf.checkpoints.run_record import RUN_FILE, environment
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example, load_examples
+from rlhf.data.lengths import warn_about_length
 from rlhf.data.source import DataSource
 from rlhf.data.splits import question_hash, split_examples
 from rlhf.models.device import autocast_dtype
@@ -43,7 +44,7 @@ from rlhf.models.load import (
 from rlhf.models.save import bad_weights
 from rlhf.rewards.calibration import calibration_completions, evaluate_and_calibrate
 from rlhf.rewards.checks import check_reward_context, weakness
-from rlhf.rewards.pair_accuracy import pair_ids, pairs_that_fit
+from rlhf.rewards.pair_accuracy import pair_ids, pair_length
 from rlhf.rewards.reward_model import METRICS_FILE, RewardModel, read_record
 from rlhf.settings.fields import to_dict
 from rlhf.settings.reward_model import RewardModelConfig, RewardTrainingSettings
@@ -105,21 +106,24 @@ def usable_pairs(
 
     Raises UserError if no training pair or no held-out pair is left.
     """
-    train, held_out = (
-        pairs_that_fit(model, parts[name], config.data.pair_length) for name in ("reward", "evaluation")
-    )
-    too_long, limit = len(parts["reward"]) - len(train), f"{config.data.pair_length:,} tokens"
-    if model.context is not None and model.context < config.data.pair_length:
-        limit = f"{model.context:,} tokens (the base model's context)"
+    limit, flag = config.data.pair_length, "--pair-length"
+    shown = f"{limit:,} tokens"
+    if model.context is not None and model.context < limit:
+        limit, flag, shown = model.context, None, f"{model.context:,} tokens (the base model's context)"
+    pairs = {name: [(pair_length(model, p), p) for p in parts[name]] for name in ("reward", "evaluation")}
+    train, held_out = ([p for length, p in part if length <= limit] for part in pairs.values())
     if not train or not held_out:
         raise UserError(
-            f"no pairs left to {'train' if not train else 'evaluate'} on: {config.data.pairs}, length limit {limit}. "
+            f"no pairs left to {'train' if not train else 'evaluate'} on: {config.data.pairs}, length limit {shown}. "
             "Add pairs, change --split or raise --pair-length"
         )
     screen.say(f"reward model: {len(train)} training pairs, {len(held_out)} held-out pairs")
+    too_long = len(parts["reward"]) - len(train)
     skipped = too_long + len(parts["evaluation"]) - len(held_out)
     if skipped:
-        screen.say(f"  skipped {skipped} pairs longer than {limit} ({too_long} of them training pairs)")
+        screen.say(f"  skipped {skipped} pairs longer than {shown} ({too_long} of them training pairs)")
+    lengths = [length for part in pairs.values() for length, _ in part]
+    warn_about_length(lengths, limit, "pairs", f"--pairs {config.data.pairs}", flag, screen.say)
     if len(held_out) < FEW_PAIRS:
         screen.say(f"  only {len(held_out)} held-out pairs: the accuracy is uncertain")
     return train, held_out

@@ -18,9 +18,10 @@ from rlhf.settings.training import (
     RewardSettings,
     SamplingSettings,
 )
-from rlhf.settings.types import Split
+from rlhf.settings.types import Renaming, Split
 
 AS_IN_RUN = "as in the run"
+OF_RUN_DATA = "as in the run, unless --prompts is given"
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ class MeasureSettings:
     )
     prompts: str | None = inherited(DataSettings, "prompts", AS_IN_RUN, brief="prompts; unset: as in the run")
     split: Split | None = inherited(DataSettings, "split", AS_IN_RUN)
+    dataset_config: str | None = inherited(DataSettings, "dataset_config", OF_RUN_DATA)
+    dataset_split: str | None = inherited(DataSettings, "dataset_split", OF_RUN_DATA)
+    columns: tuple[Renaming, ...] | None = inherited(DataSettings, "columns", AS_IN_RUN)
+    skip_bad_rows: float | None = inherited(DataSettings, "skip_bad_rows", AS_IN_RUN)
     prompt_length: int | None = inherited(DataSettings, "prompt_length", AS_IN_RUN)
     eval_text: str | None = inherited(DataSettings, "eval_text", AS_IN_RUN)
     max_new_tokens: int | None = inherited(SamplingSettings, "max_new_tokens", AS_IN_RUN)

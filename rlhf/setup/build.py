@@ -132,7 +132,7 @@ def _load_prompt_sets(
         source, sets = f"--prompts {data.prompts}", load_prompts(data, start.tokenizer, screen.say)
         check_fills_a_batch(config, sets.train)
     else:
-        source, sets = "prompts", given_prompts(data, start.tokenizer, prompts, evaluation_prompts)
+        source, sets = "prompts", given_prompts(data, start.tokenizer, prompts, evaluation_prompts, screen.say)
     check_prompts(sets, start, config.sampling.max_new_tokens, source, screen, data.plain_prompts)
     check_overlap(sets, screen)
     check_topics(config, sets.train, screen)

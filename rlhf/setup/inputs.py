@@ -11,6 +11,7 @@ from rlhf.utils.errors import raise_if
 from rlhf.utils.paths import is_path, missing_path, resolve_path
 
 if TYPE_CHECKING:
+    from rlhf.settings.reward_model import RewardModelConfig
     from rlhf.settings.training import Config
 
 
@@ -25,20 +26,36 @@ def check_inputs(config: Config) -> None:
         on_hub = flag in ("--actor-model", "--rm-model", "--prompts") and not is_path(name)
         if name in built or on_hub or resolve_path(name).exists():
             continue
-        if flag == "--rm-model":
-            if restore_replaced(resolve_path(name)):  # its replacement was interrupted
-                continue
+        if flag != "--rm-model":
+            problems += _missing(flag, name)
+        elif not restore_replaced(resolve_path(name)):  # otherwise its replacement was interrupted
             problems.append(
                 f"no reward model: {flag} {name}. Train one with: {reward_model_command(config)}, or use only reward "
                 "functions: --rm-model none --reward-func ..."
             )
-        elif flag == "--actor-model":
-            problems += missing_path(name, "model", f"{flag} takes a Hugging Face model folder or a hub name").problems
-        elif flag == "--prompts":
-            problems += missing_path(name, "data file", "Use a JSONL file or the name of a hub dataset").problems
-        else:
-            problems += missing_path(name, "file", f"{flag} takes a file").problems
     raise_if(problems)
+
+
+def check_reward_inputs(config: RewardModelConfig) -> None:
+    """Raise UserError that lists every missing local input of `python -m reward_model.train`."""
+    named = [
+        ("--pairs", config.data.pairs),
+        ("--base-model", config.training.base_model),
+        ("--actor-model", config.calibration.actor_model),
+    ]
+    named = [(flag, name) for flag, name in named if name and is_path(name) and not resolve_path(name).exists()]
+    raise_if([problem for flag, name in named for problem in _missing(flag, name)])
+
+
+def _missing(flag: str, name: str) -> list[str]:
+    """Return the error line for a missing input."""
+    if flag in ("--actor-model", "--base-model"):
+        what, hint = "model", f"{flag} takes a Hugging Face model folder or a hub name"
+    elif flag in ("--prompts", "--pairs"):
+        what, hint = "data file", f"{flag} takes a data file, a folder or the name of a hub dataset"
+    else:
+        what, hint = "file", f"{flag} takes a file"
+    return missing_path(name, what, hint).problems
 
 
 def inputs_of(config: Config) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ def is_path(name: str) -> bool:
         name.startswith((".", "/", "~", os.sep))
         or "\\" in name
         or name.count("/") > 1
-        or Path(name).suffix in (".jsonl", ".json", ".csv", ".parquet", ".txt")
+        or Path(name).suffix in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
     )
 
 
@@ -31,8 +31,6 @@ def missing_path(path: str, what: str, hint: str) -> UserError:
     """Return the error for a missing path, with files or folders of a similar name."""
     resolve_path(path)  # raises for invalid paths
     target = Path(path).expanduser()
-    if what == "data file" and target.is_dir():
-        return UserError(f"this is a folder, not a {what}: {path}. {hint}")
     siblings = sorted(p.name for p in target.parent.iterdir()) if target.parent.is_dir() else []
     close = difflib.get_close_matches(target.name, siblings, n=3, cutoff=CLOSE)
     near = [str(target.parent / name) for name in close if _may_be(target.parent / name, what)]
@@ -44,4 +42,4 @@ def _may_be(path: Path, what: str) -> bool:
     """True if a path can be a `what` ("model", "run", or a kind of file). A folder of source code is not a model."""
     if what == "model":
         return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
-    return path.is_dir() if what == "run" else path.is_file()
+    return path.is_dir() if what == "run" else path.is_file() or what == "data file"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from rlhf.data.chat_template import encode_completion, encode_prompt, encode_text
 from rlhf.data.examples import Example, load_examples
-from rlhf.data.prompts import load_prompts
+from rlhf.data.lengths import length_that_keeps, warn_about_length
+from rlhf.data.prompts import given_prompts, load_prompts
 from rlhf.data.splits import part_of, split_examples
 from rlhf.models.load import load_tokenizer
 from rlhf.settings.training import DataSettings
-from rlhf.settings.types import Split
+from rlhf.settings.types import Renaming, Split
 from rlhf.utils.errors import UserError
 
 
@@ -196,3 +198,46 @@ def test_evaluation_needs_no_training_prompts(tokenizer, tmp_path):
     assert len(sets.evaluation) == 10 and sets.train == []
     with pytest.raises(UserError, match="no prompt left to train on"):
         load_prompts(DataSettings(file, Split(0, 0, 100)), tokenizer)
+
+
+# --- lengths ---------------------------------------------------------------------------------------------------------
+
+
+def test_length_that_keeps_a_share():
+    assert length_that_keeps(95, range(1, 101)) == 95
+    assert length_that_keeps(95, [7] * 19 + [9]) == 7 and length_that_keeps(95, [7] * 18 + [9] * 2) == 9
+    assert length_that_keeps(95, [3]) == 3
+
+
+@pytest.mark.parametrize(("too_long", "warned"), [(0, False), (20, False), (21, True), (90, True)])
+def test_many_long_rows_give_a_warning_with_a_flag_to_copy(too_long, warned):
+    text, lengths = [], [400 + i for i in range(too_long)] + [100] * (100 - too_long)
+    warn_about_length(lengths, 256, "prompts", "--prompts a", "--prompt-length", text.append)
+    assert bool(text) == warned
+    if too_long == 21:  # 95 of the rows have at most 415 tokens: 79 short ones, and 16 of 400 to 415
+        assert text == ["warning: 21 of 100 prompts (21%) are longer than 256 tokens and are skipped: --prompts a"
+                        ". --prompt-length 415 keeps 95% of them"]  # fmt: skip
+
+
+def test_long_prompts_are_warned_about_and_the_printed_length_keeps_95_percent(tmp_path, tokenizer):
+    rows = [{"prompt": f"question {i}" + " and so on" * (i % 10)} for i in range(100)]
+    file, text = write(tmp_path / "rows.jsonl", *rows), []
+    short = load_prompts(DataSettings(file, prompt_length=70), tokenizer, text.append)
+    pattern = r"warning: (\d+) of 100 prompts .*: --prompts .*\. --prompt-length (\d+) keeps 95% of them"
+    found = re.fullmatch(pattern, text[0])
+    assert int(found[1]) == short.too_long > 20
+    longer = load_prompts(DataSettings(file, prompt_length=int(found[2])), tokenizer, text.append)
+    assert longer.too_long <= 5 and len(text) == 1
+    given_prompts(DataSettings(prompt_length=70), tokenizer, [row["prompt"] for row in rows], None, text.append)
+    assert len(text) == 2 and " of 100 prompts " in text[1] and ": prompts. " in text[1]
+
+
+def test_rows_given_in_python_have_the_formats_and_columns_of_files(tokenizer):
+    rows = [{"problem": f"{i} + 1?", "answer": str(i + 1)} for i in range(3)]
+    sets = given_prompts(DataSettings(columns=(Renaming("prompt=problem"),)), tokenizer, rows, None)
+    assert [p.example.question for p in sets.train] == ["0 + 1?", "1 + 1?", "2 + 1?"]
+    assert sets.train[0].example.columns == {"prompt": "0 + 1?", "answer": "1"}
+    with pytest.raises(UserError, match=r"no column 'problm': --columns prompt=problm, prompts in Python\. Did you"):
+        given_prompts(DataSettings(columns=(Renaming("prompt=problm"),)), tokenizer, rows, None)
+    texts = given_prompts(DataSettings(columns=(Renaming("prompt=problem"),)), tokenizer, ["a?"], None)
+    assert texts.train[0].example.question == "a?", "the new names are for rows"

@@ -434,7 +434,7 @@ AT_LINE_2 = r".*rows\.jsonl:2, '.+'"  # with an excerpt
 DATA = [
     Row(25, "file missing",
         lambda inputs: ["--prompts", inputs.write("prompts.jsonl", "{}").with_name("promts.jsonl")],
-        r"data file not found: .*promts\.jsonl\. Did you mean .*prompts\.jsonl\? Use a JSONL file"),
+        r"data file not found: .*promts\.jsonl\. Did you mean .*prompts\.jsonl\? --prompts takes"),
     Row(26, "empty file", lambda inputs: ["--prompts", inputs.write("empty.jsonl", "")],
         r"no rows: .*empty\.jsonl\. Each row must be an object with"),
     Row(27, "malformed line", data("{oops", {"prompt": "b"}),

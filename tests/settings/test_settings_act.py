@@ -600,7 +600,7 @@ def test_like_selects_the_settings_for_a_model_without_a_run(evaluated, start_mo
 
 
 def test_every_setting_of_the_evaluation_commands_is_tested():
-    evaluation = {*EVALUATION_SETTINGS, "like"}
+    evaluation = {*EVALUATION_SETTINGS, *DATA, "like"}
     evaluation.add("trust_reward_code")  # tests/rewards/test_reward_code.py
     separate = {"model_path", "output", "tokens", "chat"}  # tests/reports/test_reports.py, tests/analysis/test_chat.py
     assert set(settings_of(EvaluationConfig)) == {*evaluation, *separate}

@@ -1,0 +1,186 @@
+"""Tests row formats: TRL's, chats and ShareGPT, and what is refused because it would lose a message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from trl.data_utils import maybe_extract_prompt
+
+from rlhf.data.examples import Example, examples_of, load_examples
+from rlhf.data.splits import split_examples
+from rlhf.settings.types import Split
+from rlhf.utils.errors import UserError
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def shared(*turns: str) -> list[dict[str, str]]:
+    """ShareGPT messages: the human and the model in turns."""
+    return [{"from": ("human", "gpt")[i % 2], "value": turn} for i, turn in enumerate(turns)]
+
+
+ASK, YES, NO = message("user", "Is it?"), message("assistant", "Yes."), message("assistant", "No.")
+BRIEF, MORE = message("system", "Be brief."), message("user", "Why?")
+GPT_YES = {"from": "gpt", "value": "Yes."}
+GPT_NO = {"from": "gpt", "value": "No."}
+PROMPT = [ASK]
+
+# row -> prompt, chosen and rejected, conversational
+FORMATS = {
+    "prompt-only": ({"prompt": "Is it?"}, PROMPT, None, False),
+    "prompt-only, conversational": ({"prompt": [BRIEF, ASK]}, [BRIEF, ASK], None, True),
+    "prompt-completion": ({"prompt": "Is it?", "completion": "Yes."}, PROMPT, None, False),
+    "prompt-completion, conversational": ({"prompt": [ASK], "completion": [YES]}, PROMPT, None, True),
+    "explicit preference": ({"prompt": "Is it?", "chosen": "Yes.", "rejected": "No."}, PROMPT, "Yes.No.", False),
+    "explicit preference, conversational": (
+        {"prompt": [ASK, YES, MORE], "chosen": [YES], "rejected": [NO]}, [ASK, YES, MORE], "Yes.No.", True),
+    "explicit preference that repeats the prompt": (
+        {"prompt": [BRIEF, ASK], "chosen": [BRIEF, ASK, YES], "rejected": [ASK, NO]}, [BRIEF, ASK], "Yes.No.", True),
+    "implicit preference": (
+        {"chosen": "Is it? Yes.", "rejected": "Is it? No."}, PROMPT, " Yes. No.", False),
+    "implicit preference, conversational": (
+        {"chosen": [BRIEF, ASK, YES], "rejected": [BRIEF, ASK, NO]}, [BRIEF, ASK], "Yes.No.", True),
+    "implicit preference, several turns": (
+        {"chosen": [ASK, YES, MORE, NO], "rejected": [ASK, YES, MORE, YES]}, [ASK, YES, MORE], "No.Yes.", True),
+    "UltraFeedback": (
+        {"prompt": "Is it?", "prompt_id": "1", "chosen": [ASK, YES], "rejected": [ASK, NO],
+         "messages": [ASK, YES], "score_chosen": 8.0}, PROMPT, "Yes.No.", True),
+    "UltraFeedback without messages": (
+        {"prompt": "Is it?", "chosen": [BRIEF, ASK, YES], "rejected": [BRIEF, ASK, NO]}, [BRIEF, ASK], "Yes.No.",
+        False),
+    "text and one message each": ({"prompt": "Is it?", "chosen": [YES], "rejected": [NO]}, PROMPT, "Yes.No.", False),
+    "orca": ({"system": "Be brief.", "question": "Is it?", "chosen": "Yes.", "rejected": "No."}, [BRIEF, ASK],
+             "Yes.No.", False),
+    "messages": ({"messages": [BRIEF, ASK, YES]}, [BRIEF, ASK], None, True),
+    "messages and a system column": ({"messages": [ASK, YES], "system": "Be brief."}, [BRIEF, ASK], None, True),
+    "ShareGPT": ({"conversations": shared("Is it?", "Yes.", "Why?", "Because.")}, [ASK, YES, MORE], None, True),
+    "ShareGPT with a system text": ({"conversations": shared("Is it?", "Yes."), "system": "Be brief."}, [BRIEF, ASK],
+                                    None, True),
+    "ShareGPT with other names": (
+        {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "user", "value": "Is it?"},
+                           {"from": "observation", "value": "7"}]}, [BRIEF, ASK, message("tool", "7")], None, True),
+    "ShareGPT preference": ({"conversations": shared("Is it?"), "chosen": GPT_YES, "rejected": GPT_NO},
+                            PROMPT, "Yes.No.", True),
+    "conversations of roles": ({"conversations": [ASK, YES]}, PROMPT, None, True),
+    "null in unused columns": ({"prompt": "Is it?", "messages": None, "tools": None, "images": []}, PROMPT, None,
+                               False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_every_format_is_read(tmp_path, case):
+    row, prompt, completions, conversational = FORMATS[case]
+    (tmp_path / "a.json").write_text(json.dumps([row]))
+    for example in (*load_examples(str(tmp_path / "a.json")), *examples_of([row])):
+        assert list(example.messages) == prompt
+        assert (example.chosen is None) == (completions is None)
+        assert completions is None or example.chosen + example.rejected == completions
+        assert example.conversational == conversational
+        assert example.columns == row, "reward functions receive all columns"
+
+
+IMPLICIT = [
+    {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+    {"chosen": "Q: a?\nA: blue", "rejected": "Q: a?\nA: green"},
+    {"chosen": "a  b", "rejected": "a  c"},
+    {"chosen": [ASK, YES], "rejected": [ASK, NO]},
+    {"chosen": [BRIEF, ASK, YES, MORE, YES], "rejected": [BRIEF, ASK, YES, MORE, NO]},
+    {"prompt": "Is it?", "chosen": [ASK, YES], "rejected": [ASK, NO]},
+    {"prompt": "Is it?", "chosen": "Yes.", "rejected": "No."},
+    {"prompt": [ASK], "chosen": [YES], "rejected": [NO]},
+]
+
+
+@pytest.mark.parametrize("row", IMPLICIT)
+def test_prompts_are_those_of_trl(row):
+    """TRL's functions find the same prompt and completions."""
+    expected = {**row, **maybe_extract_prompt(dict(row))}
+    (example,) = examples_of([row])
+    if isinstance(expected["prompt"], str):
+        expected["prompt"] = [message("user", expected["prompt"])]
+    both = [
+        side if isinstance(side, str) else side[-1]["content"] for side in (expected["chosen"], expected["rejected"])
+    ]
+    assert [list(example.messages), example.chosen, example.rejected] == [expected["prompt"], *both]
+
+
+REFUSED = {
+    "only text": ({"text": "a"}, r"no prompt: .*If 'text' is the prompt, add --columns prompt=text"),
+    "Alpaca": ({"instruction": "a", "output": "b"}, r"no prompt: .*add --columns prompt=instruction"),
+    "pairs whose prompt has another name": (
+        {"instruction": "Is it?", "chosen": "It is.", "rejected": "It is not."}, r"add --columns prompt=instruction"),
+    "pairs with a misspelt prompt": ({"promt": "a", "chosen": "It is.", "rejected": "It was."}, "prompt=promt"),
+    "no common beginning": ({"chosen": "Yes.", "rejected": "No."}, r"no prompt: .*columns \['chosen', 'rejected'\]"),
+    "one side is the beginning": ({"chosen": "It is", "rejected": "It is not"}, r"rejected is the beginning of the o"),
+    "equal sides": ({"chosen": "It is", "rejected": "It is", "rejected_ended": False}, r"chosen equals rejected"),
+    "equal chats": ({"chosen": [ASK, YES], "rejected": [ASK, YES]}, r"chosen equals rejected"),
+    "a text and a chat": ({"chosen": "Is it? Yes.", "rejected": [ASK, NO]}, r"one of chosen and rejected is text"),
+    "several turns that differ": (
+        {"chosen": [ASK, YES, MORE, NO], "rejected": [ASK, NO, MORE, YES]},
+        r"chosen is not one assistant message after the prompt \(roles: assistant, user, assistant\)"),
+    "more messages after an explicit prompt": (
+        {"prompt": [ASK], "chosen": [YES, MORE, NO], "rejected": [NO]}, r"chosen is not one assistant message after"),
+    "a completion of the user": ({"prompt": [ASK], "chosen": [MORE], "rejected": [NO]}, r"\(roles: user\)"),
+    "chats of another prompt": (
+        {"prompt": "What?", "chosen": [ASK, YES], "rejected": [ASK, NO]}, r"do not contain the prompt: "),
+    "chats that begin differently": (
+        {"chosen": [ASK, YES], "rejected": [MORE, NO]}, r"no user message in the chat: "),
+    "two system texts": ({"messages": [BRIEF, ASK], "system": "Be kind."}, r"different system messages: "),
+    "an unknown name in ShareGPT": ({"conversations": [{"from": "robot", "value": "a"}]}, r"unknown chat role"),
+    "another key in a chat": ({"conversations": [{"speaker": "human", "text": "a"}]}, r"not a list of \{\"role\""),
+    "tools": ({"prompt": "a", "tools": [{"name": "f"}]}, r"column 'tools': .*cannot call tools.*--columns NEW=tools"),
+    "a tool call": (
+        {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [1]}, MORE]}, r"a message with tool_"),
+    "images": ({"prompt": "a", "images": ["a.png"]}, r"column 'images': .*images are not supported"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_rows_that_would_lose_something_are_refused(case):
+    row, problem = REFUSED[case]
+    with pytest.raises(UserError, match=problem) as caught:
+        examples_of([row])
+    assert "prompt 1" in str(caught.value) and "\n" not in str(caught.value)
+
+
+# --- the data of three well-known tasks ------------------------------------------------------------------------------
+
+
+def parts(rows: list[dict], folder: Path) -> dict[str, list[Example]]:
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    examples = load_examples(str(folder / "rows.jsonl"))
+    found = split_examples(examples, Split(40, 40, 20))
+    assert sum(map(len, found.values())) == len(rows) == 50 and all(found.values())
+    return found
+
+
+def test_gsm8k_rows_are_split_and_keep_the_answer(tmp_path):
+    rows = [{"question": f"What is {i} + 1?", "answer": f"{i} + 1 = {i + 1}\n#### {i + 1}"} for i in range(50)]
+    for part in parts(rows, tmp_path).values():
+        for e in part:
+            assert e.messages == (message("user", e.columns["question"]),) and not e.conversational
+            assert eval(e.messages[0]["content"][8:-1]) == int(e.columns["answer"].split("#### ")[1])
+
+
+def test_ultrafeedback_rows_are_split_into_prompt_and_completions(tmp_path):
+    chats = [[message("user", f"Question {i}?"), message("assistant", f"{side} {i}")]
+             for i in range(50) for side in ("good", "bad")]  # fmt: skip
+    rows = [{"chosen": chats[2 * i], "rejected": chats[2 * i + 1], "score_chosen": 8.0} for i in range(50)]
+    for part in parts(rows, tmp_path).values():
+        for e in part:
+            number = e.messages[0]["content"].removeprefix("Question ").removesuffix("?")
+            assert (e.chosen, e.rejected, len(e.messages)) == (f"good {number}", f"bad {number}", 1)
+            assert e.conversational and e.columns["score_chosen"] == 8.0
+
+
+def test_orca_rows_are_split_with_their_system_text(tmp_path):
+    rows = [{"system": "Be brief." if i % 2 else "", "question": f"Question {i}?", "chosen": f"good {i}",
+             "rejected": f"bad {i}"} for i in range(50)]  # fmt: skip
+    for part in parts(rows, tmp_path).values():
+        for e in part:
+            number = int(e.messages[-1]["content"].removeprefix("Question ").removesuffix("?"))
+            assert len(e.messages) == 1 + number % 2 and (e.chosen, e.rejected) == (f"good {number}", f"bad {number}")

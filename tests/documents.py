@@ -25,6 +25,12 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
+def python_block(words: str) -> str:
+    """Return the one python block of all pages that contains `words`."""
+    (block,) = [b for page in PAGES for b in blocks(page, "python") if words in b]
+    return block
+
+
 def commands(page: Path) -> list[str]:
     """Return every command of the page's bash blocks, in order. `a && b` is two commands."""
     lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]

@@ -15,7 +15,7 @@ import torch
 
 from rlhf.config import parse_cli
 from rlhf.settings.evaluation import parse_comparison_cli, parse_evaluation_cli, parse_plot_cli
-from tests.documents import PAGES, ROOT, all_commands, blocks
+from tests.documents import ROOT, all_commands, python_block
 from tests.scripts.test_scripts import copy_project, run
 from tests.shapes import make_base_model, make_start_model
 
@@ -64,12 +64,6 @@ def project(tmp_path_factory, pairs_file) -> Path:
     pairs = [[f"question {i}?", f"step {i}" + " now" * (i % 2), f"cat {i}" + " now" * (i % 3)] for i in range(90)]
     (folder / "my_data.py").write_text(f"pairs = {pairs!r}\n")
     return folder
-
-
-def python_block(words: str) -> str:
-    """Return the one python block of all pages that contains `words`."""
-    (block,) = [b for page in PAGES for b in blocks(page, "python") if words in b]
-    return block
 
 
 def test_your_own_pairs_take_five_lines():

@@ -52,8 +52,8 @@ def given_rewards(
 def find_eval_functions(config: Config) -> dict[str, RewardFunction | nn.Module]:
     """Find the evaluation functions of the settings, by their names in metrics. Raises UserError if one does not
     exist. Executes their files."""
-    rules = config.reward.eval_func
-    return {function_name(rule): find_rule(rule, config.reward.keywords, "--eval-func") for rule in rules}
+    keywords, longest = config.reward.keywords, config.sampling.max_new_tokens
+    return {function_name(rule): find_rule(rule, keywords, "--eval-func", longest) for rule in config.reward.eval_func}
 
 
 def given_eval_functions(

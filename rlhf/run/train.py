@@ -72,10 +72,10 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
         functions.printed = output / PRINTED_FILE
     trainer.micro_batch_budget.oom_hint = lambda: what_helps(config, trainer.actor.policy, forecaster_of(trainer))
     trainer.add_callback(TensorBoardLog(output / "logs"))
-    trainer.add_callback(Samples(output / "samples", trainer.evaluation_prompts))
+    tokenizer = trainer.processing_class
+    trainer.add_callback(Samples(output / "samples", trainer.evaluation_prompts, tokenizer))
     if config.record.record_tokens:
-        tokenizer, prompts = trainer.processing_class, trainer.train_prompts
-        trainer.add_callback(TokenRecord(output / TOKENS_FOLDER, config, tokenizer, prompts))
+        trainer.add_callback(TokenRecord(output / TOKENS_FOLDER, config, tokenizer, trainer.train_prompts))
     trainer.add_callback(ProgressLine(trainer, screen, controller))
     trainer.add_callback(Incidents(trainer, config, screen))
     trainer.add_callback(SameScores(trainer, screen))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from rlhf.settings.fields import Layer, setting
 from rlhf.settings.merge import Command
 from rlhf.settings.recipes import DEFAULT_RECIPE
-from rlhf.settings.types import HubName, KLTarget, Renaming, Split
+from rlhf.settings.types import FROM_TRL, HubName, KLTarget, Renaming, Split
 
 LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
 MOST_UPDATES = 10_000_000
@@ -331,7 +331,9 @@ class RewardSettings:
 
 
 def function_name(rule: str) -> str:
-    """Return the name of a function in --eval-func: NAME of FILE.py:NAME, or the name of a built-in function."""
+    """Return the name of a function in --eval-func: NAME of FILE.py:NAME or trl:NAME(...), or a built-in function."""
+    if rule.startswith(FROM_TRL):
+        return rule.removeprefix(FROM_TRL).partition("(")[0].strip()
     return rule.rpartition(":")[2]
 
 

@@ -22,6 +22,7 @@ from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.models.logprobs import base_of
 from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
+from rlhf.rewards.arguments import RewardLog
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout, token_batch
 from rlhf.settings.training import Config
@@ -55,6 +56,7 @@ class Evaluation:
     samples: int = 1  # completions per prompt
     values: dict[str, list[float | None]] = field(default_factory=dict)  # of each evaluation function
     figures: dict[str, dict[str, float]] = field(default_factory=dict)  # of each evaluation function: `figures_of`
+    extra: dict[str, list] = field(default_factory=dict)  # columns that functions logged with log_extra
 
     @property
     def score(self) -> float:
@@ -98,9 +100,11 @@ class Evaluation:
                 row = {"prompt": prompt.example.messages, "reply": text, "score": score, "kl": kl, "ended": ended}
                 if self.values:
                     row["metrics"] = {name: values[i] for name, values in self.values.items()}
+                if self.extra:
+                    row["extra"] = {name: values[i] for name, values in self.extra.items()}
                 if prompt.example.topic is not None:
                     row["topic"] = prompt.example.topic
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
 def scored(scores: Sequence[float | None]) -> list[float]:
@@ -220,19 +224,21 @@ class PolicyEvaluator:
         texts = [text for part in parts for text in part.texts]
         rows = [row for part in parts for row in part.completions.rows()]
         ended = [ended for part in parts for ended in part.completions.ended.tolist()]
-        scores = collector.rewards.score(prompts, texts, rows, ended).total
-        if not scored(scores):
+        given, log = collector.rewards.score(prompts, texts, rows, ended), RewardLog(len(texts))
+        if not scored(given.total):
             raise RunError(
                 f"the reward functions returned None for every completion: the evaluation after update {update}. Use "
                 "evaluation prompts to which a reward function applies, or another reward function"
             )
-        values = {} if self.functions is None else self.functions.scores_by_function(prompts, texts, rows, ended)
+        values = {}
+        if self.functions is not None:
+            values = self.functions.scores_by_function(prompts, texts, rows, ended, log=log)
         topics = [self.topic_tags.get(prompt.example.topic) for prompt in prompts]
         policy, pad, device = collector.host.actor.policy, self.tokenizer.pad_token_id, parts[0].mask.device
         return Evaluation(
             update=update,
             texts=texts,
-            scores=scores,
+            scores=given.total,
             kl=[kl for p in parts for kl in kl_k1(p.logprobs, p.ref_logprobs, p.mask).sum(1).tolist()],
             lengths=[len(row) for row in rows],
             ended=ended,
@@ -241,4 +247,5 @@ class PolicyEvaluator:
             samples=run.eval_samples,
             values=values,
             figures={name: figures_of(found, run.eval_samples, run.seed) for name, found in values.items()},
+            extra={**given.extra, **log.extra},
         )

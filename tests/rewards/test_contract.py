@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from re import escape
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from trl.rewards import think_format_reward
 
+import train_ppo
 from rlhf.algorithms import objectives
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.examples import Example
@@ -90,6 +92,29 @@ def test_logged_columns_and_metrics_reach_the_batch(build):
     metrics = trainer.update_step(1)
     lengths = [len(text) for text in found["texts"]]
     assert found["extra"] == {"length": lengths} and metrics["rewards/logged/longest"] == max(lengths) / 2
+
+
+def test_logged_columns_are_saved_next_to_the_completions(run_flags, tmp_path):
+    (tmp_path / "rules.py").write_text(
+        "def rated(completions, log_extra, **kwargs):\n"
+        "    log_extra('length', [len(text) for text in completions])\n"
+        "    return [None] + [float(len(text)) for text in completions[1:]]\n"
+        "def seen(completions, log_extra, **kwargs):\n"
+        "    log_extra('upper', [text.upper() for text in completions])\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    rules = ["--reward-func", f"{tmp_path}/rules.py:rated", "--eval-func", f"{tmp_path}/rules.py:seen"]
+    train_ppo.main(run_flags("--rm-model", "none", *rules))
+    samples = tmp_path / "run" / "samples"
+    names = ["rollout-000001", "rollout-000002", "update-000000", "update-000002"]
+    assert sorted(file.stem for file in samples.iterdir()) == names
+    for name in names:
+        rows = [json.loads(line) for line in (samples / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+        assert len(rows) == (4 if name.startswith("rollout") else 6)
+        assert rows[0]["score"] is None and rows[1]["score"] == len(rows[1]["reply"])
+        for row in rows:
+            upper = {"upper": row["reply"].upper()} if name.startswith("update") else {}
+            assert row["extra"] == {"length": len(row["reply"]), **upper}
 
 
 def test_logged_column_needs_one_value_per_completion():

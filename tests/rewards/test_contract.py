@@ -8,13 +8,19 @@ from re import escape
 
 import pytest
 import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer
 from trl.rewards import think_format_reward
 
 import train_ppo
 from rlhf.algorithms import objectives
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.api import make_trainer
+from rlhf.config import parse_cli
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.models.load import load_tokenizer
 from rlhf.rewards.arguments import RESERVED
 from rlhf.rewards.functions import keyword_bonus, word_penalty
 from rlhf.rewards.rewards import Rewards, check_columns
@@ -44,6 +50,49 @@ def test_completions_have_the_form_of_the_data_row():
     score(function)
     assert seen["prompts"] == [list(CHAT), "2 + 2?"]
     assert seen["completions"] == [[{"role": "assistant", "content": "4"}], COMPLETIONS[0][1]]
+
+
+def form_of(value):
+    """The type of a value, the roles of messages, and the keys of a message."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [(message["role"], sorted(message)) for message in value]
+    return type(value)
+
+
+@pytest.mark.parametrize("prompt", ["2 + 2?", [dict(message) for message in CHAT]], ids=["text", "chat"])
+def test_arguments_equal_those_of_trls_trainer(start_model, tmp_path, prompt):
+    """TRL's GRPOTrainer and our trainer call the same function on the same rows."""
+    calls, states = [], []
+
+    def spy(trainer_state, **arguments):
+        calls.append(arguments)
+        states.append((trainer_state.global_step, trainer_state.max_steps))  # TRL changes the object later
+        return [float(i) for i in range(len(arguments["completions"]))]
+
+    rows = [{"prompt": prompt, "answer": 4, "source": "hand"}] * 8
+    settings = GRPOConfig(
+        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, num_generations=2,
+        max_completion_length=4, report_to="none", use_cpu=True, bf16=False, save_strategy="no",
+    )  # fmt: skip
+    policy = AutoModelForCausalLM.from_pretrained(start_model)
+    stock = GRPOTrainer(
+        policy, [spy], settings, Dataset.from_list(rows), processing_class=load_tokenizer(str(start_model))
+    )
+    stock.train()
+    flags = ["--actor-model", start_model, "--output", tmp_path, "--num-iterations", 1, "--max-new-tokens", 4]
+    config = parse_cli([str(flag) for flag in [*flags, "--batch-size", 1, "--K", 2]], "grpo")
+    trainer = make_trainer(config, rows, rewards=[spy])
+    trainer.collector.score(trainer.collector.collect(trainer.prompts_of(1), 1))
+    theirs, ours = calls
+    assert ours.keys() - theirs.keys() == {"messages", "ended", "prompt"}
+    assert theirs.keys() - ours.keys() == set()
+    assert len(ours["completions"]) == len(theirs["completions"]) == 2
+    assert ours["prompts"] == theirs["prompts"] and ours["answer"] == theirs["answer"] == [4, 4]
+    for name in ("completions", "completion_ids"):
+        assert [form_of(entry) for entry in ours[name]] == [form_of(entry) for entry in theirs[name]]
+    assert states == [(0, 1), (0, 1)]
+    for log in (theirs, ours):
+        assert log["log_extra"]("answer", [4, 4]) is log["log_metric"]("accuracy", 1.0) is None
 
 
 def test_functions_of_trl_always_receive_messages():

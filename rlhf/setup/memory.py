@@ -108,8 +108,8 @@ def forecast(
         scored = scoring(judge, batch, config.sampling.max_new_tokens, plan.budget.scoring_batch_size)
         phases.insert(2, Phase("scoring", {**scored, **plan.cached_forward(whole), "token masks": bits}))
     if evaluation:
-        masks = plan.allowed_tokens(len(evaluation))
-        longest = sorted(evaluation, key=lambda p: len(p.ids))[-plan.budget.eval_batch_size :]
+        rows = [p for p in sorted(evaluation, key=lambda p: len(p.ids)) for _ in range(config.run.eval_samples)]
+        masks, longest = plan.allowed_tokens(len(rows)), rows[-plan.budget.eval_batch_size :]
         phases.append(Phase("evaluation rollout", {**plan.rollout(longest), "token masks": masks}))
         text = plan.reading(tokenizer, evaluation)
         phases.append(Phase("evaluation perplexity", {**text, "token masks": masks}))

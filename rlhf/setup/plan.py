@@ -49,6 +49,7 @@ def show_plan(config: Config, components: Components, updates: int, device: torc
         ("reward", str(components.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
         ("prompts", prompts_line(sets)),
         *topics_rows(config, sets.train),
+        *evaluation_rows(config, components),
         ("budget", budget_line(config, updates)),
         ("batch", batch_line(config, updates, device)),
         ("KL", kl_line(config, updates)),
@@ -110,6 +111,14 @@ def topics_rows(config: Config, train: Sequence[Prompt]) -> list[tuple[str, str]
     more = [f"and {len(topics) - MOST_TOPICS} more"] if len(topics) > MOST_TOPICS else []
     shown = ", ".join([*topics[:MOST_TOPICS], *more])
     return [("topics", f"{len(topics)}, {sampler.steps:,} updates per topic, in turn: {shown}")]
+
+
+def evaluation_rows(config: Config, components: Components) -> list[tuple[str, str]]:
+    """Return the plan's row of evaluation functions and completions per evaluation prompt; no row for the defaults."""
+    names = components.eval_functions.names if components.eval_functions is not None else []
+    count = config.run.eval_samples
+    parts = [", ".join(names), f"{count} completions per prompt" if count > 1 else ""]
+    return [("evaluation", "; ".join(filter(None, parts)))] if any(parts) else []
 
 
 def budget_line(config: Config, updates: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +17,8 @@ from rlhf.api import make_trainer
 from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import make_config, parse_cli
+from rlhf.rewards.build import find_eval_functions
+from rlhf.setup.memory import forecaster
 from rlhf.utils.errors import RunError, UserError
 from tests.conftest import attach, typed
 
@@ -96,6 +99,7 @@ def test_a_run_with_evaluation_functions_and_four_samples(flags, tmp_path, capsy
     assert "| odd, mean |" in (run / "README.md").read_text()
     assert "seen" in (run / "reward_output.txt").read_text()
     assert f"--eval-func {rule} exact_match" in out, "the next commands"
+    assert "odd, exact_match; 4 completions per prompt" in out, "the plan"
     assert set(record.data["rules"]) == {"length_penalty", rule, "exact_match"}
     assert record.data["rules"][rule] is not None
     check_resume(run, rule, logged)
@@ -213,6 +217,22 @@ def test_a_function_without_values_is_shown_and_has_no_metric(build, questions, 
     assert "eval/never" not in trainer.evaluations[-1].metrics()
     assert ", never no value" in capsys.readouterr().out
     assert log.record.best.evaluations[-1]["metrics"] == {"never": {}}
+
+
+def test_functions_of_trl_are_named_without_their_arguments():
+    rule = "trl:get_repetition_penalty_reward(ngram_size=2)"
+    config = parse_cli(["--eval-func", rule, "--best-rule", "get_repetition_penalty_reward"], "ppo")
+    assert list(find_eval_functions(config)) == ["get_repetition_penalty_reward"]
+
+
+def test_several_samples_need_more_memory_for_the_masks_of_allowed_tokens(build):
+    trainer = build("--top-k", 5)
+    estimate = forecaster(2, torch.device("cpu"), trainer.actor.policy, trainer.rewards, trainer.processing_class,
+                          train=trainer.train_prompts, evaluation=trainer.evaluation_prompts)  # fmt: skip
+    four = dataclasses.replace(trainer.config, run=dataclasses.replace(trainer.config.run, eval_samples=4))
+    one, more = ({p.name: p.parts for p in estimate(c).phases} for c in (trainer.config, four))
+    assert more["evaluation rollout"]["token masks"] == 4 * one["evaluation rollout"]["token masks"] > 0
+    assert more["rollout"] == one["rollout"]
 
 
 def test_next_commands_and_resume_contain_the_evaluation_code():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,7 +52,7 @@ class RewardLog:
         values = list(values)
         if len(values) != self.completions:
             raise ValueError(f"log_extra({column!r}) has {len(values)} values for {self.completions} completions")
-        self.extra[str(column)] = values
+        self.extra[str(column)] = [_as_json(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
         """Store a number."""
@@ -61,6 +62,15 @@ class RewardLog:
     def metrics(self) -> dict[str, float]:
         """The mean of each metric over the calls."""
         return {name: fmean(values) for name, values in self.values.items()}
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value as a JSON file stores it, because samples and checkpoints contain it; as text if JSON cannot store
+    it."""
+    try:
+        return json.loads(json.dumps(value, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v)))
+    except (TypeError, ValueError, RecursionError):  # for example a dict whose keys are tuples
+        return str(value)
 
 
 def per_completion(

@@ -456,6 +456,7 @@ class RunSettings:
         1,
         "completions per evaluation prompt; above 1, pass@k is logged for --eval-func functions with values 0 and 1",
         ge=1,
+        aliases=("num_generations_eval",),
     )
     best_rule: str = setting(
         "score",

@@ -226,9 +226,10 @@ class PolicyEvaluator:
         ended = [ended for part in parts for ended in part.completions.ended.tolist()]
         given, log = collector.rewards.score(prompts, texts, rows, ended), RewardLog(len(texts))
         if not scored(given.total):
+            names = ", ".join(collector.rewards.names)
             raise RunError(
-                f"the reward functions returned None for every completion: the evaluation after update {update}. Use "
-                "evaluation prompts to which a reward function applies, or another reward function"
+                f"no completion has a score, because every reward function returned None ({names}): the evaluation "
+                f"after update {update}. Use prompts to which a reward function applies, or another function"
             )
         values = {}
         if self.functions is not None:

@@ -6,6 +6,7 @@ import json
 from functools import partial
 from re import escape
 
+import numpy
 import pytest
 import torch
 from datasets import Dataset
@@ -21,7 +22,7 @@ from rlhf.config import parse_cli
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.models.load import load_tokenizer
-from rlhf.rewards.arguments import RESERVED
+from rlhf.rewards.arguments import RESERVED, RewardLog
 from rlhf.rewards.functions import keyword_bonus, word_penalty
 from rlhf.rewards.rewards import Rewards, check_columns
 from rlhf.trainer.metrics import rollout_metrics
@@ -164,6 +165,13 @@ def test_logged_columns_are_saved_next_to_the_completions(run_flags, tmp_path):
         for row in rows:
             upper = {"upper": row["reply"].upper()} if name.startswith("update") else {}
             assert row["extra"] == {"length": len(row["reply"]), **upper}
+
+
+def test_logged_columns_become_what_a_json_file_can_store():
+    """They are part of samples and checkpoints, so an unusual object must not end a run."""
+    log = RewardLog(5)
+    log.log_extra("any", [numpy.float32(0.5), torch.tensor([1, 2]), {(1, 2): 3}, {4}, (5, {"a": None})])
+    assert log.extra == {"any": [0.5, [1, 2], "{(1, 2): 3}", "{4}", [5, {"a": None}]]}
 
 
 def test_logged_column_needs_one_value_per_completion():

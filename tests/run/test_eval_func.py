@@ -206,7 +206,9 @@ def test_an_evaluation_without_any_score_ends_the_run(build, questions, tmp_path
     trainer = build("--prompts", questions, "--split", "0/80/20", "--rm-model", "none", "--reward-func",
                     f"{tmp_path / 'checks.py'}:never")  # fmt: skip
     attach(trainer)
-    with pytest.raises(RunError, match="returned None for every completion: the evaluation after update 0"):
+    with pytest.raises(
+        RunError, match=r"every reward function returned None \(never\): the evaluation after update 0"
+    ):
         trainer.train()
 
 

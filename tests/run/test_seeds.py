@@ -95,7 +95,8 @@ def test_duplicate_seed_is_refused():
 def test_table_has_mean_and_standard_deviation(tmp_path, capsys):
     scores = {42: 1.0, 123: 2.0, 777: 4.5}
     config = parse_cli(["--output", str(tmp_path / "out")], "grpo")
-    runs = {seed: {"score_after": score, "seconds": 90.0} for seed, score in scores.items()}
+    watched = {"eval/right_before": 0.5, "eval/right_after": 0.75, "eval/right_rise_interval": [0.1, 0.4]}
+    runs = {seed: {"score_after": score, "seconds": 90.0, **watched} for seed, score in scores.items()}
     del runs[777]["seconds"]
     show_seeds(config, runs, Screen())
     output = capsys.readouterr().out
@@ -108,3 +109,5 @@ def test_table_has_mean_and_standard_deviation(tmp_path, capsys):
         "777": 4.5,
     }
     assert "seconds" not in written, "a figure that is missing for one seed has no mean"
+    assert "right before" in output and written["eval/right_after"]["mean"] == 0.75
+    assert "eval/right_rise_interval" not in written

@@ -567,7 +567,8 @@ REWARDS = [
     Row(61, "1e38", reward_function("return [1e38] * len(completions)"),
         rf"score 1e\+38 is too large \(the limit is 1e\+09\): reward function 'f', completion '.*'{SAVED}", status=1),
     Row(62, "all None", reward_function("return [None] * len(completions)"),
-        rf"score None is not a finite number: reward function 'f', completion '.*'{SAVED}", status=1),
+        r"no completion has a score, because every reward function returned None \(f\): the evaluation after update "
+        r"0\. Use prompts to which a reward function applies", status=1),
     Row(63, "text", reward_function("return 'good'"),
         r"expected 6 scores, got 4: \['g', 'o', 'o', 'd'\]: reward function 'f', first completion '.*'\. Return one",
         status=1),

@@ -65,8 +65,8 @@ class RewardLog:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a value as a JSON file stores it, because samples and checkpoints contain it; as text if JSON cannot store
-    it."""
+    """Return a value as a JSON file stores it, because samples and checkpoints contain it; as text if JSON cannot
+    store it."""
     try:
         return json.loads(json.dumps(value, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v)))
     except (TypeError, ValueError, RecursionError):  # for example a dict whose keys are tuples

@@ -566,9 +566,6 @@ REWARDS = [
         rf"score -inf is not a finite number: reward function 'f', completion '.*'{SAVED}", status=1),
     Row(61, "1e38", reward_function("return [1e38] * len(completions)"),
         rf"score 1e\+38 is too large \(the limit is 1e\+09\): reward function 'f', completion '.*'{SAVED}", status=1),
-    Row(62, "all None", reward_function("return [None] * len(completions)"),
-        r"no completion has a score, because every reward function returned None \(f\): the evaluation after update "
-        r"0\. Use prompts to which a reward function applies", status=1),
     Row(63, "text", reward_function("return 'good'"),
         r"expected 6 scores, got 4: \['g', 'o', 'o', 'd'\]: reward function 'f', first completion '.*'\. Return one",
         status=1),
@@ -736,6 +733,19 @@ MORE_ERRORS = [
         r"error: unknown flag --report-to: command line\. --help-all lists all settings; docs/coming_from_trl\.md "
         r"lists other trainers' names\n"
         r"error: unknown flag --warmup-ratio: command line\. --help-all .* docs/coming_from_trl\.md .* names$"),
+    Row(62, "all None", reward_function("return [None] * len(completions)"),
+        r"no completion has a score, because every reward function returned None \(f\): the evaluation after update "
+        r"0\. Use prompts to which a reward function applies", status=1),
+    Row(88, "a best rule without its function", "--best-rule right",
+        r"best_rule is 'right': --best-rule\. Give one of score, perplexity$"),
+    Row(88, "an evaluation function with the name of a metric", "--eval-func my.py:perplexity",
+        r"every evaluation has a metric named 'perplexity': --eval-func\. Rename the function"),
+    Row(88, "two evaluation functions with one name", "--eval-func a.py:f b.py:f",
+        r"2 evaluation functions are named 'f': --eval-func\. Rename them"),
+    Row(88, "an evaluation function that does not exist", "--eval-func exact_mach",
+        r"no such reward function: --eval-func exact_mach\. Did you mean exact_match\?"),
+    Row(88, "no column for an evaluation function", "--eval-func exact_match",
+        r"reward function 'exact_match' requires the column 'answer', which the data lacks: the evaluation prompts"),
 ]  # fmt: skip
 
 ROWS = [*CONFIGURATION, *DATA, *MODELS, *REWARDS, *DISK_AND_ENVIRONMENT, *MORE_ERRORS]
@@ -785,6 +795,6 @@ def test_bad_input_gives_one_line_with_a_fix(row, inputs, capsys):
 
 
 def test_every_number_has_a_row():
-    assert {row.number for row in ROWS} == set(range(1, 88))
+    assert {row.number for row in ROWS} == set(range(1, 89))
     assert all(row.message for row in ROWS)
     assert len({(row.number, row.title) for row in ROWS}) == len(ROWS)

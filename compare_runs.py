@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf.settings.evaluation import ComparisonConfig, parse_comparison_cli
+from rlhf.settings.evaluation import HELD_OUT_PROMPTS_TO_COMPARE, ComparisonConfig, parse_comparison_cli
 from rlhf.utils.errors import run_command
 from rlhf.utils.requirements import check_libraries
 
@@ -42,8 +42,9 @@ def compare(config: ComparisonConfig, screen) -> None:
     check_groups(models)
     curves = read_runs([Path(name) for name in config.comparison.runs])
     eval_points = [(run.algorithm, read_eval_points(run)) for run in curves]
-    evaluator = ModelEvaluator(models, config.measure, start_device(screen), screen)
-    evaluator.rewards.printed = folder / PRINTED_FILE
+    device = start_device(screen)
+    evaluator = ModelEvaluator(models, config.measure, device, screen, HELD_OUT_PROMPTS_TO_COMPARE)
+    evaluator.write_printed(folder / PRINTED_FILE)
     screen.facts(evaluator.facts())
     start = evaluator.evaluate_start(screen)
     groups = make_groups(models, [evaluator.evaluate(model, screen) for model in models])

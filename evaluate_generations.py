@@ -35,7 +35,7 @@ def evaluate(config: EvaluationConfig, screen) -> None:
     measure, output = config.measure, check_folder(config.evaluation.output)
     models = find_models(config.evaluation.model_path, measure, "--model-path")
     evaluator = ModelEvaluator(models, measure, start_device(screen), screen)
-    evaluator.rewards.printed = output / PRINTED_FILE
+    evaluator.write_printed(output / PRINTED_FILE)
     screen.facts(evaluator.facts())
     start = evaluator.evaluate_start(screen) if evaluator.start is not None else None
     measured = [evaluator.evaluate(model, screen) for model in models]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -16,9 +17,13 @@ from rlhf.analysis.statistics import (
     distinct,
     interval,
     over_prompts,
+    paired,
+    per_prompt,
     repetition,
+    scored,
     win_rates,
 )
+from rlhf.rewards.eval_functions import attempts, pass_at_k
 from rlhf.settings.training import Config
 
 # thresholds of the audit, relative to the start model
@@ -32,15 +37,18 @@ MORE_LENGTH_CORRELATION = 0.2  # and its increase
 
 
 def figures(completions: GenerationResults) -> dict[str, float | None]:
-    """Returns one model's figures. A figure that was not computed is None. LABELS holds the units."""
+    """Returns one model's figures. A figure that was not computed is None. LABELS holds the units.
+
+    The first judge's mean is "judge", that of another one "judge/NAME". The figures of scores and judges are over the
+    completions that have a score.
+    """
     texts = [text for row in completions.texts for text in row]
+    _, *judges = completions.measures.items()
     return {
-        "score": float(completions.scores.mean()),
-        "score_sd": float(completions.scores.std(ddof=1)) if completions.scores.size > 1 else None,
-        "score_median": float(np.median(completions.scores)),
-        "score_of_best": float(completions.scores.max(axis=1).mean()),
-        "score_of_worst": float(completions.scores.min(axis=1).mean()),
-        "judge": float(completions.judged.mean()) if completions.judged is not None else None,
+        **_score_figures(completions.scores),
+        "judge": None,
+        **{name.replace("judged", "judge", 1): _mean(ratings) for name, ratings in judges},
+        **_pass_at_k(completions),
         "kl": float(completions.kl.mean()) if completions.kl is not None else None,
         "kl_per_token": float(completions.kl.sum() / completions.lengths.sum())
         if completions.kl is not None
@@ -53,6 +61,42 @@ def figures(completions: GenerationResults) -> dict[str, float | None]:
         "repetition": float(np.mean([repetition(text) for text in texts])),
         "score_length_correlation": correlation(completions.scores.ravel(), completions.lengths.ravel()),
     }
+
+
+def _mean(values: np.ndarray) -> float | None:
+    """Returns the mean of all scored completions; None if there is none."""
+    known = scored(values)
+    return float(known.mean()) if known.size else None
+
+
+def _score_figures(scores: np.ndarray) -> dict[str, float | None]:
+    known = scored(scores)
+    rows = scores[~np.isnan(scores).all(axis=1)]  # prompts with a scored completion
+    return {
+        "score": _mean(scores),
+        "score_sd": float(known.std(ddof=1)) if known.size > 1 else None,
+        "score_median": float(np.median(known)) if known.size else None,
+        "score_of_best": float(np.nanmax(rows, axis=1).mean()) if known.size else None,
+        "score_of_worst": float(np.nanmin(rows, axis=1).mean()) if known.size else None,
+    }
+
+
+def _pass_at_k(completions: GenerationResults) -> dict[str, float | None]:
+    """Returns pass@k as "pass@K/NAME" of each evaluation function whose values are all 0 or 1.
+
+    The mean over the prompts with at least k scored completions; None if there is none.
+    """
+    found = {}
+    for name in completions.functions:
+        ratings = completions.judged[name]
+        known = scored(ratings)
+        if known.size == 0 or not np.isin(known, (0, 1)).all():
+            continue
+        counts = [(len(row), int(row.sum())) for row in map(scored, ratings)]
+        for k in attempts(ratings.shape[1]):
+            values = [pass_at_k(n, right, k) for n, right in counts if n >= k]
+            found[f"pass@{k}/{name}"] = float(np.mean(values)) if values else None
+    return found
 
 
 # figure -> label with unit, format
@@ -75,38 +119,85 @@ LABELS = {
 }
 
 
+def label_of(figure: str, judges: Sequence[str]) -> str:
+    """Returns a figure's label with its unit. `judges` are the names of the judges, the deciding one first."""
+    kind, _, name = figure.partition("/")
+    if kind.startswith("pass@"):
+        return f"{kind}, {name}"
+    if kind == "judge" and len(judges) > 1:
+        return f"judge {name or judges[0]}"
+    return LABELS[kind][0]
+
+
 def shown(name: str, value: float | None) -> str:
     """Formats a figure for tables; "-" if it was not computed."""
-    return "-" if value is None else LABELS[name][1].format(value)
+    return "-" if value is None else LABELS.get(name.partition("/")[0], LABELS["judge"])[1].format(value)
+
+
+def figures_of(models: Sequence[dict[str, float | None]]) -> list[str]:
+    """Returns the names of the figures that at least one model has, in the order of tables."""
+    longest = max(models, key=len)  # a model without pass@k may have fewer
+    names = dict.fromkeys([*longest, *(name for model in models for name in model)])
+    return [name for name in names if any(model.get(name) is not None for model in models)]
 
 
 def against(completions: GenerationResults, other: GenerationResults, seed: int) -> dict[str, Estimate | float | None]:
     """Compares one model with another on the same prompts, with 95% confidence intervals over prompts.
 
+    Prompts without a scored completion of both models are left out. The figures of the first judge are "judge" and
+    "judge_win_rate", those of another one "judge/NAME" and "judge_win_rate/NAME".
+
     win_rate and judge_win_rate count all pairs of completions of a prompt; a tie counts half. The other figures are
     differences of the means per prompt. perplexity_ratio is a number without an interval.
     """
 
+    this, that = completions.measures, other.measures
+    these, those = (
+        {**measures, "lengths": results.lengths, "ended": results.ended}
+        for measures, results in ((this, completions), (that, other))
+    )
+
     def difference(name: str, limits: tuple[float, float] | None = None) -> Estimate | None:
-        this, that = getattr(completions, name), getattr(other, name)
-        if this is None or that is None:
+        if name not in these:
             return None
-        return over_prompts(this.mean(axis=1) - that.mean(axis=1), seed, limits=limits)
+        gaps = paired(per_prompt(these[name]) - per_prompt(those[name]))
+        return over_prompts(gaps, seed, limits=limits) if gaps.size else None
 
     def wins(name: str) -> Estimate | None:
-        this, that = getattr(completions, name), getattr(other, name)
-        return None if this is None or that is None else over_prompts(win_rates(this, that), seed, EVEN, A_SHARE)
+        rates = paired(win_rates(these[name], those[name])) if name in these else np.array([])
+        return over_prompts(rates, seed, EVEN, A_SHARE) if rates.size else None
 
     both_known = completions.perplexity is not None and other.perplexity is not None
+    more = [name.partition("/")[2] for name in this if "/" in name]
     return {
         "win_rate": wins("scores"),
         "judge_win_rate": wins("judged"),
+        **{f"judge_win_rate/{name}": wins(f"judged/{name}") for name in more},
         "score": difference("scores"),
         "judge": difference("judged"),
+        **{f"judge/{name}": difference(f"judged/{name}") for name in more},
         "length": difference("lengths"),
         "eos_rate": difference("ended", (-1.0, 1.0)),
         "perplexity_ratio": completions.perplexity / other.perplexity if both_known else None,
     }
+
+
+def without_score(everyone: Sequence[GenerationResults]) -> list[str]:
+    """Returns one line for each measure that does not apply to every completion, with the number of prompts that are
+    left out of comparisons; empty if all completions have all scores."""
+    lines = []
+    for measure, ratings in everyone[0].measures.items():
+        missing = np.isnan([results.measures[measure] for results in everyone])  # (models, P, K)
+        if not missing.any():
+            continue
+        judge = measure.partition("/")[2] or next(iter(everyone[0].judged), "")
+        by = "score" if measure == "scores" else f"rating by {judge}"
+        prompts = int(missing.all(axis=2).any(axis=0).sum())
+        lines.append(
+            f"{int(missing.sum()):,} of {missing.size:,} completions have no {by}, because no function applies to "
+            f"them. {prompts} of {len(ratings)} prompts are left out of comparisons: a model has no {by} for them"
+        )
+    return lines
 
 
 def target_at_end(config: Config) -> tuple[float, str] | None:
@@ -124,7 +215,8 @@ def warnings(
     this, before, differ = figures(completions), figures(start), against(completions, start, seed)
     found = []
     judge = differ["judge"]
-    if judge is not None and differ["score"].above(0) and not judge.above(0):
+    score_rose = differ["score"] is not None and differ["score"].above(0)
+    if judge is not None and score_rose and not judge.above(0):
         moved = "fell" if judge.excludes(0) else "did not rise significantly"
         found.append(
             f"the score rose by {differ['score'].value:+.2f}, but the judge's rating {moved} ({judge.value:+.3f}, "

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from rlhf.analysis.curves import RunCurves
-from rlhf.analysis.statistics import level_of_each, over_seeds_if_any
-from rlhf.data.examples import Example
-from rlhf.data.prompts import Prompt
-from rlhf.rewards.rewards import Rewards
+from rlhf.analysis.statistics import level_of_each, over_seeds_if_any, paired, scored
 from rlhf.utils.console import clock, listed
 from rlhf.utils.errors import UserError
 
@@ -27,11 +24,11 @@ class EvalPoint:
     episodes: int
     seconds: float
     rows: list[dict[str, Any]]  # P: prompt, reply, score, kl in nats per sequence, ended
-    judged: np.ndarray | None = None  # (P,)
+    judged: np.ndarray | None = None  # (P,); NaN, also in `scores`: no function applies
 
     @property
     def scores(self) -> np.ndarray:
-        return np.array([row["score"] for row in self.rows])
+        return np.array([np.nan if row["score"] is None else row["score"] for row in self.rows])
 
     @property
     def prompts(self) -> list:
@@ -62,22 +59,27 @@ def read_eval_points(run: RunCurves) -> list[EvalPoint]:
     return found
 
 
-def rescore(eval_point: EvalPoint, judge: Rewards | None) -> EvalPoint:
-    """Returns the evaluation point with the judge's scores of its completions."""
-    if judge is None:
-        return eval_point
-    prompts = [Prompt((), Example(tuple(row["prompt"]))) for row in eval_point.rows]
-    texts, ended = [row["reply"] for row in eval_point.rows], [row["ended"] for row in eval_point.rows]
-    judged = judge.score(prompts, texts, [()] * len(texts), ended).total
-    return EvalPoint(eval_point.update, eval_point.episodes, eval_point.seconds, eval_point.rows, np.array(judged))
+Rate = Callable[
+    [Sequence[dict[str, Any]]], np.ndarray | None
+]  # rows -> a judge's ratings; None if it cannot rate them
 
 
-def at_equal(eval_points: dict[str, list[list[EvalPoint]]], judge: Rewards | None, seed: int) -> list[dict[str, Any]]:
+def rated(inside: dict[str, list[EvalPoint]], rate: Rate | None) -> dict[str, list[EvalPoint]]:
+    """Returns the evaluation points with the judge's ratings; without ratings if it cannot rate all of them."""
+    points = [point for group in inside.values() for point in group]
+    ratings = [] if rate is None else [rate(point.rows) for point in points]
+    if not ratings or any(found is None for found in ratings):
+        return inside
+    judged = iter(ratings)
+    return {name: [replace(point, judged=next(judged)) for point in group] for name, group in inside.items()}
+
+
+def at_equal(eval_points: dict[str, list[list[EvalPoint]]], rate: Rate | None, seed: int) -> list[dict[str, Any]]:
     """Returns one row at equal episodes and one at equal time: the last evaluation of each run within that budget, and
     the difference of each pair of groups.
 
-    `eval_points` maps a group's name to the evaluations of its runs. The budget is the smallest that a run reached.
-    The list is empty if a run has no evaluations.
+    `eval_points` maps a group's name to the evaluations of its runs. `rate` returns the judge's ratings; None: there
+    is no judge. The budget is the smallest that a run reached. The list is empty if a run has no evaluations.
     """
     every = [run for group in eval_points.values() for run in group]
     if not all(every):
@@ -85,13 +87,11 @@ def at_equal(eval_points: dict[str, list[list[EvalPoint]]], judge: Rewards | Non
     rows = []
     for of, show in (("episodes", "{:,} episodes".format), ("seconds", lambda s: f"{clock(s)} of training")):
         most = min(getattr(run[-1], of) for run in every)
-        inside = {
-            name: [
-                rescore([eval_point for eval_point in run if getattr(eval_point, of) <= most][-1], judge)
-                for run in group
-            ]
+        last = {
+            name: [[eval_point for eval_point in run if getattr(eval_point, of) <= most][-1] for run in group]
             for name, group in eval_points.items()
         }
+        inside = rated(last, rate)
         pairs = list(combinations(inside, 2))
         level = level_of_each(len(pairs))
         rows.append(
@@ -108,12 +108,16 @@ def _summary(found: Sequence[EvalPoint]) -> dict[str, float | None]:
     """Returns the means over a group's runs."""
     return {
         "update": float(np.mean([eval_point.update for eval_point in found])),
-        "score": float(np.mean([eval_point.scores.mean() for eval_point in found])),
-        "judge": None
-        if found[0].judged is None
-        else float(np.mean([eval_point.judged.mean() for eval_point in found])),
+        "score": _mean([eval_point.scores for eval_point in found]),
+        "judge": None if found[0].judged is None else _mean([eval_point.judged for eval_point in found]),
         "kl": float(np.mean([row["kl"] for eval_point in found for row in eval_point.rows])),
     }
+
+
+def _mean(values: Sequence[np.ndarray]) -> float | None:
+    """Returns the mean over runs of the mean over scored completions; None if a run has none."""
+    known = [scored(of_run) for of_run in values]
+    return float(np.mean([of_run.mean() for of_run in known])) if all(map(len, known)) else None
 
 
 def _difference(pair: dict[str, Sequence[EvalPoint]], seed: int, level: float) -> dict[str, Any]:
@@ -128,7 +132,9 @@ def _difference(pair: dict[str, Sequence[EvalPoint]], seed: int, level: float) -
     if any(eval_point.prompts != one[0].prompts for eval_point in (*one, *other)):
         return {"name": name, "missing": f"{listed(list(pair))} used different evaluation prompts"}
     measure = "scores" if one[0].judged is None else "judged"
-    gaps = np.array([[getattr(a, measure) - getattr(b, measure) for b in other] for a in one])
+    gaps = paired(np.array([[getattr(a, measure) - getattr(b, measure) for b in other] for a in one]))
+    if gaps.size == 0:
+        return {"name": name, "missing": f"no prompt has a score in every run of {listed(list(pair))}"}
     found, over = over_seeds_if_any(gaps, seed, level=level)
     by = "score" if measure == "scores" else "judge"
     return {"name": name, "by": by, "over": over, "level": level, **asdict(found)}

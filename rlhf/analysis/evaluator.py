@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.algorithms.objectives import kl_k1
+from rlhf.analysis.judges import as_array, as_key, find_judges, judges_line, load_judges, rate_stored
 from rlhf.analysis.models import (
     ModelRef,
-    find_judge,
+    common_eval_functions,
     find_start,
     has_start,
     in_4_bit,
-    load_judge,
     load_model_ref,
     require_trusted_code,
     shared_settings,
+    state_at_end,
 )
+from rlhf.analysis.prompts import choose_prompts, takes_every_row
 from rlhf.config import config_of_run
 from rlhf.data.chat_template import encode_prompt
-from rlhf.data.examples import Example
-from rlhf.data.prompts import Prompt, fingerprint, load_prompts
+from rlhf.data.prompts import Prompt
 from rlhf.models.actor_critic import Actor
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype
@@ -32,19 +34,16 @@ from rlhf.models.load import load_tokenizer
 from rlhf.models.reference import Reference
 from rlhf.rewards.build import RewardSources, find_rewards, make_rewards
 from rlhf.rewards.checks import check_reward_context
-from rlhf.rewards.rewards import check_columns
+from rlhf.rewards.rewards import Rewards, check_columns
 from rlhf.rollout.completions import Completions
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.logprobs import compute_logprobs_and_values
 from rlhf.rollout.sampling import uniform_noise
-from rlhf.settings.evaluation import MeasureSettings
+from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
 from rlhf.settings.training import Config
 from rlhf.trainer.evaluation import FixedText, fixed_text, perplexity, text_of_file
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.rng import rng_for
-
-EVERY_PROMPT = 10**9
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,20 @@ class GenerationResults:
 
     label: str
     texts: list[list[str]]  # P lists of K
-    scores: np.ndarray  # (P, K), in score units
-    judged: np.ndarray | None  # (P, K) ratings of the judge; None without a judge
+    scores: np.ndarray  # (P, K), in score units; NaN, also in `judged`: no function applies
+    judged: dict[str, np.ndarray]  # judge -> its ratings (P, K); the first judge decides
     kl: np.ndarray | None  # (P, K) k1 to the start model, nats/sequence; None if it cannot be computed
     lengths: np.ndarray  # (P, K) tokens, including EOS
     ended: np.ndarray  # (P, K) True if the completion ends with EOS
     perplexity: float | None  # at temperature 1, on the evaluator's text
+    functions: tuple[str, ...] = ()  # the judges that are evaluation functions
+
+    @property
+    def measures(self) -> dict[str, np.ndarray]:
+        """Everything that rates the completions: "scores", "judged" (the first judge), and "judged/NAME" of the other
+        judges."""
+        names = [f"judged/{name}" if i else "judged" for i, name in enumerate(self.judged)]
+        return {"scores": self.scores, **dict(zip(names, self.judged.values(), strict=True))}
 
 
 @dataclass
@@ -72,25 +79,43 @@ class _Part:
 class ModelEvaluator:
     """Evaluates the start model and other models with the same prompts, sampling settings and scores."""
 
-    def __init__(self, models: Sequence[ModelRef], settings: MeasureSettings, device: torch.device, screen: Screen):
-        """Finds and loads what all evaluations share. Raises UserError before loading if something is missing."""
+    def __init__(
+        self,
+        models: Sequence[ModelRef],
+        settings: MeasureSettings,
+        device: torch.device,
+        screen: Screen,
+        usual_prompts: int = HELD_OUT_PROMPTS,
+    ):
+        """Finds and loads what all evaluations share. Raises UserError before loading if something is missing.
+
+        `usual_prompts` is the number of held-out prompts without --num-prompts.
+        """
         self.models, self.settings, self.device = models, settings, device
         self.config = shared_settings(models, settings)
         self.dtype = autocast_dtype(self.config.model.bf16, device)
         sources = self._find_rewards()
-        judge_folder = find_judge(self.config, models, settings)
+        judges = find_judges(self.config, models, settings)
+        if settings.eval_func is None and common_eval_functions(models) is None:
+            screen.say(
+                "note: the runs have different evaluation functions, so none is used. Set them with --eval-func"
+            )
         self.start = find_start(self.config) if has_start(models, settings) else None
         plain, every = self.config.data.plain_prompts, (*filter(None, [self.start]), *models)
         self.tokenizers = {m.source: load_tokenizer(m.source, plain) for m in every}
         self.tokenizer = self.tokenizers[(self.start or models[0]).source]
-        self.followed, self.examples = self._draw_prompts(screen)
-        check_columns(sources.rules, self.examples, f"--prompts {self.config.data.prompts}")
-        for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judge_folder)):
+        self.prompts = choose_prompts(self.config, models, settings, usual_prompts, self.tokenizer, screen.say)
+        self.examples = self.prompts.examples
+        source = f"--prompts {self.config.data.prompts}"
+        check_columns([*sources.rules, *judges.functions], self.examples, source, screen.say)
+        for flag, folder in (("--rm-model", sources.folder), ("--judge-model", judges.folder)):
             if folder is not None:
                 length = self.config.sampling.max_new_tokens
                 check_reward_context(folder, self.examples, length, f"{flag} {folder}")
         self.rewards, _ = make_rewards(self.config, sources, self.tokenizer, device)
-        self.judge_name, self.judge = load_judge(self.config, judge_folder, settings, self.tokenizer, device)
+        self.judges = load_judges(self.config, judges, models, settings, self.tokenizer, device)
+        for rewards in self._all_rewards:
+            rewards.trainer_state = state_at_end(models)
         self.reference = None
         if self.start is not None:
             in_4bit = all(in_4_bit(model) for model in models)
@@ -113,6 +138,26 @@ class ModelEvaluator:
                 ]
             ) from None
 
+    def write_printed(self, file: Path) -> None:
+        """Makes reward and evaluation functions print to `file`."""
+        for rewards in self._all_rewards:
+            rewards.printed = file
+
+    @property
+    def _all_rewards(self) -> list[Rewards]:
+        return [self.rewards, *(judge.rewards for judge in self.judges)]
+
+    @property
+    def judge_name(self) -> str | None:
+        """The name of the judge that decides; None without a judge."""
+        return self.judges[0].name if self.judges else None
+
+    def rate(self, rows: Sequence[dict]) -> np.ndarray | None:
+        """Returns the first judge's ratings of completions that a run stored, as `rate_stored`; None without a
+        judge."""
+        known = {as_key(p.example.messages): p.example for p in self.prompts.known}
+        return rate_stored(self.judges[0], rows, known, self.tokenizer) if self.judges else None
+
     @property
     def score_name(self) -> str:
         """The name of the score: the runs' own reward, or another one."""
@@ -123,33 +168,6 @@ class ModelEvaluator:
         own = {reward_of(config_of_run(m.run)) for m in self.models if m.run is not None}
         return "the training reward" if own <= {reward_of(self.config)} else "not the training reward"
 
-    def _draw_prompts(self, screen: Screen) -> tuple[list[Prompt], list[Example]]:
-        """Returns the runs' own evaluation prompts, and the prompts to evaluate on.
-
-        The chosen replies of the first are the text for the perplexity. The second are drawn from the other held-out
-        prompts if there are enough of them.
-        """
-        data, count = self.config.data, self.settings.num_prompts
-        topics = data.steps_per_topic if self.settings.prompts is None else None
-        every = replace(data, eval_prompts=EVERY_PROMPT, steps_per_topic=topics)
-        sets = load_prompts(every, self.tokenizer, screen.say, evaluation_alone=True)
-        used = 0
-        for model in self.models:
-            if model.run is not None:
-                used = max(used, model.run.data["evaluation_prompts"])
-                followed = sets.evaluation[: model.run.data["evaluation_prompts"]]
-                if model.run.data["evaluation_sha256"] != fingerprint(followed):
-                    screen.say(f"warning: the evaluation prompts have changed since the run {model.name}")
-        fresh = sets.evaluation[used:]
-        pool = fresh if len(fresh) >= count else sets.evaluation
-        order = rng_for(self.settings.seed, 0, "prompts").permutation(len(pool))
-        drawn = [pool[i].example for i in sorted(order[:count].tolist())]
-        unseen = " that no run used for its own evaluations" if used and pool is fresh else ""
-        self.prompts_line = f"{len(drawn)} drawn at random from {len(pool)} held-out prompts{unseen}"
-        if len(drawn) < count:
-            self.prompts_line += f" (--num-prompts {count} is more than there are)"
-        return sets.evaluation[: data.eval_prompts], drawn
-
     def _text(self, tokenizer: PreTrainedTokenizerBase) -> FixedText | None:
         """Returns the text for the perplexity, encoded with `tokenizer`.
 
@@ -158,10 +176,15 @@ class ModelEvaluator:
         """
         if self.config.data.eval_text is not None:
             return text_of_file(tokenizer, self.config.data.eval_text)
-        if self.followed[0].example.chosen is None and (self.start is None or tokenizer is not self.tokenizer):
+        examples = [p.example for p in self.prompts.of_text]
+        from_start = all(e.chosen is None for e in examples)
+        if from_start and (self.start is None or tokenizer is not self.tokenizer):
             return None
-        prompts = [Prompt(tuple(encode_prompt(tokenizer, p.example.messages)), p.example) for p in self.followed]
-        return fixed_text(tokenizer, prompts, self._start_completions, None)
+        prompts = [Prompt(tuple(encode_prompt(tokenizer, e.messages)), e) for e in examples]
+        text = fixed_text(tokenizer, prompts, self._start_completions, None)
+        if takes_every_row(self.settings) and not from_start:
+            text = replace(text, source=f"{len(text.completions)} chosen completions of {self.settings.prompts}")
+        return text
 
     def _start_completions(self, prompts: Sequence[Prompt]) -> list[_Part]:
         """Samples the start model's completions as a run does for its perplexity."""
@@ -191,10 +214,10 @@ class ModelEvaluator:
         return [
             *([("start model", self.start.name)] if self.start else []),
             *([("weights", f"{', '.join(whiches)} weights of the runs")] if whiches else []),
-            ("prompts", f"{self.prompts_line} ({c.data.prompts}, seed {s.seed})"),
+            ("prompts", self.prompts.line),
             ("completions", f"{s.completions} per prompt, {c.sampling}"),
             ("score", str(self.rewards) + (f", reward model {c.model.rm_model}" if c.model.rm_model else "")),
-            ("judge", self.judge_name or "none (set one with --judge-model)"),
+            ("judge", judges_line(self.judges)),
             (
                 "perplexity",
                 f"at temperature 1 on {self.text.source}" if self.text else "none (give a text with --eval-text FILE)",
@@ -227,16 +250,19 @@ class ModelEvaluator:
         rows = [p for p in prompts for _ in range(count)]
         texts, ids, ended, kl = self._sample_all(label, policy, tokenizer, reference, rows, screen)
         shape = (len(prompts), count)
-        judged = self.judge.score(rows, texts, ids, ended).total if self.judge is not None else None
         return GenerationResults(
             label=label,
             texts=[texts[i : i + count] for i in range(0, len(texts), count)],
-            scores=np.reshape(self.rewards.score(rows, texts, ids, ended).total, shape),
-            judged=np.reshape(judged, shape) if judged is not None else None,
+            scores=as_array(self.rewards.score(rows, texts, ids, ended)).reshape(shape),
+            judged={
+                judge.name: as_array(judge.rewards.score(rows, texts, ids, ended)).reshape(shape)
+                for judge in self.judges
+            },
             kl=np.reshape(kl, shape) if reference is not None else None,
             lengths=np.reshape([len(row) for row in ids], shape),
             ended=np.reshape(ended, shape),
             perplexity=self._perplexity(policy, tokenizer),
+            functions=tuple(judge.name for judge in self.judges if judge.is_function),
         )
 
     def _sample_all(self, label, policy, tokenizer, reference, rows: Sequence[Prompt], screen: Screen) -> list[list]:

@@ -1,39 +1,39 @@
-"""Finds and loads the models to evaluate (runs, checkpoints, model folders, hub names), and the judge."""
+"""Finds and loads the models to evaluate: runs, checkpoints, model folders, hub names."""
 
 from __future__ import annotations
 
-import filecmp
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from rlhf.checkpoints.manifest import update_number
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, differences, last_run
 from rlhf.config import config_of_run, make_config
-from rlhf.demo.parts import gold_of
-from rlhf.models.device import autocast_dtype
 from rlhf.models.load import ADAPTER_CONFIG, base_of_adapter, find_model, load_adapter, load_policy
 from rlhf.models.save import ADAPTER_FILE, WEIGHTS_FILE
-from rlhf.rewards.functions import LearnedReward
-from rlhf.rewards.reward_model import RewardModel
-from rlhf.rewards.rewards import Rewards
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.next_commands import code_words, names_code
 from rlhf.settings.training import Config
+from rlhf.settings.types import Split
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import is_path, missing_path
 from rlhf.utils.system import command
 
 # settings of a run that decide its completions and scores
 MEASURED_WITH = (
-    *("actor_model", "rm_model", "reward_func", "reward_weights", "keywords", "plain_prompts"),
-    *("prompts", "dataset_config", "dataset_split", "columns", "skip_bad_rows"),
-    *("split", "prompt_length", "eval_text", "max_new_tokens", "temperature", "top_k", "top_p"),
+    *("actor_model", "rm_model", "reward_func", "reward_weights", "eval_func", "keywords", "plain_prompts"),
+    *("prompts", "split", "dataset_config", "dataset_split", "columns", "skip_bad_rows", "prompt_length", "eval_text"),
+    *("max_new_tokens", "temperature", "top_k", "top_p"),
 )
+# settings that describe a run's own data, and their values for --prompts: every row is an evaluation prompt
+OF_THE_FILE = {
+    "split": Split(0, 0, 100),
+    **{"dataset_config": None, "dataset_split": None, "columns": (), "skip_bad_rows": None},
+}
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,10 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
     Raises UserError if runs differ in settings that decide completions or scores and no flag overrides them.
     """
     given = {name: value for name, value in vars(measure).items() if name in MEASURED_WITH and value is not None}
-    if measure.prompts is not None:  # the runs' configuration and split are those of other data
-        given = {"dataset_config": None, "dataset_split": None, **given}
+    if measure.prompts is not None:
+        given = OF_THE_FILE | given
+    if measure.eval_func is None:
+        given["eval_func"] = common_eval_functions(models) or ()
     if measure.baseline is not None:
         given["actor_model"] = measure.baseline
     runs = [(m.name, m.run) for m in models if m.run is not None]
@@ -155,18 +157,28 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
     return config_of_run(run, **given)
 
 
+def common_eval_functions(models: Sequence[ModelRef]) -> tuple[str, ...] | None:
+    """Returns the evaluation functions that all runs were trained with; None if they differ."""
+    functions = {tuple(m.run.flat_settings.get("eval_func") or ()) for m in models if m.run is not None}
+    return None if len(functions) > 1 else next(iter(functions), ())
+
+
 def require_trusted_code(models: Sequence[ModelRef], measure: MeasureSettings) -> None:
-    """Raises UserError if a run's settings contain reward code that the command line neither replaces nor trusts."""
-    if measure.reward_func is not None or measure.trust_reward_code:
+    """Raises UserError if a run's settings contain code of reward or evaluation functions that the command line
+    neither replaces nor trusts."""
+    if measure.trust_reward_code:
         return
     problems = []
     for model in models:
-        code = names_code(model.run.flat_settings.get("reward_func") or ()) if model.run else []
+        stored = model.run.flat_settings if model.run else {}
+        rules = stored.get("reward_func") or () if measure.reward_func is None else ()
+        evaluation = common_eval_functions(models) or () if measure.eval_func is None and model.run else ()
+        code = dict.fromkeys([*names_code(rules), *names_code(evaluation)])
         if code:
-            rules = command(*code_words(model.run.flat_settings["reward_func"]))
+            words = command(*code_words(rules, evaluation))
             problems.append(
                 f"reward code from the run's {RUN_FILE} is not executed without permission: {model.name}, "
-                f"{', '.join(code)}. Add {rules}, or --trust-reward-code if you trust these files"
+                f"{', '.join(code)}. Add {words}, or --trust-reward-code if you trust these files"
             )
     raise_if(problems)
 
@@ -180,6 +192,12 @@ def episodes_of(model: ModelRef) -> int:
     """Returns the number of episodes after which these weights of a run were saved."""
     plan = model.run.plan
     return model.update * plan.episodes // plan.updates
+
+
+def state_at_end(models: Sequence[ModelRef]) -> TrainerState:
+    """Returns the `trainer_state` of reward functions, the same for all models: the end of the longest planned run."""
+    updates = max((m.run.plan.updates for m in models if m.run is not None), default=1)
+    return TrainerState(global_step=updates, max_steps=updates)
 
 
 def in_4_bit(model: ModelRef) -> bool:
@@ -216,52 +234,3 @@ def find_start(config: Config) -> ModelRef:
     """Returns the start model of the settings. Raises UserError if it does not exist."""
     name = config.model.actor_model
     return ModelRef(name, find_model(name, "--baseline"))
-
-
-def find_judge(config: Config, models: Sequence[ModelRef], settings: MeasureSettings) -> str | None:
-    """Returns the folder of the judge; None without --judge-model.
-
-    Raises UserError if it is the reward model of the scores or of a run.
-    """
-    if settings.judge_model is None:
-        return None
-    folder = find_model(settings.judge_model, "--judge-model")
-    trained_on = {m.name: config_of_run(m.run).model.rm_model for m in models if m.run is not None}
-    for used_by, name in {"the scores": config.model.rm_model, **trained_on}.items():
-        if name is not None and _same_weights(Path(name).expanduser(), Path(folder)):
-            raise UserError(
-                f"the judge is also the reward model of {used_by}: --judge-model {settings.judge_model}. "
-                "Give a reward model that was not used in RL training"
-            )
-    return folder
-
-
-def _same_weights(one: Path, other: Path) -> bool:
-    """True for the same folder, or a copy of its weights."""
-    files = [folder / WEIGHTS_FILE for folder in (one, other)]
-    if one.resolve() == other.resolve() or not all(file.is_file() for file in files):
-        return one.resolve() == other.resolve()
-    return filecmp.cmp(*files, shallow=False)
-
-
-def load_judge(
-    config: Config,
-    folder: str | None,
-    settings: MeasureSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device,
-) -> tuple[str | None, Rewards | None]:
-    """Returns the judge's name and the judge: a reward model, or the gold quality in the demo, or (None, None)."""
-    gold = gold_of(config)
-    if folder is not None:
-        model = RewardModel.load(folder, device, autocast_dtype(config.model.bf16, device), "--judge-model")
-        judge = LearnedReward(model)
-        judge.__name__ = "judge"
-        return settings.judge_model, Rewards([judge], None, tokenizer)
-    if gold is None:
-        return None, None
-
-    def gold_quality(prompts: Sequence[str], completions: Sequence[str], *, ended: Sequence[bool], **_) -> list[float]:
-        return [gold(*row) for row in zip(prompts, completions, ended, strict=True)]
-
-    return "gold quality", Rewards([gold_quality], None, tokenizer)

@@ -1,4 +1,7 @@
-"""Win rates, confidence intervals over prompts and over seeds, and text statistics."""
+"""Win rates, confidence intervals over prompts and over seeds, and text statistics.
+
+NaN means that a completion has no score, because no function applies to it. It is left out of every figure.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,23 @@ from rlhf.utils.intervals import LEVEL, RESAMPLES, Estimate, interval, over_prom
 A_SHARE = (0.0, 1.0)  # range of a win rate
 EVEN = 0.5  # win rate of two equal models
 OVER_SEEDS, OVER_PROMPTS = "seeds and prompts", "prompts"  # what was resampled
+
+
+def scored(values: np.ndarray) -> np.ndarray:
+    """Returns the values of the completions that have a score, in one dimension."""
+    return values[~np.isnan(values)]
+
+
+def per_prompt(values: np.ndarray) -> np.ndarray:
+    """Returns the mean of each prompt's scored completions: (P, K) -> (P,); NaN for a prompt without any."""
+    missing = np.isnan(values)
+    with np.errstate(invalid="ignore"):  # 0 / 0
+        return np.where(missing, 0, values).sum(axis=1) / (~missing).sum(axis=1)
+
+
+def paired(values: np.ndarray) -> np.ndarray:
+    """Returns the values (..., P) of the prompts that have a value everywhere."""
+    return values[..., ~np.isnan(values).any(axis=tuple(range(values.ndim - 1)))]
 
 
 def level_of_each(comparisons: int) -> float:
@@ -82,24 +102,35 @@ def over_seeds_if_any(
 
 
 def win_rates(one: np.ndarray, another: np.ndarray) -> np.ndarray:
-    """Returns per prompt (P,) the share of pairs in which `one` (P, K) beats `another` (P, L); a tie counts half."""
+    """Returns per prompt (P,) the share of pairs in which `one` (P, K) beats `another` (P, L); a tie counts half.
+
+    NaN for a prompt without a pair of scored completions.
+    """
     a, b = np.asarray(one)[:, :, None], np.asarray(another)[:, None, :]
-    return ((a > b) + 0.5 * (a == b)).mean(axis=(1, 2))
+    pairs = (~np.isnan(a) & ~np.isnan(b)).sum(axis=(1, 2))
+    with np.errstate(invalid="ignore"):  # 0 / 0
+        return ((a > b) + 0.5 * (a == b)).sum(axis=(1, 2)) / pairs
 
 
-def ranks(scores: Sequence[float]) -> list[tuple[int, str]]:
+def ranks(scores: Sequence[float]) -> list[tuple[int | None, str | None]]:
     """Returns the rank (1 is the best; equal scores share a rank) and BEST, MEDIUM or WORST for each completion.
 
-    All completions with the highest score are BEST. All others with the lowest score are WORST.
+    All completions with the highest score are BEST. All others with the lowest score are WORST. (None, None) for a
+    completion without a score.
     """
-    places = stats.rankdata([-s for s in scores], method="min").astype(int).tolist()
-    last = max(places)
-    return [(place, "BEST" if place == 1 else "WORST" if place == last else "MEDIUM") for place in places]
+    known = [-s for s in scores if not np.isnan(s)]
+    places = stats.rankdata(known, method="min").astype(int).tolist()
+    last = max(places, default=0)
+    labels = ((place, "BEST" if place == 1 else "WORST" if place == last else "MEDIUM") for place in places)
+    return [(None, None) if np.isnan(s) else next(labels) for s in scores]
 
 
 def correlation(scores: Sequence[float], lengths: Sequence[float]) -> float | None:
-    """Returns Spearman's rank correlation; None if all scores or all lengths are equal."""
-    if np.ptp(scores) == 0 or np.ptp(lengths) == 0:
+    """Returns Spearman's rank correlation over the scored completions; None if all scores or all lengths are equal, or
+    there is no score."""
+    known = ~np.isnan(scores)
+    scores, lengths = np.asarray(scores)[known], np.asarray(lengths)[known]
+    if len(scores) == 0 or np.ptp(scores) == 0 or np.ptp(lengths) == 0:
         return None
     return float(stats.spearmanr(scores, lengths).statistic)
 
@@ -111,6 +142,8 @@ def percent(level: float) -> str:
 
 def interval_of(found: dict[str, float | None], sign: str = "+") -> str:
     """Formats an estimate, given as a dictionary, with its interval if it has one."""
+    if found["value"] is None:
+        return "-"
     within = "" if found["low"] is None else f" ({interval(found['low'], found['high'], sign)})"
     return f"{found['value']:{sign}.3f}{within}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,12 +22,13 @@ from rlhf.analysis.statistics import (
     interval,
     level_of_each,
     over_seeds_if_any,
+    paired,
+    per_prompt,
     percent,
     win_rates,
 )
 from rlhf.checkpoints.run_record import RunRecord
 
-MEASURES = ("scores", "judged")
 ENOUGH_SEEDS = 5
 FEW_PROMPTS = 20
 
@@ -54,12 +56,12 @@ class RunGroup:
 
     def known(self, name: str) -> list[float]:
         """Returns one figure of each run that has it."""
-        return [found[name] for found in self.figures if found[name] is not None]
+        return [found[name] for found in self.figures if found.get(name) is not None]
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """The difference between a group and another group or the start model, by one measure ("scores" or "judged")."""
+    """The difference between a group and another group or the start model, by one of GenerationResults.measures."""
 
     name: str  # "ONE - OTHER"
     measure: str
@@ -72,6 +74,8 @@ class Contrast:
     def text(self) -> str:
         """The difference with its interval, as text."""
         value, low, high = self.difference.value, self.difference.low, self.difference.high
+        if math.isnan(value):
+            return "no prompt has a score in every run"
         if low is None:
             return f"{value:+.3f}, no confidence interval"
         of = f"{percent(self.level)} confidence interval over {self.over}"
@@ -81,14 +85,19 @@ class Contrast:
 def contrast(
     group: RunGroup, other: RunGroup | GenerationResults, measure: str, seed: int, level: float = LEVEL
 ) -> Contrast:
-    """Computes the difference and the win rate of two groups, with intervals as in `over_seeds_if_any`."""
+    """Computes the difference and the win rate of two groups, with intervals as in `over_seeds_if_any`.
+
+    Prompts without a scored completion in every run are left out; without any prompt the values are NaN.
+    """
     trained = isinstance(other, RunGroup)
-    one = [getattr(completions, measure) for completions in group.measured]
-    another = [getattr(completions, measure) for completions in (other.measured if trained else [other])]
-    gaps = np.array([[a.mean(axis=1) - b.mean(axis=1) for b in another] for a in one])  # (S, T, P)
-    wins = np.array([[win_rates(a, b) for b in another] for a in one])
-    difference, over = over_seeds_if_any(gaps, seed, not trained, level=level)
-    win_rate, _ = over_seeds_if_any(wins, seed, not trained, EVEN, A_SHARE, level)
+    one = [completions.measures[measure] for completions in group.measured]
+    another = [completions.measures[measure] for completions in (other.measured if trained else [other])]
+    gaps = paired(np.array([[per_prompt(a) - per_prompt(b) for b in another] for a in one]))  # (S, T, P)
+    wins = paired(np.array([[win_rates(a, b) for b in another] for a in one]))
+    difference, win_rate, over = Estimate(math.nan), Estimate(math.nan), OVER_PROMPTS
+    if gaps.size:
+        difference, over = over_seeds_if_any(gaps, seed, not trained, level=level)
+        win_rate, _ = over_seeds_if_any(wins, seed, not trained, EVEN, A_SHARE, level)
     name = f"{group.name} - {other.name if trained else 'start model'}"
     return Contrast(name, measure, difference, win_rate, over, level)
 
@@ -108,21 +117,26 @@ def judge_runs(
     judge_name: str | None,
     seed: int,
     score_name: str = "the training reward",
+    independent: bool = True,
 ) -> Verdict:
-    """Returns the verdict, by the judge if there is one, otherwise by the score, which is called `score_name`.
+    """Returns the verdict, by the first judge if there is one, otherwise by the score, which is called `score_name`.
+
+    `independent` is False if RL training used the judge, too.
 
     There is one sentence for each pair of groups, then one for each group against the start model. The intervals of
     the pairs are widened for the number of pairs; those against the start model are not.
     """
-    measures = [m for m in MEASURES if getattr(start, m) is not None]
+    measures = list(start.measures)
+    decides = measures[min(1, len(measures) - 1)]
     against_start = {m: [contrast(group, start, m, seed) for group in groups] for m in measures}
     pairs = list(combinations(groups, 2))
     level = level_of_each(len(pairs))
     between = {m: [contrast(*pair, m, seed, level) for pair in pairs] for m in measures}
-    by = f"by the judge ({judge_name}, not used in RL training)" if judge_name else f"by score ({score_name})"
-    deciding = against_start[measures[-1]]
+    use = "not used in RL training" if independent else "also a reward of RL training"
+    by = f"by the judge ({judge_name}, {use})" if judge_name else f"by score ({score_name})"
+    deciding = against_start[decides]
     if pairs:
-        found = zip(pairs, between[measures[-1]], strict=True)
+        found = zip(pairs, between[decides], strict=True)
         sentences = [_between(*pair, one, by if i == 0 else _short(by)) for i, (pair, one) in enumerate(found)]
         sentences += [_against_start(*pair, start, _short(by)) for pair in zip(groups, deciding, strict=True)]
     else:
@@ -187,7 +201,7 @@ def _caveats(groups: Sequence[RunGroup], between: dict[str, list[Contrast]], jud
     if judge_name is None:
         notes.append(
             "no judge: the score is the training reward, which also rises under reward hacking. Give a reward model "
-            "that was not used in RL training with --judge-model"
+            "that was not used in RL training with --judge-model, or evaluation functions with --eval-func"
         )
     notes += _unlike_the_score(between)
     prompts = len(groups[0].measured[0].scores)

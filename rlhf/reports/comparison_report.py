@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.algorithms.table import ALGORITHMS, in_order
-from rlhf.analysis.audit import against, as_json, figures, target_at_end, warnings
+from rlhf.analysis.audit import against, as_json, figures, target_at_end, warnings, without_score
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import EvalPoint, at_equal
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
@@ -77,16 +77,20 @@ def make_comparison(
 ) -> dict[str, Any]:
     """Returns the comparison as JSON-ready data. `eval_points`: (algorithm, evaluations during training) per run."""
     seed = evaluator.settings.seed
-    verdict = judge_runs(groups, start, evaluator.judge_name, seed, evaluator.score_name)
+    judges = [judge.name for judge in evaluator.judges]
+    independent = not judges or evaluator.judges[0].independent
+    verdict = judge_runs(groups, start, evaluator.judge_name, seed, evaluator.score_name, independent)
+    everyone = [start, *(results for group in groups for results in group.measured)]
     by_group = {
         group.name: [found for algorithm, found in eval_points if algorithm == group.algorithm] for group in groups
     }
-    equal = at_equal(by_group, evaluator.judge, seed)
+    equal = at_equal(by_group, evaluator.rate if judges else None, seed)
     report = {
         "made": now(),
         **environment(),
         "verdict": verdict.sentences,
-        "caveats": [*verdict.caveats, *at_equal_in_words(equal)],
+        "caveats": [*verdict.caveats, *without_score(everyone), *at_equal_in_words(equal)],
+        "judges": judges,
         "warnings": _warnings(groups, start, seed),
         "facts": facts_as_json([*evaluator.facts(), *settings_that_differ(groups)]),
         "figures": {"start": figures(start)}
@@ -165,12 +169,9 @@ def _within(groups: Sequence[RunGroup], start: GenerationResults, seed: int) -> 
     for group in groups:
         for run, completions in zip(group.runs, group.measured, strict=True):
             found = as_json(against(completions, start, seed))
-            kept = {
-                "score": "score",
-                "score_win_rate": "win_rate",
-                "judge": "judge",
-                "judge_win_rate": "judge_win_rate",
-            }
+            kept = {"score": "score", "score_win_rate": "win_rate"}
+            for wins in (name for name in found if name.startswith("judge_win_rate")):
+                kept |= {name: name for name in (wins.replace("_win_rate", "", 1), wins)}
             known = {name: found[figure] for name, figure in kept.items() if found[figure] is not None}
             rows.append({"run": f"{group.name}, seed {run.seed}", **known})
     return rows

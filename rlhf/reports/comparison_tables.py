@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from rlhf.analysis.audit import LABELS, shown
+from rlhf.analysis.audit import figures_of, label_of, shown
 from rlhf.analysis.statistics import interval_of, percent
 from rlhf.analysis.verdict import RunGroup
 from rlhf.utils.console import clock
-
-MEASURE_NAMES = {"scores": "score", "judged": "judge"}
 
 
 def tables(report: dict[str, Any], groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
@@ -27,12 +25,11 @@ def tables(report: dict[str, Any], groups: Sequence[RunGroup]) -> list[dict[str,
 
 
 def _figure_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[str, Any]:
-    rows = []
-    for name, (label, _) in LABELS.items():
+    rows, of_start = [], report["figures"]["start"]
+    for name in figures_of([of_start, *(figures for group in groups for figures in group.figures)]):
         of_groups = [group.known(name) for group in groups]
-        if not any(of_groups):
-            continue
-        rows.append([label, shown(name, report["figures"]["start"][name]), *(_mean(name, v) for v in of_groups)])
+        label = label_of(name, report["judges"])
+        rows.append([label, shown(name, of_start.get(name)), *(_mean(name, v) for v in of_groups)])
     columns = ["", "start model", *(f"{s.name} ({_seeds(s)})" for s in groups)]
     return {
         "caption": "Figures on the same prompts: mean over seeds (lowest to highest seed)",
@@ -55,7 +52,7 @@ def _mean(name: str, known: Sequence[float]) -> str:
 def _contrast_table(report: dict[str, Any]) -> dict[str, Any]:
     rows = [
         [
-            f"{c['name']}, {MEASURE_NAMES[c['measure']]}",
+            f"{c['name']}, {_measure_name(c['measure'], report['judges'])}",
             interval_of(c["difference"]),
             interval_of(c["win_rate"], ""),
             _interval_kind(c),
@@ -66,17 +63,33 @@ def _contrast_table(report: dict[str, Any]) -> dict[str, Any]:
     return {"caption": "Differences and win rates (a tie counts half)", "columns": columns, "rows": rows}
 
 
+def _measure_name(measure: str, judges: Sequence[str]) -> str:
+    """Returns "score" or "judge", with the judge's name if there are several judges."""
+    name = measure.partition("/")[2] or next(iter(judges), "")
+    return "score" if measure == "scores" else f"judge {name}" if len(judges) > 1 else "judge"
+
+
 def _interval_kind(found: dict[str, Any]) -> str:
     """Returns an interval's level and what was resampled, such as "95% over prompts"."""
     return f"{percent(found['level'])} over {found['over']}"
 
 
 def _within_table(report: dict[str, Any]) -> dict[str, Any]:
-    judged = "judge" in report["within"][0]
-    kinds = [("score", "+"), ("score_win_rate", ""), *([("judge", "+"), ("judge_win_rate", "")] if judged else [])]
-    rows = [[row["run"], *(interval_of(row[name], sign) for name, sign in kinds)] for row in report["within"]]
-    columns = ["", *(name.replace("_", " ") for name, _ in kinds)]
+    kinds = dict.fromkeys(name for row in report["within"] for name in row if name != "run")
+    rows = [[row["run"], *(_within_cell(row.get(name), name) for name in kinds)] for row in report["within"]]
+    columns = ["", *(_within_label(name, report["judges"]) for name in kinds)]
     return {"caption": "Each run minus the start model (95% intervals over prompts)", "columns": columns, "rows": rows}
+
+
+def _within_cell(value: dict[str, Any] | None, kind: str) -> str:
+    return "-" if value is None else interval_of(value, "" if "win_rate" in kind.partition("/")[0] else "+")
+
+
+def _within_label(kind: str, judges: Sequence[str]) -> str:
+    """Returns a column's name, with the judge's name if there are several judges."""
+    kind, _, name = kind.partition("/")
+    label = kind.replace("_", " ")
+    return label.replace("judge", f"judge {name or judges[0]},") if len(judges) > 1 else label
 
 
 SPENT = {
@@ -107,7 +120,8 @@ def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
     for row in report["at_equal"]:
         for name, reached in row["sides"].items():
             judge = "-" if reached["judge"] is None else f"{reached['judge']:.3f}"
-            rows.append([f"{row['budget']}: {name}", f"{reached['score']:+.3f}", judge, f"{reached['kl']:.2f}",
+            score = "-" if reached["score"] is None else f"{reached['score']:+.3f}"
+            rows.append([f"{row['budget']}: {name}", score, judge, f"{reached['kl']:.2f}",
                          f"{reached['update']:.0f}"])  # fmt: skip
         for found in row["differences"]:
             if "missing" not in found:

@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf.analysis.audit import LABELS, against, as_json, figures, shown, target_at_end, warnings
+from rlhf.analysis.audit import (
+    against,
+    as_json,
+    figures,
+    figures_of,
+    label_of,
+    shown,
+    target_at_end,
+    warnings,
+    without_score,
+)
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
 from rlhf.analysis.models import ModelRef
 from rlhf.analysis.statistics import interval_of, ranks
@@ -47,6 +57,8 @@ def make_report(
         "made": now(),
         **environment(),
         "facts": facts_as_json(evaluator.facts()),
+        "judges": [judge.name for judge in evaluator.judges],
+        "notes": without_score(everyone),
         "seed": seed,
         "start": start and {"label": start.label, "source": evaluator.start.source, "figures": figures(start)},
         "models": [_entry(*pair, start, seed) for pair in zip(models, measured, strict=True)],
@@ -98,13 +110,19 @@ def completions_by_model(everyone: Sequence[GenerationResults], prompt: int) -> 
 
 
 def ranked(completions: GenerationResults, prompt: int) -> list[dict[str, Any]]:
-    """Returns one model's completions of one prompt with rank, BEST / MEDIUM / WORST, scores and KL."""
+    """Returns one model's completions of one prompt with rank, BEST / MEDIUM / WORST, scores and KL.
+
+    "judge" is the first judge's rating, "judges" those of all judges. A completion without a score is the last, and
+    has no rank and no label.
+    """
+    ratings = {name: values[prompt].tolist() for name, values in completions.judged.items()}
     rows = [
         {
             "rank": rank,
             "label": label,
             "score": float(completions.scores[prompt, k]),
-            "judge": float(completions.judged[prompt, k]) if completions.judged is not None else None,
+            "judge": next((values[k] for values in ratings.values()), None),
+            "judges": {name: values[k] for name, values in ratings.items()},
             "kl": float(completions.kl[prompt, k]) if completions.kl is not None else None,
             "tokens": int(completions.lengths[prompt, k]),
             "ended": bool(completions.ended[prompt, k]),
@@ -112,16 +130,22 @@ def ranked(completions: GenerationResults, prompt: int) -> list[dict[str, Any]]:
         }
         for k, (rank, label) in enumerate(ranks(completions.scores[prompt].tolist()))
     ]
-    return sorted(rows, key=lambda row: row["rank"])
+    return json_ready(sorted(rows, key=lambda row: row["rank"] or len(rows) + 1))
+
+
+def labelled(completion: dict[str, Any]) -> str:
+    """Returns a completion's label and score, such as "BEST +1.20"."""
+    if completion["score"] is None:
+        return "no score"
+    return f"{completion['label']} {completion['score']:+.2f}"
 
 
 def figure_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Returns columns and rows, with one row per figure and one column per model. Empty rows are left out."""
     everyone = [*([report["start"]] if report["start"] else []), *report["models"]]
     rows = [
-        [label, *(shown(name, m["figures"][name]) for m in everyone)]
-        for name, (label, _) in LABELS.items()
-        if any(m["figures"][name] is not None for m in everyone)
+        [label_of(name, report["judges"]), *(shown(name, m["figures"].get(name)) for m in everyone)]
+        for name in figures_of([m["figures"] for m in everyone])
     ]
     return ["", *(m["label"] for m in everyone)], rows
 
@@ -131,11 +155,19 @@ def versus_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     if report["start"] is None:
         return [], []
     rows = []
-    for name, (label, sign) in VERSUS.items():
+    for name in report["models"][0]["against_start"]:
         found = [m["against_start"][name] for m in report["models"]]
         if any(value is not None for value in found):
+            label, sign = _versus_label(name, report["judges"])
             rows.append([label, *(_versus(value, sign) for value in found)])
     return ["", *(m["label"] for m in report["models"])], rows
+
+
+def _versus_label(figure: str, judges: Sequence[str]) -> tuple[str, str]:
+    """Returns a row's label, with the judge's name if there are several judges, and "+" if the figure has a sign."""
+    kind, _, name = figure.partition("/")
+    label, sign = VERSUS[kind]
+    return label.replace("judge", f"judge {name or judges[0]}") if len(judges) > 1 else label, sign
 
 
 def _versus(value: dict | float | None, sign: str) -> str:
@@ -147,10 +179,7 @@ def _versus(value: dict | float | None, sign: str) -> str:
 def show_report(report: dict[str, Any], screen: Screen) -> None:
     """Prints a few prompts with their ranked completions, the tables, and the warnings."""
     for prompt in report["prompts"][:SHOWN_ON_SCREEN]:
-        cells = [
-            "\n\n".join(f"{c['label']} {c['score']:+.2f}: {c['text']}" for c in side["completions"])
-            for side in prompt["sides"]
-        ]
+        cells = ["\n\n".join(f"{labelled(c)}: {c['text']}" for c in side["completions"]) for side in prompt["sides"]]
         screen.table(prompt["messages"][-1]["content"], [side["model"] for side in prompt["sides"]], [cells])
     screen.table("Figures, on the same prompts", *figure_table(report), lines=False)
     columns, rows = versus_table(report)
@@ -162,6 +191,8 @@ def show_report(report: dict[str, Any], screen: Screen) -> None:
         screen.say(
             f"only {len(report['prompts'])} prompts: figures and intervals are approximate. Raise --num-prompts"
         )
+    for note in report["notes"]:
+        screen.say(f"note: {note}")
     for model in report["models"]:
         for warning in model["warnings"]:
             screen.say(f"warning: {model['label']}: {warning}")

@@ -12,6 +12,7 @@ from matplotlib.patheffects import withStroke
 from rlhf.algorithms.table import ALGORITHMS, in_order
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.evaluator import GenerationResults
+from rlhf.analysis.statistics import scored
 from rlhf.reports.plot_style import COLOURS, LineStyle, colour_of, line_styles_of, new_figure, spare_colours, style
 
 BINS = 24
@@ -40,12 +41,13 @@ def distributions(models: Sequence[GenerationResults], kinds: Sequence[str]) -> 
         for axes, name, unit in zip(
             panels, ("scores", "lengths"), ("score", "completion length (tokens)"), strict=True
         ):
-            values = [np.ravel(getattr(m, name)) for m in models]
+            values = [scored(getattr(m, name)) for m in models]
             edges = _edges(np.concatenate(values))
             for model, colour, of_model in zip(models, colours_of(kinds), values, strict=True):
                 shares, _ = np.histogram(of_model, edges)
-                axes.stairs(shares / len(of_model), edges, color=colour, linewidth=2, label=model.label)
-                axes.axvline(of_model.mean(), color=colour, linestyle="--", linewidth=1.2)
+                axes.stairs(shares / max(len(of_model), 1), edges, color=colour, linewidth=2, label=model.label)
+                if len(of_model):
+                    axes.axvline(of_model.mean(), color=colour, linestyle="--", linewidth=1.2)
             axes.set_xlabel(unit)
             axes.set_ylabel("share of completions")
             axes.set_ylim(bottom=0)
@@ -59,6 +61,8 @@ def distributions(models: Sequence[GenerationResults], kinds: Sequence[str]) -> 
 
 def _edges(values: np.ndarray) -> np.ndarray:
     """Returns the edges of about 24 bins. For integers each bin has the same number of them."""
+    if len(values) == 0:  # no completion has a score
+        return np.array([-0.5, 0.5])
     low, high = values.min(), values.max()
     if np.issubdtype(values.dtype, np.integer):
         step = -(-(high - low + 1) // BINS)
@@ -101,10 +105,10 @@ def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
 
 
 def _evaluations(run: RunCurves) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the KL and the score of a run's evaluations."""
-    kl, score = (run.scalars[tag].values for tag in ("eval/kl_divergence", "eval/score"))
-    count = min(len(kl), len(score))  # they differ while a run is writing
-    return kl[:count], score[:count]
+    """Returns the KL and the score of a run's evaluations that have both."""
+    kl, score = (run.scalars[tag] for tag in ("eval/kl_divergence", "eval/score"))
+    _, of_kl, of_score = np.intersect1d(kl.updates, score.updates, return_indices=True)
+    return kl.values[of_kl], score.values[of_score]
 
 
 def _draw_algorithm(

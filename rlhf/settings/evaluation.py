@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.settings.fields import Layer, inherited, setting
+from rlhf.settings.fields import inherited, setting
 from rlhf.settings.flags import CommandLine
 from rlhf.settings.merge import Command, build, read_given, show_help, values_of
 from rlhf.settings.recipes import DEFAULT_RECIPE, shipped_recipes
@@ -21,7 +21,9 @@ from rlhf.settings.training import (
 from rlhf.settings.types import Renaming, Split
 
 AS_IN_RUN = "as in the run"
-OF_RUN_DATA = "as in the run, unless --prompts is given"
+OF_RUN = "as in the run, or the default for --prompts"  # settings that describe the run's own data
+HELD_OUT_PROMPTS = 20  # drawn by default
+HELD_OUT_PROMPTS_TO_COMPARE = 128
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,13 @@ class MeasureSettings:
         "demo, otherwise none",
         brief="second reward model, not used in training",
     )
-    num_prompts: int = setting(20, "number of evaluation prompts, drawn at random", ge=1, brief=True)
+    num_prompts: int | None = setting(
+        None,
+        "number of evaluation prompts, drawn at random; unset: every row of --prompts, or held-out prompts of the "
+        "runs (20 in evaluate_generations.py, 128 in compare_runs.py)",
+        ge=1,
+        brief="number of evaluation prompts",
+    )
     completions: int = setting(
         4, "completions sampled for each prompt", ge=1, aliases=("num_completions",), brief="completions per prompt"
     )
@@ -66,12 +74,18 @@ class MeasureSettings:
         "reward model: a folder or a hub name",
         "reward model; unset: as in the run",
     )
-    prompts: str | None = inherited(DataSettings, "prompts", AS_IN_RUN, brief="prompts; unset: as in the run")
-    split: Split | None = inherited(DataSettings, "split", AS_IN_RUN)
-    dataset_config: str | None = inherited(DataSettings, "dataset_config", OF_RUN_DATA)
-    dataset_split: str | None = inherited(DataSettings, "dataset_split", OF_RUN_DATA)
-    columns: tuple[Renaming, ...] | None = inherited(DataSettings, "columns", AS_IN_RUN)
-    skip_bad_rows: float | None = inherited(DataSettings, "skip_bad_rows", AS_IN_RUN)
+    prompts: str | None = inherited(
+        DataSettings,
+        "prompts",
+        "held-out prompts of the run",
+        "file or hub dataset of which every row is an evaluation prompt, or, with --split, its evaluation part",
+        "evaluation prompts, all rows; unset: held-out prompts of the run",
+    )
+    split: Split | None = inherited(DataSettings, "split", "as in the run, or no split of --prompts")
+    dataset_config: str | None = inherited(DataSettings, "dataset_config", OF_RUN)
+    dataset_split: str | None = inherited(DataSettings, "dataset_split", OF_RUN)
+    columns: tuple[Renaming, ...] | None = inherited(DataSettings, "columns", OF_RUN)
+    skip_bad_rows: float | None = inherited(DataSettings, "skip_bad_rows", OF_RUN)
     prompt_length: int | None = inherited(DataSettings, "prompt_length", AS_IN_RUN)
     eval_text: str | None = inherited(DataSettings, "eval_text", AS_IN_RUN)
     max_new_tokens: int | None = inherited(SamplingSettings, "max_new_tokens", AS_IN_RUN)
@@ -88,8 +102,17 @@ class MeasureSettings:
         "reward functions; unset: as in the run",
     )
     reward_weights: tuple[float, ...] | None = inherited(RewardSettings, "reward_weights", AS_IN_RUN)
+    eval_func: tuple[str, ...] | None = inherited(
+        RewardSettings,
+        "eval_func",
+        "those of the runs, if all have the same ones",
+        "evaluation functions, which judge the completions as a judge model does; values of 0 and 1 give pass@k. The "
+        "same names and signature as --reward-func, for example exact_match, which compares with the column answer",
+        "evaluation functions as judges; unset: those of the runs",
+    )
     trust_reward_code: bool = setting(
-        False, "allow to execute the Python files of reward functions that are listed in a run's run.json"
+        False,
+        "allow to execute the Python files of reward and evaluation functions that are listed in a run's run.json",
     )
 
 
@@ -217,7 +240,7 @@ def parse_evaluation_cli(argv: Sequence[str] | None = None) -> EvaluationConfig:
 
 def parse_comparison_cli(argv: Sequence[str] | None = None) -> ComparisonConfig:
     """Return the configuration of `compare_runs.py`. Raises UserError that lists all errors."""
-    return _parse(COMPARISON, argv, {"num_prompts": (128, "default")})
+    return _parse(COMPARISON, argv)
 
 
 def parse_plot_cli(argv: Sequence[str] | None = None) -> PlotConfig:
@@ -225,10 +248,10 @@ def parse_plot_cli(argv: Sequence[str] | None = None) -> PlotConfig:
     return _parse(PLOT, argv)
 
 
-def _parse(line: CommandLine, argv: Sequence[str] | None, defaults: Layer | None = None) -> Any:
-    """Return the configuration of a command without recipes. `defaults` replace declared defaults."""
-    argv, lower = sys.argv[1:] if argv is None else argv, [defaults or {}]
-    show_help(line, argv, lambda _: (lower, None))
+def _parse(line: CommandLine, argv: Sequence[str] | None) -> Any:
+    """Return the configuration of a command without recipes."""
+    argv = sys.argv[1:] if argv is None else argv
+    show_help(line, argv, lambda _: ([{}], None))
     given = read_given(line, argv)
-    values = values_of(line.config_class, [*lower, *given.layers], given.problems)
+    values = values_of(line.config_class, given.layers, given.problems)
     return build(line.config_class, values, checks=(line.config_class.validate,))

@@ -28,7 +28,7 @@ def completions(scores=0.0, judged=0.0, length=10, ended=1.0, kl=2.0, words=WORD
         label="a model",
         texts=texts,
         scores=scores + offset,
-        judged=judged + offset if judged is not None else None,
+        judged={"gold quality": judged + offset} if judged is not None else {},
         kl=np.full(shape, kl),
         lengths=np.full(shape, length) + np.tile([[1, 0]], (prompts, 1)),
         ended=np.arange(shape[0] * 2).reshape(shape) < ended * prompts * 2,
@@ -47,7 +47,7 @@ def test_figures_match_hand_computed_values():
         lengths=np.array([[3, 3], [1, 5]]),
         kl=np.array([[1.0, 2.0], [0.0, 3.0]]),
         ended=np.array([[True, True], [True, False]]),
-        judged=None,
+        judged={},
     )
     found = figures(made)
     assert (found["score"], found["score_median"], found["score_of_best"], found["score_of_worst"]) == (

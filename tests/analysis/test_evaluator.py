@@ -18,6 +18,7 @@ from rlhf.config import make_config
 from rlhf.data.prompts import Prompt
 from rlhf.models.budget import BUDGETS
 from rlhf.settings.evaluation import MeasureSettings
+from rlhf.settings.types import Split
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from tests.records import record_of
@@ -261,7 +262,8 @@ def test_judge_must_differ_from_the_reward_model(settings, start_model, reward_f
     judge = make_reward_model(tmp_path / "judge", seed=7)
     evaluator, _ = evaluator_of([start_model], dataclasses.replace(settings, judge_model=str(judge)))
     start = evaluator.evaluate_start(Screen())
-    assert start.judged.shape == start.scores.shape and not np.allclose(start.judged, start.scores)
+    (rating,) = start.judged.values()
+    assert rating.shape == start.scores.shape and not np.allclose(rating, start.scores)
     copied = shutil.copytree(reward_folder, tmp_path / "copied")
     for same in (reward_folder, copied):
         with pytest.raises(UserError, match="the judge is also the reward model of the scores: --judge-model"):
@@ -299,32 +301,32 @@ def test_invalid_scores_of_a_judge_are_an_error(settings, start_model, tmp_path,
 def test_prompts_not_used_by_the_runs_are_preferred(settings, start_model, runs):
     """The runs used 6 of the held-out prompts for their own evaluations. The others are used if there are enough."""
     few, _ = evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=3))
-    followed = {p.example.question for p in few.followed}
-    assert "that no run used for its own evaluations" in few.prompts_line
+    followed = {p.example.question for p in few.prompts.of_text}
+    assert "that no run used for its own evaluations" in few.prompts.line
     assert not followed & {e.question for e in few.examples} and len(few.examples) == 3
     many, _ = evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=500))
-    assert "--num-prompts 500 is more than there are" in many.prompts_line and len(many.examples) > 6
+    assert "--num-prompts 500 is more than there are" in many.prompts.line and len(many.examples) > 6
 
 
 def test_runs_with_different_numbers_of_evaluation_prompts(runs):
     """The evaluator excludes the prompts of the run that used the most for its own evaluations."""
     models = [find_model_ref(str(runs[name]), "final", None) for name in (("ppo", 1), ("ppo", 2))]
     evaluator, _ = evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=2))
-    longer = [p for p in evaluator.followed] + [Prompt((), evaluator.examples[0])]
+    longer = [p for p in evaluator.prompts.of_text] + [Prompt((), evaluator.examples[0])]
     data = {"evaluation_prompts": 8, "evaluation_sha256": "another"}
     models[1] = dataclasses.replace(models[1], run=dataclasses.replace(models[1].run, data=data))
     seen = {p.example.question for p in longer}
     both = ModelEvaluator(models, MeasureSettings(num_prompts=2), CPU, Screen())
-    assert len(seen) == 7 and "held-out prompts that no run used for its own evaluations" in both.prompts_line
+    assert len(seen) == 7 and "held-out prompts that no run used for its own evaluations" in both.prompts.line
     first_only = ModelEvaluator(models[:1], MeasureSettings(num_prompts=2), CPU, Screen())
-    count = [int(b.prompts_line.split(" from ")[1].split()[0]) for b in (first_only, both)]
+    count = [int(b.prompts.line.split(" from ")[1].split()[0]) for b in (first_only, both)]
     assert count[0] - count[1] == 2, "one run used 6 prompts, the other 8"
 
 
 def test_changed_evaluation_prompts_are_reported(runs, tmp_path, capsys, pairs_file):
     fewer = tmp_path / "fewer.jsonl"
     fewer.write_text("\n".join(pairs_file.read_text().splitlines()[30:]))
-    evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=3, prompts=str(fewer)))
+    evaluator_of([runs["ppo", 1]], MeasureSettings(num_prompts=3, prompts=str(fewer), split=Split(45, 45, 10)))
     assert "the evaluation prompts have changed since the run" in capsys.readouterr().out
 
 

@@ -24,7 +24,7 @@ def completions(
         label="made",
         texts=[["a b c d"] * 4] * 64,
         scores=PROMPTS + score + noise[0],
-        judged=None if judged is None else PROMPTS + judged + noise[1],
+        judged={} if judged is None else {"gold quality": PROMPTS + judged + noise[1]},
         kl=np.full((64, 4), kl),
         lengths=np.full((64, 4), 5),
         ended=np.full((64, 4), True),
@@ -118,9 +118,9 @@ def test_verdict_reports_unequal_budgets_in_capitals():
 
 def test_contrast_matches_hand_computed_values():
     """Two seeds against the start model: the difference of means per prompt, and the win rate over all pairs."""
-    a = GenerationResults("a", [], np.array([[1.0, 3.0], [0.0, 2.0]]), None, None, None, None, None)
-    b = GenerationResults("b", [], np.array([[2.0, 2.0], [2.0, 2.0]]), None, None, None, None, None)
-    start = GenerationResults("s", [], np.array([[0.0, 2.0], [2.0, 2.0]]), None, None, None, None, None)
+    a = GenerationResults("a", [], np.array([[1.0, 3.0], [0.0, 2.0]]), {}, None, None, None, None)
+    b = GenerationResults("b", [], np.array([[2.0, 2.0], [2.0, 2.0]]), {}, None, None, None, None)
+    start = GenerationResults("s", [], np.array([[0.0, 2.0], [2.0, 2.0]]), {}, None, None, None, None)
     found = contrast(group("ppo", a, b), start, "scores", 1)
     assert found.difference.value == pytest.approx(((2 - 1) + (1 - 2) + (2 - 1) + (2 - 2)) / 4)
     # a: prompt 1 (1 > 0, 1 < 2, 3 > 0, 3 > 2) 3/4, prompt 2 (0 < 2, 2 = 2) 1/4; b: (2 > 0, 2 = 2) 3/4, all equal 1/2
@@ -184,7 +184,7 @@ def test_caveat_if_only_the_judge_finds_a_difference():
 
 def test_caveat_for_few_prompts():
     ones = np.ones((4, 1))
-    few = [GenerationResults("a", [["x"]] * 4, ones * shift, None, None, ones, ones, None) for shift in range(4)]
+    few = [GenerationResults("a", [["x"]] * 4, ones * shift, {}, None, ones, ones, None) for shift in range(4)]
     caveats = judge_runs([group("ppo", *few[:2]), group("grpo", *few[2:])], few[0], None, 1).caveats
     assert "only 4 prompts: intervals over so few prompts are approximate. Raise --num-prompts" in caveats
 
@@ -195,7 +195,8 @@ def test_caveat_for_few_prompts():
 def constant(score: float, judged: float | None = None) -> GenerationResults:
     """Returns one completion for each of 20 prompts, all with the same score."""
     ones = np.ones((20, 1))
-    return GenerationResults("made", [["x"]] * 20, ones * score, judged and ones * judged, None, ones, ones > 0, None)
+    rated = {"gold quality": ones * judged} if judged else {}
+    return GenerationResults("made", [["x"]] * 20, ones * score, rated, None, ones, ones > 0, None)
 
 
 def test_contrasts_of_three_groups_cover_every_pair():

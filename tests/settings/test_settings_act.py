@@ -538,6 +538,7 @@ EVALUATION_SETTINGS = {
     "which": ["--which", "best"],
     "baseline": ["--baseline", "START"],
     "judge_model": ["--judge-model", "REWARD"],
+    "eval_func": ["--eval-func", "length_penalty"],
     "num_prompts": ["--num-prompts", "2"],
     "completions": ["--completions", "1"],
     "seed": ["--seed", "7"],
@@ -600,7 +601,7 @@ def test_like_selects_the_settings_for_a_model_without_a_run(evaluated, start_mo
 
 
 def test_every_setting_of_the_evaluation_commands_is_tested():
-    evaluation = {*EVALUATION_SETTINGS, *DATA, "like"}
+    evaluation = {*EVALUATION_SETTINGS, *DATA, "like"}  # DATA: tests/analysis/test_own_prompts.py, too
     evaluation.add("trust_reward_code")  # tests/rewards/test_reward_code.py
     separate = {"model_path", "output", "tokens", "chat"}  # tests/reports/test_reports.py, tests/analysis/test_chat.py
     assert set(settings_of(EvaluationConfig)) == {*evaluation, *separate}

@@ -1,0 +1,164 @@
+"""The judges: ratings of completions by a second reward model, evaluation functions, or the demo's gold quality."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.analysis.models import ModelRef
+from rlhf.config import config_of_run
+from rlhf.data.chat_template import encode_completion
+from rlhf.data.examples import Example
+from rlhf.data.prompts import Prompt
+from rlhf.demo.parts import gold_of
+from rlhf.models.device import autocast_dtype
+from rlhf.models.load import find_model
+from rlhf.models.save import WEIGHTS_FILE
+from rlhf.rewards.find import find_rule
+from rlhf.rewards.functions import LearnedReward, RewardFunction
+from rlhf.rewards.reward_model import RewardModel
+from rlhf.rewards.rewards import Rewards, RewardScores
+from rlhf.settings.evaluation import MeasureSettings
+from rlhf.settings.next_commands import names_code
+from rlhf.settings.training import Config, function_name
+from rlhf.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class Judge:
+    """One judge. A judge that is not `independent` is an evaluation function that is also a reward function."""
+
+    name: str  # in tables
+    rewards: Rewards  # of one function
+    is_function: bool = False  # an evaluation function
+    independent: bool = True  # RL training did not use it
+
+
+@dataclass(frozen=True)
+class JudgeSources:
+    """What the judges are made from. The judge model is not loaded yet."""
+
+    folder: str | None  # of the judge model; None: there is none
+    functions: list[RewardFunction | nn.Module]  # the evaluation functions of the settings
+
+
+def find_judges(config: Config, models: Sequence[ModelRef], settings: MeasureSettings) -> JudgeSources:
+    """Returns the judge model's folder and the evaluation functions. Raises UserError if one does not exist, or if the
+    judge model is the reward model of the scores or of a run."""
+    rules, keywords, longest = config.reward.eval_func, config.reward.keywords, config.sampling.max_new_tokens
+    return JudgeSources(
+        _judge_model(config, models, settings), [find_rule(rule, keywords, "--eval-func", longest) for rule in rules]
+    )
+
+
+def _judge_model(config: Config, models: Sequence[ModelRef], settings: MeasureSettings) -> str | None:
+    if settings.judge_model is None:
+        return None
+    folder = find_model(settings.judge_model, "--judge-model")
+    trained_on = {m.name: config_of_run(m.run).model.rm_model for m in models if m.run is not None}
+    for used_by, name in {"the scores": config.model.rm_model, **trained_on}.items():
+        if name is not None and _same_weights(Path(name).expanduser(), Path(folder)):
+            raise UserError(
+                f"the judge is also the reward model of {used_by}: --judge-model {settings.judge_model}. "
+                "Give a reward model that was not used in RL training"
+            )
+    return folder
+
+
+def _same_weights(one: Path, other: Path) -> bool:
+    """True for the same folder, or a copy of its weights."""
+    files = [folder / WEIGHTS_FILE for folder in (one, other)]
+    if one.resolve() == other.resolve() or not all(file.is_file() for file in files):
+        return one.resolve() == other.resolve()
+    return filecmp.cmp(*files, shallow=False)
+
+
+def load_judges(
+    config: Config,
+    sources: JudgeSources,
+    models: Sequence[ModelRef],
+    settings: MeasureSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> list[Judge]:
+    """Returns the judge model, the evaluation functions and the demo's gold quality, those that there are. The first
+    one decides."""
+    judges, trained_on = [], _reward_functions(config, models)
+    if sources.folder is not None:
+        model = LearnedReward(
+            RewardModel.load(sources.folder, device, autocast_dtype(config.model.bf16, device), "--judge-model")
+        )
+        model.__name__ = "judge"
+        judges.append(Judge(settings.judge_model, Rewards([model], None, tokenizer)))
+    for rule, function in zip(config.reward.eval_func, sources.functions, strict=True):
+        rewards = Rewards([function], None, tokenizer, config.reward.reward_timeout)
+        judges.append(Judge(function_name(rule), rewards, True, _identity(rule) not in trained_on))
+    gold = gold_of(config)
+    if gold is not None:
+
+        def gold_quality(prompts: Sequence[str], completions: Sequence[str], *, ended: Sequence[bool], **_) -> list:
+            return [gold(*row) for row in zip(prompts, completions, ended, strict=True)]
+
+        judges.append(Judge("gold quality", Rewards([gold_quality], None, tokenizer)))
+    return judges
+
+
+def _reward_functions(config: Config, models: Sequence[ModelRef]) -> set[str]:
+    """Returns the reward functions of the runs; those of the scores if there is no run."""
+    runs = [config_of_run(m.run) for m in models if m.run is not None]
+    return {_identity(rule) for run in runs or [config] for rule in run.reward.reward_func}
+
+
+def _identity(rule: str) -> str:
+    """Returns a text that is equal for two spellings of one function's file."""
+    if not names_code([rule]):
+        return rule
+    file, _, name = rule.rpartition(":")
+    return f"{Path(file).expanduser().resolve()}:{name}"
+
+
+def judges_line(judges: Sequence[Judge]) -> str:
+    """Returns the judges for the list of facts."""
+    if not judges:
+        return "none (set one with --judge-model or --eval-func)"
+    first, *others = (judge.name for judge in judges)
+    return f"{first} (decides), {', '.join(others)}" if others else first
+
+
+# --- ratings ---------------------------------------------------------------------------------------------------------
+
+
+def as_array(scores: RewardScores) -> np.ndarray:
+    """Returns one score per completion; NaN if no function applies to it."""
+    return np.array([np.nan if score is None else score for score in scores.total], dtype=float)
+
+
+def as_key(messages: Sequence[dict[str, str]]) -> str:
+    """Returns a text that is equal for equal prompts."""
+    return json.dumps(list(messages))
+
+
+def rate_stored(
+    judge: Judge, rows: Sequence[dict[str, Any]], known: dict[str, Example], tokenizer: PreTrainedTokenizerBase
+) -> np.ndarray | None:
+    """Returns a judge's ratings of completions that a run stored.
+
+    An evaluation function may need the columns of the data, which are not stored: returns None if a prompt is not
+    `known` (its key -> its row of the data).
+    """
+    examples = [known.get(as_key(row["prompt"])) for row in rows]
+    if judge.is_function and None in examples:
+        return None
+    prompts = [Prompt((), e or Example(tuple(row["prompt"]))) for e, row in zip(examples, rows, strict=True)]
+    texts, ended = [row["reply"] for row in rows], [row["ended"] for row in rows]
+    ids = [encode_completion(tokenizer, *pair) for pair in zip(texts, ended, strict=True)]
+    return as_array(judge.rewards.score(prompts, texts, ids, ended))

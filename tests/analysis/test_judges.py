@@ -1,0 +1,255 @@
+"""Tests the judges of an evaluation: evaluation functions, judge models, several at once, and pass@k."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import compare_runs
+import evaluate_generations
+from rlhf.analysis.audit import figures, figures_of, label_of
+from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
+from rlhf.analysis.models import find_model_ref, find_models, shared_settings
+from rlhf.analysis.verdict import judge_runs
+from rlhf.settings.evaluation import MeasureSettings
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
+from rlhf.utils.html import markdown_cell
+from tests.analysis.test_verdict import group
+from tests.shapes import make_reward_model
+
+RULES = """
+def has_e(completions, **_):
+    print("has_e was called")
+    return [float("e" in text) for text in completions]
+
+
+def half(completions, want, **_):
+    return [None if w is None else 0.5 * (w in text) for text, w in zip(completions, want)]
+
+
+def schedule(completions, trainer_state, log_metric, **_):
+    log_metric("ignored", 1.0)
+    return [trainer_state.global_step / trainer_state.max_steps + trainer_state.max_steps] * len(completions)
+"""
+
+
+@pytest.fixture
+def rules(tmp_path):
+    (tmp_path / "rules.py").write_text(RULES)
+    return f"{tmp_path / 'rules.py'}"
+
+
+@pytest.fixture
+def wanted(tmp_path):
+    """A file of six prompts with the column `want`, which is null in two rows."""
+    rows = [{"question": f"Which letter is number {i}?", "want": "e" if i % 3 else None} for i in range(6)]
+    (tmp_path / "wanted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "wanted.jsonl"
+
+
+def made(scores, judged, functions=()) -> GenerationResults:
+    shape = np.shape(scores)
+    return GenerationResults(
+        label="made",
+        texts=[["a b"] * shape[1]] * shape[0],
+        scores=np.array(scores, dtype=float),
+        judged={name: np.array(values, dtype=float) for name, values in judged.items()},
+        kl=None,
+        lengths=np.ones(shape, dtype=int),
+        ended=np.ones(shape, dtype=bool),
+        perplexity=None,
+        functions=functions,
+    )
+
+
+# --- pass@k ----------------------------------------------------------------------------------------------------------
+
+
+def test_pass_at_k_matches_values_worked_out_by_hand():
+    """Four completions per prompt. One right: pass@1 = 1/4, pass@2 = 1 - C(3,2)/C(4,2) = 1/2. None right: 0. With one
+    of two rated completions right, pass@1 = 1/2, pass@2 = 1, and there is no pass@4."""
+    values = [[1, 0, 0, 0], [0, 0, 0, 0], [1, 0, np.nan, np.nan]]
+    found = figures(made(np.zeros((3, 4)), {"exact_match": values}, ("exact_match",)))
+    assert found["pass@1/exact_match"] == pytest.approx((1 / 4 + 0 + 1 / 2) / 3)
+    assert found["pass@2/exact_match"] == pytest.approx((1 / 2 + 0 + 1) / 3)
+    assert found["pass@4/exact_match"] == pytest.approx((1 + 0) / 2)
+    assert [name for name in found if name.startswith("pass@")] == [f"pass@{k}/exact_match" for k in (1, 2, 4)]
+    assert found["judge"] == pytest.approx(2 / 10), "the mean of the rated completions"
+
+
+def test_pass_at_k_is_only_for_functions_with_values_0_and_1():
+    """Gold quality can be 0 and 1 by accident, and other functions have values between them."""
+    judged = {"exact": [[0, 1, 1]], "graded": [[0, 0.5, 1]], "gold quality": [[0, 1, 1]], "none": [[np.nan] * 3]}
+    found = figures(made([[0, 0, 0]], judged, ("exact", "graded", "none")))
+    assert [name for name in found if "/" in name] == [
+        "judge/graded", "judge/gold quality", "judge/none", "pass@1/exact", "pass@2/exact", "pass@3/exact",
+    ]  # fmt: skip
+    assert found["judge/none"] is None and found["pass@3/exact"] == 1.0
+    assert label_of("pass@2/exact", list(judged)) == "pass@2, exact"
+    assert [label_of(name, ["a", "b"]) for name in ("judge", "judge/b", "score")] == ["judge a", "judge b", "score"]
+    assert label_of("judge", ["a"]) == "judge"
+
+
+def test_figures_of_a_model_without_pass_at_k_are_in_the_same_table():
+    one = figures(made([[0, 0]], {"f": [[0, 1]]}, ("f",)))
+    other = figures(made([[0, 0]], {"f": [[0, 0.5]]}, ("f",)))
+    assert figures_of([other, one]) == figures_of([one, other])
+    assert [name for name in figures_of([other, one]) if name in ("judge", "pass@1/f", "length")] == [
+        "judge", "pass@1/f", "length",
+    ]  # fmt: skip
+
+
+# --- several judges --------------------------------------------------------------------------------------------------
+
+
+def test_first_judge_decides_the_verdict():
+    """PPO is better by the first judge and worse by the second."""
+    shape = (24, 2)
+
+    def results(score, first, second):
+        return made(np.full(shape, score), {"first": np.full(shape, first), "second": np.full(shape, second)})
+
+    groups = [group("ppo", results(1.0, 2.0, 0.0)), group("grpo", results(1.0, 1.0, 1.0))]
+    verdict = judge_runs(groups, results(0.0, 0.0, 0.0), "first", 1)
+    assert "PPO is better than GRPO by the judge (first, not used in RL training)" in verdict.sentences[0]
+    pairs = {c.measure: c.difference.value for c in verdict.contrasts if c.name == "PPO - GRPO"}
+    assert pairs == {"scores": 0.0, "judged": 1.0, "judged/second": -1.0}
+    used = judge_runs(groups, results(0.0, 0.0, 0.0), "first", 1, independent=False)
+    assert "by the judge (first, also a reward of RL training)" in used.sentences[0]
+
+
+def test_evaluation_with_a_judge_model_and_functions(runs, rules, wanted, tmp_path, capsys):
+    """One row per judge, the judge model first; values of 0 and 1 also give pass@k. `half` applies to 4 of 6 rows."""
+    judge, out = make_reward_model(tmp_path / "judge", seed=7), tmp_path / "out"
+    words = ["--model-path", runs["ppo", 1], "--prompts", wanted, "--judge-model", judge, "--completions", 3,
+             "--eval-func", f"{rules}:has_e", f"{rules}:half", "--output", out]  # fmt: skip
+    evaluate_generations.main([str(word) for word in words])
+    printed = re.sub(r"\s+", " ", capsys.readouterr().out)
+    report = json.loads((out / "evaluation.json").read_text())
+    assert report["judges"] == [str(judge), "has_e", "half"]
+    assert report["facts"]["judge"] == f"{judge} (decides), has_e, half"
+    model = report["models"][0]
+    rows = [row for prompt in report["prompts"] for row in prompt["sides"][1]["completions"]]
+    assert model["figures"]["judge"] == pytest.approx(np.mean([row["judge"] for row in rows]))
+    assert model["figures"]["judge/has_e"] == pytest.approx(np.mean(["e" in row["text"] for row in rows]))
+    assert model["figures"]["pass@1/has_e"] == pytest.approx(model["figures"]["judge/has_e"])
+    assert {f"pass@{k}/has_e" for k in (1, 2, 3)} <= model["figures"].keys() and "pass@1/half" not in model["figures"]
+    assert {"judge_win_rate", "judge_win_rate/has_e", "judge/half"} <= model["against_start"].keys()
+    assert all(set(row["judges"]) == {str(judge), "has_e", "half"} for row in rows)
+    unrated = [row["judges"]["half"] is None for row in rows]
+    assert unrated == [i // 3 in (0, 3) for i in range(18)]
+    [note] = report["notes"]
+    assert note.startswith("12 of 36 completions have no rating by half") and " 2 of 6 prompts are left out" in note
+    assert note in printed and "pass@2, has_e" in printed and "win rate by judge half" in printed
+    assert "has_e was called" not in printed and "has_e was called" in (out / "reward_output.txt").read_text()
+    page = (out / "evaluation.html").read_text()
+    assert "pass@2, has_e" in page and "12 of 36 completions have no rating by half" in page
+
+
+def test_comparison_by_an_evaluation_function(runs, rules, tmp_path, capsys):
+    """Without a judge model the function decides. Equal budgets use it, too: the runs' stored completions are rated
+    again, with the columns of their prompts."""
+    (tmp_path / "rules.py").write_text(
+        RULES + "\n\ndef like(completions, chosen, completion_ids, **_):\n"
+        "    assert all(completion_ids)\n"
+        "    return [float(len(set(a.split()) & set(b.split()))) for a, b in zip(completions, chosen)]\n"
+    )
+    words = [runs["ppo", 1], runs["grpo", 1], "--eval-func", f"{rules}:like", f"{rules}:has_e", "--num-prompts", 4,
+             "--completions", 2, "--output", tmp_path / "out"]  # fmt: skip
+    compare_runs.main([str(word) for word in words])
+    report = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert "by the judge (like, not used in RL training)" in report["verdict"][0]
+    assert {c["measure"] for c in report["contrasts"]} == {"scores", "judged", "judged/has_e"}
+    assert report["at_equal"][0]["differences"][0]["by"] == "judge"
+    assert {"judge", "judge_win_rate", "judge/has_e", "judge_win_rate/has_e"} <= report["within"][0].keys()
+    printed = re.sub(r"\s+", " ", capsys.readouterr().out)
+    markdown = (tmp_path / "out" / "comparison.md").read_text()
+    for label in ("judge like", "judge has_e", "pass@1, has_e", "PPO - GRPO, judge has_e", "judge has_e, win rate"):
+        assert markdown_cell(label) in markdown
+    assert "judge has_e" in printed and "pass@1, has_e" in printed
+
+
+def test_function_without_the_columns_of_the_stored_completions(runs, rules, wanted, tmp_path):
+    """The runs' own evaluations were made on prompts without the column `want`: equal budgets are by score then."""
+    words = [runs["ppo", 1], runs["grpo", 1], "--prompts", wanted, "--eval-func", f"{rules}:half",
+             "--completions", 2, "--output", tmp_path / "out"]  # fmt: skip
+    compare_runs.main([str(word) for word in words])
+    report = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert report["at_equal"][0]["differences"][0]["by"] == "score"
+    assert "by the judge (half, not used in RL training)" in report["verdict"][0]
+
+
+# --- where the functions come from -----------------------------------------------------------------------------------
+
+
+def with_settings(model, **changed):
+    """Returns a model whose run was trained with other reward settings."""
+    settings = {**model.run.settings, "reward": {**model.run.settings["reward"], **changed}}
+    return dataclasses.replace(model, run=dataclasses.replace(model.run, settings=settings))
+
+
+def test_evaluation_functions_of_the_runs_are_inherited(runs):
+    one, other = (find_model_ref(str(runs[name]), "final", None) for name in (("ppo", 1), ("ppo", 2)))
+    trained = [with_settings(m, eval_func=["exact_match"]) for m in (one, other)]
+    assert shared_settings(trained, MeasureSettings()).reward.eval_func == ("exact_match",)
+    assert shared_settings([one, other], MeasureSettings()).reward.eval_func == ()
+    replaced = shared_settings(trained, MeasureSettings(eval_func=("word_penalty",)))
+    assert replaced.reward.eval_func == ("word_penalty",)
+
+
+def test_different_evaluation_functions_of_the_runs_are_not_used(runs, capsys):
+    one, other = (find_model_ref(str(runs[name]), "final", None) for name in (("ppo", 1), ("ppo", 2)))
+    models, measure = [one, with_settings(other, eval_func=["word_penalty"])], MeasureSettings(num_prompts=2)
+    evaluator = ModelEvaluator(models, measure, torch.device("cpu"), Screen())
+    assert evaluator.judges == []
+    assert "the runs have different evaluation functions, so none is used" in " ".join(capsys.readouterr().out.split())
+
+
+def test_function_that_was_also_a_reward_is_not_independent(runs):
+    model = with_settings(
+        find_model_ref(str(runs["ppo", 1]), "final", None), reward_func=["word_penalty"], reward_weights=None
+    )
+    measure = MeasureSettings(num_prompts=2, eval_func=("word_penalty", "length_penalty"))
+    evaluator = ModelEvaluator([model], measure, torch.device("cpu"), Screen())
+    assert [judge.independent for judge in evaluator.judges] == [False, True]
+
+
+def test_missing_column_is_an_error_before_models_load(runs, rules, monkeypatch):
+    monkeypatch.setattr("rlhf.analysis.evaluator.make_rewards", lambda *_: pytest.fail("loaded"))
+    measure = MeasureSettings(num_prompts=2, eval_func=(f"{rules}:half",))
+    models = find_models([str(runs["ppo", 1])], measure, "--model-path")
+    with pytest.raises(UserError, match="'half' requires the column 'want', which the data lacks: --prompts"):
+        ModelEvaluator(models, measure, torch.device("cpu"), Screen())
+    with pytest.raises(UserError, match="no such reward function: --eval-func exact_mach. Did you mean"):
+        ModelEvaluator(models, dataclasses.replace(measure, eval_func=("exact_mach",)), torch.device("cpu"), Screen())
+
+
+# --- trainer_state ---------------------------------------------------------------------------------------------------
+
+
+def test_all_models_are_scored_as_at_the_end_of_the_longest_run(runs, rules):
+    """Two runs of 2 and 40 planned updates: step 40 of 40 for both. Without a run: step 1 of 1."""
+    one, other = (find_model_ref(str(runs[name]), "final", None) for name in (("ppo", 1), ("ppo", 2)))
+    longer = dataclasses.replace(other, run=dataclasses.replace(
+        other.run, plan=dataclasses.replace(other.run.plan, updates=40)))  # fmt: skip
+    rule = f"{rules}:schedule"
+    measure = MeasureSettings(
+        num_prompts=2, completions=1, max_new_tokens=4, reward_func=(rule,), eval_func=(rule,), reward_weights=(0, 1)
+    )
+    evaluator = ModelEvaluator([one, longer], measure, torch.device("cpu"), Screen())
+    for model in (one, longer):
+        found = evaluator.evaluate(model, Screen())
+        assert (found.scores == 41).all() and (found.judged["schedule"] == 41).all()
+    alone = dataclasses.replace(one, run=None)
+    measure = dataclasses.replace(
+        measure, baseline=evaluator.start.source, prompts=evaluator.config.data.prompts,
+        rm_model=evaluator.config.model.rm_model,
+    )  # fmt: skip
+    evaluator = ModelEvaluator([alone], measure, torch.device("cpu"), Screen())
+    assert (evaluator.evaluate_start(Screen()).scores == 2).all()

@@ -52,7 +52,7 @@ class MeasureSettings:
         "number of evaluation prompts, drawn at random; unset: every row of --prompts, or held-out prompts of the "
         "runs (20 in evaluate_generations.py, 128 in compare_runs.py)",
         ge=1,
-        brief="number of evaluation prompts",
+        brief="prompts to draw; unset: all of --prompts, or held-out prompts: 20, or 128 to compare",
     )
     completions: int = setting(
         4, "completions sampled for each prompt", ge=1, aliases=("num_completions",), brief="completions per prompt"
@@ -208,6 +208,7 @@ EVALUATION = CommandLine(
     (
         ("", "the last run in this folder"),
         ("--model-path RUN --which best", "a run's best checkpoint"),
+        ("--prompts FILE --eval-func exact_match", "answers to your own questions, checked"),
         ("--chat --model-path RUN", "chat with a model"),
     ),
 )

@@ -208,7 +208,6 @@ EVALUATION = CommandLine(
     (
         ("", "the last run in this folder"),
         ("--model-path RUN --which best", "a run's best checkpoint"),
-        ("--prompts FILE --eval-func exact_match", "answers to your own questions, checked"),
         ("--chat --model-path RUN", "chat with a model"),
     ),
 )

@@ -16,7 +16,7 @@ import train_ppo
 from rlhf.api import make_trainer
 from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.config import make_config, parse_cli
+from rlhf.config import config_of_run, make_config, parse_cli
 from rlhf.rewards.build import find_eval_functions
 from rlhf.setup.memory import forecaster
 from rlhf.utils.errors import RunError, UserError
@@ -115,6 +115,8 @@ def check_resume(run: Path, rule: str, logged: dict) -> None:
     (other / "run.json").write_text(json.dumps({**record, "status": "stopped"}))
     with pytest.raises(UserError, match=r"(?s)reward code must be given.*--eval-func .*checks\.py:odd exact_match"):
         train_ppo.main(["--resume", "--output", str(other)])
+    without = config_of_run(RunRecord.read(other), eval_func=())  # as a replay does
+    assert (without.reward.eval_func, without.run.best_rule) == ((), "score")
     train_ppo.main(["--resume", "--eval-func", rule, "exact_match", "--output", str(other)])
     again = RunRecord.read(other)
     same = lambda e: {k: v for k, v in e.items() if k != "peak_memory_gib"}  # noqa: E731

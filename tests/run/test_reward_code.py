@@ -11,6 +11,7 @@ import pytest
 import compare_runs
 import evaluate_generations
 import train_ppo
+from rlhf.callbacks.incidents import Incident
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.utils.errors import UserError
 from tests.conftest import typed
@@ -48,6 +49,31 @@ def test_code_of_a_run_is_not_executed_by_default(untrusted_run, tmp_path, comma
     with pytest.raises(UserError) as refused:
         call()
     assert rule in str(refused.value) and "--reward-func" in str(refused.value)
+    assert not (tmp_path / "mark").exists(), "the file was executed"
+
+
+@pytest.mark.parametrize("command", ["resume", "resume-seeds", "replay", "export"])
+def test_code_of_an_evaluation_function_is_not_executed_by_default(untrusted_run, tmp_path, command):
+    """A replay calls no evaluation function, and an export of a finished run needs none."""
+    rule = f"{tmp_path / 'notes.py'}:f"
+    record = json.loads((untrusted_run / "run.json").read_text())
+    record["settings"]["reward"] |= {"reward_func": [], "eval_func": [rule]}
+    record["settings"]["run"]["best_rule"] = "f"
+    record["status"] = "finished" if command == "export" else "stopped"
+    (untrusted_run / "run.json").write_text(json.dumps(record))
+    if command == "export":
+        train_ppo.main(["--resume", "--output", str(untrusted_run)])
+    elif command == "replay":
+        config = Incident.read(incident(untrusted_run)).config(str(tmp_path / "out"))
+        assert (config.reward.eval_func, config.run.best_rule) == ((), "score")
+    else:
+        output = seeds_of(untrusted_run) if command == "resume-seeds" else str(untrusted_run)
+        seeds = ["--seeds", "1"] if command == "resume-seeds" else []
+        with pytest.raises(
+            UserError, match=r"reward code must be given on the command line: .*--eval-func"
+        ) as refused:
+            train_ppo.main(["--resume", *seeds, "--output", output])
+        assert rule in str(refused.value)
     assert not (tmp_path / "mark").exists(), "the file was executed"
 
 

@@ -90,12 +90,14 @@ def _checked(rows: Sequence[tuple[str, Any]], pairs: bool, topics: bool) -> tupl
 
 def _report_bad_rows(problems: list[str], rows: int, source: DataSource, say: Callable[[str], None]) -> None:
     """Print the rows that are skipped. Raises UserError if they are more than the source allows."""
-    percent = 100 * len(problems) / rows
-    if percent > source.bad_percent or len(problems) == rows:
-        if len(problems) < rows:
-            flag = f"--skip-bad-rows {math.ceil(percent)}"
-            problems[0] += f". To skip all bad rows ({len(problems)} of {rows:,}), add {flag}"
+    percent, first = 100 * len(problems) / rows, problems[0]
+    if len(problems) == rows > 1 and all(problem.startswith(("no prompt:", 'no "')) for problem in problems):
+        raise UserError(f"{first}. All {rows:,} rows have this problem")
+    if len(problems) == rows:
         raise UserError(problems)
+    if percent > source.bad_percent:
+        flag = f"--skip-bad-rows {math.ceil(percent)}"
+        raise UserError([f"{first}. To skip all bad rows ({len(problems)} of {rows:,}), add {flag}", *problems[1:]])
     say(f"skipped {len(problems)} of {rows:,} rows because they cannot be used: {source.name}")
     for problem in problems[:MAX_PRINTED]:
         say(f"  {problem}")

@@ -126,7 +126,7 @@ def _array_rows(file: Path, text: str) -> Iterator[Row]:
     def where(at: int) -> str:
         nonlocal line, counted
         line, counted = line + text.count("\n", counted, at), at
-        return f"{file}:{line}, {text[at : at + 40].splitlines()[0] if at < len(text) else ''!r}"
+        return f"{file}:{line}, {' '.join(text[at : at + 80].split())[:40]!r}"
 
     def broken(reason: str, at: int) -> UserError:
         cut = "" if text.rstrip().endswith("]") else CUT

@@ -113,9 +113,10 @@ def usable_pairs(
     pairs = {name: [(pair_length(model, p), p) for p in parts[name]] for name in ("reward", "evaluation")}
     train, held_out = ([p for length, p in part if length <= limit] for part in pairs.values())
     if not train or not held_out:
+        longer = "raise --pair-length" if flag else "use a base model with a longer context"
         raise UserError(
             f"no pairs left to {'train' if not train else 'evaluate'} on: {config.data.pairs}, length limit {shown}. "
-            "Add pairs, change --split or raise --pair-length"
+            f"Add pairs, change --split or {longer}"
         )
     screen.say(f"reward model: {len(train)} training pairs, {len(held_out)} held-out pairs")
     too_long = len(parts["reward"]) - len(train)

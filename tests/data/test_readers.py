@@ -351,6 +351,16 @@ def test_all_rows_bad_is_an_error_whatever_may_be_skipped(tmp_path):
     assert "--skip-bad-rows" not in str(caught.value)
 
 
+def test_a_column_that_all_rows_lack_is_reported_once(tmp_path):
+    file = str(write(tmp_path / "a.json", json.dumps([{"problem": "1 + 1?", "answer": 2}] * 9, indent=2)))
+    with pytest.raises(UserError) as caught:
+        load_examples(file)
+    assert str(caught.value).startswith(f'no prompt: {file}:2, \'{{ "problem": "1 + 1?"')
+    assert str(caught.value).endswith("add --columns prompt=problem. All 9 rows have this problem")
+    with pytest.raises(UserError, match=r'no "chosen" and "rejected": .* All 2 rows have this problem$'):
+        load_examples(str(write(tmp_path / "b.jsonl", jsonl(*ROWS[:2]))), pairs=True)
+
+
 def test_one_percent_of_the_rows_of_a_hub_dataset_may_be_bad(hub):
     train, text = hub / "main" / "train.jsonl", []
     (hub / "main" / "test.jsonl").unlink()

@@ -26,7 +26,7 @@ class RewardDataSettings:
     pairs: str = setting(
         "Intel/orca_dpo_pairs",
         "preference pairs: a file (JSONL, JSON, CSV, TSV, Parquet, Arrow), a folder or a hub dataset",
-        aliases=("prompts", "dataset"),
+        aliases=("prompts", "dataset", "dataset_name"),
         brief="preference pairs: a data file, a folder or a hub dataset",
     )
     split: Split | None = setting(

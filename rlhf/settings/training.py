@@ -80,7 +80,7 @@ class DataSettings:
         "Intel/orca_dpo_pairs",
         "prompts, chats or preference pairs: a file (JSONL, JSON, CSV, TSV, Parquet, Arrow), a folder or a hub "
         "dataset",
-        aliases=("dataset",),
+        aliases=("dataset", "dataset_name"),
         brief="prompts: a data file, a folder or a hub dataset",
     )
     split: Split | None = setting(

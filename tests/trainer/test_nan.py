@@ -16,7 +16,7 @@ import train_ppo
 from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.models.save import bad_weights
-from rlhf.trainer import collect, evaluation, optimize
+from rlhf.trainer import collect, optimize
 from rlhf.trainer.evaluation import FixedText, perplexity
 from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.errors import RunError, run_command
@@ -190,15 +190,15 @@ def test_three_skipped_updates_at_the_end_fail_the_run(run_flags, tmp_path, caps
 
 @pytest.mark.parametrize("name", ["kl", "perplexity"])
 def test_non_finite_evaluation_ends_the_run(build, monkeypatch, name):
-    original = evaluation.evaluate
+    trainer = build()
+    original = trainer.evaluator.evaluate
 
     def evaluated(*args):
         result = original(*args)
         bad = {"kl": [math.nan, *result.kl[1:]], "perplexity": math.inf}
         return replace(result, **{name: bad[name]})
 
-    trainer = build()
-    monkeypatch.setattr(evaluation, "evaluate", evaluated)
+    monkeypatch.setattr(trainer.evaluator, "evaluate", evaluated)
     message = {"kl": "the KL is nan", "perplexity": "the perplexity is inf"}[name]
     with pytest.raises(RunError, match=rf"{message}: the evaluation after update 0\. The model is not saved"):
         trainer.train()

@@ -416,7 +416,7 @@ def test_cached_forward_is_freed_if_computing_logprobs_needs_its_memory(build, m
 
 PHASES = {
     "the rollout": (collect, "sample_completions"),
-    "an evaluation": (evaluation, "evaluate"),
+    "an evaluation": (evaluation, "perplexity"),
 }
 
 

@@ -5,34 +5,44 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations
+from itertools import combinations, takewhile
 from typing import Any
 
 import numpy as np
 
 from rlhf.analysis.curves import RunCurves
-from rlhf.analysis.statistics import level_of_each, over_seeds_if_any, paired, scored
+from rlhf.analysis.statistics import level_of_each, over_seeds_if_any, paired, per_prompt, scored
 from rlhf.utils.console import clock, listed
 from rlhf.utils.errors import UserError
 
 
 @dataclass(frozen=True)
 class EvalPoint:
-    """One evaluation made during training: P evaluation prompts, one completion each."""
+    """One evaluation made during training: S completions of each of P evaluation prompts, prompt by prompt."""
 
     update: int
     episodes: int
     seconds: float
-    rows: list[dict[str, Any]]  # P: prompt, reply, score, kl in nats per sequence, ended
-    judged: np.ndarray | None = None  # (P,); NaN, also in `scores`: no function applies
+    rows: list[dict[str, Any]]  # P x S: prompt, reply, score, kl in nats per sequence, ended
+    judged: np.ndarray | None = None  # (P x S,); NaN, also in `scores`: no function applies
 
     @property
     def scores(self) -> np.ndarray:
         return np.array([np.nan if row["score"] is None else row["score"] for row in self.rows])
 
     @property
+    def samples(self) -> int:
+        """The number of completions per prompt."""
+        same = (row["prompt"] == self.rows[0]["prompt"] for row in self.rows)
+        return sum(1 for _ in takewhile(bool, same))
+
+    @property
     def prompts(self) -> list:
-        return [row["prompt"] for row in self.rows]
+        return [row["prompt"] for row in self.rows[:: self.samples]]
+
+    def by_prompt(self, measure: str) -> np.ndarray:
+        """Returns the mean of "scores" or "judged" for each prompt (P,)."""
+        return per_prompt(getattr(self, measure).reshape(-1, self.samples))
 
 
 def read_eval_points(run: RunCurves) -> list[EvalPoint]:
@@ -97,6 +107,7 @@ def at_equal(eval_points: dict[str, list[list[EvalPoint]]], rate: Rate | None, s
         rows.append(
             {
                 "budget": show(most),
+                "completions": sorted({point.samples for group in inside.values() for point in group}),
                 "sides": {name: _summary(found) for name, found in inside.items()},
                 "differences": [_difference({name: inside[name] for name in pair}, seed, level) for pair in pairs],
             }
@@ -132,7 +143,7 @@ def _difference(pair: dict[str, Sequence[EvalPoint]], seed: int, level: float) -
     if any(eval_point.prompts != one[0].prompts for eval_point in (*one, *other)):
         return {"name": name, "missing": f"{listed(list(pair))} used different evaluation prompts"}
     measure = "scores" if one[0].judged is None else "judged"
-    gaps = paired(np.array([[getattr(a, measure) - getattr(b, measure) for b in other] for a in one]))
+    gaps = paired(np.array([[a.by_prompt(measure) - b.by_prompt(measure) for b in other] for a in one]))
     if gaps.size == 0:
         return {"name": name, "missing": f"no prompt has a score in every run of {listed(list(pair))}"}
     found, over = over_seeds_if_any(gaps, seed, level=level)

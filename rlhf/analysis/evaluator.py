@@ -155,8 +155,10 @@ class ModelEvaluator:
     def rate(self, rows: Sequence[dict]) -> np.ndarray | None:
         """Returns the first judge's ratings of completions that a run stored, as `rate_stored`; None without a
         judge."""
+        if not self.judges:
+            return None
         known = {as_key(p.example.messages): p.example for p in self.prompts.known}
-        return rate_stored(self.judges[0], rows, known, self.tokenizer) if self.judges else None
+        return rate_stored(self.judges[0], rows, known, self.tokenizer, as_logged=self.settings.eval_func is None)
 
     @property
     def score_name(self) -> str:
@@ -253,9 +255,9 @@ class ModelEvaluator:
         return GenerationResults(
             label=label,
             texts=[texts[i : i + count] for i in range(0, len(texts), count)],
-            scores=as_array(self.rewards.score(rows, texts, ids, ended)).reshape(shape),
+            scores=as_array(self.rewards.score(rows, texts, ids, ended).total).reshape(shape),
             judged={
-                judge.name: as_array(judge.rewards.score(rows, texts, ids, ended)).reshape(shape)
+                judge.name: as_array(judge.rewards.score(rows, texts, ids, ended).total).reshape(shape)
                 for judge in self.judges
             },
             kl=np.reshape(kl, shape) if reference is not None else None,

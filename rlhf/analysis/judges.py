@@ -26,7 +26,7 @@ from rlhf.models.save import WEIGHTS_FILE
 from rlhf.rewards.find import find_rule
 from rlhf.rewards.functions import LearnedReward, RewardFunction
 from rlhf.rewards.reward_model import RewardModel
-from rlhf.rewards.rewards import Rewards, RewardScores
+from rlhf.rewards.rewards import Rewards
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.next_commands import names_code
 from rlhf.settings.training import Config, function_name
@@ -137,9 +137,9 @@ def judges_line(judges: Sequence[Judge]) -> str:
 # --- ratings ---------------------------------------------------------------------------------------------------------
 
 
-def as_array(scores: RewardScores) -> np.ndarray:
+def as_array(scores: Sequence[float | None]) -> np.ndarray:
     """Returns one score per completion; NaN if no function applies to it."""
-    return np.array([np.nan if score is None else score for score in scores.total], dtype=float)
+    return np.array([np.nan if score is None else score for score in scores], dtype=float)
 
 
 def as_key(messages: Sequence[dict[str, str]]) -> str:
@@ -148,17 +148,30 @@ def as_key(messages: Sequence[dict[str, str]]) -> str:
 
 
 def rate_stored(
-    judge: Judge, rows: Sequence[dict[str, Any]], known: dict[str, Example], tokenizer: PreTrainedTokenizerBase
+    judge: Judge,
+    rows: Sequence[dict[str, Any]],
+    known: dict[str, Example],
+    tokenizer: PreTrainedTokenizerBase,
+    as_logged: bool,
 ) -> np.ndarray | None:
     """Returns a judge's ratings of completions that a run stored.
 
-    An evaluation function may need the columns of the data, which are not stored: returns None if a prompt is not
-    `known` (its key -> its row of the data).
+    An evaluation function may need the columns of the data, which are not stored. Returns None if a prompt is not
+    `known`, and the run stored no ratings either.
+
+    Args:
+        judge: the judge.
+        rows: the stored completions.
+        known: prompts as keys (`as_key`) -> their rows of the data.
+        tokenizer: of the start model.
+        as_logged: the judge is a function of the runs, so the ratings that they stored are its ratings.
     """
+    if judge.is_function and as_logged and all(judge.name in row.get("metrics", {}) for row in rows):
+        return as_array([row["metrics"][judge.name] for row in rows])
     examples = [known.get(as_key(row["prompt"])) for row in rows]
     if judge.is_function and None in examples:
         return None
     prompts = [Prompt((), e or Example(tuple(row["prompt"]))) for e, row in zip(examples, rows, strict=True)]
     texts, ended = [row["reply"] for row in rows], [row["ended"] for row in rows]
     ids = [encode_completion(tokenizer, *pair) for pair in zip(texts, ended, strict=True)]
-    return as_array(judge.rewards.score(prompts, texts, ids, ended))
+    return as_array(judge.rewards.score(prompts, texts, ids, ended).total)

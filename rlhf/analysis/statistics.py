@@ -32,7 +32,8 @@ def per_prompt(values: np.ndarray) -> np.ndarray:
 
 def paired(values: np.ndarray) -> np.ndarray:
     """Returns the values (..., P) of the prompts that have a value everywhere."""
-    return values[..., ~np.isnan(values).any(axis=tuple(range(values.ndim - 1)))]
+    known = ~np.isnan(values).any(axis=tuple(range(values.ndim - 1)))
+    return np.ascontiguousarray(values[..., known])  # sums depend on the order in memory, in their last bits
 
 
 def level_of_each(comparisons: int) -> float:

@@ -18,6 +18,7 @@ from rlhf.analysis.statistics import LEVEL, interval_of, percent
 from rlhf.analysis.verdict import RunGroup, judge_runs
 from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, RunRecord, differences, environment, flat_settings, now
 from rlhf.config import config_of_run
+from rlhf.reports.comparison_tables import samples_in_words
 from rlhf.reports.evaluation_report import completions_by_model, facts_as_json, facts_as_rows
 from rlhf.reports.plot_style import as_data_url, save_picture
 from rlhf.reports.report_plots import distributions, score_against_kl
@@ -115,7 +116,7 @@ def at_equal_in_words(rows: Sequence[dict[str, Any]]) -> list[str]:
             level = "" if found[0]["level"] == LEVEL else f", {percent(found[0]['level'])} intervals"
             lines.append(
                 f"at {row['budget']}, by the {found[0]['by']} in the evaluations during training (their own prompts, "
-                f"one completion each){level}: {'; '.join(map(_pair_in_words, row['differences']))}"
+                f"{samples_in_words(row)} each){level}: {'; '.join(map(_pair_in_words, row['differences']))}"
             )
         elif row["differences"]:
             reasons = dict.fromkeys(pair["missing"] for pair in row["differences"])

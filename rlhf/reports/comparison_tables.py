@@ -115,6 +115,12 @@ def _spent_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[str
     return {"caption": "Cost of each run: mean over seeds (lowest to highest seed)", "columns": columns, "rows": rows}
 
 
+def samples_in_words(row: dict[str, Any]) -> str:
+    """Returns the completions per prompt of the evaluations during training, such as "one completion"."""
+    counts = row["completions"]
+    return "one completion" if counts == [1] else f"{' or '.join(map(str, counts))} completions"
+
+
 def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
     rows = []
     for row in report["at_equal"]:
@@ -130,7 +136,7 @@ def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
                 rows.append([f"{row['budget']}: {found['name']}", *cells, "", ""])
     caption = (
         "At equal budgets: the last evaluation during training within the budget (the run's own evaluation prompts, "
-        "not those above; one completion per prompt)"
+        f"not those above; {samples_in_words(report['at_equal'][0])} per prompt)"
     )
     columns = ["", "score", "judge", "KL (nats/sequence)", "after update (mean)"]
     return {"caption": caption, "columns": columns, "rows": rows}

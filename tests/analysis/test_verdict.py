@@ -7,6 +7,7 @@ import pytest
 
 from rlhf.analysis.equal_budget import EvalPoint, at_equal
 from rlhf.analysis.evaluator import GenerationResults
+from rlhf.analysis.judges import Judge, rate_stored
 from rlhf.analysis.verdict import RunGroup, contrast, judge_runs
 from rlhf.reports.comparison_report import at_equal_in_words
 from tests.records import record_of
@@ -174,6 +175,29 @@ def test_equal_budget_ignores_the_evaluation_of_the_start_model():
     rows = at_equal({"PPO": [ppo], "GRPO": [grpo]}, None, seed=1)
     assert rows[0]["sides"]["GRPO"]["update"] == 0 and all("missing" in row["differences"][0] for row in rows)
     assert at_equal_in_words(rows)[0] == "no comparison at 10 episodes: GRPO had no evaluation after the start yet"
+
+
+def test_equal_budgets_with_several_completions_per_prompt():
+    """Two completions per prompt are one value: with scores 0, 2 and 4, 6 the means are 1 and 5, of two prompts."""
+    ppo, grpo = (eval_point(2, 5, scores, prompts=("a", "a", "b", "b")) for scores in ((0, 2, 4, 6), (0, 0, 4, 4)))
+    assert ppo.samples == 2 and len(ppo.prompts) == 2 and ppo.by_prompt("scores").tolist() == [1, 5]
+    rows = at_equal({"PPO": [[ppo]], "GRPO": [[grpo]]}, None, seed=1)
+    assert rows[0]["differences"][0]["value"] == 1.0
+    assert "(their own prompts, 2 completions each): " in at_equal_in_words(rows)[0]
+    of_one = eval_point(2, 5, (1, 5))
+    mixed = at_equal({"PPO": [[ppo]], "GRPO": [[of_one]]}, None, seed=1)
+    assert mixed[0]["differences"][0]["value"] == 0.0, "means per prompt can be compared"
+    assert "(their own prompts, 1 or 2 completions each): " in at_equal_in_words(mixed)[0]
+
+
+def test_equal_budgets_use_the_ratings_that_the_runs_stored():
+    """The evaluation function is that of the runs, so its values are read, not computed again."""
+    judge = Judge("f", None, is_function=True)
+    rows = [
+        {"prompt": [{"role": "user", "content": p}], "metrics": {"f": value}} for p, value in (("a", 1), ("b", None))
+    ]
+    assert np.array_equal(rate_stored(judge, rows, {}, None, as_logged=True), [1, np.nan], equal_nan=True)
+    assert rate_stored(judge, rows, {}, None, as_logged=False) is None, "another function needs the data's columns"
 
 
 def test_caveat_if_only_the_judge_finds_a_difference():

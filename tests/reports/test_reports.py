@@ -300,3 +300,92 @@ def test_runs_of_different_versions_can_be_pooled(comparison, runs, tmp_path):
     (other / "run.json").write_text(json.dumps(facts))
     report, _ = comparison(runs["ppo", 1], other)
     assert [row["run"] for row in report["within"]] == ["PPO, seed 1", "PPO, seed 2"]
+
+
+# --- completions without a score -------------------------------------------------------------------------------------
+
+SOMETIMES = """
+def sometimes(completions, want):
+    return [None if w == "none" else float(len(text)) for text, w in zip(completions, want)]
+
+
+def never(completions, **_):
+    return [None] * len(completions)
+"""
+
+
+@pytest.fixture
+def partly_scored(tmp_path):
+    """Flags of an evaluation in which the reward function applies to four of six prompts."""
+    rows = [{"question": f"What is number {i}?", "want": "none" if i in (1, 4) else "text"} for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rules.py").write_text(SOMETIMES)
+    rules = tmp_path / "rules.py"
+    return [
+        "--prompts",
+        tmp_path / "rows.jsonl",
+        "--reward-func",
+        f"{rules}:sometimes",
+        "--reward-weights",
+        0,
+        1,
+    ], rules
+
+
+def one_reward(run, folder):
+    """Copies a run that has a reward model into one without."""
+    return copy_with_settings(run, folder, rm_model=None, reward_func=["length_penalty"])
+
+
+def test_prompts_without_a_score_are_counted_and_shown(evaluation, runs, partly_scored, tmp_path):
+    flags, _ = partly_scored
+    run = one_reward(runs["ppo", 1], tmp_path / "run")
+    report, text = evaluation("--model-path", run, *flags[:4])
+    [note] = report["notes"]
+    assert note.startswith("16 of 48 completions have no score") and "2 of 6 prompts are left out" in note
+    assert note in text and "no score: " in text
+    unscored = [row for i in (1, 4) for side in report["prompts"][i]["sides"] for row in side["completions"]]
+    assert {(row["score"], row["rank"], row["label"]) for row in unscored} == {(None, None, None)}
+    assert all(row["rank"] for row in report["prompts"][0]["sides"][0]["completions"])
+    scores = [
+        row["score"] for p in report["prompts"] for row in p["sides"][1]["completions"] if row["score"] is not None
+    ]
+    assert len(scores) == 16 and report["models"][0]["figures"]["score"] == pytest.approx(sum(scores) / 16)
+    page = (tmp_path / "out" / "evaluation.html").read_text(encoding="utf-8")
+    assert page.count('<span class="tag MEDIUM">no score</span>') == 16 and "NaN" not in page
+
+
+def test_model_without_any_score(evaluation, runs, partly_scored, tmp_path):
+    _, rules = partly_scored
+    run = one_reward(runs["ppo", 1], tmp_path / "run")
+    report, text = evaluation("--model-path", run, "--reward-func", f"{rules}:never", "--num-prompts", 3)
+    assert report["models"][0]["figures"]["score"] is None and report["models"][0]["against_start"]["win_rate"] is None
+    assert "3 of 3 prompts are left out of comparisons" in text
+    assert "Score - &rarr; <strong>-</strong>" in (tmp_path / "out" / "evaluation.html").read_text(encoding="utf-8")
+
+
+def test_comparison_with_prompts_without_a_score(runs, partly_scored, tmp_path, capsys):
+    flags, _ = partly_scored
+    names = [one_reward(runs[name], tmp_path / f"{name[0]}_{name[1]}") for name in (("ppo", 1), ("grpo", 1))]
+    compare_runs.main(arguments(*names, *flags[:4], "--completions", 2, "--output", tmp_path / "out"))
+    report = json.loads((tmp_path / "out" / "comparison.json").read_text(encoding="utf-8"))
+    assert any("2 of 6 prompts are left out of comparisons" in caveat for caveat in report["caveats"])
+    assert all(c["difference"]["value"] is not None for c in report["contrasts"])
+    markdown = (tmp_path / "out" / "comparison.md").read_text(encoding="utf-8")
+    assert "| no score: " in markdown and "nan" not in markdown.replace("finance", "").lower()
+    assert "nan" not in capsys.readouterr().out.lower()
+
+
+def test_pictures_of_completions_without_a_score():
+    """One model without any score has no line in the panel of scores, and the others keep their shares."""
+    import numpy as np
+
+    from rlhf.reports.report_plots import distributions
+    from tests.analysis.test_missing_scores import made
+
+    half, none = made([[1.0, np.nan], [3.0, 2.0]]), made([[np.nan, np.nan]] * 2)
+    figure = distributions([half, none], ["start", "ppo"])
+    shares = [sum(patch.get_data().values) for patch in figure.axes[0].patches]
+    assert shares == [pytest.approx(1), 0]
+    assert [line.get_xdata()[0] for line in figure.axes[0].lines] == [2.0]
+    assert len(distributions([none], ["start"]).axes) == 2

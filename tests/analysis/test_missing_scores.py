@@ -1,0 +1,144 @@
+"""Tests figures, statistics and tables of completions without a score, which are NaN: no function applies to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import numpy as np
+import pytest
+
+from rlhf.analysis import audit
+from rlhf.analysis.audit import against, figures, without_score
+from rlhf.analysis.equal_budget import at_equal
+from rlhf.analysis.evaluator import GenerationResults
+from rlhf.analysis.statistics import correlation, over_seeds, paired, per_prompt, ranks, win_rates
+from rlhf.analysis.verdict import contrast, judge_runs
+from rlhf.reports.comparison_report import at_equal_in_words
+from rlhf.utils.intervals import over_prompts
+from tests.analysis.test_verdict import eval_point, group
+
+NAN = np.nan
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    """NumPy warns about the mean of nothing, which would be printed between the tables."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def made(scores, judged=None, lengths=None) -> GenerationResults:
+    scores = np.array(scores, dtype=float)
+    lengths = np.full(scores.shape, 5) if lengths is None else np.array(lengths)
+    rated = {} if judged is None else {"f": np.array(judged, dtype=float)}
+    texts = [["a b c d"] * scores.shape[1]] * scores.shape[0]
+    return GenerationResults("made", texts, scores, rated, None, lengths, lengths > 0, None)
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_leave_out_completions_without_a_score():
+    values = np.array([[1, 3, NAN], [NAN, NAN, NAN], [2, 4, 6]])
+    assert np.array_equal(per_prompt(values), [2, NAN, 4], equal_nan=True)
+    assert paired(np.array([[[1, NAN, 3]], [[4, 5, 6]]])).tolist() == [[[1, 3]], [[4, 6]]]
+    # prompt 1: (1 > 0), (3 > 0) of two pairs; prompt 2: no pair; prompt 3: (2 < 4), (4 = 4), (6 > 4)
+    other = np.array([[0, NAN], [1, 1], [4, NAN]])
+    assert np.array_equal(win_rates(values, other), [1, NAN, 0.5], equal_nan=True)
+    assert ranks([1.0, NAN, 3.0, 3.0]) == [(3, "WORST"), (None, None), (1, "BEST"), (1, "BEST")]
+    assert ranks([NAN, NAN]) == [(None, None)] * 2
+    assert correlation([1.0, NAN, 2.0], [1, 9, 2]) == pytest.approx(1.0)
+    assert correlation([NAN, NAN], [1, 2]) is None
+
+
+def test_figures_leave_out_completions_without_a_score():
+    found = figures(made([[1, 3], [NAN, NAN], [2, NAN]], judged=[[NAN, NAN]] * 3))
+    assert (found["score"], found["score_median"], found["score_of_best"], found["score_of_worst"]) == (2, 2, 2.5, 1.5)
+    assert found["score_sd"] == pytest.approx(1.0) and found["judge"] is None and found["length"] == 5
+    none = figures(made([[NAN, NAN]] * 3))
+    assert [none[name] for name in ("score", "score_sd", "score_median", "score_of_best")] == [None] * 4
+    assert none["score_length_correlation"] is None and none["distinct_2"] == 3 / 18
+
+
+def test_paired_differences_leave_out_prompts_without_a_score():
+    """Only prompts 1 and 3 have a score of both models: differences 2 - 0 and 4 - 1."""
+    this = made([[1, 3], [5, 5], [4, NAN]])
+    other = made([[0, 0], [NAN, NAN], [1, 1]])
+    found = against(this, other, seed=1)
+    assert found["score"].value == 2.5 and found["win_rate"].value == 1.0
+    assert found["length"].value == 0, "of all prompts"
+    nothing = against(this, made([[NAN, NAN]] * 3), seed=1)
+    assert nothing["score"] is None and nothing["win_rate"] is None
+    assert audit.warnings(this, made([[NAN, NAN]] * 3), seed=1) == []
+
+
+def test_counts_of_completions_and_prompts_without_a_score():
+    this, other = made([[1, 3], [5, 5], [4, NAN]], [[0, 0]] * 3), made([[0, 0], [NAN, NAN], [1, 1]], [[0, 0]] * 3)
+    assert without_score([this, other]) == [
+        "3 of 12 completions have no score, because no function applies to them. 1 of 3 prompts are left out of "
+        "comparisons: a model has no score for them"
+    ]
+    unrated = made([[1, 1]] * 3, [[NAN, 1]] * 3)
+    (line,) = without_score([unrated])
+    assert line.startswith("3 of 6 completions have no rating by f") and "0 of 3 prompts are left out" in line
+    assert without_score([made([[1, 2]])]) == []
+
+
+def test_groups_are_compared_on_the_prompts_that_all_runs_scored():
+    rng = np.random.default_rng(1)
+    whole = [rng.normal(shift, 1, (12, 3)) for shift in (0, 0.1, 1, 1.1)]
+    holes = [scores.copy() for scores in whole]
+    holes[0][4], holes[2][7], holes[3][:, 0] = NAN, NAN, NAN  # two prompts, and one completion of every prompt
+    kept = [i for i in range(12) if i not in (4, 7)]
+    subset = [scores[kept] for scores in (whole[0], whole[1], whole[2], holes[3])]
+    found, expected = (
+        contrast(group("ppo", *map(made, scores[:2])), group("grpo", *map(made, scores[2:])), "scores", 1)
+        for scores in (holes, subset)
+    )
+    assert found == expected and np.isfinite(found.difference.low)
+
+
+def test_verdict_without_a_common_prompt():
+    """Each model has scores for other prompts, so nothing can be compared."""
+    first, second = made([[1, 1], [NAN, NAN]]), made([[NAN, NAN], [1, 1]])
+    groups = [group("ppo", first, first), group("grpo", second, second)]
+    verdict = judge_runs(groups, made([[0, 0], [0, 0]]), None, 1)
+    assert "PPO - GRPO = no prompt has a score in every run, after" in verdict.sentences[0]
+    assert "No significant difference between PPO and GRPO" in verdict.sentences[0]
+
+
+def test_equal_budgets_leave_out_completions_without_a_score():
+    ppo, grpo = eval_point(2, 5, (1, None)), eval_point(2, 5, (0, 7))
+    rows = at_equal({"PPO": [[ppo]], "GRPO": [[grpo]]}, None, seed=1)
+    assert rows[0]["sides"]["PPO"]["score"] == 1 and rows[0]["differences"][0]["value"] == 1
+    none = at_equal({"PPO": [[eval_point(2, 5, (1, None))]], "GRPO": [[eval_point(2, 5, (None, 7))]]}, None, seed=1)
+    assert at_equal_in_words(none)[0].endswith("no prompt has a score in every run of PPO and GRPO")
+    rated = at_equal({"PPO": [[ppo]], "GRPO": [[grpo]]}, lambda rows: np.array([NAN, len(rows)]), seed=1)
+    assert rated[0]["sides"]["PPO"]["judge"] == 2 and rated[0]["differences"][0]["by"] == "judge"
+
+
+# --- nothing changes without missing scores --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(20, 4), (128, 4), (7, 1), (33, 9)])
+def test_figures_without_missing_scores_are_bit_identical_to_plain_means(shape):
+    """The plain NumPy expressions are the definitions. Equality is exact."""
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(0.3, 1, shape), rng.normal(0, 1, shape)
+    one, other = made(a, a * 2), made(b, b * 3)
+    found = figures(one)
+    assert found["score"] == a.mean() and found["score_sd"] == a.std(ddof=1) and found["score_median"] == np.median(a)
+    assert found["score_of_best"] == a.max(axis=1).mean() and found["score_of_worst"] == a.min(axis=1).mean()
+    assert found["judge"] == (a * 2).mean()
+    assert np.array_equal(per_prompt(a), a.mean(axis=1))
+    wins = ((a[:, :, None] > b[:, None, :]) + 0.5 * (a[:, :, None] == b[:, None, :])).mean(axis=(1, 2))
+    assert np.array_equal(win_rates(a, b), wins)
+    differ = against(one, other, seed=3)
+    assert differ["score"] == over_prompts(a.mean(axis=1) - b.mean(axis=1), 3)
+    assert differ["judge"] == over_prompts((a * 2).mean(axis=1) - (b * 3).mean(axis=1), 3)
+    assert differ["win_rate"] == over_prompts(wins, 3, 0.5, (0.0, 1.0))
+    two = [one, dataclasses.replace(one, scores=a + 0.1)]
+    gaps = np.array([[x.scores.mean(axis=1) - b.mean(axis=1)] for x in two])
+    assert contrast(group("ppo", *two), other, "scores", 3).difference == over_seeds(gaps, 3)

@@ -49,6 +49,8 @@ def read_csv(file: Path, text: str, between: str) -> list[tuple[str, Any]]:
                 dtype_backend="numpy_nullable",  # whole numbers stay whole numbers in a column with missing values
                 low_memory=False,  # otherwise a column could have different types in different parts of the file
             )
+        if not text.endswith(("\n", "\r", '"', between)) and frame.iloc[-1:, -1].isna().any():
+            raise ValueError("the last line has fewer cells than the first. Is the file incomplete?")
         return Dataset.from_pandas(frame, preserve_index=False)
 
     return _read(read, file, "CSV")

@@ -145,6 +145,7 @@ BAD = {
     "a bad row of a CSV file": ("a.csv", "prompt,answer\na,1\n,2\n", r"no prompt: .*a\.csv row 1, columns \['answer'"),
     "a CSV row with a cell too many": ("a.csv", "prompt\na\nb,c\n", r"not CSV \(.*line 3, saw 2\): .*a\.csv\. Corr"),
     "an open quote": ("a.csv", 'prompt\na\n"b\n', r"not CSV \(.*EOF inside string.*\): .*a\.csv\. Correct"),
+    "a CSV row cut off": ("a.csv", "prompt,answer\na,1\nb", r"not CSV \(.*Is the file incomplete\?\): .*a\.csv"),
     "a column twice": ("a.csv", "prompt,prompt\na,b\n", r"the column 'prompt' occurs twice: .*a\.csv:1\. Rename"),
     "a CSV file that is not UTF-8": ("a.csv", b"prompt\ncaf\xe9\n", r"not UTF-8: .*a\.csv, byte 10"),
     "an empty CSV file": ("a.csv", "", r"no rows: .*a\.csv"),

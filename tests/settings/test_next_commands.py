@@ -112,6 +112,18 @@ def test_training_and_reward_model_commands_match_each_other(recipe):
     assert "--rm-output" not in reward_model_command(parse_cli(["--recipe", recipe]))
 
 
+def test_commands_contain_how_the_data_is_read(tmp_path):
+    (tmp_path / "a.csv").write_text("problem,good,bad\n1?,2,3\n")
+    words = ["--columns", "prompt=problem", "chosen=good", "rejected=bad", "--skip-bad-rows", "2.5"]
+    start = parse_cli(["--prompts", str(tmp_path / "a.csv"), *words])
+    printed = shlex.split(reward_model_command(start))
+    assert printed[printed.index("--pairs") :] == ["--pairs", str(tmp_path / "a.csv"), *words]
+    made = parse_reward_cli(["--pairs", "data/folder/", "--dataset-split", "test", *words])
+    trained = parse_cli(shlex.split(training_command(made, usual_config("smollm2-orca", {})))[2:])
+    assert (trained.data.prompts, trained.data.dataset_split) == ("data/folder/", "test")
+    assert trained.data.columns == made.data.columns and trained.data.skip_bad_rows == 2.5
+
+
 def test_no_next_command_for_a_rejected_reward_model(start_model, pairs_file, tmp_path, capsys, monkeypatch):
     words = ["--base-model", start_model, "--actor-model", "none", "--pairs", pairs_file, "--rm-output",
              tmp_path / "judge"]  # fmt: skip

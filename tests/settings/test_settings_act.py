@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 
 import evaluate_generations
 from rlhf.algorithms.table import ALGORITHMS
@@ -240,6 +242,21 @@ def outcomes_prompts(configured, tmp_path):
         return load_components(configured(*flags), CPU, Screen()).prompts.train[0].example
 
     return first("--prompts", tmp_path / "p.jsonl"), first()
+
+
+def test_prompts_of_another_shape_give_the_same_run(run, pairs_file, tmp_path):
+    """A saved DatasetDict with other names of the columns, and one row that is skipped."""
+    rows = [json.loads(line) for line in pairs_file.read_text().splitlines()]
+    renamed = [
+        {"system": r["system"], "ask": r["question"], "chosen": r["chosen"], "bad": r["rejected"]} for r in rows
+    ]
+    parts = {
+        "first": Dataset.from_list([*renamed, {**renamed[0], "ask": ""}]),
+        "other": Dataset.from_list(renamed[:1]),
+    }
+    DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
+    words = ["--dataset-split", "first", "--columns", "prompt=ask", "rejected=bad", "--skip-bad-rows", "1"]
+    assert run("--prompts", tmp_path / "saved", *words) == run()
 
 
 def outcomes_plain_prompts(configured, tmp_path):
@@ -504,6 +521,18 @@ def test_setting_changes_a_reward_model(reward_record, default_record, name):
 
 def test_repeated_reward_model_training_does_not_differ(reward_record, default_record):
     assert reward_record() == default_record
+
+
+def test_pairs_of_another_shape_give_the_same_reward_model(reward_record, default_record, pairs_file, tmp_path):
+    """CSV with other names of the columns, and one row that is skipped."""
+    rows = [json.loads(line) for line in pairs_file.read_text().splitlines()]
+    with (tmp_path / "pairs.csv").open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["system", "input", "good", "rejected"])
+        writer.writerows(row.values() for row in rows)
+        writer.writerow(["", "no completions?", "", "no"])
+    words = ["--columns", "question=input", "chosen=good", "--skip-bad-rows", "1"]
+    assert reward_record("--pairs", tmp_path / "pairs.csv", *words) == default_record
 
 
 def test_base_model_and_pairs_change_a_reward_model(reward_record, default_record, tmp_path, pairs_file):

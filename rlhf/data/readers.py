@@ -18,6 +18,7 @@ from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import missing_path
 
 Row = tuple[str, Any]  # position for error messages, and the row
+TEXT_COLUMNS = ("prompt", "question", "system", "completion", "chosen", "rejected", "topic", "flaw")
 _REFUSED = {  # first bytes -> format
     b"\x1f\x8b": "a gzip file",
     b"PK\x03\x04": "a ZIP or Excel file",
@@ -41,7 +42,7 @@ def read_rows(source: DataSource, say: Callable[[str], None] = print) -> list[Ro
     if path.is_dir():
         if saved_splits(path) is not None:
             return tables.read_saved(path, source)
-        return [row for file in files_of_split(path, source, say) for row in read_file(file)]
+        return [row for file in files_of_split(path, source, say) for row in read_file(file, source)]
     if source.dataset_split is not None:
         raise UserError(
             f"a file has no splits: --dataset-split {source.dataset_split}, {source.flag} {source.name}. Remove "
@@ -49,10 +50,10 @@ def read_rows(source: DataSource, say: Callable[[str], None] = print) -> list[Ro
         )
     if not path.is_file():
         raise missing_path(source.name, "data file", "Give a data file, a folder or a hub dataset's name")
-    return read_file(path)
+    return read_file(path, source)
 
 
-def read_file(file: Path) -> list[Row]:
+def read_file(file: Path, source: DataSource) -> list[Row]:
     """Return the rows of one data file."""
     with file.open("rb") as stream:
         start = stream.read(64)
@@ -69,7 +70,7 @@ def read_file(file: Path) -> list[Row]:
         raise UserError(f"not {suffix[1:].capitalize()}, or cut off: {file}. Write the file again")
     text = read_text(file)
     if suffix in (".csv", ".tsv") and first not in (b"{", b"["):
-        return tables.read_csv(file, text, "\t" if suffix == ".tsv" else ",")
+        return tables.read_csv(file, text, source.before_renaming(TEXT_COLUMNS))
     return list(_array_rows(file, text)) if first == b"[" else _line_rows(file, text)
 
 
@@ -114,8 +115,18 @@ def _line_rows(file: Path, text: str) -> list[Row]:
         except (ValueError, RecursionError) as error:  # also a number with thousands of digits, or deep nesting
             cut = CUT if number == len(lines) else ""
             problems.append(f"not JSON ({_reason(error)}): {where}. Write one JSON object per line{cut}")
+    if problems and file.suffix.lower() == ".json" and _is_object(text):
+        raise UserError(f"one JSON object, not an array of rows: {file}:1. Write [...] around the rows")
     raise_if(problems)
     return rows
+
+
+def _is_object(text: str) -> bool:
+    """True if a text is one JSON object."""
+    try:
+        return isinstance(_DECODER.decode(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _array_rows(file: Path, text: str) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,11 @@ class DataSource:
     def bad_percent(self) -> float:
         """The largest percentage of rows that may be skipped because they cannot be used."""
         return MAX_BAD_PERCENT[self.is_local] if self.skip_bad_rows is None else self.skip_bad_rows
+
+    def before_renaming(self, names: Iterable[str]) -> list[str]:
+        """Return the names that columns have in the data, given their new names."""
+        olds = {c.new: c.old for c in self.columns}
+        return [olds.get(name, name) for name in names]
 
     def rename(self, row: dict) -> dict:
         """Return a row with the columns renamed."""

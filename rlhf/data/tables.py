@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,15 @@ if TYPE_CHECKING:
 BATCH = 1000  # rows that are converted to Python objects together: row by row is 15 times slower
 
 
-def read_csv(file: Path, text: str, between: str) -> list[tuple[str, Any]]:
-    """Return the rows of a CSV file with the content `text`. An empty cell is a missing value; "NA" and "None" are
-    text."""
+def read_csv(file: Path, text: str, text_columns: Sequence[str]) -> list[tuple[str, Any]]:
+    """Return the rows of a CSV file with the content `text`. The separator is a tab in a .tsv file,
+    otherwise the first of comma, semicolon and tab that the first line has.
+
+    An empty cell is a missing value; "NA" and "None" are text. Cells of `text_columns` are text, also those that look
+    like numbers.
+    """
+    first = text.partition("\n")[0]
+    between = "\t" if file.suffix.lower() == ".tsv" else next((s for s in ",;\t" if s in first), ",")
     header = next(csv.reader(text.splitlines(), delimiter=between), [])
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice:
@@ -47,6 +53,7 @@ def read_csv(file: Path, text: str, between: str) -> list[tuple[str, Any]]:
                 keep_default_na=False,
                 na_values=[""],
                 dtype_backend="numpy_nullable",  # whole numbers stay whole numbers in a column with missing values
+                dtype=dict.fromkeys(text_columns, "string"),
                 low_memory=False,  # otherwise a column could have different types in different parts of the file
             )
         if not text.endswith(("\n", "\r", '"', between)) and frame.iloc[-1:, -1].isna().any():

@@ -68,6 +68,7 @@ SOURCES = {
     "JSONL in .csv": lambda p: write(p / "a.csv", jsonl(*ROWS)),
     "CSV": lambda p: write_csv(p / "a.csv"),
     "CSV with a byte-order mark": lambda p: write(p / "a.csv", b"\xef\xbb\xbf" + write_csv(p / "b").read_bytes()),
+    "CSV with semicolons": lambda p: write_csv(p / "a.csv", ";"),
     "TSV": lambda p: write_csv(p / "a.tsv", "\t"),
     "Parquet": lambda p: write_parquet(p / "a.parquet"),
     "Parquet in .jsonl": lambda p: write_parquet(p / "a.jsonl"),
@@ -124,7 +125,7 @@ def test_json_files_do_not_import_datasets(tmp_path):
     write(tmp_path / "a.json", json.dumps(ROWS))
     code = (
         "import sys; from rlhf.data.readers import read_file; from pathlib import Path; "
-        "read_file(Path('a.json')); assert not {'datasets', 'torch', 'pandas'} & set(sys.modules)"
+        "read_file(Path('a.json'), None); assert not {'datasets', 'torch', 'pandas'} & set(sys.modules)"
     )
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, env={**os.environ, "PYTHONPATH": path})
@@ -139,6 +140,7 @@ BAD = {
     "an array without its end": ("a.json", '[{"prompt": "a"}\n', r"not JSON \(Expecting ',' or ']'\): .*incomplete\?"),
     "a comma too many": ("a.json", '[{"prompt": "a"},\n]', r"not JSON \(Expecting value\): .*a\.json:2, '\]'"),
     "no comma": ("a.json", '[{"prompt": "a"}\n{"prompt": "b"}]', r"not JSON \(Expecting ',' or ']'\): .*a\.json:2"),
+    "one object": ("a.json", '{\n"prompt": "a"\n}', r"one JSON object, not an array of rows: .*a\.json:1\. Write"),
     "text after an array": ("a.json", '[{"prompt": "a"}]\n[]', r"not JSON \(Extra data after the array\): .*json:2"),
     "a key twice": ("a.json", '[{"prompt": "a", "prompt": "b"}]', r"not JSON \(duplicate key 'prompt'\): .*json:1"),
     "an empty array": ("a.json", "[]", r"no rows: .*a\.json"),
@@ -182,7 +184,7 @@ def test_json_arrays_are_read_as_json_loads_reads_them(tmp_path_factory, rows, i
     text = json.dumps(rows, indent=indent, ensure_ascii=ascii)
     file = tmp_path_factory.getbasetemp() / "array.json"
     file.write_bytes(text.encode("utf-8", "surrogatepass" if ascii else "replace"))
-    found = read_file(file)
+    found = read_file(file, DataSource("array.json"))
     if ascii:
         assert [row for _, row in found] == rows
     lines = [int(where.split("array.json:")[1].split(",")[0]) for where, _ in found]
@@ -311,6 +313,14 @@ def test_pairs_are_recognised_in_every_kind_of_file(tmp_path):
         assert may_have_pairs(str(write(tmp_path / name, content))) is expected, name
     file = write(tmp_path / "c.jsonl", jsonl({"prompt": "a", "good": "b", "bad": "c"}))
     assert may_have_pairs(str(file), ("chosen=good",)) and may_have_pairs(str(file), {"chosen": "good"})
+
+
+def test_numbers_in_the_text_columns_of_csv_are_text(tmp_path):
+    file = str(write(tmp_path / "a.csv", "ask,chosen,rejected,answer,share\n07,4,5,4,0.5\n8,6,7,,1\n"))
+    first, second = load_examples(DataSource(file, columns=renamed("prompt=ask")))
+    assert (first.question, first.chosen, first.rejected, second.question) == ("07", "4", "5", "8")
+    assert (first.columns["answer"], second.columns["answer"]) == (4, None) and type(first.columns["answer"]) is int
+    assert [e.columns["share"] for e in (first, second)] == [0.5, 1.0]
 
 
 # --- rows that cannot be used ----------------------------------------------------------------------------------------

@@ -73,7 +73,8 @@ def make_eval_functions(
     """Return evaluation functions with the time limit of reward functions; None if there are none."""
     if not functions:
         return None
-    return Rewards(list(functions.values()), None, tokenizer, config.reward.reward_timeout, names=list(functions))
+    limit_s, names = config.reward.reward_timeout, list(functions)
+    return Rewards(list(functions.values()), None, tokenizer, limit_s, names, kind="evaluation function")
 
 
 def load_rewards(

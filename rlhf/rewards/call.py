@@ -41,7 +41,7 @@ class _Timeout(Exception):
 
 def call_function(
     function: RewardFunction,
-    name: str,
+    who: str,
     arguments: Arguments,
     limit_s: float | None,
     finite: bool,
@@ -49,15 +49,16 @@ def call_function(
 ) -> list[float | None]:
     """Return one score per completion, None if the function does not apply to it.
 
-    Raises RunError if the function fails, BadScore for an unusable score. `limit_s` is the time limit in seconds
-    (None: no limit). If `finite`, scores must be finite and at most MAX_ABS_SCORE. The function's output is appended
-    to the file `printed`; if it is None or there is no time limit, the output goes to the console.
+    Raises RunError if the function fails, BadScore for an unusable score. `who` describes the function in these
+    errors. `limit_s` is the time limit in seconds (None: no limit). If `finite`, scores must be finite and at most
+    MAX_ABS_SCORE. The function's output is appended to the file `printed`; if it is None or there is no time limit,
+    the output goes to the console.
     """
     printed = None if limit_s is None else printed  # on the main thread it would hide the message for Ctrl-C
     texts = arguments.texts
 
     def failure(what: str, which: str, hint: str = "Fix the function", kind: type[RunError] = RunError) -> RunError:
-        return kind(f"{what}: reward function {name!r}, {which}. {hint}", inputs=arguments.per_completion)
+        return kind(f"{what}: {who}, {which}. {hint}", inputs=arguments.per_completion)
 
     try:
         scores = _plain(_within(limit_s, partial(_call, function, arguments, printed)))

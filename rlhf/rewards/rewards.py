@@ -49,6 +49,7 @@ class Rewards:
         tokenizer: PreTrainedTokenizerBase,
         limit_s: float | None = None,
         names: Sequence[str] | None = None,
+        kind: str = "reward function",
     ):
         """Raise UserError if there is no function, or not one weight per function.
 
@@ -58,6 +59,7 @@ class Rewards:
             tokenizer: the policy's, for modules without a tokenizer.
             limit_s: time limit in seconds per function and batch, except for the reward model; None: no limit.
             names: one per function, for metrics and messages; None: the functions' own names.
+            kind: what the functions are called in messages.
         """
         if not functions or (weights is not None and len(weights) != len(functions)):
             raise UserError(
@@ -68,6 +70,7 @@ class Rewards:
         self.limits_s = [None if isinstance(f, LearnedReward) else limit_s for f in self.functions]
         self.printed: Path | None = None  # file for the functions' output; None: the console
         self.names = list(names) if names is not None else _distinct([name_of(f) for f in self.functions])
+        self.kind = kind
         self.trainer_state = END_OF_TRAINING  # a training run replaces it by its own state
 
     def __str__(self) -> str:
@@ -118,7 +121,7 @@ class Rewards:
         return {
             name: call_function(
                 function,
-                name,
+                f"{self.kind} {name!r}",
                 Arguments(rows[is_of_trl(function)], shared, list(texts)),
                 limit_s,
                 finite,

@@ -7,6 +7,7 @@ import pickle
 import re
 import shutil
 import string
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -358,12 +359,18 @@ ANYTHING = st.recursive(
 TURNS = st.lists(
     st.fixed_dictionaries({"role": st.sampled_from(ROLES) | ANYTHING, "content": TEXTS | ANYTHING}), max_size=4
 )
+SHAREGPT_TURNS = st.lists(
+    st.fixed_dictionaries({"from": st.sampled_from(["human", "gpt", "system"]) | ANYTHING, "value": TEXTS | ANYTHING}),
+    max_size=4,
+)
 ROWS = st.fixed_dictionaries(
     {},
     optional={
         "question": TEXTS | ANYTHING,
         "prompt": TEXTS | TURNS | ANYTHING,
         "messages": TURNS | ANYTHING,
+        "conversations": SHAREGPT_TURNS | TURNS | ANYTHING,
+        "completion": TEXTS | TURNS | ANYTHING,
         "system": TEXTS | ANYTHING,
         "chosen": TEXTS | TURNS | ANYTHING,
         "rejected": TEXTS | TURNS | ANYTHING,
@@ -407,8 +414,13 @@ def check_loaded_or_reported(folder: Path, content: bytes, tokenizer, pairs: boo
 
 def possible_questions(row: dict) -> list[str]:
     """Returns every text of a row that can be the question, without using the loader."""
-    chats = [row[key] for key in ("messages", "prompt") if isinstance(row.get(key), list)]
-    turns = [m["content"] for chat in chats for m in chat if isinstance(m, dict) and m.get("role") == "user"]
+    keys = ("messages", "conversations", "prompt", "chosen")
+    messages = [m for key in keys if isinstance(row.get(key), list) for m in row[key] if isinstance(m, dict)]
+    turns = [m.get("content", m.get("value")) for m in messages if m.get("role", m.get("from")) in ("user", "human")]
+    sides = [row.get("chosen"), row.get("rejected")]
+    if all(isinstance(side, str) for side in sides):
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(*sides, strict=False))
+        turns.append("".join(one for one, _ in same).removesuffix(" "))
     return [text for text in (*turns, row.get("question"), row.get("prompt")) if isinstance(text, str)]
 
 

@@ -222,7 +222,7 @@ def warnings(
             f"the score rose by {differ['score'].value:+.2f}, but the judge's rating {moved} ({judge.value:+.3f}, "
             f"95% confidence interval {interval(judge.low, judge.high)}, {len(completions.scores)} prompts): the "
             "policy may exploit the reward model"
-            + ("" if judge.excludes(0) else ", or there are too few prompts (raise --num-prompts)")
+            + ("" if judge.excludes(0) else ", or there are too few prompts (evaluate on more)")
         )
     if this["length"] > LONGER * before["length"]:
         found.append(

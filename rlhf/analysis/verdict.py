@@ -206,7 +206,7 @@ def _caveats(groups: Sequence[RunGroup], between: dict[str, list[Contrast]], jud
     notes += _unlike_the_score(between)
     prompts = len(groups[0].measured[0].scores)
     if prompts < FEW_PROMPTS:
-        notes.append(f"only {prompts} prompts: intervals over so few prompts are approximate. Raise --num-prompts")
+        notes.append(f"only {prompts} prompts: intervals over so few prompts are approximate. Evaluate on more")
     return notes
 
 

@@ -90,7 +90,7 @@ def make_comparison(
         "made": now(),
         **environment(),
         "verdict": verdict.sentences,
-        "caveats": [*verdict.caveats, *without_score(everyone), *at_equal_in_words(equal)],
+        "caveats": [*verdict.caveats, *without_score(everyone), *at_equal_in_words(equal, evaluator.judge_name)],
         "judges": judges,
         "warnings": _warnings(groups, start, seed),
         "facts": facts_as_json([*evaluator.facts(), *settings_that_differ(groups)]),
@@ -105,18 +105,20 @@ def make_comparison(
     return json_ready(report)
 
 
-def at_equal_in_words(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns one line per equal budget with the difference of each pair."""
+def at_equal_in_words(rows: Sequence[dict[str, Any]], judge: str | None = None) -> list[str]:
+    """Returns one line per equal budget with the difference of each pair. `judge` is the judge that decides."""
     if not rows:
         return ["a run has no stored evaluations, so there is no comparison at equal training time"]
     lines = []
     for row in rows:
         found = [pair for pair in row["differences"] if "missing" not in pair]
         if found:
+            unrated = judge is not None and found[0]["by"] == "score"
+            why = f"; {judge} may need columns of these prompts, which --prompts replaces" if unrated else ""
             level = "" if found[0]["level"] == LEVEL else f", {percent(found[0]['level'])} intervals"
             lines.append(
                 f"at {row['budget']}, by the {found[0]['by']} in the evaluations during training (their own prompts, "
-                f"{samples_in_words(row)} each){level}: {'; '.join(map(_pair_in_words, row['differences']))}"
+                f"{samples_in_words(row)} each{why}){level}: {'; '.join(map(_pair_in_words, row['differences']))}"
             )
         elif row["differences"]:
             reasons = dict.fromkeys(pair["missing"] for pair in row["differences"])

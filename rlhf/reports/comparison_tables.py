@@ -89,7 +89,9 @@ def _within_label(kind: str, judges: Sequence[str]) -> str:
     """Returns a column's name, with the judge's name if there are several judges."""
     kind, _, name = kind.partition("/")
     label = kind.replace("_", " ")
-    return label.replace("judge", f"judge {name or judges[0]},") if len(judges) > 1 else label
+    if len(judges) < 2 or kind == "score" or kind == "score_win_rate":
+        return label
+    return f"judge {name or judges[0]}" + (", win rate" if kind == "judge_win_rate" else "")
 
 
 SPENT = {

@@ -188,9 +188,7 @@ def show_report(report: dict[str, Any], screen: Screen) -> None:
     if report["start"] is None:
         screen.say("no start model: no comparison and no audit (give one with --baseline)")
     if len(report["prompts"]) < FEW_PROMPTS:
-        screen.say(
-            f"only {len(report['prompts'])} prompts: figures and intervals are approximate. Raise --num-prompts"
-        )
+        screen.say(f"only {len(report['prompts'])} prompts: figures and intervals are approximate. Evaluate on more")
     for note in report["notes"]:
         screen.say(f"note: {note}")
     for model in report["models"]:

@@ -182,6 +182,9 @@ def test_function_without_the_columns_of_the_stored_completions(runs, rules, wan
     compare_runs.main([str(word) for word in words])
     report = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert report["at_equal"][0]["differences"][0]["by"] == "score"
+    assert any(
+        "half may need columns of these prompts, which --prompts replaces" in line for line in report["caveats"]
+    )
     assert "by the judge (half, not used in RL training)" in report["verdict"][0]
 
 

@@ -210,7 +210,7 @@ def test_caveat_for_few_prompts():
     ones = np.ones((4, 1))
     few = [GenerationResults("a", [["x"]] * 4, ones * shift, {}, None, ones, ones, None) for shift in range(4)]
     caveats = judge_runs([group("ppo", *few[:2]), group("grpo", *few[2:])], few[0], None, 1).caveats
-    assert "only 4 prompts: intervals over so few prompts are approximate. Raise --num-prompts" in caveats
+    assert "only 4 prompts: intervals over so few prompts are approximate. Evaluate on more" in caveats
 
 
 # --- three and more groups -------------------------------------------------------------------------------------------

@@ -321,15 +321,7 @@ def partly_scored(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "rules.py").write_text(SOMETIMES)
     rules = tmp_path / "rules.py"
-    return [
-        "--prompts",
-        tmp_path / "rows.jsonl",
-        "--reward-func",
-        f"{rules}:sometimes",
-        "--reward-weights",
-        0,
-        1,
-    ], rules
+    return ["--prompts", tmp_path / "rows.jsonl", "--reward-func", f"{rules}:sometimes"], rules
 
 
 def one_reward(run, folder):
@@ -340,7 +332,7 @@ def one_reward(run, folder):
 def test_prompts_without_a_score_are_counted_and_shown(evaluation, runs, partly_scored, tmp_path):
     flags, _ = partly_scored
     run = one_reward(runs["ppo", 1], tmp_path / "run")
-    report, text = evaluation("--model-path", run, *flags[:4])
+    report, text = evaluation("--model-path", run, *flags)
     [note] = report["notes"]
     assert note.startswith("16 of 48 completions have no score") and "2 of 6 prompts are left out" in note
     assert note in text and "no score: " in text
@@ -367,7 +359,7 @@ def test_model_without_any_score(evaluation, runs, partly_scored, tmp_path):
 def test_comparison_with_prompts_without_a_score(runs, partly_scored, tmp_path, capsys):
     flags, _ = partly_scored
     names = [one_reward(runs[name], tmp_path / f"{name[0]}_{name[1]}") for name in (("ppo", 1), ("grpo", 1))]
-    compare_runs.main(arguments(*names, *flags[:4], "--completions", 2, "--output", tmp_path / "out"))
+    compare_runs.main(arguments(*names, *flags, "--completions", 2, "--output", tmp_path / "out"))
     report = json.loads((tmp_path / "out" / "comparison.json").read_text(encoding="utf-8"))
     assert any("2 of 6 prompts are left out of comparisons" in caveat for caveat in report["caveats"])
     assert all(c["difference"]["value"] is not None for c in report["contrasts"])

@@ -91,7 +91,8 @@ def _checked(rows: Sequence[tuple[str, Any]], pairs: bool, topics: bool) -> tupl
 def _report_bad_rows(problems: list[str], rows: int, source: DataSource, say: Callable[[str], None]) -> None:
     """Print the rows that are skipped. Raises UserError if they are more than the source allows."""
     percent, first = 100 * len(problems) / rows, problems[0]
-    if len(problems) == rows > 1 and all(problem.startswith(("no prompt:", 'no "')) for problem in problems):
+    missing = {problem.partition(", columns ")[2] for problem in problems}  # empty: not a problem of the columns
+    if len(problems) == rows > 1 and len(missing) == 1 and missing != {""}:
         raise UserError(f"{first}. All {rows:,} rows have this problem")
     if len(problems) == rows:
         raise UserError(problems)

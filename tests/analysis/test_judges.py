@@ -14,7 +14,7 @@ import compare_runs
 import evaluate_generations
 from rlhf.analysis.audit import figures, figures_of, label_of
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
-from rlhf.analysis.models import find_model_ref, find_models, shared_settings
+from rlhf.analysis.models import find_model_ref, find_models, require_trusted_code, shared_settings
 from rlhf.analysis.verdict import judge_runs
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.utils.console import Screen
@@ -212,6 +212,26 @@ def test_different_evaluation_functions_of_the_runs_are_not_used(runs, capsys):
     evaluator = ModelEvaluator(models, measure, torch.device("cpu"), Screen())
     assert evaluator.judges == []
     assert "the runs have different evaluation functions, so none is used" in " ".join(capsys.readouterr().out.split())
+
+
+def test_code_of_evaluation_functions_needs_permission(runs, tmp_path):
+    """Runs with the same function in a file: it is executed with --eval-func or --trust-reward-code only. If the runs
+    have different functions, none is executed, so no permission is needed."""
+    (tmp_path / "mark.py").write_text("def f(completions, **_):\n    return [1.0] * len(completions)\n")
+    rule = f"{tmp_path / 'mark.py'}:f"
+    one, other = (find_model_ref(str(runs[name]), "final", None) for name in (("ppo", 1), ("ppo", 2)))
+    same = [with_settings(m, eval_func=[rule]) for m in (one, other)]
+    with pytest.raises(UserError) as error:
+        require_trusted_code(same, MeasureSettings())
+    assert [f"{rule}. Add --eval-func {rule}, or" in problem for problem in error.value.problems] == [True, True]
+    for allowed in ({"eval_func": (rule,)}, {"eval_func": ("exact_match",)}, {"trust_reward_code": True}):
+        require_trusted_code(same, MeasureSettings(**allowed))
+    require_trusted_code([one, same[1]], MeasureSettings())
+    both = [with_settings(one, eval_func=[rule], reward_func=[rule])]
+    with pytest.raises(UserError, match=f"Add --reward-func {rule} --eval-func {rule}, or --trust-reward-code"):
+        require_trusted_code(both, MeasureSettings())
+    with pytest.raises(UserError, match=f"Add --eval-func {rule}, or"):
+        require_trusted_code(both, MeasureSettings(reward_func=("length_penalty",)))
 
 
 def test_function_that_was_also_a_reward_is_not_independent(runs):

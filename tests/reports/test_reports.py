@@ -114,6 +114,19 @@ def test_tokens_flag_writes_a_token_page(runs, tmp_path, capsys):
     assert "GRPO, recipe smollm2-orca, seed 1" in page
 
 
+def test_token_page_of_a_completion_without_a_score(runs, tmp_path):
+    import shutil
+
+    run = shutil.copytree(runs["ppo", 1], tmp_path / "run")
+    (file,) = (run / "tokens").glob("*.jsonl")
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    without = [{**row, "score": None if row["episode"] == rows[0]["episode"] else 1.5} for row in rows]
+    file.write_text("".join(json.dumps(row) + "\n" for row in without), encoding="utf-8")
+    evaluate_generations.main(arguments("--tokens", run, "--output", tmp_path / "out"))
+    page = (tmp_path / "out" / "tokens.html").read_text(encoding="utf-8")
+    assert page.count("tokens, no score</small>") == 1 and "tokens, score +1.500</small>" in page
+
+
 # --- compare_runs.py -------------------------------------------------------------------------------------------------
 
 

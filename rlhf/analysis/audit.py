@@ -216,11 +216,13 @@ def warnings(
     found = []
     judge = differ["judge"]
     score_rose = differ["score"] is not None and differ["score"].above(0)
-    if judge is not None and score_rose and not judge.above(0):
+    has_interval = judge is not None and judge.low is not None  # one rated prompt has none
+    if has_interval and score_rose and not judge.above(0):
+        rated = paired(np.array([per_prompt(results.measures["judged"]) for results in (completions, start)]))
         moved = "fell" if judge.excludes(0) else "did not rise significantly"
         found.append(
             f"the score rose by {differ['score'].value:+.2f}, but the judge's rating {moved} ({judge.value:+.3f}, "
-            f"95% confidence interval {interval(judge.low, judge.high)}, {len(completions.scores)} prompts): the "
+            f"95% confidence interval {interval(judge.low, judge.high)}, {rated.shape[1]} prompts): the "
             "policy may exploit the reward model"
             + ("" if judge.excludes(0) else ", or there are too few prompts (evaluate on more)")
         )

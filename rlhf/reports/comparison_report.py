@@ -32,6 +32,7 @@ from rlhf.utils.paths import missing_path
 from rlhf.utils.rng import rng_for
 
 SAMPLES = 8  # prompts with completions in the report
+OF_EVALUATIONS = ("eval_func", "eval_samples")  # settings that do not change what is learned
 
 
 def check_named(names: Sequence[str]) -> None:
@@ -47,7 +48,7 @@ def check_groups(models: Sequence[ModelRef]) -> None:
     for algorithm in in_order(m.run.algorithm for m in models):
         runs = [m for m in models if m.run.algorithm == algorithm]
         for other in runs[1:]:
-            unlike = differences(runs[0].run.settings, other.run.settings, SEEDS_MAY_DIFFER)
+            unlike = differences(runs[0].run.settings, other.run.settings, (*SEEDS_MAY_DIFFER, *OF_EVALUATIONS))
             if unlike:
                 problems.append(
                     f"{runs[0].name} and {other.name} differ in {', '.join(unlike)}. Runs of one algorithm may differ "

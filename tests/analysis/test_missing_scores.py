@@ -74,6 +74,19 @@ def test_paired_differences_leave_out_prompts_without_a_score():
     assert audit.warnings(this, made([[NAN, NAN]] * 3), seed=1) == []
 
 
+def test_judge_that_rates_few_prompts():
+    """The score rose on all 20 prompts. A judge that rated one of them has no interval, so there is no warning; with
+    two prompts, the warning counts them."""
+
+    def results(score, rating, prompts):
+        ratings = np.where(np.arange(20)[:, None] < prompts, rating, NAN)
+        return made(np.full((20, 1), score) + np.arange(20)[:, None] % 3, ratings)
+
+    for prompts, counted in ((1, []), (2, [True])):
+        found = audit.warnings(results(5.0, 0.0, prompts), results(0.0, 0.0, prompts), seed=1)
+        assert [", 2 prompts): the policy may exploit" in text for text in found] == counted
+
+
 def test_counts_of_completions_and_prompts_without_a_score():
     this, other = made([[1, 3], [5, 5], [4, NAN]], [[0, 0]] * 3), made([[0, 0], [NAN, NAN], [1, 1]], [[0, 0]] * 3)
     assert without_score([this, other]) == [

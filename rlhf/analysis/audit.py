@@ -23,7 +23,7 @@ from rlhf.analysis.statistics import (
     scored,
     win_rates,
 )
-from rlhf.rewards.eval_functions import attempts, pass_at_k
+from rlhf.rewards.eval_functions import attempts, mean_pass_at_k
 from rlhf.settings.training import Config
 
 # thresholds of the audit, relative to the start model
@@ -92,10 +92,9 @@ def _pass_at_k(completions: GenerationResults) -> dict[str, float | None]:
         known = scored(ratings)
         if known.size == 0 or not np.isin(known, (0, 1)).all():
             continue
-        counts = [(len(row), int(row.sum())) for row in map(scored, ratings)]
-        for k in attempts(ratings.shape[1]):
-            values = [pass_at_k(n, right, k) for n, right in counts if n >= k]
-            found[f"pass@{k}/{name}"] = float(np.mean(values)) if values else None
+        samples = ratings.shape[1]
+        means = mean_pass_at_k([scored(row).tolist() for row in ratings], samples)
+        found |= {f"pass@{k}/{name}": means.get(k) for k in attempts(samples)}
     return found
 
 

@@ -18,7 +18,6 @@ from rlhf.models.save import ADAPTER_FILE, WEIGHTS_FILE
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.next_commands import code_words, names_code
 from rlhf.settings.training import Config
-from rlhf.settings.types import Split
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import is_path, missing_path
 from rlhf.utils.system import command
@@ -29,11 +28,8 @@ MEASURED_WITH = (
     *("prompts", "split", "dataset_config", "dataset_split", "columns", "skip_bad_rows", "prompt_length", "eval_text"),
     *("max_new_tokens", "temperature", "top_k", "top_p"),
 )
-# settings that describe a run's own data, and their values for --prompts: every row is an evaluation prompt
-OF_THE_FILE = {
-    "split": Split(0, 0, 100),
-    **{"dataset_config": None, "dataset_split": None, "columns": (), "skip_bad_rows": None},
-}
+# settings that describe a run's own data, and their values for --prompts
+OF_THE_FILE = {"split": None, "dataset_config": None, "dataset_split": None, "columns": (), "skip_bad_rows": None}
 
 
 @dataclass(frozen=True)

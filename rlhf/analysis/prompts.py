@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.analysis.models import ModelRef
 from rlhf.config import config_of_run
 from rlhf.data.examples import Example, load_examples
-from rlhf.data.prompts import Prompt, PromptSets, fingerprint, load_prompts
+from rlhf.data.prompts import Prompt, PromptSets, fingerprint, load_every_row, load_prompts
 from rlhf.data.source import DataSource
 from rlhf.data.splits import part_of, question_hash
 from rlhf.settings.evaluation import MeasureSettings
@@ -55,9 +55,9 @@ def choose_prompts(
     """
     topics = config.data.steps_per_topic if settings.prompts is None else None
     data = replace(config.data, eval_prompts=EVERY_PROMPT, steps_per_topic=topics)
-    sets = load_prompts(data, tokenizer, say, evaluation_alone=True)
     if takes_every_row(settings):
-        return _every_row(sets, config.data, models, settings, say)
+        return _every_row(load_every_row(data, tokenizer, say), config.data, models, settings, say)
+    sets = load_prompts(data, tokenizer, say, evaluation_alone=True)
     return _held_out(sets, config.data, models, settings, usual, say)
 
 
@@ -115,14 +115,12 @@ def _every_row(
     settings: MeasureSettings,
     say: Callable[[str], None],
 ) -> EvaluationPrompts:
-    """Returns all prompts in order, or --num-prompts of them, without rows that are too long or repeat a prompt."""
+    """Returns all prompts in order, or --num-prompts of them, without rows that are too long."""
     prompts, count = sets.evaluation, settings.num_prompts
-    repeated = sets.rows - sets.too_long - len(prompts)
-    skipped = {f"longer than --prompt-length {data.prompt_length}": sets.too_long, "repeat a prompt": repeated}
-    reasons = ", ".join(f"{number} {why}" for why, number in skipped.items() if number)
     line = f"all {sets.rows} rows of {data.prompts}"
-    if reasons:
-        line = f"{len(prompts)} of the {sets.rows} rows of {data.prompts} (skipped: {reasons})"
+    if sets.too_long:
+        skipped = f"{sets.too_long} longer than --prompt-length {data.prompt_length}"
+        line = f"{len(prompts)} of the {sets.rows} rows of {data.prompts} (skipped: {skipped})"
     drawn = [p.example for p in prompts] if count is None else _drawn(prompts, count, settings.seed)
     if count is not None:
         line = f"{len(drawn)} drawn at random (seed {settings.seed}) from {line}"

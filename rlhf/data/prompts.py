@@ -98,6 +98,24 @@ def load_prompts(
     )
 
 
+def load_every_row(
+    data: DataSettings, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None] = print
+) -> PromptSets:
+    """Load and encode every row of the settings' data as an evaluation prompt: there is no split, and prompts that
+    occur twice are kept. Raises UserError if no row is short enough."""
+    examples, longest, source = load_examples(DataSource.of(data), say=say), data.prompt_length, data.prompts
+    prompts = _encoded(tokenizer, examples)
+    lengths = [len(prompt.ids) for prompt in prompts]
+    warn_about_length(lengths, longest, "prompts", f"--prompts {source}", "--prompt-length", say)
+    kept = [prompt for prompt in prompts if len(prompt.ids) <= longest]
+    if not kept:
+        raise UserError(
+            f"no prompt left to evaluate on: {source}, {len(examples)} rows, shortest prompt {min(lengths)} tokens. "
+            "Raise --prompt-length"
+        )
+    return PromptSets([], kept, too_long=len(prompts) - len(kept), rows=len(examples))
+
+
 def _warn_about_lost_topics(
     examples: Sequence[Example], train: Sequence[Prompt], source: str, say: Callable[[str], None]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from decimal import Decimal
+from statistics import fmean
 
 from rlhf.rewards.arguments import Completion, text_of
 
@@ -88,6 +89,18 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     for i in range(n - c + 1, n + 1):
         none_right *= 1 - k / i
     return 1 - none_right
+
+
+def mean_pass_at_k(prompts: Sequence[Sequence[float]], samples: int) -> dict[int, float]:
+    """Return pass@k for k = 1, 2, 4, ... and `samples`: the mean over the prompts with at least k values.
+
+    Args:
+        prompts: the values 0 and 1 of each prompt's completions, without those to which the function does not apply.
+        samples: completions per prompt.
+    """
+    counts = [(len(values), int(sum(values))) for values in prompts]
+    found = {k: [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in attempts(samples)}
+    return {k: fmean(values) for k, values in found.items() if values}
 
 
 def attempts(n: int) -> list[int]:

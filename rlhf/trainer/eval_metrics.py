@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from rlhf.rewards.eval_functions import attempts, pass_at_k
+from rlhf.rewards.eval_functions import mean_pass_at_k
 from rlhf.utils.intervals import over_prompts
 
 
@@ -14,21 +14,21 @@ def per_prompt(values: Sequence[float | None], samples: int) -> list[float | Non
 
     `values` has `samples` entries for each prompt, one prompt after the other.
     """
-    groups = [[v for v in group if v is not None] for group in groups_of(values, samples)]
-    return [fmean(group) if group else None for group in groups]
+    return [fmean(group) if group else None for group in _known(values, samples)]
 
 
-def groups_of(values: Sequence[float | None], samples: int) -> list[list[float | None]]:
-    """Return the values of each prompt."""
-    return [list(values[start : start + samples]) for start in range(0, len(values), samples)]
+def _known(values: Sequence[float | None], samples: int) -> list[list[float]]:
+    """Return the values of each prompt that are not None."""
+    groups = (values[start : start + samples] for start in range(0, len(values), samples))
+    return [[value for value in group if value is not None] for group in groups]
 
 
 def figures_of(values: Sequence[float | None], samples: int, seed: int) -> dict[str, float]:
     """Return the metrics of one evaluation function.
 
     `value` is the mean over the prompts' means, `low` and `high` its 95% interval over prompts. With several samples
-    and only the values 0 and 1, `pass_at_K` is the mean of pass@k over the prompts of which every completion has a
-    value. A prompt without a value is left out. Empty if no completion has a value; without interval for one prompt.
+    and only the values 0 and 1, `pass_at_K` is the mean of pass@k over the prompts with at least K values. A prompt
+    without a value is left out. Empty if no completion has a value; without interval for one prompt.
 
     Args:
         values: `samples` entries for each prompt, one prompt after the other; None if the function does not apply.
@@ -43,14 +43,8 @@ def figures_of(values: Sequence[float | None], samples: int, seed: int) -> dict[
     found = over_prompts(means, seed, **({"null": 0.5, "limits": (0.0, 1.0)} if is_right else {}))
     figures = {"value": found.value, "low": found.low, "high": found.high}
     if is_right and samples > 1:
-        figures |= _pass_at(values, samples)
+        figures |= {f"pass_at_{k}": mean for k, mean in mean_pass_at_k(_known(values, samples), samples).items()}
     return {name: figure for name, figure in figures.items() if figure is not None}
-
-
-def _pass_at(values: Sequence[float | None], samples: int) -> dict[str, float]:
-    complete = [group for group in groups_of(values, samples) if None not in group]
-    right = [int(sum(group)) for group in complete]
-    return {f"pass_at_{k}": fmean(pass_at_k(samples, c, k) for c in right) for k in attempts(samples) if right}
 
 
 def tag_of(name: str, figure: str) -> str:

@@ -64,13 +64,13 @@ def test_num_prompts_draws_from_the_file_at_random(runs, own_prompts):
     assert asked(more) == QUESTIONS and "(--num-prompts 11 is more than there are)" in more.prompts.line
 
 
-def test_rows_that_are_too_long_or_repeated_are_counted(runs, own_prompts):
+def test_rows_that_are_too_long_are_counted_and_repeated_ones_are_used(runs, own_prompts):
     long = "Why " + "is the table " * 100
     evaluator = evaluator_of(runs["ppo", 1], own_prompts(*QUESTIONS, long, QUESTIONS[3], QUESTIONS[4]))
-    assert sorted(asked(evaluator)) == QUESTIONS
-    skipped = "(skipped: 1 longer than --prompt-length 100, 2 repeat a prompt)"
-    assert evaluator.prompts.line == f"10 of the 13 rows of {evaluator.settings.prompts} {skipped}"
-    with pytest.raises(UserError, match=r"no prompt left to evaluate on: .*1 rows.*raise --prompt-length"):
+    assert asked(evaluator) == [*QUESTIONS, QUESTIONS[3], QUESTIONS[4]]
+    skipped = "(skipped: 1 longer than --prompt-length 100)"
+    assert evaluator.prompts.line == f"12 of the 13 rows of {evaluator.settings.prompts} {skipped}"
+    with pytest.raises(UserError, match=r"no prompt left to evaluate on: .*1 rows.*Raise --prompt-length"):
         evaluator_of(runs["ppo", 1], own_prompts(long))
 
 

@@ -25,7 +25,8 @@ def test_value_is_the_mean_over_prompts_and_its_interval_is_that_of_the_prompts_
     assert figures["value"] == 0.5
     expected = over_prompts([1.0, 0.5, 0.0], 3, 0.5, (0.0, 1.0))
     assert (figures["low"], figures["high"]) == (expected.low, expected.high)
-    assert figures["pass_at_1"] == 0.25 and figures["pass_at_2"] == 0.5, "of the prompts with 1 of 2 and 0 of 2 right"
+    assert figures["pass_at_1"] == figures["value"], "of the prompts with at least one value"
+    assert figures["pass_at_2"] == 0.5, "of the prompts with two values: 1 of 2 and 0 of 2 right"
 
 
 def test_pass_at_k_of_four_samples():
@@ -41,7 +42,8 @@ def test_pass_at_k_of_four_samples():
 def test_pass_at_k_only_of_several_samples_with_values_0_and_1():
     assert set(figures_of([0.0, 1.0, 0.0, 1.0], 1, 0)) == {"value", "low", "high"}
     assert set(figures_of([0.0, 0.5, 0.0, 1.0], 2, 0)) == {"value", "low", "high"}
-    assert set(figures_of([None, 1.0, 0.0, None], 2, 0)) == {"value", "low", "high"}, "no complete prompt"
+    found = set(figures_of([None, 1.0, 0.0, None], 2, 0))
+    assert found == {"value", "low", "high", "pass_at_1"}, "no prompt has two values"
 
 
 def test_one_prompt_has_no_interval_and_no_value_gives_no_metric():

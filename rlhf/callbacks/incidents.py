@@ -62,7 +62,9 @@ def save_incident(
         for p, text, ids in zip(rollout.prompts, rollout.texts, completions.rows(), strict=True)
     ]
     (folder / BATCH_FILE).write_text(
-        "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows), encoding="utf-8"
+        "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows),
+        encoding="utf-8",
+        errors="backslashreplace",  # lone surrogates in a column
     )
     tensors = {"logprobs": rollout.logprobs, "ref_logprobs": rollout.ref_logprobs, "values": rollout.values}
     tensors["scores"] = rollout.scores

@@ -28,7 +28,9 @@ class Samples(Callback):
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         texts = batch.completions.texts(self.tokenizer)
-        with (self.folder / f"rollout-{update:06d}.jsonl").open("w", encoding="utf-8") as file:
+        with (self.folder / f"rollout-{update:06d}.jsonl").open(
+            "w", encoding="utf-8", errors="backslashreplace"
+        ) as file:
             for i, (prompt, text, score) in enumerate(zip(batch.prompts, texts, scores.raw.tolist(), strict=True)):
                 row = {"prompt": prompt.example.messages, "reply": text, "score": None if math.isnan(score) else score}
                 row["extra"] = {name: values[i] for name, values in scores.extra.items()}

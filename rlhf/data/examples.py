@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
-import json
-import math
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from rlhf.data.formats import EXPECTED_COLUMNS, parts_of, shown
+from rlhf.data.formats import EXPECTED_COLUMNS, PROMPT_COLUMNS, parts_of
+from rlhf.data.messages import check_text, shown
+from rlhf.data.notices import misspellings, print_notes, report_bad_rows
 from rlhf.data.readers import read_rows
 from rlhf.data.source import DataSource
 from rlhf.settings.types import Renaming
-from rlhf.utils.errors import MAX_PRINTED, UserError, did_you_mean, raise_if
+from rlhf.utils.errors import UserError, did_you_mean, raise_if
 
-REPEATED_SHARE = 0.05  # duplicate rows: above this share a warning is printed
 COLUMNS = (
     *("system", "question", "prompt", "messages", "conversations", "chosen", "rejected"),
     *("rejected_ended", "topic", "flaw"),
@@ -65,59 +65,24 @@ def load_examples(
     rows = _renamed(read_rows(source, say), source)
     examples, problems = _checked(rows, pairs, topics)
     if problems:
-        _report_bad_rows(problems, len(rows), source, say)
+        report_bad_rows(problems, len(rows), source, say)
     if not examples:
         raise UserError(f"no rows: {source.name}. Each row must be an object with {EXPECTED_COLUMNS}")
-    _note_implicit_prompts(examples, source, say)
-    repeated = len(examples) - len({json.dumps((e.messages, e.chosen, e.rejected)) for e in examples})
-    if repeated > REPEATED_SHARE * len(examples):
-        say(f"warning: {repeated} of {len(examples):,} rows are duplicates: {source.name}. Remove them if unintended")
+    print_notes(examples, source, say)
     return examples
 
 
 def _checked(rows: Sequence[tuple[str, Any]], pairs: bool, topics: bool) -> tuple[list[Example], list[str]]:
     """Return the examples of the usable rows, and one error line for each other row."""
     every = dict.fromkeys(name for _, row in rows if isinstance(row, dict) for name in row)
-    columns = every.keys() & set(COLUMNS)
+    misspelled = misspellings((row for _, row in rows), COLUMNS)
     examples, problems = [], []
     for where, row in rows:
         try:
-            examples.append(_example(row, where, pairs, columns, topics, every))
+            examples.append(_example(row, where, pairs, misspelled, topics, every))
         except UserError as error:
             problems += error.problems
     return examples, problems
-
-
-def _report_bad_rows(problems: list[str], rows: int, source: DataSource, say: Callable[[str], None]) -> None:
-    """Print the rows that are skipped. Raises UserError if they are more than the source allows."""
-    percent, first = 100 * len(problems) / rows, problems[0]
-    missing = {problem.partition(", columns ")[2] for problem in problems}  # empty: not a problem of the columns
-    if len(problems) == rows > 1 and len(missing) == 1 and missing != {""}:
-        raise UserError(f"{first}. All {rows:,} rows have this problem")
-    if len(problems) == rows:
-        raise UserError(problems)
-    if percent > source.bad_percent:
-        flag = f"--skip-bad-rows {math.ceil(percent)}"
-        raise UserError([f"{first}. To skip all bad rows ({len(problems)} of {rows:,}), add {flag}", *problems[1:]])
-    say(f"skipped {len(problems)} of {rows:,} rows because they cannot be used: {source.name}")
-    for problem in problems[:MAX_PRINTED]:
-        say(f"  {problem}")
-    if len(problems) > MAX_PRINTED:
-        say(f"  and {len(problems) - MAX_PRINTED} more")
-
-
-def _note_implicit_prompts(examples: Sequence[Example], source: DataSource, say: Callable[[str], None]) -> None:
-    """Print a note if the prompts are the common beginnings of texts: the data may have the prompts elsewhere."""
-    found = [
-        e
-        for e in examples
-        if e.chosen is not None and not e.conversational and {"question", "prompt"}.isdisjoint(e.columns)
-    ]
-    if found:
-        say(
-            f"note: {len(found):,} rows have no prompt column, so the prompt is the common beginning of chosen and "
-            f"rejected, such as {found[0].messages[-1]['content'][:60]!r}: {source.flag} {source.name}"
-        )
 
 
 def _renamed(rows: list[tuple[str, Any]], source: DataSource) -> list[tuple[str, Any]]:
@@ -137,26 +102,45 @@ def _renamed(rows: list[tuple[str, Any]], source: DataSource) -> list[tuple[str,
                 f"the data already has a column {c.new!r}: --columns {c}, {source.flag} {source.name}. Rename that "
                 f"one, too: --columns {c} OTHER={c.new}"
             )
+        elif (first := _read_before(c.new, names, source)) is not None:
+            problems.append(
+                f"the prompt is the column {first!r}, not {c.new!r}: --columns {c}, {source.flag} {source.name}. Give "
+                f"--columns prompt={c.old}" + (" OTHER=prompt" if first == "prompt" else "")
+            )
     raise_if(problems)
     return [(where, source.rename(row) if isinstance(row, dict) else row) for where, row in rows]
+
+
+def _read_before(name: str, names: Sequence[str], source: DataSource) -> str | None:
+    """Return the column that contains the prompt although another one was given the `name` of a prompt column."""
+    if name not in PROMPT_COLUMNS:
+        return None
+    before = PROMPT_COLUMNS[: PROMPT_COLUMNS.index(name)]
+    present = source.rename(dict.fromkeys(names))
+    return next((column for column in before if column in present), None)
 
 
 def _example(
     row: Any,
     where: str,
     pairs: bool,
-    columns: Set[str] = frozenset(),
+    misspelled: Mapping[frozenset, tuple[str, str]] = MappingProxyType({}),
     topics: bool = False,
     others: Iterable[str] = (),
 ) -> Example:
     """Return one checked row. Raises UserError if the row is invalid; `where` is its position.
 
-    `columns` are the names of COLUMNS that occur in the data. `others` are all column names of the data; those that
+    `misspelled` has the misspelled columns of `misspellings`. `others` are all column names of the data; those that
     this row does not have become None in `Example.columns`.
     """
     if not isinstance(row, dict):
         raise UserError(f"not a JSON object: {where}. Each row must be an object with {EXPECTED_COLUMNS}")
-    _check_spelling(row, where, columns)
+    if frozenset(row) in misspelled:
+        name, near = misspelled[frozenset(row)]
+        raise UserError(f"unknown column {name!r}: {where}. Did you mean {near!r}, which other rows have?")
+    odd = next((name for name in row if not isinstance(name, str)), None)
+    if odd is not None:
+        raise UserError(f"the column name {odd!r:.40} is not text: {where}. Rename that column")
     parts = parts_of(row, where)
     if pairs and parts.chosen is None:
         raise UserError(
@@ -182,20 +166,14 @@ def _example(
     return example
 
 
-def _check_spelling(row: dict, where: str, columns: Set[str]) -> None:
-    """Raise UserError for a column whose name looks like a misspelling of a column that other rows have."""
-    for name in row.keys() - set(COLUMNS):
-        near = difflib.get_close_matches(name, sorted(columns - row.keys()), n=1, cutoff=0.8)
-        if near:
-            raise UserError(f"unknown column {name!r}: {where}. Did you mean {near[0]!r}, which other rows have?")
-
-
 def _typed(row: dict, key: str, kind: type, default: Any, where: str) -> Any:
     """Return an optional column's value, or the default if the row does not have it. Raises UserError if its type is
     not `kind`."""
     value = row.get(key)
     if value is None:
         return default
+    if kind is str and isinstance(value, str) and value.strip():
+        return check_text(value, key, where)
     if not isinstance(value, kind):
         expected = {bool: "true or false", str: "text"}[kind]
         raise UserError(f"{key} is {shown(value)}, not {expected}: {where}. Correct or remove that row")
@@ -206,20 +184,46 @@ GivenPrompt = str | Sequence[dict[str, str]] | dict[str, Any]
 
 
 def examples_of(
-    prompts: Sequence[GivenPrompt], topics: bool = False, columns: Sequence[Renaming] = ()
+    prompts: Sequence[GivenPrompt],
+    topics: bool = False,
+    columns: Sequence[Renaming] = (),
+    skip_bad_rows: float | None = None,
+    say: Callable[[str], None] = print,
 ) -> list[Example]:
     """Return checked rows for prompts given in Python. Raises UserError that lists every invalid prompt.
 
     Each prompt is a text, a chat of {"role", "content"}, or a row with a data file's columns. Only a row can have a
-    topic. `columns` are new names for the columns of rows.
+    topic. `columns` are new names for the columns of rows. Up to `skip_bad_rows` percent of the prompts may be
+    invalid; `say` prints them.
     """
+    _check_container(prompts)
+    source = DataSource("in Python", columns=tuple(columns), skip_bad_rows=skip_bad_rows or 0.0, flag="prompts")
+    given = [(f"prompt {i + 1}", prompt) for i, prompt in enumerate(prompts)]
+    renamed = [row for row in given if isinstance(row[1], dict)]
+    renamed = dict(_renamed(renamed, source) if renamed else [])
     rows = []
-    for i, prompt in enumerate(prompts):
+    for where, prompt in given:
         is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-        row = prompt if isinstance(prompt, dict) else {"messages": list(prompt)} if is_chat else {"prompt": prompt}
-        rows.append((f"prompt {i + 1}", row))
-    if any(isinstance(prompt, dict) for prompt in prompts):
-        rows = _renamed(rows, DataSource("in Python", columns=tuple(columns), flag="prompts"))
+        row = {"messages": list(prompt)} if is_chat else {"prompt": prompt}
+        rows.append((where, renamed.get(where, row)))
     examples, problems = _checked(rows, pairs=False, topics=topics)
-    raise_if(problems)
+    if problems and source.skip_bad_rows:
+        report_bad_rows(problems, len(rows), source, say)
+    else:
+        raise_if(problems)
     return examples
+
+
+def _check_container(prompts: Any) -> None:
+    """Raise UserError if `prompts` is not a list of prompts: a text gives letters, a table its column names."""
+    if isinstance(prompts, (str, bytes, Path)):
+        fix = 'Give a list, such as ["What is 1 + 1?"]. To read a file, use the setting prompts (--prompts FILE)'
+    elif hasattr(prompts, "iterrows"):
+        fix = 'Give its rows: prompts.to_dict("records")'
+    elif isinstance(prompts, Mapping):
+        fix = "Give a list of rows: [row]. Of a dict of splits, give one split"
+    elif not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):
+        fix = "Give a list: list(prompts)"
+    else:
+        return
+    raise UserError(f"not a list of prompts but a {type(prompts).__name__}: prompts. {fix}")

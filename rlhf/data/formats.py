@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import json
-import re
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf.data.messages import Message, check_text, messages_of
 from rlhf.utils.errors import UserError
 
-Message = dict[str, str]
-ROLES = ("system", "user", "assistant", "tool")
-# "from" of a ShareGPT message -> role
-SHAREGPT_ROLES = {
-    **{role: role for role in ROLES},
-    **dict.fromkeys(("human",), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call", "tool_call"), "assistant"),
-    **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
-}
 EXPECTED_COLUMNS = '"question", "prompt" or "messages" (a preference pair also needs "chosen" and "rejected")'
+PROMPT_COLUMNS = ("prompt", "question", "messages", "conversations")  # the first one that a row has is its prompt
+CHATS = ("messages", "conversations")  # prompts with the last answer, which is not part of the prompt
 # columns that hold the prompt in other trainers' data, for hints
 PROMPT_LIKE = ("instruction", "input", "query", "problem", "user", "task", "text", "context", "request")
-_NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
 _UNSUPPORTED = {  # column -> why a row that has it would lose something
     "tools": "completions cannot call tools",
     "image": "prompts with images are not supported",
@@ -43,23 +35,28 @@ class Parts:
 def parts_of(row: dict, where: str) -> Parts:
     """Return the prompt and the completions of a row. Raises UserError if the row is invalid; `where` is its position.
 
-    The prompt is the first of: `messages`, `conversations`, a list in `prompt`, `question`, `prompt`. A pair without
-    any of them has an implicit prompt: the common beginning of `chosen` and `rejected`.
+    The prompt is the first of PROMPT_COLUMNS that has a value. A pair without any of them has an implicit prompt: the
+    common beginning of `chosen` and `rejected`.
     """
     for name, why in _UNSUPPORTED.items():
-        if row.get(name):
+        value = row.get(name)
+        if len(value) if hasattr(value, "__len__") else value:
             raise UserError(f"column {name!r}: {where}, and {why}. Remove it, or rename it: --columns NEW={name}")
-    chat = next((row[key] for key in ("messages", "conversations") if row.get(key) is not None), None)
-    chat = row.get("prompt") if chat is None and isinstance(row.get("prompt"), list) else chat
-    key = next((k for k in ("question", "prompt") if k in row), None)
+    present = [key for key in PROMPT_COLUMNS if key in row]
+    key = next((key for key in present if row[key] is not None), present[0] if present else None)
     sides = _sides(row, where)
-    if chat is not None:
-        messages = _with_system(_prompt_chat(chat, where), row, where)
+    if key is not None and (key in CHATS or isinstance(row[key], (list, tuple))):
+        messages = _with_system(_prompt_chat(row[key], key, sides, where), row, where)
         return Parts(messages, **_completions(sides, messages, where), conversational=True)
     if key is not None:
         return _with_text_prompt(row, key, sides, where)
     if not sides:
         raise _no_prompt(row, where)
+    return _with_implicit_prompt(row, sides, where)
+
+
+def _with_implicit_prompt(row: dict, sides: list[tuple[str, Any]], where: str) -> Parts:
+    """Return the parts of a pair whose prompt is the common beginning of its two sides."""
     (_, chosen), (_, rejected) = sides
     if isinstance(chosen, list) and isinstance(rejected, list):
         messages, *both = _split_chats(chosen, rejected, where)
@@ -87,10 +84,17 @@ def _with_text_prompt(row: dict, key: str, sides: list[tuple[str, Any]], where: 
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def _prompt_chat(chat: Any, where: str) -> list[Message]:
-    """Return the messages of a prompt. A last assistant message is removed, because the model writes its own."""
-    messages = _messages(chat, where)
+def _prompt_chat(chat: Any, key: str, sides: list[tuple[str, Any]], where: str) -> list[Message]:
+    """Return the messages of a prompt. A last assistant message of a chat is removed, because the model writes its
+    own. Raises UserError if that would lose the beginning of a completion."""
+    messages = messages_of(chat, where)
     if messages and messages[-1]["role"] == "assistant":
+        last = (messages, messages[-1:], messages[-1]["content"])
+        if key not in CHATS or (sides and not any(side in last for _, side in sides)):
+            raise UserError(
+                f"an assistant message at the end of {key}: {where}. Remove that message: the model starts its own, "
+                "and cannot continue one"
+            )
         messages = messages[:-1]
     return _require_user(messages, where)
 
@@ -116,14 +120,24 @@ def _with_system(messages: list[Message], row: dict, where: str) -> list[Message
 
 def _no_prompt(row: dict, where: str) -> UserError:
     """Return the error for a row without a prompt, with the column that may be the prompt."""
-    like = _prompt_like(row)
-    fix = f". If {like[0]!r} is the prompt, add --columns prompt={like[0]}" if like else ""
-    return UserError(f"no prompt: {where}, columns {sorted(row)}. Each row needs {EXPECTED_COLUMNS}{fix}")
+    like, columns = _prompt_like(row), sorted(map(str, row))
+    fix = f". If {like[0]!r} is the prompt, add {columns_flag('prompt', like[0])}" if like else ""
+    if "instruction" in row and row.get("input"):
+        fix = ". If the prompt is 'instruction' and 'input' together, write both into one column 'prompt'"
+    elif "conversation" in row:
+        fix = f". If 'conversation' is a chat, add {columns_flag('messages', 'conversation')}"
+    return UserError(f"no prompt: {where}, columns {columns}. Each row needs {EXPECTED_COLUMNS}{fix}")
+
+
+def columns_flag(new: str, old: str) -> str:
+    """Return the flag that renames a column, quoted for the shell if necessary."""
+    return f"--columns {shlex.quote(f'{new}={old}')}"
 
 
 def _prompt_like(row: dict) -> list[str]:
     """Return the columns whose name suggests that they contain the prompt."""
-    return [*(name for name in PROMPT_LIKE if name in row), *difflib.get_close_matches("prompt", row, cutoff=0.82)]
+    names = [name for name in row if isinstance(name, str)]
+    return [*(name for name in PROMPT_LIKE if name in row), *difflib.get_close_matches("prompt", names, cutoff=0.82)]
 
 
 # --- completions -----------------------------------------------------------------------------------------------------
@@ -136,14 +150,16 @@ def _sides(row: dict, where: str) -> list[tuple[str, Any]]:
         return []
     for name in ("chosen", "rejected"):
         if name not in row:
-            raise UserError(f'no "{name}": {where}, columns {sorted(row)}. A pair needs both "chosen" and "rejected"')
+            raise UserError(
+                f'no "{name}": {where}, columns {sorted(map(str, row))}. A pair needs both "chosen" and "rejected"'
+            )
     return [(name, _side(row[name], name, where)) for name in ("chosen", "rejected")]
 
 
 def _side(value: Any, name: str, where: str) -> str | list[Message]:
     chat = [value] if isinstance(value, dict) else value  # LLaMA-Factory writes one message
-    if isinstance(chat, list) and chat and all(isinstance(m, dict) for m in chat):
-        return _messages(chat, where, name)
+    if isinstance(chat, (list, tuple)) and chat and all(isinstance(m, dict) for m in chat):
+        return messages_of(chat, where, name)
     return check_text(value, name, where)
 
 
@@ -197,47 +213,3 @@ def _split_texts(chosen: str, rejected: str, row: dict, where: str) -> tuple[str
             f"no prompt, and chosen or rejected is the beginning of the other one: {where}. Add a column prompt"
         )
     return (prompt, *rests)
-
-
-# --- messages and texts ----------------------------------------------------------------------------------------------
-
-
-def _messages(chat: Any, where: str, name: str = "content") -> list[Message]:
-    """Return a chat as messages with the keys role and content. `name` names the contents in errors."""
-    if not isinstance(chat, list) or not all(isinstance(m, dict) for m in chat):
-        raise UserError(f'not a list of {{"role", "content"}} messages: {where}. Correct or remove that row')
-    return [_message(m, where, name) for m in chat]
-
-
-def _message(message: dict, where: str, name: str) -> Message:
-    if message.get("tool_calls"):
-        raise UserError(f"a message with tool_calls: {where}. Remove that row, because completions cannot call tools")
-    if {"role", "content"} <= message.keys():
-        role, content, roles = message["role"], message["content"], dict.fromkeys(ROLES)
-    elif {"from", "value"} <= message.keys():
-        role, content, roles = message["from"], message["value"], SHAREGPT_ROLES
-    else:
-        raise UserError(f'not a list of {{"role", "content"}} messages: {where}. Correct or remove that row')
-    if not isinstance(role, str) or role not in roles:
-        raise UserError(f"unknown chat role {shown(role, repr)}: {where}. Use one of {', '.join(roles)}")
-    return {"role": roles[role] or role, "content": check_text(content, name, where)}
-
-
-def check_text(value: Any, key: str, where: str) -> str:
-    """Return a text from the data. Raises UserError if it is not text, empty, or not valid Unicode."""
-    if not isinstance(value, str):
-        raise UserError(f"{key} is {shown(value)}, not text: {where}. Correct or remove that row")
-    if not value.strip():
-        raise UserError(f"{key} is empty: {where}. Correct or remove that row")
-    found = _NOT_TEXT.search(value)
-    if found:
-        what = "a NUL character" if found[0] == "\0" else "a lone surrogate"
-        raise UserError(f"{key} contains {what} (character {found.start() + 1}): {where}. Correct or remove that row")
-    return value
-
-
-def shown(value: Any, as_text: Any = None) -> str:
-    """Return a value for an error message. Lists and objects are shown by their type only: they may be deep."""
-    kinds = {list: "a list", dict: "an object"}
-    as_text = as_text or (lambda v: json.dumps(v, default=str))
-    return kinds.get(type(value)) or as_text(value)[:40]

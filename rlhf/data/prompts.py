@@ -59,6 +59,7 @@ class PromptSets:
     rows: int = 0
     split: Split | None = None  # None: the prompts were given in Python
     parts: dict[str, int] = field(default_factory=dict)  # rows per part
+    repeated: int = 0  # rows whose prompt another row of the same part has
 
 
 def load_prompts(
@@ -142,7 +143,7 @@ def given_prompts(
     a prompt is invalid or none is short enough.
     """
     by_topic = data.steps_per_topic is not None
-    train = examples_of(prompts, by_topic, data.columns)
+    train = examples_of(prompts, by_topic, data.columns, data.skip_bad_rows, say)
     if not train:
         raise UserError("an empty list: prompts. Pass texts or chats")
     if evaluation is None:
@@ -150,7 +151,7 @@ def given_prompts(
         enough = len(train) >= FEW_PROMPTS and parts["rl"] and parts["evaluation"]
         train, held_out = (parts["rl"], parts["evaluation"]) if enough else (train, train)
     else:
-        held_out = examples_of(evaluation, columns=data.columns)
+        held_out = examples_of(evaluation, False, data.columns, data.skip_bad_rows, say)
     sets = render_sets(tokenizer, train, held_out, data, "prompts", say)
     if not sets.train or not sets.evaluation:
         raise UserError(f"no prompt has at most {data.prompt_length} tokens: prompts. Raise prompt_length")
@@ -173,7 +174,12 @@ def render_sets(
     lengths = [len(prompt.ids) for prompts in both for prompt in prompts]
     warn_about_length(lengths, longest, "prompts", source, "--prompt-length", say)
     kept, held_out = ([p for p in prompts if len(p.ids) <= longest] for prompts in both)
-    return PromptSets(kept, held_out, too_long=len(lengths) - len(kept) - len(held_out))
+    return PromptSets(
+        kept,
+        held_out,
+        too_long=len(lengths) - len(kept) - len(held_out),
+        repeated=len(train) + len(evaluation) - len(lengths),
+    )
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:

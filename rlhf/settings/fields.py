@@ -18,6 +18,7 @@ from rlhf.utils.errors import UserError, did_you_mean
 TRUE_WORDS = {"true", "yes", "on", "1"}
 FALSE_WORDS = {"false", "no", "off", "0"}
 UNSET_WORDS = {"none", "null", "auto", ""}
+NEVER_EMPTY = ("prompts", "pairs")  # an empty text is an unset variable of the shell; as a path, it is this folder
 # limit of whole numbers without a declared one: larger values are mistakes, and loops over them never end
 LARGEST_COUNT = 10**9
 MOST_DIGITS = 30
@@ -139,6 +140,8 @@ def is_unset(value: Any) -> bool:
 def convert(setting: Setting, value: Any, where: str) -> Any:
     """Return `value` (text of a flag, or data from a YAML file) in the type of the setting. Raises UserError, with
     `where` as the place that set the value."""
+    if setting.name in NEVER_EMPTY and isinstance(value, str) and not value.strip():
+        raise UserError(f"{setting.name} is empty: {where}. Give a data file, a folder or a hub dataset's name")
     if setting.optional and is_unset(value):
         return None
     if setting.is_list:

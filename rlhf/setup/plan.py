@@ -77,9 +77,10 @@ def base_parameters(policy: nn.Module) -> int:
 
 
 def prompts_line(sets: PromptSets) -> str:
+    repeated = f", {sets.repeated:,} repeated" if sets.repeated else ""
     return (
         f"{len(sets.train):,} for training, {len(sets.evaluation):,} for evaluation, {sets.too_long:,} skipped as too "
-        f"long (rows: {sets.rows:,}, split {sets.split}: "
+        f"long{repeated} (rows: {sets.rows:,}, split {sets.split}: "
         + ", ".join(f"{name} {count:,}" for name, count in sets.parts.items())
         + ")"
     )

@@ -94,7 +94,9 @@ class Evaluation:
         line."""
         rows = [prompt for prompt in prompts for _ in range(self.samples)]
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"update-{self.update:06d}.jsonl").open("w", encoding="utf-8") as file:
+        with (folder / f"update-{self.update:06d}.jsonl").open(
+            "w", encoding="utf-8", errors="backslashreplace"
+        ) as file:
             columns = zip(rows, self.texts, self.scores, self.kl, self.ended, strict=True)
             for i, (prompt, text, score, kl, ended) in enumerate(columns):
                 row = {"prompt": prompt.example.messages, "reply": text, "score": score, "kl": kl, "ended": ended}

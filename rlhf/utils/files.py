@@ -32,8 +32,8 @@ def atomic_write(file: Path, write: Callable[[Path], Any]) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a UTF-8 file atomically."""
-    atomic_write(file, lambda staging: staging.write_text(text, encoding="utf-8"))
+    """Write a UTF-8 file atomically. Lone surrogates are escaped as in JSON."""
+    atomic_write(file, lambda staging: staging.write_text(text, encoding="utf-8", errors="backslashreplace"))
 
 
 def write_json(file: Path, data: Any) -> None:

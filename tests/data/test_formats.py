@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+import pandas
 import pytest
+from datasets import Dataset
 from trl.data_utils import maybe_extract_prompt
 
 from rlhf.data.examples import Example, examples_of, load_examples
 from rlhf.data.splits import split_examples
-from rlhf.settings.types import Split
+from rlhf.settings.types import Renaming, Split
 from rlhf.utils.errors import UserError
 
 
@@ -48,7 +51,18 @@ FORMATS = {
         {"chosen": [ASK, YES, MORE, NO], "rejected": [ASK, YES, MORE, YES]}, [ASK, YES, MORE], "No.Yes.", True),
     "UltraFeedback": (
         {"prompt": "Is it?", "prompt_id": "1", "chosen": [ASK, YES], "rejected": [ASK, NO],
-         "messages": [ASK, YES], "score_chosen": 8.0}, PROMPT, "Yes.No.", True),
+         "messages": [ASK, YES], "score_chosen": 8.0}, PROMPT, "Yes.No.", False),
+    "UltraChat": ({"prompt": "Is it?", "messages": [ASK, YES, MORE, NO]}, PROMPT, None, False),
+    "a prompt made of the question": ({"question": "Is", "prompt": "Is it?"}, PROMPT, None, False),
+    "a prompt made of the messages": ({"messages": [ASK, YES], "prompt": [BRIEF, ASK]}, [BRIEF, ASK], None, True),
+    "a question next to a null prompt": ({"question": "Is it?", "prompt": None}, PROMPT, None, False),
+    "messages that are the chosen chat": (
+        {"messages": [ASK, YES], "chosen": [ASK, YES], "rejected": [ASK, NO]}, PROMPT, "Yes.No.", True),
+    "a tuple of messages": ({"prompt": (BRIEF, ASK)}, [BRIEF, ASK], None, True),
+    "parts of text": ({"prompt": [message("user", [{"type": "text", "text": t} for t in ("Is ", "it?")])]}, PROMPT,
+                      None, True),
+    "an empty system message": ({"conversations": [{"from": "system", "value": ""}, *shared("Is it?")]}, PROMPT,
+                                None, True),
     "UltraFeedback without messages": (
         {"prompt": "Is it?", "chosen": [BRIEF, ASK, YES], "rejected": [BRIEF, ASK, NO]}, [BRIEF, ASK], "Yes.No.",
         False),
@@ -80,7 +94,7 @@ def test_every_format_is_read(tmp_path, case):
         assert (example.chosen is None) == (completions is None)
         assert completions is None or example.chosen + example.rejected == completions
         assert example.conversational == conversational
-        assert example.columns == row, "reward functions receive all columns"
+        assert example.columns in (row, json.loads(json.dumps(row))), "reward functions receive all columns"
 
 
 IMPLICIT = [
@@ -111,6 +125,16 @@ def test_prompts_are_those_of_trl(row):
 REFUSED = {
     "only text": ({"text": "a"}, r"no prompt: .*If 'text' is the prompt, add --columns prompt=text"),
     "Alpaca": ({"instruction": "a", "output": "b"}, r"no prompt: .*add --columns prompt=instruction"),
+    "Alpaca with an input": (
+        {"instruction": "a", "input": "c", "output": "b"}, r"write both into one column 'prompt'$"),
+    "WildChat": ({"conversation": [ASK, YES]}, r"add --columns messages=conversation$"),
+    "a name with a space": ({"prompt ": "a"}, r"add --columns 'prompt=prompt '$"),
+    "a started completion": (
+        {"prompt": [ASK, YES], "chosen": [YES], "rejected": [NO]}, r"an assistant message at the end of prompt"),
+    "a started completion in a chat of a pair": (
+        {"messages": [ASK, message("assistant", "Well,")], "chosen": "Yes.", "rejected": "No."},
+        r"at the end of messages: .*Remove that message"),
+    "an image part": ({"prompt": [message("user", [{"type": "image"}])]}, r"content is a list, not text"),
     "pairs whose prompt has another name": (
         {"instruction": "Is it?", "chosen": "It is.", "rejected": "It is not."}, r"add --columns prompt=instruction"),
     "pairs with a misspelt prompt": ({"promt": "a", "chosen": "It is.", "rejected": "It was."}, "prompt=promt"),
@@ -145,6 +169,38 @@ def test_rows_that_would_lose_something_are_refused(case):
     with pytest.raises(UserError, match=problem) as caught:
         examples_of([row])
     assert "prompt 1" in str(caught.value) and "\n" not in str(caught.value)
+
+
+CONTAINERS = {
+    "a path": ("data.jsonl", r"not a list of prompts but a str: prompts\. .*--prompts FILE"),
+    "a row": ({"prompt": "a"}, r"not a list of prompts but a dict: prompts\. Give a list of rows: \[row\]"),
+    "a table": (pandas.DataFrame([{"prompt": "a"}]), r"but a DataFrame: .*prompts\.to_dict\(\"records\"\)"),
+    "a generator": ((text for text in "ab"), r"but a generator: prompts\. Give a list: list\(prompts\)"),
+}
+
+
+@pytest.mark.parametrize("case", CONTAINERS)
+def test_prompts_in_python_are_a_list(case):
+    prompts, problem = CONTAINERS[case]
+    with pytest.raises(UserError, match=problem):
+        examples_of(prompts)
+
+
+def test_rows_in_python():
+    """A Dataset of `datasets` is a list of rows; renaming is for rows only; bad rows may be skipped."""
+    rows, said = Dataset.from_list([{"ask": "a", "n": 1}, {"ask": "", "n": 2}]), []
+    columns = (Renaming("prompt=ask"),)
+    (example,) = examples_of(rows, False, columns, 50.0, said.append)
+    assert example.columns == {"prompt": "a", "n": 1} and said[0].startswith("skipped 1 of 2 rows")
+    with pytest.raises(UserError, match=r"^prompt is empty: prompt 2\. Correct or remove that row$"):
+        examples_of(rows, columns=columns)
+    assert [e.messages for e in examples_of(["b", {"ask": "a"}], columns=columns)] == [
+        (message("user", "b"),), (message("user", "a"),)
+    ]  # fmt: skip
+    with pytest.raises(UserError, match=r"the column name 1 is not text: prompt 1\. Rename"):
+        examples_of([{1: "x", "prompt": "a"}])
+    with pytest.raises(UserError, match=r"column 'tools': prompt 1"):
+        examples_of([{"prompt": "a", "tools": np.array(["f", "g"])}])
 
 
 # --- the data of three well-known tasks ------------------------------------------------------------------------------

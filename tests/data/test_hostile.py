@@ -21,7 +21,7 @@ from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.config import parse_cli
 from rlhf.data.chat_template import decode_completion, encode_completion, encode_prompt, encode_text
 from rlhf.data.examples import examples_of, load_examples
-from rlhf.data.formats import ROLES
+from rlhf.data.messages import ROLES
 from rlhf.data.prompts import encode_prompts, load_prompts
 from rlhf.models.load import load_adapter, load_policy, load_tokenizer
 from rlhf.reports.token_page import write_token_page
@@ -33,6 +33,7 @@ from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Split
 from rlhf.setup.build import load_components
+from rlhf.setup.plan import prompts_line
 from rlhf.trainer.evaluation import fixed_text
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
@@ -292,6 +293,7 @@ def test_repeated_questions_are_removed(tmp_path, tokenizer):
     train, held_out = ([p.example.messages[-1]["content"] for p in part] for part in (sets.train, sets.evaluation))
     assert len(set(train)) == len(train) and len(set(held_out)) == len(held_out)
     assert sum(c in train for c in copies) in (0, 4) and len(train) + len(held_out) == 64
+    assert sets.repeated == 72 - 64 and " as too long, 8 repeated (rows: 72," in prompts_line(sets)
 
 
 DEEP = "[" * 100_000
@@ -302,7 +304,7 @@ WRONG = {
     "an empty chat": '{"messages": []}',
     "a list for a role": '{"messages": [{"role": ["user"], "content": "a"}]}',
     "null for a content": '{"messages": [{"role": "user", "content": null}]}',
-    "parts for a content": '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}',
+    "parts for a content": '{"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}',
     "an object for a prompt": '{"prompt": {"a": 1}}',
     "NaN": '{"prompt": NaN}',
     "a zero for the system text": '{"system": 0, "prompt": "a"}',
@@ -312,6 +314,8 @@ WRONG = {
     "a list of lists for a completion": '{"prompt": "a", "chosen": [["a"]], "rejected": "b"}',
     "text for true or false": '{"prompt": "a", "chosen": "b", "rejected": "c", "rejected_ended": "false"}',
     "a list for a flaw": '{"prompt": "a", "chosen": "b", "rejected": "c", "flaw": ["wrong"]}',
+    "half a character in a topic": '{"prompt": "a", "topic": "\\ud800"}',
+    "half a character in a flaw": '{"prompt": "a", "chosen": "b", "rejected": "c", "flaw": "\\ud800"}',
     "an object for a topic": '{"prompt": "a", "topic": {}}',
     "a text alone": '"prompt"',
     "null": "null",

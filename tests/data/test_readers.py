@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from rlhf.data.examples import load_examples
 from rlhf.data.folders import split_of
 from rlhf.data.readers import read_file
 from rlhf.data.source import DataSource
+from rlhf.settings.evaluation import parse_comparison_cli, parse_evaluation_cli
 from rlhf.settings.reward_model import may_have_pairs, parse_reward_cli
 from rlhf.settings.types import Renaming
 from rlhf.utils.errors import UserError
@@ -286,6 +288,59 @@ def test_columns_get_new_names(tmp_path):
         load_examples(DataSource(file, columns=renamed("prompt=problem")))
 
 
+def test_column_that_is_not_the_prompt_cannot_get_the_name_of_one(tmp_path):
+    file = str(write(tmp_path / "a.jsonl", jsonl({"prompt": "a", "text": "b"})))
+    problem = (
+        r"the prompt is the column 'prompt', not 'question': --columns question=text, .*prompt=text OTHER=prompt$"
+    )
+    with pytest.raises(UserError, match=problem):
+        load_examples(DataSource(file, columns=renamed("question=text")))
+    (example,) = load_examples(DataSource(file, columns=renamed("prompt=text", "old=prompt")))
+    assert example.question == "b"
+
+
+@pytest.mark.parametrize(("row", "note"), [
+    ({"prompt": "a", "system_prompt": "Be kind."}, r"'system_prompt' is not part of .*--columns system="),
+    ({"prompt": "a", "input": "b", "output": "c"}, r"'input' is not part of .*write both into one column 'prompt'$"),
+    ({"prompt": "a", "history": [["b", "c"]]}, r"'history' is not part of the prompt"),
+    ({"prompt": "a", "system_prompt": "", "input": "b", "history": []}, None),
+])  # fmt: skip
+def test_columns_that_may_belong_to_the_prompt_are_reported_once(tmp_path, row, note):
+    text = []
+    load_examples(str(write(tmp_path / "a.jsonl", jsonl(row))), say=text.append)
+    assert len(text) == (note is not None) and all(re.search(note, line) for line in text)
+
+
+def test_similar_names_are_not_misspellings(tmp_path):
+    """prompt_id is a column of its own, because a row has it next to prompt; promt is not."""
+    rows = [{"prompt": "a", "prompt_id": "1"}, {"question": "b", "prompt_id": "2"}]
+    assert len(load_examples(str(write(tmp_path / "a.jsonl", jsonl(*rows))))) == 2
+    with pytest.raises(
+        UserError, match=r"unknown column 'promt': .*a\.jsonl:3, .* Did you mean 'prompt', which other"
+    ):
+        load_examples(str(write(tmp_path / "a.jsonl", jsonl(*rows, {"promt": "c"}))))
+
+
+def test_rows_that_differ_in_any_column_are_not_duplicates(tmp_path):
+    text, rows = [], [{"prompt": "a", "answer": i} for i in range(4)]
+    load_examples(str(write(tmp_path / "a.jsonl", jsonl(*rows))), say=text.append)
+    assert text == []
+    load_examples(str(write(tmp_path / "a.jsonl", jsonl(*rows, rows[0]))), say=text.append)
+    assert len(text) == 1 and text[0].startswith("warning: 1 of 5 rows are duplicates: ")
+
+
+def test_empty_name_of_data_is_refused():
+    """A variable of the shell that is not set: `--prompts "$DATA"`. As a path, the empty text is this folder."""
+    for parse, flag in (
+        (parse_cli, "--prompts"), (parse_reward_cli, "--pairs"), (parse_evaluation_cli, "--prompts"),
+        (lambda argv: parse_comparison_cli(["run", *argv]), "--prompts"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=f"^{flag[2:]} is empty: {flag}\\. Give a data file"):
+            parse([flag, ""])
+    with pytest.raises(UserError, match=r"^prompts is empty: "):
+        make_config(prompts=" ")
+
+
 def test_columns_as_flags_and_in_yaml_and_python(tmp_path):
     file = write(tmp_path / "a.yaml", "columns:\n  prompt: question\n  answer: solution\n")
     words = ("prompt=question", "answer=solution")
@@ -337,6 +392,13 @@ def test_bad_rows_of_a_file_are_refused_and_the_error_names_the_flag(tmp_path):
     lines = caught.value.report().splitlines()
     assert len(lines) == 6 and lines[-1] == "and 2 more"
     assert lines[0].endswith("To skip all bad rows (7 of 100), add --skip-bad-rows 7")
+    with pytest.raises(
+        UserError, match=r"is empty: .* row\. To skip all bad rows \(2 of 3\), add --skip-bad-rows 66.7"
+    ):
+        load_examples(str(write(tmp_path / "b.jsonl", with_bad_rows(2, 3))))
+    with pytest.raises(UserError) as caught:
+        load_examples(str(write(tmp_path / "b.jsonl", with_bad_rows(2999, 3000))))
+    assert "--skip-bad-rows" not in str(caught.value), "the flag accepts less than 100"
     with pytest.raises(UserError, match="add --skip-bad-rows 7"):
         load_examples(DataSource(file, skip_bad_rows=6.9))
 

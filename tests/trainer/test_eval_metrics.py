@@ -11,6 +11,7 @@ from rlhf.checkpoints.best import Candidate, choose
 from rlhf.run.figures import compare
 from rlhf.trainer.eval_metrics import figures_of, per_prompt, shown, tag_of
 from rlhf.trainer.evaluation import Evaluation
+from rlhf.utils.files import write_json
 from rlhf.utils.intervals import over_prompts
 from tests.trainer.test_evaluation import evaluation, prompts
 
@@ -78,6 +79,15 @@ def test_completions_without_a_score_are_left_out_of_means_topics_and_samples(tm
     rows = [json.loads(line) for line in (tmp_path / "update-000000.jsonl").open()]
     assert [row["score"] for row in rows] == [1.0, None, 3.0, None]
     assert "metrics" not in rows[0], "there are no evaluation functions"
+
+
+def test_lone_surrogates_in_logged_columns_are_written_as_json_writes_them(tmp_path):
+    """A column of the data may contain them, because only the prompt and the completions are checked."""
+    result = evaluation([1.0], extra={"answer": ["\\\ud800 a"]})
+    result.write(tmp_path, prompts(1))
+    assert json.loads((tmp_path / "update-000000.jsonl").read_text())["extra"] == {"answer": "\\\ud800 a"}
+    write_json(tmp_path / "a.json", "\ud800")
+    assert json.loads((tmp_path / "a.json").read_text()) == "\ud800"
 
 
 def test_figures_are_paired_over_the_prompts_with_a_score_in_both_evaluations():

@@ -1,0 +1,78 @@
+"""Messages and texts of the data: chats with `role` and `content`, ShareGPT, and checks of texts."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from rlhf.utils.errors import UserError
+
+Message = dict[str, str]
+ROLES = ("system", "user", "assistant", "tool")
+# "from" of a ShareGPT message -> role
+SHAREGPT_ROLES = {
+    **{role: role for role in ROLES},
+    **dict.fromkeys(("human",), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
+}
+_NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
+
+
+def messages_of(chat: Any, where: str, name: str = "content") -> list[Message]:
+    """Return a chat as messages with the keys role and content, without empty system messages. `name` names the
+    contents in errors."""
+    if not isinstance(chat, (list, tuple)) or not all(isinstance(m, dict) for m in chat):
+        raise UserError(f'not a list of {{"role", "content"}} messages: {where}. Correct or remove that row')
+    return [_message(m, where, name) for m in chat if not _is_empty_system(m)]
+
+
+def _is_empty_system(message: dict) -> bool:
+    """True for a system message without text, which many ShareGPT files contain."""
+    content = message.get("content", message.get("value"))
+    return "system" in (message.get("role"), message.get("from")) and isinstance(content, str) and not content.strip()
+
+
+def _message(message: dict, where: str, name: str) -> Message:
+    if message.get("tool_calls"):
+        raise UserError(f"a message with tool_calls: {where}. Remove that row, because completions cannot call tools")
+    if {"role", "content"} <= message.keys():
+        role, content, roles = message["role"], message["content"], dict.fromkeys(ROLES)
+    elif {"from", "value"} <= message.keys():
+        role, content, roles = message["from"], message["value"], SHAREGPT_ROLES
+    else:
+        raise UserError(f'not a list of {{"role", "content"}} messages: {where}. Correct or remove that row')
+    if not isinstance(role, str) or role not in roles:
+        raise UserError(f"unknown chat role {shown(role, repr)}: {where}. Use one of {', '.join(roles)}")
+    return {"role": roles[role] or role, "content": check_text(_joined(content), name, where)}
+
+
+def _joined(content: Any) -> Any:
+    """Return the text of a content that is a list of text parts. Other contents are returned as they are."""
+    if isinstance(content, list) and content:
+        parts = [part if isinstance(part, dict) and part.get("type") == "text" else {} for part in content]
+        texts = [part.get("text") for part in parts]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(texts)
+    return content
+
+
+def check_text(value: Any, key: str, where: str) -> str:
+    """Return a text from the data. Raises UserError if it is not text, empty, or not valid Unicode."""
+    if not isinstance(value, str):
+        raise UserError(f"{key} is {shown(value)}, not text: {where}. Correct or remove that row")
+    if not value.strip():
+        raise UserError(f"{key} is empty: {where}. Correct or remove that row")
+    found = _NOT_TEXT.search(value)
+    if found:
+        what = "a NUL character" if found[0] == "\0" else "a lone surrogate"
+        raise UserError(f"{key} contains {what} (character {found.start() + 1}): {where}. Correct or remove that row")
+    return value
+
+
+def shown(value: Any, as_text: Any = None) -> str:
+    """Return a value for an error message. Lists and objects are shown by their type only: they may be deep."""
+    kinds = {list: "a list", tuple: "a tuple", dict: "an object"}
+    as_text = as_text or (lambda v: json.dumps(v, default=str))
+    return kinds.get(type(value)) or as_text(value)[:40]

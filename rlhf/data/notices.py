@@ -1,0 +1,107 @@
+"""What is printed about rows: bad rows, misspelled columns, duplicates, and columns that may belong to the prompt."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhf.data.formats import PROMPT_COLUMNS, columns_flag
+from rlhf.data.source import DataSource
+from rlhf.utils.errors import MAX_PRINTED, UserError
+
+if TYPE_CHECKING:
+    from rlhf.data.examples import Example
+
+REPEATED_SHARE = 0.05  # duplicate rows: above this share a warning is printed
+# columns that other trainers add to the prompt -> how to use them here
+UNUSED = {
+    "system_prompt": f"If it is a system message, add {columns_flag('system', 'system_prompt')}",
+    "input": "If it belongs to the prompt, write both into one column 'prompt'",
+    "history": "If earlier turns belong to the prompt, write all turns into one column 'messages'",
+}
+
+
+def report_bad_rows(problems: list[str], rows: int, source: DataSource, say: Callable[[str], None]) -> None:
+    """Print the rows that are skipped. Raises UserError if they are more than the source allows."""
+    count, first = len(problems), problems[0] + ("" if problems[0].endswith("?") else ".")
+    missing = {problem.partition(", columns ")[2] for problem in problems}  # empty: not a problem of the columns
+    if count == rows > 1 and len(missing) == 1 and missing != {""}:
+        raise UserError(f"{first} All {rows:,} rows have this problem")
+    if count == rows:
+        raise UserError(problems)
+    if 100 * count > source.bad_percent * rows:
+        needed = -(-1000 * count // rows) / 10  # percent, rounded up; the flag accepts less than 100
+        fix = f"{first} To skip all bad rows ({count} of {rows:,}), add --skip-bad-rows {needed:g}"
+        raise UserError([fix, *problems[1:]] if needed < 100 else problems)
+    say(f"skipped {count} of {rows:,} rows because they cannot be used: {source.name}")
+    for problem in problems[:MAX_PRINTED]:
+        say(f"  {problem}")
+    if count > MAX_PRINTED:
+        say(f"  and {count - MAX_PRINTED} more")
+
+
+def misspellings(rows: Iterable[Any], known: Collection[str]) -> dict[frozenset, tuple[str, str]]:
+    """Return the misspelled column of each kind of row that has one: the row's names -> (name, likely name).
+
+    A name is a misspelling if it is similar to one of the `known` columns that the row lacks, other rows have that
+    column, and no row has both.
+    """
+    kinds = dict.fromkeys(frozenset(row) for row in rows if isinstance(row, dict))
+    found, used = {}, sorted({name for kind in kinds for name in kind if name in known})
+    together = {name: {other for kind in kinds if name in kind for other in kind} for name in used}
+    for kind in kinds:
+        lacking = [name for name in used if name not in kind]
+        for name in sorted(n for n in kind if isinstance(n, str) and n not in known) if lacking else ():
+            apart = [other for other in lacking if name not in together[other]]
+            near = difflib.get_close_matches(name, apart, n=1, cutoff=0.8)
+            if near:
+                found.setdefault(kind, (name, near[0]))
+    return found
+
+
+def print_notes(examples: Sequence[Example], source: DataSource, say: Callable[[str], None]) -> None:
+    """Print notes on prompts that may be incomplete, and a warning if many rows are duplicates."""
+    _note_implicit_prompts(examples, source, say)
+    for name, fix in UNUSED.items():
+        count = sum(_is_unused(name, e) for e in examples)
+        if count:
+            say(
+                f"note: the column {name!r} is not part of the prompt ({count:,} rows have it): {source.flag} "
+                f"{source.name}. {fix}"
+            )
+    copies = {json.dumps((e.messages, e.chosen, e.rejected)): e for e in examples}
+    if len(copies) < len(examples):
+        repeated = len(examples) - len({repr(e.columns) for e in examples})
+        if repeated > REPEATED_SHARE * len(examples):
+            say(
+                f"warning: {repeated} of {len(examples):,} rows are duplicates: {source.name}. Remove them if "
+                "unintended"
+            )
+
+
+def _is_unused(name: str, example: Example) -> bool:
+    """True if a row has a text or list in a column of UNUSED, and uses it for nothing."""
+    row = example.columns
+    if name == "input" and "output" not in row:  # without an output it is a column of another kind of data
+        return False
+    if name == "system_prompt" and any(m["role"] == "system" for m in example.messages):
+        return False
+    return isinstance(row.get(name), (str, list)) and len(row[name]) > 0
+
+
+def _note_implicit_prompts(examples: Sequence[Example], source: DataSource, say: Callable[[str], None]) -> None:
+    """Print a note if the prompts are the common beginnings of texts: the data may have the prompts elsewhere."""
+    found = [
+        e
+        for e in examples
+        if e.chosen is not None
+        and not e.conversational
+        and all(e.columns.get(name) is None for name in PROMPT_COLUMNS)
+    ]
+    if found:
+        say(
+            f"note: {len(found):,} rows have no prompt column, so the prompt is the common beginning of chosen and "
+            f"rejected, such as {found[0].messages[-1]['content'][:60]!r}: {source.flag} {source.name}"
+        )

@@ -34,13 +34,14 @@ from rlhf.models.load import load_tokenizer
 from rlhf.models.reference import Reference
 from rlhf.rewards.build import RewardSources, find_rewards, make_rewards
 from rlhf.rewards.checks import check_reward_context
+from rlhf.rewards.find import code_print
 from rlhf.rewards.rewards import Rewards, check_columns
 from rlhf.rollout.completions import Completions
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.logprobs import compute_logprobs_and_values
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS, MeasureSettings
-from rlhf.settings.training import Config
+from rlhf.settings.training import Config, function_name
 from rlhf.trainer.evaluation import FixedText, fixed_text, perplexity, text_of_file
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
@@ -88,9 +89,7 @@ class ModelEvaluator:
         usual_prompts: int = HELD_OUT_PROMPTS,
     ):
         """Finds and loads what all evaluations share. Raises UserError before loading if something is missing.
-
-        `usual_prompts` is the number of held-out prompts without --num-prompts.
-        """
+        `usual_prompts` is the number of held-out prompts without --num-prompts."""
         self.models, self.settings, self.device = models, settings, device
         self.config = shared_settings(models, settings)
         self.dtype = autocast_dtype(self.config.model.bf16, device)
@@ -153,12 +152,18 @@ class ModelEvaluator:
         return self.judges[0].name if self.judges else None
 
     def rate(self, rows: Sequence[dict]) -> np.ndarray | None:
-        """Returns the first judge's ratings of completions that a run stored, as `rate_stored`; None without a
-        judge."""
+        """Returns the first judge's ratings of completions that a run stored, as `rate_stored`, or None."""
         if not self.judges:
             return None
         known = {as_key(p.example.messages): p.example for p in self.prompts.known}
-        return rate_stored(self.judges[0], rows, known, self.tokenizer, as_logged=self.settings.eval_func is None)
+        return rate_stored(self.judges[0], rows, known, self.tokenizer, as_logged=self._stored_ratings_are_valid())
+
+    def _stored_ratings_are_valid(self) -> bool:
+        """True if the first judge is a function of the runs, whose file has not changed since."""
+        rules = [rule for rule in self.config.reward.eval_func if function_name(rule) == self.judge_name]
+        runs = [model.run for model in self.models if model.run is not None]
+        unchanged = all(run.data["rules"].get(rule) == code_print(rule) for rule in rules for run in runs)
+        return self.settings.eval_func is None and unchanged
 
     @property
     def score_name(self) -> str:

@@ -100,7 +100,8 @@ def load_judges(
         model.__name__ = "judge"
         judges.append(Judge(settings.judge_model, Rewards([model], None, tokenizer)))
     for rule, function in zip(config.reward.eval_func, sources.functions, strict=True):
-        rewards = Rewards([function], None, tokenizer, config.reward.reward_timeout)
+        limit_s = config.reward.reward_timeout
+        rewards = Rewards([function], None, tokenizer, limit_s, [function_name(rule)], "evaluation function")
         judges.append(Judge(function_name(rule), rewards, True, _identity(rule) not in trained_on))
     gold = gold_of(config)
     if gold is not None:

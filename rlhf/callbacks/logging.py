@@ -69,9 +69,10 @@ class ProgressLine(Callback):
         kl = metrics[target.metric]
         aim = "no target" if self.controller.horizon is None else f"target {target.nats:g}"
         topic = self.trainer.sampler.topic_of(update)
+        score = f"score {metrics['rewards/mean']:+.2f}" if "rewards/mean" in metrics else "no score"
         shown_topic = "" if topic is None else f"topic {shorten(topic)} | "
         self.screen.progress(
-            f"update {update}/{updates} | {shown_topic}score {metrics['rewards/mean']:+.2f} | KL "
+            f"update {update}/{updates} | {shown_topic}{score} | KL "
             f"{kl_text(kl, target.per)} ({aim}) | beta {metrics['kl_coef']:.3g} | "
             f"length {metrics['completions/mean_length']:.0f} tokens | "
             f"{metrics['throughput/tokens_per_s']:,.0f} tokens/s | {clock(left)} left",
@@ -101,7 +102,8 @@ class SameScores(Callback):
 
     def on_batch(self, update, batch, scores):
         known = scores.raw[~scores.raw.isnan()]
-        self.seen |= {float(known.min()), float(known.max())}
+        if len(known):
+            self.seen |= {float(known.min()), float(known.max())}
 
     def on_update_end(self, update, metrics):
         if len(self.seen) == 1 and update in (SOME_UPDATES, self.trainer.updates):

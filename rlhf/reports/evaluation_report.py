@@ -194,7 +194,9 @@ def show_report(report: dict[str, Any], screen: Screen) -> None:
     for model in report["models"]:
         for warning in model["warnings"]:
             screen.say(f"warning: {model['label']}: {warning}")
-        if report["start"] is not None and not model["warnings"]:
+        if model["figures"]["score"] is None:
+            screen.say(f"warning: {model['label']}: no completion has a score, so the audit has nothing to compare")
+        elif report["start"] is not None and not model["warnings"]:
             screen.say(f"{model['label']}: no signs of reward hacking. {READ_THEM}")
 
 

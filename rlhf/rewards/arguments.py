@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 from transformers import TrainerState
 
 from rlhf.data.prompts import Prompt
+from rlhf.utils.files import json_ready
 
 PER_COMPLETION = ("prompts", "completions", "completion_ids", "messages", "ended")  # lists, like the columns
 PER_CALL = ("trainer_state", "log_extra", "log_metric")  # one object for all completions
@@ -55,8 +57,11 @@ class RewardLog:
         self.extra[str(column)] = [_as_json(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
-        """Store a number."""
-        self.values.setdefault(str(name), []).append(float(value))
+        """Store a number. One that is not finite is ignored. Raises ValueError for an empty name."""
+        if not str(name).strip():
+            raise ValueError("log_metric() needs a name")
+        if math.isfinite(value):
+            self.values.setdefault(str(name), []).append(float(value))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -68,7 +73,8 @@ def _as_json(value: Any) -> Any:
     """Return a value as a JSON file stores it, because samples and checkpoints contain it; as text if JSON cannot
     store it."""
     try:
-        return json.loads(json.dumps(value, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v)))
+        text = json.dumps(value, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v))
+        return json_ready(json.loads(text))
     except (TypeError, ValueError, RecursionError):  # for example a dict whose keys are tuples
         return str(value)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 import math
+import signal
 import sys
 import sysconfig
-import threading
-import time
 import traceback
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable
 from functools import partial
 from numbers import Rational, Real
 from pathlib import Path
@@ -24,19 +21,16 @@ from rlhf.rewards.arguments import Arguments
 from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.printing import printed_to
 from rlhf.utils.errors import RunError
+from rlhf.utils.time_limit import TimeLimitExceeded, event_loop, within
 
 MAX_ABS_SCORE = 1e9  # the sum of squares of a batch of larger scores overflows float32
-# paths of code that is not the user's: the files here that call a function, and the libraries
-CALLERS = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("arguments", "call", "functions", "rewards"))
-LIBRARIES = (*CALLERS, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+# paths of code that is not the user's
+PACKAGE = str(Path(__file__).parents[1])
+LIBRARIES = (PACKAGE, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
 
 class BadScore(RunError):
     """A score that is not finite or too large. Training skips the update; an evaluation ends the run."""
-
-
-class _Timeout(Exception):
-    """A reward function exceeded its time limit."""
 
 
 def call_function(
@@ -61,15 +55,18 @@ def call_function(
         return kind(f"{what}: {who}, {which}. {hint}", inputs=arguments.per_completion)
 
     try:
-        scores = _plain(_within(limit_s, partial(_call, function, arguments, printed)))
-    except (RunError, torch.OutOfMemoryError, KeyboardInterrupt):
+        scores = within(limit_s, partial(_call, function, arguments, printed))
+    except (RunError, torch.OutOfMemoryError):
         raise
-    except _Timeout:
+    except TimeLimitExceeded:
         completions = f"{len(texts)} completions, the first is {texts[0]!r:.60}"
         hint = "Make it faster, or raise --reward-timeout"
         raise failure(f"no result after {limit_s:g} s", completions, hint) from None
     except BaseException as error:  # the user's code may raise anything, SystemExit(0) too
-        what = f"{_own_line(error)}{type(error).__name__}: {' '.join(str(error).split())}"
+        if _is_ctrl_c(error):
+            raise
+        message = " ".join(str(error).split())
+        what = f"{_own_line(error)}{type(error).__name__}" + (f": {message}" if message else "")
         raise failure(what, _failing_completion(function, arguments, limit_s, printed)) from error
     if not isinstance(scores, list) or len(scores) != len(texts):
         got = f"{len(scores)}: {scores!r:.60}" if isinstance(scores, list) else f"{scores!r:.60}, which is not a list"
@@ -82,6 +79,14 @@ def call_function(
     return [None if score is None else float(score) for score in scores]
 
 
+def _is_ctrl_c(error: BaseException) -> bool:
+    """True for the KeyboardInterrupt of a signal handler; False if the user's code raised it."""
+    if not isinstance(error, KeyboardInterrupt):
+        return False
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    return signal.getsignal(signal.SIGINT) is signal.default_int_handler or raised_in.startswith(PACKAGE)
+
+
 def _score_problem(score: Any, finite: bool) -> tuple[str | None, type[RunError]]:
     """Return what is wrong with a score (None: nothing), and the type of the error."""
     if score is None:
@@ -89,16 +94,17 @@ def _score_problem(score: Any, finite: bool) -> tuple[str | None, type[RunError]
     if isinstance(score, Rational) and abs(score) > sys.float_info.max:
         return "a score is larger than the largest float", RunError
     if not isinstance(score, Real) or (finite and not math.isfinite(score)):
-        return f"score {score!r} is not a finite number", BadScore
+        none = " (None means that the function does not apply)" if score != score else ""
+        return f"score {score!r} is not a finite number{none}", BadScore
     if finite and abs(score) > MAX_ABS_SCORE:
         return f"score {score!r} is too large (the limit is {MAX_ABS_SCORE:g})", BadScore
     return None, RunError
 
 
 def _plain(scores: Any) -> Any:
-    """Convert NumPy and torch numbers to Python numbers."""
+    """Convert NumPy and torch numbers to Python numbers, and any iterable except text to a list."""
     scores = scores.tolist() if hasattr(scores, "tolist") else scores
-    if isinstance(scores, Sequence):
+    if isinstance(scores, Iterable) and not isinstance(scores, (str, bytes, dict)):
         return [score.item() if hasattr(score, "item") else score for score in scores]
     return scores
 
@@ -116,34 +122,7 @@ def _call(function: RewardFunction, arguments: Arguments, printed: Path | None =
         rows = _accepted(function, arguments.per_completion).items()
         given = {name: [_copy(value) for value in values] for name, values in rows}
         scores = function(**given, **_accepted(function, arguments.per_call))
-        return asyncio.run(scores) if inspect.isawaitable(scores) else scores
-
-
-def _within(limit_s: float | None, call: Callable[[], Any]) -> Any:
-    """Return what `call` returns, or raise what it raises. Raises _Timeout after `limit_s` seconds.
-
-    Uses a thread because Windows has no alarm signal. A thread cannot be stopped: one that hangs keeps running until
-    the process ends.
-    """
-    if limit_s is None:
-        return call()
-    result: Future = Future()
-
-    def work() -> None:
-        try:
-            result.set_result(call())
-        except KeyboardInterrupt as error:  # raised by the function: Ctrl-C interrupts only the main thread
-            result.set_exception(RuntimeError(f"KeyboardInterrupt {error}".strip()))
-        except BaseException as error:  # raised again below, on the calling thread
-            result.set_exception(error)
-
-    worker, deadline = threading.Thread(target=work, daemon=True), time.monotonic() + limit_s
-    worker.start()
-    while worker.is_alive() and (left := deadline - time.monotonic()) > 0:
-        worker.join(min(left, 1.0))  # on Windows, Ctrl-C is handled only after a wait ends
-    if not result.done():
-        raise _Timeout
-    return result.result()
+        return _plain(event_loop().run_until_complete(scores) if inspect.isawaitable(scores) else scores)
 
 
 def parameters_of(function: RewardFunction) -> list[inspect.Parameter]:
@@ -175,9 +154,9 @@ def _failing_completion(
     texts = arguments.texts
     for i, text in enumerate(texts):
         try:
-            _within(limit_s, partial(_call, function, arguments.only(i), printed))
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # the user's code may raise anything; the caller reports the error
+            within(limit_s, partial(_call, function, arguments.only(i), printed))
+        except BaseException as error:  # the user's code may raise anything; the caller reports the error
+            if _is_ctrl_c(error):
+                raise
             return f"completion {text!r:.80}"
     return f"only with all {len(texts)} completions together, the first is {texts[0]!r:.60}"

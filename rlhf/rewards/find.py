@@ -15,8 +15,10 @@ from torch import nn
 
 from rlhf.rewards.eval_functions import exact_match
 from rlhf.rewards.functions import RewardFunction, keyword_bonus, length_penalty, word_penalty
+from rlhf.settings.next_commands import names_code
 from rlhf.settings.types import FROM_TRL
 from rlhf.utils.errors import UserError, did_you_mean
+from rlhf.utils.files import files_print
 
 NEED_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward", "get_cosine_scaled_reward")
 CACHE_SHARE = 5  # default of soft_punish_cache: a fifth of the longest completion, as in TRL's own GRPO script
@@ -131,6 +133,11 @@ def _of_users_file(name: str, path: str, attribute: str, flag: str) -> Callable[
     return rule
 
 
+def code_print(rule: str) -> str | None:
+    """Return a hash of the file that defines a function. None for a function that is not the user's."""
+    return files_print(rule.rpartition(":")[0] if names_code([rule]) else "", "")
+
+
 def _of_file(file: Path) -> str | None:
     """Return how to select one of the functions of a Python file, without executing it. None if it has none or cannot
     be read."""
@@ -142,11 +149,25 @@ def _of_file(file: Path) -> str | None:
     return f"Add the name of a function: {', '.join(f'{file}:{name}' for name in names)}" if names else None
 
 
+_loaded: dict[tuple, Any] = {}  # (path, time of change, size) -> module
+
+
 def _load_file(file: Path, flag: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"reward_func_{file.stem}", file)
+    """Return the module of a file. It is executed once, so its functions share what it loads."""
+    state = file.stat()
+    key = (file.resolve(), state.st_mtime_ns, state.st_size)
+    if key not in _loaded:
+        _loaded[key] = _execute(file, flag)
+    return _loaded[key]
+
+
+def _execute(file: Path, flag: str) -> Any:
+    folder = str(file.parent.resolve())
+    if folder not in sys.path:  # the file and its functions can import files next to it
+        sys.path.append(folder)
+    spec = importlib.util.spec_from_file_location(f"reward_func_{file.stem}_{len(_loaded)}", file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module there
-    sys.path.insert(0, str(file.parent.resolve()))  # so that it can import files next to it, as `python FILE.py` can
     try:
         spec.loader.exec_module(module)
     except KeyboardInterrupt:
@@ -154,6 +175,4 @@ def _load_file(file: Path, flag: str) -> Any:
     except BaseException as error:  # includes sys.exit()
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"the file fails on import: {flag} {file} ({reason}). Fix the file") from None
-    finally:
-        sys.path.pop(0)
     return module

@@ -63,9 +63,7 @@ def printed_to(file: Path | None, who: str) -> Iterator[None]:
             setattr(sys, name, _in_use(getattr(sys, name)))
         if buffer.getvalue():
             if not file.exists():
-                warnings.warn(
-                    f"reward function {who!r} prints text: it is written to {file}", RLHFWarning, stacklevel=2
-                )
+                warnings.warn(f"function {who!r} prints text: it is written to {file}", RLHFWarning, stacklevel=2)
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a", encoding="utf-8", errors="backslashreplace") as stream:
                 stream.write(buffer.getvalue())

@@ -70,7 +70,7 @@ class Rewards:
         self.limits_s = [None if isinstance(f, LearnedReward) else limit_s for f in self.functions]
         self.printed: Path | None = None  # file for the functions' output; None: the console
         self.names = list(names) if names is not None else _distinct([name_of(f) for f in self.functions])
-        self.kind = kind
+        self.kind, self.has_scored = kind, False  # True once a completion has had a score
         self.trainer_state = END_OF_TRAINING  # a training run replaces it by its own state
 
     def __str__(self) -> str:
@@ -93,7 +93,9 @@ class Rewards:
         """
         log = RewardLog(len(texts))
         given = self.scores_by_function(prompts, texts, ids, ended, log=log)
-        return RewardScores(self.weighted(given), given, log.extra, log.metrics)
+        total = self.weighted(given)
+        self.has_scored = self.has_scored or any(score is not None for score in total)
+        return RewardScores(total, given, log.extra, log.metrics)
 
     def weighted(self, scores: dict[str, list[float | None]]) -> list[float | None]:
         """Return the weighted sum of each completion's scores by function, over the functions that apply to it."""
@@ -164,11 +166,13 @@ def check_columns(
     examples: Sequence[Example],
     source: str,
     say: Callable[[str], None] = print,
+    kind: str = "reward function",
 ) -> None:
     """Check the columns of the data against the parameters of the reward functions.
 
     Raises UserError if a function requires a column that no row of the data has, or if a column has the name of an
-    argument. Prints a warning with `say` if a parameter has a default and the data has no such column.
+    argument. Prints a warning with `say` if a parameter has a default and the data has no such column. `kind` is what
+    the functions are called in messages.
     """
     functions = [f for f in functions if not isinstance(f, nn.Module)]  # modules receive ids
     present = dict.fromkeys(name for example in examples for name in example.columns)
@@ -182,7 +186,7 @@ def check_columns(
     for function in functions:
         name = name_of(function)
         problems += [
-            f"reward function {name!r} requires the column {column!r}, which the data lacks: {source}. {has}. "
+            f"{kind} {name!r} requires the column {column!r}, which the data lacks: {source}. {has}. "
             "Add the column, or give the parameter a default"
             for column in required_columns(function)
             if column not in present
@@ -190,7 +194,7 @@ def check_columns(
         for column in () if is_of_trl(function) else optional_columns(function):
             if column not in present:
                 say(
-                    f"warning: the data has no column {column!r}, so reward function {name!r} uses the default of "
+                    f"warning: the data has no column {column!r}, so {kind} {name!r} uses the default of "
                     f"this parameter: {source}. {has}"
                 )
     raise_if(problems)

@@ -22,13 +22,26 @@ def mean_interval(differences: Sequence[float], seed: int) -> tuple[float, float
     return (found.value, found.value) if found.low is None else (found.low, found.high)
 
 
-def rises(
+def paired(
     before: Evaluation, after: Evaluation, was: Sequence[float | None], now: Sequence[float | None]
-) -> list[float]:
-    """Return the change of each prompt's mean, for the prompts with a value in both evaluations. `was` and `now` have
+) -> list[tuple[float, float]]:
+    """Return the mean before and after training of each prompt with a value in both evaluations. `was` and `now` have
     one value per completion."""
     pairs = zip(per_prompt(was, before.samples), per_prompt(now, after.samples), strict=True)
-    return [b - a for a, b in pairs if a is not None and b is not None]
+    return [(a, b) for a, b in pairs if a is not None and b is not None]
+
+
+def rises(pairs: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the change of each prompt."""
+    return [b - a for a, b in pairs]
+
+
+def means(pairs: Sequence[tuple[float, float]], before: Evaluation, after: Evaluation) -> tuple[float, float]:
+    """Return the mean score before and after training. If some completions have no score, only prompts with a score in
+    both evaluations count, so that the difference is the mean change."""
+    if not pairs or (None not in before.scores and None not in after.scores):
+        return before.score, after.score
+    return fmean(a for a, _ in pairs), fmean(b for _, b in pairs)
 
 
 def compare(
@@ -44,12 +57,13 @@ def compare(
         gold: the demo's judge. None: no gold quality.
         seed: for the bootstrap intervals.
     """
-    rise, start_scores = rises(before, after, before.scores, after.scores), scored(before.scores)
-    spread = stdev(start_scores) if len(start_scores) > 1 else 0.0
+    pairs, start_scores = paired(before, after, before.scores, after.scores), scored(before.scores)
+    spread, rise = stdev(start_scores) if len(start_scores) > 1 else 0.0, rises(pairs)
+    score_before, score_after = means(pairs, before, after)
     figures: dict = {
         "prompts": len(prompts),
-        "score_before": before.score,
-        "score_after": after.score,
+        "score_before": score_before,
+        "score_after": score_after,
         "score_rise_interval": list(mean_interval(rise, seed)) if rise else None,
         "score_rise_in_start_sd": fmean(rise) / spread if spread and rise else 0.0,
         "kl_after": fmean(after.kl),
@@ -65,7 +79,7 @@ def compare(
         figures |= {
             "gold_before": fmean(was),
             "gold_after": fmean(is_now),
-            "gold_rise_interval": list(mean_interval(rises(before, after, was, is_now), seed)),
+            "gold_rise_interval": list(mean_interval(rises(paired(before, after, was, is_now)), seed)),
         }
     return figures | eval_figures(before, after, seed)
 
@@ -80,9 +94,11 @@ def eval_figures(before: Evaluation, after: Evaluation, seed: int) -> dict[str, 
             if key in start and key not in ("low", "high"):
                 figures[f"{tag_of(name, key)}_before"] = start[key]
                 figures[f"{tag_of(name, key)}_after"] = found[key]
-        rise = rises(before, after, before.values[name], after.values[name]) if start else []
-        if rise:
-            figures[f"eval/{name}_rise_interval"] = list(mean_interval(rise, seed))
+        pairs = paired(before, after, before.values[name], after.values[name]) if start else []
+        if pairs:
+            figures[f"eval/{name}_before"] = fmean(a for a, _ in pairs)
+            figures[f"eval/{name}_after"] = fmean(b for _, b in pairs)
+            figures[f"eval/{name}_rise_interval"] = list(mean_interval(rises(pairs), seed))
     return figures
 
 

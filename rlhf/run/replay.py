@@ -47,6 +47,7 @@ def replay_incident(config: Config, screen: Screen) -> None:
 def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
     """Compute the update again from the saved weights, without an optimizer step. Returns rows of (name, result)."""
     trainer.load_model(incident.folder / WEIGHTS)
+    trainer.state.global_step = incident.facts["update"] - 1  # as reward functions saw it in the run
     trainer.kl_coef = incident.facts["kl_coef"]
     rollout, lines = incident.rollout(trainer), [("found", incident.facts["found"])]
     lines += [(f"weight {n}", state_of(w)) for n, w in trainer.actor.named_parameters() if not w.isfinite().all()]
@@ -60,7 +61,7 @@ def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
                 (f"{name}, recomputed", state_of(again)),
             ]
     scores = scores_again(trainer, rollout)
-    lines += [(f"scores of {name}", state_of(as_tensor(given))) for name, given in scores.items()]
+    lines += [(f"scores of {name}", _state_of_scores(given)) for name, given in scores.items()]
     batch = batch_of(trainer, incident, rollout, scores)
     trainer.model.train()
     update, found = incident.facts["update"], incident.facts["rows"]
@@ -104,6 +105,15 @@ def batch_of(
 def as_tensor(scores: Sequence[float | None]) -> Tensor:
     """Return scores as a tensor, with NaN for None."""
     return torch.tensor([float("nan") if score is None else score for score in scores])
+
+
+def _state_of_scores(scores: Sequence[float | None]) -> str:
+    """Return in words how many scores are None, and the state of the others."""
+    known = [score for score in scores if score is not None]
+    none = f"{len(scores) - len(known)} of {len(scores)} None"
+    if len(known) == len(scores):
+        return state_of(torch.tensor(known))
+    return f"{none}; {state_of(torch.tensor(known))}" if known else none
 
 
 def state_of(tensor: Tensor) -> str:

@@ -34,9 +34,11 @@ def show_figures(figures: dict, averaged: int, screen: Screen) -> None:
     rise, rise_in_sd = figures["score_after"] - figures["score_before"], figures["score_rise_in_start_sd"]
     in_sd = f" = {rise_in_sd:.2f} standard deviations of the start model's scores" if rise_in_sd else ""
     within = figures["score_rise_interval"]
-    known = "no prompt has a score in both evaluations" if within is None else f"95% interval {interval(*within)}"
+    change = "no prompt has a score in both evaluations"
+    if within is not None:
+        change = f"change {rise:+.3f} (95% interval {interval(*within)}){in_sd}"
     scores = f"{figures['score_before']:+.3f} -> {figures['score_after']:+.3f}"
-    rows = [("score", f"{scores}, change {rise:+.3f} ({known}){in_sd}"), *_eval_rows(figures)]
+    rows = [("score", f"{scores}, {change}"), *_eval_rows(figures)]
     if "gold_before" in figures:
         rows.append(
             (

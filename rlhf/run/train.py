@@ -19,12 +19,12 @@ from rlhf.checkpoints.token_record import TOKENS_FOLDER
 from rlhf.data.prompts import fingerprint, topics_fingerprint
 from rlhf.data.sampler import planned_updates
 from rlhf.models.device import start_device
+from rlhf.rewards.find import code_print
 from rlhf.rewards.printing import PRINTED_FILE
 from rlhf.run.export import check_export, export_run
 from rlhf.run.resume import check_same_run, resume_run
 from rlhf.run.summary import finish_run
 from rlhf.settings.fields import to_dict
-from rlhf.settings.next_commands import names_code
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components, build_trainer, load_components, prepare_demo_components
 from rlhf.setup.inputs import inputs_of
@@ -103,11 +103,6 @@ def check_run_folder(config: Config) -> None:
     check_inputs_outside(config.run.output, inputs_of(config), "--output")
 
 
-def _code_print(rule: str) -> str | None:
-    """Return a hash of the file that defines a reward function. None for a function that is not the user's."""
-    return files_print(rule.rpartition(":")[0] if names_code([rule]) else "", "")
-
-
 def start_run(config: Config, components: Components, updates: int, screen: Screen) -> RunLog:
     """Claim the output folder and write a new run.json. With --resume continue the existing run.json; raises UserError
     if its data differs."""
@@ -119,7 +114,7 @@ def start_run(config: Config, components: Components, updates: int, screen: Scre
         "evaluation_sha256": fingerprint(components.prompts.evaluation),
         "start_model": files_print(config.model.actor_model, "*.safetensors"),
         "reward_model": files_print(config.model.rm_model, "*.safetensors"),
-        "rules": {rule: _code_print(rule) for rule in config.reward.functions},
+        "rules": {rule: code_print(rule) for rule in config.reward.functions},
     }
     if config.data.steps_per_topic is not None:
         data["topics_sha256"] = topics_fingerprint(components.prompts.train)

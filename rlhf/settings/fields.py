@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Iterable
@@ -148,9 +149,14 @@ def convert(setting: Setting, value: Any, where: str) -> Any:
         if isinstance(value, dict):  # a mapping, for settings whose entries are NAME=VALUE
             value = [f"{name}={entry}" for name, entry in value.items()]
         parts = value if isinstance(value, (list, tuple, range)) else [value]
-        words = [w for p in parts for w in ([s.strip() for s in p.split(",")] if isinstance(p, str) else [p])]
+        words = [w for p in parts for w in (_at_commas(p) if isinstance(p, str) else [p])]
         return tuple(_convert_one(setting, w, typing.get_args(setting.base_type)[0], where) for w in words)
     return _convert_one(setting, value, setting.base_type, where)
+
+
+def _at_commas(text: str) -> list[str]:
+    """Split a list at its commas, but not at those in parentheses: `f(a=1, b=2),g` has two entries."""
+    return [part.strip() for part in re.split(r",(?![^(]*\))", text)]
 
 
 def _convert_one(setting: Setting, value: Any, kind: type, where: str) -> Any:

@@ -94,7 +94,8 @@ def load_components(
     if config.data.eval_text is not None:
         text_of_file(tokenizer, config.data.eval_text)
     sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts)
-    check_columns(list(watched.values()), [p.example for p in sets.evaluation], "the evaluation prompts", screen.say)
+    held_out, kind = [p.example for p in sets.evaluation], "evaluation function"
+    check_columns(list(watched.values()), held_out, "the evaluation prompts", screen.say, kind)
     chosen, reward_model = load_rewards(config, sources, tokenizer, sets, device, screen)
     policy = load_start_policy(config, start.folder, tokenizer, device)
     check_engine(config.speed.rollout_engine, policy, device)

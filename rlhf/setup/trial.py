@@ -19,14 +19,16 @@ from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype, available, memory_in_use
 from rlhf.models.logprobs import base_of, scaled_logits
 from rlhf.models.save import load_policy_weights
+from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components, build_trainer
 from rlhf.setup.memory import forecaster_of
 from rlhf.setup.preflight import Check, determinism, padding_changes_no_score, prompt_is_rendered, start_checks
 from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.console import Screen, gib
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.errors import RunError, UserError, raise_if
 
 # Largest mean distance of a ratio from 1 and of a log-ratio from 0: rounding differs with the other rows of a batch
 # (bfloat16 has 8 significant bits).
@@ -55,7 +57,8 @@ def check_run(config: Config, components: Components, screen: Screen) -> None:
         except Exception as error:  # any error of a library or a reward function is a failed check
             reason = (str(error).strip().splitlines() or [""])[0]
             hint = "Fix this, then run --check again: the remaining checks did not run"
-            found.append(Check("error", f"{type(error).__name__}: {reason:.200}", False, hint))
+            kind = "" if isinstance(error, (SkipUpdate, RunError)) else f"{type(error).__name__}: "
+            found.append(Check("error", f"{kind}{reason:.200}", False, hint))
     show_checks(found, screen)
     failed = [check.name for check in found if not check.ok]
     if failed:
@@ -94,11 +97,25 @@ def update_checks(trainer: OnPolicyLoop, components: Components, folder: Path) -
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     yield first_kl_is_zero(rollout, trainer.dtype)
     yield first_ratio_is_one(trainer, rollout)
+    if trainer.evaluator.functions is not None:
+        yield eval_functions_return_values(trainer.evaluator.functions, rollout)
     before = outputs(trainer, rollout)
     trainer.save_model(folder)
     yield steps_are_as_planned(trainer, rollout)
     yield memory_matches_estimate(trainer, components)
     yield weights_come_back(trainer, rollout, before, folder)
+
+
+def eval_functions_return_values(functions: Rewards, rollout: Rollout) -> Check:
+    """Call the evaluation functions once. Raises RunError if one fails."""
+    ids, ended = rollout.completions.rows(), rollout.completions.ended.tolist()
+    values = functions.scores_by_function(rollout.prompts, rollout.texts, ids, ended)
+    counts = {name: sum(value is not None for value in found) for name, found in values.items()}
+    return Check(
+        "evaluation functions",
+        ", ".join(f"{name} returns a value for {n} of {len(ended)} completions" for name, n in counts.items()),
+        True,
+    )
 
 
 # --- before the first step -------------------------------------------------------------------------------------------

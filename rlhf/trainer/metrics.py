@@ -17,8 +17,8 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
     """Returns the metrics of a rollout: scores, KL, advantages, lengths.
 
     `group_size` is the number of completions per prompt. Completions without a score are left out of the metrics of
-    scores and advantages. If the whole batch is on one `topic`, the mean score and the KL are also returned under its
-    name.
+    scores and advantages. These metrics are missing if no completion has a score. If the whole batch is on one
+    `topic`, the mean score and the KL are also returned under its name.
     """
     mask, scored, raw = batch.mask, batch.scored_mask, scores.raw[~scores.raw.isnan()]
     k3 = objectives.kl_k3(batch.logprobs, batch.ref_logprobs, mask)
@@ -43,12 +43,13 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
         values["rewards/equal_groups"] = (highest <= lowest).float().mean()  # or fewer than two scores
     if len(raw) < len(mask):
         values["rewards/unscored"] = scores.raw.isnan().float().mean()
-    stacked = torch.stack([v.float() for v in values.values()])  # one transfer from the device
+    stacked = torch.stack([v.float() for v in values.values()]).tolist()  # one transfer from the device
+    known = {name: value for name, value in zip(values, stacked, strict=True) if not math.isnan(value)}
     each = {f"rewards/each/{name}": mean for name, mean in scores.per_function.items()}
     logged = {f"rewards/logged/{name}": value for name, value in scores.logged.items()}
-    metrics = {**dict(zip(values, stacked.tolist(), strict=True)), **each, **logged}
+    metrics = {**known, **each, **logged}
     of_topic = {"score": "rewards/mean", "kl": "kl_divergence"} if topic is not None else {}
-    return {**metrics, **{f"topic/{topic}/{kind}": metrics[name] for kind, name in of_topic.items()}}
+    return {**metrics, **{f"topic/{topic}/{kind}": metrics[name] for kind, name in of_topic.items() if name in known}}
 
 
 def speed_metrics(times: Sequence[float], tokens: int, episodes: int) -> dict[str, float]:

@@ -249,16 +249,43 @@ def test_value_loss_leaves_out_completions_without_a_score(build):
     assert float(stats["value/loss"]) == pytest.approx(float(errors / 2 / rollout.mask.sum()), rel=1e-4)
 
 
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_update_without_any_score_is_skipped(build, algorithm):
-    def nothing(completions, **_):
-        return [None] * len(completions)
+def nothing(completions, **_):
+    return [None] * len(completions)
 
-    trainer = build(algorithm=algorithm, rewards=[nothing])
+
+def test_update_without_any_score_so_far_is_skipped(build):
+    trainer = build(rewards=[nothing])
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     with pytest.raises(SkipUpdate, match=escape("every reward function returned None (nothing)")) as skipped:
         trainer.collector.score(rollout)
     assert skipped.value.by_score
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_update_without_a_score_has_advantage_0_after_others_had_scores(build, algorithm):
+    """More updates in a row than may be skipped. The weights do not change: nothing else is in the loss."""
+
+    def only_at_first(completions, trainer_state, **_):
+        return [1.0 if trainer_state.global_step == 0 else None] * len(completions)
+
+    trainer = build(
+        "--num-iterations",
+        6,
+        "--normalize-scores",
+        "--kl-placement",
+        "none",
+        algorithm=algorithm,
+        rewards=[only_at_first],
+    )
+    trainer.evaluate()  # scores of the start model
+    trainer.state.global_step = 1
+    before = [weight.detach().clone() for weight in trainer.actor.parameters()]
+    for update in range(2, 6):
+        metrics = trainer.update_step(update)
+        assert metrics["rewards/unscored"] == 1 and "rewards/mean" not in metrics
+        assert all(value == value for value in metrics.values())
+    assert trainer.progress.skipped == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.actor.parameters(), strict=True))
 
 
 def test_normalizer_uses_only_known_scores(build):

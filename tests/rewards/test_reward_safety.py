@@ -106,7 +106,7 @@ def test_function_output_goes_to_a_file(run_flags, tmp_path, capsys):
     text = (tmp_path / "run" / "reward_output.txt").read_text()
     assert text.count("stderr here") == 4 and "stdout \\udcff here" in text, "two evaluations, two updates"
     assert "stderr here" not in output.out + output.err
-    assert output.err.count("reward function 'loud' prints text: it is written to") == 1
+    assert output.err.count("function 'loud' prints text: it is written to") == 1
 
 
 # --- exceptions ------------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ RAISED = {
     "sys.exit(0)": "SystemExit: 0",
     "sys.exit('bye')": "SystemExit: bye",
     "raise Odd('odd')": "Odd: odd",
-    "raise KeyboardInterrupt": "RuntimeError: KeyboardInterrupt",
+    "raise KeyboardInterrupt": "raised KeyboardInterrupt: reward function",
     "raise GeneratorExit": "GeneratorExit",
     "return [10**400] * len(completions)": "a score is larger than the largest float",
     "return [Fraction(10**400)] * len(completions)": "a score is larger than the largest float",

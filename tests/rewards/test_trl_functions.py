@@ -9,6 +9,7 @@ from re import escape
 import pytest
 import trl.rewards
 
+from rlhf.config import parse_cli
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.rewards import find
@@ -62,6 +63,7 @@ def test_arguments_in_parentheses_reach_the_function():
     name = "trl:get_repetition_penalty_reward(ngram_size=2, max_penalty=-3)"
     found = scored(name, ["", ""], [[1, 2, 3], [5] * 5], None)
     assert found.by_function == {"repetition_penalty_reward": [0.0, pytest.approx(-2.25)]}
+    assert parse_cli(["--reward-func", name, "exact_match"]).reward.reward_func == (name, "exact_match")
     overlong = "trl:get_soft_overlong_punishment(max_completion_len=10, soft_punish_cache=5)"
     assert scored(overlong, [""], [[1] * 9], None).total == [-0.8]
 

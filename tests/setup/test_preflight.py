@@ -161,7 +161,7 @@ def test_exception_during_the_checks_is_a_failed_check(configured, tmp_path, cap
         run_command(lambda: train_ppo.main(argv))
     assert raised.value.code == 2
     output = " ".join(lines_of(capsys.readouterr().out)["error"].split())
-    assert output.startswith("error FAILED RunError: bad.py:2 `raise ValueError('test error')` raised ValueError")
+    assert output.startswith("error FAILED bad.py:2 `raise ValueError('test error')` raised ValueError")
     assert "reward function 'broken'" in output
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -131,6 +131,8 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
     given = {name: value for name, value in vars(measure).items() if name in MEASURED_WITH and value is not None}
     if measure.prompts is not None:
         given = OF_THE_FILE | given
+    elif any(m.run is not None for m in models):
+        _check_no_flags_of_a_file(given)
     if measure.eval_func is None:
         given["eval_func"] = common_eval_functions(models) or ()
     if measure.baseline is not None:
@@ -151,6 +153,18 @@ def shared_settings(models: Sequence[ModelRef], measure: MeasureSettings) -> Con
                 )
     raise_if(list(problems.values()))
     return config_of_run(run, **given)
+
+
+def _check_no_flags_of_a_file(given: Container[str]) -> None:
+    """Raises UserError for flags that would change how a run's own data is read: they belong to --prompts."""
+    names = [f"--{name.replace('_', '-')}" for name in OF_THE_FILE if name in given and name != "split"]
+    raise_if(
+        [
+            f"{name} describes the data of --prompts, and --prompts is not given: command line. Add --prompts, or "
+            f"remove {name}: the prompts of a run are read as in the run"
+            for name in names
+        ]
+    )
 
 
 def common_eval_functions(models: Sequence[ModelRef]) -> tuple[str, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -56,7 +57,11 @@ def choose_prompts(
     topics = config.data.steps_per_topic if settings.prompts is None else None
     data = replace(config.data, eval_prompts=EVERY_PROMPT, steps_per_topic=topics)
     if takes_every_row(settings):
-        return _every_row(load_every_row(data, tokenizer, say), config.data, models, settings, say)
+        try:
+            sets = load_every_row(data, tokenizer, say)
+        except UserError as error:
+            raise _with_columns_of_runs(error, models, settings) from None
+        return _every_row(sets, config.data, models, settings, say)
     sets = load_prompts(data, tokenizer, say, evaluation_alone=True)
     return _held_out(sets, config.data, models, settings, usual, say)
 
@@ -64,6 +69,15 @@ def choose_prompts(
 def takes_every_row(settings: MeasureSettings) -> bool:
     """True if the prompts are all rows of --prompts, without a split."""
     return settings.prompts is not None and settings.split is None
+
+
+def _with_columns_of_runs(error: UserError, models: Sequence[ModelRef], settings: MeasureSettings) -> UserError:
+    """Returns the error about rows without a prompt with the --columns of a run, which do not apply to --prompts."""
+    columns = next((c for m in models if m.run is not None and (c := config_of_run(m.run).data.columns)), ())
+    if settings.columns is not None or not columns or not error.problems[0].startswith("no prompt: "):
+        return error
+    fix = f". If the file has the columns of the run's data, add --columns {shlex.join(columns)}"
+    return UserError([error.problems[0] + fix, *error.problems[1:]])
 
 
 def _drawn(pool: Sequence[Prompt], count: int, seed: int) -> list[Example]:
@@ -143,6 +157,13 @@ def _trained_on(examples: Sequence[Example], data: DataSettings, models: Sequenc
     warnings = []
     for (source, split), same in runs.items():
         known = _questions(source, examples, DataSource.of(data)) if split != "None" else set()  # given in Python
+        if known is None:
+            warnings.append(
+                f"warning: the data of {listed([m.name for m in same])} cannot be read any more, so it is not known "
+                f"whether the training used these prompts: {source.name}. Restore that file, or start this command in "
+                "the folder in which the training was started"
+            )
+            continue
         parts = [part_of(e, Split.parse(split)) for e in examples if question_hash(e) in known]
         used = {"RL training": parts.count("rl"), "the reward model": parts.count("reward")}
         counts = " and ".join(f"{count} are in the part for {what}" for what, count in used.items() if count)
@@ -155,9 +176,9 @@ def _trained_on(examples: Sequence[Example], data: DataSettings, models: Sequenc
     return warnings
 
 
-def _questions(source: DataSource, examples: Sequence[Example], given: DataSource) -> set[str]:
+def _questions(source: DataSource, examples: Sequence[Example], given: DataSource) -> set[str] | None:
     """Returns the hashes of the questions in a run's data. They are those of `examples` if these are from the same
-    source. Empty for other hub datasets, and for data that cannot be read any more."""
+    source. Empty for other hub datasets; None for data that cannot be read any more."""
     if replace(source, skip_bad_rows=None) == replace(given, skip_bad_rows=None):
         return {question_hash(e) for e in examples}
     if not source.is_local:
@@ -165,4 +186,4 @@ def _questions(source: DataSource, examples: Sequence[Example], given: DataSourc
     try:
         return {question_hash(e) for e in load_examples(source, say=lambda _: None)}
     except UserError:  # the data was moved or changed since the run
-        return set()
+        return None

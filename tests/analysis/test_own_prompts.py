@@ -151,6 +151,41 @@ def test_other_split_of_a_hub_dataset_was_not_trained_on(runs):
     assert _trained_on(examples, dataclasses.replace(same, dataset_split="test"), [trained]) == []
 
 
+def test_data_of_a_run_that_is_gone_is_reported(runs, own_prompts, tmp_path, capsys):
+    """For example because the run stores a relative path, and the command runs in another folder."""
+    (model,) = find_models([str(runs["ppo", 1])], MeasureSettings(), "--model-path")
+    data = {**model.run.settings["data"], "prompts": "./gone.jsonl"}
+    moved = dataclasses.replace(
+        model, run=dataclasses.replace(model.run, settings={**model.run.settings, "data": data})
+    )
+    (warning,) = _trained_on(examples_of(QUESTIONS), DataSettings(prompts="own.jsonl"), [moved])
+    assert "cannot be read any more, so it is not known whether the training used these prompts: ./gone.j" in warning
+
+
+def test_flags_of_a_file_need_the_file(runs):
+    """Otherwise they would silently change how the run's own data is read."""
+    (model,) = find_models([str(runs["ppo", 1])], MeasureSettings(), "--model-path")
+    given = MeasureSettings(columns=(Renaming("a=b"),), dataset_split="test")
+    with pytest.raises(UserError, match=r"^--dataset-split describes the data of --prompts, and") as caught:
+        shared_settings([model], given)
+    assert len(caught.value.problems) == 2
+    assert shared_settings([model], MeasureSettings(split=Split(0, 0, 100))).data.split == Split(0, 0, 100)
+
+
+def test_error_about_a_file_without_prompts_contains_the_columns_of_the_run(runs, tmp_path):
+    (tmp_path / "own.jsonl").write_text('{"ask": "a"}\n{"ask": "b"}\n')
+    (model,) = find_models([str(runs["ppo", 1])], MeasureSettings(), "--model-path")
+    data = {**model.run.settings["data"], "columns": ["prompt=ask"]}
+    renamed = dataclasses.replace(
+        model, run=dataclasses.replace(model.run, settings={**model.run.settings, "data": data})
+    )
+    measure = MeasureSettings(prompts=str(tmp_path / "own.jsonl"), completions=1, max_new_tokens=4)
+    with pytest.raises(
+        UserError, match=r"^no prompt: .* has the columns of the run's data, add --columns prompt=ask$"
+    ):
+        ModelEvaluator([renamed], measure, torch.device("cpu"), Screen())
+
+
 def test_held_out_prompts_are_those_of_the_runs_without_the_flag(runs, start_model, pairs_file):
     """Nothing changes without --prompts: the first held-out prompts are the runs' own evaluation prompts."""
     measure = MeasureSettings(num_prompts=3, completions=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from rlhf.data.source import DataSource
 from rlhf.utils.errors import UserError, did_you_mean
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 OF_MODELS = ("config.json", "adapter_config.json", "run.json")  # files of a model or a run
 SPLITS = {  # split -> words in the names of its files and folders, as in `datasets`
@@ -53,17 +55,20 @@ def files_of_split(folder: Path, source: DataSource, say: Callable[[str], None])
             f"this is the folder of a model or a run, not of data ({found[0]}): {source.flag} {source.name}. Give a "
             "data file, a folder of data files or a hub dataset's name"
         )
-    files = [file for file in sorted(folder.rglob("*")) if _is_data(file.relative_to(folder)) and file.is_file()]
-    if not files:
-        raise UserError(
-            f"no data files in this folder: {source.flag} {source.name}. Data files end with {', '.join(SUFFIXES)}"
-        )
+    files = _data_files(folder, source)
     splits: dict[str | None, list[Path]] = {}
     for file in files:
         splits.setdefault(split_of(file.relative_to(folder)), []).append(file)
     if list(splits) == [None]:
         splits = {"train": files}
     ignored = splits.pop(None, [])
+    if ignored and source.dataset_split is None:
+        split = "train" if "train" in splits else next(iter(splits))
+        raise UserError(
+            f"only some of the files have the name of a split: {source.flag} {source.name}, {splits[split][0].name} "
+            f"belongs to {split!r}, {ignored[0].name} to none. Add --dataset-split {split} to read only files with "
+            "that name, or rename or move files"
+        )
     chosen = choose_split([str(name) for name in splits], source)
     if ignored:
         say(
@@ -73,10 +78,37 @@ def files_of_split(folder: Path, source: DataSource, say: Callable[[str], None])
     return splits[chosen]
 
 
-def _is_data(file: Path) -> bool:
-    """True for a data file, given its path inside the folder. Hidden files are not data files."""
-    hidden = any(part.startswith((".", "__")) for part in file.parts)
-    return not hidden and file.suffix.lower() in SUFFIXES and file.name not in NOT_DATA
+def _data_files(folder: Path, source: DataSource) -> list[Path]:
+    """Return the data files in a folder. Raises UserError if there are none, or if some are compressed."""
+    everything = _files_in(folder)
+    packed = [file for file in everything if file.suffix in COMPRESSED and Path(file.stem).suffix in SUFFIXES]
+    if packed:
+        raise UserError([f"a compressed data file: {folder / file}. Unpack it, or move it away" for file in packed])
+    files = [folder / file for file in everything if file.suffix.lower() in SUFFIXES and file.name not in NOT_DATA]
+    if not files:
+        raise UserError(
+            f"no data files in this folder: {source.flag} {source.name}. Data files end with {', '.join(SUFFIXES)}"
+        )
+    return files
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the paths of all files inside a folder, relative to it, without hidden files. Links to folders are
+    followed, each folder once."""
+    found, seen = [], set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        folders[:] = [] if real in seen else sorted(name for name in folders if not _is_hidden(name))
+        if real in seen:
+            continue
+        seen.add(real)
+        paths = [Path(place, name) for name in names if not _is_hidden(name)]
+        found += [path.relative_to(folder) for path in paths if path.is_file()]
+    return sorted(found)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".", "__"))
 
 
 def split_of(file: Path) -> str | None:

@@ -145,8 +145,8 @@ def _prompt_like(row: dict) -> list[str]:
 
 def _sides(row: dict, where: str) -> list[tuple[str, Any]]:
     """Return ("chosen", value) and ("rejected", value), each a text or a list of messages; an empty list for a row
-    without a pair."""
-    if "chosen" not in row and "rejected" not in row:
+    without a pair: both are missing or null."""
+    if row.get("chosen") is None and row.get("rejected") is None:
         return []
     for name in ("chosen", "rejected"):
         if name not in row:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import missing_path
 
 Row = tuple[str, Any]  # position for error messages, and the row
-TEXT_COLUMNS = ("prompt", "question", "system", "completion", "chosen", "rejected", "topic", "flaw")
 _REFUSED = {  # first bytes -> format
     b"\x1f\x8b": "a gzip file",
     b"PK\x03\x04": "a ZIP or Excel file",
@@ -29,8 +28,8 @@ _REFUSED = {  # first bytes -> format
 
 
 def read_rows(source: DataSource, say: Callable[[str], None] = print) -> list[Row]:
-    """Return all rows of a source in order, as (position, row). Columns without a value are missing in rows that
-    `datasets` reads. Raises UserError that lists every row that cannot be read."""
+    """Return all rows of a source in order, as (position, row). Raises UserError that lists every row that cannot be
+    read."""
     if not source.is_local:
         return tables.read_hub(source)
     if source.dataset_config is not None:
@@ -42,7 +41,7 @@ def read_rows(source: DataSource, say: Callable[[str], None] = print) -> list[Ro
     if path.is_dir():
         if saved_splits(path) is not None:
             return tables.read_saved(path, source)
-        return [row for file in files_of_split(path, source, say) for row in read_file(file, source)]
+        return _read_files(files_of_split(path, source, say), source)
     if source.dataset_split is not None:
         raise UserError(
             f"a file has no splits: --dataset-split {source.dataset_split}, {source.flag} {source.name}. Remove "
@@ -51,6 +50,18 @@ def read_rows(source: DataSource, say: Callable[[str], None] = print) -> list[Ro
     if not path.is_file():
         raise missing_path(source.name, "data file", "Give a data file, a folder or a hub dataset's name")
     return read_file(path, source)
+
+
+def _read_files(files: Sequence[Path], source: DataSource) -> list[Row]:
+    """Return the rows of all files. Raises UserError with the problems of every file that cannot be read."""
+    rows, problems = [], []
+    for file in files:
+        try:
+            rows += read_file(file, source)
+        except UserError as error:
+            problems += error.problems
+    raise_if(problems)
+    return rows
 
 
 def read_file(file: Path, source: DataSource) -> list[Row]:
@@ -70,7 +81,7 @@ def read_file(file: Path, source: DataSource) -> list[Row]:
         raise UserError(f"not {suffix[1:].capitalize()}, or cut off: {file}. Write the file again")
     text = read_text(file)
     if suffix in (".csv", ".tsv") and first not in (b"{", b"["):
-        return tables.read_csv(file, text, source.before_renaming(TEXT_COLUMNS))
+        return tables.read_csv(file, text, source.before_renaming(["rejected_ended"]))
     return list(_array_rows(file, text)) if first == b"[" else _line_rows(file, text)
 
 
@@ -115,7 +126,9 @@ def _line_rows(file: Path, text: str) -> list[Row]:
         except (ValueError, RecursionError) as error:  # also a number with thousands of digits, or deep nesting
             cut = CUT if number == len(lines) else ""
             problems.append(f"not JSON ({_reason(error)}): {where}. Write one JSON object per line{cut}")
-    if problems and file.suffix.lower() == ".json" and _is_object(text):
+    if file.suffix.lower() == ".json" and (
+        _is_object(text) if problems else len(rows) == 1 and _holds_rows(rows[0][1])
+    ):
         raise UserError(f"one JSON object, not an array of rows: {file}:1. Write [...] around the rows")
     raise_if(problems)
     return rows
@@ -127,6 +140,13 @@ def _is_object(text: str) -> bool:
         return isinstance(_DECODER.decode(text), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def _holds_rows(row: Any) -> bool:
+    """True if an object has nothing but one list of objects that are not messages, such as {"data": [...]}."""
+    (found, *others) = row.values() if isinstance(row, dict) and row else (None,)
+    objects = isinstance(found, list) and found and all(isinstance(value, dict) for value in found)
+    return bool(objects and not others and found[0].keys().isdisjoint(("role", "from")))
 
 
 def _array_rows(file: Path, text: str) -> Iterator[Row]:

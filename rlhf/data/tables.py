@@ -1,7 +1,6 @@
 """CSV, Parquet and Arrow files, saved datasets and hub datasets, read with `datasets`, which is imported only here.
 
-Files are read into memory without a cache on the disk, so a changed file is never read from an old copy. In the rows,
-a column without a value is missing.
+Files are read into memory without a cache on the disk, so a changed file is never read from an old copy.
 """
 
 from __future__ import annotations
@@ -21,15 +20,16 @@ from rlhf.utils.hub import require_hub
 if TYPE_CHECKING:
     from datasets import Dataset
 
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # the last bytes of an Arrow stream
 BATCH = 1000  # rows that are converted to Python objects together: row by row is 15 times slower
 
 
-def read_csv(file: Path, text: str, text_columns: Sequence[str]) -> list[tuple[str, Any]]:
+def read_csv(file: Path, text: str, true_or_false: Sequence[str]) -> list[tuple[str, Any]]:
     """Return the rows of a CSV file with the content `text`. The separator is a tab in a .tsv file,
     otherwise the first of comma, semicolon and tab that the first line has.
 
-    An empty cell is a missing value; "NA" and "None" are text. Cells of `text_columns` are text, also those that look
-    like numbers.
+    All cells are text, so that 007 stays 007, except those of the columns `true_or_false`. An empty cell is null; "NA"
+    and "None" are text.
     """
     first = text.partition("\n")[0]
     between = "\t" if file.suffix.lower() == ".tsv" else next((s for s in ",;\t" if s in first), ",")
@@ -39,6 +39,9 @@ def read_csv(file: Path, text: str, text_columns: Sequence[str]) -> list[tuple[s
         raise UserError(f"the column {twice[0]!r} occurs twice: {file}:1. Rename one of them")
     if not text.strip():
         return []
+    plain = [name.strip() for name in header]
+    names = plain if len(set(plain)) == len(plain) else header
+    kinds = ["boolean" if name in true_or_false else "string" for name in names]
 
     def read() -> Dataset:
         import pandas
@@ -46,21 +49,30 @@ def read_csv(file: Path, text: str, text_columns: Sequence[str]) -> list[tuple[s
 
         with warnings.catch_warnings():
             warnings.simplefilter("error", pandas.errors.ParserWarning)  # a row with more cells than the header
-            frame = pandas.read_csv(
-                io.StringIO(text),
-                sep=between,
-                index_col=False,
-                keep_default_na=False,
-                na_values=[""],
-                dtype_backend="numpy_nullable",  # whole numbers stay whole numbers in a column with missing values
-                dtype=dict.fromkeys(text_columns, "string"),
-                low_memory=False,  # otherwise a column could have different types in different parts of the file
-            )
+            try:
+                frame = pandas.read_csv(
+                    io.StringIO(text),
+                    sep=between,
+                    index_col=False,
+                    keep_default_na=False,
+                    na_values=[""],
+                    dtype=dict(zip(header, kinds, strict=True)),
+                    low_memory=False,
+                )
+            except pandas.errors.ParserWarning:
+                raise ValueError(_long_row(text, between, len(header))) from None
         if not text.endswith(("\n", "\r", '"', between)) and frame.iloc[-1:, -1].isna().any():
             raise ValueError("the last line has fewer cells than the first. Is the file incomplete?")
-        return Dataset.from_pandas(frame, preserve_index=False)
+        return Dataset.from_pandas(frame.set_axis(names, axis=1), preserve_index=False)
 
     return _read(read, file, "CSV")
+
+
+def _long_row(text: str, between: str, columns: int) -> str:
+    """Return the error for the first row of a CSV file with more cells than columns."""
+    rows = csv.reader(io.StringIO(text), delimiter=between)
+    line, cells = next(((rows.line_num, len(row)) for row in rows if len(row) > columns), ("?", "more"))
+    return f"line {line} has {cells} cells, and the first line has {columns}"
 
 
 def read_parquet(file: Path) -> list[tuple[str, Any]]:
@@ -70,7 +82,11 @@ def read_parquet(file: Path) -> list[tuple[str, Any]]:
         import pyarrow.parquet
         from datasets import Dataset
 
-        return Dataset(pyarrow.parquet.ParquetFile(file).read())
+        table = pyarrow.parquet.ParquetFile(file).read()
+        for column in table.schema:
+            if pyarrow.types.is_map(column.type):  # `datasets` has no such type
+                raise UserError(f"the column {column.name!r} is a map: {file}. Remove it, or write it as a struct")
+        return Dataset(table)
 
     return _read(read, file, "Parquet")
 
@@ -85,10 +101,20 @@ def read_arrow(file: Path) -> list[tuple[str, Any]]:
         with pyarrow.memory_map(str(file)) as stream:
             is_file = stream.read(6) == b"ARROW1"
             stream.seek(0)
+            if not is_file:
+                _check_end(file)
             reader = pyarrow.ipc.open_file(stream) if is_file else pyarrow.ipc.open_stream(stream)
             return Dataset(reader.read_all())
 
     return _read(read, file, "Arrow")
+
+
+def _check_end(file: Path) -> None:
+    """Raise ValueError if an Arrow stream lacks its end: the rows before would otherwise be read without an error."""
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - len(END_OF_STREAM)))
+        if stream.read() != END_OF_STREAM:
+            raise ValueError(f"{file.name} has no end-of-stream marker. Is the file incomplete?")
 
 
 def read_saved(folder: Path, source: DataSource) -> list[tuple[str, Any]]:
@@ -105,6 +131,8 @@ def read_saved(folder: Path, source: DataSource) -> list[tuple[str, Any]]:
     def read() -> Dataset:
         from datasets import load_from_disk
 
+        for file in folder.glob("*.arrow"):
+            _check_end(file)
         return load_from_disk(str(folder), keep_in_memory=True)
 
     return _read(read, folder, "a saved dataset")
@@ -152,7 +180,7 @@ def _read(read: Callable[[], Dataset], place: Path, kind: str) -> list[tuple[str
     """Return the rows of a dataset. Raises UserError with one line if the data is broken."""
     try:
         return _rows(place, read())
-    except MemoryError:
+    except (MemoryError, UserError):
         raise
     except Exception as error:  # as in `read_hub`
         raise UserError(f"not {kind} ({_reason(error)}): {place}. Correct the file, or write it again") from None
@@ -166,7 +194,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _rows(place: Any, dataset: Dataset) -> list[tuple[str, Any]]:
-    """Return rows with their positions, counted from 0 as in `datasets`, without the columns that have no value."""
+    """Return rows with their positions, counted from 0 as in `datasets`."""
     batches = (zip(*batch.values(), strict=True) for batch in dataset.iter(BATCH))
-    rows = (zip(dataset.column_names, values, strict=True) for batch in batches for values in batch)
-    return [(f"{place} row {i}", {name: v for name, v in row if v is not None}) for i, row in enumerate(rows)]
+    rows = (dict(zip(dataset.column_names, values, strict=True)) for batch in batches for values in batch)
+    return [(f"{place} row {i}", row) for i, row in enumerate(rows)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from decimal import Decimal
+from numbers import Number
 from statistics import fmean
 
 from rlhf.rewards.arguments import Completion, text_of
@@ -60,7 +61,7 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _as_text(answer: str | float) -> str:
-    if not isinstance(answer, (str, int, float)):
+    if not isinstance(answer, (str, Number)):
         raise TypeError(f"the column 'answer' contains {answer!r:.60}, which is neither text nor a number")
     return str(answer)
 

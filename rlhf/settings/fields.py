@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from rlhf.settings.types import KLTarget, Split
+from rlhf.settings.types import KLTarget, Renaming, Split
 from rlhf.utils.errors import UserError, did_you_mean
 
 TRUE_WORDS = {"true", "yes", "on", "1"}
@@ -149,14 +149,16 @@ def convert(setting: Setting, value: Any, where: str) -> Any:
         if isinstance(value, dict):  # a mapping, for settings whose entries are NAME=VALUE
             value = [f"{name}={entry}" for name, entry in value.items()]
         parts = value if isinstance(value, (list, tuple, range)) else [value]
-        words = [w for p in parts for w in (_at_commas(p) if isinstance(p, str) else [p])]
-        return tuple(_convert_one(setting, w, typing.get_args(setting.base_type)[0], where) for w in words)
+        kind = typing.get_args(setting.base_type)[0]
+        strip = str.lstrip if kind is Renaming else str.strip  # the name of a column may end with a space
+        words = [w for p in parts for w in (map(strip, _at_commas(p)) if isinstance(p, str) else [p])]
+        return tuple(_convert_one(setting, w, kind, where) for w in words)
     return _convert_one(setting, value, setting.base_type, where)
 
 
 def _at_commas(text: str) -> list[str]:
     """Split a list at its commas, but not at those in parentheses: `f(a=1, b=2),g` has two entries."""
-    return [part.strip() for part in re.split(r",(?![^(]*\))", text)]
+    return re.split(r",(?![^(]*\))", text)
 
 
 def _convert_one(setting: Setting, value: Any, kind: type, where: str) -> Any:

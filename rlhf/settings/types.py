@@ -82,7 +82,7 @@ class Renaming(str):
         new, equals, old = str(text).partition("=")
         if not (new.strip() and equals and old.strip()):
             raise ValueError(text)
-        return cls(f"{new.strip()}={old.strip()}")
+        return cls(f"{new.strip()}={old}")
 
     @property
     def new(self) -> str:

@@ -31,7 +31,12 @@ def missing_path(path: str, what: str, hint: str) -> UserError:
     """Return the error for a missing path, with files or folders of a similar name."""
     resolve_path(path)  # raises for invalid paths
     target = Path(path).expanduser()
-    siblings = sorted(p.name for p in target.parent.iterdir()) if target.parent.is_dir() else []
+    if target.exists() and not (target.is_file() or target.is_dir()):
+        return UserError(f"not a regular file: {path}. Write the content into a file first. {hint}")
+    if target.is_symlink() and not target.exists():
+        return UserError(f"a broken link: {path} (to {target.readlink()}). {hint}")
+    names = (p.name for p in target.parent.iterdir()) if target.parent.is_dir() else ()
+    siblings = sorted(name for name in names if name != target.name)
     close = difflib.get_close_matches(target.name, siblings, n=3, cutoff=CLOSE)
     near = [str(target.parent / name) for name in close if _may_be(target.parent / name, what)]
     nearest = f"Did you mean {', '.join(near)}? " if near else ""

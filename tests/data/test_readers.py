@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.ipc
+import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
 from hypothesis import given, settings
@@ -97,7 +98,8 @@ def test_every_kind_of_source_gives_the_same_rows(tmp_path, kind, capsys):
     before = sorted(tmp_path.rglob("*"))
     examples = load_examples(str(source))
     assert [e.messages[0]["content"] for e in examples] == [row["prompt"] for row in ROWS]
-    assert [e.columns["answer"] for e in examples] == [0, 1, 2, 3]
+    answers, is_text = [0, 1, 2, 3], kind.startswith(("CSV", "TSV"))
+    assert [e.columns["answer"] for e in examples] == (list("0123") if is_text else answers)
     assert [e.columns["note"] for e in examples] == [None, "None", None, "None"], "an empty cell, and the text None"
     assert sorted(tmp_path.rglob("*")) == before, "no cache is written next to the data"
     assert capsys.readouterr() == ("", ""), "no progress bar"
@@ -146,8 +148,10 @@ BAD = {
     "text after an array": ("a.json", '[{"prompt": "a"}]\n[]', r"not JSON \(Extra data after the array\): .*json:2"),
     "a key twice": ("a.json", '[{"prompt": "a", "prompt": "b"}]', r"not JSON \(duplicate key 'prompt'\): .*json:1"),
     "an empty array": ("a.json", "[]", r"no rows: .*a\.json"),
-    "a bad row of a CSV file": ("a.csv", "prompt,answer\na,1\n,2\n", r"no prompt: .*a\.csv row 1, columns \['answer'"),
+    "a bad row of a CSV file": ("a.csv", "prompt,answer\na,1\n,2\n", r"prompt is null, not text: .*a\.csv row 1\. C"),
     "a CSV row with a cell too many": ("a.csv", "prompt\na\nb,c\n", r"not CSV \(.*line 3, saw 2\): .*a\.csv\. Corr"),
+    "a first CSV row with a cell too many": ("a.csv", "prompt\na,b\n", r"not CSV \(line 2 has 2 cells, and the fir"),
+    "rows in an object": ("a.json", '{"data": [{"prompt": "a"}]}', r"one JSON object, not an array of rows: .*json:1"),
     "an open quote": ("a.csv", 'prompt\na\n"b\n', r"not CSV \(.*EOF inside string.*\): .*a\.csv\. Correct"),
     "a CSV row cut off": ("a.csv", "prompt,answer\na,1\nb", r"not CSV \(.*Is the file incomplete\?\): .*a\.csv"),
     "a column twice": ("a.csv", "prompt,prompt\na,b\n", r"the column 'prompt' occurs twice: .*a\.csv:1\. Rename"),
@@ -216,14 +220,39 @@ def test_split_is_chosen_by_flag(tmp_path):
         load_examples(DataSource(folder, dataset_config="main"))
 
 
-def test_files_without_a_split_are_ignored_with_a_note(tmp_path):
-    for name in ("train.jsonl", "more.jsonl", "test_0.jsonl"):
+def test_files_without_a_split_are_ignored_only_if_the_flag_names_one(tmp_path):
+    """`latest_eval.jsonl` has the word of a split by chance. Training on it alone would be a silent mistake."""
+    for name in ("contest.jsonl", "latest_eval.jsonl"):
         write(tmp_path / name, jsonl({"prompt": name}))
-    text = []
-    assert [e.question for e in load_examples(str(tmp_path), say=text.append)] == ["train.jsonl"]
+    problem = (
+        r"^only some of the files have the name of a split: --prompts .*, latest_eval.jsonl belongs to 'test', "
+        r"contest.jsonl to none\. Add --dataset-split test"
+    )
+    with pytest.raises(UserError, match=problem):
+        load_examples(str(tmp_path))
+    text, source = [], DataSource(str(tmp_path), dataset_split="test")
+    assert [e.question for e in load_examples(source, say=text.append)] == ["latest_eval.jsonl"]
     assert len(text) == 1 and text[0].startswith("note: ignored 1 files without the name of a split, such as ")
-    source = DataSource(str(tmp_path), dataset_split="test")
-    assert [e.question for e in load_examples(source, say=text.append)] == ["test_0.jsonl"]
+
+
+def test_folders_are_read_with_their_links_and_without_compressed_files(tmp_path):
+    write(tmp_path / "elsewhere" / "b.jsonl", jsonl({"prompt": "b"}))
+    write(tmp_path / "data" / "a.jsonl", jsonl({"prompt": "a"}))
+    (tmp_path / "data" / "more").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "data" / "same").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "elsewhere" / "circle").symlink_to(tmp_path / "data", target_is_directory=True)
+    assert [e.question for e in load_examples(str(tmp_path / "data"))] == ["a", "b"]
+    write(tmp_path / "data" / "c.jsonl.gz", b"\x1f\x8b")
+    with pytest.raises(UserError, match=r"^a compressed data file: .*c\.jsonl\.gz\. Unpack it, or move it away$"):
+        load_examples(str(tmp_path / "data"))
+
+
+def test_all_broken_files_of_a_folder_are_reported(tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        write(tmp_path / name, "{oops}\n")
+    with pytest.raises(UserError) as caught:
+        load_examples(str(tmp_path))
+    assert [re.search(r"[ab]\.jsonl:1", problem)[0] for problem in caught.value.problems] == ["a.jsonl:1", "b.jsonl:1"]
 
 
 @pytest.mark.parametrize(("name", "split"), [
@@ -370,12 +399,55 @@ def test_pairs_are_recognised_in_every_kind_of_file(tmp_path):
     assert may_have_pairs(str(file), ("chosen=good",)) and may_have_pairs(str(file), {"chosen": "good"})
 
 
-def test_numbers_in_the_text_columns_of_csv_are_text(tmp_path):
-    file = str(write(tmp_path / "a.csv", "ask,chosen,rejected,answer,share\n07,4,5,4,0.5\n8,6,7,,1\n"))
-    first, second = load_examples(DataSource(file, columns=renamed("prompt=ask")))
+def test_arrow_stream_without_its_end_is_incomplete(tmp_path):
+    """Cut between two batches, it would be read without an error. So would a saved dataset."""
+    file = write_arrow(tmp_path / "a.arrow", pa.ipc.new_stream)
+    write(file, file.read_bytes()[:-8])
+    with pytest.raises(
+        UserError, match=r"^not Arrow \(a\.arrow has no end-of-stream marker\. Is the file incomplete\?"
+    ):
+        load_examples(str(file))
+    saved = save(tmp_path / "saved", Dataset.from_list(ROWS))
+    (part,) = saved.glob("*.arrow")
+    write(part, part.read_bytes()[:-8])
+    with pytest.raises(UserError, match=r"^not a saved dataset \(.*Is the file incomplete\?\): "):
+        load_examples(str(saved))
+
+
+def test_columns_of_a_parquet_file_that_cannot_be_read(tmp_path):
+    scores = pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))
+    pa.parquet.write_table(pa.table({"prompt": ["a"], "scores": scores}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"^the column 'scores' is a map: .*a\.parquet\. Remove it"):
+        load_examples(str(tmp_path / "a.parquet"))
+
+
+def test_null_in_a_table_is_reported_as_in_json(tmp_path):
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "d", "chosen": None, "rejected": None}]
+    first, second = load_examples(str(write_parquet(tmp_path / "a.parquet", rows)))
+    assert first.chosen == "b" and second.chosen is None, "a row without a pair"
+    for row, problem in (
+        ({**rows[0], "rejected": None}, "rejected is null"), ({**rows[0], "prompt": None}, "prompt is null"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=rf"^{problem}, not text: .*a\.parquet row 1\. "):
+            load_examples(str(write_parquet(tmp_path / "a.parquet", [rows[0], row])))
+
+
+def test_header_of_a_csv_file_may_have_spaces(tmp_path):
+    (example,) = load_examples(str(write(tmp_path / "a.csv", "prompt , answer\na,007\n")))
+    assert example.columns == {"prompt": "a", "answer": "007"}
+    file = str(write(tmp_path / "a.jsonl", jsonl({"prompt ": "a"})))
+    columns = parse_cli(["--columns", "prompt=prompt "]).data.columns
+    assert load_examples(DataSource(file, columns=columns))[0].question == "a"
+
+
+def test_all_cells_of_csv_are_text(tmp_path):
+    content = "ask,chosen,rejected,answer,share,whole\n07,4,5,4,0.50,true\n8,6,7,,1,False\n"
+    file = str(write(tmp_path / "a.csv", content))
+    first, second = load_examples(DataSource(file, columns=renamed("prompt=ask", "rejected_ended=whole")))
     assert (first.question, first.chosen, first.rejected, second.question) == ("07", "4", "5", "8")
-    assert (first.columns["answer"], second.columns["answer"]) == (4, None) and type(first.columns["answer"]) is int
-    assert [e.columns["share"] for e in (first, second)] == [0.5, 1.0]
+    assert [e.columns["answer"] for e in (first, second)] == ["4", None]
+    assert [e.columns["share"] for e in (first, second)] == ["0.50", "1"]
+    assert [e.rejected_ended for e in (first, second)] == [True, False]
 
 
 # --- rows that cannot be used ----------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from itertools import combinations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,6 +64,10 @@ def test_other_answers_do_not_match(completion, answer):
 def test_exact_match_reads_chats_and_has_no_score_without_an_answer():
     chat = [{"role": "assistant", "content": "#### 4"}]
     assert exact_match([chat, "#### 4", "4", ""], answer=["4", None, "5", ""]) == [1.0, None, 0.0, 1.0]
+
+
+def test_exact_match_accepts_every_kind_of_number():
+    assert exact_match(["4"] * 4, answer=[4, 4.0, Decimal("4.0"), np.int64(4)]) == [1.0] * 4
 
 
 def test_exact_match_refuses_an_answer_that_is_neither_text_nor_a_number():

@@ -67,25 +67,23 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     say: Callable[[str], None] = print,
     evaluation_alone: bool = False,
+    room: int | None = None,
 ) -> PromptSets:
     """Load, split and encode the prompts of the file or hub dataset in the settings.
 
     Prints a warning if a topic has no training prompt. Raises UserError if no training prompt is left (unless
-    `evaluation_alone`) or no evaluation prompt.
+    `evaluation_alone`) or no evaluation prompt. `room` is the length of the longest prompt that the model can read,
+    for advice.
     """
     by_topic = data.steps_per_topic is not None
     examples = load_examples(DataSource.of(data), say=say, topics=by_topic)
     has_pairs = any(e.chosen is not None for e in examples)
     split = data.split or (Split(45, 45, 10) if has_pairs else Split(0, 90, 10))
     parts = split_examples(examples, split)
-    sets = render_sets(tokenizer, parts["rl"], parts["evaluation"], data, f"--prompts {data.prompts}", say)
+    sets = render_sets(tokenizer, parts["rl"], parts["evaluation"], data, f"--prompts {data.prompts}", say, room)
     for name, kept, part in (("train", sets.train, parts["rl"]), ("evaluate", sets.evaluation, parts["evaluation"])):
         if not kept and not (evaluation_alone and name == "train"):
-            shortest = min((len(encode_prompt(tokenizer, e.messages)) for e in part), default=0)
-            raise UserError(
-                f"no prompt left to {name} on: {data.prompts}, {len(examples)} rows, split {split}, {len(part)} rows "
-                f"in this part, shortest prompt {shortest} tokens. Add rows, change --split or raise --prompt-length"
-            )
+            raise _no_prompts(name, f"{data.prompts}, {len(examples)} rows, split {split}", part, tokenizer)
     train = sets.train[: data.max_prompts]
     if by_topic:
         _warn_about_lost_topics(examples, train, data.prompts, say)
@@ -96,6 +94,17 @@ def load_prompts(
         rows=len(examples),
         split=split,
         parts={name: len(part) for name, part in parts.items()},
+    )
+
+
+def _no_prompts(name: str, where: str, part: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> UserError:
+    """Return the error for a part of the data without prompts to train or evaluate on."""
+    if not part:
+        return UserError(f"no prompt left to {name} on: {where}, this part is empty. Add rows, or change --split")
+    shortest = min(len(encode_prompt(tokenizer, e.messages)) for e in part)
+    return UserError(
+        f"no prompt left to {name} on: {where}, {len(part)} rows in this part, shortest prompt {shortest} tokens. Add "
+        "rows, change --split or raise --prompt-length"
     )
 
 
@@ -135,6 +144,7 @@ def given_prompts(
     prompts: Sequence[GivenPrompt],
     evaluation: Sequence[GivenPrompt] | None,
     say: Callable[[str], None] = print,
+    room: int | None = None,
 ) -> PromptSets:
     """Encode prompts given in Python.
 
@@ -152,7 +162,7 @@ def given_prompts(
         train, held_out = (parts["rl"], parts["evaluation"]) if enough else (train, train)
     else:
         held_out = examples_of(evaluation, False, data.columns, data.skip_bad_rows, say)
-    sets = render_sets(tokenizer, train, held_out, data, "prompts", say)
+    sets = render_sets(tokenizer, train, held_out, data, "prompts", say, room)
     if not sets.train or not sets.evaluation:
         raise UserError(f"no prompt has at most {data.prompt_length} tokens: prompts. Raise prompt_length")
     return dataclasses.replace(sets, evaluation=sets.evaluation[: data.eval_prompts])
@@ -165,6 +175,7 @@ def render_sets(
     data: DataSettings,
     source: str,
     say: Callable[[str], None] = print,
+    room: int | None = None,
 ) -> PromptSets:
     """Return the distinct prompts of two lists as ids, those of at most `data.prompt_length` tokens. Prompts of
     different topics are distinct with --steps-per-topic. Prints a warning if many of them, from `source`, are too
@@ -172,7 +183,7 @@ def render_sets(
     by_topic, longest = data.steps_per_topic is not None, data.prompt_length
     both = [_encoded(tokenizer, distinct_questions(examples, by_topic)) for examples in (train, evaluation)]
     lengths = [len(prompt.ids) for prompts in both for prompt in prompts]
-    warn_about_length(lengths, longest, "prompts", source, "--prompt-length", say)
+    warn_about_length(lengths, longest, "prompts", source, "--prompt-length", say, room)
     kept, held_out = ([p for p in prompts if len(p.ids) <= longest] for prompts in both)
     return PromptSets(
         kept,

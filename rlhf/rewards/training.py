@@ -124,7 +124,7 @@ def usable_pairs(
     if skipped:
         screen.say(f"  skipped {skipped} pairs longer than {shown} ({too_long} of them training pairs)")
     lengths = [length for part in pairs.values() for length, _ in part]
-    warn_about_length(lengths, limit, "pairs", f"--pairs {config.data.pairs}", flag, screen.say)
+    warn_about_length(lengths, limit, "pairs", f"--pairs {config.data.pairs}", flag, screen.say, model.context)
     if len(held_out) < FEW_PAIRS:
         screen.say(f"  only {len(held_out)} held-out pairs: the accuracy is uncertain")
     return train, held_out

@@ -128,12 +128,12 @@ def _load_prompt_sets(
     evaluation_prompts: Sequence[GivenPrompt] | None,
 ) -> PromptSets:
     """Return the prompts given in Python or those of the settings, checked against the start model and the rewards."""
-    data = config.data
+    data, room = config.data, start.context and max(0, start.context - config.sampling.max_new_tokens)
     if prompts is None:
-        source, sets = f"--prompts {data.prompts}", load_prompts(data, start.tokenizer, screen.say)
+        source, sets = f"--prompts {data.prompts}", load_prompts(data, start.tokenizer, screen.say, room=room)
         check_fills_a_batch(config, sets.train)
     else:
-        source, sets = "prompts", given_prompts(data, start.tokenizer, prompts, evaluation_prompts, screen.say)
+        source, sets = "prompts", given_prompts(data, start.tokenizer, prompts, evaluation_prompts, screen.say, room)
     check_prompts(sets, start, config.sampling.max_new_tokens, source, screen, data.plain_prompts)
     check_overlap(sets, screen)
     check_topics(config, sets.train, screen)

@@ -101,7 +101,9 @@ def test_no_prompt_left_after_filtering_is_an_error(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl", *({"prompt": f"question {i}"} for i in range(40)))
     with pytest.raises(UserError, match=r"no prompt left to train on.*shortest prompt \d+ tokens"):
         load_prompts(DataSettings(path, prompt_length=3), tokenizer)
-    with pytest.raises(UserError, match="no prompt left to evaluate on"):
+    with pytest.raises(
+        UserError, match=r"no prompt left to evaluate on: .*split 0/100/0, this part is empty\. Add rows"
+    ):
         load_prompts(DataSettings(path, Split(0, 100, 0)), tokenizer)
 
 
@@ -217,6 +219,17 @@ def test_many_long_rows_give_a_warning_with_a_flag_to_copy(too_long, warned):
     if too_long == 21:  # 95 of the rows have at most 415 tokens: 79 short ones, and 16 of 400 to 415
         assert text == ["warning: 21 of 100 prompts (21%) are longer than 256 tokens and are skipped: --prompts a"
                         ". --prompt-length 415 keeps 95% of them"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("room", "advice"), [
+    (415, "--prompt-length 415 keeps 95% of them"),
+    (405, "--prompt-length 405 is the most that fits into the model's context, and keeps 85% of them"),
+    (256, "Use a model with a longer context"),
+])  # fmt: skip
+def test_advised_length_fits_into_the_context(room, advice):
+    text, lengths = [], [400 + i for i in range(21)] + [100] * 79
+    warn_about_length(lengths, 256, "prompts", "--prompts a", "--prompt-length", text.append, room)
+    assert text[0].endswith(f"are skipped: --prompts a. {advice}")
 
 
 def test_long_prompts_are_warned_about_and_the_printed_length_keeps_95_percent(tmp_path, tokenizer):

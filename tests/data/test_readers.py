@@ -247,6 +247,17 @@ def test_folders_are_read_with_their_links_and_without_compressed_files(tmp_path
         load_examples(str(tmp_path / "data"))
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pipes with a name on Windows")
+def test_pipes_and_broken_links_are_named_as_such(tmp_path):
+    """`--prompts <(cat file)` gives the name of a pipe, which exists and cannot be read twice."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
+    for name, problem in (("pipe.jsonl", "not a regular file: "), ("link.jsonl", "a broken link: .*to gone.jsonl")):
+        with pytest.raises(UserError, match=f"^{problem}") as caught:
+            load_examples(str(tmp_path / name))
+        assert "Did you mean" not in str(caught.value)
+
+
 def test_all_broken_files_of_a_folder_are_reported(tmp_path):
     for name in ("a.jsonl", "b.jsonl"):
         write(tmp_path / name, "{oops}\n")

@@ -64,6 +64,7 @@ def test_other_answers_do_not_match(completion, answer):
 def test_exact_match_reads_chats_and_has_no_score_without_an_answer():
     chat = [{"role": "assistant", "content": "#### 4"}]
     assert exact_match([chat, "#### 4", "4", ""], answer=["4", None, "5", ""]) == [1.0, None, 0.0, 1.0]
+    assert exact_match(["nan", "3"], answer=[float("nan"), np.int64(3)]) == [None, 1.0]
 
 
 def test_exact_match_accepts_every_kind_of_number():

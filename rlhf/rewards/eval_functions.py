@@ -17,8 +17,8 @@ NUMBER = re.compile(r"([+-]?)\$?(\d{1,3}(?:,\d{3})+|\d*)(\.\d*)?(e[+-]?\d{1,3})?
 def exact_match(completions: Sequence[Completion], answer: Sequence[str | float | None], **_) -> list[float | None]:
     """Return 1 for a completion whose final answer equals that of the column `answer`, otherwise 0.
 
-    None if the row has no answer (None or NaN). Both are compared in `normal_form`. Raises TypeError for an answer that
-    is neither text nor a number.
+    None if the row has no answer (None or NaN). Both are compared in `normal_form`. Raises TypeError for an answer
+    that is neither text nor a number.
     """
     return [
         None if right is None or right != right else float(normal_form(text_of(given)) == normal_form(_as_text(right)))

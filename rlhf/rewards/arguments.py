@@ -92,7 +92,7 @@ def per_completion(
     As in TRL, `prompts` and `completions` are lists of messages if the prompt's row is conversational (or if
     `always_messages`), otherwise texts.
     """
-    messages = [[dict(m) for m in p.example.messages] for p in prompts]
+    messages = [list(p.example.messages) for p in prompts]  # the caller copies the arguments of each function
     is_chat = [always_messages or p.example.conversational for p in prompts]
     return {
         "prompts": [m if chat else m[-1]["content"] for m, chat in zip(messages, is_chat, strict=True)],

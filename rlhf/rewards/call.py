@@ -48,7 +48,7 @@ def call_function(
     MAX_ABS_SCORE. The function's output is appended to the file `printed`; if it is None or there is no time limit,
     the output goes to the console.
     """
-    printed = None if limit_s is None else printed  # on the main thread it would hide the message for Ctrl-C
+    printed = None if limit_s is None else printed  # messages of the reward model belong on the console
     texts = arguments.texts
 
     def failure(what: str, which: str, hint: str = "Fix the function", kind: type[RunError] = RunError) -> RunError:

@@ -70,7 +70,7 @@ class Rewards:
         self.limits_s = [None if isinstance(f, LearnedReward) else limit_s for f in self.functions]
         self.printed: Path | None = None  # file for the functions' output; None: the console
         self.names = list(names) if names is not None else _distinct([name_of(f) for f in self.functions])
-        self.kind, self.has_scored = kind, False  # True once a completion has had a score
+        self.kind = kind
         self.trainer_state = END_OF_TRAINING  # a training run replaces it by its own state
 
     def __str__(self) -> str:
@@ -93,9 +93,7 @@ class Rewards:
         """
         log = RewardLog(len(texts))
         given = self.scores_by_function(prompts, texts, ids, ended, log=log)
-        total = self.weighted(given)
-        self.has_scored = self.has_scored or any(score is not None for score in total)
-        return RewardScores(total, given, log.extra, log.metrics)
+        return RewardScores(self.weighted(given), given, log.extra, log.metrics)
 
     def weighted(self, scores: dict[str, list[float | None]]) -> list[float | None]:
         """Return the weighted sum of each completion's scores by function, over the functions that apply to it."""
@@ -114,7 +112,7 @@ class Rewards:
 
         `log` receives what the functions log; None: it is ignored.
         """
-        shared = per_call(self.trainer_state, RewardLog(len(texts)) if log is None else log)
+        log = RewardLog(len(texts)) if log is None else log
         columns, names = self.columns_of(prompts), zip(self.functions, self.names, self.limits_s, strict=True)
         rows = {
             always: per_completion(prompts, texts, ids, ended, columns, always)
@@ -124,7 +122,7 @@ class Rewards:
             name: call_function(
                 function,
                 f"{self.kind} {name!r}",
-                Arguments(rows[is_of_trl(function)], shared, list(texts)),
+                Arguments(rows[is_of_trl(function)], per_call(self.trainer_state, log), list(texts)),
                 limit_s,
                 finite,
                 self.printed,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 import types
 import typing
 from collections.abc import Iterable
@@ -157,8 +156,15 @@ def convert(setting: Setting, value: Any, where: str) -> Any:
 
 
 def _at_commas(text: str) -> list[str]:
-    """Split a list at its commas, but not at those in parentheses: `f(a=1, b=2),g` has two entries."""
-    return re.split(r",(?![^(]*\))", text)
+    """Split a list at its commas, but not at those in parentheses: `f(a=1, b=(2, 3)),g` has two entries."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts if depth == 0 else text.split(",")
 
 
 def _convert_one(setting: Setting, value: Any, kind: type, where: str) -> Any:

@@ -127,7 +127,7 @@ class RolloutCollector:
     def score(self, rollout: Rollout) -> Scores:
         """Score the completions. Stores the raw scores in the rollout; the algorithm uses the shaped ones, after the
         missing-EOS penalty and normalization. NaN marks a completion without a score. Raises SkipUpdate if a score is
-        not finite, or no completion of the run has had one yet."""
+        not finite."""
         completions, reward = rollout.completions, self.config.reward
         try:
             with self.micro_batch_budget.raise_on_oom("scoring"):
@@ -136,11 +136,6 @@ class RolloutCollector:
                 )
         except BadScore as error:
             raise SkipUpdate(str(error), by_score=True) from None
-        if not self.rewards.has_scored:
-            names = ", ".join(self.rewards.names)
-            raise SkipUpdate(
-                f"no completion has had a score yet: every reward function returned None ({names})", by_score=True
-            )
         device = completions.ended.device
         raw = torch.tensor([math.nan if s is None else s for s in given.total], dtype=torch.float32, device=device)
         scored = [i for i, score in enumerate(given.total) if score is not None]

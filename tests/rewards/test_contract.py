@@ -26,7 +26,6 @@ from rlhf.rewards.arguments import RESERVED, RewardLog
 from rlhf.rewards.functions import keyword_bonus, word_penalty
 from rlhf.rewards.rewards import Rewards, check_columns
 from rlhf.trainer.metrics import rollout_metrics
-from rlhf.trainer.safety import SkipUpdate
 from rlhf.utils.errors import RunError, UserError
 
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})
@@ -114,11 +113,15 @@ def test_state_is_that_of_the_run_and_a_copy(build):
 
     def scheduled(completions, trainer_state, **_):
         seen.append((trainer_state.global_step, trainer_state.max_steps))
-        trainer_state.global_step = 99
+        trainer_state.global_step = 99  # neither the run nor the next function sees it
         trainer_state.log_history.clear()
         return [trainer_state.max_steps * 1.0] * len(completions)
 
-    trainer = build("--num-iterations", 2, "--eval-every", 2, rewards=[scheduled])
+    def after(completions, trainer_state, **_):
+        assert trainer_state.global_step < 99
+        return [0.0] * len(completions)
+
+    trainer = build("--num-iterations", 2, "--eval-every", 2, rewards=[scheduled, after])
     trainer.train()
     # the start model's evaluation, the rollouts of updates 1 and 2, and the last evaluation
     assert seen == [(0, 2), (0, 2), (1, 2), (2, 2)]
@@ -253,21 +256,16 @@ def nothing(completions, **_):
     return [None] * len(completions)
 
 
-def test_update_without_any_score_so_far_is_skipped(build):
-    trainer = build(rewards=[nothing])
-    rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
-    with pytest.raises(SkipUpdate, match=escape("every reward function returned None (nothing)")) as skipped:
-        trainer.collector.score(rollout)
-    assert skipped.value.by_score
+def test_run_without_any_score_ends_before_the_first_update(build):
+    with pytest.raises(
+        RunError, match=r"every reward function returned None \(nothing\): the evaluation after update 0"
+    ):
+        build(rewards=[nothing]).train()
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_update_without_a_score_has_advantage_0_after_others_had_scores(build, algorithm):
+def test_update_without_a_score_has_advantage_0(build, algorithm):
     """More updates in a row than may be skipped. The weights do not change: nothing else is in the loss."""
-
-    def only_at_first(completions, trainer_state, **_):
-        return [1.0 if trainer_state.global_step == 0 else None] * len(completions)
-
     trainer = build(
         "--num-iterations",
         6,
@@ -275,10 +273,8 @@ def test_update_without_a_score_has_advantage_0_after_others_had_scores(build, a
         "--kl-placement",
         "none",
         algorithm=algorithm,
-        rewards=[only_at_first],
+        rewards=[nothing],
     )
-    trainer.evaluate()  # scores of the start model
-    trainer.state.global_step = 1
     before = [weight.detach().clone() for weight in trainer.actor.parameters()]
     for update in range(2, 6):
         metrics = trainer.update_step(update)

@@ -64,6 +64,8 @@ def test_arguments_in_parentheses_reach_the_function():
     found = scored(name, ["", ""], [[1, 2, 3], [5] * 5], None)
     assert found.by_function == {"repetition_penalty_reward": [0.0, pytest.approx(-2.25)]}
     assert parse_cli(["--reward-func", name, "exact_match"]).reward.reward_func == (name, "exact_match")
+    nested = "trl:f(a=1, b=(2, 3)),exact_match"
+    assert parse_cli(["--reward-func", nested]).reward.reward_func == ("trl:f(a=1, b=(2, 3))", "exact_match")
     overlong = "trl:get_soft_overlong_punishment(max_completion_len=10, soft_punish_cache=5)"
     assert scored(overlong, [""], [[1] * 9], None).total == [-0.8]
 

@@ -13,6 +13,8 @@ from rlhf.models.device import start_device
 from rlhf.rewards.functions import RewardFunction
 from rlhf.settings.training import Config
 from rlhf.setup.build import build_trainer, load_components
+from rlhf.setup.pass_rates import keep_by_pass_rate
+from rlhf.setup.scan import Scan, scan_prompts
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 
@@ -47,10 +49,27 @@ def make_trainer(
     components = load_components(
         config, device, screen, prompts, evaluation_prompts, rewards, reward_weights, eval_functions
     )
+    components, _ = keep_by_pass_rate(config, components, screen)
     trainer = build_trainer(config, components)
     if config.kl.steered:
         controller = kl_controller(config, trainer.updates)
-        trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update))
+        held = config.critic.critic_warmup
+        trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update, held))
     for callback in callbacks:  # after KLControl, so that a beta which they set is not overwritten
         trainer.add_callback(callback)
     return trainer
+
+
+def scan(
+    config: Config,
+    prompts: Prompts,
+    rewards: Sequence[RewardFunction | nn.Module] | None = None,
+    reward_weights: Sequence[float] | None = None,
+) -> Scan:
+    """Return what can be learned from the training prompts, as --scan prints it: figures of all prompts and of each
+    topic, and recommended settings. Trains and writes nothing. Raises UserError. The arguments are those of
+    `make_trainer`."""
+    screen = Screen()
+    device = start_device(screen, config.run.deterministic)
+    components = load_components(config, device, screen, prompts, None, rewards, reward_weights)
+    return scan_prompts(config, components, screen)

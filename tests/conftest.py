@@ -95,6 +95,11 @@ def start_model(made_once) -> Path:
 
 
 @pytest.fixture(scope="session")
+def wide_model(made_once) -> Path:
+    return made_once("wide", partial(make_start_model, size="wide"))
+
+
+@pytest.fixture(scope="session")
 def reward_folder(made_once) -> Path:
     return made_once("reward", make_reward_model)
 

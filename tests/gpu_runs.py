@@ -17,7 +17,8 @@ import traceback
 from pathlib import Path
 
 GROUPS = {"ppo": ["--batch-size", "4"], "grpo": ["--batch-size", "2", "--K", "2"]}
-KINDS = {"full": [], "lora": ["--use-lora"], "4-bit": ["--use-lora", "--load-in-4bit"]}
+KINDS = {"full": [], "lora": ["--use-lora"], "4-bit": ["--use-lora", "--load-in-4bit"],
+         "8-bit-adam": ["--optim", "adamw_8bit"]}  # fmt: skip
 RUNS = [f"{algorithm}_{kind}" for kind in KINDS for algorithm in GROUPS]
 LOOKS = {"evaluate": "evaluate_generations", "compare": "compare_runs"}
 

@@ -69,9 +69,12 @@ def _byte_level(special: Sequence[str], vocabulary: int = 400, texts: Iterable[s
 
 
 def llama_config(size: str, vocabulary: int) -> LlamaConfig:
-    """Return a config: "tiny", or "smollm2", HuggingFaceTB/SmolLM2-135M's shape with a vocabulary of 49,152."""
+    """Return a config: "tiny", "wide" (matrices of 4,096 weights, which 8-bit AdamW quantizes), or "smollm2",
+    HuggingFaceTB/SmolLM2-135M's shape with a vocabulary of 49,152."""
     shape = {
         "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                 "num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": vocabulary},
+        "wide": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
                  "num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": vocabulary},
         "smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
                     "num_key_value_heads": 3, "max_position_embeddings": 8192, "vocab_size": 49_152},
@@ -89,7 +92,7 @@ def llama_config(size: str, vocabulary: int) -> LlamaConfig:
 def make_start_model(folder: Path, size: str = "tiny", seed: int = 0) -> Path:
     """Save a causal LM and its tokenizer in `folder`, in the form of a hub download: pad = EOS."""
     # the real shape needs a tokenizer that compresses English about as well as the real one: it learns Python's manual
-    tokenizer = smollm2_tokenizer() if size == "tiny" else smollm2_tokenizer(16_000, pydoc_data.topics.topics.values())
+    tokenizer = smollm2_tokenizer(*((16_000, pydoc_data.topics.topics.values()) if size == "smollm2" else ()))
     torch.manual_seed(seed)
     LlamaForCausalLM(llama_config(size, len(tokenizer))).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -21,7 +21,8 @@ class Experience:
     prompts: list[Prompt]
     completions: Completions  # ids, lengths and groups
     mask: Tensor  # (B, T) True on completion tokens, EOS included
-    scored_mask: Tensor  # (B, T) the same, but False on completions without a score
+    loss_mask: Tensor  # (B, T) the same, but False on truncated completions with --mask-truncated-completions
+    scored_mask: Tensor  # (B, T) the same as loss_mask, but False on completions without a score
     # log pi(a|s), nats; undefined where `mask` is False
     logprobs: Tensor  # (B, T) rollout policy
     ref_logprobs: Tensor  # (B, T) frozen reference
@@ -43,6 +44,7 @@ class Experience:
         *,
         advantages: Tensor,
         scores: Tensor | None = None,
+        loss_mask: Tensor | None = None,
         one_action: bool = False,
         **learned: Any,
     ) -> Experience:
@@ -52,9 +54,11 @@ class Experience:
             rollout: B completions.
             advantages: (B, T). If vLLM sampled the completions, they are multiplied by truncated importance weights.
             scores: (B,) NaN marks completions without a score; None: all have one.
+            loss_mask: (B, T) as `tokens_of_loss` returns it; None: all completion tokens.
             one_action: one importance weight per completion, not per token.
             learned: the remaining fields.
         """
+        loss_mask = rollout.mask if loss_mask is None else loss_mask
         sampled = rollout.completions.sampled_logprobs
         if sampled is not None:
             advantages = advantages * objectives.truncated_importance_weights(
@@ -64,7 +68,8 @@ class Experience:
             prompts=rollout.prompts,
             completions=rollout.completions,
             mask=rollout.mask,
-            scored_mask=scored_mask(rollout, scores),
+            loss_mask=loss_mask,
+            scored_mask=scored_mask(loss_mask, scores),
             logprobs=rollout.logprobs,
             ref_logprobs=rollout.ref_logprobs,
             values=rollout.values,
@@ -73,9 +78,18 @@ class Experience:
         )
 
 
-def scored_mask(rollout: Rollout, scores: Tensor | None) -> Tensor:
-    """Returns the mask (B, T) of the rollout without the completions whose score (B,) is NaN."""
-    return rollout.mask if scores is None else rollout.mask & ~scores.isnan().unsqueeze(1)
+def tokens_of_loss(rollout: Rollout, mask_truncated: bool) -> Tensor:
+    """Returns the mask (B, T) of the tokens in the loss: all completion tokens, or with `mask_truncated` only those of
+    completions that end with EOS.
+
+    Source: overlong filtering (Yu et al. 2025, DAPO, arXiv 2503.14476, sec. 3.4); `mask_truncated_completions` in TRL.
+    """
+    return rollout.mask & rollout.completions.ended.unsqueeze(1) if mask_truncated else rollout.mask
+
+
+def scored_mask(mask: Tensor, scores: Tensor | None) -> Tensor:
+    """Returns `mask` (B, T) without the completions whose score (B,) is NaN."""
+    return mask if scores is None else mask & ~scores.isnan().unsqueeze(1)
 
 
 class PolicyOutputs(NamedTuple):
@@ -92,10 +106,10 @@ def policy_stats(
     """Returns detached statistics of the policy for some rows, by TensorBoard tag.
 
     `loss` and `clipfrac` are returned as given. The approximate KL to the rollout policy, the entropy and the ratio
-    are sums over the rows' tokens divided by `tokens`, the number of completion tokens in the minibatch. The values
-    of its micro-batches therefore add up to the minibatch's mean.
+    are sums over the rows' tokens in the loss divided by `tokens`, their number in the minibatch. The values of its
+    micro-batches therefore add up to the minibatch's mean.
     """
-    mask, old, logprobs = experience.mask[rows], experience.logprobs[rows], outputs.logprobs
+    mask, old, logprobs = experience.loss_mask[rows], experience.logprobs[rows], outputs.logprobs
     figures = {
         "policy/loss": loss,
         "policy/clipfrac": clipfrac,

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from rlhf.algorithms import objectives
-from rlhf.algorithms.experience import Experience, PolicyOutputs, policy_stats
+from rlhf.algorithms.clipping import Clip
+from rlhf.algorithms.experience import Experience, PolicyOutputs, policy_stats, tokens_of_loss
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
 
@@ -15,7 +16,7 @@ class GRPO:
     """Advantages relative to the mean reward of the group, and the clipped policy loss in one of several forms."""
 
     def __init__(self, config: Config):
-        self.config = config
+        self.config, self.clip = config, Clip(*config.batch.clip)
 
     def advantages(self, rollout: Rollout, scores: Tensor, kl_coef: float) -> Experience:
         """Computes one advantage per completion, the same for all its tokens.
@@ -26,14 +27,16 @@ class GRPO:
             kl_coef: beta, score units per nat. It is charged here only if kl_placement is "reward".
         """
         kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
-        # R_i = score_i - beta * sum_t KL_it
-        rewards = scores - self.config.kl.coef_in("reward", kl_coef) * kl.sum(1)
+        loss_mask = tokens_of_loss(rollout, self.config.batch.mask_truncated_completions)
+        # R_i = score_i - beta * sum_t KL_it, the sum over tokens in the loss
+        rewards = scores - self.config.kl.coef_in("reward", kl_coef) * torch.where(loss_mask, kl, 0.0).sum(1)
         # A_it = (R_i - mean of the group's R) / scale
         groups = objectives.group_advantages(rewards, self.config.group_size, self.config.grpo.scale_rewards)
-        advantages = torch.where(rollout.mask, groups.unsqueeze(1), 0.0)
+        advantages = torch.where(loss_mask, groups.unsqueeze(1), 0.0)
         return Experience.of(
-            rollout, scores=scores, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=advantages
-        )
+            rollout, scores=scores, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=advantages,
+            loss_mask=loss_mask,
+        )  # fmt: skip
 
     def loss(
         self, experience: Experience, rows: Tensor, outputs: PolicyOutputs, total_tokens: Tensor
@@ -43,20 +46,20 @@ class GRPO:
             L = sum_it w_i * (L_policy_it + beta * KL_it) - entropy_coef * mean entropy
 
         The weights w are `objectives.grpo_token_weights`. The mean entropy is a sum over the rows' tokens, divided by
-        the completion tokens of the minibatch, `total_tokens`. The losses of the minibatch's micro-batches therefore
+        the tokens of the minibatch in the loss, `total_tokens`. The losses of the minibatch's micro-batches therefore
         add up to its loss. `outputs` are those of the current policy. beta is 0 here unless kl_placement is "loss".
         """
         config, loss_type = self.config, self.config.grpo.loss_type
-        mask, old = experience.mask[rows], experience.logprobs[rows]
+        mask, old = experience.loss_mask[rows], experience.logprobs[rows]
         weights = objectives.grpo_token_weights(
             loss_type,
             mask.sum(1),
             config.minibatch_size,
-            experience.mask.sum() / config.batch.minibatches,
+            experience.loss_mask.sum().clamp(min=1) / config.batch.minibatches,
             config.sampling.max_new_tokens,
         )
         per_token, clipped = objectives.grpo_policy_loss(
-            outputs.logprobs, old, experience.advantages[rows], mask, config.batch.clip_range, loss_type
+            outputs.logprobs, old, experience.advantages[rows], mask, self.clip, loss_type
         )
         policy_loss = (per_token * weights).sum()
         clipfrac = objectives.masked_mean(clipped.float(), mask, total_tokens)

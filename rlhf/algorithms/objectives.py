@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlhf.algorithms.clipping import Clip, clipped_surrogate
+
 
 def masked_mean(values: Tensor, mask: Tensor, total: Tensor | float | None = None) -> Tensor:
     """Returns the mean of `values` (B, T) over the tokens where `mask` (B, T) is True, a scalar.
@@ -114,19 +116,8 @@ def generalized_advantage_estimate(
     return torch.where(mask, advantages, 0.0), torch.where(mask, advantages + values, 0.0)
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_range: float) -> tuple[Tensor, Tensor]:
-    """Computes PPO-clip per element, as a loss (Schulman et al. 2017, arXiv 1707.06347, eq. 7).
-
-    `ratio` and `advantages` are (n, T), or (n,) with one ratio per completion. Returns the loss, and True where the
-    clipped branch is the larger one, in the same shape.
-    """
-    # max(-A * r, -A * clip(r, 1 - c, 1 + c))
-    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
-    return torch.maximum(unclipped, clipped), clipped > unclipped
-
-
 def clipped_policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_range: float, total=None
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip, total=None
 ) -> tuple[Tensor, Tensor]:
     """Computes PPO's policy loss, the mean of `clipped_surrogate` over the tokens.
 
@@ -135,7 +126,7 @@ def clipped_policy_loss(
     """
     # r_t = p_new / p_old
     ratio = torch.exp(torch.where(mask, logprobs - old_logprobs, 0.0))
-    loss, is_clipped = clipped_surrogate(ratio, advantages, clip_range)
+    loss, is_clipped = clipped_surrogate(ratio, advantages, clip)
     return masked_mean(loss, mask, total), masked_mean(is_clipped.float(), mask, total)
 
 
@@ -167,7 +158,7 @@ def _centered(groups: Tensor) -> Tensor:
 
 
 def grpo_policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_range: float, loss_type: str
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip, loss_type: str
 ) -> tuple[Tensor, Tensor]:
     """Computes GRPO's policy loss per token, not yet multiplied by `grpo_token_weights`.
 
@@ -175,18 +166,19 @@ def grpo_policy_loss(
 
     dapo, grpo, dr_grpo:  `clipped_surrogate` with one ratio per token; only the weights differ
     gspo:   `clipped_surrogate` with one ratio per completion (Zheng et al. 2025, arXiv 2507.18071)
-    cispo:  REINFORCE weighted by the ratio, clipped from above, without gradient (MiniMax 2025, arXiv 2506.13585)
+    cispo:  REINFORCE weighted by the ratio, clipped from above at 1 + clip.high, without gradient (MiniMax 2025, arXiv
+            2506.13585)
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     if loss_type == "gspo":
         # geometric mean of the token ratios: r = exp(mean_t log r_t)
-        log_ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand_as(mask)
+        log_ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(mask)
     ratio = torch.exp(log_ratio)
     if loss_type == "cispo":
-        # -stop_gradient(min(r_t, 1 + c)) * A * log p_t
-        loss, is_clipped = -ratio.clamp(max=1 + clip_range).detach() * advantages * logprobs, ratio > 1 + clip_range
+        # -stop_gradient(min(r_t, 1 + high)) * A * log p_t
+        loss, is_clipped = -ratio.clamp(max=1 + clip.high).detach() * advantages * logprobs, ratio > 1 + clip.high
     else:
-        loss, is_clipped = clipped_surrogate(ratio, advantages, clip_range)
+        loss, is_clipped = clipped_surrogate(ratio, advantages, clip)
     return torch.where(mask, loss, 0.0), mask & is_clipped
 
 
@@ -200,14 +192,14 @@ def grpo_token_weights(
     dr_grpo:      1 / (completions * longest)    (Liu et al. 2025, arXiv 2503.20783)
 
     Args:
-        lengths: (n,) tokens of each completion.
+        lengths: (n,) tokens of each completion in the loss, 0 if it is masked.
         completions: number of completions in the minibatch.
-        rollout_tokens: completion tokens of the whole rollout divided by the number of minibatches, as in TRL.
+        rollout_tokens: tokens of the whole rollout in the loss, divided by the number of minibatches, as in TRL.
         longest: max_new_tokens, the tokens of the longest possible completion.
     """
     if loss_type in ("dapo", "cispo"):
         return (1 / rollout_tokens).expand(len(lengths), 1)
-    tokens = torch.full_like(lengths, longest) if loss_type == "dr_grpo" else lengths
+    tokens = torch.full_like(lengths, longest) if loss_type == "dr_grpo" else lengths.clamp(min=1)
     return 1 / (tokens.unsqueeze(1) * completions)
 
 
@@ -239,7 +231,7 @@ def completion_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Te
 
 
 def rloo_policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_range: float
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes RLOO's policy loss per completion: `clipped_surrogate` with the whole completion as one action.
 
@@ -248,7 +240,7 @@ def rloo_policy_loss(
     RLOOTrainer.
     """
     ratio = completion_ratio(logprobs, old_logprobs, mask)
-    return *clipped_surrogate(ratio, advantages, clip_range), ratio
+    return *clipped_surrogate(ratio, advantages, clip), ratio
 
 
 def clipped_value_loss(

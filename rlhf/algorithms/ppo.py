@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlhf.algorithms import objectives
-from rlhf.algorithms.experience import Experience, PolicyOutputs, policy_stats, scored_mask
+from rlhf.algorithms.clipping import Clip
+from rlhf.algorithms.experience import Experience, PolicyOutputs, policy_stats, scored_mask, tokens_of_loss
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
 
@@ -14,17 +15,20 @@ class PPO:
     """Advantages by GAE from one reward per token, and the clipped policy and value losses."""
 
     def __init__(self, config: Config):
-        self.config = config
+        self.config, self.clip = config, Clip(*config.batch.clip)
 
     def advantages(self, rollout: Rollout, scores: Tensor, kl_coef: float) -> Experience:
         """Computes rewards per token from the scores and the KL, then advantages and returns by GAE.
 
         Args:
             rollout: B completions with their values.
-            scores: (B,) score units. NaN: no score, so the completion's advantages are 0.
+            scores: (B,) score units. NaN: no score, so the completion's advantages are 0, as those of a truncated
+                completion with mask_truncated_completions. Neither counts when rewards and advantages are whitened.
             kl_coef: beta, score units per nat. It is charged here only if kl_placement is "reward".
         """
-        ppo, critic, mask = self.config.ppo, self.config.critic, scored_mask(rollout, scores)
+        ppo, critic = self.config.ppo, self.config.critic
+        loss_mask = tokens_of_loss(rollout, self.config.batch.mask_truncated_completions)
+        mask = scored_mask(loss_mask, scores)
         kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
         beta = self.config.kl.coef_in("reward", kl_coef)
         rewards = objectives.shape_rewards(kl, scores, mask, beta, ppo.kl_penalty_at)
@@ -36,7 +40,7 @@ class PPO:
         whitened = objectives.whiten(advantages, mask) if ppo.whiten_advantages else advantages
         return Experience.of(
             rollout, scores=scores, kl=kl, kl_coef=kl_coef, raw_advantages=advantages, advantages=whitened,
-            returns=returns, rewards=rewards,
+            returns=returns, rewards=rewards, loss_mask=loss_mask,
         )  # fmt: skip
 
     def loss(
@@ -46,13 +50,13 @@ class PPO:
 
             L = L_policy + value_coef * L_value - entropy_coef * mean entropy + beta * mean KL
 
-        Every term is a sum over the rows' tokens, divided by the completion tokens of the minibatch, `total_tokens`.
+        Every term is a sum over the rows' tokens, divided by the tokens of the minibatch in the loss, `total_tokens`.
         The losses of the minibatch's micro-batches therefore add up to its loss. `outputs` are those of the current
         policy. beta is 0 here unless kl_placement is "loss".
         """
-        config, mask, old = self.config, experience.mask[rows], experience.logprobs[rows]
+        config, mask, old = self.config, experience.loss_mask[rows], experience.logprobs[rows]
         policy_loss, clipfrac = objectives.clipped_policy_loss(
-            outputs.logprobs, old, experience.advantages[rows], mask, config.batch.clip_range, total_tokens
+            outputs.logprobs, old, experience.advantages[rows], mask, self.clip, total_tokens
         )
         value_loss, value_clipfrac = objectives.clipped_value_loss(
             outputs.values,

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from rlhf.algorithms import objectives
-from rlhf.algorithms.experience import Experience, PolicyOutputs, policy_stats
+from rlhf.algorithms.clipping import Clip
+from rlhf.algorithms.experience import Experience, PolicyOutputs, policy_stats, tokens_of_loss
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
 
@@ -15,7 +16,7 @@ class RLOO:
     """Advantages relative to the mean of the group's other completions, and PPO-clip on whole-completion ratios."""
 
     def __init__(self, config: Config):
-        self.config = config
+        self.config, self.clip = config, Clip(*config.batch.clip)
 
     def advantages(self, rollout: Rollout, scores: Tensor, kl_coef: float) -> Experience:
         """Computes one advantage per completion, the same for all its tokens.
@@ -26,11 +27,12 @@ class RLOO:
             kl_coef: beta, score units per nat. It is charged here only if kl_placement is "reward".
         """
         kl = objectives.kl_k1(rollout.logprobs, rollout.ref_logprobs, rollout.mask)
-        # R_i = score_i - beta * sum_t KL_it
-        rewards = scores - self.config.kl.coef_in("reward", kl_coef) * kl.sum(1)
+        loss_mask = tokens_of_loss(rollout, self.config.batch.mask_truncated_completions)
+        # R_i = score_i - beta * sum_t KL_it, the sum over tokens in the loss
+        rewards = scores - self.config.kl.coef_in("reward", kl_coef) * torch.where(loss_mask, kl, 0.0).sum(1)
         # A_i = R_i - mean of the group's other R_j
         per_completion = objectives.leave_one_out_advantages(rewards, self.config.group_size)
-        advantages = torch.where(rollout.mask, per_completion.unsqueeze(1), 0.0)
+        advantages = torch.where(loss_mask, per_completion.unsqueeze(1), 0.0)
         return Experience.of(
             rollout,
             scores=scores,
@@ -38,6 +40,7 @@ class RLOO:
             kl_coef=kl_coef,
             raw_advantages=advantages,
             advantages=advantages,
+            loss_mask=loss_mask,
             one_action=True,
         )
 
@@ -48,14 +51,14 @@ class RLOO:
 
             L = sum_i (L_policy_i + beta * sum_t KL_it) / minibatch_size - entropy_coef * mean entropy
 
-        The mean entropy is a sum over the rows' tokens, divided by the completion tokens of the minibatch,
+        The mean entropy is a sum over the rows' tokens, divided by the tokens of the minibatch in the loss,
         `total_tokens`. The losses of the minibatch's micro-batches therefore add up to its loss. `outputs` are those
         of the current policy. beta is 0 here unless kl_placement is "loss".
         """
-        config, mask, old = self.config, experience.mask[rows], experience.logprobs[rows]
+        config, mask, old = self.config, experience.loss_mask[rows], experience.logprobs[rows]
         # every token has its completion's advantage, so the first one is enough
         per_completion, clipped, ratio = objectives.rloo_policy_loss(
-            outputs.logprobs, old, experience.advantages[rows, 0], mask, config.batch.clip_range
+            outputs.logprobs, old, experience.advantages[rows, 0], mask, self.clip
         )
         policy_loss = per_completion.sum() / config.minibatch_size
         clipfrac = clipped.float().sum() / config.minibatch_size

@@ -64,6 +64,23 @@ class RunCurves:
     def episodes_per_update(self) -> int:
         return self.run.plan.episodes // self.planned
 
+    def episodes_at(self, updates: np.ndarray) -> np.ndarray:
+        """Returns the episodes sampled up to these updates (P,), with those that dynamic sampling drew in addition.
+
+        A run with dynamic sampling logs them after each update that is not skipped.
+        """
+        logged = self.scalars.get("episodes")
+        if logged is None:
+            return np.asarray(updates) * self.episodes_per_update
+        known, counts = np.append(0, logged.updates), np.append(0, logged.values)
+        last = np.searchsorted(known, updates, side="right") - 1
+        return np.rint(counts[last] + (updates - known[last]) * self.episodes_per_update).astype(int)
+
+    @property
+    def length_in_episodes(self) -> int | str:
+        """The planned number of episodes; with dynamic sampling it is not known, and this is the run's folder."""
+        return str(self.folder) if "episodes" in self.scalars else self.run.plan.episodes
+
     @property
     def last_update(self) -> int:
         """The highest update among the curves."""
@@ -268,7 +285,8 @@ def _rows(run: RunCurves, tags: Sequence[str]) -> Iterable[list[Any]]:
         ):
             values[update][tag] = value
             seconds[update] = min(s, seconds.get(update, s))
-    for update in sorted(values):
-        facts = [run.folder, run.algorithm, run.run.seed, update, update * run.episodes_per_update]
+    episodes = run.episodes_at(np.array(sorted(values))).tolist()
+    for update, sampled in zip(sorted(values), episodes, strict=True):
+        facts = [run.folder, run.algorithm, run.run.seed, update, sampled]
         cells = (values[update].get(tag) for tag in tags)
         yield [*facts, f"{seconds[update]:.3f}", *("" if cell is None else repr(cell) for cell in cells)]

@@ -65,7 +65,7 @@ def read_eval_points(run: RunCurves) -> list[EvalPoint]:
             raise UserError(
                 f"incomplete or corrupted: {file} ({error}). Delete it to compare without this evaluation"
             ) from None
-        found.append(EvalPoint(update, update * run.episodes_per_update, seconds[update], rows))
+        found.append(EvalPoint(update, int(run.episodes_at(np.array([update]))[0]), seconds[update], rows))
     return found
 
 

@@ -199,9 +199,15 @@ def has_start(models: Sequence[ModelRef], measure: MeasureSettings) -> bool:
 
 
 def episodes_of(model: ModelRef) -> int:
-    """Returns the number of episodes after which these weights of a run were saved."""
-    plan = model.run.plan
-    return model.update * plan.episodes // plan.updates
+    """Returns the number of episodes after which these weights of a run were saved.
+
+    With dynamic sampling it is known for evaluated weights, such as the final and the best ones. For others it is the
+    number without the additional episodes.
+    """
+    run, plan = model.run, model.run.plan
+    known = run.best.evaluations if run.best and run.flat_settings.get("dynamic_sampling") else []
+    evaluated = {e["update"]: e["episodes"] for e in known}
+    return evaluated.get(model.update, model.update * plan.episodes // plan.updates)
 
 
 def state_at_end(models: Sequence[ModelRef]) -> TrainerState:

@@ -31,6 +31,7 @@ class BestCheckpoint(Callback):
         self.trainer, self.config, self.controller, self.log = trainer, config, controller, log
         self.candidates: list[Candidate] = []
         self.memory: list[float] = []
+        self.episodes: list[int] = []
 
     def on_evaluation(self, evaluation):
         metrics, run = evaluation.metrics(), self.config.run
@@ -46,6 +47,7 @@ class BestCheckpoint(Callback):
             )
         )
         self.memory.append(self.trainer.progress.peak_memory / 2**30)
+        self.episodes.append(self.trainer.episodes)
         best, why = choose(self.candidates, run.best_rule, run.perplexity_gate)
         if best == len(self.candidates) - 1:
             update_dir_atomically(Path(run.output) / BEST_FOLDER, self.trainer.save_model)
@@ -57,16 +59,19 @@ class BestCheckpoint(Callback):
                 kl_unit=f"nats/{target.per}",
                 perplexity_text=self.trainer.evaluator.text.source,
                 evaluations=[
-                    {**asdict(c), "peak_memory_gib": gib} for c, gib in zip(self.candidates, self.memory, strict=True)
+                    {**asdict(c), "episodes": episodes, "peak_memory_gib": gib}
+                    for c, episodes, gib in zip(self.candidates, self.episodes, self.memory, strict=True)
                 ],
             )
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"candidates": [asdict(c) for c in self.candidates], "memory": self.memory}
+        return {"candidates": [asdict(c) for c in self.candidates], "memory": self.memory, "episodes": self.episodes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.candidates, self.memory = [Candidate(**c) for c in state["candidates"]], state["memory"]
+        size = self.config.episodes_per_update  # checkpoints of earlier versions have no episodes
+        self.episodes = state.get("episodes") or [c.update * size for c in self.candidates]
 
 
 class Checkpoints(Callback):

@@ -18,11 +18,17 @@ from rlhf.utils.console import Screen
 class KLControl(Callback):
     """Passes each update's KL to the controller, and sets the next update's beta."""
 
-    def __init__(self, controller: KLController, steer: Callable[[float], None], episodes: int):
-        """`steer` receives beta (the trainer's `set_kl_coef`). `episodes` is the number of episodes per update."""
-        self.controller, self.steer, self.episodes = controller, steer, episodes
+    def __init__(self, controller: KLController, steer: Callable[[float], None], episodes: int, held: int = 0):
+        """`steer` receives beta (the trainer's `set_kl_coef`). `episodes` is the number of episodes per update.
+
+        In the first `held` updates beta does not change: the policy is frozen, so its KL of 0 says nothing about beta.
+        """
+        self.controller, self.steer, self.episodes, self.held = controller, steer, episodes, held
 
     def on_update_end(self, update, metrics):
+        if update <= self.held:
+            self.controller.skip()
+            return
         self.steer(self.controller.update(metrics["kl_divergence"], metrics["kl_divergence/token"], self.episodes))
 
     def on_update_skipped(self, update, rollout, batch, reason):

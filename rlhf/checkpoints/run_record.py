@@ -1,7 +1,4 @@
-"""run.json: the settings of a run, its data, versions and machine, what it used, and how it ended.
-
-Imports no torch.
-"""
+"""run.json: the settings of a run, its data, versions and machine, what it used, and how it ended. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ FORMAT = 2  # of run.json: add 1 if a key gets another name or meaning, or if a 
 RESUME_MAY_CHANGE = (  # settings that do not affect what is learned
     *("seeds", "output", "overwrite", "dry_run", "check", "save_every", "keep", "resume", "resume_anyway"),
     *("record_tokens", "record_format", "record_every", "record_prompts"),
-    *("merge_lora", "export_from", "push_to_hub", "hub_private", "replay"),
+    *("merge_lora", "export_from", "push_to_hub", "hub_private", "replay", "scan", "scan_prompts"),
 )
 SEEDS_MAY_DIFFER = ("seed", *RESUME_MAY_CHANGE)  # between seeds of the same configuration
 RENAMED = {"reply_length": "max_new_tokens"}  # setting in older runs -> its current name
@@ -54,6 +51,7 @@ class Spent:
     episodes: int
     optimizer_steps: int
     reply_tokens: int
+    resampled_episodes: int = 0  # of the episodes, those that dynamic sampling drew
 
 
 @dataclass(frozen=True)
@@ -99,6 +97,7 @@ class RunRecord:
     plan: Plan
     prompts: dict  # rows and split of the data file
     on_hub: list  # names of the start model and the dataset, if they are from the Hugging Face Hub
+    pass_rates: dict | None = None  # of --keep-pass-rate: numbers of sampled prompts, their episodes and kept prompts
     best: Best | None = None
     figures: dict | None = None  # results of a finished run: name -> value; None for a value that is not finite
     spent: Spent | None = None
@@ -182,8 +181,7 @@ class RunRecord:
 
 
 def _from_json(facts: dict[str, Any]) -> RunRecord:
-    """Return the record with these keys. Raises ValueError with the name of a key that is missing or has the wrong
-    type."""
+    """Return the record with these keys. Raises ValueError with the name of a missing or invalid key."""
     run = _build(RunRecord, facts)
     run = replace(run, settings=_with_todays_names(run.settings))
     if not isinstance(run.settings.get("recipe"), str):

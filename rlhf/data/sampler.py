@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -62,6 +63,18 @@ class PromptSampler:
         prompts, size = self.by_topic[self._topics[number]], self.config.batch.batch_size
         positions = (divmod(n, len(prompts)) for n in range(before * size, (before + 1) * size))
         return [prompts[_order(self.config.run.seed, number, p, len(prompts))[i]] for p, i in positions]
+
+    def other_prompts(self, update: int, number: int, count: int, drawn: Sequence[Prompt]) -> list[Prompt]:
+        """Return `count` prompts for draw `number` (from 1) of dynamic sampling, ordered by (seed, update, number).
+
+        Prompts that the update has not `drawn` come first, then those that it has drawn least often. With topics, all
+        are of the update's topic.
+        """
+        topic, _ = self._position(update)
+        prompts, uses = self.by_topic[self._topics[topic]], Counter(map(id, drawn))
+        order = rng_for(self.config.run.seed, update, "other prompts", number).permutation(len(prompts)).tolist()
+        order.sort(key=lambda i: uses[id(prompts[i])])  # a stable sort: otherwise the order stays random
+        return [prompts[order[n % len(order)]] for n in range(count)]
 
     def epochs(self, update: int) -> float:
         """Return the passes over the prompts completed after an update. With topics: the rounds over all topics."""

@@ -101,7 +101,7 @@ class ActorCritic(Actor):
     """One backbone with two heads. It replaces TRL's PolicyAndValueWrapper, which runs two backbones.
 
     With `critic`, a separate backbone, the value head uses the critic's hidden states. The hidden states of both
-    backbones are then concatenated, (M, 2H), so that other code handles them as one tensor.
+    backbones are then concatenated, (M, H + H of the critic), so that other code handles them as one tensor.
     """
 
     def __init__(self, container: AutoModelForCausalLMWithValueHead, critic: PreTrainedModel | None = None):
@@ -113,10 +113,15 @@ class ActorCritic(Actor):
         return states if self.critic is None else torch.cat([states, micro_batch.forward(self.critic)], -1)
 
     def policy_hidden(self, hidden: Tensor) -> Tensor:
-        return hidden if self.critic is None else hidden.chunk(2, -1)[0]
+        return hidden if self.critic is None else hidden[..., : -self.critic_width]
+
+    @property
+    def critic_width(self) -> int:
+        """Features of the critic's hidden states."""
+        return self.value_head.summary.in_features
 
     def values(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        own = hidden if self.critic is None else hidden.chunk(2, -1)[1]
+        own = hidden if self.critic is None else hidden[..., -self.critic_width :]
         with torch.autocast(hidden.device.type, enabled=False):  # float32 is cheap for one output per token
             return scatter_to_padded(self.value_head(upcast(own)).squeeze(-1), mask)
 

@@ -41,7 +41,7 @@ class XAxis:
         """Returns the x values (P,) of a curve's points."""
         if self.kind == "time":
             return curve.seconds / self.scale
-        return curve.updates * run.episodes_per_update if self.kind == "episodes" else curve.updates
+        return run.episodes_at(curve.updates) if self.kind == "episodes" else curve.updates
 
 
 @dataclass(frozen=True)

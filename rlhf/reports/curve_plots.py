@@ -230,7 +230,7 @@ def _draw_target(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
     lines = defaultdict(list)  # phases of runs can start at different x; otherwise one line is enough
     for group in chart.groups:
         for run, curve in group.with_tag(panel.tag):
-            length = {"updates": run.planned, "episodes": run.run.plan.episodes, "time": run.algorithm}[chart.x]
+            length = {"updates": run.planned, "episodes": run.length_in_episodes, "time": run.algorithm}[chart.x]
             lines[length if len(chart.held.targets) > 1 else None].append((group, run, curve))
     drawn = []
     for found in lines.values():

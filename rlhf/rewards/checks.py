@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import PromptSets
 from rlhf.data.splits import question_hash
+from rlhf.models.attention import packable
 from rlhf.models.load import context_of, context_problems, load_config, load_tokenizer
+from rlhf.models.reward_critic import score_head
 from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
 from rlhf.rewards.reward_model import METRICS_FILE, RewardModel
 from rlhf.utils.console import Screen
@@ -91,3 +93,36 @@ def check_tokenizers(model: RewardModel, name: str, tokenizer: PreTrainedTokeniz
             f"warning: the reward model's tokenizer differs from the start model's: --rm-model {name}. "
             "Completions are decoded to text and encoded again with the reward model's tokenizer"
         )
+
+
+SOME = 20  # prompts that both tokenizers encode
+
+
+def check_critic(
+    model: RewardModel | None,
+    name: str,
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptSets,
+    packed: bool,
+) -> None:
+    """Raise UserError if a critic cannot start from this reward model.
+
+    The critic reads the ids of the `policy` in the same micro-batches, and its value head is the reward model's head:
+    one linear layer on the hidden states of a causal model.
+    """
+    place = f"--critic reward-model, --rm-model {name}"
+    if model is None:
+        raise UserError("no reward model to start from: --critic reward-model. Use --critic separate")
+    if score_head(model.model) is None:
+        raise UserError(f"the head is not one linear layer on a causal model: {place}. Use --critic separate")
+    rows, needed = (m.get_input_embeddings().num_embeddings for m in (model.model, policy))
+    same = model.tokenizer.get_vocab() == tokenizer.get_vocab() and rows >= needed
+    ids = ((encode_prompt(model.tokenizer, p.example.messages), list(p.ids)) for p in prompts.train[:SOME])
+    if not same or any(own != given for own, given in ids):
+        raise UserError(
+            f"the reward model's tokenizer or chat template differs from the start model's: {place}. Use a reward "
+            "model that was trained from the start model's family, or --critic separate"
+        )
+    if packed and packable(policy) and not packable(model.model):
+        raise UserError(f"the reward model's attention cannot be replaced: {place}. Add --no-packed")

@@ -25,7 +25,11 @@ class ScoreNormalizer:
         self.mean = d * self.mean + (1 - d) * fmean(scores)
         self.var = d * self.var + (1 - d) * (variance(scores) if len(scores) > 1 else 0.0)
         self.batches += 1
-        bias_correction = 1 - d**self.batches
+        return self.normalized(scores)
+
+    def normalized(self, scores: Sequence[float]) -> list[float]:
+        """Return (score - mean) / standard deviation with the present estimates, which must have seen a batch."""
+        bias_correction = 1 - self.decay**self.batches
         std = (self.var / bias_correction) ** 0.5 or 1.0
         return [(score - self.mean / bias_correction) / std for score in scores]
 

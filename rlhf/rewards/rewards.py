@@ -26,6 +26,7 @@ from rlhf.rewards.arguments import (
 )
 from rlhf.rewards.call import call_function, parameters_of
 from rlhf.rewards.functions import LearnedReward, ModuleReward, RewardFunction
+from rlhf.rewards.reward_model import RewardModel
 from rlhf.utils.errors import UserError, raise_if
 
 
@@ -75,6 +76,12 @@ class Rewards:
 
     def __str__(self) -> str:
         return " + ".join(f"{w:g} x {name}" for w, name in zip(self.weights, self.names, strict=True))
+
+    @property
+    def learned(self) -> tuple[RewardModel, float] | None:
+        """The reward model and its weight; None without one."""
+        pairs = zip(self.functions, self.weights, strict=True)
+        return next(((f.model, w) for f, w in pairs if isinstance(f, LearnedReward)), None)
 
     def score(
         self, prompts: Sequence[Prompt], texts: Sequence[str], ids: Sequence[Sequence[int]], ended: Sequence[bool]

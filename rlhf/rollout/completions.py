@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -66,6 +67,51 @@ class Completions(TokenBatch):
             allowed_tokens=None if allowed_tokens is None else allowed_tokens[:, :longest],
             vocabulary=vocabulary,
             sampled_logprobs=None if sampled_logprobs is None else sampled_logprobs[:, :longest],
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Completions], pad: int) -> Completions:
+        """Return the completions of all parts, one part after the other. `pad` is the id of the pad token."""
+        numbers = accumulate([0, *(max(part.groups) + 1 for part in parts)])  # groups of two parts stay apart
+
+        def together(name: str, filling: float = 0, left: bool = False) -> Tensor | None:
+            return stacked([getattr(part, name) for part in parts], filling, left)
+
+        return cls(
+            prompt_ids=together("prompt_ids", pad, left=True),
+            prompt_mask=together("prompt_mask", False, left=True),
+            completion_ids=together("completion_ids", pad),
+            mask=together("mask", False),
+            prompt_lengths=[n for part in parts for n in part.prompt_lengths],
+            completion_lengths=[n for part in parts for n in part.completion_lengths],
+            groups=[first + group for first, part in zip(numbers, parts, strict=False) for group in part.groups],
+            ended=torch.cat([part.ended for part in parts]),
+            allowed_tokens=together("allowed_tokens"),
+            vocabulary=parts[0].vocabulary,
+            sampled_logprobs=together("sampled_logprobs"),
+        )
+
+    def select(self, rows: Sequence[int]) -> Completions:
+        """Return these rows, without columns that none of them uses."""
+        index = torch.tensor(rows, device=self.mask.device)
+        prompts, completions = ([of[r] for r in rows] for of in (self.prompt_lengths, self.completion_lengths))
+        context, longest = self.prompt_ids.shape[1] - max(prompts), max(completions)
+
+        def chosen(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values.index_select(0, index)[:, :longest]
+
+        return Completions(
+            prompt_ids=self.prompt_ids.index_select(0, index)[:, context:],
+            prompt_mask=self.prompt_mask.index_select(0, index)[:, context:],
+            completion_ids=chosen(self.completion_ids),
+            mask=chosen(self.mask),
+            prompt_lengths=prompts,
+            completion_lengths=completions,
+            groups=[self.groups[r] for r in rows],
+            ended=self.ended.index_select(0, index),
+            allowed_tokens=chosen(self.allowed_tokens),
+            vocabulary=self.vocabulary,
+            sampled_logprobs=chosen(self.sampled_logprobs),
         )
 
     @property
@@ -135,6 +181,45 @@ class Rollout:
     @property
     def mask(self) -> Tensor:
         return self.completions.mask
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Rollout], pad: int) -> Rollout:
+        """Return the completions of all parts, one part after the other. `pad` is the id of the pad token. Values and
+        scores are None if a part has none."""
+        scores = [part.scores for part in parts]
+        return cls(
+            Completions.concatenate([part.completions for part in parts], pad),
+            [prompt for part in parts for prompt in part.prompts],
+            [text for part in parts for text in part.texts],
+            stacked([part.logprobs for part in parts]),
+            stacked([part.ref_logprobs for part in parts]),
+            stacked([part.values for part in parts]),
+            None if any(s is None for s in scores) else torch.cat(scores),
+        )
+
+    def select(self, rows: Sequence[int]) -> Rollout:
+        """Return these rows, without columns that none of them uses."""
+        index, completions = torch.tensor(rows, device=self.mask.device), self.completions.select(rows)
+        longest = completions.mask.shape[1]
+        return Rollout(
+            completions,
+            [self.prompts[r] for r in rows],
+            [self.texts[r] for r in rows],
+            self.logprobs.index_select(0, index)[:, :longest],
+            self.ref_logprobs.index_select(0, index)[:, :longest],
+            None if self.values is None else self.values.index_select(0, index)[:, :longest],
+            None if self.scores is None else self.scores.index_select(0, index),
+        )
+
+
+def stacked(parts: Sequence[Tensor | None], filling: float = 0, left: bool = False) -> Tensor | None:
+    """Return tensors of different widths (B_i, T_i, ...) as one tensor, padded on the right, or with `left` on the
+    left; None if one of them is None."""
+    if any(part is None for part in parts):
+        return None
+    width = max(part.shape[1] for part in parts)
+    gaps = [part.new_full((part.shape[0], width - part.shape[1], *part.shape[2:]), filling) for part in parts]
+    return torch.cat([torch.cat([gap, p] if left else [p, gap], 1) for gap, p in zip(gaps, parts, strict=True)])
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -86,7 +86,7 @@ def reward_line(settings: dict[str, Any]) -> str:
 
 def columns(run: RunRecord) -> list[str]:
     """Return the column titles of the results: the start model, the best checkpoint, the final weights."""
-    best, last = run.best.update, run.plan.updates
+    best, last = run.best.update, (run.spent or run.plan).updates
     return ["start model", f"best, after update {best}", f"final, after update {last}"]
 
 

@@ -38,7 +38,7 @@ def prepare_resume(config: Config, screen: Screen) -> Config | None:
     run.require_algorithm(config.algorithm, output)
     if run.status == "finished" and not is_extended(config, run):
         screen.say(f"this run is already finished: {output}. There is nothing to train")
-        if not (config.run.dry_run or config.run.check):
+        if not config.run.only_looks:
             check_export(config, run)
             export_run(config, screen)
         return None
@@ -62,7 +62,7 @@ def start_again(config: Config, screen: Screen) -> Config:
     screen.say(
         f"this run stopped before its first checkpoint: {config.run.output}. Training starts from the beginning"
     )
-    if not (config.run.dry_run or config.run.check):
+    if not config.run.only_looks:
         check_inputs_outside(config.run.output, inputs_of(config), "--output")
         screen.say(move_aside(Path(config.run.output)))
     return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=False, overwrite=True))
@@ -125,15 +125,16 @@ def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Scree
     if config.run.resume:
         found = checkpoints_of(config, log.record)
         newest = load_newest(trainer, found, screen)
-        if trainer.state.global_step > trainer.updates:
+        planned = trainer.sampler.updates
+        if trainer.state.global_step > planned:
             raise UserError(
-                f"the run already has {trainer.state.global_step} updates, more than the {trainer.updates} requested: "
+                f"the run already has {trainer.state.global_step} updates, more than the {planned} requested: "
                 "--resume. Use a larger number"
             )
         restore_best(Path(config.run.output), newest)
         run = dataclasses.replace(config.run, resume=False, resume_anyway=False)
         settings = to_dict(dataclasses.replace(config, run=run))
-        log.add(settings=settings, plan=budget(config, trainer.updates))  # --resume-anyway may have changed them
+        log.add(settings=settings, plan=budget(config, planned))  # --resume-anyway may have changed them
         screen.say(f"resuming after update {trainer.state.global_step} of {trainer.updates}, from {newest}")
 
 

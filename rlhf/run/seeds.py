@@ -68,7 +68,7 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
         gc.collect()  # otherwise this run's models count in the next run's peak memory
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    if not config.run.dry_run and not config.run.check:
+    if not config.run.only_looks:
         runs = {seed: RunRecord.require(Path(one.run.output), "--output") for seed, one in configs.items()}
         show_seeds(config, {seed: run.figures for seed, run in runs.items()}, screen)
 
@@ -85,7 +85,7 @@ def is_finished(config: Config) -> bool:
     """Return True if this run is finished. Raises UserError if its folder has a finished run with other settings, or a
     run.json of another format, unless --overwrite replaces it."""
     folder = Path(config.run.output)
-    if config.run.dry_run or read_status(folder) != "finished":
+    if config.run.dry_run or config.run.scan or read_status(folder) != "finished":
         return False
     try:
         run = RunRecord.require(folder, "--output")

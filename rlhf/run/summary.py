@@ -151,16 +151,17 @@ def finish_run(config: Config, trainer: OnPolicyLoop, log: RunLog, screen: Scree
         "kl_last_10_updates": last_kl(trainer.state.log_history, target),
         "kl_target": target.nats if config.kl.steered else None,
         "kl_unit": f"nats/{target.per}",
-        "kl_phases": kl_of_phases(trainer.state.log_history, kl_controller(config, trainer.updates).phases),
+        "kl_phases": kl_of_phases(trainer.state.log_history, kl_controller(config, trainer.sampler.updates).phases),
         "perplexity_text": trainer.evaluator.text.source,
         "peak_memory_gib": trainer.progress.peak_memory / 2**30,
         "seconds": log.seconds(),
     }
     spent = Spent(
         updates=trainer.updates,
-        episodes=trainer.updates * config.episodes_per_update,
+        episodes=trainer.episodes,
         optimizer_steps=trainer.progress.optimizer_steps,
         reply_tokens=trainer.progress.reply_tokens,
+        resampled_episodes=trainer.progress.resampled_episodes,
     )
     log.add(figures=figures, spent=spent)
     show_samples(before, after, prompts, gold, config.run.seed, screen)
@@ -217,7 +218,8 @@ def same_budget_command(config: Config, spent: Spent, other: str) -> str | None:
         plain, of_other = (usual_config(config.recipe, config.user_file, a) for a in (config.algorithm, other))
     except UserError:  # the recipe's file was removed
         return None
-    row, plain = ALGORITHMS[other], with_horizon(plain, spent.updates)
+    planned = spent.updates if config.run.episodes is None else config.updates(0)  # dynamic sampling may end earlier
+    row, plain = ALGORITHMS[other], with_horizon(plain, planned)
     differ = differences(to_dict(config), to_dict(plain), (*SEEDS_MAY_DIFFER, *LENGTHS, "batch_size"))
     settings = settings_of(Config)
     words = ["--recipe", config.recipe, "--seed", str(config.run.seed), "--episodes", str(spent.episodes)]

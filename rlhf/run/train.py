@@ -29,7 +29,9 @@ from rlhf.settings.training import Config
 from rlhf.setup.build import Components, build_trainer, load_components, prepare_demo_components
 from rlhf.setup.inputs import inputs_of
 from rlhf.setup.memory import forecaster_of, what_helps
+from rlhf.setup.pass_rates import PassRates, keep_by_pass_rate
 from rlhf.setup.plan import budget, show_plan
+from rlhf.setup.scan import scan_run
 from rlhf.setup.trial import check_run, check_start
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
@@ -39,21 +41,25 @@ from rlhf.utils.signals import GracefulStop
 
 
 def train(config: Config, screen: Screen) -> None:
-    """Train, save and summarize one run. With --dry-run only print its plan, with --check only check it."""
+    """Train, save and summarize one run. With --dry-run only print its plan, with --check only check it, with
+    --scan only print what can be learned."""
     check_run_folder(config)
     check_export(config)
     device = start_device(screen, config.run.deterministic)
     prepare_demo_components(config, screen, device)
     components = load_components(config, device, screen)
-    updates = planned_updates(config, components.prompts.train)
+    components, pass_rates = keep_by_pass_rate(config, components, screen, Path(config.run.output))
+    updates, given = planned_updates(config, components.prompts.train), config
     config = with_horizon(config, updates)
     show_plan(config, components, updates, device, screen)
     if config.run.dry_run:
         return
     if config.run.check:
         return check_run(config, components, screen)
+    if config.run.scan:
+        return scan_run(given, components, screen)
     check_start(config, components)
-    with screen, start_run(config, components, updates, screen) as log, GracefulStop(screen.say) as stop:
+    with screen, start_run(config, components, updates, screen, pass_rates) as log, GracefulStop(screen.say) as stop:
         trainer = build_trainer(config, components)
         attach_callbacks(trainer, config, log, screen, stop)
         resume_run(trainer, config, log, screen)
@@ -80,7 +86,8 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
     trainer.add_callback(Incidents(trainer, config, screen))
     trainer.add_callback(SameScores(trainer, screen))
     trainer.add_callback(BestCheckpoint(trainer, config, controller, log))
-    trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update))
+    held = config.critic.critic_warmup
+    trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update, held))
     if config.kl.steered:
         trainer.add_callback(KLGuard(trainer, config, controller, log, screen))
     checkpoints = Checkpoints(trainer, config, log, screen, stop)
@@ -95,7 +102,7 @@ def _placing(config: Config) -> dict:
 
 def check_run_folder(config: Config) -> None:
     """Raise UserError, before anything is loaded, if the output folder is in use or must not be replaced."""
-    if config.run.dry_run:
+    if config.run.dry_run or config.run.scan:
         return
     if config.run.resume:
         return require_unused(Path(config.run.output))
@@ -103,21 +110,12 @@ def check_run_folder(config: Config) -> None:
     check_inputs_outside(config.run.output, inputs_of(config), "--output")
 
 
-def start_run(config: Config, components: Components, updates: int, screen: Screen) -> RunLog:
-    """Claim the output folder and write a new run.json. With --resume continue the existing run.json; raises UserError
-    if its data differs."""
-    data = {
-        "train_prompts": len(components.prompts.train),
-        "evaluation_prompts": len(components.prompts.evaluation),
-        "too_long": components.prompts.too_long,
-        "train_sha256": fingerprint(components.prompts.train),
-        "evaluation_sha256": fingerprint(components.prompts.evaluation),
-        "start_model": files_print(config.model.actor_model, "*.safetensors"),
-        "reward_model": files_print(config.model.rm_model, "*.safetensors"),
-        "rules": {rule: code_print(rule) for rule in config.reward.functions},
-    }
-    if config.data.steps_per_topic is not None:
-        data["topics_sha256"] = topics_fingerprint(components.prompts.train)
+def start_run(
+    config: Config, components: Components, updates: int, screen: Screen, pass_rates: PassRates | None = None
+) -> RunLog:
+    """Claim the output folder and write a new run.json, and the pass rates of --keep-pass-rate. With --resume continue
+    the existing run.json; raises UserError if its data differs."""
+    data = data_of(config, components)
     if config.run.resume:
         folder = Path(config.run.output)
         before = RunRecord.require(folder, "--resume, --output").data
@@ -132,6 +130,8 @@ def start_run(config: Config, components: Components, updates: int, screen: Scre
     held, moved = claim_output(Path(config.run.output), **_placing(config))
     if moved:
         screen.say(moved)
+    if pass_rates is not None:
+        pass_rates.write(Path(config.run.output))
     return RunLog(
         Path(config.run.output),
         held,
@@ -141,5 +141,24 @@ def start_run(config: Config, components: Components, updates: int, screen: Scre
         data=data,
         plan=budget(config, updates),
         prompts={"rows": components.prompts.rows, "split": str(components.prompts.split)},
+        pass_rates=pass_rates.counts if pass_rates is not None else None,
         on_hub=[name for name in (config.model.actor_model, config.data.prompts) if is_on_hub(name)],
     )
+
+
+def data_of(config: Config, components: Components) -> dict:
+    """Return what run.json stores of a run's data: numbers of prompts, and hashes of prompts, models and reward
+    functions."""
+    data = {
+        "train_prompts": len(components.prompts.train),
+        "evaluation_prompts": len(components.prompts.evaluation),
+        "too_long": components.prompts.too_long,
+        "train_sha256": fingerprint(components.prompts.train),
+        "evaluation_sha256": fingerprint(components.prompts.evaluation),
+        "start_model": files_print(config.model.actor_model, "*.safetensors"),
+        "reward_model": files_print(config.model.rm_model, "*.safetensors"),
+        "rules": {rule: code_print(rule) for rule in config.reward.functions},
+    }
+    if config.data.steps_per_topic is not None:
+        data["topics_sha256"] = topics_fingerprint(components.prompts.train)
+    return data

@@ -27,6 +27,7 @@ UNREADABLE = "(unreadable)"  # the only name in the layer of a file that cannot 
 LONGEST_SHOWN = 80  # characters of a value in an error message
 # names in other trainers -> settings here; used in hints only
 ELSEWHERE = {"lr": "learning_rate", "beta": "kl_coef", "kl_beta": "kl_coef", "max_completion_length": "max_new_tokens"}
+ELSEWHERE |= {"dynamic_filtering": "dynamic_sampling", "max_num_gen_batches": "dynamic_sampling"}
 
 
 def setting(

@@ -77,6 +77,11 @@ class TrainingSettings(TypedDict, total=False):
     max_prompts: int
     """Largest number of training prompts."""
 
+    keep_pass_rate: Sequence[float] | None
+    """LOW HIGH: train only on prompts whose pass rate (mean score) with the start model is in this range, measured
+    before training with --scan-samples completions per prompt; needs scores from 0 to 1; unset: all prompts (Bae et
+    al. 2025, arXiv 2504.03380)."""
+
     prompt_length: int
     """Largest length of a prompt, in tokens; longer prompts are skipped and counted."""
 
@@ -120,6 +125,18 @@ class TrainingSettings(TypedDict, total=False):
     clip_range: float
     """Clip range of the policy ratio: it is clipped to 1 +- this value."""
 
+    epsilon_high: float | None
+    """Clip range of the policy ratio above 1, if it differs from the one below 1: the ratio is clipped to [1 - --clip-
+    range, 1 + this value] (DAPO, arXiv 2503.14476: 0.28); unset: --clip-range."""
+
+    delta: float | None
+    """Two-sided clip: largest policy ratio at a negative advantage, so that the loss is bounded (INTELLECT-2, arXiv
+    2505.07291; dual-clip PPO, arXiv 1912.09729: 3); above 1 + --epsilon-high; unset: no limit."""
+
+    mask_truncated_completions: bool
+    """Leave completions without EOS out of the loss (overlong filtering, DAPO, arXiv 2503.14476); their scores still
+    count in the mean of their group."""
+
     entropy_coef: float
     """Weight of the entropy bonus (mean entropy per token, nats)."""
 
@@ -137,9 +154,10 @@ class TrainingSettings(TypedDict, total=False):
     fused_head: bool
     """Compute logits and gradients of the language-model head in chunks, to use less memory."""
 
-    critic: Literal["shared", "separate"]
+    critic: Literal["shared", "separate", "reward-model"]
     """Network of the critic. shared: a value head on the policy's hidden states; separate: a second network, which
-    doubles the weights, the optimizer state and the backward pass."""
+    doubles the weights, the optimizer state and the backward pass; reward-model: a second network that starts from the
+    reward model (--rm-model), which must have the start model's tokenizer."""
 
     value_coef: float
     """Weight of the value loss (0.5 x mean squared error)."""
@@ -153,6 +171,9 @@ class TrainingSettings(TypedDict, total=False):
     lam: float
     """GAE lambda."""
 
+    critic_warmup: int
+    """Updates at the start of the run in which only the critic is trained: the policy and beta do not change."""
+
     whiten_rewards: bool
     """Divide the rewards by their standard deviation in the batch."""
 
@@ -164,6 +185,10 @@ class TrainingSettings(TypedDict, total=False):
 
     K: int | None
     """Completions per prompt: a group, whose scores are compared with each other."""
+
+    dynamic_sampling: int
+    """Groups whose scores are all equal teach nothing: replace them by groups of other prompts, at most this many
+    times per update; 0: off. The additional episodes count for --episodes."""
 
     scale_rewards: Literal["none", "group", "batch"]
     """Divide the advantages, r - mean(r) of the group, by the standard deviation of the group, of the batch, or not
@@ -222,10 +247,21 @@ class TrainingSettings(TypedDict, total=False):
     phase, at least those of two updates and at most 10,000, so that beta can change about 11-fold in a phase."""
 
     learning_rate: float
-    """Learning rate at the start."""
+    """Learning rate at the start, or after the warm-up."""
 
     lr_schedule: Literal["cosine", "linear", "constant"]
     """Schedule of the learning rate over the run."""
+
+    warmup_steps: float
+    """Updates in which the learning rate rises linearly from 0; below 1: their share of the run."""
+
+    weight_decay: float
+    """Weight decay of AdamW: each optimizer step shrinks the weights by this value times the learning rate; biases and
+    norms are excluded."""
+
+    optim: Literal["adamw", "adamw_8bit"]
+    """Optimizer. adamw: AdamW of torch, 8 bytes of state per trained weight; adamw_8bit: AdamW of bitsandbytes
+    (Dettmers et al. 2022, arXiv 2110.02861), about 2 bytes per weight; embeddings and small tensors keep 8."""
 
     max_grad_norm: float
     """Gradient clipping: largest norm of the gradient."""
@@ -295,6 +331,17 @@ class TrainingSettings(TypedDict, total=False):
     check: bool
     """Load everything, try one update, print the result of each check, and stop; the exit status is 2 if a check
     fails. Nothing is written to the output folder."""
+
+    scan: bool
+    """Sample completions of some training prompts with the start model, print what can be learned from them and
+    recommended settings, and stop; the exit status is 2 if nothing can be learned. Nothing is written to the output
+    folder."""
+
+    scan_samples: int
+    """Completions per prompt of --scan (at least K) and of --keep-pass-rate."""
+
+    scan_prompts: int
+    """Largest number of training prompts that --scan samples, the same number of each topic."""
 
     record_tokens: bool
     """Save the log-probabilities, KL, advantage and other values of each token of some episodes, in RUN/tokens."""

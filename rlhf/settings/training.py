@@ -116,6 +116,14 @@ class DataSettings:
         "base model",
     )
     max_prompts: int = setting(10_000, "largest number of training prompts", ge=1)
+    keep_pass_rate: tuple[float, ...] | None = setting(
+        None,
+        "LOW HIGH: train only on prompts whose pass rate (mean score) with the start model is in this range, measured "
+        "before training with --scan-samples completions per prompt; needs scores from 0 to 1; unset: all prompts "
+        "(Bae et al. 2025, arXiv 2504.03380)",
+        ge=0,
+        le=1,
+    )
     prompt_length: int = setting(
         256, "largest length of a prompt, in tokens; longer prompts are skipped and counted", ge=1
     )
@@ -199,9 +207,35 @@ class BatchSettings:
         "clip range of the policy ratio: it is clipped to 1 +- this value",
         gt=0,
         lt=1,
-        aliases=("cliprange", "clip_epsilon"),
+        aliases=("cliprange", "clip_epsilon", "epsilon", "clip_ratio", "clip_ratio_low", "eps_clip"),
+    )
+    epsilon_high: float | None = setting(
+        None,
+        "clip range of the policy ratio above 1, if it differs from the one below 1: the ratio is clipped to "
+        "[1 - --clip-range, 1 + this value] (DAPO, arXiv 2503.14476: 0.28); unset: --clip-range",
+        gt=0,
+        le=100,
+        aliases=("clip_range_high", "clip_ratio_high"),
+    )
+    delta: float | None = setting(
+        None,
+        "two-sided clip: largest policy ratio at a negative advantage, so that the loss is bounded (INTELLECT-2, "
+        "arXiv 2505.07291; dual-clip PPO, arXiv 1912.09729: 3); above 1 + --epsilon-high; unset: no limit",
+        gt=1,
+        le=1e6,
+        aliases=("clip_ratio_c", "dual_clip"),
+    )
+    mask_truncated_completions: bool = setting(
+        False,
+        "leave completions without EOS out of the loss (overlong filtering, DAPO, arXiv 2503.14476); their scores "
+        "still count in the mean of their group",
     )
     entropy_coef: float = setting(0.0, "weight of the entropy bonus (mean entropy per token, nats)", ge=0)
+
+    @property
+    def clip(self) -> tuple[float, float, float | None]:
+        """Clip range below 1, clip range above 1, and `delta`: the fields of `rlhf.algorithms.clipping.Clip`."""
+        return self.clip_range, self.clip_range if self.epsilon_high is None else self.epsilon_high, self.delta
 
 
 @dataclass(frozen=True)
@@ -231,8 +265,9 @@ class CriticSettings:
     critic: str = setting(
         "shared",
         "network of the critic. shared: a value head on the policy's hidden states; separate: a second network, which "
-        "doubles the weights, the optimizer state and the backward pass",
-        choices=("shared", "separate"),
+        "doubles the weights, the optimizer state and the backward pass; reward-model: a second network that starts "
+        "from the reward model (--rm-model), which must have the start model's tokenizer",
+        choices=("shared", "separate", "reward-model"),
     )
     value_coef: float = setting(0.1, "weight of the value loss (0.5 x mean squared error)", ge=0, aliases=("vf_coef",))
     value_clip_range: float = setting(
@@ -243,6 +278,12 @@ class CriticSettings:
     )
     gamma: float = setting(1.0, "discount per token", ge=0, le=1, aliases=("gae_gamma",))
     lam: float = setting(0.95, "GAE lambda", ge=0, le=1, aliases=("gae_lambda",))
+    critic_warmup: int = setting(
+        0,
+        "updates at the start of the run in which only the critic is trained: the policy and beta do not change",
+        ge=0,
+        aliases=("value_warmup", "freezing_actor_steps"),
+    )
 
 
 @dataclass(frozen=True)
@@ -265,6 +306,13 @@ class GroupSettings:
     K: int | None = setting(
         None, "completions per prompt: a group, whose scores are compared with each other", ge=2,
         aliases=("num_generations", "group_size"), brief="completions per prompt")  # fmt: skip
+    dynamic_sampling: int = setting(
+        0,
+        "groups whose scores are all equal teach nothing: replace them by groups of other prompts, at most this many "
+        "times per update; 0: off. The additional episodes count for --episodes",
+        ge=0,
+        le=100,
+    )
 
 
 @dataclass(frozen=True)
@@ -402,9 +450,32 @@ class KLSettings:
 class OptimizerSettings:
     """Optimizer (AdamW)"""
 
-    learning_rate: float = setting(5e-6, "learning rate at the start", gt=0, brief="learning rate at the start")
+    learning_rate: float = setting(
+        5e-6, "learning rate at the start, or after the warm-up", gt=0, brief="learning rate at the start"
+    )
     lr_schedule: str = setting(
         "cosine", "schedule of the learning rate over the run", choices=("cosine", "linear", "constant")
+    )
+    warmup_steps: float = setting(
+        0.0,
+        "updates in which the learning rate rises linearly from 0; below 1: their share of the run",
+        ge=0,
+        le=MOST_UPDATES,
+        aliases=("warmup_ratio", "lr_warmup_ratio", "lr_warmup_steps_ratio", "lr_warmup_steps"),
+    )
+    weight_decay: float = setting(
+        0.0,
+        "weight decay of AdamW: each optimizer step shrinks the weights by this value times the learning rate; biases "
+        "and norms are excluded",
+        ge=0,
+        le=1,
+        aliases=("l2",),
+    )
+    optim: str = setting(
+        "adamw",
+        "optimizer. adamw: AdamW of torch, 8 bytes of state per trained weight; adamw_8bit: AdamW of bitsandbytes "
+        "(Dettmers et al. 2022, arXiv 2110.02861), about 2 bytes per weight; embeddings and small tensors keep 8",
+        choices=("adamw", "adamw_8bit"),
     )
     max_grad_norm: float = setting(1.0, "gradient clipping: largest norm of the gradient", gt=0)
 
@@ -498,6 +569,21 @@ class RunSettings:
         "fails. Nothing is written to the output folder",
         brief="load everything, try one update, print the results, and stop",
     )
+    scan: bool = setting(
+        False,
+        "sample completions of some training prompts with the start model, print what can be learned from them and "
+        "recommended settings, and stop; the exit status is 2 if nothing can be learned. Nothing is written to the "
+        "output folder",
+    )
+    scan_samples: int = setting(8, "completions per prompt of --scan (at least K) and of --keep-pass-rate", ge=2)
+    scan_prompts: int = setting(
+        128, "largest number of training prompts that --scan samples, the same number of each topic", ge=1
+    )
+
+    @property
+    def only_looks(self) -> bool:
+        """True if the command prints something and trains nothing."""
+        return self.dry_run or self.check or self.scan
 
 
 @dataclass(frozen=True)
@@ -568,8 +654,13 @@ class Config(Command):
 
     @property
     def separate_critic(self) -> bool:
-        """True if the critic is a separate network."""
-        return self.critic.critic == "separate"
+        """True if the critic is a second network."""
+        return self.critic.critic != "shared"
+
+    @property
+    def critic_from_reward_model(self) -> bool:
+        """True if the critic starts from the reward model."""
+        return self.critic.critic == "reward-model"
 
     @property
     def group_size(self) -> int:

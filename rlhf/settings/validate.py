@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rlhf.settings.training import (
@@ -17,7 +18,7 @@ from rlhf.settings.types import Renaming
 
 def validate_training(config: Config) -> list[str]:
     """Return the errors in the settings of a training run, one line each."""
-    checks = (_batch, _speed, _kl, _rollback, _rewards, _evaluation, _export)
+    checks = (_batch, _clip, _speed, _warmup, _kl, _rollback, _rewards, _evaluation, _scan, _export)
     return [*renaming_problems(config.data.columns), *(problem for check in checks for problem in check(config))]
 
 
@@ -60,6 +61,25 @@ def _batch(config: Config) -> list[str]:
     return problems
 
 
+def _clip(config: Config) -> list[str]:
+    problems, (_, high, delta), loss_type = [], config.batch.clip, config.grpo.loss_type
+    if delta is not None and delta <= 1 + high:
+        problems.append(
+            f"delta {delta:g} is not above 1 + epsilon_high = {1 + high:g}, the limit of the clipped ratio: --delta. "
+            f"Give a larger value, such as {max(3, math.ceil(2 + high))}, or remove it"
+        )
+    if delta is not None and loss_type == "cispo":
+        problems.append(
+            "cispo limits every ratio already, at 1 + epsilon_high: --delta with --loss-type cispo. Remove --delta"
+        )
+    if config.batch.mask_truncated_completions and config.reward.missing_eos_penalty and config.group_size == 1:
+        problems.append(
+            "the penalty is for completions that are left out of the loss: --missing-eos-penalty with "
+            "--mask-truncated-completions. Remove one of them"
+        )
+    return problems
+
+
 def _speed(config: Config) -> list[str]:
     problems = []
     if config.speed.rollout_engine == "vllm" and config.sampling.filters:
@@ -70,6 +90,21 @@ def _speed(config: Config) -> list[str]:
     if config.model.load_in_4bit and not config.model.use_lora:
         problems.append("4-bit weights cannot be trained: --load-in-4bit. Add --use-lora")
     return problems
+
+
+def _warmup(config: Config) -> list[str]:
+    steps, updates = config.optimizer.warmup_steps, config.run.num_iterations
+    if steps >= 1 and steps != int(steps):
+        return [
+            f"warmup_steps {steps:g} is not a number of updates: --warmup-steps. Give a whole number, or a share of "
+            "the run below 1"
+        ]
+    if updates is not None and steps >= updates:
+        return [
+            f"the learning rate would rise for {steps:g} of {updates} updates and never reach its value: "
+            "--warmup-steps. Give a smaller number"
+        ]
+    return []
 
 
 def _kl(config: Config) -> list[str]:
@@ -124,6 +159,16 @@ def _rewards(config: Config) -> list[str]:
         config.reward.reward_func,
         config.reward.reward_weights,
     )
+    if config.critic_from_reward_model and not learned:
+        problems.append(
+            "no reward model to start from: --critic reward-model, --rm-model none. Give a reward model, or use "
+            "--critic separate"
+        )
+    if config.critic_from_reward_model and config.model.load_in_4bit:
+        problems.append(
+            "the reward model is not loaded in 4 bits: --critic reward-model with --load-in-4bit. Remove one of them, "
+            "or use --critic separate"
+        )
     if not learned and not rules:
         problems.append(
             "no reward model and no reward function: --rm-model none. Give one of them (--rm-model, --reward-func)"
@@ -155,6 +200,27 @@ def name_problems(names: Sequence[str], source: str) -> list[str]:
             problems.append(f"{name!r} cannot be the name of a metric: {source}. Use a function with a name")
         elif names.count(name) > 1:
             problems.append(f"{names.count(name)} evaluation functions are named {name!r}: {source}. Rename them")
+    return problems
+
+
+def _scan(config: Config) -> list[str]:
+    problems, run, limits = [], config.run, config.data.keep_pass_rate
+    others = {
+        "--dry-run": run.dry_run,
+        "--check": run.check,
+        "--resume": run.resume,
+        "--replay": run.replay is not None,
+    }
+    problems += [
+        f"a scan looks at the start model before a run and then stops: --scan with {flag}. Remove one of them"
+        for flag, given in others.items()
+        if run.scan and given
+    ]
+    if limits is not None and (len(limits) != 2 or limits[0] > limits[1]):
+        problems.append(
+            f"a lowest and a highest pass rate are needed, got {' '.join(f'{limit:g}' for limit in limits)}: "
+            "--keep-pass-rate. Give two numbers from 0 to 1, such as 0.2 0.8"
+        )
     return problems
 
 

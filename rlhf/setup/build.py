@@ -18,6 +18,7 @@ from rlhf.data.prompts import FEW_PROMPTS, PromptSets, given_prompts, load_promp
 from rlhf.demo.parts import prepare_demo
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import check_policy, context_of, find_model, load_policy, load_tokenizer, lora_modules
+from rlhf.models.logprobs import base_of
 from rlhf.rewards.build import (
     RewardSources,
     find_eval_functions,
@@ -27,15 +28,24 @@ from rlhf.rewards.build import (
     load_rewards,
     make_eval_functions,
 )
+from rlhf.rewards.checks import check_critic
 from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards, check_columns
 from rlhf.rollout.engine import check_engine
 from rlhf.rollout.vllm import require_vllm
 from rlhf.settings.training import Config
-from rlhf.setup.input_checks import StartModel, check_fills_a_batch, check_overlap, check_prompts, check_topics
+from rlhf.setup.input_checks import (
+    StartModel,
+    check_fills_a_batch,
+    check_overlap,
+    check_prompts,
+    check_topics,
+    check_warmup,
+)
 from rlhf.trainer.evaluation import text_of_file
 from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.trainer.trl_host import check_optimizer
 from rlhf.utils.console import Screen
 
 
@@ -87,6 +97,7 @@ def load_components(
     before = memory_in_use(device)
     if config.speed.rollout_engine == "vllm":
         require_vllm()
+    check_optimizer(config)
     sources = find_rewards(config) if rewards is None else given_rewards(rewards, reward_weights)
     watched = find_eval_functions(config) if eval_functions is None else given_eval_functions(eval_functions)
     start = find_start_model(config, "--actor-model" if prompts is None else "actor_model")
@@ -99,6 +110,8 @@ def load_components(
     chosen, reward_model = load_rewards(config, sources, tokenizer, sets, device, screen)
     policy = load_start_policy(config, start.folder, tokenizer, device)
     check_engine(config.speed.rollout_engine, policy, device)
+    if config.critic_from_reward_model:
+        check_critic(reward_model, config.model.rm_model, base_of(policy), tokenizer, sets, config.speed.packed)
     evaluated = make_eval_functions(config, watched, tokenizer)
     return Components(tokenizer, sets, reward_model, chosen, policy, before, evaluated)
 
@@ -137,6 +150,7 @@ def _load_prompt_sets(
     check_prompts(sets, start, config.sampling.max_new_tokens, source, screen, data.plain_prompts)
     check_overlap(sets, screen)
     check_topics(config, sets.train, screen)
+    check_warmup(config, sets.train)
     check_columns(sources.rules, [p.example for p in (*sets.train, *sets.evaluation)], source, screen.say)
     if prompts is None and len(sets.evaluation) < FEW_PROMPTS:
         screen.say(

@@ -7,14 +7,19 @@ tests/setup/test_memory.py counts the same tensors with hooks. For other archite
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf.models.logprobs import backbone_of
 from rlhf.models.packing import MicroBatch, PackedMicroBatch
+from rlhf.models.reference import store_frozen_weights
+from rlhf.models.reward_critic import critic_of_reward_model
+from rlhf.settings.training import Config
 
 FLOAT = 4  # bytes of a float32
 QKV, GATE_UP, OUT, DOWN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), "o_proj", "down_proj"
@@ -39,12 +44,47 @@ def _stored(weight: Tensor) -> int:
     return weight.nbytes + scales
 
 
+MIN_8BIT, BLOCK_8BIT = 4096, 256  # bitsandbytes: smaller tensors have float32 moments; weights per scale
+
+
+def moments_8bit(model: nn.Module) -> int:
+    """Return the bytes of the moments of bitsandbytes' 8-bit AdamW for the trained weights of a model.
+
+    Each of the two moments has one byte per weight, and one float32 scale per block. Embeddings and small tensors have
+    float32 moments, as in transformers' Trainer.
+    """
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    total = 0
+    for weight in model.parameters():
+        if weight.requires_grad and (weight.numel() < MIN_8BIT or id(weight) in embeddings):
+            total += 2 * FLOAT * weight.numel()
+        elif weight.requires_grad:
+            total += 2 * (weight.numel() + FLOAT * -(-weight.numel() // BLOCK_8BIT))
+    return total
+
+
 def linear_floats(model: PreTrainedModel) -> Iterator[Tensor]:
     """Yield the float32 weights of linear layers, which autocast casts. A head tied to the embeddings is excluded."""
     tied = model.get_input_embeddings().weight
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight is not tied and module.weight.dtype == torch.float32:
             yield module.weight
+
+
+def second_network(
+    config: Config,
+    policy: PreTrainedModel | PeftModel,
+    reward_model: PreTrainedModel | None,
+    dtype: torch.dtype | None,
+) -> PreTrainedModel | None:
+    """Return the backbone of a critic that is a second network, or a model of the same shape without weights; None if
+    the critic shares the policy's backbone."""
+    if not config.critic_from_reward_model or reward_model is None:
+        return backbone_of(policy) if config.separate_critic else None
+    with torch.device("meta"):
+        copied = type(reward_model)(reward_model.config).requires_grad_(False)
+    store_frozen_weights(copied, dtype)
+    return critic_of_reward_model(config, copied)
 
 
 # --- passes ----------------------------------------------------------------------------------------------------------
@@ -179,6 +219,13 @@ class Network:
     def cache(self, tokens: int) -> int:
         """Return the bytes of the KV cache for this number of tokens."""
         return self.layers * tokens * self.kv_dim * 2 * self.element
+
+
+def critic_network(second: PreTrainedModel, policy: Network, dtype: torch.dtype | None) -> Network:
+    """Return the dimensions of a critic's backbone, which may have no weights, on the device of the policy."""
+    own = Network.of(second, dtype, policy.checkpointing)
+    on_device = {"attention_element": policy.attention_element, "dropout_mask_bytes": policy.dropout_mask_bytes}
+    return replace(own, **on_device)
 
 
 def rectangles(micro_batch: MicroBatch) -> list[tuple[int, int, int, bool]]:

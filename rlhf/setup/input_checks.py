@@ -76,6 +76,16 @@ def check_topics(config: Config, train: Sequence[Prompt], screen: Screen) -> Non
         )
 
 
+def check_warmup(config: Config, train: Sequence[Prompt]) -> None:
+    """Raise UserError if the run has no update after --critic-warmup: its policy would be the start model."""
+    updates, warmup = PromptSampler(config, train).updates, config.critic.critic_warmup
+    if warmup >= updates:
+        raise UserError(
+            f"only the critic is trained in all {updates} updates of the run: --critic-warmup {warmup}. "
+            "Give a smaller number, or train longer"
+        )
+
+
 def check_overlap(prompts: PromptSets, screen: Screen) -> None:
     """Warn if evaluation prompts are training prompts too."""
     trained = {question_hash(p.example) for p in prompts.train}

@@ -24,7 +24,7 @@ from rlhf.models.packing import MicroBatch
 from rlhf.rewards.functions import LearnedReward
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.training import Config
-from rlhf.setup.footprint import Network, weights_of
+from rlhf.setup.footprint import Network, critic_network, second_network, weights_of
 from rlhf.setup.peak_memory import MemoryPlan, scoring
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import gib
@@ -91,7 +91,9 @@ def forecast(
     """
     dtype = autocast_dtype(config.model.bf16, device)
     network = Network.of(base_of(policy), dtype, config.model.gradient_checkpointing)
-    plan = MemoryPlan(config, device, policy, network)
+    second = second_network(config, policy, reward_model, dtype)
+    like = None if second is None else critic_network(second, network, dtype)
+    plan = MemoryPlan(config, device, policy, network, second, like)
     batch = longest_batch(config, train, updates)
     bits = plan.allowed_tokens(len(batch))
     whole, micro_batches = plan.micro_batches(batch), plan.micro_batches(batch, config.batch.minibatches)
@@ -169,6 +171,8 @@ def what_helps(config: Config, policy: PreTrainedModel | PeftModel, estimate: Ca
     else:
         whole = weights_of(policy, trained=False)
         saved["--load-in-4bit"] = 0 if config.model.load_in_4bit else whole * 3 // 4
+    if config.optimizer.optim == "adamw":
+        saved["--optim adamw_8bit"] = now.held["optimizer"] - predicted(optim="adamw_8bit").held["optimizer"]
     if config.separate_critic:
         saved["--critic shared"] = now.peak - predicted(critic="shared").peak
     best = sorted(saved.items(), key=lambda one: -one[1])[:3]

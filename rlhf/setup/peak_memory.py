@@ -14,7 +14,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.models.attention import packable
 from rlhf.models.budget import Budget, budget_of
 from rlhf.models.device import installed
-from rlhf.models.logprobs import backbone_of, base_of
+from rlhf.models.logprobs import base_of
 from rlhf.models.packing import MicroBatch
 from rlhf.rollout.completions import Completions
 from rlhf.rollout.continuous_batching import KV_BLOCK
@@ -22,7 +22,7 @@ from rlhf.rollout.cpu_weights import prepackable_layers
 from rlhf.rollout.engine import default_engine
 from rlhf.rollout.vllm import MEMORY_SHARE
 from rlhf.settings.training import Config
-from rlhf.setup.footprint import FLOAT, Network, linear_floats, weights_of
+from rlhf.setup.footprint import FLOAT, Network, linear_floats, moments_8bit, weights_of
 from rlhf.trainer.evaluation import fixed_text
 
 # Bytes outside our tensors. CPU: library code and tables that are loaded on use (measured with a tiny model). GPU:
@@ -46,6 +46,8 @@ class MemoryPlan:
     device: torch.device
     policy: PreTrainedModel | PeftModel
     network: Network
+    second: PreTrainedModel | None  # backbone of a critic that is a second network
+    critic_network: Network | None  # its dimensions
 
     @property
     def budget(self) -> Budget:
@@ -56,23 +58,42 @@ class MemoryPlan:
 
     @property
     def trained(self) -> int:
-        """Bytes of the trained weights with the value head. Gradients and each of AdamW's two moments take as many."""
-        head = (self.network.hidden + 1) * FLOAT if ALGORITHMS[self.config.algorithm].has_critic else 0
-        return weights_of(self.policy, trained=True) + self.critic(trained=True) + head
+        """Bytes of the trained weights with the value head. Gradients take as many."""
+        return weights_of(self.policy, trained=True) + self.critic(trained=True) + self.value_head
+
+    @property
+    def value_head(self) -> int:
+        """Bytes of the value head."""
+        hidden = (self.critic_network or self.network).hidden
+        return (hidden + 1) * FLOAT if ALGORITHMS[self.config.algorithm].has_critic else 0
+
+    @property
+    def moments(self) -> int:
+        """Bytes of AdamW's two moments. Those of the value head are float32 with 8-bit AdamW, too."""
+        if self.config.optimizer.optim == "adamw":
+            return 2 * self.trained
+        critic = moments_8bit(self.second) if self.second is not None else 0
+        return moments_8bit(self.policy) + critic + 2 * self.value_head
 
     def critic(self, trained: bool | None = None) -> int:
         """Return the bytes of a separate critic's backbone."""
-        return weights_of(backbone_of(self.policy), trained) if self.config.separate_critic else 0
+        return weights_of(self.second, trained) if self.second is not None else 0
 
-    @property
-    def passes(self) -> int:
-        """The number of backbones that save activations for one backward pass."""
-        return 1 + self.config.separate_critic
+    def critic_activations(self, micro_batch: MicroBatch) -> int:
+        """Return the bytes that a separate critic's backbone saves for the backward pass."""
+        return self.critic_network.saved_activations(micro_batch) if self.critic_network is not None else 0
 
     @property
     def autocast_copies(self) -> int:
         """Bytes of autocast's 16-bit copies of the linear layers' weights."""
         return sum(w.numel() for w in linear_floats(base_of(self.policy))) * 2 if self.network.rounded else 0
+
+    @property
+    def critic_copies(self) -> int:
+        """The same for a separate critic's backbone."""
+        if self.second is None or not self.network.rounded:
+            return 0
+        return sum(w.numel() for w in linear_floats(self.second)) * 2
 
     @property
     def head(self) -> int:
@@ -87,10 +108,10 @@ class MemoryPlan:
             "policy": whole - adapted,
             "adapters": adapted,
             "critic": self.critic(),
-            "value head": (self.network.hidden + 1) * FLOAT if ALGORITHMS[self.config.algorithm].has_critic else 0,
+            "value head": self.value_head,
             "reference": 0 if lora else whole - self.autocast_copies,
             "reward model": weights_of(reward_model) if reward_model is not None else 0,
-            "optimizer": 2 * self.trained,
+            "optimizer": self.moments,
             "vLLM": int(MEMORY_SHARE * installed(self.device)) if self.config.speed.rollout_engine == "vllm" else 0,
             "libraries": LIBRARIES[self.device.type],
         }
@@ -145,7 +166,8 @@ class MemoryPlan:
         if self.config.batch.minibatches > 1 or len(micro_batches) > 1 or network.checkpointing or network.dropout:
             return {}
         kept = network.saved_activations(micro_batches[0]) + self.autocast_copies
-        return {CACHED_FORWARD: self.passes * kept, GAPS_LEFT: self.gaps(micro_batches[0])}
+        kept += self.critic_activations(micro_batches[0]) + self.critic_copies
+        return {CACHED_FORWARD: kept, GAPS_LEFT: self.gaps(micro_batches[0])}
 
     def gaps(self, micro_batch: MicroBatch) -> int:
         return int(GAPS[self.device.type] * self.network.freed_in_forward(micro_batch.ids.numel()))
@@ -186,12 +208,13 @@ class MemoryPlan:
         """
         network, tokens = self.network, micro_batch.ids.numel()
         logits, left = self.chunk(micro_batch)
-        copies = 0 if network.checkpointing else self.autocast_copies * self.passes
+        copies = 0 if network.checkpointing else self.autocast_copies
+        critic_copies = 0 if network.checkpointing else self.critic_copies
         at_head = {
-            "activations": network.saved_activations(micro_batch) * self.passes,
+            "activations": network.saved_activations(micro_batch) + self.critic_activations(micro_batch),
             "logits": logits + self.allowed_mask(len(micro_batch.tokens)),
             "gradients": left if first else self.trained,
-            "16-bit weight copies": copies + self.head,
+            "16-bit weight copies": copies + critic_copies + self.head,
             GAPS_LEFT: self.gaps(micro_batch),
         }
         layers = (self.trained - self.head_gradient) // network.layers
@@ -203,9 +226,9 @@ class MemoryPlan:
         }
         at_embeddings = {"gradients": self.trained + self.head_gradient}
         at_policy = {  # the critic's backbone is done: autograd runs the forward passes in reverse order
-            "activations": network.saved_activations(micro_batch) * (self.passes - 1),
+            "activations": network.saved_activations(micro_batch) if self.second is not None else 0,
             "gradients": self.critic(trained=True) if first else self.trained,
-            "16-bit weight copies": copies // self.passes,
+            "16-bit weight copies": copies,
         }
         return max(at_head, at_policy, at_first_layer, at_embeddings, key=lambda parts: sum(parts.values()))
 

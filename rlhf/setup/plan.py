@@ -59,13 +59,14 @@ def show_plan(config: Config, components: Components, updates: int, device: torc
     ]
     if ALGORITHMS[config.algorithm].has_critic:
         own = "separate backbone" if config.separate_critic else "value head on the policy's backbone"
+        own = "separate backbone, from the reward model" if config.critic_from_reward_model else own
         rows.insert(3, ("critic", own))
     if m.rm_model is not None:
         known = f" (held-out accuracy {accuracy:.3f})" if accuracy is not None else ""
         rows.insert(3, ("reward model", m.rm_model + known))
     screen.facts(rows)
     warn_of_memory(config, components, estimate, device, screen)
-    for line in (*kl_warnings(config, updates), *filter(None, [recipe_hint(config)])):
+    for line in (*kl_warnings(config, updates), *filter(None, [warmup_warning(config, updates), recipe_hint(config)])):
         screen.say(line)
     screen.say(f"first prompt with special tokens: {first_prompt(components.tokenizer, sets)}")
 
@@ -128,6 +129,11 @@ def budget_line(config: Config, updates: int) -> str:
     more = (
         f" (--episodes {requested:,}, rounded up to whole updates)" if requested not in (None, plan.episodes) else ""
     )
+    draws = config.group.dynamic_sampling
+    if draws and requested is not None:
+        more += f"; dynamic sampling ends the run after {requested:,} episodes, maybe in fewer updates"
+    elif draws:
+        more = f"; dynamic sampling may draw up to {draws * plan.episodes:,} more"
     return (
         f"{updates:,} updates x {config.episodes_per_update} = {plan.episodes:,} episodes{more}, "
         f"{plan.optimizer_steps:,} optimizer steps, at most {plan.reply_tokens_at_most:,} completion tokens"
@@ -194,6 +200,17 @@ def kl_warnings(config: Config, updates: int) -> list[str]:
             f"enforce the KL target (horizon {controller.horizon:,} episodes). {fix}, or use a larger --kl-coef"
         )
     return lines
+
+
+def warmup_warning(config: Config, updates: int) -> str | None:
+    """Return a warning if the learning rate's warm-up is not shorter than the run."""
+    steps = config.optimizer.warmup_steps
+    if steps < max(1, updates):
+        return None
+    return (
+        f"warning: the learning rate rises for {steps:g} updates and the run has {updates}, so it never reaches its "
+        "value: --warmup-steps. Train longer, or use a smaller number"
+    )
 
 
 def user_file_rows(config: Config) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from rlhf.rewards.functions import LearnedReward, ModuleReward
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.training import Config
-from rlhf.setup.footprint import FLOAT
+from rlhf.setup.footprint import FLOAT, second_network
 from rlhf.utils.console import gib
 
 COPIES = 3  # a checkpoint holds the trained weights and AdamW's two moments
@@ -53,7 +53,7 @@ def start_checks(
     return [
         pad_is_not_eos(tokenizer),
         vocabularies_fit(tokenizer, policy, reward_model),
-        disk_has_room(config, policy),
+        disk_has_room(config, policy, reward_model.model if reward_model is not None else None),
     ]
 
 
@@ -101,10 +101,13 @@ def rows_of(model: PreTrainedModel) -> int:
     return model.get_input_embeddings().num_embeddings
 
 
-def disk_has_room(config: Config, policy: PreTrainedModel | PeftModel) -> Check:
+def disk_has_room(
+    config: Config, policy: PreTrainedModel | PeftModel, reward_model: PreTrainedModel | None = None
+) -> Check:
     """Check the disk space for checkpoints, best/, the final weights and with --merge-lora the merged model."""
-    weights = FLOAT * sum(w.numel() for w in policy.parameters() if w.requires_grad)
-    weights *= 1 + config.separate_critic
+    second = second_network(config, policy, reward_model, None)
+    trained = (w.numel() for m in (policy, second) if m is not None for w in m.parameters() if w.requires_grad)
+    weights = FLOAT * sum(trained)
     copies = config.run.keep + 1  # one more exists while it is being written
     merged = FLOAT * base_of(policy).num_parameters() if config.export.merge_lora else 0
     needed = weights * (COPIES * copies + WITHOUT_MOMENTS) + merged

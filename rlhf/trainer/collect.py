@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -16,13 +15,13 @@ from rlhf.models.reference import Reference
 from rlhf.rewards.call import BadScore
 from rlhf.rewards.normalizer import ScoreNormalizer
 from rlhf.rewards.rewards import Rewards
+from rlhf.rollout.cached_forward import CachedForward
 from rlhf.rollout.completions import Completions, ForwardPass, Rollout
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.logprobs import compute_logprobs_and_values
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.rollout.vllm import VLLMEngine
 from rlhf.settings.training import Config
-from rlhf.trainer.cached_forward import CachedForward
 from rlhf.trainer.micro_batch import MicroBatchBudget
 from rlhf.trainer.safety import SkipUpdate, check_finite
 from rlhf.trainer.scores import Scores
@@ -59,7 +58,7 @@ class RolloutCollector:
         Args:
             episodes: (number of the episode in the run, prompt) of each completion.
             update: number of the update, from 1; 0 for evaluations.
-            purpose: "rollout" or "evaluate"; each has separate random numbers.
+            purpose: "rollout", "evaluate" or a draw of dynamic sampling; each has separate random numbers.
         """
         prompts, completions = [prompt for _, prompt in episodes], self.sample(episodes, update, purpose)
         logprobs, ref_logprobs, values = self.logprobs(completions, keep_forward=purpose == "rollout")
@@ -72,9 +71,10 @@ class RolloutCollector:
         uniform = uniform_noise(self.config.run.seed, update, purpose, [number for number, _ in episodes], length)
         tokens = {"eos": self.tokenizer.eos_token_id, "pad": self.tokenizer.pad_token_id, "device": self.device}
         self.host.model.eval()  # in train mode, gradient checkpointing disables the KV cache
-        phase = "the rollout" if purpose == "rollout" else "an evaluation"
+        training = purpose != "evaluate"
+        phase = "the rollout" if training else "an evaluation"
         with self.micro_batch_budget.raise_on_oom(phase), autocast(self.device, self.dtype):
-            if self.vllm is not None and purpose == "rollout":
+            if self.vllm is not None and training:
                 return self.vllm.sample(prompts, **tokens)
             speed = self.config.speed
             engine = "auto" if self.vllm is not None else speed.rollout_engine
@@ -124,10 +124,14 @@ class RolloutCollector:
                 self.host.actor, self.reference, completions, self.sampling.temperature, *limits
             )
 
-    def score(self, rollout: Rollout) -> Scores:
+    def score(self, rollout: Rollout, drawn_again: bool = False) -> Scores:
         """Score the completions. Stores the raw scores in the rollout; the algorithm uses the shaped ones, after the
         missing-EOS penalty and normalization. NaN marks a completion without a score. Raises SkipUpdate if a score is
-        not finite."""
+        not finite.
+
+        Completions that were `drawn_again` in place of others are normalized with the estimates of the first ones: a
+        second step of the estimates would give a few completions the weight of a whole batch.
+        """
         completions, reward = rollout.completions, self.config.reward
         try:
             with self.micro_batch_budget.raise_on_oom("scoring"):
@@ -146,13 +150,7 @@ class RolloutCollector:
             raise SkipUpdate(str(found), by_score=True) from None
         shaped = raw - reward.missing_eos_penalty * (~completions.ended).float()
         if self.normalizer is not None and scored:
-            shaped[scored] = torch.tensor(self.normalizer(shaped[scored].tolist()), dtype=torch.float32, device=device)
-        return Scores(raw, shaped, _means(given.by_function), given.extra, given.metrics)
-
-
-def _means(by_function: dict[str, list[float | None]]) -> dict[str, float]:
-    """Return the mean of each function's scores that are not None. A single function's mean is that of the score."""
-    if len(by_function) == 1:
-        return {}
-    known = {name: [s for s in scores if s is not None] for name, scores in by_function.items()}
-    return {name: fmean(scores) for name, scores in known.items() if scores}
+            fixed = drawn_again and self.normalizer.batches > 0
+            normalize = self.normalizer.normalized if fixed else self.normalizer
+            shaped[scored] = torch.tensor(normalize(shaped[scored].tolist()), dtype=torch.float32, device=device)
+        return Scores(raw, shaped, given.by_function, given.extra, given.metrics)

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.objectives import kl_k1
 from rlhf.data.chat_template import encode_completion, encode_text
-from rlhf.data.prompts import Prompt, ids_alone
+from rlhf.data.examples import GivenPrompt, examples_of
+from rlhf.data.prompts import Prompt, encode_prompts, ids_alone
 from rlhf.data.readers import read_text
 from rlhf.models.actor_critic import Actor
 from rlhf.models.attention import packable
@@ -197,6 +198,15 @@ class PolicyEvaluator:
     def add_functions(self, functions: Rewards) -> None:
         """Evaluates these functions, too. Training never calls them."""
         self.functions, functions.trainer_state = functions, self.collector.host.state
+
+    def read(self, given: Sequence[GivenPrompt]) -> list[Prompt]:
+        """Returns prompts in a form that `examples_of` reads, without those that are too long. Raises UserError if
+        none is left, or they cannot be read."""
+        longest = self.config.data.prompt_length
+        kept, _ = encode_prompts(self.tokenizer, examples_of(given), longest)
+        if not kept:
+            raise UserError(f"no prompt of at most {longest} tokens: evaluate(). Give shorter ones")
+        return kept
 
     def evaluate(self, prompts: Sequence[Prompt], update: int) -> Evaluation:
         """Samples and scores completions to `prompts`, and computes the perplexity on the run's fixed text."""

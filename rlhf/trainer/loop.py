@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
 from time import perf_counter
 
 from accelerate import PartialState
@@ -19,8 +18,8 @@ from transformers.trainer_callback import ProgressCallback
 
 from rlhf.algorithms.experience import Experience
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.data.examples import GivenPrompt, examples_of
-from rlhf.data.prompts import Prompt, encode_prompts
+from rlhf.data.examples import GivenPrompt
+from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import PromptSampler, metric_names
 from rlhf.models.actor_critic import Actor, set_adapter_dropout
 from rlhf.models.attention import packable
@@ -28,20 +27,21 @@ from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.logprobs import base_of
 from rlhf.models.reference import Reference
-from rlhf.models.save import bad_weights, load_policy_weights, save_policy
+from rlhf.models.save import load_policy_weights, save_policy
 from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
 from rlhf.rollout.engine import check_engine
 from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.collect import RolloutCollector
+from rlhf.trainer.dynamic_sampling import DynamicSampler
 from rlhf.trainer.evaluation import Evaluation, PolicyEvaluator
 from rlhf.trainer.events import Events, is_of_transformers
-from rlhf.trainer.metrics import rollout_metrics, speed_metrics
+from rlhf.trainer.metrics import mean_metrics, rollout_metrics
 from rlhf.trainer.micro_batch import MicroBatchBudget
 from rlhf.trainer.optimize import PolicyOptimizer
 from rlhf.trainer.progress import Progress
-from rlhf.trainer.safety import SkipUpdate, check_finite
+from rlhf.trainer.safety import SkipUpdate, check_finite, require_finite_weights
 from rlhf.trainer.trl_host import make_host
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.system import keep_freed_memory
@@ -66,7 +66,6 @@ class OnPolicyLoop:
         self.config, self.processing_class = config, tokenizer
         self.train_prompts, self.evaluation_prompts = list(train), list(evaluation)
         self.sampler = PromptSampler(config, self.train_prompts)
-        self.updates = self.sampler.updates
         everything = (*self.train_prompts, *self.evaluation_prompts)
         self.topic_tags = metric_names(p.example.topic for p in everything) if self.sampler.topics else {}
         self.kl_coef, self.progress, self.trained = config.kl.kl_coef, Progress(), False
@@ -77,9 +76,9 @@ class OnPolicyLoop:
             "Fix the reward function" if by_score else "Train again with a smaller learning_rate"
         )
         self.algorithm = ALGORITHMS[config.algorithm].build(config)
-        self._construct_host(policy)
         given = isinstance(rewards, Rewards)
         self.rewards = rewards if given else Rewards(rewards, None, tokenizer, config.reward.reward_timeout)
+        self._construct_host(policy)
         self._construct_components()
         self.events = Events()
         for callback in callbacks:
@@ -95,11 +94,12 @@ class OnPolicyLoop:
         self.micro_batch_budget = MicroBatchBudget(config.batch.micro_batch_size, tokens, packed)
         self.dtype = autocast_dtype(config.model.bf16, device)
         self.reference = Reference.before_training(policy, self.dtype)
-        host = make_host(config, policy, self.processing_class, self.updates, self.reference, self.train_prompts)
+        tokenizer, planned = self.processing_class, self.sampler.updates
+        host = make_host(config, policy, tokenizer, planned, self.reference, self.train_prompts, self.rewards)
         set_adapter_dropout(policy, config.model.lora_dropout)
         for printer in (PrinterCallback, ProgressCallback):
             host.remove_callback(printer)  # rlhf.callbacks.logging prints to the console
-        host.state.max_steps = self.updates
+        host.state.max_steps = planned
         self.host, self.model, self.accelerator = host, host.model, host.accelerator
         self.optimizer, self.lr_scheduler = host.optimizer, host.lr_scheduler
         self.args, self.state, self.control = host.args, host.state, host.control
@@ -111,12 +111,24 @@ class OnPolicyLoop:
         self.learner = PolicyOptimizer(
             config, host, self.algorithm, budget, self.collector.cached_forward, self.progress
         )
+        self.resampler = DynamicSampler(config, self.sampler, self.collector, self.progress)
         self.evaluator = PolicyEvaluator(config, tokenizer, self.collector, self.evaluation_prompts, self.topic_tags)
 
     @property
     def actor(self) -> Actor:
         """The policy, with the critic if the algorithm has one."""
         return self.host.actor
+
+    @property
+    def episodes(self) -> int:
+        """The number of completions sampled for training so far, with those that dynamic sampling replaced."""
+        return self.state.global_step * self.config.episodes_per_update + self.progress.resampled_episodes
+
+    @property
+    def updates(self) -> int:
+        """The number of updates in the run: as planned, or fewer if dynamic sampling has spent --episodes before."""
+        planned, budget = self.sampler.updates, self.config.run.episodes
+        return planned if budget is None or self.episodes < budget else min(planned, self.state.global_step)
 
     def add_callback(self, callback) -> None:
         """Add a callback of this project (rlhf.callbacks.base.Callback), a function (epoch, metrics), or a
@@ -147,7 +159,7 @@ class OnPolicyLoop:
         if not self.evaluations:  # a resumed run already has the evaluation of the start model
             self.evaluate()
         metrics: dict[str, float] = {}
-        for update in range(self.state.global_step + 1, self.updates + 1):
+        while (update := self.state.global_step + 1) <= self.updates:
             metrics = self.update_step(update)
             self.events.call("on_update_done", update)
         self.control = self.host.callback_handler.on_train_end(self.args, self.state, self.control)
@@ -162,16 +174,17 @@ class OnPolicyLoop:
         try:
             check_finite(logprobs=rollout.logprobs, ref_logprobs=rollout.ref_logprobs, values=rollout.values)
             scores = self.collector.score(rollout)
+            rollout, scores = self.resampler.replace_equal_groups(rollout, scores, update)
             times.append(perf_counter())
             experience = self.advantages(rollout, scores.shaped)
             self.events.call("on_batch", update, experience, scores)
             stats = self.learner.run(experience, update)
         except SkipUpdate as reason:
-            return self.skip_update(update, rollout, experience, reason)
+            return self.skip_update(update, reason.rollout or rollout, experience, reason)
         finally:
             self.collector.cached_forward.clear()  # also if a reward function raised
         self.progress.count_update(skipped=False)
-        self.require_finite_weights(update)
+        require_finite_weights(self.model, update, self.recovery)
         times.append(perf_counter())
         tag = self.topic_tags.get(self.sampler.topic_of(update))
         metrics = rollout_metrics(experience, scores, self.config.group_size, tag)
@@ -191,7 +204,7 @@ class OnPolicyLoop:
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
         self.progress.count_update(skipped=True)
-        self.require_finite_weights(update)
+        require_finite_weights(self.model, update, self.recovery)
         self.events.call("on_update_skipped", update, rollout, experience, why)
         if self.progress.skipped_in_a_row >= MAX_CONSECUTIVE_SKIPS:
             raise RunError(
@@ -202,15 +215,6 @@ class OnPolicyLoop:
         self._close(update)
         return {"updates/dropped": float(self.progress.skipped)}
 
-    def require_finite_weights(self, update: int) -> None:
-        """Raise RunError if weights are not finite after this update. No later update can repair them."""
-        bad = bad_weights(self.model)
-        if bad:
-            raise RunError(
-                f"{len(bad)} weights are not finite, the first is {bad[0]}: after update {update}. They are not "
-                f"saved. {self.recovery(False)}"
-            )
-
     # --- after the optimizer steps -----------------------------------------------------------------------------------
 
     def finish_step(self, update: int, metrics: dict[str, float], times: Sequence[float]) -> dict[str, float]:
@@ -220,7 +224,7 @@ class OnPolicyLoop:
         self.progress.reply_tokens += tokens
         self.update_peak_memory()
         metrics |= {
-            **speed_metrics(times, tokens, self.config.episodes_per_update),
+            **self.resampler.metrics(update, times, tokens),
             "kl_coef": self.kl_coef if self.config.kl.kl_placement != "none" else 0.0,
             "optimizer_steps": float(self.progress.optimizer_steps),
             "updates/dropped": float(self.progress.skipped),
@@ -235,7 +239,7 @@ class OnPolicyLoop:
 
     def _count(self, update: int) -> None:
         self.state.global_step = update
-        self.state.episode = update * self.config.episodes_per_update
+        self.state.episode = self.episodes
         self.state.epoch = self.sampler.epochs(update)
 
     def _close(self, update: int) -> None:
@@ -248,9 +252,7 @@ class OnPolicyLoop:
         """At the end of an epoch, call the callbacks with the mean of each metric over the updates that logged it."""
         before, passes = (int(self.sampler.epochs(u)) for u in (update - 1, update))
         if passes > before and self.this_epoch:
-            names = dict.fromkeys(name for metrics in self.this_epoch for name in metrics)
-            means = {name: fmean(m[name] for m in self.this_epoch if name in m) for name in names}
-            self.events.call("on_epoch_end", passes, means)
+            self.events.call("on_epoch_end", passes, mean_metrics(self.this_epoch))
             self.this_epoch = []
 
     def set_kl_coef(self, beta: float) -> None:
@@ -266,11 +268,7 @@ class OnPolicyLoop:
         `evaluations`. Results on other `prompts`, in a form that `examples_of` reads, are not. Raises UserError for
         prompts that cannot be read."""
         if prompts is not None:
-            longest = self.config.data.prompt_length
-            kept, _ = encode_prompts(self.processing_class, examples_of(prompts), longest)
-            if not kept:
-                raise UserError(f"no prompt of at most {longest} tokens: evaluate(). Give shorter ones")
-            return self._evaluated(kept).metrics()
+            return self._evaluated(self.evaluator.read(prompts)).metrics()
         result = self._evaluated(self.evaluation_prompts)
         self.evaluations.append(result)
         self.update_peak_memory()

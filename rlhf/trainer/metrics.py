@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import fmean
 
 import torch
 
 from rlhf.algorithms import objectives
 from rlhf.algorithms.experience import Experience
-from rlhf.trainer.scores import Scores
+from rlhf.trainer.scores import Scores, equal_groups
 
 
 def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: str | None = None) -> dict[str, float]:
@@ -38,9 +39,7 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
     if batch.returns is not None:
         values["value/explained_variance"] = objectives.explained_variance(batch.values, batch.returns, scored)
     if group_size > 1:
-        groups = scores.shaped.view(-1, group_size)
-        highest, lowest = groups.nan_to_num(-math.inf).amax(1), groups.nan_to_num(math.inf).amin(1)
-        values["rewards/equal_groups"] = (highest <= lowest).float().mean()  # or fewer than two scores
+        values["rewards/equal_groups"] = equal_groups(scores.shaped, group_size).float().mean()
     if len(raw) < len(mask):
         values["rewards/unscored"] = scores.raw.isnan().float().mean()
     stacked = torch.stack([v.float() for v in values.values()]).tolist()  # one transfer from the device
@@ -52,13 +51,14 @@ def rollout_metrics(batch: Experience, scores: Scores, group_size: int, topic: s
     return {**metrics, **{f"topic/{topic}/{kind}": metrics[name] for kind, name in of_topic.items() if name in known}}
 
 
-def speed_metrics(times: Sequence[float], tokens: int, episodes: int) -> dict[str, float]:
+def speed_metrics(times: Sequence[float], tokens: int, episodes: int, resampling_s: float = 0.0) -> dict[str, float]:
     """Returns the seconds of each part of an update, and tokens and episodes per second of the whole update.
 
     `times` are four points in time, in seconds: the start of the rollout, of scoring and of the optimizer steps, and
-    the end of the optimizer steps.
+    the end of the optimizer steps. Of the time for scoring, dynamic sampling used `resampling_s` for rollouts.
     """
     rollout, score, update = (end - start for start, end in pairwise(times))
+    rollout, score = rollout + resampling_s, score - resampling_s
     return {
         "time/rollout_s": rollout,
         "time/score_s": score,
@@ -66,3 +66,9 @@ def speed_metrics(times: Sequence[float], tokens: int, episodes: int) -> dict[st
         "throughput/tokens_per_s": tokens / (rollout + score + update),
         "throughput/episodes_per_s": episodes / (rollout + score + update),
     }
+
+
+def mean_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Returns the mean of each metric over the updates that logged it."""
+    names = dict.fromkeys(name for metrics in updates for name in metrics)
+    return {name: fmean(m[name] for m in updates if name in m) for name in names}

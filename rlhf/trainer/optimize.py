@@ -14,8 +14,8 @@ from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.logprobs import base_of
 from rlhf.models.packing import MicroBatch
+from rlhf.rollout.cached_forward import CachedForward
 from rlhf.settings.training import Config
-from rlhf.trainer.cached_forward import CachedForward
 from rlhf.trainer.micro_batch import MicroBatchBudget
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import check_step
@@ -90,7 +90,8 @@ class PolicyOptimizer:
     def minibatch_gradients(self, experience: Experience, rows: Sequence[int]) -> dict[str, Tensor]:
         """Accumulate the gradients of a minibatch over its micro-batches, and clip them; returns its statistics."""
         completions = experience.completions
-        tokens = torch.tensor(float(sum(completions.completion_lengths[r] for r in rows)), device=self.device)
+        learned = experience.loss_mask[list(rows)].sum().float()  # 0 if all of its completions are masked
+        tokens = learned.clamp(min=1)
 
         def all_micro_batches() -> dict[str, Tensor]:
             stats: dict[str, Tensor] = {}
@@ -102,8 +103,12 @@ class PolicyOptimizer:
             return stats
 
         stats = self.micro_batch_budget.run_with_oom_retry("the backward pass", completions, all_micro_batches, rows)
+        if self.host.state.global_step < self.config.critic.critic_warmup:
+            for weight in self.host.actor.policy.parameters():
+                weight.grad = None  # with a gradient of 0, momentum and weight decay would still move the weight
         norm = self.host.accelerator.clip_grad_norm_(self.host.model.parameters(), self.config.optimizer.max_grad_norm)
-        return {**stats, "policy/grad_norm": torch.as_tensor(norm).to(self.device)}
+        ratio = torch.where(learned > 0, stats["policy/ratio"], 1.0)  # a mean over no tokens
+        return {**stats, "policy/ratio": ratio, "policy/grad_norm": torch.as_tensor(norm).to(self.device)}
 
     def gradients(
         self, experience: Experience, micro_batch: MicroBatch, tokens: Tensor, hidden: Tensor | None = None
@@ -113,7 +118,7 @@ class PolicyOptimizer:
         The backbone runs once, unless its `hidden` states (M, H) are given. With the fused head, the language-model
         head and the loss then run chunk by chunk, and each chunk's backward pass stops at the hidden states. So the
         logits of only one chunk are in memory. Finally one backward pass of the backbone uses the gradients of all
-        chunks. `tokens` is the number of completion tokens in the minibatch.
+        chunks. `tokens` is the number of tokens of the minibatch in the loss.
         """
         fused, entropy = self.config.speed.fused_head, "gradient" if self.config.batch.entropy_coef > 0 else "value"
         if hidden is None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from rlhf.models.save import bad_weights
+from rlhf.rollout.completions import Rollout
+from rlhf.utils.errors import RunError
 
 # limit of a minibatch's mean ratio to the rollout policy, also as 1 / MOST_RATIO; ratio_threshold in TRL's first PPO
 MOST_RATIO = 10.0
@@ -18,6 +22,7 @@ class SkipUpdate(Exception):
         super().__init__(what)
         self.rows = list(rows)  # rows of the minibatch with the bad value; empty: all rows of the update
         self.by_score = by_score  # a reward function returned the bad value, so the weights are not the cause
+        self.rollout: Rollout | None = None  # with the bad value, if it is not the update's first rollout
 
 
 def check_finite(**tensors: Tensor | None) -> None:
@@ -42,3 +47,14 @@ def check_step(stats: dict[str, Tensor], rows: Sequence[int]) -> None:
     if not 1 / MOST_RATIO < values["policy/ratio"] < MOST_RATIO:
         limits = f"the limits are {1 / MOST_RATIO:g} and {MOST_RATIO:g}"
         raise SkipUpdate(f"policy/ratio is {values['policy/ratio']:.3g} in a minibatch; {limits}", rows)
+
+
+def require_finite_weights(model: nn.Module, update: int, recovery: Callable[[bool], str]) -> None:
+    """Raise RunError if weights are not finite after this update. No later update can repair them. `recovery` returns
+    the advice."""
+    bad = bad_weights(model)
+    if bad:
+        raise RunError(
+            f"{len(bad)} weights are not finite, the first is {bad[0]}: after update {update}. They are not saved. "
+            f"{recovery(False)}"
+        )

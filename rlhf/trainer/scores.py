@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
+import torch
 from torch import Tensor
 
 
@@ -13,7 +17,49 @@ class Scores:
 
     raw: Tensor  # (B,) weighted sum of the reward functions
     shaped: Tensor  # (B,) raw minus the missing-EOS penalty, normalized if configured; input of the algorithm
-    # mean of each of several reward functions over the completions to which it applies, before its weight
-    per_function: dict[str, float]
+    # each function's scores before its weight, B values each; None: the function does not apply
+    by_function: dict[str, list[float | None]]
     extra: dict[str, list] = field(default_factory=dict)  # columns logged with log_extra, B values each
-    logged: dict[str, float] = field(default_factory=dict)  # metrics logged with log_metric
+    # metrics logged with log_metric: means over all scored completions, also those that dynamic sampling replaced
+    logged: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def per_function(self) -> dict[str, float]:
+        """The mean of each of several functions over the completions to which it applies. A single function's mean is
+        that of the score."""
+        if len(self.by_function) == 1:
+            return {}
+        known = {name: [s for s in scores if s is not None] for name, scores in self.by_function.items()}
+        return {name: fmean(scores) for name, scores in known.items() if scores}
+
+    def replaced(self, rows: Sequence[int], new: Scores) -> Scores:
+        """Return the scores with those of `rows` replaced by the scores `new` of other completions, in this order.
+
+        A column that only one of them logged has None for the other's completions.
+        """
+        count, index = len(self.raw), torch.tensor(rows, device=self.raw.device)
+        place = dict(zip(rows, range(len(rows)), strict=True))
+
+        def column(own: Sequence | None, other: Sequence | None) -> list:
+            sources = [(other, place[r]) if r in place else (own, r) for r in range(count)]
+            return [None if source is None else source[at] for source, at in sources]
+
+        def columns(own: dict[str, list], other: dict[str, list]) -> dict[str, list]:
+            return {name: column(own.get(name), other.get(name)) for name in {**own, **other}}
+
+        return Scores(
+            self.raw.index_copy(0, index, new.raw),
+            self.shaped.index_copy(0, index, new.shaped),
+            columns(self.by_function, new.by_function),
+            columns(self.extra, new.extra),
+            self.logged,
+        )
+
+
+def equal_groups(scores: Tensor, group_size: int) -> Tensor:
+    """Return which groups have equal scores, or fewer than two, (B / group_size,). Their advantages are 0.
+
+    `scores` are (B,), NaN without a score.
+    """
+    groups = scores.view(-1, group_size)
+    return groups.nan_to_num(-math.inf).amax(1) <= groups.nan_to_num(math.inf).amin(1)

@@ -23,6 +23,7 @@ from rlhf.models.save import load_policy_weights
 from rlhf.trainer.evaluation import Evaluation, FixedText
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.progress import Progress
+from rlhf.utils.errors import UserError
 from rlhf.utils.files import disk_errors
 
 TENSORS_FILE, STATE_FILE = "training.safetensors", "training.json"
@@ -33,9 +34,9 @@ def save_trainer_state(trainer: OnPolicyLoop, folder: Path) -> None:
     trainer.save_model(folder)
     optimizer, normalizer = trainer.optimizer.state_dict(), trainer.collector.normalizer
     tensors = {
-        f"optimizer/{number}/{name}": value.detach().cpu().contiguous()
+        f"optimizer/{number}/{name}": _tensor(name, value)
         for number, state in optimizer["state"].items()
-        for name, value in state.items()
+        for name, value in _flat(state).items()
     }
     with disk_errors():
         save_file({**tensors, **_random_tensors()}, folder / TENSORS_FILE)
@@ -89,10 +90,38 @@ def load_weights(trainer: OnPolicyLoop, folder: Path) -> tuple[dict[str, Any], d
         kind, number, *rest = name.split("/")
         if kind == "optimizer":
             # cloned, because Windows cannot delete a checkpoint file that is still memory-mapped
-            by_number.setdefault(int(number), {})["/".join(rest)] = value.clone()
+            by_number.setdefault(int(number), {})["/".join(rest)] = _number(value.clone())
+    _check_optimizer(trainer, by_number)
     trainer.optimizer.load_state_dict({"state": by_number, "param_groups": state["param_groups"]})
     set_learning_rates(trainer)
     return state, tensors
+
+
+def _flat(state: dict[str, Any]) -> dict[str, Any]:
+    """Return one weight's optimizer state without the inner dictionary of bitsandbytes, which it does not need when it
+    loads the state."""
+    flat: dict[str, Any] = {}
+    for name, value in state.items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _tensor(name: str, value: Tensor | int) -> Tensor:
+    """Return an entry of the optimizer's state as a tensor that can be saved. Step counts of bitsandbytes are ints."""
+    saved = torch.as_tensor(value).detach().cpu().contiguous()
+    return saved.clone() if name.startswith("qmap") else saved  # weights share this table; safetensors refuses that
+
+
+def _number(value: Tensor) -> Tensor | int:
+    """Return what `_tensor` was given: AdamW of torch has no state of whole numbers."""
+    return int(value) if value.dtype == torch.int64 else value
+
+
+def _check_optimizer(trainer: OnPolicyLoop, saved: dict[int, dict[str, Any]]) -> None:
+    """Raise UserError if the saved state is that of another optimizer, after --resume-anyway with another --optim."""
+    optim = trainer.config.optimizer.optim
+    if any(("state1" in state) != (optim == "adamw_8bit") for state in saved.values()):
+        raise UserError(f"its optimizer state is not that of {optim}: --optim. Use the optimizer of the run")
 
 
 def schedule_of(trainer: OnPolicyLoop) -> LambdaLR:

@@ -7,11 +7,14 @@ PPOTrainer hosts an algorithm with a critic, GRPOTrainer one without. Their `tra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from datasets import Dataset
 from peft import PeftModel
 from torch import nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import is_bitsandbytes_available
 from trl import GRPOConfig, GRPOTrainer
 
 from rlhf.algorithms.table import ALGORITHMS
@@ -19,8 +22,48 @@ from rlhf.data.prompts import Prompt
 from rlhf.models.actor_critic import Actor, ActorCritic, critic_backbone, with_value_head
 from rlhf.models.logprobs import backbone_of
 from rlhf.models.reference import Reference
+from rlhf.models.reward_critic import critic_of_reward_model, set_value_head
 from rlhf.models.trl_ppo import PPOConfig, PPOTrainer
+from rlhf.rewards.rewards import Rewards
 from rlhf.settings.training import Config
+from rlhf.utils.errors import UserError
+
+
+def check_optimizer(config: Config) -> None:
+    """Raise UserError if the optimizer's library is not installed."""
+    if config.optimizer.optim == "adamw_8bit" and not is_bitsandbytes_available():
+        raise UserError("bitsandbytes is not installed: --optim adamw_8bit. Install it with: pip install bitsandbytes")
+
+
+def optimizer_arguments(config: Config) -> dict[str, Any]:
+    """Return the arguments of transformers' TrainingArguments for the optimizer and its schedule.
+
+    The schedule advances once per update, so it counts updates. Of transformers' schedules, `constant` ignores a
+    warm-up, which is `constant_with_warmup`.
+    """
+    settings = config.optimizer
+    warms_up = settings.lr_schedule == "constant" and settings.warmup_steps > 0
+    return {
+        "learning_rate": settings.learning_rate,
+        "lr_scheduler_type": "constant_with_warmup" if warms_up else settings.lr_schedule,
+        "warmup_steps": settings.warmup_steps,
+        "weight_decay": settings.weight_decay,
+        **({} if settings.optim == "adamw" else {"optim": settings.optim}),  # AdamW is transformers' default
+    }
+
+
+def separate_overrides(optimizer: Optimizer, optim: str) -> None:
+    """Give an 8-bit optimizer a separate list of the weights with a 32-bit state.
+
+    transformers adds each embedding to one list for the whole process. It would keep the embeddings of earlier
+    trainers in memory, and bitsandbytes finds a weight in it by its address, which a later trainer may have again.
+    """
+    if optim == "adamw_8bit":
+        shared = optimizer.mng
+        optimizer.mng = type(shared).__new__(type(shared))  # its __init__ raises: it is a singleton
+        optimizer.mng.initialize()
+        optimizer.mng.module_weight_config_triple = shared.module_weight_config_triple
+        shared.initialize()
 
 
 class _SharedBackboneCritic(nn.Module):
@@ -31,6 +74,20 @@ class _SharedBackboneCritic(nn.Module):
     def __init__(self, policy: PreTrainedModel | PeftModel, value_head: nn.Module):
         super().__init__()
         self.backbone, self.score = backbone_of(policy), value_head
+
+
+def second_network(
+    config: Config, policy: PreTrainedModel | PeftModel, value_head: nn.Module, rewards: Rewards
+) -> PreTrainedModel | None:
+    """Return the critic's own backbone, a copy of the policy's or of the reward model's; None if the critic shares the
+    policy's. With the reward model, `value_head` becomes its head."""
+    if not config.critic_from_reward_model:
+        return critic_backbone(policy) if config.separate_critic else None
+    if rewards.learned is None:
+        raise UserError("no reward model among the rewards: critic reward-model. Use critic separate")
+    model, weight = rewards.learned
+    set_value_head(value_head, model.model, model.calibration.mean, model.calibration.std, weight)
+    return critic_of_reward_model(config, model.model)
 
 
 class PPOHost(PPOTrainer):
@@ -44,22 +101,22 @@ class PPOHost(PPOTrainer):
         updates: int,
         reference: Reference,
         train: Sequence[Prompt],
+        rewards: Rewards,
     ):
-        self._container = with_value_head(policy)
-        self._critic = critic_backbone(policy) if config.separate_critic else None
+        self._config, self._container = config, with_value_head(policy)
+        self._critic = second_network(config, policy, self._container.v_head, rewards)
         super().__init__(
             args=PPOConfig(
                 output_dir=config.run.output,
                 per_device_train_batch_size=config.batch.batch_size,
                 total_episodes=updates * config.batch.batch_size,
-                learning_rate=config.optimizer.learning_rate,
-                lr_scheduler_type=config.optimizer.lr_schedule,
                 seed=config.run.seed,
                 stop_token="eos",
                 bf16=False,
                 gradient_checkpointing=False,
                 num_sample_generations=0,
                 report_to="none",
+                **optimizer_arguments(config),
             ),
             processing_class=tokenizer,
             model=policy,
@@ -73,6 +130,7 @@ class PPOHost(PPOTrainer):
         """Called by TRL's __init__ before accelerate prepares the model. Replaces TRL's model by ActorCritic."""
         self.model = ActorCritic(self._container, self._critic)
         super().create_optimizer_and_scheduler(num_training_steps)
+        separate_overrides(self.optimizer, self._config.optimizer.optim)
 
     @property
     def actor(self) -> ActorCritic:
@@ -101,14 +159,13 @@ class GRPOHost(GRPOTrainer):
                 temperature=config.sampling.temperature,
                 num_iterations=1,  # the training loop repeats epochs over a rollout
                 beta=0.0,  # otherwise TRL loads a second reference model
-                learning_rate=config.optimizer.learning_rate,
-                lr_scheduler_type=config.optimizer.lr_schedule,
                 seed=config.run.seed,
                 max_steps=updates,
                 bf16=False,
                 gradient_checkpointing=False,
                 disable_dropout=True,
                 report_to="none",
+                **optimizer_arguments(config),
             ),
             train_dataset=Dataset.from_list([{"prompt": ""}]),  # TRL requires one; the training loop has the prompts
             processing_class=tokenizer,
@@ -118,6 +175,7 @@ class GRPOHost(GRPOTrainer):
                 weight.data = weight.data.float()  # with 4-bit weights GRPOTrainer casts adapters to bfloat16
         self.actor = Actor(policy)
         self.create_optimizer_and_scheduler(updates)
+        separate_overrides(self.optimizer, config.optimizer.optim)
         self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
 
 
@@ -131,6 +189,7 @@ def make_host(
     updates: int,
     reference: Reference,
     train: Sequence[Prompt],
+    rewards: Rewards,
 ) -> Host:
     """Construct the host for the algorithm of these settings.
 
@@ -141,7 +200,8 @@ def make_host(
         updates: number of updates in the run.
         reference: the frozen reference, used with a critic only.
         train: training prompts, used with a critic only.
+        rewards: used for a critic that starts from the reward model only.
     """
     if ALGORITHMS[config.algorithm].has_critic:
-        return PPOHost(config, policy, tokenizer, updates, reference, train)
+        return PPOHost(config, policy, tokenizer, updates, reference, train, rewards)
     return GRPOHost(config, policy, tokenizer, updates)

@@ -292,6 +292,41 @@ class StockGroups:
                 "epsilon": 0.002,
             },
         ),
+        # clip-higher and two-sided clipping
+        (
+            ["--kl-placement", "none", "--clip-range", "0.002", "--epsilon-high", "0.05"],
+            {"beta": 0.0, "scale_rewards": "none", "loss_type": "dapo", "epsilon": 0.002, "epsilon_high": 0.05},
+        ),
+        (
+            ["--kl-placement", "none", "--clip-range", "0.002", "--delta", "1.003", "--minibatches", "2"],
+            {"beta": 0.0, "scale_rewards": "none", "epsilon": 0.002, "delta": 1.003},
+        ),
+        (
+            [
+                "--kl-placement",
+                "none",
+                "--clip-range",
+                "0.002",
+                "--delta",
+                "1.003",
+                "--loss-type",
+                "gspo",
+                "--minibatches",
+                "2",
+            ],
+            {
+                "beta": 0.0,
+                "scale_rewards": "none",
+                "loss_type": "grpo",
+                "importance_sampling_level": "sequence",
+                "epsilon": 0.002,
+                "delta": 1.003,
+            },
+        ),
+        (
+            ["--kl-placement", "none", "--loss-type", "cispo", "--epsilon-high", "0.002"],
+            {"beta": 0.0, "scale_rewards": "none", "loss_type": "cispo", "epsilon_high": 1.002},
+        ),
     ],
 )
 def test_three_updates_of_two_epochs_match_trls_grpo(build, start_model, tmp_path, monkeypatch, flags, settings):
@@ -305,6 +340,10 @@ def test_three_updates_of_two_epochs_match_trls_grpo(build, start_model, tmp_pat
         (["--kl-placement", "none"], {"beta": 0.0}),
         (["--kl-placement", "reward", "--kl-coef", "0.4"], {"beta": 0.4}),
         (["--kl-placement", "none", "--minibatches", "2", "--clip-range", "0.01"], {"beta": 0.0, "epsilon": 0.01}),
+        (
+            ["--kl-placement", "none", "--clip-range", "0.01", "--epsilon-high", "0.3"],
+            {"beta": 0.0, "epsilon": 0.01, "epsilon_high": 0.3},
+        ),
     ],
 )
 def test_three_updates_of_two_epochs_match_trls_rloo(build, start_model, tmp_path, monkeypatch, flags, settings):
@@ -335,6 +374,52 @@ def test_completions_without_a_score_match_trl(build, start_model, tmp_path, mon
     """Weights equal TRL's if the reward function returns None for some completions."""
     some_none.calls = 0
     compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, flags, settings, some_none)
+
+
+def half_end(monkeypatch) -> None:
+    """Completions 1 and 3 of each rollout end with EOS, after 3 and 6 tokens. The others are truncated."""
+    sample = collect.sample_completions
+
+    def sample_with_eos(policy, prompts, uniform, sampling, *, eos, pad, **rest):
+        ids = sample(policy, prompts, uniform, sampling, eos=eos, pad=pad, **rest).completion_ids
+        ids = torch.where((ids == eos) | (ids == pad), pad + 1, ids)
+        ids[1, 2] = ids[3, 5] = eos
+        return Completions.of(prompts, ids, eos=eos, pad=pad, vocabulary=policy.config.vocab_size)
+
+    monkeypatch.setattr(collect, "sample_completions", sample_with_eos)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "flags", "settings"),
+    [
+        (
+            "grpo",
+            ["--kl-placement", "loss", "--kl-coef", "0.4", "--entropy-coef", "0.1"],
+            {"beta": 0.4, "scale_rewards": "none", "entropy_coef": 0.1},
+        ),
+        (
+            "grpo",
+            ["--kl-placement", "none", "--loss-type", "grpo", "--minibatches", "2", "--entropy-coef", "0.2"],
+            {"beta": 0.0, "scale_rewards": "none", "loss_type": "grpo", "entropy_coef": 0.2},
+        ),
+        (
+            "grpo",
+            ["--kl-placement", "none", "--loss-type", "dr_grpo"],
+            {"beta": 0.0, "scale_rewards": "none", "loss_type": "dr_grpo"},
+        ),
+        (
+            "grpo",
+            ["--kl-placement", "none", "--loss-type", "gspo"],
+            {"beta": 0.0, "scale_rewards": "none", "loss_type": "grpo", "importance_sampling_level": "sequence"},
+        ),
+        ("rloo", ["--kl-placement", "reward", "--kl-coef", "0.4"], {"beta": 0.4}),
+    ],
+)
+def test_masked_truncated_completions_match_trl(build, start_model, tmp_path, monkeypatch, algorithm, flags, settings):
+    """Weights equal TRL's if two of four completions are truncated and left out of the loss."""
+    half_end(monkeypatch)
+    flags, settings = [*flags, "--mask-truncated-completions"], {**settings, "mask_truncated_completions": True}
+    compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, flags, settings)
 
 
 def compare_with_stock(algorithm, build, start_model, tmp_path, monkeypatch, flags, settings, reward=by_length):

@@ -9,9 +9,11 @@ import torch
 from torch.testing import assert_close
 
 from rlhf.algorithms import objectives as o
+from rlhf.algorithms.clipping import Clip, clipped_surrogate
 from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
 
+CLIP = Clip(0.2, 0.2)
 GRPO_LOSSES = settings_of(Config)["loss_type"].choices
 
 
@@ -70,11 +72,45 @@ def test_whitening_matches_values_computed_by_hand():
 
 def test_policy_loss_matches_values_computed_by_hand():
     # ratios 2 and 0.5, clip 0.2. A = 1: min(2, 1.2) = 1.2. A = -1: max(0.5, 0.8) = 0.8 as loss
-    loss, clipped = o.clipped_policy_loss(
-        row(math.log(2), math.log(0.5)), row(0, 0), row(1, -1), mask(1, 1), clip_range=0.2
-    )
+    loss, clipped = o.clipped_policy_loss(row(math.log(2), math.log(0.5)), row(0, 0), row(1, -1), mask(1, 1), CLIP)
     assert float(loss) == pytest.approx((-1.2 + 0.8) / 2)
     assert float(clipped) == 1.0
+
+
+def test_clip_higher_has_two_limits():
+    """Clip [0.8, 1.28]. A = 2: the negative loss is min(2.6, 2.56) at ratio 1.3, min(2.5, 2.5) at 1.25 and min(1, 1.6)
+    at 0.5. A = -2: the loss is max(1, 1.6) at ratio 0.5, max(1.7, 1.7) at 0.85, and max(3, 2.56) at 1.5."""
+    loss, clipped = clipped_surrogate(torch.tensor([1.3, 1.25, 0.5]), torch.tensor(2.0), Clip(0.2, 0.28))
+    assert_close(loss, torch.tensor([-2.56, -2.5, -1.0]))
+    assert clipped.tolist() == [True, False, False]
+    loss, clipped = clipped_surrogate(torch.tensor([0.5, 0.85, 1.5]), torch.tensor(-2.0), Clip(0.2, 0.28))
+    assert_close(loss, torch.tensor([1.6, 1.7, 3.0]))
+    assert clipped.tolist() == [True, False, False]
+
+
+def test_delta_bounds_the_loss_of_negative_advantages():
+    """Delta 3. A = -2: the loss is 2 * 2 at ratio 2, and 2 * 3 without a gradient at ratio 50. A = 2 is as without."""
+    ratio = torch.tensor([2.0, 50.0, 2.0, 50.0], requires_grad=True)
+    loss, _ = clipped_surrogate(ratio, torch.tensor([-2.0, -2.0, 2.0, 2.0]), Clip(0.2, 0.2, delta=3.0))
+    assert_close(loss.detach(), torch.tensor([4.0, 6.0, -2.4, -2.4]))
+    (gradient,) = torch.autograd.grad(loss.sum(), ratio)
+    assert_close(gradient, torch.tensor([2.0, 0.0, 0.0, 0.0]))
+
+
+def test_both_limits_act_in_the_loss_of_every_algorithm():
+    """Ratios 1.5 and 9, clip [0.8, 1.3], delta 3. A = 2: -2.6 each. A = -2: 3 and 6. RLOO and gspo have one token.
+    cispo has only the limit 1.3: its loss is -1.3 * A * log p."""
+    clip, (new, old) = Clip(0.2, 0.3, 3.0), ratios(1.5, 9.0)
+    tokens, good, bad = mask(1, 1), row(2, 2), row(-2, -2)
+    for loss_type in ("dapo", "grpo", "dr_grpo"):
+        assert_close(o.grpo_policy_loss(new, old, good, tokens, clip, loss_type)[0], row(-2.6, -2.6))
+        assert_close(o.grpo_policy_loss(new, old, bad, tokens, clip, loss_type)[0], row(3.0, 6.0))
+    assert_close(o.grpo_policy_loss(new, old, bad, tokens, clip, "cispo")[0], 2.6 * new)
+    assert_close(o.clipped_policy_loss(new, old, good, tokens, clip)[0], torch.tensor(-2.6))
+    assert_close(o.clipped_policy_loss(new, old, bad, tokens, clip)[0], torch.tensor(4.5))
+    one, advantages = (new.T, old.T, mask(1, 1).T), torch.tensor([-2.0, -2.0])
+    assert_close(o.rloo_policy_loss(one[0], one[1], advantages, one[2], clip)[0], torch.tensor([3.0, 6.0]))
+    assert_close(o.grpo_policy_loss(one[0], one[1], bad.T, one[2], clip, "gspo")[0], torch.tensor([[3.0], [6.0]]))
 
 
 def test_value_loss_matches_values_computed_by_hand():
@@ -115,11 +151,11 @@ def test_tokens_after_eos_have_no_effect(seed):
         advantages, returns = o.generalized_advantage_estimate(rewards, f["values"], on, 0.97, 0.9)
         return [
             kl, o.kl_k3(f["new"], f["ref"], on), rewards, advantages, returns, o.whiten(f["advantages"], on),
-            *o.clipped_policy_loss(f["new"], f["old"], f["advantages"], on, 0.2),
+            *o.clipped_policy_loss(f["new"], f["old"], f["advantages"], on, CLIP),
             *(
                 x
                 for kind in GRPO_LOSSES
-                for x in o.grpo_policy_loss(f["new"], f["old"], f["advantages"], on, 0.2, kind)
+                for x in o.grpo_policy_loss(f["new"], f["old"], f["advantages"], on, CLIP, kind)
             ),
             *o.clipped_value_loss(f["values"], f["old_values"], f["returns"], on, 0.2),
             o.explained_variance(f["values"], f["returns"], on), o.approximate_kl(f["new"], f["old"], on),
@@ -133,9 +169,9 @@ def test_tokens_after_eos_have_no_effect(seed):
 def test_micro_batch_losses_add_up_to_the_minibatch_loss():
     on = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
     new, old, advantages = torch.randn(2, 3), torch.randn(2, 3), torch.randn(2, 3)
-    whole, _ = o.clipped_policy_loss(new, old, advantages, on, 0.2)
-    parts = [o.clipped_policy_loss(new[i : i + 1], old[i : i + 1], advantages[i : i + 1], on[i : i + 1], 0.2, on.sum())
-             for i in range(2)]  # fmt: skip
+    whole, _ = o.clipped_policy_loss(new, old, advantages, on, CLIP)
+    rows = [slice(i, i + 1) for i in range(2)]
+    parts = [o.clipped_policy_loss(new[i], old[i], advantages[i], on[i], CLIP, on.sum()) for i in rows]
     assert_close(whole, parts[0][0] + parts[1][0])
 
 
@@ -163,10 +199,10 @@ def test_clipped_loss_matches_values_computed_by_hand(loss_type):
     """Ratios 1.5, 0.5, 1.1 at clip 0.2. A = 2: the negative loss is min(3, 2.4), min(1, 1.6), min(2.2, 2.2), so only
     the first is clipped. A = -2: the loss is max(3, 2.4), max(1, 1.6), max(2.2, 2.2), so only the second is."""
     new, old = ratios(1.5, 0.5, 1.1)
-    loss, clipped = o.grpo_policy_loss(new, old, row(2, 2, 2), mask(1, 1, 1), 0.2, loss_type)
+    loss, clipped = o.grpo_policy_loss(new, old, row(2, 2, 2), mask(1, 1, 1), CLIP, loss_type)
     assert_close(loss, row(-2.4, -1.0, -2.2))
     assert clipped.tolist() == [[True, False, False]]
-    loss, clipped = o.grpo_policy_loss(new, old, row(-2, -2, -2), mask(1, 1, 1), 0.2, loss_type)
+    loss, clipped = o.grpo_policy_loss(new, old, row(-2, -2, -2), mask(1, 1, 1), CLIP, loss_type)
     assert_close(loss, row(3.0, 1.6, 2.2))
     assert clipped.tolist() == [[False, True, False]]
 
@@ -174,11 +210,11 @@ def test_clipped_loss_matches_values_computed_by_hand(loss_type):
 def test_gspo_has_one_ratio_per_completion():
     """The geometric mean of ratios 2 and 0.5 is 1. That of 2 and 2 is 2 and is clipped at 1.2."""
     new, old = ratios(2.0, 0.5, 9.0)
-    loss, clipped = o.grpo_policy_loss(new, old, row(3, 3, 3), mask(1, 1, 0), 0.2, "gspo")
+    loss, clipped = o.grpo_policy_loss(new, old, row(3, 3, 3), mask(1, 1, 0), CLIP, "gspo")
     assert_close(loss, row(-3.0, -3.0, 0.0))
     assert not clipped.any()
     new, old = ratios(2.0, 2.0)
-    loss, clipped = o.grpo_policy_loss(new, old, row(3, 3), mask(1, 1), 0.2, "gspo")
+    loss, clipped = o.grpo_policy_loss(new, old, row(3, 3), mask(1, 1), CLIP, "gspo")
     assert_close(loss, row(-3.6, -3.6))
     assert clipped.all()
 
@@ -187,11 +223,11 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token():
     """CISPO's loss is -min(ratio, 1.2) x A x log p. Its gradient in log p is -min(ratio, 1.2) x A; PPO-clip's is 0."""
     new, old = ratios(1.5, 0.5)
     new.requires_grad_()
-    loss, clipped = o.grpo_policy_loss(new, old, row(2, 2), mask(1, 1), 0.2, "cispo")
+    loss, clipped = o.grpo_policy_loss(new, old, row(2, 2), mask(1, 1), CLIP, "cispo")
     (gradient,) = torch.autograd.grad(loss.sum(), new)
     assert_close(gradient, row(-2.4, -1.0))
     assert clipped.tolist() == [[True, False]]
-    ppo, _ = o.grpo_policy_loss(new, old, row(2, 2), mask(1, 1), 0.2, "dapo")
+    ppo, _ = o.grpo_policy_loss(new, old, row(2, 2), mask(1, 1), CLIP, "dapo")
     (gradient,) = torch.autograd.grad(ppo.sum(), new)
     assert_close(gradient, row(0.0, -1.0))
 

@@ -10,11 +10,14 @@ import torch
 from torch.testing import assert_close
 
 from rlhf.algorithms import objectives
+from rlhf.algorithms.clipping import Clip
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
 from tests.conftest import whole_gradient
 from tests.documents import ROOT, blocks
+
+CLIP = Clip(0.2, 0.2)
 
 
 @pytest.fixture
@@ -45,7 +48,7 @@ def test_ratio_is_that_of_the_whole_completion():
     old = torch.zeros(3, 2)
     new = torch.tensor([[math.log(1.1), math.log(1.1)], [math.log(0.9), 50.0], [math.log(1.1), math.log(1.1)]])
     mask = torch.tensor([[True, True], [True, False], [True, True]])
-    loss, clipped, ratio = objectives.rloo_policy_loss(new, old, torch.tensor([2.0, 3.0, -2.0]), mask, 0.2)
+    loss, clipped, ratio = objectives.rloo_policy_loss(new, old, torch.tensor([2.0, 3.0, -2.0]), mask, CLIP)
     assert_close(loss, torch.tensor([-2 * 1.2, -3 * 0.9, 2 * 1.21]))
     assert clipped.tolist() == [True, False, False]
     assert_close(ratio, torch.tensor([1.21, 0.9, 1.21]))
@@ -99,12 +102,14 @@ def test_gradient_is_not_a_multiple_of_grpos_gradient(loss_type):
 
     def rloo(logprobs):
         advantages = objectives.leave_one_out_advantages(scores, 2)
-        return objectives.rloo_policy_loss(logprobs, old, advantages, mask, 0.9)[0].sum() / 4
+        return objectives.rloo_policy_loss(logprobs, old, advantages, mask, Clip(0.9, 0.9))[0].sum() / 4
 
     def grpo(logprobs):
         advantages = objectives.group_advantages(scores, 2).unsqueeze(1).expand(4, 6)
         weights = objectives.grpo_token_weights(loss_type, mask.sum(1), 4, mask.sum(), 6)
-        return (objectives.grpo_policy_loss(logprobs, old, advantages, mask, 0.9, loss_type)[0] * weights).sum()
+        return (
+            objectives.grpo_policy_loss(logprobs, old, advantages, mask, Clip(0.9, 0.9), loss_type)[0] * weights
+        ).sum()
 
     assert cosine(gradient(rloo, old), gradient(grpo, old)) == pytest.approx(1, abs=1e-6)
     changed = old + 0.2 * torch.randn(4, 6, generator=noise)
@@ -127,7 +132,7 @@ def test_ratio_too_large_for_floats_gives_a_finite_loss_and_gradient():
     """The log ratio is 2,000. The loss is -1.2 if the ratio is clipped, and finite otherwise."""
     leaf = torch.full((2, 2), 1000.0, requires_grad=True)
     mask = torch.ones(2, 2, dtype=torch.bool)
-    loss, *_ = objectives.rloo_policy_loss(leaf, torch.zeros(2, 2), torch.tensor([1.0, -1.0]), mask, 0.2)
+    loss, *_ = objectives.rloo_policy_loss(leaf, torch.zeros(2, 2), torch.tensor([1.0, -1.0]), mask, CLIP)
     loss.sum().backward()
     assert_close(loss.detach(), torch.tensor([-1.2, math.exp(20)]))
     assert leaf.grad.tolist() == [[0, 0], [0, 0]]

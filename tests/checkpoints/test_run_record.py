@@ -199,7 +199,8 @@ def test_keys_of_run_json(tmp_path):
         "the key is present with the value null"
     )
     assert set(complete["best"]) == {"update", "why", "rule", "kl_unit", "perplexity_text", "evaluations"}
-    assert set(complete["spent"]) == {"updates", "episodes", "optimizer_steps", "reply_tokens"}
+    spent = {"updates", "episodes", "optimizer_steps", "reply_tokens", "resampled_episodes"}
+    assert set(complete["spent"]) == spent
     assert complete["merged"] == {"which": "best", "update": 2}
 
 

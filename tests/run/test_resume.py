@@ -90,6 +90,28 @@ def test_resume_restores_a_separate_critic(words, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("algorithm", SCRIPTS)
+def test_resume_restores_eight_bit_adam_in_the_warm_up(words, wide_model, tmp_path, monkeypatch, algorithm):
+    """The run is killed in update 4 of a warm-up of 5, and resumes from the checkpoint of update 2."""
+    more = ["--optim", "adamw_8bit", "--warmup-steps", 5, "--weight-decay", 0.1, "--no-use-lora"]
+    more += ["--actor-model", wide_model]
+    SCRIPTS[algorithm].main([*words(algorithm, *more), "--output", str(tmp_path / "uninterrupted")])
+    output = interrupted_run(words, tmp_path / "run", monkeypatch, algorithm, update=4, more=more)
+    saved = load_file(output / "checkpoint-2" / "training.safetensors")
+    assert {str(t.dtype) for name, t in saved.items() if name.endswith("/state1")} == {"torch.uint8", "torch.float32"}
+    SCRIPTS[algorithm].main(["--resume", "--output", str(output)])
+    assert differing(tmp_path / "uninterrupted", output) == []
+    rates = scalars(output / "logs")["learning_rate"]
+    assert [rate for _, rate in rates] == pytest.approx([0, 2e-4, 4e-4, 6e-4, 8e-4, 1e-3])
+
+
+def test_resume_anyway_refuses_the_state_of_another_optimizer(words, tmp_path, monkeypatch):
+    output = interrupted_run(words, tmp_path / "run", monkeypatch)
+    with pytest.raises(UserError) as raised:
+        train_ppo.main(["--resume", "--resume-anyway", "--optim", "adamw_8bit", "--output", str(output)])
+    assert "its optimizer state is not that of adamw_8bit: --optim. Use the" in raised.value.problems[0]
+
+
+@pytest.mark.parametrize("algorithm", SCRIPTS)
 @pytest.mark.parametrize("update", [3, 4, 6])
 def test_resumed_run_is_identical_to_the_uninterrupted_run(
     words, uninterrupted, tmp_path, monkeypatch, capsys, algorithm, update

@@ -79,12 +79,16 @@ BY_RUN = {
     "ppo_epochs": (["--ppo-epochs", "3"], []),
     "minibatches": (["--minibatches", "2"], []),
     "clip_range": (["--clip-range", "0.01"], []),
+    "epsilon_high": (["--epsilon-high", "0.5"], ["--clip-range", "0.01"]),
+    "delta": (["--delta", "1.011"], ["--clip-range", "0.01", "--minibatches", "2"]),
     "critic": (["--critic", "separate"], []),
     "value_coef": (["--value-coef", "0.7"], []),
     "value_clip_range": (["--value-clip-range", "0.001"], []),
+    "mask_truncated_completions": (["--mask-truncated-completions"], []),
     "entropy_coef": (["--entropy-coef", "0.1"], []),
     "gamma": (["--gamma", "0.8"], []),
     "lam": (["--lam", "0.5"], []),
+    "critic_warmup": (["--critic-warmup", "2"], []),
     "whiten_rewards": (["--whiten-rewards"], []),
     "whiten_advantages": (["--no-whiten-advantages"], []),
     "missing_eos_penalty": (["--missing-eos-penalty", "2"], []),
@@ -105,6 +109,9 @@ BY_RUN = {
     "kl_horizon": (["--kl-horizon", "20"], []),
     "kl_penalty_at": (["--kl-penalty-at", "eos"], ["--kl-coef", "0.5"]),
     "learning_rate": (["--learning-rate", "3e-3"], []),
+    "warmup_steps": (["--warmup-steps", "2"], []),
+    "weight_decay": (["--weight-decay", "0.1"], []),
+    "optim": (["--optim", "adamw_8bit"], []),
     "lr_schedule": (["--lr-schedule", "constant"], []),
     "max_grad_norm": (["--max-grad-norm", "0.01"], []),
     "seed": (["--seed", "7"], []),
@@ -117,6 +124,7 @@ BY_RUN = {
 # the same for settings that only GRPO reads
 BY_GRPO_RUN = {
     "K": (["--K", "4"], []),
+    "dynamic_sampling": (["--dynamic-sampling", "2"], ["--rm-model", "none", "--reward-func", "keyword_bonus"]),
     "scale_rewards": (["--scale-rewards", "group"], ["--kl-placement", "loss"]),
     "loss_type": (["--loss-type", "dr_grpo"], []),
 }
@@ -464,11 +472,12 @@ RECORDED = {
     "record_every",
     "record_prompts",
 }  # tests/callbacks/test_token_recorder.py
+SCANNED = {"scan", "scan_samples", "scan_prompts", "keep_pass_rate"}  # tests/setup/test_scan.py
 EXPORTED = {"merge_lora", "export_from", "push_to_hub", "hub_private"}  # tests/run/test_export.py
 
 
 def test_every_setting_is_tested():
-    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED, *SAMPLER, *DATA}
+    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *SAMPLER, *DATA}
     assert set(settings_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *OUTCOMES, *SEPARATE, *elsewhere}
 
 

@@ -23,7 +23,7 @@ from rlhf.rollout.completions import token_batch
 from rlhf.setup import plan
 from rlhf.setup.build import load_components
 from rlhf.setup.footprint import Network
-from rlhf.setup.memory import longest_batch
+from rlhf.setup.memory import forecaster_of, longest_batch
 from rlhf.setup.plan import batch_line, show_plan
 from rlhf.utils.console import Screen
 from tests.scripts.test_scripts import ROOT, run
@@ -115,6 +115,8 @@ VARIANTS = {
         "bfloat16": {"bf16": True},
         "4-bit": {"use_lora": True, "load_in_4bit": True},
         "separate critic": {"critic": "separate"},
+        "critic from the reward model": {"critic": "reward-model"},
+        "critic from the reward model, adapters": {"critic": "reward-model", "use_lora": True, "bf16": True},
         "separate critic, 4-bit": {"critic": "separate", "use_lora": True, "load_in_4bit": True, "bf16": True},
     },
     "grpo": {
@@ -149,6 +151,20 @@ def test_predicted_phases_match_the_measured_tensors(work, monkeypatch, algorith
     for method, names in METHODS.items():
         size = max(tensors_of(phase) for phase in predicted.phases if phase.name in names)
         assert size == pytest.approx(measured[method], rel=0.1), method
+
+
+@pytest.mark.parametrize(("algorithm", "flags"), [
+    ("grpo", []), ("ppo", []), ("ppo", ["--critic", "separate"]), ("ppo", ["--use-lora", "--lora-r", 64]),
+])  # fmt: skip
+def test_predicted_moments_of_eight_bit_adam_are_exact(build, wide_model, algorithm, flags):
+    """Every tensor of the optimizer's state, without step counts and without the table that all weights share."""
+    trainer = build("--optim", "adamw_8bit", "--actor-model", wide_model, *flags, algorithm=algorithm)
+    trainer.update_step(1)
+    states = trainer.optimizer.optimizer.state.values()
+    kept = sum(t.nbytes for s in states for name, t in s.items() if name.startswith(("state", "absmax")))
+    predicted = forecaster_of(trainer)(trainer.config).held["optimizer"]
+    assert predicted == kept
+    assert predicted < 2 * sum(w.nbytes for w in trainer.model.parameters() if w.requires_grad)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 import train_ppo
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.setup.build import load_components
-from rlhf.setup.plan import base_parameters, kl_line, show_plan
+from rlhf.setup.plan import base_parameters, kl_line, show_plan, warmup_warning
 from rlhf.utils.console import Screen
 
 CPU = torch.device("cpu")
@@ -37,6 +37,15 @@ def test_plan_prints_the_maximum_change_of_beta_and_a_hint(configured, capsys):
     assert "horizon 2,000 episodes (beta can change at most 1.11-fold per phase)" in output
     assert "warning: beta can change at most 1.11-fold in 266 updates" in output
     assert "Add --recipe phased-kl to use all its settings" in output
+
+
+def test_warm_up_that_is_not_shorter_than_the_run_is_a_warning(configured):
+    """The number of updates may depend on the data, so this is known only when the plan is printed."""
+    config = configured("--warmup-steps", 1)
+    assert warmup_warning(config, 2) is None
+    expected = "rises for 1 updates and the run has 1, so it never reaches its value: --warmup-steps"
+    assert expected in warmup_warning(config, 1)
+    assert warmup_warning(configured("--warmup-steps", 0.5), 1) is None
 
 
 def test_plan_of_ten_million_updates_takes_seconds(configured, capsys):

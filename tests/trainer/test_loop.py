@@ -248,6 +248,84 @@ def test_learning_rate_follows_the_cosine_schedule(make):
     assert rates == pytest.approx([1e-3 * 0.5 * (1 + math.cos(math.pi * u / 4)) for u in range(4)])
 
 
+@pytest.mark.parametrize(
+    ("flags", "shares"),
+    [
+        (["--warmup-steps", 2, "--lr-schedule", "linear"], [0, 0.5, 1, 0.5]),
+        (["--warmup-ratio", 0.5, "--lr-schedule", "linear"], [0, 0.5, 1, 0.5]),
+        (["--warmup-steps", 2, "--lr-schedule", "constant"], [0, 0.5, 1, 1]),
+        (["--warmup-steps", 1], [0, 1, 0.75, 0.25]),  # then cosine: 0.5 * (1 + cos(pi * u / 3))
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_learning_rate_rises_in_the_warm_up(build, algorithm, flags, shares):
+    trainer = build("--num-iterations", 4, "--learning-rate", "1e-3", *flags, algorithm=algorithm)
+    rates = [trainer.update_step(update)["learning_rate"] for update in range(1, 5)]
+    assert rates == pytest.approx([1e-3 * share for share in shares])
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("optim", ["adamw", "adamw_8bit"])
+def test_weight_decay_shrinks_matrices_but_not_norms_and_biases(build, algorithm, optim):
+    """Without a score, all gradients are 0: two steps multiply each matrix by (1 - 0.01 * 0.5)^2 = 0.990025."""
+    trainer = build(
+        "--learning-rate", 0.01, "--weight-decay", 0.5, "--kl-placement", "none", "--optim", optim,
+        algorithm=algorithm, rewards=[lambda completions, **_: [None] * len(completions)],
+    )  # fmt: skip
+    before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+    trainer.update_step(1)
+    excluded = [name for name in before if "norm" in name or name.endswith("bias")]
+    assert 0 < len(excluded) < len(before)
+    for name, weight in trainer.model.named_parameters():
+        factor = 1 if name in excluded else 0.990025
+        torch.testing.assert_close(weight.detach(), before[name] * factor, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_eight_bit_adam_quantizes_matrices_but_not_embeddings_and_small_weights(build, wide_model, algorithm):
+    trainer = build("--optim", "adamw_8bit", "--actor-model", wide_model, algorithm=algorithm)
+    trainer.update_step(1)
+    embeddings = trainer.actor.policy.get_input_embeddings().weight
+    kinds = {True: 0, False: 0}
+    for weight, state in trainer.optimizer.optimizer.state.items():
+        quantized = weight.numel() >= 4096 and weight is not embeddings
+        assert state["state1"].dtype == state["state2"].dtype == (torch.uint8 if quantized else torch.float32)
+        kinds[quantized] += 1
+    assert min(kinds.values()) > 0
+
+
+def test_eight_bit_adam_is_close_to_adam(build, wide_model):
+    """The first step of Adam moves each weight by the learning rate. Later steps differ by the moments' rounding."""
+    moved = {}
+    for optim in ("adamw", "adamw_8bit"):
+        trainer = build("--optim", optim, "--actor-model", wide_model, algorithm="grpo")
+        before = torch.cat([w.detach().flatten().clone() for w in trainer.model.parameters()])
+        for update in (1, 2):
+            trainer.update_step(update)
+        moved[optim] = torch.cat([w.detach().flatten() for w in trainer.model.parameters()]) - before
+    likeness = torch.nn.functional.cosine_similarity(*moved.values(), dim=0)
+    assert 0.95 < float(likeness) < 1 - 1e-6
+
+
+def test_eight_bit_trainers_keep_no_earlier_weights(build):
+    """transformers adds embeddings to a list of the process; each of our optimizers has a separate one."""
+    import bitsandbytes
+
+    first, second = (build("--optim", "adamw_8bit", algorithm="grpo") for _ in range(2))
+    shared = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    assert shared.module_weight_config_triple == []
+    for trainer in (first, second):
+        own = trainer.optimizer.optimizer.mng
+        assert own is not shared
+        assert [m for m, *_ in own.module_weight_config_triple] == [trainer.actor.policy.get_input_embeddings()]
+
+
+def test_eight_bit_adam_without_bitsandbytes_is_one_line(build, monkeypatch):
+    monkeypatch.setattr("rlhf.trainer.trl_host.is_bitsandbytes_available", lambda: False)
+    with pytest.raises(UserError, match="bitsandbytes is not installed: --optim adamw_8bit. Install it with: pip"):
+        build("--optim", "adamw_8bit")
+
+
 def test_entropy_bonus_lowers_the_loss_by_coefficient_times_entropy(make):
     losses, grads = {}, {}
     for coef in (0.0, 0.5):

@@ -1,0 +1,197 @@
+"""Figures of a scan: what can be learned from the scores of several completions per prompt. Floats only.
+
+`scores` are the scores of one prompt's completions, sampled by the same policy. All estimates are unbiased for this
+policy, unless their docstring names an exception.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb, sqrt
+from statistics import fmean, variance
+
+Scores = Sequence[float]
+
+IN_REACH = (0.2, 0.8)  # pass rates between which a prompt is neither too hard nor too easy
+TARGET = 0.7  # smallest share of groups with a difference: at most 30% of the episodes teach nothing
+WORTH_FILTERING = 1.25  # a filter is recommended if the kept prompts have this many times the signal of all prompts
+FEWEST = 2  # scores of a prompt from which a variance can be estimated
+
+
+def learning_signal(scores: Scores) -> float:
+    """Return the variance of the score within a prompt. For scores 0 and 1 with a pass rate p it estimates p (1 - p):
+    with c of n solved it is c (n - c) / (n (n - 1)).
+
+    The policy can improve by at least an amount that grows with p (1 - p) (Bae et al. 2025, "Online Difficulty
+    Filtering for Reasoning Oriented Reinforcement Learning", arXiv 2504.03380).
+    """
+    return variance(scores)
+
+
+def no_difference(scores: Scores, size: int) -> float:
+    """Return the probability that all scores of a group of `size` completions are equal: sum over the distinct scores
+    of C(c, size) / C(n, size), if c of n completions have that score. For 0 and 1 with c solved:
+    [C(c, K) + C(n - c, K)] / C(n, K). Needs n >= size."""
+    return sum(comb(count, size) for count in Counter(scores).values()) / comb(len(scores), size)
+
+
+def all_equal_to(scores: Scores, value: float, size: int) -> float:
+    """Return the probability that all completions of a group of `size` have this score. Needs n >= size."""
+    return comb(sum(score == value for score in scores), size) / comb(len(scores), size)
+
+
+def spread_between(prompts: Sequence[Scores]) -> float:
+    """Return the standard deviation of the prompts' expected scores: the variance of their means, minus the part that
+    the sampling explains (the variance within a prompt / n), at least 0. 0 for one prompt."""
+    if len(prompts) < 2:
+        return 0.0
+    within = fmean(variance(scores) / len(scores) for scores in prompts)
+    return sqrt(max(0.0, variance([fmean(scores) for scores in prompts]) - within))
+
+
+def is_binary(prompts: Sequence[Scores]) -> bool:
+    """True if all scores are 0 or 1."""
+    return all(score in (0.0, 1.0) for scores in prompts for score in scores)
+
+
+def in_unit_range(prompts: Sequence[Scores]) -> bool:
+    """True if all scores are in [0, 1], so that their mean is a pass rate."""
+    return all(0.0 <= score <= 1.0 for scores in prompts for score in scores)
+
+
+def in_range(scores: Scores, limits: tuple[float, float]) -> bool:
+    """True if the mean score is within the limits, both included. 1e-9 allows for rounding."""
+    return limits[0] - 1e-9 <= fmean(scores) <= limits[1] + 1e-9
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Means over prompts. Shares are in [0, 1]. None: not defined for these scores."""
+
+    prompts: int
+    mean: float  # score; the pass rate for scores 0 and 1
+    in_reach: float | None  # share of prompts with a pass rate of IN_REACH; None: scores outside [0, 1]
+    no_difference: float  # share of groups whose scores are all equal
+    never: float | None  # share of groups in which no completion has score 1; None: scores other than 0 and 1
+    always: float | None  # share of groups in which every completion has score 1
+    signal: float  # mean variance of the score within a prompt
+    between: float  # standard deviation of the score between prompts
+
+
+def figures_of(prompts: Sequence[Scores], size: int) -> Figures:
+    """Return the figures of at least one prompt, for groups of `size` completions. `in_reach` counts the prompts whose
+    mean of the samples is within the limits, which is not corrected for sampling."""
+    binary = is_binary(prompts)
+    reachable = [in_range(scores, IN_REACH) for scores in prompts] if in_unit_range(prompts) else None
+    return Figures(
+        prompts=len(prompts),
+        mean=fmean(fmean(scores) for scores in prompts),
+        in_reach=None if reachable is None else fmean(reachable),
+        no_difference=fmean(no_difference(scores, size) for scores in prompts),
+        never=fmean(all_equal_to(scores, 0.0, size) for scores in prompts) if binary else None,
+        always=fmean(all_equal_to(scores, 1.0, size) for scores in prompts) if binary else None,
+        signal=fmean(map(learning_signal, prompts)),
+        between=spread_between(prompts),
+    )
+
+
+# --- recommendation --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Settings for a run, with one sentence of reason per setting that changes. None: leave the setting as it is."""
+
+    K: int | None
+    batch_size: int | None
+    keep_pass_rate: tuple[float, float] | None
+    reasons: list[str]
+
+
+def cross_fitted(
+    selected_by: Sequence[Scores], scores: Sequence[Scores], limits: tuple[float, float]
+) -> tuple[float, list[Scores]]:
+    """Return the share of prompts that a filter keeps, and scores of kept prompts that were not used to select them.
+
+    Half of each prompt's samples selects, the other half is returned, and the other way round. Figures of the samples
+    that selected would be too good.
+
+    Args:
+        selected_by: the scores whose mean must be within `limits`, per prompt.
+        scores: the scores to return, one for each of `selected_by`.
+        limits: smallest and largest mean of a kept prompt.
+    """
+    kept, halves = [], 0
+    for by, values in zip(selected_by, scores, strict=True):
+        middle = len(by) // 2
+        for here, there in ((slice(middle), slice(middle, None)), (slice(middle, None), slice(middle))):
+            if min(len(by[here]), len(by[there])) >= FEWEST:
+                halves += 1
+                kept += [values[there]] if in_range(by[here], limits) else []
+    return (len(kept) / halves if halves else 0.0), kept
+
+
+def best_group_size(prompts: Sequence[Scores], now: int, episodes: int) -> tuple[int, float]:
+    """Return the recommended K and its expected share of groups with a difference.
+
+    It is the smallest K that reaches TARGET, among the powers of two and the present K that divide the episodes of an
+    update and are not larger than the number of samples. If none reaches it, it is the largest of them. Scores other
+    than 0 and 1 nearly always differ, and a small K makes their baseline (the group's mean) uncertain, so K does not
+    become smaller then.
+
+    Args:
+        prompts: scores per prompt.
+        now: the K of the run.
+        episodes: episodes per update, which stay the same: batch size x K.
+    """
+    samples, least = min(map(len, prompts)), FEWEST if is_binary(prompts) else now
+    sizes = [2**i for i in range(1, episodes.bit_length()) if episodes % 2**i == 0 and 2**i < episodes]
+    fitting = [size for size in sorted({*sizes, now}) if least <= size <= samples]
+    if not fitting:
+        return now, 0.0
+    shares = {size: fmean(1 - no_difference(scores, size) for scores in prompts) for size in fitting}
+    return next(
+        ((size, share) for size, share in shares.items() if share >= TARGET), (fitting[-1], shares[fitting[-1]])
+    )
+
+
+def recommend(
+    prompts: Sequence[Scores],
+    pass_rates: Sequence[Scores] | None,
+    K: int,
+    batch_size: int,
+    available: int,
+    limits: tuple[float, float] = IN_REACH,
+) -> Recommendation:
+    """Return the recommended K, batch size and prompt filter.
+
+    Args:
+        prompts: shaped scores per prompt.
+        pass_rates: scores in [0, 1] per prompt, of the same completions; None: there are none, so no filter.
+        K: completions per prompt of the run; 1 without groups.
+        batch_size: prompts per update of the run.
+        available: number of training prompts.
+        limits: pass rates that the filter keeps.
+    """
+    share, kept = cross_fitted(pass_rates, prompts, limits) if pass_rates is not None else (0.0, [])
+    everywhere, episodes, reasons = fmean(map(learning_signal, prompts)), K * batch_size, []
+    signal = fmean(map(learning_signal, kept)) if kept else 0.0
+    size, differ = best_group_size(kept, K, episodes) if kept and K > 1 else (K, 0.0)
+    filtered = signal >= WORTH_FILTERING * everywhere and share * available >= max(batch_size, episodes // size)
+    if not filtered and K > 1:
+        size, differ = best_group_size(prompts, K, episodes)
+    if size != K:
+        reached = f"the smallest K that reaches {TARGET:.0%}" if differ >= TARGET else "more than with a smaller K"
+        reasons.append(f"--K {size}: {differ:.0%} of the groups have scores that differ, {reached}")
+        reasons.append(f"--batch-size {episodes // size}: an update keeps its {episodes} episodes")
+    if filtered:
+        words = " ".join(f"{limit:g}" for limit in limits)
+        reasons.append(
+            f"--keep-pass-rate {words}: the learning signal of these prompts is {signal:.3f}, of all prompts "
+            f"{everywhere:.3f}; about {share:.0%} of the {available:,} training prompts stay"
+        )
+    changed = size != K
+    return Recommendation(size if changed else None, episodes // size if changed else None,
+                          limits if filtered else None, reasons)  # fmt: skip

@@ -1,0 +1,110 @@
+"""Dynamic sampling: groups whose scores are all equal are replaced by groups of other prompts.
+
+All advantages of such a group are 0, so it takes part in the mean over the batch and teaches nothing. Source: DAPO (Yu
+et al. 2025, arXiv 2503.14476, sec. 3.2, eq. 11); verl's `filter_groups`; OpenRLHF's `dynamic_filtering`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+from rlhf.data.prompts import Prompt
+from rlhf.data.sampler import PromptSampler
+from rlhf.rollout.completions import Rollout
+from rlhf.settings.training import Config
+from rlhf.trainer.collect import RolloutCollector
+from rlhf.trainer.metrics import speed_metrics
+from rlhf.trainer.progress import Progress
+from rlhf.trainer.safety import SkipUpdate, check_finite
+from rlhf.trainer.scores import Scores, equal_groups
+
+
+class DynamicSampler:
+    """Replaces the groups with equal scores in an update's rollout, and counts what it sampled in that update."""
+
+    def __init__(self, config: Config, sampler: PromptSampler, collector: RolloutCollector, progress: Progress):
+        self.config, self.sampler, self.collector, self.progress = config, sampler, collector, progress
+        self.limit = config.group.dynamic_sampling
+        self._start()
+
+    def _start(self) -> None:
+        """Start the counters of an update."""
+        self.groups = self.episodes = 0  # sampled in addition to the batch
+        self.replaced_tokens = 0  # of completions that were sampled and replaced
+        self.seconds = 0.0  # spent on rollouts
+
+    def replace_equal_groups(self, rollout: Rollout, scores: Scores, update: int) -> tuple[Rollout, Scores]:
+        """Return the rollout with other prompts in place of the groups with equal scores, and its scores.
+
+        At most `dynamic_sampling` draws are made, and none after --episodes is spent. Groups that still have equal
+        scores stay: their advantages are 0. Only the new groups are sampled, computed and scored. Raises SkipUpdate,
+        with the rollout, for values that are not finite.
+        """
+        self._start()
+        size, drawn, logged = self.config.group_size, list(rollout.prompts[:: self.config.group_size]), []
+        logged.append((len(rollout.prompts), scores.logged))
+        for number in range(1, self.limit + 1):
+            equal = equal_groups(scores.shaped, size).nonzero().flatten().tolist()
+            if not equal or self._budget_is_spent(update):
+                break
+            prompts = self.sampler.other_prompts(update, number, len(equal), drawn)
+            drawn += prompts
+            rows = [group * size + k for group in equal for k in range(size)]
+            self._count(rollout, equal, rows)
+            rollout, new = self._draw(rollout, rows, prompts, update, number)
+            scores = scores.replaced(rows, new)
+            logged.append((len(rows), new.logged))
+        scores.logged = _means(logged) if len(logged) > 1 else scores.logged
+        return rollout, scores
+
+    def _draw(
+        self, rollout: Rollout, rows: list[int], prompts: list[Prompt], update: int, number: int
+    ) -> tuple[Rollout, Scores]:
+        """Return the rollout with completions of `prompts` in `rows`, and the scores of these completions."""
+        size, batch = self.config.group_size, self.config.episodes_per_update
+        episodes = [((update - 1) * batch + row, prompts[at // size]) for at, row in enumerate(rows)]
+        self.collector.cached_forward.clear()  # its rollout is not the one of the optimizer steps
+        start = perf_counter()
+        new = self.collector.collect(episodes, update, f"draw {number}")
+        self.seconds += perf_counter() - start
+        place = dict(zip(rows, range(batch, batch + len(rows)), strict=True))
+        order = [place.get(row, row) for row in range(batch)]
+        try:
+            check_finite(logprobs=new.logprobs, ref_logprobs=new.ref_logprobs, values=new.values)
+            scores = self.collector.score(new, drawn_again=True)
+        except SkipUpdate as reason:
+            reason.rollout = self._joined(rollout, new, order)
+            raise
+        return self._joined(rollout, new, order), scores
+
+    def _joined(self, rollout: Rollout, new: Rollout, order: list[int]) -> Rollout:
+        return Rollout.concatenate([rollout, new], self.collector.tokenizer.pad_token_id).select(order)
+
+    def _count(self, rollout: Rollout, groups: list[int], rows: list[int]) -> None:
+        self.groups += len(groups)
+        self.episodes += len(rows)
+        self.progress.resampled_episodes += len(rows)
+        tokens = sum(rollout.completions.completion_lengths[row] for row in rows)
+        self.replaced_tokens += tokens
+        self.progress.reply_tokens += tokens
+
+    def _budget_is_spent(self, update: int) -> bool:
+        budget, sampled = self.config.run.episodes, update * self.config.episodes_per_update
+        return budget is not None and sampled + self.progress.resampled_episodes >= budget
+
+    def metrics(self, update: int, times: Sequence[float], tokens: int) -> dict[str, float]:
+        """Return the speed metrics of the update with everything that it sampled, and, if dynamic sampling is on, how
+        much it sampled. `times` as in `speed_metrics`; `tokens` are those of the batch."""
+        batch, resampled = self.config.episodes_per_update, self.progress.resampled_episodes
+        speed = speed_metrics(times, tokens + self.replaced_tokens, batch + self.episodes, self.seconds)
+        if not self.limit:
+            return speed
+        return {**speed, "rewards/resampled_groups": float(self.groups), "episodes": float(update * batch + resampled)}
+
+
+def _means(logged: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """Return the mean of each metric over draws of different numbers of completions."""
+    names = dict.fromkeys(name for _, metrics in logged for name in metrics)
+    known = {name: [(count, metrics[name]) for count, metrics in logged if name in metrics] for name in names}
+    return {name: sum(n * v for n, v in of) / sum(n for n, _ in of) for name, of in known.items()}

@@ -1,0 +1,125 @@
+"""Tests of the figures of a scan: numbers worked out by hand, and means over all outcomes."""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+
+import pytest
+
+from rlhf.setup.scan_figures import (
+    all_equal_to,
+    best_group_size,
+    cross_fitted,
+    figures_of,
+    in_range,
+    learning_signal,
+    no_difference,
+    recommend,
+    spread_between,
+)
+
+TWO_OF_EIGHT = [1.0, 1.0, *[0.0] * 6]
+HALF = [1.0, 0.0] * 4  # four of eight, two of them in each half
+NEVER = [0.0] * 8
+
+
+def test_learning_signal_by_hand():
+    assert learning_signal(TWO_OF_EIGHT) == pytest.approx(2 * 6 / (8 * 7))  # c (n - c) / (n (n - 1))
+    assert learning_signal(NEVER) == 0
+    # mean 0.875, deviations three times -0.375 and 1.125: (3 x 0.140625 + 1.265625) / 3
+    assert learning_signal([0.5, 0.5, 0.5, 2.0]) == pytest.approx(0.5625)
+
+
+def test_groups_without_a_difference_by_hand():
+    """C(2, 4) = 0, C(6, 4) = 15, C(8, 4) = 70; C(2, 2) = 1, C(6, 2) = 15, C(8, 2) = 28."""
+    assert no_difference(TWO_OF_EIGHT, 4) == pytest.approx(15 / 70)
+    assert no_difference(TWO_OF_EIGHT, 2) == pytest.approx(16 / 28)
+    assert all_equal_to(TWO_OF_EIGHT, 1.0, 2) == pytest.approx(1 / 28)
+    assert all_equal_to(TWO_OF_EIGHT, 0.0, 2) == pytest.approx(15 / 28)
+    assert no_difference([0.5, 0.5, 0.5, 2.0], 2) == pytest.approx(3 / 6)
+    assert no_difference([0.5, 0.5, 0.5, 2.0], 4) == 0
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5])
+def test_estimates_are_unbiased(p):
+    """The mean over all 2^5 outcomes of five completions, weighted by their probability, is the true value."""
+    outcomes = list(itertools.product([0.0, 1.0], repeat=5))
+    weights = [prod(p if score else 1 - p for score in outcome) for outcome in outcomes]
+
+    def mean_of(estimate):
+        return sum(weight * estimate(outcome) for weight, outcome in zip(weights, outcomes, strict=True))
+
+    assert mean_of(learning_signal) == pytest.approx(p * (1 - p))
+    for size in (2, 3, 5):
+        assert mean_of(lambda scores, size=size: no_difference(scores, size)) == pytest.approx(
+            p**size + (1 - p) ** size
+        )
+        assert mean_of(lambda scores, size=size: all_equal_to(scores, 0.0, size)) == pytest.approx((1 - p) ** size)
+
+
+def test_spread_between_prompts_by_hand():
+    """Means 0.5 and 1: variance 0.125. Within: 1/3 and 0, each / 4, mean 1/24. sqrt(1/8 - 1/24) = sqrt(1/12)."""
+    assert spread_between([[1.0, 1.0, 0.0, 0.0], [1.0] * 4]) == pytest.approx((1 / 12) ** 0.5)
+    assert spread_between([[1.0, 0.0], [0.0, 1.0]]) == 0, "sampling explains more than the difference"
+    assert spread_between([[1.0, 0.0]]) == 0
+
+
+def test_figures_by_hand():
+    figures = figures_of([TWO_OF_EIGHT, NEVER, [1.0] * 8], 4)
+    assert (figures.prompts, figures.mean) == (3, pytest.approx(1.25 / 3))
+    assert figures.in_reach == pytest.approx(1 / 3)  # 0.25; 0 and 1 are not
+    assert figures.no_difference == pytest.approx((15 / 70 + 2) / 3)
+    assert figures.never == pytest.approx((15 / 70 + 1) / 3)
+    assert figures.always == pytest.approx(1 / 3)
+    assert figures.signal == pytest.approx(12 / 56 / 3)
+    other = figures_of([[-1.0, 2.0], [0.5, 0.5]], 2)
+    assert (other.in_reach, other.never, other.always, other.no_difference) == (None, None, None, 0.5)
+
+
+def test_range_includes_its_ends():
+    assert in_range([1.0, 0.0, 0.0, 0.0, 0.0], (0.2, 0.8)) and in_range([0.8], (0.2, 0.8))
+    assert not in_range([0.19], (0.2, 0.8)) and not in_range([0.81], (0.2, 0.8))
+
+
+def test_cross_fitting_by_hand():
+    """The first half of the first prompt has mean 0.5: its second half is returned. Both halves of the third prompt
+    are in the range. 3 of 6 halves."""
+    rates = [[1.0, 0.0, 0.0, 0.0], [1.0] * 4, [0.0, 1.0, 1.0, 0.0]]
+    scores = [[11, 12, 13, 14], [21, 22, 23, 24], [31, 32, 33, 34]]
+    assert cross_fitted(rates, scores, (0.2, 0.8)) == (0.5, [[13, 14], [33, 34], [31, 32]])
+    assert cross_fitted([[1.0, 0.0]], [[1, 0]], (0.2, 0.8)) == (0.0, []), "one score has no variance"
+
+
+def test_group_size_is_the_smallest_with_enough_differences():
+    """Four of eight: K = 2 differs with 1 - 12/28 = 57%, K = 4 with 1 - 2/70 = 97%. One of eight: 25%, 50%, 100%."""
+    assert best_group_size([HALF], 8, 64) == (4, pytest.approx(68 / 70))
+    assert best_group_size([[1.0, *[0.0] * 7]], 4, 64) == (8, 1.0)
+    assert best_group_size([HALF], 2, 6) == (2, pytest.approx(16 / 28)), "4 does not divide 6 episodes"
+    assert best_group_size([NEVER], 4, 64) == (8, 0.0), "no K reaches the target: the largest"
+    assert best_group_size([[0.1, 0.5, 0.2, 0.7, 0.9, 1.3, 4.0, 2.0]], 4, 64) == (4, 1.0), "not 0 and 1: not smaller"
+
+
+def test_recommendation_with_a_filter_by_hand():
+    """Signal of all prompts: half of 2/7. Of the kept half of the prompts, two of four: 1/3, more than 1.25 times as
+    much. Groups of 2 of 4 differ with 4/6, groups of 4 always."""
+    prompts = [HALF, NEVER] * 10
+    found = recommend(prompts, prompts, K=2, batch_size=32, available=100)
+    assert (found.K, found.batch_size, found.keep_pass_rate) == (4, 16, (0.2, 0.8))
+    assert found.reasons == [
+        "--K 4: 100% of the groups have scores that differ, the smallest K that reaches 70%",
+        "--batch-size 16: an update keeps its 64 episodes",
+        "--keep-pass-rate 0.2 0.8: the learning signal of these prompts is 0.333, of all prompts 0.143; about 50% of "
+        "the 100 training prompts stay",
+    ]
+
+
+def test_filter_is_recommended_only_if_it_helps():
+    few = recommend([HALF, NEVER] * 10, [HALF, NEVER] * 10, K=2, batch_size=32, available=40)
+    assert few.keep_pass_rate is None, "20 of 40 prompts are fewer than a batch"
+    good = recommend([HALF] * 10, [HALF] * 10, K=4, batch_size=16, available=1000)
+    assert (good.K, good.keep_pass_rate, good.reasons) == (None, None, []), "every prompt is in reach already"
+    other = recommend([HALF, NEVER] * 10, None, K=4, batch_size=16, available=1000)
+    assert other.keep_pass_rate is None, "the scores are not pass rates"
+    alone = recommend([HALF, NEVER] * 10, [HALF, NEVER] * 10, K=1, batch_size=16, available=1000)
+    assert (alone.K, alone.keep_pass_rate) == (None, (0.2, 0.8)), "without groups only the filter"

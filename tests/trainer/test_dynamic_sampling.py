@@ -1,0 +1,364 @@
+"""Tests of dynamic sampling: groups with equal scores are replaced by groups of other prompts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import train_grpo
+import train_rloo
+from rlhf.analysis.curves import read_curves, write_table
+from rlhf.analysis.equal_budget import read_eval_points
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.data.prompts import ids_alone
+from rlhf.rewards.normalizer import ScoreNormalizer
+from rlhf.rewards.rewards import Rewards
+from rlhf.rollout.completions import Completions, Rollout
+from rlhf.trainer.dynamic_sampling import _means
+from rlhf.trainer.scores import Scores, equal_groups
+from rlhf.trainer.state import load_trainer_state, save_trainer_state
+
+SCRIPTS = {"grpo": train_grpo, "rloo": train_rloo}
+CPU = torch.device("cpu")
+
+
+def rewards_of(build, function, **more):
+    return Rewards([function], None, build().processing_class, **more)
+
+
+def by_prompt(prompts, completion_ids, **_):
+    """Equal scores within a group for two prompts of three, otherwise the sum of the completion's ids."""
+    return [1.0 if sum(map(ord, p)) % 3 else float(sum(ids)) for p, ids in zip(prompts, completion_ids, strict=True)]
+
+
+def kept_prompts(batch) -> list[str]:
+    return [p.example.messages[-1]["content"] for p in batch.prompts]
+
+
+class Recorder:
+    def __init__(self):
+        self.batches, self.scores = [], []
+
+    def on_batch(self, update, batch, scores):
+        self.batches.append(batch)
+        self.scores.append(scores)
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_groups_by_hand():
+    """Groups of two: equal; different; one score; no score."""
+    scores = torch.tensor([1.0, 1.0, 1.0, 2.0, 3.0, math.nan, math.nan, math.nan])
+    assert equal_groups(scores, 2).tolist() == [True, False, True, True]
+
+
+def rollout_of(prompts: list[tuple[int, ...]], rows: list[list[int]], eos=2, pad=0, scored=True) -> Rollout:
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [eos] * (width - len(row)) for row in rows])
+    filters = torch.arange(ids.numel(), dtype=torch.uint8).view(*ids.shape, 1)
+    given = [ids_alone(p) for p in prompts]
+    completions = Completions.of(given, ids, eos=eos, pad=pad, vocabulary=8, allowed_tokens=filters,
+                                 sampled_logprobs=ids * 1.5 * (ids != eos))  # fmt: skip
+    numbers = completions.completion_ids.float() * completions.mask
+    scores = numbers.sum(1) if scored else None
+    return Rollout(completions, given, [str(r) for r in rows], -numbers, -2 * numbers, 3 * numbers, scores)
+
+
+def test_concatenate_and_select_by_hand():
+    """Parts of different widths. The selected rows equal those of a rollout that has only them."""
+    one = rollout_of([(5,), (5,)], [[3, 2], [4, 4, 4, 2]])
+    two = rollout_of([(6, 7, 6), (6, 7, 6)], [[5, 5, 2], [2]])
+    both = Rollout.concatenate([one, two], pad=0)
+    assert both.completions.prompt_ids.tolist() == [[0, 0, 5], [0, 0, 5], [6, 7, 6], [6, 7, 6]]
+    assert both.completions.prompt_mask.sum(1).tolist() == both.completions.prompt_lengths == [1, 1, 3, 3]
+    assert both.completions.rows() == [[3, 2], [4, 4, 4, 2], [5, 5, 2], [2]]
+    assert both.completions.completion_lengths == [2, 4, 3, 1] and both.completions.groups == [0, 0, 1, 1]
+    assert both.completions.ended.tolist() == [True] * 4 and both.completions.sampled_logprobs.shape == (4, 4)
+    assert both.logprobs.tolist() == [[-3, -2, 0, 0], [-4, -4, -4, -2], [-5, -5, -2, 0], [-2, 0, 0, 0]]
+    assert both.texts == [*one.texts, *two.texts] and both.scores.tolist() == [5, 14, 12, 2]
+    chosen = both.select([2, 0])
+    assert chosen.completions.completion_ids.tolist() == [[5, 5, 2], [3, 2, 0]]
+    assert chosen.completions.prompt_ids.tolist() == [[6, 7, 6], [0, 0, 5]]
+    assert chosen.completions.sampled_logprobs.tolist() == [[7.5, 7.5, 0], [4.5, 0, 0]]
+    assert chosen.completions.allowed_tokens.tolist() == [[[0], [1], [2]], [[0], [1], [2]]]
+    assert chosen.values.tolist() == [[15, 15, 6], [9, 6, 0]] and chosen.ref_logprobs[1].tolist() == [-6, -4, 0]
+    assert chosen.prompts == [two.prompts[0], one.prompts[0]] and chosen.scores.tolist() == [12, 5]
+    narrow = both.select([0])
+    assert narrow.completions.prompt_ids.tolist() == [[5]] and narrow.mask.shape == (1, 2)
+
+
+def test_rollouts_without_values_and_scores_have_none_together():
+    one, two = rollout_of([(5,)], [[3, 2]], scored=False), rollout_of([(5,)], [[2]])
+    one.values = None
+    both = Rollout.concatenate([one, two], pad=0)
+    assert both.values is None and both.scores is None and both.select([1]).scores is None
+
+
+def test_scores_and_logged_columns_stay_aligned():
+    old = Scores(torch.tensor([1.0, 1, 2, 3]), torch.tensor([0.0, 0, 1, 2]), {"a": [1, 1, 2, 3], "b": [None] * 4},
+                 {"x": ["p", "q", "r", "s"]}, {"m": 1.0})  # fmt: skip
+    new = Scores(torch.tensor([7.0, 8]), torch.tensor([6.0, 7]), {"a": [7, 8], "b": [0.5, None]}, {"y": [10, 20]})
+    both = old.replaced([0, 1], new)
+    assert both.raw.tolist() == [7, 8, 2, 3] and both.shaped.tolist() == [6, 7, 1, 2]
+    assert both.by_function == {"a": [7, 8, 2, 3], "b": [0.5, None, None, None]}
+    assert both.per_function == {"a": 5.0, "b": 0.5}
+    assert both.extra == {"x": [None, None, "r", "s"], "y": [10, 20, None, None]}
+    assert old.raw.tolist() == [1, 1, 2, 3], "the old scores are unchanged"
+    assert _means([(4, {"m": 1.0, "n": 2.0}), (2, {"m": 4.0})]) == {"m": 2.0, "n": 2.0}
+
+
+def test_normalizer_uses_the_estimates_of_the_first_draw():
+    """Estimates of 1 and 3: mean 2, variance 2."""
+    normalizer = ScoreNormalizer(0.5)
+    normalizer([1.0, 3.0])
+    state = normalizer.state_dict()
+    assert normalizer.normalized([2.0, 4.0]) == pytest.approx([0.0, math.sqrt(2)])
+    assert normalizer.state_dict() == state
+
+
+def test_other_prompts_come_before_drawn_ones(build):
+    sampler = build(algorithm="grpo").sampler
+    prompts = sampler.by_topic[None]
+    drawn = prompts[:-3]
+    first = sampler.other_prompts(1, 1, 2, drawn)
+    assert {id(p) for p in first} <= {id(p) for p in prompts[-3:]} and len({id(p) for p in first}) == 2
+    assert sampler.other_prompts(1, 1, 2, drawn) == first, "without state"
+    every = sampler.other_prompts(1, 1, len(prompts) + 1, [*drawn, *drawn, prompts[-1]])
+    assert {id(p) for p in every[:2]} == {id(p) for p in prompts[-3:-1]} and every[2] is prompts[-1]
+    assert Counter(map(id, every[:-1])) == Counter(map(id, prompts)) and every[-1] is every[0]
+    orders = {tuple(map(id, sampler.other_prompts(u, n, 9, []))) for u in (1, 2) for n in (1, 2)}
+    assert len(orders) == 4, "each update and each draw has another order"
+
+
+# --- updates ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", SCRIPTS)
+@pytest.mark.parametrize("flags", [(), ("--top-p", 0.8), ("--no-packed",), ("--minibatches", 2)])
+def test_groups_with_equal_scores_are_replaced(build, algorithm, flags):
+    """The batch keeps its size and its other groups. Its log-probs are those of its completions."""
+    seen = []
+
+    def score(prompts, completion_ids, **_):
+        seen.append(len(prompts))
+        return by_prompt(prompts, completion_ids)
+
+    recorder = Recorder()
+    common = ("--batch-size", 4, "--K", 2, *flags)
+    trainer = build(*common, "--dynamic-sampling", 9, algorithm=algorithm, rewards=rewards_of(build, score),
+                    callbacks=[recorder])  # fmt: skip
+    plain = [p for _, p in trainer.prompts_of(1)]
+    metrics = trainer.update_step(1)
+    (batch,), (scores,) = recorder.batches, recorder.scores
+    assert seen[0] == len(batch.prompts) == 8 and sum(seen[1:]) == trainer.progress.resampled_episodes > 0
+    assert all(n % 2 == 0 for n in seen) and all(a >= b for a, b in pairwise(seen))
+    texts = kept_prompts(batch)
+    assert scores.raw.tolist() == by_prompt(texts, batch.completions.rows())
+    assert len(scores.by_function["score"]) == 8
+    wanted = [sum(map(ord, p.example.messages[-1]["content"])) % 3 == 0 for p in plain]
+    kept = [now is before for now, before in zip(batch.prompts, plain, strict=True)]
+    assert not any(k and not w for k, w in zip(kept, wanted, strict=True)), "equal groups are replaced"
+    again = trainer.resampler.collector
+    assert metrics["rewards/resampled_groups"] == sum(seen[1:]) / 2
+    assert metrics["episodes"] == sum(seen) == trainer.state.episode == trainer.episodes
+    fresh = build(*common, algorithm=algorithm)
+    for name, value in zip(("logprobs", "ref_logprobs"), fresh.collector.logprobs(batch.completions), strict=False):
+        assert_close(getattr(batch, name)[batch.mask], value[batch.mask], rtol=0, atol=1e-5)
+    assert again.cached_forward._cached is None
+    tokens = trainer.progress.reply_tokens
+    assert tokens > int(batch.mask.sum()), "replaced completions count"
+    assert metrics["policy/ratio"] == pytest.approx(1, abs=0.5)
+
+
+@pytest.mark.parametrize("algorithm", SCRIPTS)
+def test_first_step_of_a_mixed_rollout_has_ratio_1(build, algorithm):
+    flags = ("--batch-size", 4, "--K", 2, "--dynamic-sampling", 3, "--ppo-epochs", 1)
+    metrics = build(*flags, algorithm=algorithm, rewards=rewards_of(build, by_prompt)).update_step(1)
+    assert metrics["rewards/resampled_groups"] > 0
+    assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-6) and metrics["policy/clipfrac"] == 0
+
+
+def test_groups_that_stay_equal_are_kept_and_counted(build):
+    """Two prompts, three draws: 2 x 3 groups are sampled again, and the advantages are 0."""
+    recorder = Recorder()
+    trainer = build("--dynamic-sampling", 3, algorithm="grpo", callbacks=[recorder],
+                    rewards=rewards_of(build, lambda completions, **_: [1.0] * len(completions)))  # fmt: skip
+    metrics = trainer.update_step(1)
+    assert metrics["rewards/equal_groups"] == 1 and metrics["rewards/resampled_groups"] == 6
+    assert metrics["episodes"] == 4 + 12 and trainer.progress.resampled_episodes == 12
+    assert float(recorder.batches[0].raw_advantages.abs().max()) == 0
+
+
+def test_speed_counts_everything_that_was_sampled(build):
+    trainer = build("--dynamic-sampling", 1, algorithm="grpo",
+                    rewards=rewards_of(build, lambda completions, **_: [1.0] * len(completions)))  # fmt: skip
+    metrics = trainer.update_step(1)
+    seconds = sum(metrics[f"time/{part}_s"] for part in ("rollout", "score", "update"))
+    assert metrics["throughput/episodes_per_s"] * seconds == pytest.approx(8)
+    assert metrics["throughput/tokens_per_s"] * seconds == pytest.approx(trainer.progress.reply_tokens)
+    assert metrics["time/rollout_s"] > metrics["time/score_s"] > 0, "a draw is a rollout"
+
+
+@pytest.mark.parametrize("algorithm", SCRIPTS)
+def test_unequal_groups_are_not_sampled_again(build, algorithm):
+    """A run in which no group is equal is the same as without dynamic sampling."""
+
+    def unequal(completion_ids, **_):
+        return [float(i) for i, _ in enumerate(completion_ids)]
+
+    runs = []
+    for flags in ((), ("--dynamic-sampling", 2)):
+        trainer = build(*flags, algorithm=algorithm, rewards=rewards_of(build, unequal))
+        trainer.update_step(1)
+        runs.append([w.detach().clone() for w in trainer.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_topic_is_kept(build, tmp_path):
+    file = tmp_path / "topics.jsonl"
+    rows = [{"prompt": f"question {i} of {t}?", "topic": t} for t in ("cats", "dogs") for i in range(20)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    recorder = Recorder()
+    trainer = build("--prompts", file, "--steps-per-topic", 1, "--dynamic-sampling", 2, algorithm="grpo",
+                    callbacks=[recorder], rewards=rewards_of(build, by_prompt))  # fmt: skip
+    for update in (1, 2):
+        trainer.update_step(update)
+    topics = [{p.example.topic for p in batch.prompts} for batch in recorder.batches]
+    assert topics == [{trainer.sampler.topic_of(1)}, {trainer.sampler.topic_of(2)}] and topics[0] != topics[1]
+
+
+def test_vllm_importance_weights_belong_to_their_completions(build, monkeypatch):
+    """The sampler's log-probs of every completion are 0.25 below the trainer's, so each weight is exp(0.25)."""
+    recorder = Recorder()
+    trainer = build("--dynamic-sampling", 4, "--batch-size", 4, algorithm="grpo", callbacks=[recorder],
+                    rewards=rewards_of(build, by_prompt))  # fmt: skip
+    collect = trainer.collector.collect
+
+    def as_vllm(*given, **named):
+        rollout = collect(*given, **named)
+        rollout.completions.sampled_logprobs = rollout.logprobs - 0.25
+        return rollout
+
+    monkeypatch.setattr(trainer.collector, "collect", as_vllm)
+    assert trainer.update_step(1)["rewards/resampled_groups"] > 0
+    (batch,) = recorder.batches
+    used = batch.mask & (batch.raw_advantages != 0)
+    assert used.any()
+    weights = (batch.advantages / batch.raw_advantages)[used]
+    assert_close(weights, torch.full_like(weights, math.exp(0.25)))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_bad_score_in_a_new_group_skips_the_update_with_its_rollout(build, bad):
+    calls, skipped = [], []
+
+    class Watch:
+        def on_update_skipped(self, update, rollout, batch, reason):
+            skipped.append((rollout, reason))
+
+    def score(completion_ids, **_):
+        calls.append(len(completion_ids))
+        return [1.0 if len(calls) == 1 else bad] * len(completion_ids)
+
+    trainer = build("--dynamic-sampling", 2, algorithm="grpo", callbacks=[Watch()], rewards=rewards_of(build, score))
+    plain = [p for _, p in trainer.prompts_of(1)]
+    trainer.update_step(1)
+    ((rollout, reason),) = skipped
+    assert reason.by_score and len(rollout.prompts) == 4
+    assert not any(a is b for a, b in zip(rollout.prompts, plain, strict=True)), "the new groups are in the incident"
+
+
+# --- checkpoints and budget ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", SCRIPTS)
+def test_resumed_run_is_exact(build, tmp_path, algorithm):
+    flags = ("--dynamic-sampling", 2, "--batch-size", 4, "--num-iterations", 4, "--normalize-scores")
+    rewards = rewards_of(build, by_prompt)
+    straight = build(*flags, algorithm=algorithm, rewards=rewards)
+    for update in range(1, 5):
+        metrics = straight.update_step(update)
+        if update == 2:
+            (tmp_path / "state").mkdir()
+            straight.evaluator.fix_text()
+            save_trainer_state(straight, tmp_path / "state")
+    resumed = build(*flags, algorithm=algorithm, rewards=rewards)
+    load_trainer_state(resumed, tmp_path / "state")
+    for update in (3, 4):
+        again = resumed.update_step(update)
+    timed = ("time/", "throughput/", "memory/")
+    assert {k: v for k, v in again.items() if not k.startswith(timed)} == {
+        k: v for k, v in metrics.items() if not k.startswith(timed)
+    }
+    assert resumed.progress.resampled_episodes == straight.progress.resampled_episodes > 0
+    assert all(torch.equal(a, b) for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+def command_flags(run_flags, tmp_path: Path, *more) -> list[str]:
+    (tmp_path / "score.py").write_text(
+        "def score(prompts, completion_ids, **_):\n"
+        "    return [1.0 if len(str(p)) % 2 else float(sum(c)) for p, c in zip(prompts, completion_ids)]\n"
+    )
+    words = ["--rm-model", "none", "--reward-func", f"{tmp_path / 'score.py'}:score", "--batch-size", 4, "--K", 2]
+    given = run_flags(*words, "--eval-every", 2, "--save-every", 1, *more)
+    at = given.index("--num-iterations")
+    return [*given[:at], *given[at + 2 :]]
+
+
+def test_episodes_is_a_budget_of_sampled_episodes(run_flags, tmp_path, capsys):
+    """The run ends in the update in which 40 episodes are spent, and everything at its end is there."""
+    train_grpo.main(command_flags(run_flags, tmp_path, "--episodes", 40, "--dynamic-sampling", 3))
+    output = tmp_path / "run"
+    record, curves = RunRecord.read(output), read_curves(output)
+    spent = record.spent
+    assert record.status == "finished" and record.plan.updates == 5 and spent.updates < 5
+    assert spent.resampled_episodes > 0 and spent.episodes == 8 * spent.updates + spent.resampled_episodes
+    assert 40 <= spent.episodes < 40 + 8 * 2, "no draw is made after the budget is spent"
+    assert record.best.evaluations[-1]["update"] == spent.updates
+    assert record.best.evaluations[-1]["episodes"] == spent.episodes
+    counts = curves.scalars["episodes"]
+    assert counts.values[-1] == spent.episodes and counts.updates[-1] == spent.updates
+    points = read_eval_points(curves)
+    assert [p.episodes for p in points] == [e["episodes"] for e in record.best.evaluations]
+    assert points[0].episodes == 0
+    write_table([curves], tmp_path / "table.csv")
+    assert f",{spent.updates},{spent.episodes}," in (tmp_path / "table.csv").read_text()
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "dynamic sampling ends the run after 40 episodes, maybe in fewer updates" in printed
+    assert f"update {spent.updates}/{spent.updates} |" in printed
+    assert (output / f"checkpoint-{spent.updates}").is_dir() and (output / "model.safetensors").is_file()
+
+
+def test_resume_of_a_run_that_has_spent_its_budget(run_flags, tmp_path, monkeypatch):
+    """The process ends after the last checkpoint and before the run is finished."""
+    import rlhf.run.train as train
+
+    flags = command_flags(run_flags, tmp_path, "--episodes", 40, "--dynamic-sampling", 3)
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(train, "finish_run", lambda *_: {}["killed"])
+        train_grpo.main(flags)
+    before = (tmp_path / "run" / "model.safetensors").read_bytes()
+    train_grpo.main(["--resume", "--output", str(tmp_path / "run"), "--reward-func", f"{tmp_path / 'score.py'}:score"])
+    record = RunRecord.read(tmp_path / "run")
+    assert record.status == "finished" and record.plan.updates == 5 and record.spent.updates < 5
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
+
+
+def test_plan_says_how_many_episodes_may_be_drawn(run_flags, tmp_path, capsys):
+    flags = command_flags(run_flags, tmp_path, "--num-iterations", 3, "--dynamic-sampling", 2, "--dry-run")
+    train_grpo.main(flags)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "3 updates x 8 = 24 episodes; dynamic sampling may draw up to 48 more" in printed
+
+
+def test_default_run_has_no_new_metrics(build):
+    metrics = build(algorithm="grpo").update_step(1)
+    assert "episodes" not in metrics and "rewards/resampled_groups" not in metrics

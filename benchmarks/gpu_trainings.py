@@ -16,7 +16,7 @@ from benchmarks.gpu_commands import TO_STOP, Command, run, stand_ins
 from benchmarks.gpu_section import OUT_OF_TIME, Section
 from rlhf.analysis.curves import read_scalars
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.settings.recipes import shipped_recipes
+from rlhf.settings.recipes import DEMOS, shipped_recipes
 
 ALGORITHMS = ("ppo", "grpo")
 SEEDS = (42, 123, 777)
@@ -116,7 +116,7 @@ def recipes(section: Section) -> None:
     """Run ten updates of each recipe with each algorithm on stand-in models."""
     folder = section.folder("recipes")
     models = stand_ins(section, folder)
-    for recipe in sorted(set(shipped_recipes()) - {"demo"}):
+    for recipe in sorted(set(shipped_recipes()) - set(DEMOS)):
         for algorithm in ALGORITHMS:
             name = f"{recipe}, {algorithm.upper()}"
             section.attempt(name, partial(recipe_run, section, name, folder, recipe, algorithm, models))

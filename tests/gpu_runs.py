@@ -18,7 +18,10 @@ from pathlib import Path
 
 GROUPS = {"ppo": ["--batch-size", "4"], "grpo": ["--batch-size", "2", "--K", "2"]}
 KINDS = {"full": [], "lora": ["--use-lora"], "4-bit": ["--use-lora", "--load-in-4bit"],
-         "8-bit-adam": ["--optim", "adamw_8bit"]}  # fmt: skip
+         "8-bit-adam": ["--optim", "adamw_8bit"],
+         "knobs": ["--epsilon-high", "0.3", "--delta", "3", "--mask-truncated-completions", "--warmup-steps", "1",
+                   "--weight-decay", "0.1"]}  # fmt: skip
+ONLY = {"ppo_knobs": ["--critic", "reward-model", "--critic-warmup", "1"], "grpo_knobs": ["--dynamic-sampling", "2"]}
 RUNS = [f"{algorithm}_{kind}" for kind in KINDS for algorithm in GROUPS]
 LOOKS = {"evaluate": "evaluate_generations", "compare": "compare_runs"}
 
@@ -30,7 +33,15 @@ def runs(folder: Path, start: str, reward: str, pairs: str) -> list[tuple[str, s
     found = []
     for name in RUNS:
         algorithm, kind = name.split("_")
-        more = [*GROUPS[algorithm], *KINDS[kind], "--num-iterations", "2", "--output", str(folder / name)]
+        more = [
+            *GROUPS[algorithm],
+            *KINDS[kind],
+            *ONLY.get(name, []),
+            "--num-iterations",
+            "2",
+            "--output",
+            str(folder / name),
+        ]
         found.append((name, f"train_{algorithm}", [*flags, *more]))
     for name in RUNS:
         for look, module in LOOKS.items():

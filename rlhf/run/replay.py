@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlhf.algorithms.experience import Experience
+from rlhf.algorithms.experience import Experience, tokens_of_loss
 from rlhf.callbacks.incidents import INCIDENT_FILE, LEARNED, WEIGHTS, Incident
 from rlhf.checkpoints.run_record import flat_settings
 from rlhf.models.device import start_device
@@ -96,7 +96,10 @@ def batch_of(
     tensors = {name: tensor.to(rollout.mask.device) for name, tensor in incident.tensors.items()}
     if "advantages" in tensors:
         learned = {field: tensors.get(name) for name, field in LEARNED.items()}
-        return Experience.of(rollout, scores=tensors["scores"], kl_coef=incident.facts["kl_coef"], **learned)
+        mask = tokens_of_loss(rollout, trainer.config.batch.mask_truncated_completions)
+        return Experience.of(
+            rollout, scores=tensors["scores"], kl_coef=incident.facts["kl_coef"], loss_mask=mask, **learned
+        )
     total = as_tensor(trainer.rewards.weighted(scores))
     penalty = trainer.config.reward.missing_eos_penalty * (~rollout.completions.ended).float()
     return trainer.advantages(rollout, total.to(rollout.mask.device) - penalty)

@@ -187,8 +187,8 @@ class TrainingSettings(TypedDict, total=False):
     """Completions per prompt: a group, whose scores are compared with each other."""
 
     dynamic_sampling: int
-    """Groups whose scores are all equal teach nothing: replace them by groups of other prompts, at most this many
-    times per update; 0: off. The additional episodes count for --episodes."""
+    """Groups whose scores are all equal teach nothing about the score: replace them by groups of other prompts, at
+    most this many times per update; 0: off. The additional episodes count for --episodes."""
 
     scale_rewards: Literal["none", "group", "batch"]
     """Divide the advantages, r - mean(r) of the group, by the standard deviation of the group, of the batch, or not

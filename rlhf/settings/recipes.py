@@ -20,6 +20,7 @@ from rlhf.utils.errors import UserError, did_you_mean, raise_if
 from rlhf.utils.paths import is_path, resolve_path
 
 DEFAULT_RECIPE = "smollm2-orca"
+DEMOS = ("demo", "demo-checker")  # recipes whose start model and prompts the project makes
 FOLDER = Path(__file__).parent.parent / "recipes"
 
 

@@ -308,8 +308,8 @@ class GroupSettings:
         aliases=("num_generations", "group_size"), brief="completions per prompt")  # fmt: skip
     dynamic_sampling: int = setting(
         0,
-        "groups whose scores are all equal teach nothing: replace them by groups of other prompts, at most this many "
-        "times per update; 0: off. The additional episodes count for --episodes",
+        "groups whose scores are all equal teach nothing about the score: replace them by groups of other prompts, at "
+        "most this many times per update; 0: off. The additional episodes count for --episodes",
         ge=0,
         le=100,
     )
@@ -478,6 +478,10 @@ class OptimizerSettings:
         choices=("adamw", "adamw_8bit"),
     )
     max_grad_norm: float = setting(1.0, "gradient clipping: largest norm of the gradient", gt=0)
+
+    def warmup_updates(self, updates: int) -> int:
+        """Return in how many of `updates` updates the learning rate rises. transformers rounds a share up."""
+        return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(self.warmup_steps * updates)
 
 
 EPOCHS, ROUNDS = 3.0, 1.0  # default length of a run: passes over the prompts, or rounds over all topics

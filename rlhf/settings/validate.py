@@ -99,9 +99,10 @@ def _warmup(config: Config) -> list[str]:
             f"warmup_steps {steps:g} is not a number of updates: --warmup-steps. Give a whole number, or a share of "
             "the run below 1"
         ]
-    if updates is not None and steps >= updates:
+    rising = 0 if updates is None else config.optimizer.warmup_updates(updates)
+    if rising and rising >= updates:
         return [
-            f"the learning rate would rise for {steps:g} of {updates} updates and never reach its value: "
+            f"the learning rate would rise for {rising} of {updates} updates and never reach its value: "
             "--warmup-steps. Give a smaller number"
         ]
     return []

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.examples import GivenPrompt
 from rlhf.data.prompts import FEW_PROMPTS, PromptSets, given_prompts, load_prompts
+from rlhf.demo.checker_parts import prepare_checker
 from rlhf.demo.parts import prepare_demo
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
 from rlhf.models.load import check_policy, context_of, find_model, load_policy, load_tokenizer, lora_modules
@@ -50,9 +51,11 @@ from rlhf.utils.console import Screen
 
 
 def prepare_demo_components(config: Config, screen: Screen, device: torch.device) -> None:
-    """With the demo recipe, build its start model, preference pairs and reward model if they do not exist yet."""
+    """With the recipe of a demo, make its start model, its prompts and its reward model if they do not exist yet."""
     if config.recipe == "demo":
         prepare_demo(screen, device)
+    elif config.recipe == "demo-checker":
+        prepare_checker(screen)
 
 
 @dataclass

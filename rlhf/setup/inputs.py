@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.checkpoints.replacing import restore_replaced
 from rlhf.settings.next_commands import names_code, reward_model_command
-from rlhf.settings.recipes import find_recipe
+from rlhf.settings.recipes import DEMOS, find_recipe
 from rlhf.utils.errors import raise_if
 from rlhf.utils.paths import is_path, missing_path, resolve_path
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from rlhf.settings.training import Config
 
 
-BUILT = ("actor_model", "rm_model", "prompts")  # inputs that the demo recipe builds
+BUILT = ("actor_model", "rm_model", "prompts")  # inputs that the demo recipes make
 
 
 def check_inputs(config: Config) -> None:
     """Raise UserError that lists every missing local input of a training run. Hub names are checked later."""
-    built = {find_recipe("demo").value(name) for name in BUILT} if config.recipe == "demo" else set()
+    built = {find_recipe(config.recipe).value(name) for name in BUILT} if config.recipe in DEMOS else set()
     problems = []
     for flag, name in inputs_of(config):
         on_hub = flag in ("--actor-model", "--rm-model", "--prompts") and not is_path(name)

@@ -16,9 +16,10 @@ from pathlib import Path
 from statistics import fmean
 
 from rlhf.data.prompts import Prompt
-from rlhf.data.sampler import planned_updates, shorten
+from rlhf.data.sampler import PromptSampler, planned_updates, shorten
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components
+from rlhf.setup.input_checks import check_topics, check_warmup
 from rlhf.setup.scan_figures import in_range
 from rlhf.setup.start_samples import Sampled, drawn, sample_and_score
 from rlhf.utils.console import Screen, clock
@@ -113,7 +114,22 @@ def keep_by_pass_rate(
             f"batch of {config.batch.batch_size}: --keep-pass-rate. Use a wider range, more prompts or a smaller "
             "--batch-size; --scan prints the pass rates"
         )
+    check_kept(config, components.prompts.train, kept, screen)
     return dataclasses.replace(components, prompts=dataclasses.replace(components.prompts, train=kept)), rates
+
+
+def check_kept(config: Config, train: Sequence[Prompt], kept: Sequence[Prompt], screen: Screen) -> None:
+    """Repeat the checks that depend on the number of training prompts. Raises UserError, and warns of topics without
+    any kept prompt."""
+    check_warmup(config, kept)
+    check_topics(config, kept, screen)
+    lost = PromptSampler(config, train).topics[:]
+    lost = [shorten(topic) for topic in lost if topic not in PromptSampler(config, kept).topics]
+    if lost:
+        screen.say(
+            f"warning: no prompt of {', '.join(lost)} is kept, so these topics are not trained: --keep-pass-rate. Use "
+            "a wider range"
+        )
 
 
 def most_needed(config: Config, train: Sequence[Prompt]) -> int:

@@ -204,8 +204,8 @@ def kl_warnings(config: Config, updates: int) -> list[str]:
 
 def warmup_warning(config: Config, updates: int) -> str | None:
     """Return a warning if the learning rate's warm-up is not shorter than the run."""
-    steps = config.optimizer.warmup_steps
-    if steps < max(1, updates):
+    steps = config.optimizer.warmup_updates(updates)
+    if steps == 0 or steps < updates:
         return None
     return (
         f"warning: the learning rate rises for {steps:g} updates and the run has {updates}, so it never reaches its "

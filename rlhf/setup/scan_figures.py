@@ -115,31 +115,30 @@ def cross_fitted(
 ) -> tuple[float, list[Scores]]:
     """Return the share of prompts that a filter keeps, and scores of kept prompts that were not used to select them.
 
-    Half of each prompt's samples selects, the other half is returned, and the other way round. Figures of the samples
-    that selected would be too good.
+    The share is that of all samples, as the filter uses them. For the scores, half of each prompt's samples selects,
+    the other half is returned, and the other way round. Figures of the samples that selected would be too good.
 
     Args:
         selected_by: the scores whose mean must be within `limits`, per prompt.
         scores: the scores to return, one for each of `selected_by`.
         limits: smallest and largest mean of a kept prompt.
     """
-    kept, halves = [], 0
+    kept = []
     for by, values in zip(selected_by, scores, strict=True):
         middle = len(by) // 2
         for here, there in ((slice(middle), slice(middle, None)), (slice(middle, None), slice(middle))):
             if min(len(by[here]), len(by[there])) >= FEWEST:
-                halves += 1
                 kept += [values[there]] if in_range(by[here], limits) else []
-    return (len(kept) / halves if halves else 0.0), kept
+    return fmean(in_range(by, limits) for by in selected_by), kept
 
 
 def best_group_size(prompts: Sequence[Scores], now: int, episodes: int) -> tuple[int, float]:
     """Return the recommended K and its expected share of groups with a difference.
 
     It is the smallest K that reaches TARGET, among the powers of two and the present K that divide the episodes of an
-    update and are not larger than the number of samples. If none reaches it, it is the largest of them. Scores other
-    than 0 and 1 nearly always differ, and a small K makes their baseline (the group's mean) uncertain, so K does not
-    become smaller then.
+    update and are not larger than the number of samples. If none reaches it, it is the largest of them. A present K
+    that is larger than the number of samples is not judged and stays (share 0). Scores other than 0 and 1 nearly
+    always differ, and a small K makes their baseline (the group's mean) uncertain, so K does not become smaller then.
 
     Args:
         prompts: scores per prompt.
@@ -149,7 +148,7 @@ def best_group_size(prompts: Sequence[Scores], now: int, episodes: int) -> tuple
     samples, least = min(map(len, prompts)), FEWEST if is_binary(prompts) else now
     sizes = [2**i for i in range(1, episodes.bit_length()) if episodes % 2**i == 0 and 2**i < episodes]
     fitting = [size for size in sorted({*sizes, now}) if least <= size <= samples]
-    if not fitting:
+    if not fitting or now > samples:
         return now, 0.0
     shares = {size: fmean(1 - no_difference(scores, size) for scores in prompts) for size in fitting}
     return next(

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import TrainerState
 
 from rlhf.data.prompts import Prompt
+from rlhf.data.sampler import planned_updates
 from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.logprobs import base_of
 from rlhf.rollout.engine import sample_completions
@@ -44,8 +46,9 @@ def drawn(prompts: Sequence[Prompt], seed: int, by_topic: bool) -> list[int]:
 def sample_and_score(
     config: Config, components: Components, indices: Sequence[int], samples: int
 ) -> Iterator[list[Sampled]]:
-    """Yield `samples` scored completions of each training prompt, some prompts at a time: about as many completions
-    as an update samples, so that they need no more memory.
+    """Yield `samples` scored completions of each training prompt, some prompts at a time: at most as many completions
+    as an update samples, so that they need no more memory, but always those of at least one prompt. Reward functions
+    receive the `trainer_state` of update 0.
 
     Uses the engines of the run, but vLLM as little as evaluations do: it has a separate random stream. The completions
     depend on the seed and the prompt's index only. Raises RunError as the reward functions do.
@@ -57,6 +60,7 @@ def sample_and_score(
         samples: completions per prompt.
     """
     train, at_once = components.prompts.train, max(1, config.episodes_per_update // samples)
+    components.rewards.trainer_state = TrainerState(global_step=0, max_steps=planned_updates(config, train))
     for start in range(0, len(indices), at_once):
         part = indices[start : start + at_once]
         episodes = [(sample * len(train) + i, train[i]) for i in part for sample in range(samples)]

@@ -194,6 +194,7 @@ def outputs(trainer: OnPolicyLoop, rollout: Rollout) -> list[Tensor]:
 
 def steps_are_as_planned(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     """Make one update on the rollout, and check that the optimizer takes the planned number of steps."""
+    trainer.state.global_step = trainer.config.critic.critic_warmup  # an update that trains the policy, too
     taken: list[int] = []
     hook = register_optimizer_step_post_hook(lambda *_: taken.append(1))
     try:

@@ -1,7 +1,9 @@
 """Dynamic sampling: groups whose scores are all equal are replaced by groups of other prompts.
 
-All advantages of such a group are 0, so it takes part in the mean over the batch and teaches nothing. Source: DAPO (Yu
-et al. 2025, arXiv 2503.14476, sec. 3.2, eq. 11); verl's `filter_groups`; OpenRLHF's `dynamic_filtering`.
+Such a group teaches nothing about the score: its advantages are 0, or with the KL penalty in the reward they contain
+only the KL. The same holds if all its completions are left out of the loss (--mask-truncated-completions).
+
+Source: DAPO (Yu et al. 2025, arXiv 2503.14476, sec. 3.2, eq. 11); verl's `filter_groups`; OpenRLHF's `dynamic_filtering`.
 """
 
 from __future__ import annotations
@@ -9,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
+from torch import Tensor
+
+from rlhf.algorithms.experience import tokens_of_loss
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import PromptSampler
 from rlhf.rollout.completions import Rollout
@@ -38,14 +43,14 @@ class DynamicSampler:
         """Return the rollout with other prompts in place of the groups with equal scores, and its scores.
 
         At most `dynamic_sampling` draws are made, and none after --episodes is spent. Groups that still have equal
-        scores stay: their advantages are 0. Only the new groups are sampled, computed and scored. Raises SkipUpdate,
+        scores stay. Only the new groups are sampled, computed and scored. Raises SkipUpdate,
         with the rollout, for values that are not finite.
         """
         self._start()
         size, drawn, logged = self.config.group_size, list(rollout.prompts[:: self.config.group_size]), []
         logged.append((len(rollout.prompts), scores.logged))
         for number in range(1, self.limit + 1):
-            equal = equal_groups(scores.shaped, size).nonzero().flatten().tolist()
+            equal = self._without_signal(rollout, scores).nonzero().flatten().tolist()
             if not equal or self._budget_is_spent(update):
                 break
             prompts = self.sampler.other_prompts(update, number, len(equal), drawn)
@@ -57,6 +62,12 @@ class DynamicSampler:
             logged.append((len(rows), new.logged))
         scores.logged = _means(logged) if len(logged) > 1 else scores.logged
         return rollout, scores
+
+    def _without_signal(self, rollout: Rollout, scores: Scores) -> Tensor:
+        """Return which groups have equal scores, or no token in the loss, (B / group_size,)."""
+        in_loss = tokens_of_loss(rollout, self.config.batch.mask_truncated_completions).any(1)
+        equal = equal_groups(scores.shaped, self.config.group_size)
+        return equal | ~in_loss.view(-1, self.config.group_size).any(1).to(equal.device)
 
     def _draw(
         self, rollout: Rollout, rows: list[int], prompts: list[Prompt], update: int, number: int

@@ -57,7 +57,7 @@ class Scores:
 
 
 def equal_groups(scores: Tensor, group_size: int) -> Tensor:
-    """Return which groups have equal scores, or fewer than two, (B / group_size,). Their advantages are 0.
+    """Return which groups have equal scores, or fewer than two, (B / group_size,): they teach nothing about the score.
 
     `scores` are (B,), NaN without a score.
     """

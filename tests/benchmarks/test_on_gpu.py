@@ -21,7 +21,7 @@ from benchmarks.gpu_report import DONE, FAILED, OUT_OF_TIME, Report, number
 from benchmarks.gpu_section import OutOfTime, Plan, Section
 from benchmarks.gpu_trainings import first_difference, report_finished, report_stopped
 from rlhf.checkpoints.run_record import Spent
-from rlhf.settings.recipes import shipped_recipes
+from rlhf.settings.recipes import DEMOS, shipped_recipes
 from rlhf.utils.errors import UserError
 from rlhf.utils.system import WINDOWS
 from tests.records import record_of
@@ -92,7 +92,7 @@ def test_updates_and_memory_are_measured(tmp_path):
 @pytest.mark.ci
 def test_recipes_and_epochs_are_measured(tmp_path):
     found = run_sections(tmp_path, "--full", "--only", "recipes", "--minutes", "8")[0]["recipes"]["figures"]
-    assert set(found) == {f"{r}, {a}" for r in set(shipped_recipes()) - {"demo"} for a in ("PPO", "GRPO")}
+    assert set(found) == {f"{r}, {a}" for r in set(shipped_recipes()) - set(DEMOS) for a in ("PPO", "GRPO")}
     assert all(figure["value"] > 0 and figure["unit"] == "s per update" for figure in found.values()), found
     found, _ = run_sections(tmp_path, "--full", "--only", "epochs", "out of memory", "--minutes", "3")
     assert found["out of memory"]["figures"]["out of memory"]["error"] == "needs a CUDA GPU"

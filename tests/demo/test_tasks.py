@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from rlhf.data.chat_template import encode_prompt
 from rlhf.demo.families import FAMILIES, KINDS, NOUNS
 from rlhf.demo.pairs import sample_answers, sampled_pairs
-from rlhf.demo.start_model import GOOD_SHARE, WEIGHTS, corpus, prompt_text
+from rlhf.demo.pretraining import prompt_text
+from rlhf.demo.start_model import GOOD_SHARE, WEIGHTS, corpus
 from rlhf.demo.tasks import (
     FLAWS,
     demonstration,

@@ -278,7 +278,6 @@ def outcomes_plain_prompts(configured, tmp_path):
 
 
 def outcomes_epochs(configured, tmp_path):
-
     def updates(epochs):
         return configured("--num-iterations", "none", "--epochs", epochs).updates(100)
 

@@ -1,0 +1,164 @@
+"""Questions with one right answer, made by a procedure: six families of four levels. Uses only the standard library.
+
+    shift      Next letter of each: a f k.              b g l
+    sort       Sort by alphabet: m a k.                 a k m
+    reverse    Reverse: m a k.                          k a m
+    remove     Remove k: m k a f.                       m a f
+    after      The 2 letters after k: m k a f d.        a f
+    alternate  Alternate: m a and f k.                  m f a k
+
+A question of a higher level has more letters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from string import ascii_lowercase as LETTERS
+from zlib import crc32
+
+LEVELS = (1, 2, 3, 4)
+SPLITS = ("corpus", "prompts")  # of the start model's corpus, and of the prompts of RL training and evaluation
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with its right answer."""
+
+    family: str
+    level: int
+    text: str
+    answer: str
+    misread: str  # the answer of a wrong method, such as the reverse order for `sort`
+    given: tuple[str, ...]  # the material that the answer is computed from
+
+    @property
+    def topic(self) -> str:
+        """The cell of the question: family and level, such as `sort 3`."""
+        return f"{self.family} {self.level}"
+
+    @property
+    def key(self) -> str:
+        """The material without its order. Two questions with different keys share no material."""
+        return f"{self.family} {' '.join(sorted(self.given))}"
+
+
+def shift(level: int, rng: random.Random) -> Question:
+    """Replace each letter by the next one of the alphabet. Misread: by the one before."""
+    row = rng.sample(LETTERS, level + 2)
+    moved, back = ([LETTERS[(LETTERS.index(letter) + by) % len(LETTERS)] for letter in row] for by in (1, -1))
+    return _question("shift", level, f"Next letter of each: {' '.join(row)}.", moved, back, row)
+
+
+def sort(level: int, rng: random.Random) -> Question:
+    """Sort letters by the alphabet. Misread: in the reverse order."""
+    row = rng.sample(LETTERS, level + 2)
+    ordered = sorted(row)
+    return _question("sort", level, f"Sort by alphabet: {' '.join(row)}.", ordered, ordered[::-1], row)
+
+
+def reverse(level: int, rng: random.Random) -> Question:
+    """Reverse a row of letters. Misread: only the first two are exchanged."""
+    row = rng.sample(LETTERS, level + 2)
+    misread = [row[1], row[0], *row[2:]]
+    return _question("reverse", level, f"Reverse: {' '.join(row)}.", row[::-1], misread, row)
+
+
+def remove(level: int, rng: random.Random) -> Question:
+    """Leave one letter out of a row of letters. Misread: leave out the letter after it, or the first one."""
+    row, at = rng.sample(LETTERS, level + 3), rng.randrange(level + 3)
+    left, misread = (row[:gone] + row[gone + 1 :] for gone in (at, (at + 1) % len(row)))
+    return _question("remove", level, f"Remove {row[at]}: {' '.join(row)}.", left, misread, (*row, f"-{row[at]}"))
+
+
+def after(level: int, rng: random.Random) -> Question:
+    """Name the `level` letters that follow one letter of a row. Misread: from this letter on."""
+    row, at = rng.sample(LETTERS, level + 3), rng.randrange(3)
+    which = "letter" if level == 1 else f"{level} letters"
+    right, misread = (row[start : start + level] for start in (at + 1, at))
+    text = f"The {which} after {row[at]}: {' '.join(row)}."
+    return _question("after", level, text, right, misread, (*row, f"{row[at]}>"))
+
+
+def alternate(level: int, rng: random.Random) -> Question:
+    """Take letters from two rows in turn. Misread: begin with the second row."""
+    letters = rng.sample(LETTERS, 2 * (level + 1))
+    first, second = letters[: level + 1], letters[level + 1 :]
+    right, misread = (
+        [letter for pair in zip(*rows, strict=True) for letter in pair] for rows in ((first, second), (second, first))
+    )
+    return _question(
+        "alternate", level, f"Alternate: {' '.join(first)} and {' '.join(second)}.", right, misread, letters
+    )
+
+
+def _question(
+    family: str, level: int, text: str, right: Sequence[str], misread: Sequence[str], given: Sequence[str]
+) -> Question:
+    return Question(family, level, text, " ".join(right), " ".join(misread), tuple(given))
+
+
+FAMILIES = {
+    "shift": shift,
+    "sort": sort,
+    "reverse": reverse,
+    "remove": remove,
+    "after": after,
+    "alternate": alternate,
+}
+CELLS = tuple(itertools.product(FAMILIES, LEVELS))
+
+
+def split_of(question: Question) -> str:
+    """Return 'corpus' or 'prompts'. Depends on the material without its order, so the splits share no material."""
+    return SPLITS[crc32(question.key.encode()) % 2]
+
+
+def ask(family: str, level: int, rng: random.Random, split: str) -> Question:
+    """Return one random question of a cell from the given split."""
+    while True:
+        question = FAMILIES[family](level, rng)
+        if split_of(question) == split:
+            return question
+
+
+def questions(per_cell: int, seed: int) -> list[Question]:
+    """Return shuffled questions of the split 'prompts', `per_cell` of each cell, no two with the same material.
+
+    Therefore no evaluation question can be answered from what a training question contains, however they are split.
+    """
+    rng, keys, found = random.Random(f"checker questions {seed}"), set(), []
+    for family, level in CELLS:
+        for question in itertools.islice(_new_questions(family, level, rng, keys), per_cell):
+            found.append(question)
+    rng.shuffle(found)
+    return found
+
+
+def _new_questions(family: str, level: int, rng: random.Random, keys: set[str]) -> Iterator[Question]:
+    """Yield questions whose material is not in `keys`, and add it."""
+    while True:
+        question = ask(family, level, rng, "prompts")
+        if question.key not in keys:
+            keys.add(question.key)
+            yield question
+
+
+def unreliable_answer(question: Question, share: float, rng: random.Random) -> str:
+    """Return an answer that is right with the probability `share`, which is above 0 and at most 1.
+
+    Half of the mistakes are the answer of a wrong method. In the other half, letters are replaced by other letters,
+    each with the same probability.
+    """
+    wrong_method = (1 - share) / 2
+    if rng.random() < wrong_method:
+        return question.misread
+    letters = question.answer.split()
+    slip = 1 - (share / (1 - wrong_method)) ** (1 / len(letters))  # so that no letter slips in `share` of all answers
+    return " ".join(_another(letter, rng) if rng.random() < slip else letter for letter in letters)
+
+
+def _another(letter: str, rng: random.Random) -> str:
+    return rng.choice(LETTERS.replace(letter, ""))

@@ -1,0 +1,41 @@
+"""The start model of demo-checker: a small Llama that can answer the questions, but often makes a mistake.
+
+It is first trained on right answers, then on a mixture in which many answers are wrong: more in some families than in
+others, more at higher levels, and nearly all at the highest level. Nothing in it was trained by RL. The weights are
+shipped in `checker_weights/`. Rebuild them with
+
+    python -m rlhf.demo.checker_start_model --rebuild
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf.demo.checker_questions import CELLS, ask, unreliable_answer
+from rlhf.demo.pretraining import Pretraining, rebuild_command
+
+WEIGHTS = Path(__file__).parent / "checker_weights"
+# shares of right answers in the mixture: of each family at level 1, and of each level relative to level 1
+RIGHT_AT_LEVEL_1 = {"shift": 0.7, "sort": 0.3, "reverse": 0.85, "remove": 0.5, "after": 0.4, "alternate": 0.6}
+LEVEL_FACTOR = {1: 1.0, 2: 0.65, 3: 0.35, 4: 0.04}
+
+
+def right_share(family: str, level: int) -> float:
+    """Return the share of right answers in the mixture for a family and level. Reasons: docs/decisions/demo.md"""
+    return RIGHT_AT_LEVEL_1[family] * LEVEL_FACTOR[level]
+
+
+def corpus(seed: int, mixed: bool) -> Iterator[tuple[str, str]]:
+    """Yield (question, answer) endlessly, from the split 'corpus'. Unless `mixed`, all answers are right."""
+    rng = random.Random(f"checker corpus {seed} {mixed}")
+    for family, level in itertools.cycle(CELLS):
+        question = ask(family, level, rng, "corpus")
+        share = right_share(family, level) if mixed else 1.0
+        yield question.text, unreliable_answer(question, share, rng)
+
+
+PRETRAINING = Pretraining(corpus, clean_share=0.7, steps=7000, vocabulary=400)
+
+if __name__ == "__main__":
+    rebuild_command(PRETRAINING, WEIGHTS, "rlhf.demo.checker_start_model")

@@ -1,0 +1,295 @@
+"""Tests the questions of demo-checker, its start model, and that each algorithm learns the task.
+
+`.ci/run` trains GRPO once. The other algorithms and seeds, the control with exchanged scores and the pass rates of the
+start model have the marker `proof`: `python -m pytest -n 0 -m proof tests/demo/test_checker.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.demo_checker import CONTROL, NORMAL, checker_runs
+from benchmarks.shuffled_exact_match import shuffled_exact_match
+from rlhf.algorithms.table import ALGORITHMS
+from rlhf.data.examples import Example, load_examples
+from rlhf.data.splits import split_examples
+from rlhf.demo import checker_parts
+from rlhf.demo.checker_questions import CELLS, FAMILIES, LEVELS, Question, ask, questions, split_of, unreliable_answer
+from rlhf.demo.checker_start_model import WEIGHTS, corpus, right_share
+from rlhf.demo.pairs import sample_answers
+from rlhf.models.load import load_tokenizer
+from rlhf.rewards.eval_functions import exact_match
+from rlhf.settings.types import Split
+from rlhf.utils.console import Screen
+from tests.scripts.test_scripts import copy_project, run
+
+SPLIT = Split(0, 85, 15)  # of the recipe
+SEEDS = ("42", "123", "777")
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Question]:
+    return questions(checker_parts.PER_CELL, checker_parts.SEED)
+
+
+def example_of(family: str, level: int) -> Question:
+    return ask(family, level, random.Random(0), "prompts")
+
+
+# --- questions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Next letter of each: a z k.", "b a l"),
+        ("Sort by alphabet: m a k.", "a k m"),
+        ("Reverse: m a k.", "k a m"),
+        ("Remove k: m k a f.", "m a f"),
+        ("The letter after m: m k a f.", "k"),
+        ("The 2 letters after k: m k a f d.", "a f"),
+        ("Alternate: m a and f k.", "m f a k"),
+    ],
+)
+def test_a_second_solver_agrees_with_the_examples(text, answer):
+    assert solved(text) == answer
+
+
+def solved(text: str) -> str:
+    """A solver that reads only the text of a question, written independently of the generator."""
+    task, _, rest = text.rstrip(".").partition(": ")
+    letters, words = rest.split(), task.split()
+    if words[0] == "Alternate":
+        middle = letters.index("and")
+        return " ".join(letters[at + step] for at in range(middle) for step in (0, middle + 1))
+    if words[0] == "The":
+        number = int(words[1]) if words[1].isdigit() else 1
+        return rest.partition(words[-1])[2][1 : 2 * number]
+    found = {
+        "Next": ["a" if letter == "z" else chr(ord(letter) + 1) for letter in letters],
+        "Sort": sorted(letters),
+        "Reverse": letters[::-1],
+        "Remove": [letter for letter in letters if letter != words[-1]],
+    }
+    return " ".join(found[words[0]])
+
+
+def test_every_answer_is_right(asked):
+    assert [question.answer for question in asked] == [solved(question.text) for question in asked]
+
+
+def test_cells_have_equally_many_questions_and_longer_ones_at_higher_levels(asked):
+    assert len(CELLS) == 24
+    assert set(Counter((q.family, q.level) for q in asked).values()) == {checker_parts.PER_CELL}
+    for family in FAMILIES:
+        lengths = [fmean(len(q.text) for q in asked if (q.family, q.level) == (family, level)) for level in LEVELS]
+        assert lengths == sorted(lengths) and len(set(lengths)) == len(LEVELS)
+
+
+def test_questions_are_seeded(asked):
+    assert questions(20, 1) == questions(20, 1) != questions(20, 2)
+
+
+def test_no_two_questions_share_their_material(asked):
+    assert len({question.key for question in asked}) == len(asked)
+    known = {ask(family, level, random.Random(i), "corpus").key for i in range(300) for family, level in CELLS}
+    assert not known & {question.key for question in asked}, "the start model has seen none of them"
+    assert {split_of(question) for question in asked} == {"prompts"}
+
+
+def test_held_out_questions_cannot_be_answered_from_training_questions(asked):
+    """The most similar training question of the same cell rarely has the right answer."""
+    rows = {q.text.lower(): q for q in asked}
+    training, held_out = parts_of(asked)
+    assert len(held_out) >= 640
+    by_cell = defaultdict(list)
+    for text in training:
+        by_cell[rows[text].topic].append(rows[text])
+    hits = []
+    for text in held_out:
+        one = rows[text]
+        nearest = max(by_cell[one.topic], key=lambda other: len(set(one.given) & set(other.given)))
+        hits.append(nearest.answer == one.answer)
+    assert fmean(hits) < 0.05
+
+
+def parts_of(asked: list[Question]) -> tuple[set[str], set[str]]:
+    """Returns the training and the held-out questions, in lower case, as the recipe splits them."""
+    examples = [Example(messages=({"role": "user", "content": q.text},)) for q in asked]
+    parts = split_examples(examples, SPLIT)
+    training, held_out = ({e.question for e in parts[name]} for name in ("rl", "evaluation"))
+    assert not training & held_out
+    return training, held_out
+
+
+@pytest.mark.parametrize(("family", "level"), CELLS)
+def test_unreliable_answers_are_right_with_the_given_share(family, level):
+    rng = random.Random(f"{family} {level}")
+    question = ask(family, level, rng, "prompts")
+    answers = [unreliable_answer(question, 0.4, rng) for _ in range(3000)]
+    assert fmean(answer == question.answer for answer in answers) == pytest.approx(0.4, abs=0.04)
+    assert fmean(answer == question.misread for answer in answers) == pytest.approx(0.3, abs=0.04)
+    assert {len(answer) for answer in answers} == {len(question.answer)}
+    assert {unreliable_answer(question, 1.0, rng) for _ in range(50)} == {question.answer}
+
+
+def test_misread_answers_are_wrong_and_follow_their_method(asked):
+    assert all(question.misread != question.answer for question in asked)
+    by_hand = {
+        "Next letter of each: c f m.": "b e l",
+        "Sort by alphabet: m a k.": "m k a",
+        "Reverse: m a k.": "a m k",
+        "Remove k: m k a f.": "m k f",
+        "The letter after m: m k a f.": "m",
+        "Alternate: m a and f k.": "f m k a",
+    }
+    for text, expected in by_hand.items():
+        assert misread_by(text) == expected
+    assert all(misread_by(q.text) == q.misread for q in asked)
+
+
+def misread_by(text: str) -> str:
+    """The answer of the wrong method, computed from the text by the second solver."""
+    task, _, rest = text.rstrip(".").partition(": ")
+    letters, words, right = rest.split(), task.split(), solved(text)
+    if words[0] == "Next":
+        return " ".join("z" if letter == "a" else chr(ord(letter) - 1) for letter in letters)
+    if words[0] == "Sort":
+        return right[::-1]
+    if words[0] == "Reverse":
+        return " ".join([letters[1], letters[0], *letters[2:]])
+    if words[0] == "Remove":
+        gone = letters[(letters.index(words[-1]) + 1) % len(letters)]
+        return " ".join(letter for letter in letters if letter != gone)
+    if words[0] == "The":
+        return f"{words[-1]} {right}"[: len(right)]
+    second, first = rest.partition(" and ")[0].split(), rest.partition(" and ")[2].split()
+    return " ".join(letter for pair in zip(first, second, strict=True) for letter in pair)
+
+
+# --- start model -----------------------------------------------------------------------------------------------------
+
+
+def test_corpus_has_the_stated_share_of_right_answers():
+    right = defaultdict(list)
+    rows = itertools.islice(corpus(0, mixed=True), 24 * 1000)
+    for (text, answer), cell in zip(rows, itertools.cycle(CELLS), strict=False):
+        right[cell].append(answer == solved(text))
+    for cell in CELLS:
+        assert fmean(right[cell]) == pytest.approx(right_share(*cell), abs=0.06)
+    assert all(answer == solved(text) for text, answer in itertools.islice(corpus(0, mixed=False), 1000))
+
+
+def test_shipped_start_model_is_small_and_ends_its_answers():
+    assert (WEIGHTS / "model.safetensors").stat().st_size <= 5_000_000
+    model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
+    texts = [example_of(family, level).text for family, level in CELLS for _ in range(5)]
+    answers = sample_answers(model, load_tokenizer(str(WEIGHTS)), texts, 1, torch.device("cpu"))
+    assert fmean(ended for _, ended in answers) >= 0.95
+
+
+@pytest.mark.proof
+def test_pass_rates_of_the_start_model(asked):
+    """64 samples per question: at least half of the questions have a pass rate of 5 to 80%, and 3 to 20% are never
+    solved."""
+    chosen = asked[:640]
+    model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
+    texts = [question.text for question in chosen for _ in range(64)]
+    answers = sample_answers(model, load_tokenizer(str(WEIGHTS)), texts, 7, torch.device("cpu"))
+    right = exact_match([text for text, _ in answers], [question.answer for question in chosen for _ in range(64)])
+    rates = [fmean(right[start : start + 64]) for start in range(0, len(right), 64)]
+    reach, never = fmean(0.05 <= rate <= 0.8 for rate in rates), fmean(rate == 0 for rate in rates)
+    print(f"mean {fmean(rates):.3f}, 5 to 80%: {reach:.3f}, never: {never:.3f}")
+    assert reach >= 0.5 and 0.03 <= never <= 0.2
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_parts_are_written_once_and_again_after_a_change(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checker_parts, "PER_CELL", 2)
+    checker_parts.prepare_checker(Screen())
+    file = Path(checker_parts.FOLDER, checker_parts.QUESTIONS_FILE)
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 48 and all(solved(row["question"]) == row["answer"] for row in rows)
+    assert {row["topic"] for row in rows} == {f"{family} {level}" for family, level in CELLS}
+    assert len(load_examples(str(file))) == 48
+    written = file.stat().st_mtime_ns
+    checker_parts.prepare_checker(Screen())
+    assert file.stat().st_mtime_ns == written
+    monkeypatch.setattr(checker_parts, "PER_CELL", 3)
+    checker_parts.prepare_checker(Screen())
+    assert len(file.read_text(encoding="utf-8").splitlines()) == 72
+    file.unlink()
+    checker_parts.prepare_checker(Screen())
+    assert file.is_file()
+    assert capsys.readouterr().out.count("wrote the start model") == 3
+
+
+def test_exchanged_scores_are_the_same_numbers_in_another_order():
+    completions, answer = ["a", "b", "c", "x"] * 8, ["a", "b", "x", "c"] * 8
+    right, exchanged = exact_match(completions, answer), shuffled_exact_match(completions, answer)
+    assert sorted(exchanged) == sorted(right) and exchanged != right
+    assert exchanged == shuffled_exact_match(completions, answer)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    return copy_project(tmp_path_factory.mktemp("checker"))
+
+
+def trained(project: Path, algorithm: str, seed: str, *flags: str) -> tuple[float, dict]:
+    """Trains with the README's command. Returns the seconds and the figures of run.json."""
+    started, output = time.monotonic(), f"{algorithm}_{seed}"
+    words = [f"train_{algorithm}.py", "--recipe", "demo-checker", "--seed", seed, "--output", output, "--overwrite"]
+    done = run([*words, *flags], project, OMP_NUM_THREADS="2")
+    seconds = time.monotonic() - started
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((project / output / "run.json").read_text(encoding="utf-8"))["figures"]
+    print(f"{algorithm}, seed {seed}: {seconds:.0f} s", json.dumps(figures))
+    return seconds, figures
+
+
+def check_rise(figures: dict) -> None:
+    assert figures["prompts"] >= 512
+    assert figures["score_after"] - figures["score_before"] >= 0.30
+    assert figures["score_rise_interval"][0] > 0.20
+
+
+@pytest.mark.demo
+def test_grpo_learns_within_four_minutes_from_nothing(project):
+    seconds, figures = trained(project, "grpo", "42")
+    check_rise(figures)
+    assert seconds <= 4 * 60
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_and_seed_learns_within_four_minutes(project, algorithm, seed):
+    seconds, figures = trained(project, algorithm, seed)
+    check_rise(figures)
+    assert seconds <= 4 * 60
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_exchanged_scores_teach_nothing(project, algorithm):
+    commands = {(one.algorithm, one.name): one.words for one in checker_runs([42])}
+    assert (algorithm, NORMAL) in commands
+    _, figures = trained(project, algorithm, "42", *commands[algorithm, CONTROL])
+    assert abs(figures["eval/exact_match_after"] - figures["eval/exact_match_before"]) <= 0.05

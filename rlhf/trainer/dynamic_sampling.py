@@ -3,7 +3,8 @@
 Such a group teaches nothing about the score: its advantages are 0, or with the KL penalty in the reward they contain
 only the KL. The same holds if all its completions are left out of the loss (--mask-truncated-completions).
 
-Source: DAPO (Yu et al. 2025, arXiv 2503.14476, sec. 3.2, eq. 11); verl's `filter_groups`; OpenRLHF's `dynamic_filtering`.
+Source: DAPO (Yu et al. 2025, arXiv 2503.14476, sec. 3.2, eq. 11); verl's `filter_groups`; OpenRLHF's
+`dynamic_filtering`.
 """
 
 from __future__ import annotations

@@ -404,6 +404,8 @@ CONFIGURATION = [
         r"warmup_steps 2.5 is not a number of updates: --warmup-steps\. Give a whole number, or a share of the run"),
     Row(10, "warm-up longer than the run", "--warmup-steps 2 --num-iterations 2",
         r"the learning rate would rise for 2 of 2 updates and never reach its value: --warmup-steps\. Give a smaller"),
+    Row(10, "warm-up share that is rounded up to the run", "--warmup-steps 0.9 --num-iterations 2",
+        r"the learning rate would rise for 2 of 2 updates and never reach its value: --warmup-steps\. Give a smaller"),
     Row(10, "unknown optimizer", "--optim adamw_bnb_8bit",
         r"optim is adamw_bnb_8bit: --optim\. Did you mean adamw_8bit\? Choices: adamw, adamw_8bit"),
     Row(11, "temperature 0", "--temperature 0", r"temperature is 0: --temperature\. It must be above 0"),

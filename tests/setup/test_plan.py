@@ -45,7 +45,9 @@ def test_warm_up_that_is_not_shorter_than_the_run_is_a_warning(configured):
     assert warmup_warning(config, 2) is None
     expected = "rises for 1 updates and the run has 1, so it never reaches its value: --warmup-steps"
     assert expected in warmup_warning(config, 1)
-    assert warmup_warning(configured("--warmup-steps", 0.5), 1) is None
+    share = configured("--warmup-steps", 0.4)
+    assert warmup_warning(share, 2) is None
+    assert expected in warmup_warning(share, 1), "a share is rounded up"
 
 
 def test_plan_of_ten_million_updates_takes_seconds(configured, capsys):

@@ -352,6 +352,13 @@ def test_missing_and_extra_optimizer_steps_fail(with_rollout, algorithm):
     assert not check.ok and "12 taken, 6 logged" in check.found
 
 
+def test_check_trains_the_policy_in_spite_of_a_critic_warm_up(with_rollout):
+    trainer, _, rollout = with_rollout("--critic-warmup", 1)
+    assert steps_are_as_planned(trainer, rollout).ok
+    weights = {id(weight) for weight in trainer.actor.policy.parameters()}
+    assert weights <= {id(weight) for weight in trainer.optimizer.optimizer.state}
+
+
 def test_memory_above_the_prediction_or_the_available_memory_fails(with_rollout, monkeypatch):
     trainer, components, rollout = with_rollout()
     steps_are_as_planned(trainer, rollout)

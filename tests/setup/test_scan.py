@@ -223,9 +223,38 @@ def test_resume_refuses_lost_or_changed_pass_rates(flags, tmp_path):
 
 
 def test_sampling_stops_when_the_run_has_enough_prompts(flags, tmp_path):
-    """One update of 8 prompts needs 8. Two updates can use 16; three passes over the prompts can use all of them."""
+    """One update of 8 prompts needs 8 of the 72."""
     train_ppo.main(flags("--keep-pass-rate", 0, 1, "--num-iterations", 1, "--scan-samples", 2))
     assert [row["kept"] for row in rates(tmp_path / "run")] == [True] * 8
+
+
+def test_checks_of_the_prompts_are_repeated_for_the_kept_ones(flags, tmp_path, capsys):
+    """With all prompts the run has more updates than --critic-warmup, with the kept ones it has not."""
+    words = flags("--keep-pass-rate", 0.2, 0.8, "--critic-warmup", 5, "--epochs", 1, "--scan-samples", 4)
+    at = words.index("--num-iterations")
+    del words[at : at + 2]
+    with pytest.raises(UserError, match=r"only the critic is trained in all \d updates of the run: --critic-warmup 5"):
+        train_ppo.main(words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_lost_topics_are_named(flags, capsys):
+    words = flags("--keep-pass-rate", 0.2, 0.8, "--steps-per-topic", 1, "--scan-samples", 4, "--epochs", 1)
+    at = words.index("--num-iterations")
+    del words[at : at + 2]
+    train_ppo.main(words)
+    assert "warning: no prompt of hard is kept, so these topics are not trained" in capsys.readouterr().out
+
+
+def test_reward_functions_see_the_first_update(configured):
+    seen = []
+
+    def score(completions, trainer_state, **_):
+        seen.append((trainer_state.global_step, trainer_state.max_steps))
+        return [float(i % 2) for i, _ in enumerate(completions)]
+
+    scan(configured("--num-iterations", 3), [f"question {i}?" for i in range(40)], rewards=[score])
+    assert set(seen) == {(0, 3)}
 
 
 def test_seeds_have_their_own_pass_rates(flags, tmp_path):

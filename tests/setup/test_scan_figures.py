@@ -84,11 +84,11 @@ def test_range_includes_its_ends():
 
 def test_cross_fitting_by_hand():
     """The first half of the first prompt has mean 0.5: its second half is returned. Both halves of the third prompt
-    are in the range. 3 of 6 halves."""
+    are in the range. The means of all samples are 0.25, 1 and 0.5: two of three prompts are kept."""
     rates = [[1.0, 0.0, 0.0, 0.0], [1.0] * 4, [0.0, 1.0, 1.0, 0.0]]
     scores = [[11, 12, 13, 14], [21, 22, 23, 24], [31, 32, 33, 34]]
-    assert cross_fitted(rates, scores, (0.2, 0.8)) == (0.5, [[13, 14], [33, 34], [31, 32]])
-    assert cross_fitted([[1.0, 0.0]], [[1, 0]], (0.2, 0.8)) == (0.0, []), "one score has no variance"
+    assert cross_fitted(rates, scores, (0.2, 0.8)) == (pytest.approx(2 / 3), [[13, 14], [33, 34], [31, 32]])
+    assert cross_fitted([[1.0, 0.0]], [[1, 0]], (0.2, 0.8)) == (1.0, []), "one score has no variance"
 
 
 def test_group_size_is_the_smallest_with_enough_differences():
@@ -112,6 +112,13 @@ def test_recommendation_with_a_filter_by_hand():
         "--keep-pass-rate 0.2 0.8: the learning signal of these prompts is 0.333, of all prompts 0.143; about 50% of "
         "the 100 training prompts stay",
     ]
+
+
+def test_k_above_half_of_the_samples_stays_with_a_filter():
+    """Half of 8 samples cannot show how often groups of 8 differ."""
+    prompts = [[1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0], NEVER] * 10
+    found = recommend(prompts, prompts, K=8, batch_size=16, available=1000)
+    assert (found.K, found.batch_size, found.keep_pass_rate) == (None, None, (0.2, 0.8))
 
 
 def test_filter_is_recommended_only_if_it_helps():

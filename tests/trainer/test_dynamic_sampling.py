@@ -197,6 +197,37 @@ def test_groups_that_stay_equal_are_kept_and_counted(build):
     assert float(recorder.batches[0].raw_advantages.abs().max()) == 0
 
 
+@pytest.mark.parametrize("algorithm", SCRIPTS)
+def test_advantages_of_an_equal_group_contain_only_the_kl(build, algorithm):
+    """The first update changes the policy. In the second one all scores are equal, and the KL is in the reward."""
+    recorder, calls = Recorder(), []
+
+    def score(completion_ids, **_):
+        calls.append(1)
+        return [float(sum(ids) % 7) if len(calls) == 1 else 1.0 for ids in completion_ids]
+
+    flags = ("--dynamic-sampling", 2, "--kl-schedule", "fixed", "--learning-rate", "1e-2")
+    for beta, largest in ((0.5, 0.0), (0.0, None)):
+        calls.clear()
+        trainer = build(*flags, "--kl-coef", beta, algorithm=algorithm, callbacks=[recorder],
+                        rewards=rewards_of(build, score))  # fmt: skip
+        trainer.update_step(1)
+        assert trainer.update_step(2)["rewards/equal_groups"] == 1
+        found = float(recorder.batches[-1].raw_advantages.abs().max())
+        assert found > largest if largest is not None else found == 0
+
+
+def test_groups_left_out_of_the_loss_are_replaced(build):
+    """All completions are truncated, and their scores differ: the groups teach nothing, and are drawn again."""
+    scores = rewards_of(build, lambda completion_ids, **_: [float(i) for i, _ in enumerate(completion_ids)])
+    flags = ("--dynamic-sampling", 2, "--max-new-tokens", 2)
+    trainer = build(*flags, "--mask-truncated-completions", algorithm="grpo", rewards=scores)
+    metrics = trainer.update_step(1)
+    assert metrics["completions/eos_rate"] == 0 and metrics["rewards/equal_groups"] == 0
+    assert metrics["rewards/resampled_groups"] == 2 * 2, "two groups, two draws"
+    assert build(*flags, algorithm="grpo", rewards=scores).update_step(1)["rewards/resampled_groups"] == 0
+
+
 def test_speed_counts_everything_that_was_sampled(build):
     trainer = build("--dynamic-sampling", 1, algorithm="grpo",
                     rewards=rewards_of(build, lambda completions, **_: [1.0] * len(completions)))  # fmt: skip

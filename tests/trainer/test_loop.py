@@ -24,6 +24,7 @@ from rlhf.rollout.logprobs import compute_logprobs_and_values
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.metrics import rollout_metrics
 from rlhf.trainer.scores import Scores
+from rlhf.trainer.state import load_trainer_state, save_trainer_state
 from rlhf.utils.errors import RunError, UserError
 from tests.conftest import attach, whole_gradient
 
@@ -262,6 +263,16 @@ def test_learning_rate_rises_in_the_warm_up(build, algorithm, flags, shares):
     trainer = build("--num-iterations", 4, "--learning-rate", "1e-3", *flags, algorithm=algorithm)
     rates = [trainer.update_step(update)["learning_rate"] for update in range(1, 5)]
     assert rates == pytest.approx([1e-3 * share for share in shares])
+
+
+def test_changed_weight_decay_of_a_resumed_run_acts(build, tmp_path):
+    first = build("--weight-decay", 0.1)
+    first.update_step(1)
+    first.evaluator.fix_text()
+    save_trainer_state(first, tmp_path)
+    resumed = build("--weight-decay", 0.5)
+    load_trainer_state(resumed, tmp_path)
+    assert {group["weight_decay"] for group in resumed.optimizer.param_groups} == {0.0, 0.5}
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])

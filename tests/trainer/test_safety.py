@@ -229,6 +229,7 @@ def test_three_skipped_updates_in_a_row_stop_the_run_and_can_be_replayed(
 @pytest.mark.parametrize("flags", [
     (), ("--use-lora",), ("--missing-eos-penalty", 2.5, "--normalize-scores"),
     ("--reward-func", "length_penalty", "--reward-weights", 1, 0.01),
+    ("--mask-truncated-completions", "--kl-placement", "loss", "--entropy-coef", 0.1),  # all are truncated
 ])  # fmt: skip
 def test_replay_reproduces_the_recorded_numbers(build, tmp_path, flags):
     """The first step of an update depends only on the weights, the batch and beta."""

@@ -47,6 +47,10 @@ def runs(folder: Path, start: str, reward: str, pairs: str) -> list[tuple[str, s
         for look, module in LOOKS.items():
             model = [*(["--model-path"] if look == "evaluate" else []), str(folder / name)]
             found.append((f"{look}_{name}", module, [*model, "--num-prompts", "3", "--output", str(folder / look)]))
+    for algorithm in GROUPS:
+        longer = ["--resume", "--resume-anyway", "--num-iterations", "3"]
+        run = str(folder / f"{algorithm}_8-bit-adam")
+        found.append((f"{algorithm}_resumed", f"train_{algorithm}", [*longer, "--output", run]))
     for algorithm, group in GROUPS.items():
         for number in (1, 2):
             name = f"{algorithm}_same_{number}"

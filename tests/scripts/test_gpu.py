@@ -127,6 +127,13 @@ def test_a_run_is_evaluated_on_the_gpu(gpu_runs, command, name):
 
 
 @pytest.mark.parametrize("algorithm", GROUPS)
+def test_the_state_of_8_bit_adam_is_resumed_on_the_gpu(gpu_runs, algorithm):
+    ended = result(gpu_runs, f"{algorithm}_resumed")
+    assert ended["status"] == 0, ended["output"]
+    assert "update 3/3" in ended["output"]
+
+
+@pytest.mark.parametrize("algorithm", GROUPS)
 def test_deterministic_runs_with_one_seed_are_bit_identical(gpu_runs, algorithm):
     """A nondeterministic operator stops the run, and the run prints its name."""
     names = [f"{algorithm}_same_{number}" for number in (1, 2)]

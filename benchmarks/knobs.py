@@ -30,6 +30,7 @@ FOR_ALL = {
     "warm-up 10%": "--warmup-steps 0.1",
     "weight decay 0.1": "--weight-decay 0.1",
     "8-bit Adam": "--optim adamw_8bit",
+    "keep pass rate 0.2 to 0.8": "--keep-pass-rate 0.2 0.8",
 }
 ONLY = {
     "ppo": {
@@ -39,7 +40,7 @@ ONLY = {
     },
     "grpo": {"dynamic sampling 2": "--dynamic-sampling 2"},
 }
-NEEDS_REWARD_MODEL = "critic from reward model"
+ONE_DEMO = {"critic from reward model": "demo", "keep pass rate 0.2 to 0.8": "demo-checker"}  # knob -> its demo
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -70,7 +71,7 @@ def knob_runs(recipe: str, algorithms: list[str], seeds: list[int], episodes: in
         DemoRun(algorithm, seed, name, (*words.split(), *length))
         for algorithm in algorithms
         for name, words in {NONE: "", **FOR_ALL, **ONLY[algorithm]}.items()
-        if not (recipe == "demo-checker" and name == NEEDS_REWARD_MODEL)
+        if ONE_DEMO.get(name, recipe) == recipe
         for seed in seeds
     ]
 

@@ -100,7 +100,7 @@ def results_of(config: Config, sampled: Sequence[Sampled], available: int, sampl
     topics: dict[str, list[Sampled]] = {}
     for one in complete:
         topics.setdefault(one.prompt.example.topic or "no topic", []).append(one)
-    parts = {name: part_of(config, rows, group) for name, rows in topics.items()} if len(topics) > 1 else {}
+    parts = {name: part_of(config, topics[name], group) for name in sorted(topics)} if len(topics) > 1 else {}
     overall, nothing = part_of(config, complete, group), None
     if overall.figures.signal == 0:
         nothing = why_nothing(config, complete)

@@ -10,11 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf.checkpoints.run_record import RunRecord
+from rlhf.checkpoints.run_record import RunRecord, differences
+from rlhf.config import parse_cli
+from rlhf.settings.fields import to_dict
+from rlhf.settings.training import Config
 from rlhf.utils.errors import RunError
 
 PROJECT = Path(__file__).resolve().parent.parent
 SEEDS = (42, 123, 777)
+NOT_COMPARED = ("kl_horizon", "output", "overwrite")
 
 
 @dataclass(frozen=True)
@@ -43,18 +47,27 @@ def run_all(runs: Sequence[DemoRun], recipe: str, root: Path, at_once: int, repo
 
 def _run(run: DemoRun, recipe: str, root: Path, report: Callable[[str], None]) -> None:
     folder = run.folder(root)
-    record = RunRecord.read(folder)
-    if record is not None and record.status == "finished":
-        return
     script = PROJECT / f"train_{run.algorithm}.py"
     words = ["--recipe", recipe, "--seed", str(run.seed), "--output", folder.resolve(), "--overwrite", *run.words]
+    words = list(map(str, words))
+    if _is_finished(folder, parse_cli(words, run.algorithm)):
+        return
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, script, *map(str, words)], cwd=root, env=environment, capture_output=True, text=True
-    )
+        [sys.executable, script, *words], cwd=root, env=environment, capture_output=True, text=True,
+        encoding="utf-8", errors="replace",
+    )  # fmt: skip
     if done.returncode != 0:
         raise RunError(f"{folder.name} failed: {done.stdout[-1500:]}{done.stderr[-1500:]}")
     report(f"finished: {folder.name}")
+
+
+def _is_finished(folder: Path, config: Config) -> bool:
+    """True if the folder has a finished run with these settings. The run sets its KL horizon itself."""
+    record = RunRecord.read(folder)
+    if record is None or record.status != "finished":
+        return False
+    return not differences(record.settings, to_dict(config), NOT_COMPARED)
 
 
 def figures(run: DemoRun, root: Path) -> dict:

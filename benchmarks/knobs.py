@@ -2,17 +2,21 @@
 
 python benchmarks/knobs.py --recipe demo-checker --folder knob_runs
 
-Every variant has the same number of episodes, those of dynamic sampling included. The change is paired over the
-evaluation prompts and seeds: the run with the knob minus the run without it.
+Every variant trains on the same number of episodes, those of dynamic sampling included. --keep-pass-rate samples more
+before the run. The change is that of the last evaluation's score, over seeds: the run with the knob minus the run
+without it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+
+import numpy as np
+from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds only the script's own folder
 
@@ -20,7 +24,7 @@ from benchmarks.demo_runs import SEEDS, DemoRun, figures, run_all
 from rlhf.settings.recipes import DEMOS
 from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.errors import run_command
-from rlhf.utils.intervals import Estimate, over_prompts
+from rlhf.utils.intervals import Estimate
 
 NONE = "no knob"
 FOR_ALL = {
@@ -39,6 +43,7 @@ ONLY = {
         "critic from reward model": "--critic reward-model",
     },
     "grpo": {"dynamic sampling 2": "--dynamic-sampling 2"},
+    "rloo": {"dynamic sampling 2": "--dynamic-sampling 2"},
 }
 ONE_DEMO = {"critic from reward model": "demo", "keep pass rate 0.2 to 0.8": "demo-checker"}  # knob -> its demo
 
@@ -57,7 +62,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--recipe", choices=DEMOS, default="demo-checker", help="the demo (demo-checker)")
     parser.add_argument("--folder", type=Path, default=Path("knob_runs"), help="folder of the runs (knob_runs)")
-    parser.add_argument("--algorithms", nargs="+", choices=list(ONLY), default=list(ONLY), help="default: all")
+    parser.add_argument("--algorithms", nargs="+", choices=list(ONLY), default=["ppo", "grpo"], help="ppo grpo")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="seeds (42 123 777)")
     parser.add_argument("--episodes", type=int, default=3200, help="length of each run (3200)")
     parser.add_argument("--at-once", type=int, default=2, help="runs at the same time, with one thread each (2)")
@@ -76,24 +81,16 @@ def knob_runs(recipe: str, algorithms: list[str], seeds: list[int], episodes: in
     ]
 
 
-def scores_after(run: DemoRun, root: Path) -> dict[str, float]:
-    """Return the score of each evaluation prompt (as JSON) at the end of a run."""
-    last = max((run.folder(root) / "samples").glob("update-*.jsonl"))
-    rows = map(json.loads, last.read_text(encoding="utf-8").splitlines())
-    return {json.dumps(row["prompt"]): row["score"] for row in rows}
+def change(with_knob: Sequence[float], without: Sequence[float]) -> Estimate:
+    """Return the mean change of a result by a knob over at least two seeds, with Student's 95% t interval over seeds.
 
-
-def change(runs: list[DemoRun], plain: list[DemoRun], root: Path) -> Estimate:
-    """Return the mean change of the last score by a knob, over prompts and seeds, with a 95% interval over prompts.
-
-    A prompt has one value, its mean change over the seeds, because the seeds share prompts.
+    Args:
+        with_knob: one result per seed.
+        without: the results of the same seeds without the knob.
     """
-    changes: dict[str, list[float]] = {}
-    for with_knob, without in zip(runs, plain, strict=True):
-        before, after = scores_after(without, root), scores_after(with_knob, root)
-        for prompt, score in after.items():
-            changes.setdefault(prompt, []).append(score - before[prompt])
-    return over_prompts([fmean(values) for values in changes.values()], seed=0)
+    changes = np.subtract(with_knob, without)
+    half = stats.t.ppf(0.975, len(changes) - 1) * stats.sem(changes)
+    return Estimate(changes.mean(), changes.mean() - half, changes.mean() + half)
 
 
 def show(runs: list[DemoRun], root: Path, screen: Screen) -> None:
@@ -105,7 +102,9 @@ def show(runs: list[DemoRun], root: Path, screen: Screen) -> None:
     for (algorithm, name), seeds in variants.items():
         found = [figures(run, root) for run in seeds]
         rises = [one["score_after"] - one["score_before"] for one in found]
-        against = "" if name == NONE else _difference(change(seeds, variants[algorithm, NONE], root))
+        after = [one["score_after"] for one in found]
+        plain = [figures(run, root)["score_after"] for run in variants[algorithm, NONE]]
+        against = "" if name == NONE else _difference(change(after, plain))
         rows.append(
             [algorithm.upper(), name, *(f"{rise:+.3f}" for rise in rises), f"{fmean(rises):+.3f}", against,
              f"{fmean(one['kl_after'] for one in found):.2f}"]

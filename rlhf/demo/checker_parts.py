@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 from filelock import FileLock
@@ -13,28 +14,36 @@ from rlhf.demo import checker_questions
 from rlhf.demo.checker_start_model import WEIGHTS
 from rlhf.models.save import WEIGHTS_FILE
 from rlhf.utils.console import Screen
-from rlhf.utils.files import write_json, write_text
+from rlhf.utils.files import atomic_write, write_json, write_text
 
 FOLDER = Path("demo_checker_parts")
 QUESTIONS_FILE = "questions.jsonl"
+STAMP_FILE = "stamp.json"
 PER_CELL = 190  # questions of each family and level
 SEED = 42  # of the questions, independent of the run's seed
 
 
 def prepare_checker(screen: Screen) -> None:
-    """Write `demo_checker_parts/` unless it exists. It is written again if the start model or the questions change."""
+    """Write `demo_checker_parts/` unless it is complete. It is written again if the start model or the questions
+    change."""
+    wanted = {"made_from": _fingerprint()}
+    if _is_complete(wanted):
+        return screen.say(f"demo-checker: start model and questions are in {FOLDER}")
     FOLDER.mkdir(exist_ok=True)
     with FileLock(FOLDER / ".lock"):  # runs may start at the same time
-        stamp, stamp_file = {"made_from": _fingerprint()}, FOLDER / "stamp.json"
-        if _is_complete(stamp_file, stamp):
-            return screen.say(f"demo-checker: start model and questions are in {FOLDER}")
-        stamp_file.unlink(missing_ok=True)
-        shutil.copytree(WEIGHTS, FOLDER / "start_model", dirs_exist_ok=True)
-        rows = question_rows()
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        write_text(FOLDER / QUESTIONS_FILE, text)
-        write_json(stamp_file, stamp)
-        screen.say(f"demo-checker: wrote the start model and {len(rows):,} questions to {FOLDER}")
+        if not _is_complete(wanted):
+            _write(wanted, screen)
+
+
+def _write(stamp: dict[str, str], screen: Screen) -> None:
+    """Write all parts, each file in one step, because a run may be reading the old one. The stamp comes last."""
+    (FOLDER / STAMP_FILE).unlink(missing_ok=True)
+    for file in WEIGHTS.iterdir():
+        atomic_write(FOLDER / "start_model" / file.name, partial(shutil.copyfile, file))
+    rows = question_rows()
+    write_text(FOLDER / QUESTIONS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
+    write_json(FOLDER / STAMP_FILE, stamp)
+    screen.say(f"demo-checker: wrote the start model and {len(rows):,} questions to {FOLDER}")
 
 
 def question_rows() -> list[dict[str, str]]:
@@ -45,10 +54,11 @@ def question_rows() -> list[dict[str, str]]:
     ]
 
 
-def _is_complete(stamp_file: Path, stamp: dict) -> bool:
-    files = (FOLDER / QUESTIONS_FILE, FOLDER / "start_model" / WEIGHTS_FILE)
+def _is_complete(stamp: dict[str, str]) -> bool:
+    files = (QUESTIONS_FILE, *(f"start_model/{file.name}" for file in WEIGHTS.iterdir()))
     try:
-        return json.loads(stamp_file.read_text(encoding="utf-8")) == stamp and all(file.is_file() for file in files)
+        written = json.loads((FOLDER / STAMP_FILE).read_text(encoding="utf-8"))
+        return written == stamp and all((FOLDER / file).stat().st_size for file in files)
     except (OSError, ValueError):
         return False
 

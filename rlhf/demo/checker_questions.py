@@ -41,7 +41,7 @@ class Question:
 
     @property
     def key(self) -> str:
-        """The material without its order. Two questions with different keys share no material."""
+        """The family and the material without its order: the letters, and the target of `remove` and `after`."""
         return f"{self.family} {' '.join(sorted(self.given))}"
 
 
@@ -112,7 +112,7 @@ CELLS = tuple(itertools.product(FAMILIES, LEVELS))
 
 
 def split_of(question: Question) -> str:
-    """Return 'corpus' or 'prompts'. Depends on the material without its order, so the splits share no material."""
+    """Return 'corpus' or 'prompts'. Depends on the key, so a reordered question is in the same split."""
     return SPLITS[crc32(question.key.encode()) % 2]
 
 
@@ -125,9 +125,10 @@ def ask(family: str, level: int, rng: random.Random, split: str) -> Question:
 
 
 def questions(per_cell: int, seed: int) -> list[Question]:
-    """Return shuffled questions of the split 'prompts', `per_cell` of each cell, no two with the same material.
+    """Return shuffled questions of the split 'prompts', `per_cell` of each cell, no two with the same key.
 
-    Therefore no evaluation question can be answered from what a training question contains, however they are split.
+    Therefore no evaluation question can be answered from a training question, however they are split. Raises
+    ValueError if a cell has too few questions.
     """
     rng, keys, found = random.Random(f"checker questions {seed}"), set(), []
     for family, level in CELLS:
@@ -138,12 +139,16 @@ def questions(per_cell: int, seed: int) -> list[Question]:
 
 
 def _new_questions(family: str, level: int, rng: random.Random, keys: set[str]) -> Iterator[Question]:
-    """Yield questions whose material is not in `keys`, and add it."""
+    """Yield questions whose key is not in `keys`, and add it."""
     while True:
-        question = ask(family, level, rng, "prompts")
-        if question.key not in keys:
-            keys.add(question.key)
-            yield question
+        for _ in range(1000):
+            question = ask(family, level, rng, "prompts")
+            if question.key not in keys:
+                break
+        else:
+            raise ValueError(f"{family} {level} has too few distinct questions")
+        keys.add(question.key)
+        yield question
 
 
 def unreliable_answer(question: Question, share: float, rng: random.Random) -> str:

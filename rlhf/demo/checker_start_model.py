@@ -1,7 +1,7 @@
 """The start model of demo-checker: a small Llama that can answer the questions, but often makes a mistake.
 
-It is first trained on right answers, then on a mixture in which many answers are wrong: more in some families than in
-others, more at higher levels, and nearly all at the highest level. Nothing in it was trained by RL. The weights are
+It is first trained on right answers, then on a mixture with many wrong answers: more in some families than in others,
+more at higher levels, and nearly all at the highest level. Nothing in it was trained by RL. The weights are
 shipped in `checker_weights/`. Rebuild them with
 
     python -m rlhf.demo.checker_start_model --rebuild

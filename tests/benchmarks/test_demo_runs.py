@@ -1,18 +1,20 @@
-"""Tests of the benchmarks that train the demos: the commands are valid, and changes are paired by prompt."""
+"""Tests of the benchmarks that train the demos: the commands are valid, and old results are not mixed with new."""
 
 from __future__ import annotations
 
-import json
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import demo_runs
 from benchmarks.demo_checker import CONTROL, NORMAL, checker_runs
-from benchmarks.demo_runs import SEEDS, DemoRun
+from benchmarks.demo_runs import SEEDS, DemoRun, run_all
 from benchmarks.knobs import FOR_ALL, NONE, ONLY, change, knob_runs
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import parse_cli
 from rlhf.settings.recipes import DEMOS
 from rlhf.settings.training import Config
+from tests.records import record_of
 
 
 @pytest.mark.parametrize("recipe", DEMOS)
@@ -38,16 +40,22 @@ def test_every_algorithm_and_seed_has_a_control():
         assert config_of(run, "demo-checker").reward.eval_func == ("exact_match",)
 
 
-def test_change_by_a_knob_is_paired_by_prompt(tmp_path):
-    """Prompt a changes by +1 and 0 in the two seeds, prompt b by 0 and 0: means 0.5 and 0, so 0.25."""
-    plain, knob = ([DemoRun("ppo", seed, name, ()) for seed in (1, 2)] for name in (NONE, "x"))
-    scores = {NONE: [{"a": 0, "b": 1}, {"b": 0, "a": 0}], "x": [{"b": 1, "a": 1}, {"a": 0, "b": 0}]}
-    for runs in (plain, knob):
-        for run, found in zip(runs, scores[runs[0].name], strict=True):
-            folder = run.folder(tmp_path) / "samples"
-            folder.mkdir(parents=True)
-            (folder / "update-000000.jsonl").write_text("")
-            rows = [{"prompt": prompt, "score": score} for prompt, score in found.items()]
-            (folder / "update-000025.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = change(knob, plain, tmp_path)
-    assert found.value == 0.25 and found.low < 0.25 < found.high
+def test_change_by_a_knob_by_hand():
+    """Changes of 1, 2 and 3 in three seeds: mean 2, standard error 1 / sqrt(3), t = 4.303 (2 degrees of freedom)."""
+    found = change([2.0, 4.0, 3.0], [1.0, 2.0, 0.0])
+    assert (found.value, found.low, found.high) == pytest.approx((2.0, 2 - 2.484, 2 + 2.484), abs=1e-3)
+
+
+def test_finished_runs_are_kept_only_with_the_same_settings(tmp_path, monkeypatch):
+    """A run of other settings in the same folder is trained again, and not shown as a result of these."""
+    started = []
+    done = SimpleNamespace(returncode=0)
+    monkeypatch.setattr(demo_runs.subprocess, "run", lambda words, **_: started.append(words) or done)
+    short, long = (DemoRun("ppo", 42, "x", ("--episodes", episodes)) for episodes in ("640", "1280"))
+    folder = short.folder(tmp_path)
+    folder.mkdir()
+    record_of(config_of(short, "demo-checker")).write(folder)
+    run_all([short], "demo-checker", tmp_path, 1, print)
+    assert started == []
+    run_all([long], "demo-checker", tmp_path, 1, print)
+    assert len(started) == 1 and "1280" in started[0]

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 ROOT = Path(__file__).parents[2]
 SKIP = shutil.ignore_patterns(
-    ".git", ".venv", "*_output*", "demo_parts", "__pycache__", ".pytest_cache", ".ruff_cache", "build"
+    ".git", ".venv", "*_output*", "*_parts", "*_runs", "__pycache__", ".pytest_cache", ".ruff_cache", "build"
 )
 
 

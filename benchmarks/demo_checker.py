@@ -86,7 +86,7 @@ def show(runs: list[DemoRun], root: Path, screen: Screen) -> None:
 def draw(runs: list[DemoRun], root: Path, file: Path) -> None:
     """Draw the reward during training, and the exact match of each family and level before and after."""
     with style():
-        figure = new_figure(11, 5.6)
+        figure = new_figure(11, 6)
         left, right = figure.subplots(1, 2, width_ratios=[6, 5])
         draw_curves(left, runs, root)
         draw_cells(right, [run for run in runs if run.name == NORMAL], root)
@@ -131,7 +131,7 @@ def draw_cells(axes, runs: list[DemoRun], root: Path) -> None:
     axes.set_yticks(rows, topics)
     axes.set(xlabel="exact match on held-out questions", xlim=(-0.02, 1.02))
     axes.set_title("By family and level (mean of the seeds)")
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.1), ncols=4, columnspacing=1, handletextpad=0.1)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import random
 import shutil
 import time
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -27,8 +28,9 @@ from rlhf.data.examples import Example, load_examples
 from rlhf.data.splits import split_examples
 from rlhf.demo import checker_parts, checker_start_model
 from rlhf.demo.checker_questions import CELLS, FAMILIES, LEVELS, Question, ask, questions, split_of, unreliable_answer
-from rlhf.demo.checker_start_model import WEIGHTS, corpus, right_share
+from rlhf.demo.checker_start_model import PRETRAINING, WEIGHTS, corpus, right_share
 from rlhf.demo.pairs import sample_answers
+from rlhf.demo.pretraining import rebuild_command
 from rlhf.models.load import load_tokenizer
 from rlhf.rewards.eval_functions import exact_match
 from rlhf.settings.types import Split
@@ -211,6 +213,17 @@ def test_shipped_start_model_is_small_and_ends_its_answers():
     texts = [example_of(family, level).text for family, level in CELLS for _ in range(5)]
     answers = sample_answers(model, load_tokenizer(str(WEIGHTS)), texts, 1, torch.device("cpu"))
     assert fmean(ended for _, ended in answers) >= 0.95
+
+
+def test_rebuild_command_trains_and_saves_a_start_model(tmp_path, capsys):
+    """Two steps; the tokenizer is that of the shipped model."""
+    few = replace(PRETRAINING, steps=2)
+    rebuild_command(few, WEIGHTS, "rlhf.demo.checker_start_model", ["--rebuild", "--folder", str(tmp_path)])
+    assert f"rebuilt {tmp_path}" in capsys.readouterr().out
+    shipped = AutoModelForCausalLM.from_pretrained(WEIGHTS)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() == shipped.num_parameters()
+    for file in ("tokenizer.json", "config.json", "chat_template.jinja"):
+        assert (tmp_path / file).read_bytes() == (WEIGHTS / file).read_bytes(), file
 
 
 @pytest.mark.proof

@@ -123,8 +123,8 @@ def check_kept(config: Config, train: Sequence[Prompt], kept: Sequence[Prompt], 
     any kept prompt."""
     check_warmup(config, kept)
     check_topics(config, kept, screen)
-    lost = PromptSampler(config, train).topics[:]
-    lost = [shorten(topic) for topic in lost if topic not in PromptSampler(config, kept).topics]
+    there, before = PromptSampler(config, kept).topics, PromptSampler(config, train).topics
+    lost = [shorten(topic) for topic in before if topic not in there]
     if lost:
         screen.say(
             f"warning: no prompt of {', '.join(lost)} is kept, so these topics are not trained: --keep-pass-rate. Use "

@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from rlhf.settings.training import SamplingSettings
 
 SAMPLING = SamplingSettings(max_new_tokens=32, temperature=1.0)
 CLEAR_DIFFERENCE = 0.25  # minimum difference in gold quality between chosen and rejected
+PER_REPORT = 4  # completions sampled between two progress lines, per slot
 MISMATCHED_SHARE = 0.15  # of the pairs; their rejected completion is a good answer to another question
 
 
@@ -66,27 +68,46 @@ def mismatched_pairs(good: list[tuple[str, str]], count: int, rng: random.Random
     return rows
 
 
-def sample_answers(model, tokenizer, asked: list[str], seed: int, device: torch.device) -> list[tuple[str, bool]]:
-    """Sample one completion per question at temperature 1: (text, ended). Batches questions of similar length."""
+def sample_answers(
+    model,
+    tokenizer,
+    asked: list[str],
+    repeats: int,
+    seed: int,
+    device: torch.device,
+    report: Callable[[int, int], None],
+) -> list[tuple[str, bool]]:
+    """Sample `repeats` completions per question at temperature 1: (text, ended), one question after another.
+
+    Samples questions of similar length together. `report` receives the numbers of completions sampled and wanted.
+    """
     examples = [Example(messages=({"role": "user", "content": question},)) for question in asked]
-    prompts, _ = encode_prompts(tokenizer, examples, longest=model.config.max_position_embeddings)
+    encoded, _ = encode_prompts(tokenizer, examples, longest=model.config.max_position_embeddings)
+    prompts = [prompt for prompt in encoded for _ in range(repeats)]
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
     answers: list[tuple[str, bool]] = [("", False)] * len(prompts)
-    size = budget_of(device).demo_batch_size
-    for start in range(0, len(order), size):
-        rows = order[start : start + size]
+    slots = budget_of(device).demo_slots
+    for start in range(0, len(order), PER_REPORT * slots):
+        rows = order[start : start + PER_REPORT * slots]
         noise = uniform_noise(seed, 0, "demo pairs", rows, SAMPLING.max_new_tokens)
         tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
         completions = sample_completions(
-            model, [prompts[row] for row in rows], noise, SAMPLING, **tokens, device=device
+            model, [prompts[row] for row in rows], noise, SAMPLING, **tokens, device=device, slots=slots
         )
         for row, text, ended in zip(rows, completions.texts(tokenizer), completions.ended.tolist(), strict=True):
             answers[row] = (text, ended)
+        report(start + len(rows), len(order))
     return answers
 
 
 def make_pairs(
-    model, tokenizer, asked: list[str], samples_per_question: int, seed: int, device: torch.device
+    model,
+    tokenizer,
+    asked: list[str],
+    samples_per_question: int,
+    seed: int,
+    device: torch.device,
+    report: Callable[[int, int], None] = lambda done, wanted: None,
 ) -> list[dict]:
     """Return shuffled preference pairs: the model's completions ranked by gold quality, and mismatched ones.
 
@@ -101,9 +122,9 @@ def make_pairs(
         samples_per_question: completions sampled per question.
         seed: seed of sampling, mismatching and shuffling.
         device: the model's device.
+        report: as in `sample_answers`.
     """
-    repeated = [question for question in asked for _ in range(samples_per_question)]
-    completions = sample_answers(model, tokenizer, repeated, seed, device)
+    completions = sample_answers(model, tokenizer, asked, samples_per_question, seed, device, report)
     seen, rows, good = Counter(), [], []
     for index, question in enumerate(asked):
         own = completions[index * samples_per_question : (index + 1) * samples_per_question]

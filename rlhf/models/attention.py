@@ -120,6 +120,13 @@ class Layout(ABC):
         A query attends to at most `window` - 1 earlier positions; None: no limit.
         """
 
+    @abstractmethod
+    def attend_row(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, kernel: Kernel) -> Tensor:
+        """The same for queries of N tokens, (N, heads, D). Returns their output (N, heads, D).
+
+        Key and value are those of the row, (N, KV heads, D), or while decoding those of the cache.
+        """
+
 
 @dataclass
 class Segment:
@@ -159,7 +166,10 @@ class PackedLayout(Layout):
     inverse_index: Tensor | None  # (N,) index of each token among the segments' queries; None: in order
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, kernel: Kernel) -> Tensor:
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, D)
+        rows = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        return self.attend_row(*rows, window, kernel).unsqueeze(0)
+
+    def attend_row(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, kernel: Kernel) -> Tensor:
         parts = []
         for segment in self.segments:
             rows, queries, keys = segment.shape
@@ -173,7 +183,7 @@ class PackedLayout(Layout):
             )
             parts.append(given.transpose(1, 2).flatten(0, 1))  # (R * Q, heads, D)
         packed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return (packed if self.inverse_index is None else packed.index_select(0, self.inverse_index)).unsqueeze(0)
+        return packed if self.inverse_index is None else packed.index_select(0, self.inverse_index)
 
 
 def _gather(row: Tensor, gather_index: Tensor | None, episodes: int, tokens: int) -> Tensor:

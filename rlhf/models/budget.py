@@ -30,8 +30,8 @@ class Budget:
     scoring_batch_size: int
     # completions that evaluate_generations.py samples and evaluates together; limits its masks of allowed tokens
     generation_batch_size: int
-    # completions sampled together for the demo's preference pairs: many, because its model is tiny
-    demo_batch_size: int
+    # completions sampled at a time for the demo's preference pairs: many, because its model is tiny
+    demo_slots: int
 
 
 BUDGETS = {
@@ -43,7 +43,7 @@ BUDGETS = {
         eval_batch_size=32,
         scoring_batch_size=32,
         generation_batch_size=64,
-        demo_batch_size=256,
+        demo_slots=256,
     ),
     "cuda": Budget(
         tokens_per_micro_batch=16_384,
@@ -53,7 +53,7 @@ BUDGETS = {
         eval_batch_size=32,
         scoring_batch_size=32,
         generation_batch_size=64,
-        demo_batch_size=256,
+        demo_slots=256,
     ),
 }
 

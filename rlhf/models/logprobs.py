@@ -40,7 +40,7 @@ def _softcap(policy: PreTrainedModel | PeftModel) -> float | None:
 
 def upcast(values: Tensor) -> Tensor:
     """Return half precisions as float32; float32 and float64 unchanged."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
+    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
 
 
 def token_logprobs(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlhf.models import llama
 from rlhf.models.attention import Layout, PackedLayout, Segment, use_packed_attention
 
 
@@ -97,6 +98,8 @@ class PackedMicroBatch(MicroBatch):
 
 def run_packed(backbone: nn.Module, ids: Tensor, positions: Tensor, layout: Layout, cache=None) -> Tensor:
     """Returns the hidden states (N, H) of a packed row with ids and positions (1, N)."""
+    if llama.supports(backbone):
+        return llama.forward(backbone, ids[0], positions[0], layout, cache)
     use_packed_attention(backbone)
     # with a mask of four dimensions, models do not build one themselves
     full_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)

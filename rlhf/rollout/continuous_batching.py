@@ -5,14 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf.data.prompts import Prompt
-from rlhf.models.logprobs import backbone_of, scaled_logits
-from rlhf.models.packing import run_packed
-from rlhf.rollout.kv_cache import DecodeLayout, SlotKVCache, pack_prompts
+from rlhf.models.logprobs import backbone_of
+from rlhf.models.packing import on_device, run_packed
+from rlhf.rollout.decoder import make_decoder
+from rlhf.rollout.kv_cache import SlotKVCache, pack_prompts
 from rlhf.rollout.sampling import sample_tokens
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import RLHFWarning
@@ -42,17 +44,20 @@ class ContinuousBatcher:
         self.policy, self.prompts, self.sampling, self.eos = policy, prompts, sampling, eos
         self.device, self.length, self.graph = uniform.device, sampling.max_new_tokens, graph
         self.waiting = list(range(len(prompts)))[::-1]
-        size, longest = slots, max(len(p.ids) for p in prompts)
-        columns = longest + self.length
-        self.cache = SlotKVCache(size, -(-columns // KV_BLOCK) * KV_BLOCK)
-        self.idle_row = len(prompts)
+        columns = max(len(p.ids) for p in prompts) + self.length
+        self.cache = SlotKVCache(slots, -(-columns // KV_BLOCK) * KV_BLOCK)
+        self.decoder = make_decoder(policy, slots, self.cache.columns)
         self.uniform = torch.cat([uniform, uniform[:1]])  # (B + 1, T)
         self.completions = torch.full((len(prompts) + 1, self.length), eos, device=self.device)
-        self.allowed_tokens = None
-        self.token, self.at, self.step = (torch.zeros(size, dtype=torch.long, device=self.device) for _ in range(3))
-        self.row = torch.full((size,), self.idle_row, device=self.device)
-        self.used = [0] * size  # upper bound of the filled columns per slot; Python ints, to avoid synchronizations
-        self.captured: torch.cuda.CUDAGraph | None = None
+        self.allowed_tokens: Tensor | None = None  # (B + 1, T, ceil(V / 8))
+        self.idle = len(prompts) * self.length  # place of the idle row's first token
+        # of each slot: its last token, the cache's next column, the place of its next token in the flat (B + 1, T)
+        # tensors, and the place of the last token that its completion may have
+        self.token, self.at, self.place = (torch.zeros(slots, dtype=torch.long, device=self.device) for _ in range(3))
+        self.place += self.idle
+        self.last = self.place + self.length - 1
+        self.used = [0] * slots  # upper bound of the filled columns per slot; Python ints, to avoid synchronizations
+        self.captured: dict[int, torch.cuda.CUDAGraph] = {}  # by the number of columns that are attended to
 
     def run(self) -> tuple[Tensor, Tensor | None]:
         """Return completion ids (B, T) and the bit-packed masks of allowed tokens. Ignore both after the first EOS."""
@@ -62,11 +67,12 @@ class ContinuousBatcher:
             if self.waiting and len(free) >= min(len(self.waiting), -(-len(self.used) // 4)):
                 self.prefill(free)
             elif not self.waiting and len(free) >= len(self.used) / (2 if self.graph else 4):
-                self.compact([s for s in range(len(self.used)) if s not in set(free)])
+                self.compact(sorted(set(range(len(self.used))) - set(free)))
             for _ in range(steps):
                 self.decode()
-            free = [s for s, row in enumerate(self.row.tolist()) if row == self.idle_row]
-            self.used = [0 if s in set(free) else used for s, used in enumerate(self.used)]
+            free = [slot for slot, place in enumerate(self.place.tolist()) if place >= self.idle]
+            for slot in free:
+                self.used[slot] = 0
         return self.completions[:-1], None if self.allowed_tokens is None else self.allowed_tokens[:-1]
 
     def prefill(self, free: list[int]) -> None:
@@ -77,9 +83,8 @@ class ContinuousBatcher:
         packed = pack_prompts([self.prompts[r].ids for r in taken], slots, self.device)
         self.cache.begin_prefill(packed.slots, packed.columns, packed.gather_index)
         hidden = run_packed(backbone_of(self.policy), packed.ids, packed.positions, packed.layout, self.cache)
-        into = torch.tensor(slots, device=self.device)
-        self.row[into] = torch.tensor(taken, device=self.device)
-        self.step[into] = 0
+        into, places = on_device(self.device, np.array(slots)), on_device(self.device, np.array(taken) * self.length)
+        self.place[into], self.last[into] = places, places + self.length - 1
         self.at[into] = packed.lengths
         for slot, row in zip(slots, taken, strict=True):
             self.used[slot] = len(self.prompts[row].ids)
@@ -88,62 +93,69 @@ class ContinuousBatcher:
     def decode(self) -> None:
         """Sample one token for every slot."""
         self.used = [used + 1 for used in self.used]
+        needed = min(-(-max(self.used) // KV_BLOCK) * KV_BLOCK, self.cache.columns)
         if self.graph:
-            self._replay()
+            self._replay(graph_span(needed, self.cache.columns))
         else:
-            self._decode(min(-(-max(self.used) // KV_BLOCK) * KV_BLOCK, self.cache.columns))
+            self._decode(needed)
 
     def _decode(self, span: int) -> None:
-        self.cache.begin_decode(self.at, span)
-        output = backbone_of(self.policy)(
-            input_ids=self.token.unsqueeze(1),
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device),
-            position_ids=self.at.unsqueeze(1),
-            past_key_values=self.cache,
-            use_cache=True,
-            layout=DecodeLayout(self.at, span),
-        )
+        hidden = self.decoder.hidden(self.token, self.at, span, self.cache)
         self.at.add_(1).clamp_(max=self.cache.columns - 1)
-        self.sample_next(output.last_hidden_state[:, 0], slice(None))
+        self.sample_next(hidden, None)
 
-    def sample_next(self, hidden: Tensor, slots: Tensor | slice) -> None:
-        """Sample the next token of some slots from their hidden states (n, H)."""
-        row, step = self.row[slots], self.step[slots]
-        logits = scaled_logits(self.policy, hidden, self.sampling.temperature)
-        token, allowed = sample_tokens(logits, self.uniform[row, step], self.sampling)
+    def sample_next(self, hidden: Tensor, slots: Tensor | None) -> None:
+        """Sample the next token of some slots (None: all) from their hidden states (n, H)."""
+        place, last = (self.place, self.last) if slots is None else (self.place[slots], self.last[slots])
+        logits = self.decoder.logits(hidden, self.sampling.temperature)
+        token, allowed = sample_tokens(logits, self.uniform.take(place), self.sampling)
         if allowed is not None:
             if self.allowed_tokens is None:
-                self.allowed_tokens = allowed.new_zeros(len(self.completions), self.length, allowed.shape[-1])
-            self.allowed_tokens[row, step] = allowed
-        self.completions[row, step] = token
-        over = (token == self.eos) | (step + 1 >= self.length)
-        self.token[slots] = token
-        self.step[slots] = (step + 1).clamp(max=self.length - 1)
-        self.row[slots] = torch.where(over, self.idle_row, row)
+                self.allowed_tokens = allowed.new_zeros(*self.completions.shape, allowed.shape[-1])
+            self.allowed_tokens.view(-1, allowed.shape[-1]).index_copy_(0, place, allowed)
+        self.completions.view(-1).scatter_(0, place, token)
+        over = (token == self.eos).logical_or_(place == last)
+        following = (place + 1).masked_fill_(over, self.idle)
+        if slots is None:
+            self.token.copy_(token)
+            self.place.copy_(following)
+            self.last.masked_fill_(over, self.idle + self.length - 1)
+        else:
+            self.token[slots], self.place[slots] = token, following
+            self.last[slots] = last.masked_fill_(over, self.idle + self.length - 1)
 
     def compact(self, live: list[int]) -> None:
         """Keep only the slots in `live`. Called when no prompt is waiting."""
         if not live:
             return
-        kept = torch.tensor(live, device=self.device)
-        self.token, self.at, self.step, self.row = (x[kept] for x in (self.token, self.at, self.step, self.row))
+        kept = on_device(self.device, np.array(live))
+        self.token, self.at, self.place, self.last = (x[kept] for x in (self.token, self.at, self.place, self.last))
         self.used = [self.used[s] for s in live]
         self.cache.compact(kept)
-        self.captured = None
+        self.captured.clear()
 
-    def _replay(self) -> None:
-        """Run the decoding step as a CUDA graph, which is captured again after the number of slots changes."""
-        if self.captured is None:
-            self._decode(self.cache.columns)  # a warm-up selects kernels and allocates memory before the capture
-            captured = torch.cuda.CUDAGraph()
-            try:
-                with torch.cuda.graph(captured):
-                    self._decode(self.cache.columns)
-            except RuntimeError as error:  # the model synchronizes with the GPU, or the driver has no CUDA graphs
-                reason = str(error).splitlines()[0]
-                warnings.warn(f"no CUDA graph ({reason}): decoding continues without one", RLHFWarning, stacklevel=2)
-                self.graph = False
-                return
-            self.captured = captured  # the capture itself runs nothing; the warm-up was this step
-        else:
-            self.captured.replay()
+    def _replay(self, span: int) -> None:
+        """Run the decoding step over `span` columns as a CUDA graph. It is captured at its first use, and again after
+        the number of slots changes."""
+        if span in self.captured:
+            return self.captured[span].replay()
+        self._decode(span)  # a warm-up selects kernels and allocates memory before the capture; it is this step
+        captured = torch.cuda.CUDAGraph()
+        pool = next((other.pool() for other in self.captured.values()), None)  # one pool of memory for all graphs
+        try:
+            with torch.cuda.graph(captured, pool=pool):
+                self._decode(span)
+        except RuntimeError as error:  # the model synchronizes with the GPU, or the driver has no CUDA graphs
+            reason = str(error).splitlines()[0]
+            warnings.warn(f"no CUDA graph ({reason}): decoding continues without one", RLHFWarning, stacklevel=2)
+            self.graph = False
+            return None
+        self.captured[span] = captured  # the capture itself runs nothing
+        return None
+
+
+def graph_span(needed: int, columns: int) -> int:
+    """Return how many columns a captured step attends to: `needed`, rounded up to a quarter, half or three quarters of
+    all `columns`, or to all. More sizes would need more captures than they save."""
+    quarter = -(-columns // 4)
+    return min(-(-needed // quarter) * quarter, columns)

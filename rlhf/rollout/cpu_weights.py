@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear, silu
 
 from rlhf.models.logprobs import forward_dtype
 
@@ -47,6 +48,49 @@ _MKLDNN = torch.ops.mkldnn  # the operators that torch.compile uses for oneDNN
 
 
 def _prepacked_forward(layer: nn.Linear, dtype: torch.dtype, rows: int) -> Callable[[Tensor], Tensor]:
-    weight = _MKLDNN._reorder_linear_weight(layer.weight.detach().to(dtype), rows)
-    bias = None if layer.bias is None else layer.bias.detach().to(dtype)
-    return lambda states: _MKLDNN._linear_pointwise(states.to(dtype), weight, bias, "none", [], "")
+    product = BlockedProduct(layer.weight.detach().to(dtype), None if layer.bias is None else layer.bias.detach(), rows)
+    return lambda states: product(states.to(dtype))
+
+
+class Product:
+    """A copied linear layer for decoding, alone or with what comes before or after it in a transformer layer."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self.weight, self.bias = weight, None if bias is None else bias.to(weight.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x W^T + b, (S, out), of x (S, in)."""
+        return linear(x, self.weight, self.bias)
+
+    def silu(self, x: Tensor) -> Tensor:
+        """Return silu(x W^T + b)."""
+        return silu(self(x), inplace=True)
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        """Return (x W^T + b) * factor."""
+        return self(x).mul_(factor)
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return x W^T + b + residual."""
+        return residual + self(x)
+
+
+class BlockedProduct(Product):
+    """The same with oneDNN, in one operator each. The weight is in oneDNN's blocked layout for `rows` rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, rows: int):
+        super().__init__(_MKLDNN._reorder_linear_weight(weight, rows), None if bias is None else bias.to(weight.dtype))
+
+    def __call__(self, x: Tensor, activation: str = "none") -> Tensor:
+        return _MKLDNN._linear_pointwise(x, self.weight, self.bias, activation, [], "")
+
+    def silu(self, x: Tensor) -> Tensor:
+        return self(x, "swish")
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        return _MKLDNN._linear_pointwise(x, factor, self.weight, self.bias, "mul")
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        if residual.dtype != x.dtype:  # under autocast the residual stream is float32
+            return residual + self(x)
+        return _MKLDNN._linear_pointwise(x, residual, self.weight, self.bias, "add")

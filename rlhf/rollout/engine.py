@@ -12,6 +12,7 @@ numbers. rlhf/rollout/vllm.py is another engine, with separate random numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from rlhf.models.logprobs import backbone_of, base_of, scaled_logits
 from rlhf.rollout.completions import Completions, pad_prompts
 from rlhf.rollout.continuous_batching import EOS_CHECK_EVERY, ContinuousBatcher
 from rlhf.rollout.cpu_weights import prepacked_weights
+from rlhf.rollout.decoder import can_fuse
 from rlhf.rollout.sampling import sample_tokens
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import UserError
@@ -62,7 +64,7 @@ def sample_completions(
         completion_ids, allowed_tokens = _plain(policy, prompts, uniform, sampling, eos, pad)
     else:
         size = min(slots or budget_of(device).rollout_slots, len(prompts))
-        with prepacked_weights(base_of(policy), size, device):
+        with nullcontext() if can_fuse(policy) else prepacked_weights(base_of(policy), size, device):
             completion_ids, allowed_tokens = ContinuousBatcher(
                 policy, prompts, uniform, sampling, eos, size, engine == "graph"
             ).run()

@@ -18,12 +18,12 @@ class SlotKVCache:
     """Keys and values of all layers, with one slot per completion and one column per token.
 
     It replaces the cache of transformers: a layer passes its new keys and values to `update`, which returns the keys
-    and values to attend to.
+    and values to attend to. The layers of rlhf.models.llama call `store`, whose shapes are those of a packed row.
     """
 
     def __init__(self, slots: int, columns: int):
         self.slots, self.columns = slots, columns
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys, values (S, KV heads, columns, D)
+        self.layers: dict[int, Tensor] = {}  # keys and values, (2, S, KV heads, columns, D)
         self.prefill_index: tuple[Tensor, Tensor, Tensor] | None = None
 
     def begin_prefill(self, slots: Tensor, columns: Tensor, gather_index: Tensor) -> None:
@@ -36,21 +36,32 @@ class SlotKVCache:
         self.every = torch.arange(self.slots, device=at.device)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
+        """Store keys and values in the shapes of transformers: (1, KV heads, N, D), or to decode (S, KV heads, 1, D).
+        Returns what to attend to."""
+        both = torch.stack([keys, values], 1)
+        if self.prefill_index is not None:
+            self.store(both[0].movedim(2, 0), layer)
+            return keys, values
+        return self.store(both[:, :, :, 0], layer)
+
+    def store(self, new: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Store keys and values (N, 2, KV heads, D) of a packed row or of one token per slot.
+
+        Returns those to attend to: after a prefill the new ones, (N, KV heads, D) each, otherwise those of the first
+        `span` columns, (S, KV heads, span, D) each.
+        """
         if layer not in self.layers:
             # keys are float32 after the rotary embedding; they are rounded once here, instead of at every step
-            self.layers[layer] = tuple(
-                x.new_zeros(self.slots, x.shape[1], self.columns, x.shape[3], dtype=forward_dtype(x))
-                for x in (keys, values)
-            )
+            shape = 2, self.slots, new.shape[2], self.columns, new.shape[3]
+            self.layers[layer] = new.new_zeros(shape, dtype=forward_dtype(new))
         stored = self.layers[layer]
         if self.prefill_index is not None:
             slots, columns, gather_index = self.prefill_index
-            for store, new in zip(stored, (keys, values), strict=True):
-                store[slots, :, columns] = new[0].transpose(0, 1).index_select(0, gather_index).to(store.dtype)
-            return keys, values
-        for store, new in zip(stored, (keys, values), strict=True):
-            store[self.every, :, self.at] = new[:, :, 0].to(store.dtype)
-        return stored[0][:, :, : self.span], stored[1][:, :, : self.span]
+            stored[:, slots, :, columns] = new.index_select(0, gather_index).to(stored.dtype)
+            return new[:, 0], new[:, 1]
+        stored[:, self.every, :, self.at] = new.to(stored.dtype)
+        keys, values = stored[:, :, :, : self.span].unbind()
+        return keys, values
 
     def get_seq_length(self, *_) -> int:
         """Required by transformers. The result is unused, because positions are given."""
@@ -59,28 +70,35 @@ class SlotKVCache:
     def compact(self, slots: Tensor) -> None:
         """Keep only these slots."""
         self.slots = len(slots)
-        self.layers = {layer: (keys[slots], values[slots]) for layer, (keys, values) in self.layers.items()}
+        self.layers = {layer: stored[:, slots] for layer, stored in self.layers.items()}
 
 
 class DecodeLayout(Layout):
     """One query per slot, which attends to the columns up to its own."""
 
-    def __init__(self, at: Tensor, span: int):
-        self.at, self.span = at.view(-1, 1, 1, 1), span
-        self.masks: dict[int | None, Tensor] = {}
+    def __init__(self, at: Tensor, span: int, columns: Tensor | None = None):
+        """`columns` (at least span,) are the numbers from 0; None: they are made for each mask."""
+        self.at, self.span, self.columns = at.view(-1, 1, 1, 1), span, columns
+        self.masks: dict[tuple, Tensor] = {}
 
-    def mask(self, window: int | None) -> Tensor:
-        if window not in self.masks:
-            columns = torch.arange(self.span, device=self.at.device)
-            seen = columns <= self.at
-            self.masks[window] = seen if window is None else seen & (columns > self.at - window)
-        return self.masks[window]
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Return what is added to attention scores, (S, 1, 1, span): 0, or minus infinity for columns not seen."""
+        if (window, dtype) not in self.masks:
+            columns = self.columns if self.columns is not None else torch.arange(self.span, device=self.at.device)
+            unseen = columns[: self.span] > self.at
+            if window is not None:
+                unseen = unseen | (columns[: self.span] <= self.at - window)
+            zeros = torch.zeros(unseen.shape, dtype=dtype, device=unseen.device)
+            self.masks[window, dtype] = zeros.masked_fill_(unseen, -torch.inf)
+        return self.masks[window, dtype]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, kernel: Kernel) -> Tensor:
+        return self.attend_row(query[:, :, 0], key, value, window, kernel).unsqueeze(1)
+
+    def attend_row(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, kernel: Kernel) -> Tensor:
         """Treats the query heads of one key head as several queries, so that the keys need not be repeated."""
-        slots, heads, _, size = query.shape
-        grouped = query.view(slots, key.shape[1], heads // key.shape[1], size)
-        return kernel.as_given(grouped, key, value, self.mask(window), False).reshape(slots, 1, heads, value.shape[3])
+        grouped = query.unflatten(1, (key.shape[1], -1)).to(key.dtype)
+        return kernel.as_given(grouped, key, value, self.mask(window, key.dtype), False).flatten(1, 2)
 
 
 @dataclass(frozen=True)

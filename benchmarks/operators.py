@@ -1,0 +1,127 @@
+"""Counts the operators that torch runs per decoding step, per micro-batch and per optimizer step.
+
+python benchmarks/operators.py --algorithm ppo --size tiny
+
+On a GPU a small model waits for the launch of each operator, so the counts are the time. A dispatch mode counts the
+operators below autograd. Views (reshape, transpose, slice) run no kernel and are counted separately. An operator on a
+list of tensors (`_foreach_...`, `_fused_...`) counts once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds only the script's own folder
+
+from benchmarks.work import Work, add_flags, add_update_flags, choose_device, make_models, parse_update, work_of
+from rlhf.utils.errors import run_command
+from rlhf.utils.files import write_json
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Count the operators of the parts of an update.")
+    add_flags(parser)
+    add_update_flags(parser, ppo_epochs=1)
+    parser.add_argument("--operators", action="store_true", help="also list the operators of each part")
+    arguments = parse_update(parser, argv)
+    device = choose_device(arguments.device)
+    from rlhf.utils.console import Screen, quiet_libraries
+
+    quiet_libraries()
+    screen = Screen()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        work = work_of(arguments, folder=folder, device=device, updates=2)
+        make_models(work)
+        counts = count(work)
+    show(counts, work, screen, arguments.operators)
+    if arguments.json:
+        write_json(arguments.json, {"settings": work.settings, "counts": summary(counts)})
+
+
+def counting(counter: Counter):
+    """Return a context manager that counts each operator in `counter`, by name."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            kind = "view" if operator.is_view or "detach" in str(operator) else "operator"
+            counter[kind, str(operator)] += 1
+            return operator(*args, **(kwargs or {}))
+
+    return Counting()
+
+
+def count(work: Work) -> dict[str, Counter]:
+    """Return the operators of each part of one update, after a warm-up update."""
+    from benchmarks import ours
+
+    trainer = ours.build(work)
+    trainer.update_step(1)  # allocates the optimizer's state
+    parts = {"decoding step": Counter(), "micro-batch": Counter(), "optimizer step": Counter(), "whole update": Counter()}
+    calls = Counter()
+    with counted_parts(trainer, parts, calls), counting(parts["whole update"]):
+        trainer.update_step(2)
+    for name, made in calls.items():
+        parts[name] = Counter({key: total / made for key, total in parts[name].items()})
+    return parts
+
+
+@contextmanager
+def counted_parts(trainer: Any, parts: dict[str, Counter], calls: Counter):
+    """Count the operators of all decoding steps, micro-batches and optimizer steps, and the number of each."""
+    from rlhf.rollout.continuous_batching import ContinuousBatcher
+    from rlhf.trainer.optimize import PolicyOptimizer
+
+    places = [
+        (ContinuousBatcher, "decode", "decoding step"),
+        (PolicyOptimizer, "gradients", "micro-batch"),
+        (PolicyOptimizer, "step", "optimizer step"),
+    ]
+    originals = [getattr(owner, method) for owner, method, _ in places]
+
+    def wrapped(original, name):
+        def call(*args, **kwargs):
+            calls[name] += 1
+            with counting(parts[name]):
+                return original(*args, **kwargs)
+
+        return call
+
+    try:
+        for (owner, method, name), original in zip(places, originals, strict=True):
+            setattr(owner, method, wrapped(original, name))
+        yield
+    finally:
+        for (owner, method, _), original in zip(places, originals, strict=True):
+            setattr(owner, method, original)
+
+
+def summary(counts: dict[str, Counter]) -> dict[str, dict[str, float]]:
+    """Return the number of operators and of views of each part. An optimizer step excludes its micro-batches."""
+    found = {
+        name: {kind: sum(n for (k, _), n in counter.items() if k == kind) for kind in ("operator", "view")}
+        for name, counter in counts.items()
+    }
+    return found
+
+
+def show(counts: dict[str, Counter], work: Work, screen, all_operators: bool) -> None:
+    """Print the table, and with `all_operators` each operator."""
+    title = f"{work.algorithm.upper()}, {work.size}, {work.device}, {work.dtype}"
+    rows = [[name, f"{n['operator']:.0f}", f"{n['view']:.0f}"] for name, n in summary(counts).items()]
+    screen.table(title, ["", "operators", "views"], rows, lines=False)
+    if all_operators:
+        for name, counter in counts.items():
+            screen.say(name)
+            for (kind, operator), n in counter.most_common(60):
+                screen.say(f"  {n:8.1f} {kind:8} {operator}")
+
+
+if __name__ == "__main__":
+    run_command(main)

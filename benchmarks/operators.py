@@ -63,7 +63,12 @@ def count(work: Work) -> dict[str, Counter]:
 
     trainer = ours.build(work)
     trainer.update_step(1)  # allocates the optimizer's state
-    parts = {"decoding step": Counter(), "micro-batch": Counter(), "optimizer step": Counter(), "whole update": Counter()}
+    parts = {
+        "decoding step": Counter(),
+        "micro-batch": Counter(),
+        "optimizer step": Counter(),
+        "whole update": Counter(),
+    }
     calls = Counter()
     with counted_parts(trainer, parts, calls), counting(parts["whole update"]):
         trainer.update_step(2)

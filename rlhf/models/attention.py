@@ -80,8 +80,8 @@ class Kernel:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """Computes attention in the shape of `query`, in float32 under autocast on a CPU.
 
-        Query (R, heads, Q, D), key and value (R, KV heads, K, D), mask (R or 1, 1, Q, K) bool. `causal` adds the
-        causal mask, if `mask` is None.
+        Query (R, heads, Q, D), key and value (R, KV heads, K, D), mask (R or 1, 1, Q, K) bool, or floats that are added
+        to the scores. `causal` adds the causal mask, if `mask` is None.
         """
         if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
             # half the time of torch's bfloat16 kernel for CPUs, forward and backward (docs/decisions/performance.md)
@@ -105,7 +105,9 @@ class Kernel:
         scores = torch.tanh(scores / self.softcap) * self.softcap
         if causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if mask is not None:
+        if mask is not None and mask.is_floating_point():
+            scores = scores + mask
+        elif mask is not None:
             scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         return scores.softmax(-1).to(value.dtype) @ value
 

@@ -22,7 +22,7 @@ class Budget:
     logits_per_chunk: int
     # of these, logits converted to float32 together: as many as fit a CPU's caches; on a GPU the whole chunk
     floats_per_chunk: int
-    # completions sampled at a time, if --rollout-slots is 0. More are faster on a GPU; 32 keep a CPU busy
+    # completions sampled at a time, if --rollout-slots is 0. More are faster, but take memory
     rollout_slots: int
     # prompts sampled together in an evaluation or a calibration, and texts in one forward pass of the perplexity
     eval_batch_size: int
@@ -39,7 +39,7 @@ BUDGETS = {
         tokens_per_micro_batch=1_024,
         logits_per_chunk=2**25,
         floats_per_chunk=2**20,
-        rollout_slots=32,
+        rollout_slots=64,
         eval_batch_size=32,
         scoring_batch_size=32,
         generation_batch_size=64,

@@ -3,11 +3,11 @@
 It computes the same as the model in transformers, up to rounding, and saves less for the backward pass. A small model on
 a GPU waits for the launch of each operator, and on a CPU for the overhead of each call, so fewer operators are faster:
 
-- Norm, rotary embedding and SwiGLU each have one autograd node with a hand-written gradient.
-- q, k and v read one input, and so do gate and up. The gradients with respect to it are summed by the matrix products.
-- The activations of SwiGLU are computed again in the backward pass instead of being saved.
+- The norm with q, k and v, the rotary embedding, and the norm with the feed-forward part are one autograd node each,
+  with a hand-written gradient. The matrix products sum the gradients of all readers of a tensor.
+- Norms and SwiGLU are computed again in the backward pass instead of being saved.
 
-Linear layers with adapters or 4-bit weights are called as modules. `self_test.check_forward_matches` compares this
+Linear layers with a bias, adapters or 4-bit weights are called as modules. `self_test.check_forward_matches` compares this
 forward pass with the model's own when a model is loaded.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import linear, silu
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -64,24 +64,50 @@ def _layer(
     layer: nn.Module, hidden: Tensor, turns: tuple[Tensor, Tensor], layout: Layout, store: Callable | None
 ) -> Tensor:
     """Returns the hidden states (N, H) after one transformer layer."""
-    attention, mlp, dtype = layer.self_attn, layer.mlp, forward_dtype(hidden)
-    row = norm(layer.input_layernorm, hidden, dtype)
-    query, key, value = products(row, attention.q_proj, attention.k_proj, attention.v_proj)
-    query, key, value = (x.unflatten(-1, (-1, attention.head_dim)) for x in (query, key, value))  # (N, heads, D)
-    if hasattr(attention, "q_norm"):  # Qwen 3 normalizes each head
-        query, key = norm(attention.q_norm, query), norm(attention.k_norm, key)
-    query, key = turn(query, *turns), turn(key, *turns)
+    attention = layer.self_attn
+    query, key, value = attention_input(layer, hidden, turns)
     if store is not None:
         key, value = store(torch.stack([key, value], 1))
     attended = layout.attend_row(query, key, value, window_of(attention), Kernel(attention.scaling, None))
-    hidden = hidden + attention.o_proj(attended.flatten(1))
-    gate, up = products(norm(layer.post_attention_layernorm, hidden, dtype), mlp.gate_proj, mlp.up_proj)
-    return hidden + swiglu_down(gate, up, mlp.down_proj)
+    return feed_forward(layer, hidden + attention.o_proj(attended.flatten(1)))
 
 
 def window_of(attention: nn.Module) -> int | None:
     """Returns the sliding window of an attention layer; None: it attends to all earlier tokens."""
     return getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+
+
+def all_plain(*layers: nn.Module) -> bool:
+    """True if these are linear layers without bias, adapters, quantization or replaced forward pass."""
+    return all(type(layer) is nn.Linear and layer.bias is None and "forward" not in vars(layer) for layer in layers)
+
+
+def attention_input(layer: nn.Module, hidden: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns query (N, heads, D), key and value (N, KV heads, D) for the hidden states (N, H) of a layer's input."""
+    attention, size = layer.self_attn, layer.self_attn.head_dim
+    layers = attention.q_proj, attention.k_proj, attention.v_proj
+    if torch.is_grad_enabled() and all_plain(*layers):
+        gain = layer.input_layernorm
+        found = _NormedProducts.apply(hidden, gain.weight, gain.variance_epsilon, *(one.weight for one in layers))
+    else:
+        row = norm(layer.input_layernorm, hidden, forward_dtype(hidden))
+        found = [one(row) for one in layers]
+    query, key, value = (x.unflatten(-1, (-1, size)) for x in found)
+    if hasattr(attention, "q_norm"):  # Qwen 3 normalizes each head
+        query, key = norm(attention.q_norm, query), norm(attention.k_norm, key)
+    return turn(query, *turns), turn(key, *turns), value
+
+
+def feed_forward(layer: nn.Module, hidden: Tensor) -> Tensor:
+    """Returns hidden + down(silu(gate) * up), (N, H), in which gate and up are products with the normalized hidden
+    states (N, H). Shazeer 2020, arXiv 2002.05202, eq. 6."""
+    mlp, gain = layer.mlp, layer.post_attention_layernorm
+    layers = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    if torch.is_grad_enabled() and all_plain(*layers):
+        return _FeedForward.apply(hidden, gain.weight, gain.variance_epsilon, *(one.weight for one in layers))
+    row = norm(gain, hidden, forward_dtype(hidden))
+    gate, up = mlp.gate_proj(row), mlp.up_proj(row)
+    return hidden + mlp.down_proj(_SwiGLU.apply(gate, up) if torch.is_grad_enabled() else silu(gate).mul_(up))
 
 
 # --- norm ------------------------------------------------------------------------------------------------------------
@@ -92,41 +118,47 @@ def norm(module: nn.Module, hidden: Tensor, dtype: torch.dtype | None = None) ->
 
     Zhang and Sennrich 2019, arXiv 1910.07467, eq. 4. It is computed in float32 or float64.
     """
-    hidden, weight, eps = upcast(hidden), upcast(module.weight), module.variance_epsilon
-    if hidden.is_cuda:
-        with torch.autocast("cuda", enabled=False):
-            normed = rms_norm(hidden, weight.shape, weight, eps)  # one kernel
-        return normed if dtype is None else normed.to(dtype)
-    if not torch.is_grad_enabled():
-        return _normed(hidden, weight, eps)[0].to(dtype or hidden.dtype)
-    return _RMSNorm.apply(hidden, weight, eps, dtype or hidden.dtype)
+    hidden, gain, eps, dtype = upcast(hidden), upcast(module.weight), module.variance_epsilon, dtype or hidden.dtype
+    if torch.is_grad_enabled():
+        return _Norm.apply(hidden, gain, eps, dtype)
+    return _normed(hidden, gain, eps)[0].to(dtype)
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    # y = g x / r with r = sqrt(mean x^2 + eps); also returns 1 / r
+def _normed(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns y = gain * x / r with r = sqrt(mean x^2 + eps), (..., H), and 1 / r, (..., 1)."""
+    if x.is_cuda:
+        return torch.ops.aten._fused_rms_norm(x, gain.shape, gain, eps)  # one kernel
     inverse = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (x * inverse).mul_(weight), inverse
+    return (x * inverse).mul_(gain), inverse
 
 
-class _RMSNorm(torch.autograd.Function):
+def _norm_gradients(
+    by_output: Tensor, x: Tensor, gain: Tensor, inverse: Tensor, gain_trained: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradients with respect to x and the gain, of that with respect to the norm's output."""
+    if x.is_cuda:
+        return torch.ops.aten._fused_rms_norm_backward(by_output, x, gain.shape, inverse, gain, [True, gain_trained])
+    normed = x * inverse
+    products = by_output * normed
+    # dL/dx = (gain dL/dy - x/r mean(dL/dy gain x/r)) / r
+    means = (products @ gain).unsqueeze(-1)
+    by_x = torch.addcmul(by_output * gain, normed, means, value=-1 / x.shape[-1]).mul_(inverse)
+    return by_x, products.flatten(0, -2).sum(0) if gain_trained else None
+
+
+class _Norm(torch.autograd.Function):
     """The norm with its gradient. Saves x and 1 / r."""
 
     @staticmethod
-    def forward(ctx, x, weight, eps, dtype):
-        normed, inverse = _normed(x, weight, eps)
-        ctx.save_for_backward(x, weight, inverse)
+    def forward(ctx, x, gain, eps, dtype):
+        normed, inverse = _normed(x, gain, eps)
+        ctx.save_for_backward(x, gain, inverse)
         return normed.to(dtype)
 
     @staticmethod
     def backward(ctx, by_output):
-        x, weight, inverse = ctx.saved_tensors
-        by_output, normed = by_output.to(x.dtype), x * inverse
-        products = by_output * normed
-        by_weight = products.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        # dL/dx = (g dL/dy - y/g mean(dL/dy y)) / r
-        means = (products @ weight).unsqueeze(-1)
-        by_x = torch.addcmul(by_output * weight, normed, means, value=-1 / x.shape[-1]).mul_(inverse)
-        return by_x, by_weight, None, None
+        x, gain, inverse = ctx.saved_tensors
+        return *_norm_gradients(by_output.to(x.dtype), x, gain, inverse, ctx.needs_input_grad[1]), None, None
 
 
 # --- rotary embedding ------------------------------------------------------------------------------------------------
@@ -169,56 +201,69 @@ class _Turn(torch.autograd.Function):
         return swapped.addcmul_(by_output, cos).to(ctx.dtype), None, None
 
 
-# --- linear layers ---------------------------------------------------------------------------------------------------
+# --- linear layers whose weights are all trained -----------------------------------------------------------------------
 
 
-def is_plain(layer: nn.Module) -> bool:
-    """True for a linear layer without bias, adapters, quantization or hooks."""
-    return type(layer) is nn.Linear and layer.bias is None and "forward" not in vars(layer)
+def _by_row(by_outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Returns the gradient with respect to a row (N, H) that several matrices multiply."""
+    (first, *others) = zip(by_outputs, weights, strict=True)
+    total = first[0] @ first[1]
+    for by_output, weight in others:
+        total.addmm_(by_output, weight)
+    return total
 
 
-def products(row: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
-    """Returns the outputs of several linear layers with the same input (N, H)."""
-    if torch.is_grad_enabled() and all(map(is_plain, layers)):
-        return _Products.apply(row, *(layer.weight for layer in layers))
-    return [layer(row) for layer in layers]
-
-
-class _Products(torch.autograd.Function):
-    """Several matrix products with one input. Saves the input once."""
+class _NormedProducts(torch.autograd.Function):
+    """Products of the normalized hidden states with several matrices. Saves the hidden states and 1 / r."""
 
     @staticmethod
-    def forward(ctx, row, *weights):
-        dtype = forward_dtype(row)
-        row, used = row.to(dtype), [w.to(dtype) for w in weights]
-        ctx.save_for_backward(row if any(ctx.needs_input_grad[1:]) else None, *used)
-        ctx.dtypes = [w.dtype for w in weights]
-        return tuple(linear(row, w) for w in used)
+    def forward(ctx, hidden, gain, eps, *weights):
+        row, inverse = _normed(hidden, gain, eps)
+        ctx.dtype, ctx.eps = forward_dtype(hidden), eps
+        ctx.save_for_backward(hidden, gain, inverse, *weights)
+        row = row.to(ctx.dtype)
+        return tuple(linear(row, weight.to(ctx.dtype)) for weight in weights)
 
     @staticmethod
     def backward(ctx, *by_outputs):
-        row, *weights = ctx.saved_tensors
-        by_row, (first, *others) = None, zip(by_outputs, weights, strict=True)
-        if ctx.needs_input_grad[0]:
-            by_row = first[0] @ first[1]
-            for by_output, weight in others:
-                by_row.addmm_(by_output, weight)
-        by_weights = [
-            (by_output.t() @ row).to(dtype) if needed else None
-            for by_output, needed, dtype in zip(by_outputs, ctx.needs_input_grad[1:], ctx.dtypes, strict=True)
-        ]
-        return by_row, *by_weights
+        hidden, gain, inverse, *weights = ctx.saved_tensors
+        row = (hidden * inverse).mul_(gain).to(ctx.dtype)
+        by_row = _by_row(by_outputs, [w.to(ctx.dtype) for w in weights]).to(hidden.dtype)
+        by_weights = [(b.t() @ row).to(w.dtype) for b, w in zip(by_outputs, weights, strict=True)]
+        return *_norm_gradients(by_row, hidden, gain, inverse, True), None, *by_weights
 
 
-def swiglu_down(gate: Tensor, up: Tensor, down: nn.Module) -> Tensor:
-    """Returns down(silu(gate) * up), (N, H), of gate and up (N, I). Shazeer 2020, arXiv 2002.05202, eq. 6."""
-    if torch.is_grad_enabled() and is_plain(down):
-        return _SwiGLUDown.apply(gate, up, down.weight)
-    return down(_SwiGLU.apply(gate, up) if torch.is_grad_enabled() else silu(gate).mul_(up))
+class _FeedForward(torch.autograd.Function):
+    """The second half of a layer. Saves its input, 1 / r, gate and up."""
+
+    @staticmethod
+    def forward(ctx, hidden, gain, eps, gate_weight, up_weight, down_weight):
+        row, inverse = _normed(hidden, gain, eps)
+        ctx.dtype = forward_dtype(hidden)
+        row = row.to(ctx.dtype)
+        gate, up = linear(row, gate_weight.to(ctx.dtype)), linear(row, up_weight.to(ctx.dtype))
+        ctx.save_for_backward(hidden, gain, inverse, gate, up, gate_weight, up_weight, down_weight)
+        return hidden + linear(silu(gate).mul_(up), down_weight.to(ctx.dtype))
+
+    @staticmethod
+    def backward(ctx, by_output):
+        hidden, gain, inverse, gate, up, *weights = ctx.saved_tensors
+        gate_weight, up_weight, down_weight = (w.to(ctx.dtype) for w in weights)
+        by_down, active = by_output.to(ctx.dtype), silu(gate)
+        by_down_weight = by_down.t() @ (active * up)
+        by_inner = by_down @ down_weight
+        by_up = active.mul_(by_inner)
+        by_gate = torch.ops.aten.silu_backward(by_inner.mul_(up), gate)
+        row = (hidden * inverse).mul_(gain).to(ctx.dtype)
+        by_row = _by_row((by_gate, by_up), (gate_weight, up_weight)).to(hidden.dtype)
+        by_hidden, by_gain = _norm_gradients(by_row, hidden, gain, inverse, True)
+        found = by_gate.t() @ row, by_up.t() @ row, by_down_weight
+        by_weights = [b.to(w.dtype) for b, w in zip(found, weights, strict=True)]
+        return by_hidden.add_(by_output), by_gain, None, *by_weights
 
 
 class _SwiGLU(torch.autograd.Function):
-    """h = silu(gate) * up. Saves gate and up."""
+    """silu(gate) * up. Saves gate and up."""
 
     @staticmethod
     def forward(ctx, gate, up):
@@ -228,28 +273,4 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, by_inner):
         gate, up = ctx.saved_tensors
-        return _by_gate(by_inner * up, gate), by_inner * silu(gate)
-
-
-class _SwiGLUDown(torch.autograd.Function):
-    """The product with the last matrix, too. Saves gate and up, and computes its input again."""
-
-    @staticmethod
-    def forward(ctx, gate, up, weight):
-        dtype = forward_dtype(gate)
-        ctx.dtype, used = weight.dtype, weight.to(dtype)
-        ctx.save_for_backward(gate, up, used)
-        return linear(silu(gate).mul_(up), used)
-
-    @staticmethod
-    def backward(ctx, by_output):
-        gate, up, weight = ctx.saved_tensors
-        active, by_inner, by_weight = silu(gate), by_output @ weight, None
-        if ctx.needs_input_grad[2]:
-            by_weight = (by_output.t() @ (active * up)).to(ctx.dtype)
-        by_up = active.mul_(by_inner)
-        return _by_gate(by_inner.mul_(up), gate), by_up, by_weight
-
-
-def _by_gate(by_active: Tensor, gate: Tensor) -> Tensor:
-    return torch.ops.aten.silu_backward(by_active, gate)
+        return torch.ops.aten.silu_backward(by_inner * up, gate), by_inner * silu(gate)

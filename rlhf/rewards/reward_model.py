@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from os.path import commonprefix
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import encode_completion, encode_prompt
+from rlhf.models import llama
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
 from rlhf.models.load import (
@@ -27,11 +31,14 @@ from rlhf.models.load import (
     load_tokenizer,
     readable,
 )
+from rlhf.models.packing import PackedMicroBatch, on_device
 from rlhf.models.reference import release_mmap, store_frozen_weights
-from rlhf.rollout.completions import padded
+from rlhf.models.reward_critic import backbone_of_classifier, score_head
+from rlhf.rollout.completions import padded, token_batch
 from rlhf.utils.errors import RunError, UserError
 
 METRICS_FILE = "metrics.json"
+KEPT_PROMPTS = 10_000  # whose ids a reward model keeps
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,36 @@ def right_padded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and attention mask, both (B, T) int64, padded on the right."""
     return padded(sequences, pad, device), padded([[1] * len(s) for s in sequences], 0, device)
+
+
+def _key(messages: Sequence[dict[str, str]]) -> tuple:
+    return tuple(tuple(m.items()) for m in messages)
+
+
+def can_pack(classifier: PreTrainedModel) -> bool:
+    """True if `packed_logits` computes the same as this classifier: one linear layer on the last token's state."""
+    return score_head(classifier) is not None and llama.supports(backbone_of_classifier(classifier))
+
+
+def packed_logits(
+    classifier: PreTrainedModel, rows: Sequence[Sequence[int]], groups: Sequence[int], pad: int, device: torch.device
+) -> torch.Tensor:
+    """Return the logits (R, 1) of id sequences, computed in one packed row.
+
+    Sequences with the same number in `groups` share their first ids, which are computed once.
+    """
+    members: dict[int, list[int]] = {}
+    for at, group in enumerate(groups):
+        members.setdefault(group, []).append(at)
+    shared = {group: max(1, len(commonprefix([rows[at] for at in ats]))) for group, ats in members.items()}
+    prompts = [list(row[: shared[group]]) for row, group in zip(rows, groups, strict=True)]
+    # a packed row leaves out the last token of each completion, here the pad token
+    completions = [[*row[shared[group] :], pad] for row, group in zip(rows, groups, strict=True)]
+    batch = token_batch(prompts, completions, pad, device)
+    batch.groups = list(groups)
+    micro_batch = PackedMicroBatch(batch, range(len(rows)))
+    last = on_device(device, np.cumsum([len(c) for c in completions]) - 1)
+    return score_head(classifier)(micro_batch.forward(backbone_of_classifier(classifier)).index_select(0, last))
 
 
 class RewardModel:
@@ -67,6 +104,8 @@ class RewardModel:
         release_mmap(self.model)
         self.context = context_of(self.model.config)  # tokens; None: no limit
         self.calibration = Calibration(**(record or {}).get("calibration", {}).get("scale", {}))
+        # training scores the same prompts in many updates
+        self._prompt_ids = lru_cache(KEPT_PROMPTS)(lambda key: tuple(encode_prompt(tokenizer, [dict(m) for m in key])))
 
     @classmethod
     def load(cls, name: str, device: torch.device, dtype: torch.dtype | None, flag: str = "--rm-model") -> RewardModel:
@@ -96,11 +135,13 @@ class RewardModel:
 
     def encode(self, messages: Sequence[dict[str, str]], completion: str, ended: bool = True) -> list[int]:
         """Return the ids of a prompt with its completion, rendered as in training."""
-        return encode_prompt(self.tokenizer, messages) + encode_completion(self.tokenizer, completion, ended)
+        return [*self._prompt_ids(_key(messages)), *encode_completion(self.tokenizer, completion, ended)]
 
     @torch.no_grad()
-    def raw_scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+    def raw_scores(self, sequences: Sequence[Sequence[int]], groups: Sequence[Hashable] | None = None) -> list[float]:
         """Return uncalibrated scores of id sequences, in the given order. Batches by length; padding changes no score.
+
+        Sequences of one group share a prompt, which is then computed once; None: no two do.
 
         Raises RunError if a sequence exceeds the model's context: its score would be wrong, or the GPU would fail.
         """
@@ -111,24 +152,36 @@ class RewardModel:
                 f"model's context of {self.context} tokens (longest: {max(too_long)}): scoring. Use a smaller "
                 "--prompt-length or --max-new-tokens, or a reward model with a larger context"
             )
-        scores = [0.0] * len(sequences)
-        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+        scores, groups = [0.0] * len(sequences), range(len(sequences)) if groups is None else groups
+        longest: dict[Hashable, int] = {}
+        for group, sequence in zip(groups, sequences, strict=True):
+            longest[group] = max(len(sequence), longest.get(group, 0))
+        numbers = {group: number for number, group in enumerate(longest)}
+        order = sorted(range(len(sequences)), key=lambda i: (longest[groups[i]], numbers[groups[i]]))
         size = budget_of(self.device).scoring_batch_size
         for start in range(0, len(order), size):
             rows = order[start : start + size]
-            ids, attention = right_padded([sequences[i] for i in rows], self.model.config.pad_token_id, self.device)
             with autocast(self.device, self.dtype):
-                logits = self.model(input_ids=ids, attention_mask=attention).logits
+                logits = self._logits([sequences[i] for i in rows], [numbers[groups[i]] for i in rows])
             for i, value in zip(rows, logits[:, 0].float().tolist(), strict=True):
                 scores[i] = value
         return scores
+
+    def _logits(self, rows: Sequence[Sequence[int]], groups: Sequence[int]) -> torch.Tensor:
+        """Return the outputs of the score head for id sequences, (R, 1)."""
+        pad = self.model.config.pad_token_id
+        if can_pack(self.model):
+            return packed_logits(self.model, rows, groups, pad, self.device)
+        ids, attention = right_padded(rows, pad, self.device)
+        return self.model(input_ids=ids, attention_mask=attention).logits
 
     def score(
         self, messages: Sequence[Sequence[dict[str, str]]], completions: Sequence[str], ended: Sequence[bool]
     ) -> list[float]:
         """Return calibrated scores, one per completion. On the start model's completions: about mean 0, variance 1."""
         sequences = [self.encode(m, r, e) for m, r, e in zip(messages, completions, ended, strict=True)]
-        return [(raw - self.calibration.mean) / self.calibration.std for raw in self.raw_scores(sequences)]
+        raw = self.raw_scores(sequences, [_key(m) for m in messages])
+        return [(score - self.calibration.mean) / self.calibration.std for score in raw]
 
 
 def read_record(folder: Path) -> dict | None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification, TrainerCallback, set_seed
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, TrainerCallback, set_seed
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig, RewardTrainer
 
@@ -45,7 +48,7 @@ from rlhf.models.save import bad_weights
 from rlhf.rewards.calibration import calibration_completions, evaluate_and_calibrate
 from rlhf.rewards.checks import check_reward_context, weakness
 from rlhf.rewards.pair_accuracy import pair_ids, pair_length
-from rlhf.rewards.reward_model import METRICS_FILE, RewardModel, read_record
+from rlhf.rewards.reward_model import METRICS_FILE, RewardModel, can_pack, packed_logits, read_record
 from rlhf.settings.fields import to_dict
 from rlhf.settings.reward_model import RewardModelConfig, RewardTrainingSettings
 from rlhf.settings.training import Config
@@ -162,12 +165,33 @@ class _Progress(TrainerCallback):
         self.screen.progress(f"trained for {state.global_step} steps", last=True)
 
 
+class _PackedTrainer(RewardTrainer):
+    """RewardTrainer without padding: the prompt of a pair is computed once, for both completions."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        classifier = self.accelerator.unwrap_model(model)
+        if can_pack(classifier):
+            model = partial(_packed_outputs, classifier)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def _packed_outputs(
+    classifier: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, **_
+) -> SequenceClassifierOutputWithPast:
+    """Return the logits of TRL's batch: the chosen sides of all pairs, then the rejected ones, padded on the right."""
+    lengths, pairs = attention_mask.sum(1).tolist(), len(input_ids) // 2
+    rows = [ids[:length] for ids, length in zip(input_ids.tolist(), lengths, strict=True)]
+    groups = [*range(pairs), *range(pairs)]
+    logits = packed_logits(classifier, rows, groups, classifier.config.pad_token_id, input_ids.device)
+    return SequenceClassifierOutputWithPast(logits=logits)
+
+
 def run_training(model: RewardModel, pairs: Sequence[Example], config: RewardModelConfig, screen: Screen) -> None:
     """Train in place with the Bradley-Terry loss -log sigmoid(chosen - rejected)."""
     settings = config.training
     steps = max(1, round(settings.rm_epochs * len(pairs) / settings.rm_batch_size))
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = RewardTrainer(
+        trainer = _PackedTrainer(
             model=model.model.requires_grad_(True),
             args=RewardConfig(
                 output_dir=scratch,

@@ -20,7 +20,8 @@ from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import RLHFWarning
 
 EOS_CHECK_EVERY = 4  # decoding steps between checks for ended completions; each check synchronizes with the GPU
-KV_BLOCK = 64  # the number of cache columns that a step attends to is rounded up to a multiple of this
+# the number of cache columns that a step attends to is rounded up to a multiple of this, by device type
+KV_BLOCK = {"cpu": 16, "cuda": 64}
 
 
 class ContinuousBatcher:
@@ -45,9 +46,9 @@ class ContinuousBatcher:
         self.device, self.length, self.graph = uniform.device, sampling.max_new_tokens, graph
         self.waiting = list(range(len(prompts)))[::-1]
         columns = max(len(p.ids) for p in prompts) + self.length
-        self.cache = SlotKVCache(slots, -(-columns // KV_BLOCK) * KV_BLOCK)
+        self.cache = SlotKVCache(slots, round_up(columns, self.device))
         self.decoder = make_decoder(policy, slots, self.cache.columns)
-        self.uniform = torch.cat([uniform, uniform[:1]])  # (B + 1, T)
+        self.uniform = torch.cat([uniform, uniform[:1]])[:, : self.length].contiguous()  # (B + 1, T)
         self.completions = torch.full((len(prompts) + 1, self.length), eos, device=self.device)
         self.allowed_tokens: Tensor | None = None  # (B + 1, T, ceil(V / 8))
         self.idle = len(prompts) * self.length  # place of the idle row's first token
@@ -93,7 +94,7 @@ class ContinuousBatcher:
     def decode(self) -> None:
         """Sample one token for every slot."""
         self.used = [used + 1 for used in self.used]
-        needed = min(-(-max(self.used) // KV_BLOCK) * KV_BLOCK, self.cache.columns)
+        needed = min(round_up(max(self.used), self.device), self.cache.columns)
         if self.graph:
             self._replay(graph_span(needed, self.cache.columns))
         else:
@@ -152,6 +153,12 @@ class ContinuousBatcher:
             return None
         self.captured[span] = captured  # the capture itself runs nothing
         return None
+
+
+def round_up(columns: int, device: torch.device) -> int:
+    """Return a number of cache columns, rounded up to whole blocks."""
+    block = KV_BLOCK.get(device.type, KV_BLOCK["cuda"])
+    return -(-columns // block) * block
 
 
 def graph_span(needed: int, columns: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 from rlhf.models.logprobs import forward_dtype
 
@@ -41,6 +41,8 @@ def prepackable_layers(model: nn.Module, device: torch.device) -> list[nn.Linear
 
 def supports_prepacking(dtype: torch.dtype) -> bool:
     """True if this CPU can multiply blocked weights in this precision. bfloat16 requires AVX-512."""
+    if not torch.backends.mkldnn.is_available():
+        return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and _MKLDNN._is_mkldnn_bf16_supported())
 
 
@@ -48,49 +50,23 @@ _MKLDNN = torch.ops.mkldnn  # the operators that torch.compile uses for oneDNN
 
 
 def _prepacked_forward(layer: nn.Linear, dtype: torch.dtype, rows: int) -> Callable[[Tensor], Tensor]:
-    product = BlockedProduct(layer.weight.detach().to(dtype), None if layer.bias is None else layer.bias.detach(), rows)
+    product = copied_product(layer.weight.detach().to(dtype), layer.bias, rows)
     return lambda states: product(states.to(dtype))
 
 
-class Product:
-    """A copied linear layer for decoding, alone or with what comes before or after it in a transformer layer."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        self.weight, self.bias = weight, None if bias is None else bias.to(weight.dtype)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return x W^T + b, (S, out), of x (S, in)."""
-        return linear(x, self.weight, self.bias)
-
-    def silu(self, x: Tensor) -> Tensor:
-        """Return silu(x W^T + b)."""
-        return silu(self(x), inplace=True)
-
-    def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        """Return (x W^T + b) * factor."""
-        return self(x).mul_(factor)
-
-    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return x W^T + b + residual."""
-        return residual + self(x)
+# With smaller matrices (outputs x inputs), the overhead of a call to oneDNN is larger than what it saves.
+SMALLEST_BLOCKED = 2**18
 
 
-class BlockedProduct(Product):
-    """The same with oneDNN, in one operator each. The weight is in oneDNN's blocked layout for `rows` rows."""
+def copied_product(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
+    """Return a function (S, in) -> (S, out) that multiplies by a copy of `weight` (out, in) and adds `bias`.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, rows: int):
-        super().__init__(_MKLDNN._reorder_linear_weight(weight, rows), None if bias is None else bias.to(weight.dtype))
-
-    def __call__(self, x: Tensor, activation: str = "none") -> Tensor:
-        return _MKLDNN._linear_pointwise(x, self.weight, self.bias, activation, [], "")
-
-    def silu(self, x: Tensor) -> Tensor:
-        return self(x, "swish")
-
-    def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        return _MKLDNN._linear_pointwise(x, factor, self.weight, self.bias, "mul")
-
-    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        if residual.dtype != x.dtype:  # under autocast the residual stream is float32
-            return residual + self(x)
-        return _MKLDNN._linear_pointwise(x, residual, self.weight, self.bias, "add")
+    On a CPU, the copy has the layout that is fastest for `rows` rows.
+    """
+    bias = None if bias is None else bias.detach().to(weight.dtype)
+    cpu = weight.device.type == "cpu"
+    if cpu and weight.numel() >= SMALLEST_BLOCKED and supports_prepacking(weight.dtype):
+        blocked = _MKLDNN._reorder_linear_weight(weight, rows)
+        return lambda states: _MKLDNN._linear_pointwise(states, blocked, bias, "none", [], "")
+    copied = weight.t().contiguous().t() if cpu else weight
+    return lambda states: linear(states, copied, bias)

@@ -1,8 +1,8 @@
 """One decoding step of a policy: from the last token of each slot to the logits of the next one.
 
 `ModelDecoder` calls the model's own layers. `FusedDecoder` uses copies of the weights of Llama and its relatives, in
-half as many operators: q, k and v are one matrix, adapters are merged, and on a CPU with oneDNN the products include the
-activation, the product with up, and the residual connection.
+half as many operators: q, k and v are one matrix, so are gate and up, adapters are merged, and the rotary embedding
+turns queries and keys together, in place.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
+from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from rlhf.models import llama
 from rlhf.models.attention import Kernel
 from rlhf.models.logprobs import backbone_of, base_of, forward_dtype, scaled_logits, upcast
-from rlhf.rollout.cpu_weights import BlockedProduct, Product, supports_prepacking
+from rlhf.rollout.cpu_weights import copied_product
 from rlhf.rollout.kv_cache import DecodeLayout, SlotKVCache
+
+
+Product = Callable[[Tensor], Tensor]  # (S, in) -> (S, out)
 
 
 class Decoder(Protocol):
@@ -101,20 +105,21 @@ class FusedDecoder:
     """Copies of the weights of a policy. They must not change while the decoder is used."""
 
     def __init__(self, policy: PreTrainedModel | PeftModel, slots: int, columns: int):
-        self.backbone, embeddings = backbone_of(policy), policy.get_input_embeddings().weight
-        device, self.dtype = embeddings.device, forward_dtype(embeddings)
-        blocked = device.type == "cpu" and torch.backends.mkldnn.is_available() and supports_prepacking(self.dtype)
+        self.policy, self.backbone = policy, backbone_of(policy)
+        embeddings, head = policy.get_input_embeddings().weight, base_of(policy).get_output_embeddings()
+        self.dtype = forward_dtype(embeddings)
 
         def product(*layers: nn.Module) -> Product:
             weight = torch.cat([merged_weight(layer) for layer in layers]).to(self.dtype)
-            biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-            bias = torch.cat(biases) if biases else None
-            return BlockedProduct(weight, bias, slots) if blocked else Product(weight, bias)
+            biases = [layer.bias for layer in layers if layer.bias is not None]
+            return copied_product(weight, torch.cat(biases) if biases else None, slots)
 
         self.layers = [_Layer(layer, product) for layer in self.backbone.layers]
-        self.head = product(base_of(policy).get_output_embeddings())
-        self.columns = torch.arange(columns, device=device)
-        self.turns = torch.stack(llama.rotary(self.backbone, upcast(embeddings), self.columns), 1)  # (columns, 2, 1, D)
+        self.head = product(head) if type(head) is nn.Linear else None  # None: another kind of head
+        self.columns = torch.arange(columns, device=embeddings.device)
+        self.turns = torch.stack(
+            llama.rotary(self.backbone, upcast(embeddings), self.columns), 1
+        )  # (columns, 2, 1, D)
 
     def hidden(self, tokens: Tensor, at: Tensor, span: int, cache: SlotKVCache) -> Tensor:
         cache.begin_decode(at, span)
@@ -125,6 +130,8 @@ class FusedDecoder:
         return llama.norm(self.backbone.norm, hidden, self.dtype)
 
     def logits(self, hidden: Tensor, temperature: float) -> Tensor:
+        if self.head is None:
+            return scaled_logits(self.policy, hidden, temperature)
         logits = upcast(self.head(hidden.to(self.dtype)))
         return logits if temperature == 1 else logits.div_(temperature)
 
@@ -136,25 +143,25 @@ class _Layer:
         self.layer, self.attention = layer, layer.self_attn
         query, key, value, out, gate, up, down = _linears(layer)
         self.qkv, self.out = product(query, key, value), product(out)
-        self.gate, self.up, self.down = product(gate), product(up), product(down)
-        self.dtype, self.kv_heads = self.qkv.weight.dtype, key.out_features // self.attention.head_dim
+        self.gate_up, self.down = product(gate, up), product(down)
+        self.kv_heads = key.out_features // self.attention.head_dim
         self.window, self.kernel = llama.window_of(self.attention), Kernel(self.attention.scaling, None)
 
     def __call__(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: DecodeLayout, cache: SlotKVCache, number: int
     ) -> Tensor:
         """Return the hidden states (S, H) after the layer."""
-        attention, count = self.attention, self.kv_heads
-        row = llama.norm(self.layer.input_layernorm, hidden, self.dtype)
+        attention, count, dtype = self.attention, self.kv_heads, forward_dtype(hidden)
+        row = llama.norm(self.layer.input_layernorm, hidden, dtype)
         heads = upcast(self.qkv(row)).unflatten(-1, (-1, attention.head_dim))  # (S, heads + 2 KV heads, D)
         if hasattr(attention, "q_norm"):
             heads[:, : -2 * count] = llama.norm(attention.q_norm, heads[:, : -2 * count])
             heads[:, -2 * count : -count] = llama.norm(attention.k_norm, heads[:, -2 * count : -count])
-        turned = heads[:, :-count]  # queries and keys, in place
+        turned = heads[:, :-count]  # queries and keys
         swapped = turned.roll(attention.head_dim // 2, -1)
         turned.mul_(cos).addcmul_(swapped, sin)
         keys, values = cache.store(heads[:, -2 * count :].unflatten(1, (2, count)), number)
         attended = layout.attend_row(heads[:, : -2 * count], keys, values, self.window, self.kernel)
-        hidden = self.out.plus(attended.flatten(1), hidden)
-        row = llama.norm(self.layer.post_attention_layernorm, hidden, self.dtype)
-        return self.down.plus(self.up.times(row, self.gate.silu(row)), hidden)
+        hidden = hidden + self.out(attended.flatten(1))
+        gate, up = self.gate_up(llama.norm(self.layer.post_attention_layernorm, hidden, dtype)).chunk(2, -1)
+        return hidden + self.down(silu(gate).mul_(up))

@@ -146,7 +146,7 @@ class TrainingSettings(TypedDict, total=False):
     graph; vllm: by vLLM, if it is installed; auto: graph on a GPU, slots on a CPU."""
 
     rollout_slots: int
-    """Completions sampled at the same time; 0: 256 on a GPU, 32 on a CPU."""
+    """Completions sampled at the same time; 0: 256 on a GPU, 64 on a CPU."""
 
     packed: bool
     """Sequence packing: no computation on padding, and a prompt is computed once for all of its completions."""

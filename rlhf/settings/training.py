@@ -249,7 +249,7 @@ class SpeedSettings:
         "CUDA graph; vllm: by vLLM, if it is installed; auto: graph on a GPU, slots on a CPU",
         choices=("auto", "plain", "slots", "graph", "vllm"),
     )
-    rollout_slots: int = setting(0, "completions sampled at the same time; 0: 256 on a GPU, 32 on a CPU", ge=0)
+    rollout_slots: int = setting(0, "completions sampled at the same time; 0: 256 on a GPU, 64 on a CPU", ge=0)
     packed: bool = setting(
         True, "sequence packing: no computation on padding, and a prompt is computed once for all of its completions"
     )

@@ -17,7 +17,7 @@ from rlhf.models.device import installed
 from rlhf.models.logprobs import base_of
 from rlhf.models.packing import MicroBatch
 from rlhf.rollout.completions import Completions
-from rlhf.rollout.continuous_batching import KV_BLOCK
+from rlhf.rollout.continuous_batching import round_up
 from rlhf.rollout.cpu_weights import prepackable_layers
 from rlhf.rollout.engine import default_engine
 from rlhf.rollout.vllm import MEMORY_SHARE
@@ -139,7 +139,7 @@ class MemoryPlan:
         plain = speed.rollout_engine == "plain" or default_engine(self.policy, self.device) == "plain"
         slots = len(prompts) if plain else min(len(prompts), speed.rollout_slots or self.budget.rollout_slots)
         longest = max(len(p.ids) for p in prompts)
-        columns = -(-(longest + self.config.sampling.max_new_tokens) // KV_BLOCK) * KV_BLOCK
+        columns = round_up(longest + self.config.sampling.max_new_tokens, self.device)
         prompt_tokens = slots * longest if plain else sum(map(len, {p.ids for p in prompts[:slots]}))
         drawing = slots * network.vocabulary * (FILTERED if self.config.sampling.filters else DRAWN)
         return {

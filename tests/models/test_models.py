@@ -140,7 +140,7 @@ def test_lora_reference_is_the_policy_without_its_adapter(build, start_model):
 def test_actor_and_critic_share_one_backbone_pass(build):
     trainer = build()
     passes = []
-    trainer.model.policy.model.register_forward_hook(lambda *_: passes.append(1))
+    trainer.model.policy.model.embed_tokens.register_forward_hook(lambda *_: passes.append(1))
     rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
     batch = trainer.advantages(rollout, torch.ones(4))
     passes.clear()
@@ -239,7 +239,7 @@ def test_gradient_checkpointing_recomputes_with_the_same_gradient(build):
         trainer, count = build("--ppo-epochs", "1", *flags), []
         rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
         batch = trainer.advantages(rollout, torch.arange(4.0))
-        trainer.model.policy.model.layers[0].self_attn.register_forward_hook(lambda *_, c=count: c.append(1))
+        trainer.model.policy.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_, c=count: c.append(1))
         trainer.learner.run(batch, 1)
         passes.append(len(count))
     assert passes == [0, 2], "0: the cached forward pass is reused. 2: one forward, recomputed in the backward pass"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -49,7 +50,19 @@ def make_model(name, seed):
     """Makes a float64 model. Gemma 2 is float32: transformers' eager attention gives NaN for float64 padding rows."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).eval()
-    return model if name.startswith("gemma 2") else model.double()
+    return model if name.startswith("gemma 2") else with_exact_norms(model.double())
+
+
+def with_exact_norms(model):
+    """Makes the model's own norms compute in the model's dtype. transformers computes them in float32."""
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = functools.partial(exact_norm, module)
+    return model
+
+
+def exact_norm(module, x):
+    return module.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon))
 
 
 def episodes(groups=(0, 1, 2, 3)):

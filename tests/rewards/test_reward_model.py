@@ -104,9 +104,9 @@ def test_scores_are_calibrated_on_start_model_completions(flags, learnable_pairs
     recorded = {}
     original = RewardModel.raw_scores
 
-    def record_first(self, sequences):
+    def record_first(self, sequences, groups=None):
         recorded.setdefault("first", [list(s) for s in sequences])
-        return original(self, sequences)
+        return original(self, sequences, groups)
 
     monkeypatch.setattr(RewardModel, "raw_scores", record_first)
     config = parse_reward_cli(flags(learnable_pairs, "--calibration-prompts", 30))

@@ -13,6 +13,7 @@ from rlhf.models.actor_critic import Actor
 from rlhf.models.device import autocast
 from rlhf.rollout import continuous_batching
 from rlhf.rollout.cpu_weights import prepacked_weights, supports_prepacking
+from rlhf.rollout.decoder import FusedDecoder, ModelDecoder
 from rlhf.rollout.engine import default_engine, sample_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.training import SamplingSettings
@@ -136,21 +137,30 @@ def test_prepacked_weights_give_the_same_logits(model, dtype):
     assert_close(prepacked, plain, **tolerance)
 
 
-@pytest.mark.parametrize("flags", [(), ("--bf16",), ("--use-lora", "--bf16"), ("--use-lora", "--load-in-4bit")])
-def test_decoding_on_the_cpu_uses_prepacked_weights(build, monkeypatch, flags):
-    """Prepacked weights are used while a rollout is sampled, and in no other forward pass."""
-    trainer, prepacked_layers = build("--num-iterations", 1, *flags), []
+@pytest.mark.parametrize(
+    ("flags", "decoder"),
+    [
+        ((), FusedDecoder),
+        (("--bf16",), FusedDecoder),
+        (("--use-lora",), FusedDecoder),
+        (("--use-lora", "--bf16"), ModelDecoder),
+        (("--use-lora", "--load-in-4bit"), ModelDecoder),
+    ],
+)
+def test_decoding_on_the_cpu_uses_copied_weights(build, monkeypatch, flags, decoder):
+    """Copies are used while a rollout is sampled, and in no other forward pass."""
+    trainer, found = build("--num-iterations", 1, *flags), []
     layers = [m for m in trainer.actor.policy.modules() if type(m) is torch.nn.Linear]
     decode = continuous_batching.ContinuousBatcher._decode
 
     def recorded(batcher, span):
-        prepacked_layers.append(sum("forward" in vars(layer) for layer in layers))
+        found.append((type(batcher.decoder), sum("forward" in vars(layer) for layer in layers)))
         decode(batcher, span)
 
     monkeypatch.setattr(continuous_batching.ContinuousBatcher, "_decode", recorded)
     trainer.update_step(1)
-    prepacked = supports_prepacking(torch.bfloat16 if "--bf16" in flags else torch.float32)
-    assert prepacked_layers and set(prepacked_layers) == {len(layers) if prepacked else 0}
+    replaced = decoder is ModelDecoder and supports_prepacking(torch.bfloat16 if "--bf16" in flags else torch.float32)
+    assert found and set(found) == {(decoder, len(layers) if replaced else 0)}
     assert not any("forward" in vars(layer) for layer in layers)
 
 
@@ -158,7 +168,15 @@ def test_prepacked_layers_are_restored_after_an_error(model):
     model = model.float()
     with pytest.raises(RuntimeError), prepacked_weights(model, 16, CPU):
         raise RuntimeError
-    assert not any("forward" in vars(m) for m in model.modules())
+    assert not any("forward" in vars(m) for m in model.modules() if type(m) is torch.nn.Linear)
+
+
+def test_random_numbers_beyond_the_longest_completion_are_not_used(model):
+    short = sample(model, "slots", 4, length=8).rows()
+    noise = uniform_noise(1, 2, "rollout", range(9), 14)
+    sampling = SamplingSettings(8, 1.0)
+    found = sample_completions(model, prompts(), noise, sampling, eos=EOS, pad=0, device=CPU, engine="slots", slots=4)
+    assert found.rows() == short
 
 
 def test_default_engine_depends_on_device_and_model(model):

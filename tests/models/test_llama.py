@@ -1,0 +1,221 @@
+"""Compares the forward pass of rlhf.models.llama, and its gradients, with transformers' own layers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from rlhf.data.prompts import Prompt, ids_alone
+from rlhf.models import llama
+from rlhf.models.logprobs import backbone_of
+from rlhf.models.packing import PackedMicroBatch, PaddedMicroBatch
+from rlhf.models.self_test import check_forward_matches
+from rlhf.rollout.cpu_weights import copied_product
+from rlhf.rollout.decoder import FusedDecoder, ModelDecoder, can_fuse, make_decoder
+from rlhf.rollout.engine import sample_completions
+from rlhf.settings.training import SamplingSettings
+from tests.models.test_packing import CPU, GROUPED, SIZES, episodes, with_exact_norms
+
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=2),
+    "llama with rope scaling": LlamaConfig(
+        **SIZES, num_key_value_heads=2,
+        rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+                         "high_freq_factor": 4.0, "original_max_position_embeddings": 8},
+    ),
+    "mistral": MistralConfig(**SIZES, **GROUPED, sliding_window=5),
+    "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2),
+    "qwen2 with a window": Qwen2Config(
+        **SIZES, num_key_value_heads=2, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
+    "qwen3": Qwen3Config(**SIZES, **GROUPED),
+}  # fmt: skip
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request):
+    """A float64 model with random gains, so that a gain that is left out shows."""
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[request.param])).eval().double()
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if "norm" in name or "bias" in name:
+                weight.uniform_(0.5, 1.5)
+    return with_exact_norms(made)
+
+
+def hidden_and_gradients(model, form, groups=(0, 1, 0, 0)):
+    model.zero_grad()
+    hidden = form(episodes(groups), range(4)).forward(backbone_of(model))
+    (hidden * torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)).sum().backward()
+    return hidden.detach(), {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+
+
+def test_every_gradient_equals_the_one_of_transformers(model):
+    assert llama.supports(backbone_of(model))
+    expected, by_weight = hidden_and_gradients(model, PaddedMicroBatch)
+    found, by_weight_here = hidden_and_gradients(model, PackedMicroBatch)
+    assert_close(found, expected, rtol=0, atol=1e-10)
+    assert by_weight_here.keys() == by_weight.keys() and len(by_weight) > 20
+    for name, gradient in by_weight.items():
+        assert_close(by_weight_here[name], gradient, rtol=0, atol=1e-10 * float(gradient.abs().max()), msg=name)
+
+
+def test_adapters_give_the_gradients_of_transformers(model):
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj", "up_proj"])).double()
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                weight.normal_()
+    expected, by_weight = hidden_and_gradients(adapted, PaddedMicroBatch)
+    found, by_weight_here = hidden_and_gradients(adapted, PackedMicroBatch)
+    assert_close(found, expected, rtol=0, atol=1e-9)
+    assert by_weight_here.keys() == by_weight.keys() and all("lora" in name for name in by_weight)
+    for name, gradient in by_weight.items():
+        assert_close(by_weight_here[name], gradient, rtol=0, atol=1e-9 * float(gradient.abs().max()), msg=name)
+
+
+def test_checkpointing_changes_no_gradient(model):
+    _, plain = hidden_and_gradients(model, PackedMicroBatch)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    calls = []
+    hook = backbone_of(model).layers[0].self_attn.o_proj.register_forward_hook(lambda *_: calls.append(1))
+    _, again = hidden_and_gradients(model, PackedMicroBatch)
+    hook.remove()
+    assert len(calls) == 2, "the layer is computed again in the backward pass"
+    for name, gradient in plain.items():
+        assert_close(again[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_under_bfloat16_the_difference_is_rounding():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    exact, _ = hidden_and_gradients(model, PaddedMicroBatch)
+    found = {}
+    for form in (PaddedMicroBatch, PackedMicroBatch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found[form] = hidden_and_gradients(model, form)
+    theirs, ours = (float((found[form][0] - exact).abs().mean()) for form in (PaddedMicroBatch, PackedMicroBatch))
+    assert 0 < ours < 1.5 * theirs
+    for name, gradient in found[PaddedMicroBatch][1].items():
+        apart = (found[PackedMicroBatch][1][name] - gradient).norm() / gradient.norm()
+        assert apart < 0.05, name
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, g, w, v: llama._Norm.apply(x, g, 1e-5, torch.float64),
+        lambda x, g, w, v: torch.cat(llama._NormedProducts.apply(x, g, 1e-5, w, v), -1),
+        lambda x, g, w, v: llama._FeedForward.apply(x, g, 1e-5, w, v, (w * v).t()),
+        lambda x, g, w, v: llama._SwiGLU.apply(x @ w.t(), x @ v.t()),
+        lambda x, g, w, v: llama._Turn.apply(x.unflatten(-1, (2, 2)), *torch.tensor([[[.6, .8]], [[.3, -.9]]]).double()),
+    ],
+    ids=["norm", "products", "feed-forward", "swiglu", "rotary"],
+)  # fmt: skip
+def test_gradients_by_finite_differences(function):
+    torch.manual_seed(0)
+    shapes = (5, 4), (4,), (6, 4), (6, 4)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_fewer_tensors_are_saved_for_the_backward_pass():
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    weights, saved = {id(w) for w in model.parameters()}, {}
+    for form in (PaddedMicroBatch, PackedMicroBatch):
+        found = {}
+
+        def save(tensor, found=found):
+            if id(tensor) not in weights:
+                found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        micro_batch = form(episodes(), range(4))
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            micro_batch.forward(backbone_of(model))
+        saved[form] = sum(found.values()) / micro_batch.ids.numel()
+    assert saved[PackedMicroBatch] < 0.7 * saved[PaddedMicroBatch]
+
+
+def test_other_backbones_are_not_supported():
+    gemma = AutoModelForCausalLM.from_config(Gemma3TextConfig(**SIZES, **GROUPED))
+    assert not llama.supports(backbone_of(gemma)) and isinstance(make_decoder(gemma, 2, 8), ModelDecoder)
+    gelu = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, hidden_act="gelu"))
+    assert not llama.supports(backbone_of(gelu))
+    dynamic = LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    assert not llama.supports(backbone_of(AutoModelForCausalLM.from_config(dynamic)))
+
+
+def test_a_model_that_fails_the_self_test_runs_its_own_layers(monkeypatch):
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval()
+    monkeypatch.setattr(llama, "_turned", lambda x, cos, sin: x * cos)
+    check_forward_matches(model, "a model")
+    assert not llama.supports(backbone_of(model))
+    expected, _ = hidden_and_gradients(model, PaddedMicroBatch)
+    assert_close(hidden_and_gradients(model, PackedMicroBatch)[0], expected, rtol=0, atol=1e-5)
+
+
+# --- decoding --------------------------------------------------------------------------------------------------------
+
+
+def sampled(model, engine="slots", slots=3):
+    prompts = [ids_alone(ids) for ids in ([5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [3], [20, 21], [5, 6, 7])]
+    uniform = torch.rand(5, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return sample_completions(
+        model, prompts, uniform, SamplingSettings(max_new_tokens=12, temperature=0.8), eos=1, pad=0, device=CPU,
+        engine=engine, slots=slots,
+    ).rows()  # fmt: skip
+
+
+def test_fused_decoder_samples_the_tokens_of_transformers(model):
+    assert can_fuse(model)
+    assert sampled(model) == sampled(model, "plain") == sampled(model, slots=1)
+
+
+def test_fused_decoder_merges_adapters_in_float32_only(model):
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear")).eval().double()
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                weight.normal_()
+    expected = sampled(adapted, "plain")
+    assert can_fuse(adapted) and sampled(adapted) == expected
+    with adapted.disable_adapter():
+        assert sampled(adapted) == sampled(adapted, "plain") != expected
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not can_fuse(adapted.float()), "in bfloat16, a merged weight would lose most of a small update"
+
+
+def test_decoder_of_the_models_layers_samples_the_same(model, monkeypatch):
+    expected = sampled(model)
+    monkeypatch.setattr("rlhf.rollout.decoder.can_fuse", lambda _: False)
+    assert isinstance(make_decoder(model, 3, 20), ModelDecoder) and sampled(model) == expected
+
+
+def test_fused_decoder_copies_the_weights(model):
+    decoder = make_decoder(model, 2, 16)
+    assert isinstance(decoder, FusedDecoder)
+    states = torch.randn(2, model.config.hidden_size, dtype=torch.float64)
+    before = decoder.logits(states.clone(), 1.0)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert_close(decoder.logits(states, 1.0), before)
+
+
+@pytest.mark.parametrize("size", [8, 600])
+def test_a_copied_product_equals_the_linear_layer(size):
+    layer, states = nn.Linear(size, size), torch.randn(4, size)
+    with torch.no_grad():
+        assert_close(copied_product(layer.weight, layer.bias, 4)(states), layer(states), rtol=1e-5, atol=1e-5)
+
+
+def test_prompts_are_given_as_ids():
+    assert isinstance(ids_alone([3]), Prompt)

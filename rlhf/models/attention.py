@@ -80,8 +80,8 @@ class Kernel:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """Computes attention in the shape of `query`, in float32 under autocast on a CPU.
 
-        Query (R, heads, Q, D), key and value (R, KV heads, K, D), mask (R or 1, 1, Q, K) bool, or floats that are added
-        to the scores. `causal` adds the causal mask, if `mask` is None.
+        Query (R, heads, Q, D), key and value (R, KV heads, K, D), mask (R or 1, 1, Q, K) bool, or floats that are
+        added to the scores. `causal` adds the causal mask, if `mask` is None.
         """
         if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
             # half the time of torch's bfloat16 kernel for CPUs, forward and backward (docs/decisions/performance.md)

@@ -1,14 +1,15 @@
 """The forward pass of Llama and its relatives over a packed row, in few operators.
 
-It computes the same as the model in transformers, up to rounding, and saves less for the backward pass. A small model on
-a GPU waits for the launch of each operator, and on a CPU for the overhead of each call, so fewer operators are faster:
+It computes the same as the model in transformers, up to rounding, and saves less for the backward pass. A small model
+waits for the launch of each operator on a GPU, and for the overhead of each call on a CPU, so fewer operators are
+faster:
 
 - The norm with q, k and v, the rotary embedding, and the norm with the feed-forward part are one autograd node each,
   with a hand-written gradient. The matrix products sum the gradients of all readers of a tensor.
 - Norms and SwiGLU are computed again in the backward pass instead of being saved.
 
-Linear layers with a bias, adapters or 4-bit weights are called as modules. `self_test.check_forward_matches` compares this
-forward pass with the model's own when a model is loaded.
+Linear layers with a bias, adapters or 4-bit weights are called as modules. `self_test.check_forward_matches` compares
+this forward pass with the model's own when a model is loaded.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ class _Turn(torch.autograd.Function):
         return swapped.addcmul_(by_output, cos).to(ctx.dtype), None, None
 
 
-# --- linear layers whose weights are all trained -----------------------------------------------------------------------
+# --- linear layers whose weights are all trained ---------------------------------------------------------------------
 
 
 def _by_row(by_outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

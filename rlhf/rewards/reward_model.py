@@ -11,7 +11,6 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from os.path import commonprefix
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +59,12 @@ def _key(messages: Sequence[dict[str, str]]) -> tuple:
     return tuple(tuple(m.items()) for m in messages)
 
 
+def equal_start(rows: Sequence[Sequence[int]]) -> int:
+    """Return the number of ids with which all rows begin."""
+    first, last = min(rows), max(rows)  # in the order of lists, these two differ first
+    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+
+
 def can_pack(classifier: PreTrainedModel) -> bool:
     """True if `packed_logits` computes the same as this classifier: one linear layer on the last token's state."""
     return score_head(classifier) is not None and llama.supports(backbone_of_classifier(classifier))
@@ -75,7 +80,7 @@ def packed_logits(
     members: dict[int, list[int]] = {}
     for at, group in enumerate(groups):
         members.setdefault(group, []).append(at)
-    shared = {group: max(1, len(commonprefix([rows[at] for at in ats]))) for group, ats in members.items()}
+    shared = {group: max(1, equal_start([rows[at] for at in ats])) for group, ats in members.items()}
     prompts = [list(row[: shared[group]]) for row, group in zip(rows, groups, strict=True)]
     # a packed row leaves out the last token of each completion, here the pad token
     completions = [[*row[shared[group] :], pad] for row, group in zip(rows, groups, strict=True)]

@@ -23,7 +23,6 @@ from rlhf.models.logprobs import backbone_of, base_of, forward_dtype, scaled_log
 from rlhf.rollout.cpu_weights import copied_product
 from rlhf.rollout.kv_cache import DecodeLayout, SlotKVCache
 
-
 Product = Callable[[Tensor], Tensor]  # (S, in) -> (S, out)
 
 
@@ -117,9 +116,8 @@ class FusedDecoder:
         self.layers = [_Layer(layer, product) for layer in self.backbone.layers]
         self.head = product(head) if type(head) is nn.Linear else None  # None: another kind of head
         self.columns = torch.arange(columns, device=embeddings.device)
-        self.turns = torch.stack(
-            llama.rotary(self.backbone, upcast(embeddings), self.columns), 1
-        )  # (columns, 2, 1, D)
+        # cosines and signed sines of all positions, (columns, 2, 1, D)
+        self.turns = torch.stack(llama.rotary(self.backbone, upcast(embeddings), self.columns), 1)
 
     def hidden(self, tokens: Tensor, at: Tensor, span: int, cache: SlotKVCache) -> Tensor:
         cache.begin_decode(at, span)

@@ -37,6 +37,8 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SIZES, **GROUPED),
 }  # fmt: skip
 
+TURNS = torch.tensor([[[0.6, 0.8]], [[0.3, -0.9]]], dtype=torch.float64)  # cosines and signed sines
+
 
 @pytest.fixture(params=CONFIGS)
 def model(request):
@@ -116,7 +118,7 @@ def test_under_bfloat16_the_difference_is_rounding():
         lambda x, g, w, v: torch.cat(llama._NormedProducts.apply(x, g, 1e-5, w, v), -1),
         lambda x, g, w, v: llama._FeedForward.apply(x, g, 1e-5, w, v, (w * v).t()),
         lambda x, g, w, v: llama._SwiGLU.apply(x @ w.t(), x @ v.t()),
-        lambda x, g, w, v: llama._Turn.apply(x.unflatten(-1, (2, 2)), *torch.tensor([[[.6, .8]], [[.3, -.9]]]).double()),
+        lambda x, g, w, v: llama._Turn.apply(x.unflatten(-1, (2, 2)), *TURNS),
     ],
     ids=["norm", "products", "feed-forward", "swiglu", "rotary"],
 )  # fmt: skip

@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from rlhf.analysis.models import ModelRef, check_groups, check_named, find_models, require_trusted_code
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS_TO_COMPARE, ComparisonConfig, parse_comparison_cli
+from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
 from rlhf.utils.errors import run_command
+from rlhf.utils.files import check_folder
 from rlhf.utils.requirements import check_libraries
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse_comparison_cli(argv)  # before torch is imported, so that --help and errors are printed at once
+    config = parse_comparison_cli(argv)  # torch is imported later, so that --help and errors are printed at once
+    screen = Screen()
+    screen.say("comparison: checking the runs, then loading the libraries (up to 10 s)")
+    quiet_imports()
     check_libraries()
-    from rlhf.utils.console import Screen, quiet_libraries
-
-    quiet_libraries()
-    compare(config, Screen())
-
-
-def compare(config: ComparisonConfig, screen) -> None:
-    from pathlib import Path
-
-    from rlhf.analysis.curves import read_runs
-    from rlhf.analysis.equal_budget import read_eval_points
-    from rlhf.analysis.evaluator import ModelEvaluator
-    from rlhf.analysis.models import find_models
-    from rlhf.models.device import start_device
-    from rlhf.reports.comparison_report import (
-        check_groups,
-        check_named,
-        make_comparison,
-        make_groups,
-        show_comparison,
-        write_comparison,
-    )
-    from rlhf.reports.comparison_tables import tables
-    from rlhf.rewards.printing import PRINTED_FILE
-    from rlhf.utils.files import check_folder
-
-    folder = check_folder(config.comparison.output)
+    check_folder(config.comparison.output)
     check_named(config.comparison.runs)
     models = find_models(config.comparison.runs, config.measure, "RUN")
     check_groups(models)
+    require_trusted_code(models, config.measure)
+    quiet_libraries()
+    compare(config, models, screen)
+
+
+def compare(config: ComparisonConfig, models: list[ModelRef], screen: Screen) -> None:
+    from rlhf.analysis.curves import read_runs
+    from rlhf.analysis.equal_budget import read_eval_points
+    from rlhf.analysis.evaluator import ModelEvaluator
+    from rlhf.models.device import start_device
+    from rlhf.reports.comparison_report import make_comparison, make_groups, show_comparison, write_comparison
+    from rlhf.reports.comparison_tables import tables
+    from rlhf.rewards.printing import PRINTED_FILE
+
+    folder = check_folder(config.comparison.output)
     curves = read_runs([Path(name) for name in config.comparison.runs])
     eval_points = [(run.algorithm, read_eval_points(run)) for run in curves]
     device = start_device(screen)

@@ -5,36 +5,39 @@
 
 from __future__ import annotations
 
+from rlhf.analysis.models import ModelRef, find_models, require_trusted_code
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
+from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
 from rlhf.utils.errors import run_command
+from rlhf.utils.files import check_folder
 from rlhf.utils.requirements import check_libraries
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse_evaluation_cli(argv)  # before torch is imported, so that --help and errors are printed at once
-    check_libraries()
-    from rlhf.utils.console import Screen, quiet_libraries
-
-    quiet_libraries()
+    config = parse_evaluation_cli(argv)  # torch is imported later, so that --help and errors are printed at once
+    screen = Screen()
     if config.evaluation.tokens is not None:
-        show_tokens(config, Screen())
-    elif config.evaluation.chat:
-        run_chat(config, Screen())
-    else:
-        evaluate(config, Screen())
+        return show_tokens(config, screen)
+    screen.say("evaluation: checking the models, then loading the libraries (up to 10 s)")
+    quiet_imports()
+    check_libraries()
+    check_folder(config.evaluation.output)
+    models = find_models(config.evaluation.model_path, config.measure, "--model-path")
+    require_trusted_code(models, config.measure)
+    quiet_libraries()
+    if config.evaluation.chat:
+        return run_chat(config, screen)
+    return evaluate(config, models, screen)
 
 
-def evaluate(config: EvaluationConfig, screen) -> None:
+def evaluate(config: EvaluationConfig, models: list[ModelRef], screen: Screen) -> None:
     from rlhf.analysis.evaluator import ModelEvaluator
-    from rlhf.analysis.models import find_models
     from rlhf.models.device import start_device
     from rlhf.reports.evaluation_report import make_report, show_report, write_report
     from rlhf.rewards.printing import PRINTED_FILE
-    from rlhf.utils.files import check_folder
 
-    measure, output = config.measure, check_folder(config.evaluation.output)
-    models = find_models(config.evaluation.model_path, measure, "--model-path")
-    evaluator = ModelEvaluator(models, measure, start_device(screen), screen)
+    output = check_folder(config.evaluation.output)
+    evaluator = ModelEvaluator(models, config.measure, start_device(screen), screen)
     evaluator.write_printed(output / PRINTED_FILE)
     screen.facts(evaluator.facts())
     start = evaluator.evaluate_start(screen) if evaluator.start is not None else None
@@ -44,13 +47,13 @@ def evaluate(config: EvaluationConfig, screen) -> None:
     write_report(report, [m for m in (start, *measured) if m is not None], output, screen)
 
 
-def show_tokens(config: EvaluationConfig, screen) -> None:
+def show_tokens(config: EvaluationConfig, screen: Screen) -> None:
     from rlhf.reports.token_page import write_token_page
 
     write_token_page(config.evaluation.tokens, config.evaluation.output, screen)
 
 
-def run_chat(config: EvaluationConfig, screen) -> None:
+def run_chat(config: EvaluationConfig, screen: Screen) -> None:
     from rlhf.analysis.chat import chat
 
     chat(config, screen)

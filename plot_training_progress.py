@@ -6,20 +6,22 @@ import os
 from pathlib import Path
 
 from rlhf.settings.evaluation import PlotConfig, parse_plot_cli
+from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, run_command
 
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_plot_cli(argv)  # before the slow imports, so that errors are reported at once
     picture, table = output_files(config.plot.output)
+    screen = Screen()
+    screen.say("plot: reading the runs")
+    folders = run_folders(config)
     from rlhf.analysis.curves import read_runs, write_table
     from rlhf.reports.curve_chart import Chart
     from rlhf.reports.curve_plots import draw
     from rlhf.reports.plot_style import save_picture
-    from rlhf.utils.console import Screen
 
-    screen = Screen()
-    runs = read_runs(run_folders(config))
+    runs = read_runs(folders)
     chart = Chart(runs, config.plot.x, config.plot.smooth)
     save_picture(draw(chart), picture)
     rows = write_table(runs, table)

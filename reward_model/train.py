@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf.config import usual_config
 from rlhf.settings.next_commands import training_command
 from rlhf.settings.reward_model import parse_reward_cli, reward_file_line
-from rlhf.setup.inputs import check_reward_inputs
+from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
 from rlhf.utils.errors import run_command
 from rlhf.utils.requirements import check_libraries
 
@@ -15,22 +15,23 @@ USER_FILE = Path(__file__).parent.parent / "config.py"
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse_reward_cli(
-        argv, USER_FILE
-    )  # before torch is imported, so that --help and errors are printed at once
+    config = parse_reward_cli(argv, USER_FILE)  # torch is imported later, so that errors are printed at once
     usual = usual_config(config.recipe, config.user_file)
-    check_reward_inputs(config)
+    screen = Screen()
+    screen.say("reward model: checking the settings and pairs, then loading the libraries (up to 10 s)")
+    quiet_imports()
     check_libraries()
-    from rlhf.utils.console import Screen, quiet_libraries
+    from rlhf.setup.inputs import check_reward_inputs
 
+    pairs = check_reward_inputs(config, screen.say)
     quiet_libraries()  # before the imports of libraries that print messages
     from rlhf.models.device import start_device
     from rlhf.rewards.training import refusal, train_reward_model
 
-    with Screen() as screen:
+    with screen:
         if (edits := reward_file_line(config.user_file, config.recipe)) is not None:
             screen.say(f"config.py: {edits}")
-        folder = train_reward_model(config, screen, start_device(screen))
+        folder = train_reward_model(config, screen, start_device(screen), pairs)
     why = refusal(config, folder, usual)
     screen.say(
         f"next: {training_command(config, usual)}"

@@ -129,8 +129,8 @@ def best_is_whole(plain: Path, killed: Path, start: Path) -> bool:
     from safetensors.torch import load_file
     from transformers import AutoTokenizer
 
+    from rlhf.checkpoints.model_folder import ADAPTER_FILE, WEIGHTS_FILE
     from rlhf.checkpoints.run_folder import BEST_FOLDER
-    from rlhf.models.save import ADAPTER_FILE, WEIGHTS_FILE
 
     best = killed / BEST_FOLDER
     if not best.exists():

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from rlhf.analysis.models import ModelRef, find_models, in_4_bit, load_model_ref, shared_settings
+from rlhf.analysis.loading import load_model_ref
+from rlhf.analysis.models import ModelRef, find_models, in_4_bit, shared_settings
 from rlhf.data.chat_template import decode_completion, encode_prompt
 from rlhf.data.examples import examples_of
 from rlhf.models.device import autocast, autocast_dtype, start_device

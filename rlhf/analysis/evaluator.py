@@ -12,16 +12,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.algorithms.objectives import kl_k1
 from rlhf.analysis.judges import as_array, as_key, find_judges, judges_line, load_judges, rate_stored
+from rlhf.analysis.loading import load_model_ref, state_at_end
 from rlhf.analysis.models import (
     ModelRef,
     common_eval_functions,
     find_start,
     has_start,
     in_4_bit,
-    load_model_ref,
     require_trusted_code,
     shared_settings,
-    state_at_end,
 )
 from rlhf.analysis.prompts import choose_prompts, takes_every_row
 from rlhf.config import config_of_run

@@ -15,14 +15,13 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.analysis.models import ModelRef
+from rlhf.checkpoints.model_folder import WEIGHTS_FILE, find_model
 from rlhf.config import config_of_run
 from rlhf.data.chat_template import encode_completion
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.demo.parts import gold_of
 from rlhf.models.device import autocast_dtype
-from rlhf.models.load import find_model
-from rlhf.models.save import WEIGHTS_FILE
 from rlhf.rewards.find import find_rule
 from rlhf.rewards.functions import LearnedReward, RewardFunction
 from rlhf.rewards.reward_model import RewardModel

@@ -1,4 +1,4 @@
-"""Finds and loads the models to evaluate: runs, checkpoints, model folders, hub names."""
+"""Finds the models to evaluate: runs, checkpoints, model folders, hub names. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
-
+from rlhf.algorithms.table import in_order
 from rlhf.checkpoints.manifest import update_number
+from rlhf.checkpoints.model_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    WEIGHTS_FILE,
+    base_of_adapter,
+    find_model,
+)
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
-from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, differences, last_run
+from rlhf.checkpoints.run_record import RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, differences, last_run
 from rlhf.config import config_of_run, make_config
-from rlhf.models.load import ADAPTER_CONFIG, base_of_adapter, find_model, load_adapter, load_policy
-from rlhf.models.save import ADAPTER_FILE, WEIGHTS_FILE
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.next_commands import code_words, names_code
 from rlhf.settings.training import Config
@@ -210,12 +213,6 @@ def episodes_of(model: ModelRef) -> int:
     return evaluated.get(model.update, model.update * plan.episodes // plan.updates)
 
 
-def state_at_end(models: Sequence[ModelRef]) -> TrainerState:
-    """Returns the `trainer_state` of reward functions, the same for all models: the end of the longest planned run."""
-    updates = max((m.run.plan.updates for m in models if m.run is not None), default=1)
-    return TrainerState(global_step=updates, max_steps=updates)
-
-
 def in_4_bit(model: ModelRef) -> bool:
     """True for an adapter whose run had its base model in 4 bits. Merged weights are in full precision."""
     return model.run is not None and model.base is not None and config_of_run(model.run).model.load_in_4bit
@@ -228,25 +225,38 @@ def _hint(name: str) -> str:
     return f"Set it with --{flag.replace('_', '-')}" if known else "Evaluate one of them at a time"
 
 
-def load_model_ref(
-    model: ModelRef,
-    tokenizer: PreTrainedTokenizerBase,
-    load_in_4bit: bool,
-    dtype: torch.dtype | None,
-    device: torch.device,
-) -> PreTrainedModel:
-    """Loads a model for evaluation; an adapter with its base model, which is in 4 bits if `load_in_4bit`."""
-    policy = load_policy(
-        model.base or model.source,
-        load_in_4bit=load_in_4bit,
-        dtype=dtype,
-        device=device,
-        vocabulary=len(tokenizer) if model.base is None else 0,
-    )
-    return (load_adapter(policy, model.source) if model.base is not None else policy).eval()
-
-
 def find_start(config: Config) -> ModelRef:
     """Returns the start model of the settings. Raises UserError if it does not exist."""
     name = config.model.actor_model
     return ModelRef(name, find_model(name, "--baseline"))
+
+
+# --- runs to compare -------------------------------------------------------------------------------------------------
+
+
+OF_EVALUATIONS = ("eval_func", "eval_samples")  # settings that do not change what is learned
+
+
+def check_named(names: Sequence[str]) -> None:
+    """Raises UserError for names that are not folders, so that a mistyped run is not looked up on the hub."""
+    problems = [str(missing_path(name, "run", "Give run folders")) for name in names if not Path(name).is_dir()]
+    raise_if(problems)
+
+
+def check_groups(models: Sequence[ModelRef]) -> None:
+    """Raises UserError if runs of an algorithm differ in settings or share a seed, or a model is not a run."""
+    problems = [f"not a run: {m.name}. compare_runs.py takes run folders" for m in models if m.run is None]
+    raise_if(problems)
+    for algorithm in in_order(m.run.algorithm for m in models):
+        runs = [m for m in models if m.run.algorithm == algorithm]
+        for other in runs[1:]:
+            unlike = differences(runs[0].run.settings, other.run.settings, (*SEEDS_MAY_DIFFER, *OF_EVALUATIONS))
+            if unlike:
+                problems.append(
+                    f"{runs[0].name} and {other.name} differ in {', '.join(unlike)}. Runs of one algorithm may differ "
+                    "only in their seed: compare one setting of an algorithm at a time"
+                )
+        seeds = [m.run.seed for m in runs]
+        for seed in sorted({s for s in seeds if seeds.count(s) > 1}):
+            problems.append(f"two runs of {algorithm.upper()} have the seed {seed}. Give each seed once")
+    raise_if(problems)

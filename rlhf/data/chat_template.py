@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jinja2
-from transformers import PreTrainedTokenizerBase
 
 from rlhf.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _SLOT = "\ue000{}\ue001"  # private-use characters, which no chat template writes
 

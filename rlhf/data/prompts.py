@@ -7,8 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example, GivenPrompt, examples_of, load_examples
@@ -18,6 +17,9 @@ from rlhf.data.splits import distinct_questions, split_examples
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Split
 from rlhf.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FEW_PROMPTS = 20  # with fewer evaluation prompts than this, means and intervals are rough
 
@@ -62,24 +64,42 @@ class PromptSets:
     repeated: int = 0  # rows whose prompt another row of the same part has
 
 
+@dataclass(frozen=True)
+class Selection:
+    """The rows of a run's data, split into parts."""
+
+    examples: list[Example]  # all rows
+    split: Split
+    parts: dict[str, list[Example]]
+    distinct: int  # different training prompts, at most --max-prompts
+
+
+def select_examples(data: DataSettings, say: Callable[[str], None] = print) -> Selection:
+    """Read and split the data of the settings. Needs no tokenizer. Raises UserError for rows that are not valid."""
+    by_topic = data.steps_per_topic is not None
+    examples = load_examples(DataSource.of(data), say=say, topics=by_topic)
+    has_pairs = any(e.chosen is not None for e in examples)
+    split = data.split or (Split(45, 45, 10) if has_pairs else Split(0, 90, 10))
+    parts = split_examples(examples, split)
+    return Selection(examples, split, parts, len(distinct_questions(parts["rl"], by_topic)[: data.max_prompts]))
+
+
 def load_prompts(
     data: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
     say: Callable[[str], None] = print,
     evaluation_alone: bool = False,
     room: int | None = None,
+    selection: Selection | None = None,
 ) -> PromptSets:
     """Load, split and encode the prompts of the file or hub dataset in the settings.
 
     Prints a warning if a topic has no training prompt. Raises UserError if no training prompt is left (unless
     `evaluation_alone`) or no evaluation prompt. `room` is the length of the longest prompt that the model can read,
-    for advice.
+    for advice. `selection` is the result of `select_examples`, if it was called already.
     """
-    by_topic = data.steps_per_topic is not None
-    examples = load_examples(DataSource.of(data), say=say, topics=by_topic)
-    has_pairs = any(e.chosen is not None for e in examples)
-    split = data.split or (Split(45, 45, 10) if has_pairs else Split(0, 90, 10))
-    parts = split_examples(examples, split)
+    by_topic, selection = data.steps_per_topic is not None, selection or select_examples(data, say)
+    examples, split, parts = selection.examples, selection.split, selection.parts
     sets = render_sets(tokenizer, parts["rl"], parts["evaluation"], data, f"--prompts {data.prompts}", say, room)
     for name, kept, part in (("train", sets.train, parts["rl"]), ("evaluate", sets.evaluation, parts["evaluation"])):
         if not kept and not (evaluation_alone and name == "train"):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from rlhf.checkpoints.model_folder import WEIGHTS_FILE
 from rlhf.demo import checker_questions
 from rlhf.demo.checker_start_model import WEIGHTS
-from rlhf.models.save import WEIGHTS_FILE
 from rlhf.utils.console import Screen
 from rlhf.utils.files import atomic_write, write_json, write_text
 

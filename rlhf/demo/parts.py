@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlhf.checkpoints.model_folder import WEIGHTS_FILE
 from rlhf.checkpoints.replacing import foreign_files
 from rlhf.checkpoints.run_folder import read_status
 from rlhf.demo import families, pairs, start_model, tasks
 from rlhf.demo.tasks import Gold
 from rlhf.models.load import load_tokenizer
-from rlhf.models.save import WEIGHTS_FILE
 from rlhf.rewards.reward_model import METRICS_FILE
 from rlhf.rewards.training import show_record, train_reward_model
 from rlhf.settings.fields import to_dict

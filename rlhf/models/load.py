@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -25,46 +24,14 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import is_bitsandbytes_available
 
+from rlhf.checkpoints.model_folder import ALL_LINEAR, missing_targets, vocabulary_problem
 from rlhf.data.chat_template import end_of_turn
 from rlhf.models.device import autocast
 from rlhf.models.reference import release_mmap, store_frozen_weights
 from rlhf.models.self_test import check_forward_matches
-from rlhf.utils.errors import UserError, did_you_mean
-from rlhf.utils.hub import require_hub
-from rlhf.utils.paths import is_path, missing_path, resolve_path
+from rlhf.utils.errors import UserError, raise_if
 
-ADAPTER_CONFIG = "adapter_config.json"
-ALL_LINEAR = "all-linear"  # peft's name for every linear layer except the head
 PAD_TOKENS = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|PAD_TOKEN|>")
-
-
-def find_model(name: str, flag: str) -> str:
-    """Return where to load a model from: a hub name, or the absolute path of a folder (adapters store it as their
-    base). Raises UserError if `name` is neither, or is the folder of an adapter; the message contains `flag`."""
-    folder = resolve_path(name)
-    if folder.is_dir():
-        if (folder / ADAPTER_CONFIG).is_file():  # transformers would load the adapter's base model without a warning
-            raise UserError(
-                f"an adapter, not a full model: {flag} {name}. Merge it into its base ({base_of_adapter(folder)}): "
-                f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER)"
-            )
-        if not (folder / "config.json").is_file():
-            raise UserError(
-                f"no model in this folder (no config.json): {name}. {flag} takes a Hugging Face model folder"
-            )
-        return str(folder)
-    if is_path(name):
-        raise missing_path(name, "model", f"{flag} takes a Hugging Face model folder or a hub name")
-    return require_hub(name, "model", f"{flag} FOLDER")
-
-
-def base_of_adapter(folder: Path) -> str | None:
-    """Return the base model that an adapter's config names. Raises UserError if that file is not valid JSON."""
-    file = folder / ADAPTER_CONFIG
-    try:
-        return json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except ValueError as error:
-        raise UserError(f"invalid JSON: {file} ({error}). Save the adapter again, or give another folder") from None
 
 
 @contextlib.contextmanager
@@ -146,11 +113,9 @@ def check_policy(name: str, vocabulary: int, targets: Collection[str] = ()) -> P
 
 def check_vocabulary(tokens: int, embeddings: int, name: str) -> None:
     """Raise UserError if a tokenizer has more tokens than its model has embeddings."""
-    if tokens > embeddings:
-        raise UserError(
-            f"the tokenizer has {tokens} tokens, but the model has only {embeddings} embeddings: {name}. "
-            "Use a model with its own tokenizer, in one folder"
-        )
+    problem = vocabulary_problem(tokens, embeddings, name)
+    if problem is not None:
+        raise UserError(problem)
 
 
 def check_weights(model: nn.Module, name: str) -> None:
@@ -268,12 +233,7 @@ def _check_targets(model: PreTrainedModel, targets: Collection[str], name: str) 
     if ALL_LINEAR in targets:
         return
     leaves = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
-    missing = [t for t in targets if t not in leaves]
-    if missing:
-        raise UserError(
-            f"no module named {', '.join(missing)}: --lora-targets, {name}. {did_you_mean(missing[0], leaves)}"
-            f"Choose from {', '.join(sorted(leaves))}, or give {ALL_LINEAR}"
-        )
+    raise_if(missing_targets(leaves, targets, name))
 
 
 def context_problems(

@@ -10,12 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf.checkpoints.model_folder import ADAPTER_FILE, WEIGHTS_FILE
 from rlhf.models.actor_critic import Actor, ActorCritic
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import disk_errors
 
-WEIGHTS_FILE = "model.safetensors"
-ADAPTER_FILE = "adapter_model.safetensors"
 VALUE_HEAD_FILE = "value_head.safetensors"
 CRITIC_FILE = "critic.safetensors"  # trainable weights of a separate critic backbone
 ONE_FILE = "1000GB"  # max_shard_size: a single weights file can be replaced atomically

@@ -25,39 +25,11 @@ from rlhf.reports.report_plots import distributions, score_against_kl
 from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, listed
-from rlhf.utils.errors import raise_if
 from rlhf.utils.files import json_ready, write_json, write_text
 from rlhf.utils.html import render
-from rlhf.utils.paths import missing_path
 from rlhf.utils.rng import rng_for
 
 SAMPLES = 8  # prompts with completions in the report
-OF_EVALUATIONS = ("eval_func", "eval_samples")  # settings that do not change what is learned
-
-
-def check_named(names: Sequence[str]) -> None:
-    """Raises UserError for names that are not folders, so that a mistyped run is not looked up on the hub."""
-    problems = [str(missing_path(name, "run", "Give run folders")) for name in names if not Path(name).is_dir()]
-    raise_if(problems)
-
-
-def check_groups(models: Sequence[ModelRef]) -> None:
-    """Raises UserError if runs of an algorithm differ in settings or share a seed, or a model is not a run."""
-    problems = [f"not a run: {m.name}. compare_runs.py takes run folders" for m in models if m.run is None]
-    raise_if(problems)
-    for algorithm in in_order(m.run.algorithm for m in models):
-        runs = [m for m in models if m.run.algorithm == algorithm]
-        for other in runs[1:]:
-            unlike = differences(runs[0].run.settings, other.run.settings, (*SEEDS_MAY_DIFFER, *OF_EVALUATIONS))
-            if unlike:
-                problems.append(
-                    f"{runs[0].name} and {other.name} differ in {', '.join(unlike)}. Runs of one algorithm may differ "
-                    "only in their seed: compare one setting of an algorithm at a time"
-                )
-        seeds = [m.run.seed for m in runs]
-        for seed in sorted({s for s in seeds if seeds.count(s) > 1}):
-            problems.append(f"two runs of {algorithm.upper()} have the seed {seed}. Give each seed once")
-    raise_if(problems)
 
 
 def make_groups(models: Sequence[ModelRef], measured: Sequence[GenerationResults]) -> list[RunGroup]:

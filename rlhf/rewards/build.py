@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.checkpoints.model_folder import find_model
 from rlhf.data.prompts import PromptSets
 from rlhf.models.device import autocast_dtype
-from rlhf.models.load import find_model
 from rlhf.rewards.checks import check_leaks, check_reward_context, check_reward_model, check_tokenizers
 from rlhf.rewards.find import find_rule
 from rlhf.rewards.functions import LearnedReward, RewardFunction

@@ -1,4 +1,7 @@
-"""Finds reward functions by name: built-in ones, those of `trl.rewards`, and functions in a user's file."""
+"""Finds reward functions by name: built-in ones, those of `trl.rewards`, and functions in a user's file.
+
+Imports no torch, so that a missing function is reported at once.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,19 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from rlhf.rewards.eval_functions import exact_match
-from rlhf.rewards.functions import RewardFunction, keyword_bonus, length_penalty, word_penalty
 from rlhf.settings.next_commands import names_code
 from rlhf.settings.types import FROM_TRL
 from rlhf.utils.errors import UserError, did_you_mean
 from rlhf.utils.files import files_print
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rlhf.rewards.functions import RewardFunction
+
+BUILT_IN = ("length_penalty", "word_penalty", "keyword_bonus", "exact_match")
 NEED_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward", "get_cosine_scaled_reward")
 CACHE_SHARE = 5  # default of soft_punish_cache: a fifth of the longest completion, as in TRL's own GRPO script
 
@@ -36,23 +41,37 @@ def find_rule(
         flag: the setting in error messages.
         longest: tokens of the longest completion, a default for functions of trl.rewards.
     """
-    built_in = {
-        "length_penalty": length_penalty,
-        "word_penalty": word_penalty,
-        "keyword_bonus": keyword_bonus(keywords),
-        "exact_match": exact_match,
-    }
-    if name in built_in:
-        return built_in[name]
+    if name in BUILT_IN:
+        return _built_in(name, keywords)
     if name.startswith(FROM_TRL):
         return _of_trl(name, longest, flag)
     path, colon, attribute = name.rpartition(":")
     if not colon:
         wanted = _of_file(Path(name).expanduser()) or (
-            f"{did_you_mean(name, built_in)}Write FILE.py:NAME, trl:NAME or one of {', '.join(built_in)}"
+            f"{did_you_mean(name, BUILT_IN)}Write FILE.py:NAME, trl:NAME or one of {', '.join(BUILT_IN)}"
         )
         raise UserError(f"no such reward function: {flag} {name}. {wanted}")
     return _of_users_file(name, path, attribute, flag)
+
+
+def _built_in(name: str, keywords: Sequence[str]) -> RewardFunction:
+    from rlhf.rewards import eval_functions, functions  # they import torch
+
+    if name == "keyword_bonus":
+        return functions.keyword_bonus(keywords)
+    return getattr(functions if hasattr(functions, name) else eval_functions, name)
+
+
+def check_rules(rules: Sequence[str], flag: str) -> None:
+    """Raise UserError for the first reward function that does not exist, without importing torch or TRL.
+
+    Files of the user are executed, as in training. Of functions of trl.rewards only the form is checked.
+    """
+    for rule in rules:
+        if rule.startswith(FROM_TRL):
+            _parsed(rule, flag)
+        elif rule not in BUILT_IN:
+            find_rule(rule, flag=flag)
 
 
 # --- functions of trl.rewards ----------------------------------------------------------------------------------------

@@ -17,24 +17,17 @@ import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf.checkpoints.model_folder import HOW_TO_TRAIN, find_model, reward_config_problem
 from rlhf.data.chat_template import encode_completion, encode_prompt
 from rlhf.models import llama
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
-from rlhf.models.load import (
-    check_vocabulary,
-    check_weights,
-    context_of,
-    find_model,
-    load_config,
-    load_tokenizer,
-    readable,
-)
+from rlhf.models.load import check_vocabulary, check_weights, context_of, load_config, load_tokenizer, readable
 from rlhf.models.packing import PackedMicroBatch, on_device
 from rlhf.models.reference import release_mmap, store_frozen_weights
 from rlhf.models.reward_critic import backbone_of_classifier, score_head
 from rlhf.rollout.completions import padded, token_batch
-from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.errors import RunError, UserError, raise_if
 
 METRICS_FILE = "metrics.json"
 KEPT_PROMPTS = 10_000  # whose ids a reward model keeps
@@ -120,7 +113,9 @@ class RewardModel:
         """
         folder = find_model(name, flag)
         config = load_config(folder)
-        _check_config(config, name, flag)
+        architecture = (config.architectures or ["?"])[0]
+        problem = reward_config_problem(architecture, config.num_labels, config.pad_token_id, f"{flag} {name}")
+        raise_if([problem] if problem else [])
         tokenizer = load_tokenizer(folder)
         check_vocabulary(len(tokenizer), config.get_text_config().vocab_size, name)
         with readable(name):
@@ -134,7 +129,7 @@ class RewardModel:
             )
         fresh = [k for k in info["missing_keys"] if "score" in k or "classifier" in k]
         if fresh:
-            raise UserError(f"no trained score head ({', '.join(fresh)} is missing): {name}. {_HOW_TO_TRAIN}")
+            raise UserError(f"no trained score head ({', '.join(fresh)} is missing): {name}. {HOW_TO_TRAIN}")
         check_weights(model, name)
         return cls(model, tokenizer, device, dtype, read_record(Path(folder)))
 
@@ -211,21 +206,3 @@ def read_record(folder: Path) -> dict | None:
     if not is_valid or not set(scale) <= {"mean", "std"} or scale.get("std", 1) <= 0:
         raise UserError(f"invalid accuracy or calibration: {file}. Train the reward model again, or delete that file")
     return record
-
-
-_HOW_TO_TRAIN = "Train one with `python -m reward_model.train`"
-
-
-def _check_config(config, name: str, flag: str) -> None:
-    architecture = (config.architectures or ["?"])[0]
-    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
-        raise UserError(f"a language model ({architecture}), not a reward model: {flag} {name}. {_HOW_TO_TRAIN}")
-    if config.num_labels != 1:
-        raise UserError(
-            f"{config.num_labels} outputs, but a reward model has exactly one: {flag} {name}. {_HOW_TO_TRAIN}"
-        )
-    if config.pad_token_id is None:
-        raise UserError(
-            f"no pad token, so padding cannot be distinguished from completions: {flag} {name}. "
-            "Set pad_token_id in its config.json to a token other than EOS"
-        )

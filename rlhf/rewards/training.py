@@ -20,6 +20,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig, RewardTrainer
 
+from rlhf.checkpoints.model_folder import find_model
 from rlhf.checkpoints.replacing import (
     check_inputs_outside,
     numbered_name,
@@ -37,13 +38,7 @@ from rlhf.data.lengths import warn_about_length
 from rlhf.data.source import DataSource
 from rlhf.data.splits import question_hash, split_examples
 from rlhf.models.device import autocast_dtype
-from rlhf.models.load import (
-    check_vocabulary,
-    check_weights,
-    find_model,
-    load_tokenizer,
-    readable,
-)
+from rlhf.models.load import check_vocabulary, check_weights, load_tokenizer, readable
 from rlhf.models.save import bad_weights
 from rlhf.rewards.calibration import calibration_completions, evaluate_and_calibrate
 from rlhf.rewards.checks import check_reward_context, weakness
@@ -62,8 +57,11 @@ DEFAULT_SPLIT = Split(45, 45, 10)
 FEW_PAIRS = 20
 
 
-def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.device) -> Path:
-    """Train, calibrate, evaluate on held-out pairs and save. Returns the folder.
+def train_reward_model(
+    config: RewardModelConfig, screen: Screen, device: torch.device, pairs: list[Example] | None = None
+) -> Path:
+    """Train, calibrate, evaluate on held-out pairs and save. Returns the folder. `pairs` are all rows of the data, if
+    they were read already.
 
     The folder is a Hugging Face `AutoModelForSequenceClassification` folder with an additional metrics.json. Raises
     UserError before training if the data, a model or the output folder is not usable.
@@ -80,9 +78,9 @@ def train_reward_model(config: RewardModelConfig, screen: Screen, device: torch.
     if restore_replaced(folder):
         screen.say(f"restored the reward model in {folder}: its replacement was interrupted")
     check_output(folder, **placing)
-    parts = split_examples(
-        load_examples(DataSource.of(config.data), pairs=True, say=screen.say), config.data.split or DEFAULT_SPLIT
-    )
+    if pairs is None:
+        pairs = load_examples(DataSource.of(config.data), pairs=True, say=screen.say)
+    parts = split_examples(pairs, config.data.split or DEFAULT_SPLIT)
     model = new_reward_model(config, device)
     train, held_out = usable_pairs(config, model, parts, screen)
     completions, source = calibration_completions(parts["rl"] or parts["reward"], config, device, model)

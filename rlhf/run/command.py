@@ -1,15 +1,22 @@
 """The training commands: `train_ppo.py` and the scripts of the other algorithms.
 
-Parses the command line before it imports torch, so that `--help` and errors print at once.
+Checks the command line, the settings, the folders and the data before it imports torch, so that `--help`, the first
+line and errors print at once. Each stage imports what it needs.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf.config import parse_cli
-from rlhf.setup.inputs import check_inputs
+from rlhf.settings.training import Config
+from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
 from rlhf.utils.requirements import check_libraries
+
+if TYPE_CHECKING:
+    from rlhf.data.prompts import Selection
 
 
 def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path | None = None) -> None:
@@ -18,17 +25,31 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
     `user_file` is the user's config.py. Installed commands have none.
     """
     config = parse_cli(argv, algorithm, user_file)
-    if config.run.replay is None and not config.run.resume:
-        check_inputs(config)
+    quiet_imports()
+    screen = Screen()
+    screen.say(f"{algorithm.upper()}: checking the settings and inputs, then loading the libraries (up to 10 s)")
     check_libraries()
-    from rlhf.utils.console import Screen, quiet_libraries
-
-    quiet_libraries()  # before the import of libraries that print at import
     if config.run.replay is not None:
+        quiet_libraries()
         from rlhf.run.replay import replay_incident
 
-        return replay_incident(config, Screen())
+        return replay_incident(config, screen)
+    selection = check_before_imports(config, screen)
+    quiet_libraries()  # before the import of libraries that print at import
     from rlhf.run.seeds import for_each_seed
     from rlhf.run.train import train
 
-    for_each_seed(train, config, Screen())
+    for_each_seed(partial(train, selection=selection), config, screen)
+
+
+def check_before_imports(config: Config, screen: Screen) -> Selection | None:
+    """Raise UserError for everything that flags, paths, JSON files and data tell. Returns the rows of the data, if
+    they were read."""
+    from rlhf.run.resume_checks import check_resume
+    from rlhf.setup.inputs import check_inputs, check_run_folder
+
+    if config.run.resume:
+        return check_resume(config) if config.run.seeds is None else None
+    if config.run.seeds is None:
+        check_run_folder(config)
+    return check_inputs(config, screen.say)

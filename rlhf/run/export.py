@@ -17,18 +17,11 @@ from transformers.tokenization_utils_base import (
     TOKENIZER_CONFIG_FILE,
 )
 
+from rlhf.checkpoints.model_folder import ADAPTER_CONFIG, ADAPTER_FILE, WEIGHTS_FILE, base_of_adapter, find_model
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_record import RUN_FILE, Merged, RunRecord
-from rlhf.models.load import (
-    ADAPTER_CONFIG,
-    base_of_adapter,
-    find_model,
-    load_adapter,
-    load_config,
-    load_policy,
-    load_tokenizer,
-)
-from rlhf.models.save import ADAPTER_FILE, ONE_FILE, WEIGHTS_FILE
+from rlhf.models.load import load_adapter, load_config, load_policy, load_tokenizer
+from rlhf.models.save import ONE_FILE
 from rlhf.run.model_card import CARD_FILE, Saved, model_card
 from rlhf.run.summary import show_where
 from rlhf.settings.training import Config

@@ -9,8 +9,9 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.checkpoints.model_folder import ADAPTER_CONFIG
 from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE, RunRecord
-from rlhf.models.load import ADAPTER_CONFIG, load_tokenizer
+from rlhf.models.load import load_tokenizer
 from rlhf.settings.fields import as_text, settings_of
 from rlhf.settings.training import Config
 from rlhf.utils.html import render

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,8 +11,9 @@ from rlhf.checkpoints.manifest import CheckpointScan, find_checkpoints
 from rlhf.checkpoints.replacing import check_inputs_outside
 from rlhf.checkpoints.run_folder import BEST_FOLDER, move_aside
 from rlhf.checkpoints.run_log import RunLog
-from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE, RunRecord, differences, environment, flat_settings
+from rlhf.checkpoints.run_record import RunRecord, environment
 from rlhf.run.export import check_export, export_run
+from rlhf.run.resume_checks import changes, check_same_run, is_extended
 from rlhf.settings.fields import to_dict
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import inputs_of
@@ -68,50 +68,8 @@ def start_again(config: Config, screen: Screen) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=False, overwrite=True))
 
 
-def is_extended(config: Config, run: RunRecord) -> bool:
-    """Return True if a finished run should continue with changed settings. Raises UserError if settings differ without
-    --resume-anyway."""
-    changed = setting_changes(run, to_dict(config))
-    if changed and not config.run.resume_anyway:
-        raise UserError(
-            [
-                f"this run is finished and its settings differ: --resume, {line}. Restore the setting, or add "
-                "--resume-anyway to continue from its last checkpoint with the new settings"
-                for line in changed
-            ]
-        )
-    return bool(changed)
-
-
 def checkpoints_of(config: Config, run: RunRecord) -> CheckpointScan:
     return find_checkpoints(Path(config.run.output), run.id)
-
-
-def setting_changes(run: RunRecord, settings: dict[str, Any]) -> list[str]:
-    """Return the settings that differ between a run and its resumption, one line each."""
-    before, after = run.flat_settings, flat_settings(settings)
-    changed = differences(run.settings, settings, RESUME_MAY_CHANGE)
-    return [f"{name} was {before[name]} in this run and is {after[name]} now" for name in changed]
-
-
-def changes(run: RunRecord, settings: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the settings and package versions that differ between a run and its resumption, one line each."""
-    changed = setting_changes(run, settings)
-    versions = {**run.versions, "python": run.python}, {**now["versions"], "python": now["python"]}
-    changed += [
-        f"{name} was {versions[0][name]} in this run and is {versions[1][name]} now"
-        for name in versions[0]
-        if versions[0][name] != versions[1].get(name)
-    ]
-    return changed
-
-
-def check_same_run(config: Config, changed: list[str], screen: Screen) -> None:
-    """Raise UserError if something has `changed`. With --resume-anyway print warnings instead."""
-    if changed and not config.run.resume_anyway:
-        raise UserError([f"cannot resume: {line}. Restore it, or add --resume-anyway" for line in changed])
-    for line in changed:
-        screen.say(f"warning: resuming although {line} (--resume-anyway)")
 
 
 def restore_best(output: Path, checkpoint: Path) -> None:

@@ -14,10 +14,10 @@ from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_folder import read_status, seed_folder
 from rlhf.checkpoints.run_record import RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, differences
 from rlhf.run.resume import prepare_resume
-from rlhf.run.train import check_run_folder
 from rlhf.settings.fields import to_dict
 from rlhf.settings.next_commands import code_words, resume_command
 from rlhf.settings.training import Config
+from rlhf.setup.inputs import check_run_folder
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json

@@ -11,23 +11,23 @@ from rlhf.callbacks.kl import KLControl, KLGuard
 from rlhf.callbacks.logging import ProgressLine, SameScores, TensorBoardLog
 from rlhf.callbacks.samples import Samples
 from rlhf.callbacks.token_recorder import TokenRecord
-from rlhf.checkpoints.replacing import check_inputs_outside
-from rlhf.checkpoints.run_folder import check_output, claim_output, require_unused
+from rlhf.checkpoints.run_folder import claim_output
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.checkpoints.token_record import TOKENS_FOLDER
-from rlhf.data.prompts import fingerprint, topics_fingerprint
+from rlhf.data.prompts import Selection, fingerprint, topics_fingerprint
 from rlhf.data.sampler import planned_updates
 from rlhf.models.device import start_device
 from rlhf.rewards.find import code_print
 from rlhf.rewards.printing import PRINTED_FILE
 from rlhf.run.export import check_export, export_run
-from rlhf.run.resume import check_same_run, resume_run
+from rlhf.run.resume import resume_run
+from rlhf.run.resume_checks import check_same_run
 from rlhf.run.summary import finish_run
 from rlhf.settings.fields import to_dict
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components, build_trainer, load_components, prepare_demo_components
-from rlhf.setup.inputs import inputs_of
+from rlhf.setup.inputs import check_run_folder, placing
 from rlhf.setup.memory import forecaster_of, what_helps
 from rlhf.setup.pass_rates import PassRates, keep_by_pass_rate
 from rlhf.setup.plan import budget, show_plan
@@ -40,14 +40,14 @@ from rlhf.utils.hub import is_on_hub
 from rlhf.utils.signals import GracefulStop
 
 
-def train(config: Config, screen: Screen) -> None:
+def train(config: Config, screen: Screen, selection: Selection | None = None) -> None:
     """Train, save and summarize one run. With --dry-run only print its plan, with --check only check it, with
-    --scan only print what can be learned."""
+    --scan only print what can be learned. `selection` has the rows of the data, if they were read already."""
     check_run_folder(config)
     check_export(config)
     device = start_device(screen, config.run.deterministic)
     prepare_demo_components(config, screen, device)
-    components = load_components(config, device, screen)
+    components = load_components(config, device, screen, selection=selection)
     components, pass_rates = keep_by_pass_rate(config, components, screen, Path(config.run.output))
     updates, given = planned_updates(config, components.prompts.train), config
     config = with_horizon(config, updates)
@@ -95,21 +95,6 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
     trainer.add_callback(checkpoints)
 
 
-def _placing(config: Config) -> dict:
-    is_default = Path(config.run.output) == Path(f"./{config.algorithm}_training_output")
-    return {"overwrite": config.run.overwrite, "is_default": is_default}
-
-
-def check_run_folder(config: Config) -> None:
-    """Raise UserError, before anything is loaded, if the output folder is in use or must not be replaced."""
-    if config.run.dry_run or config.run.scan:
-        return
-    if config.run.resume:
-        return require_unused(Path(config.run.output))
-    check_output(Path(config.run.output), **_placing(config))
-    check_inputs_outside(config.run.output, inputs_of(config), "--output")
-
-
 def start_run(
     config: Config, components: Components, updates: int, screen: Screen, pass_rates: PassRates | None = None
 ) -> RunLog:
@@ -127,7 +112,7 @@ def start_run(
         ]
         check_same_run(config, changed, screen)
         return RunLog(folder, resume=True)
-    held, moved = claim_output(Path(config.run.output), **_placing(config))
+    held, moved = claim_output(Path(config.run.output), **placing(config))
     if moved:
         screen.say(moved)
     if pass_rates is not None:

@@ -13,12 +13,13 @@ from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.checkpoints.model_folder import find_model
 from rlhf.data.examples import GivenPrompt
-from rlhf.data.prompts import FEW_PROMPTS, PromptSets, given_prompts, load_prompts
+from rlhf.data.prompts import FEW_PROMPTS, PromptSets, Selection, given_prompts, load_prompts
 from rlhf.demo.checker_parts import prepare_checker
 from rlhf.demo.parts import prepare_demo
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
-from rlhf.models.load import check_policy, context_of, find_model, load_policy, load_tokenizer, lora_modules
+from rlhf.models.load import check_policy, context_of, load_policy, load_tokenizer, lora_modules
 from rlhf.models.logprobs import base_of
 from rlhf.rewards.build import (
     RewardSources,
@@ -38,12 +39,12 @@ from rlhf.rollout.vllm import require_vllm
 from rlhf.settings.training import Config
 from rlhf.setup.input_checks import (
     StartModel,
-    check_fills_a_batch,
     check_overlap,
     check_prompts,
     check_topics,
     check_warmup,
 )
+from rlhf.setup.inputs import check_fills_a_batch
 from rlhf.trainer.evaluation import text_of_file
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.trl_host import check_optimizer
@@ -80,6 +81,7 @@ def load_components(
     rewards: Sequence[RewardFunction | nn.Module] | None = None,
     reward_weights: Sequence[float] | None = None,
     eval_functions: Sequence[RewardFunction | nn.Module] | None = None,
+    selection: Selection | None = None,
 ) -> Components:
     """Load and check the parts of the run that the settings describe. Raises UserError.
 
@@ -94,6 +96,7 @@ def load_components(
         rewards: one or several functions or modules. They replace the settings' reward model and functions.
         reward_weights: one weight per entry of `rewards`. None: all weights are 1.
         eval_functions: evaluation functions. They replace those of the settings.
+        selection: the rows of the settings' data, if they were read already.
     """
     autocast_dtype(config.model.bf16, device)  # raises UserError if the device has no bfloat16
     reset_peak_memory(device)
@@ -107,7 +110,7 @@ def load_components(
     tokenizer = start.tokenizer
     if config.data.eval_text is not None:
         text_of_file(tokenizer, config.data.eval_text)
-    sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts)
+    sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts, selection)
     held_out, kind = [p.example for p in sets.evaluation], "evaluation function"
     check_columns(list(watched.values()), held_out, "the evaluation prompts", screen.say, kind)
     chosen, reward_model = load_rewards(config, sources, tokenizer, sets, device, screen)
@@ -142,12 +145,14 @@ def _load_prompt_sets(
     screen: Screen,
     prompts: Sequence[GivenPrompt] | None,
     evaluation_prompts: Sequence[GivenPrompt] | None,
+    selection: Selection | None = None,
 ) -> PromptSets:
     """Return the prompts given in Python or those of the settings, checked against the start model and the rewards."""
     data, room = config.data, start.context and max(0, start.context - config.sampling.max_new_tokens)
     if prompts is None:
-        source, sets = f"--prompts {data.prompts}", load_prompts(data, start.tokenizer, screen.say, room=room)
-        check_fills_a_batch(config, sets.train)
+        source = f"--prompts {data.prompts}"
+        sets = load_prompts(data, start.tokenizer, screen.say, room=room, selection=selection)
+        check_fills_a_batch(config, len(sets.train))
     else:
         source, sets = "prompts", given_prompts(data, start.tokenizer, prompts, evaluation_prompts, screen.say, room)
     check_prompts(sets, start, config.sampling.max_new_tokens, source, screen, data.plain_prompts)

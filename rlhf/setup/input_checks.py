@@ -54,16 +54,6 @@ def check_prompts(
     raise_if(problems)
 
 
-def check_fills_a_batch(config: Config, train: Sequence[Prompt]) -> None:
-    """Raise UserError if there are fewer training prompts than a batch needs: it would repeat prompts."""
-    if len(train) < config.batch.batch_size:
-        raise UserError(
-            f"the number of training prompts ({len(train)}) is below the batch size ({config.batch.batch_size}): "
-            f"--prompts {config.data.prompts}. Use more prompts (--prompts, --split, --max-prompts) or a smaller "
-            "--batch-size"
-        )
-
-
 def check_topics(config: Config, train: Sequence[Prompt], screen: Screen) -> None:
     """Warn if a topic has fewer prompts than a batch: some prompts are then repeated within a batch."""
     sampler, size = PromptSampler(config, train), config.batch.batch_size

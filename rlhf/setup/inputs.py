@@ -1,13 +1,21 @@
-"""Checks that a command's input files exist, before torch is imported."""
+"""Checks what flags, paths, JSON files and data files tell about a run, before torch is imported."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.checkpoints.replacing import restore_replaced
+from rlhf.checkpoints.model_folder import policy_problems, reward_model_problems
+from rlhf.checkpoints.replacing import check_inputs_outside, restore_replaced
+from rlhf.checkpoints.run_folder import check_output, require_unused
+from rlhf.data.examples import Example, load_examples
+from rlhf.data.prompts import Selection, select_examples
+from rlhf.data.source import DataSource
+from rlhf.rewards.find import check_rules
 from rlhf.settings.next_commands import names_code, reward_model_command
 from rlhf.settings.recipes import DEMOS, find_recipe
-from rlhf.utils.errors import raise_if
+from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import is_path, missing_path, resolve_path
 
 if TYPE_CHECKING:
@@ -18,9 +26,65 @@ if TYPE_CHECKING:
 BUILT = ("actor_model", "rm_model", "prompts")  # inputs that the demo recipes make
 
 
-def check_inputs(config: Config) -> None:
-    """Raise UserError that lists every missing local input of a training run. Hub names are checked later."""
+def check_inputs(config: Config, say: Callable[[str], None]) -> Selection | None:
+    """Raise UserError if an input of a training run is missing or wrong, or its output folder cannot be used.
+
+    Returns the rows of the data if it is local, so that they are read only once. Hub names, and the parts that a demo
+    builds, are checked later. `say` prints notes about the data.
+    """
     built = {find_recipe(config.recipe).value(name) for name in BUILT} if config.recipe in DEMOS else set()
+    _check_missing(config, built)
+    m, targets = config.model, config.model.lora_targets if config.model.use_lora else ()
+    problems = policy_problems(m.actor_model, "--actor-model", targets) if _is_there(m.actor_model, built) else []
+    if m.rm_model is not None and _is_there(m.rm_model, built):
+        problems += reward_model_problems(m.rm_model, "--rm-model")
+    raise_if(problems)
+    check_rules(config.reward.reward_func, "--reward-func")
+    check_rules(config.reward.eval_func, "--eval-func")
+    if not _is_there(config.data.prompts, built):
+        return None
+    selection = select_examples(config.data, say)
+    check_fills_a_batch(config, selection.distinct)
+    return selection
+
+
+def _is_there(name: str, built: Container[str]) -> bool:
+    """True for an existing local path that the recipe of a demo does not build."""
+    return name not in built and not is_on_hub_by_name(name)
+
+
+def is_on_hub_by_name(name: str) -> bool:
+    return not is_path(name) and not resolve_path(name).exists()
+
+
+def check_fills_a_batch(config: Config, prompts: int) -> None:
+    """Raise UserError if there are fewer training prompts than a batch needs: it would repeat prompts."""
+    if prompts < config.batch.batch_size:
+        raise UserError(
+            f"the number of training prompts ({prompts}) is below the batch size ({config.batch.batch_size}): "
+            f"--prompts {config.data.prompts}. Use more prompts (--prompts, --split, --max-prompts) or a smaller "
+            "--batch-size"
+        )
+
+
+def check_run_folder(config: Config) -> None:
+    """Raise UserError, before anything is loaded, if the output folder is in use or must not be replaced."""
+    if config.run.dry_run or config.run.scan:
+        return
+    if config.run.resume:
+        return require_unused(Path(config.run.output))
+    check_output(Path(config.run.output), **placing(config))
+    check_inputs_outside(config.run.output, inputs_of(config), "--output")
+
+
+def placing(config: Config) -> dict[str, bool]:
+    """Return how the output folder may be used, as arguments of `check_output` and `claim_output`."""
+    is_default = Path(config.run.output) == Path(f"./{config.algorithm}_training_output")
+    return {"overwrite": config.run.overwrite, "is_default": is_default}
+
+
+def _check_missing(config: Config, built: Container[str]) -> None:
+    """Raise UserError that lists every missing local input of a training run."""
     problems = []
     for flag, name in inputs_of(config):
         on_hub = flag in ("--actor-model", "--rm-model", "--prompts") and not is_path(name)
@@ -36,8 +100,9 @@ def check_inputs(config: Config) -> None:
     raise_if(problems)
 
 
-def check_reward_inputs(config: RewardModelConfig) -> None:
-    """Raise UserError that lists every missing local input of `python -m reward_model.train`."""
+def check_reward_inputs(config: RewardModelConfig, say: Callable[[str], None]) -> list[Example] | None:
+    """Raise UserError if an input of `python -m reward_model.train` is missing or wrong. Returns the pairs if they are
+    local, so that they are read only once."""
     named = [
         ("--pairs", config.data.pairs),
         ("--base-model", config.training.base_model),
@@ -45,6 +110,12 @@ def check_reward_inputs(config: RewardModelConfig) -> None:
     ]
     named = [(flag, name) for flag, name in named if name and is_path(name) and not resolve_path(name).exists()]
     raise_if([problem for flag, name in named for problem in _missing(flag, name)])
+    models = [("--base-model", config.training.base_model), ("--actor-model", config.calibration.actor_model)]
+    models = [(flag, name) for flag, name in models if name and not is_on_hub_by_name(name)]
+    raise_if([problem for flag, name in models for problem in policy_problems(name, flag)])
+    if is_on_hub_by_name(config.data.pairs):
+        return None
+    return load_examples(DataSource.of(config.data), pairs=True, say=say)
 
 
 def _missing(flag: str, name: str) -> list[str]:

@@ -26,6 +26,17 @@ def quiet_libraries() -> None:
 
     Call it before the libraries are imported, because bitsandbytes warns at import (on CPUs with bfloat16).
     """
+    quiet_imports()
+    import datasets  # a slow import, which `--help` must not wait for
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+
+
+def quiet_imports() -> None:
+    """Turn off the messages that the libraries print while they are imported. Imports none of them."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.simplefilter("ignore")
@@ -34,12 +45,6 @@ def quiet_libraries() -> None:
     threading.excepthook = _thread_excepthook
     for name in ("transformers", "trl", "accelerate", "huggingface_hub", "datasets", "peft", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    import datasets  # a slow import, which `--help` must not wait for
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    datasets.disable_progress_bars()
 
 
 def _show_warning(message, category, *_, **__) -> None:

@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_grpo
 import train_ppo
-from rlhf.analysis.models import find_model_ref, in_4_bit, load_model_ref
+from rlhf.analysis.loading import load_model_ref
+from rlhf.analysis.models import find_model_ref, in_4_bit
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run, parse_cli
 from rlhf.models.load import load_tokenizer

@@ -23,12 +23,12 @@ from rlhf.rewards.reward_model import METRICS_FILE
 from rlhf.rewards.training import train_reward_model
 from rlhf.rollout import continuous_batching, engine
 from rlhf.run.seeds import for_each_seed
-from rlhf.run.train import check_run_folder
 from rlhf.settings.evaluation import ComparisonConfig, EvaluationConfig, PlotConfig
 from rlhf.settings.fields import settings_of
 from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.setup.build import load_components
+from rlhf.setup.inputs import check_run_folder
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from tests.conftest import attach

@@ -14,11 +14,11 @@ import train_grpo
 import train_ppo
 import train_rloo
 from rlhf.api import make_trainer, scan
+from rlhf.checkpoints.model_folder import WEIGHTS_FILE
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import parse_cli
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
-from rlhf.models.save import WEIGHTS_FILE
 from rlhf.settings.fields import to_dict
 from rlhf.setup.build import load_components
 from rlhf.setup.pass_rates import PASS_RATES_FILE

@@ -1,0 +1,187 @@
+"""Finds model folders, and checks what their JSON files tell, before torch is imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf.utils.errors import UserError, did_you_mean
+from rlhf.utils.paths import is_path, missing_path, resolve_path
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
+ALL_LINEAR = "all-linear"  # peft's name for every linear layer except the head
+HOW_TO_TRAIN = "Train one with `python -m reward_model.train`"
+LARGEST_TOKENIZER = 2**25  # bytes; a larger tokenizer.json takes longer than a second to read
+
+
+def find_model(name: str, flag: str) -> str:
+    """Return where to load a model from: a hub name, or the absolute path of a folder (adapters store it as their
+    base). Raises UserError if `name` is neither, or is the folder of an adapter; the message contains `flag`."""
+    folder = resolve_path(name)
+    if folder.is_dir():
+        if (folder / ADAPTER_CONFIG).is_file():  # transformers would load the adapter's base model without a warning
+            raise UserError(
+                f"an adapter, not a full model: {flag} {name}. Merge it into its base ({base_of_adapter(folder)}): "
+                f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER)"
+            )
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"no model in this folder (no config.json): {name}. {flag} takes a Hugging Face model folder"
+            )
+        return str(folder)
+    if is_path(name):
+        raise missing_path(name, "model", f"{flag} takes a Hugging Face model folder or a hub name")
+    from rlhf.utils.hub import require_hub  # slow to import, and only hub names need it
+
+    return require_hub(name, "model", f"{flag} FOLDER")
+
+
+def base_of_adapter(folder: Path) -> str | None:
+    """Return the base model that an adapter's config names. Raises UserError if that file is not valid JSON."""
+    file = folder / ADAPTER_CONFIG
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except ValueError as error:
+        raise UserError(f"invalid JSON: {file} ({error}). Save the adapter again, or give another folder") from None
+
+
+# --- checks of the JSON files ----------------------------------------------------------------------------------------
+
+
+def policy_problems(name: str, flag: str, targets: Collection[str] = ()) -> list[str]:
+    """Return what is wrong with a local start model, one line each, as far as its JSON files tell. `targets` are the
+    LoRA target modules."""
+    folder = Path(find_model(name, flag))
+    config = read_config(folder)
+    tensors = tensors_of(folder)
+    problems = tokenizer_problems(folder, config)
+    quantized = "quantization_config" in config
+    missing = [] if quantized or ALL_LINEAR in targets else missing_targets(linear_modules(tensors), targets, folder)
+    return [*problems, *missing]
+
+
+def reward_model_problems(name: str, flag: str) -> list[str]:
+    """Return what is wrong with a local reward model, one line each, as far as its JSON files tell."""
+    folder = Path(find_model(name, flag))
+    config = read_config(folder)
+    labels = config.get("num_labels", len(config.get("id2label", "12")))  # transformers' default is two labels
+    architecture = (config.get("architectures") or ["?"])[0]
+    problem = reward_config_problem(architecture, labels, config.get("pad_token_id"), f"{flag} {name}")
+    tensors_of(folder)
+    return [problem] if problem else tokenizer_problems(folder, config)
+
+
+def reward_config_problem(architecture: str, labels: int, pad: int | None, place: str) -> str | None:
+    """Return why a model cannot be a reward model, or None. `labels` is the number of its outputs."""
+    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        return f"a language model ({architecture}), not a reward model: {place}. {HOW_TO_TRAIN}"
+    if labels != 1:
+        return f"{labels} outputs, but a reward model has exactly one: {place}. {HOW_TO_TRAIN}"
+    if pad is None:
+        return (
+            f"no pad token, so padding cannot be distinguished from completions: {place}. "
+            "Set pad_token_id in its config.json to a token other than EOS"
+        )
+    return None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a model's config.json. Raises UserError if it is not valid JSON."""
+    return _read_object(folder / "config.json")
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"not valid JSON: {file} ({error}). Download or save the model again") from None
+    if not isinstance(found, dict):
+        raise UserError(f"not a JSON object: {file}. Download or save the model again")
+    return found
+
+
+def tensors_of(folder: Path) -> dict[str, list[int]]:
+    """Return the names and shapes of the tensors in a model's safetensors files. Raises UserError if there are none,
+    or a file is missing or incomplete."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({folder / name for name in _read_object(index).get("weight_map", {}).values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    hint = "Give a complete model folder with safetensors weights"
+    if not files:
+        raise UserError(f"cannot be loaded: {folder} (no safetensors file). {hint}")
+    tensors = {}
+    for file in files:
+        found = _header(file) if file.is_file() else None
+        if found is None:
+            raise UserError(f"cannot be loaded: {folder} ({file.name} is missing or incomplete). {hint}")
+        tensors |= found
+    return tensors
+
+
+def _header(file: Path) -> dict[str, list[int]] | None:
+    """Return the names and shapes of a safetensors file's tensors; None if the file is not complete."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 0 < length <= size - 8:
+            return None
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError:
+            return None
+    header.pop("__metadata__", None)
+    ends = [tensor["data_offsets"][1] for tensor in header.values()]
+    if 8 + length + max(ends, default=0) != size:
+        return None
+    return {name: tensor["shape"] for name, tensor in header.items()}
+
+
+def linear_modules(tensors: dict[str, list[int]]) -> set[str]:
+    """Return the last names of the modules with a weight matrix, such as q_proj."""
+    parts = (name.split(".") for name, shape in tensors.items() if len(shape) == 2 and name.endswith(".weight"))
+    return {names[-2] for names in parts if "embed" not in names[-2]}
+
+
+def missing_targets(leaves: Collection[str], targets: Collection[str], name: str | Path) -> list[str]:
+    """Return an error line if a model with the linear modules `leaves` lacks some LoRA targets."""
+    missing = [target for target in targets if target not in leaves]
+    if not missing:
+        return []
+    return [
+        f"no module named {', '.join(missing)}: --lora-targets, {name}. {did_you_mean(missing[0], leaves)}"
+        f"Choose from {', '.join(sorted(leaves))}, or give {ALL_LINEAR}"
+    ]
+
+
+def tokenizer_problems(folder: Path, config: dict[str, Any]) -> list[str]:
+    """Return an error line if a tokenizer has no EOS, and one if it has more tokens than its model has embeddings."""
+    problems, settings, tokens = [], folder / "tokenizer_config.json", folder / "tokenizer.json"
+    if settings.is_file() and _read_object(settings).get("eos_token", "not given") is None:
+        problems.append(f"no EOS token: tokenizer of {folder}. Set eos_token in its tokenizer_config.json")
+    embeddings = config.get("vocab_size")
+    if tokens.is_file() and tokens.stat().st_size < LARGEST_TOKENIZER and isinstance(embeddings, int):
+        problem = vocabulary_problem(len(set(_token_ids(_read_object(tokens)))), embeddings, folder)
+        problems += [problem] if problem else []
+    return problems
+
+
+def _token_ids(tokenizer: dict[str, Any]) -> Iterator[int]:
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    yield from vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    yield from (token["id"] for token in tokenizer.get("added_tokens", ()))
+
+
+def vocabulary_problem(tokens: int, embeddings: int, name: str | Path) -> str | None:
+    """Return an error line if a tokenizer has more tokens than its model has embeddings, otherwise None."""
+    if tokens <= embeddings:
+        return None
+    return (
+        f"the tokenizer has {tokens} tokens, but the model has only {embeddings} embeddings: {name}. "
+        "Use a model with its own tokenizer, in one folder"
+    )

@@ -1,0 +1,69 @@
+"""Checks that a resumed run is the same run. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE, RunRecord, differences, environment, flat_settings
+from rlhf.settings.fields import to_dict
+from rlhf.settings.training import Config
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError, raise_if
+
+
+def check_resume(config: Config) -> None:
+    """Raise UserError if there is no run to resume, or its algorithm, settings or versions differ."""
+    run = RunRecord.require(Path(config.run.output), "--resume, --output")
+    run.require_algorithm(config.algorithm, config.run.output)
+    if run.status == "finished" and not is_extended(config, run):
+        return
+    if not config.run.resume_anyway:
+        raise_if_changed(changes(run, to_dict(config), environment()))
+
+
+def is_extended(config: Config, run: RunRecord) -> bool:
+    """Return True if a finished run should continue with changed settings. Raises UserError if settings differ without
+    --resume-anyway."""
+    changed = setting_changes(run, to_dict(config))
+    if changed and not config.run.resume_anyway:
+        raise UserError(
+            [
+                f"this run is finished and its settings differ: --resume, {line}. Restore the setting, or add "
+                "--resume-anyway to continue from its last checkpoint with the new settings"
+                for line in changed
+            ]
+        )
+    return bool(changed)
+
+
+def setting_changes(run: RunRecord, settings: dict[str, Any]) -> list[str]:
+    """Return the settings that differ between a run and its resumption, one line each."""
+    before, after = run.flat_settings, flat_settings(settings)
+    changed = differences(run.settings, settings, RESUME_MAY_CHANGE)
+    return [f"{name} was {before[name]} in this run and is {after[name]} now" for name in changed]
+
+
+def changes(run: RunRecord, settings: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the settings and package versions that differ between a run and its resumption, one line each."""
+    changed = setting_changes(run, settings)
+    versions = {**run.versions, "python": run.python}, {**now["versions"], "python": now["python"]}
+    changed += [
+        f"{name} was {versions[0][name]} in this run and is {versions[1][name]} now"
+        for name in versions[0]
+        if versions[0][name] != versions[1].get(name)
+    ]
+    return changed
+
+
+def raise_if_changed(changed: list[str]) -> None:
+    """Raise UserError with these changes, if there are any."""
+    raise_if([f"cannot resume: {line}. Restore it, or add --resume-anyway" for line in changed])
+
+
+def check_same_run(config: Config, changed: list[str], screen: Screen) -> None:
+    """Raise UserError if something has `changed`. With --resume-anyway print warnings instead."""
+    if not config.run.resume_anyway:
+        raise_if_changed(changed)
+    for line in changed:
+        screen.say(f"warning: resuming although {line} (--resume-anyway)")

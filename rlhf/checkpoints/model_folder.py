@@ -71,7 +71,9 @@ def reward_model_problems(name: str, flag: str) -> list[str]:
     labels = config.get("num_labels", len(config.get("id2label", "12")))  # transformers' default is two labels
     architecture = (config.get("architectures") or ["?"])[0]
     problem = reward_config_problem(architecture, labels, config.get("pad_token_id"), f"{flag} {name}")
-    tensors_of(folder)
+    tensors = tensors_of(folder)
+    if problem is None and not any("score" in tensor or "classifier" in tensor for tensor in tensors):
+        problem = f"no trained score head (score.weight is missing): {flag} {name}. {HOW_TO_TRAIN}"
     return [problem] if problem else tokenizer_problems(folder, config)
 
 
@@ -143,9 +145,10 @@ def _header(file: Path) -> dict[str, list[int]] | None:
 
 
 def linear_modules(tensors: dict[str, list[int]]) -> set[str]:
-    """Return the last names of the modules with a weight matrix, such as q_proj."""
+    """Return the last names of the modules with a weight matrix, such as q_proj. A head that is tied to the embeddings
+    has no tensor in the file."""
     parts = (name.split(".") for name, shape in tensors.items() if len(shape) == 2 and name.endswith(".weight"))
-    return {names[-2] for names in parts if "embed" not in names[-2]}
+    return {"lm_head", *(names[-2] for names in parts if "embed" not in names[-2])}
 
 
 def missing_targets(leaves: Collection[str], targets: Collection[str], name: str | Path) -> list[str]:

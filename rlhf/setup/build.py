@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.checkpoints.model_folder import find_model
 from rlhf.data.examples import GivenPrompt
 from rlhf.data.prompts import FEW_PROMPTS, PromptSets, Selection, given_prompts, load_prompts
+from rlhf.data.sampler import PromptSampler
 from rlhf.demo.checker_parts import prepare_checker
 from rlhf.demo.parts import prepare_demo
 from rlhf.models.device import autocast_dtype, memory_in_use, reset_peak_memory
@@ -42,9 +43,8 @@ from rlhf.setup.input_checks import (
     check_overlap,
     check_prompts,
     check_topics,
-    check_warmup,
 )
-from rlhf.setup.inputs import check_fills_a_batch
+from rlhf.setup.inputs import check_fills_a_batch, check_warmup
 from rlhf.trainer.evaluation import text_of_file
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.trl_host import check_optimizer
@@ -158,7 +158,7 @@ def _load_prompt_sets(
     check_prompts(sets, start, config.sampling.max_new_tokens, source, screen, data.plain_prompts)
     check_overlap(sets, screen)
     check_topics(config, sets.train, screen)
-    check_warmup(config, sets.train)
+    check_warmup(config, PromptSampler(config, sets.train).updates)
     check_columns(sources.rules, [p.example for p in (*sets.train, *sets.evaluation)], source, screen.say)
     if prompts is None and len(sets.evaluation) < FEW_PROMPTS:
         screen.say(

@@ -13,7 +13,7 @@ from rlhf.data.splits import question_hash
 from rlhf.models.load import context_problems
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.errors import raise_if
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,6 @@ def check_topics(config: Config, train: Sequence[Prompt], screen: Screen) -> Non
         screen.say(
             f"warning: {len(short)} topics have fewer prompts than a batch of {size} ({', '.join(short)}), so batches "
             "repeat prompts: --steps-per-topic. Use more prompts or a smaller --batch-size"
-        )
-
-
-def check_warmup(config: Config, train: Sequence[Prompt]) -> None:
-    """Raise UserError if the run has no update after --critic-warmup: its policy would be the start model."""
-    updates, warmup = PromptSampler(config, train).updates, config.critic.critic_warmup
-    if warmup >= updates:
-        raise UserError(
-            f"only the critic is trained in all {updates} updates of the run: --critic-warmup {warmup}. "
-            "Give a smaller number, or train longer"
         )
 
 

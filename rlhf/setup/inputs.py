@@ -39,6 +39,8 @@ def check_inputs(config: Config, say: Callable[[str], None]) -> Selection | None
     if m.rm_model is not None and _is_there(m.rm_model, built):
         problems += reward_model_problems(m.rm_model, "--rm-model")
     raise_if(problems)
+    if config.run.num_iterations is not None:
+        check_warmup(config, config.run.num_iterations)
     check_rules(config.reward.reward_func, "--reward-func")
     check_rules(config.reward.eval_func, "--eval-func")
     if not _is_there(config.data.prompts, built):
@@ -64,6 +66,16 @@ def check_fills_a_batch(config: Config, prompts: int) -> None:
             f"the number of training prompts ({prompts}) is below the batch size ({config.batch.batch_size}): "
             f"--prompts {config.data.prompts}. Use more prompts (--prompts, --split, --max-prompts) or a smaller "
             "--batch-size"
+        )
+
+
+def check_warmup(config: Config, updates: int) -> None:
+    """Raise UserError if the run has no update after --critic-warmup: its policy would be the start model."""
+    warmup = config.critic.critic_warmup
+    if warmup >= updates:
+        raise UserError(
+            f"only the critic is trained in all {updates} updates of the run: --critic-warmup {warmup}. "
+            "Give a smaller number, or train longer"
         )
 
 

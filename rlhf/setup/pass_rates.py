@@ -19,7 +19,8 @@ from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import PromptSampler, planned_updates, shorten
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components
-from rlhf.setup.input_checks import check_topics, check_warmup
+from rlhf.setup.input_checks import check_topics
+from rlhf.setup.inputs import check_warmup
 from rlhf.setup.scan_figures import in_range
 from rlhf.setup.start_samples import Sampled, drawn, sample_and_score
 from rlhf.utils.console import Screen, clock
@@ -121,7 +122,7 @@ def keep_by_pass_rate(
 def check_kept(config: Config, train: Sequence[Prompt], kept: Sequence[Prompt], screen: Screen) -> None:
     """Repeat the checks that depend on the number of training prompts. Raises UserError, and warns of topics without
     any kept prompt."""
-    check_warmup(config, kept)
+    check_warmup(config, PromptSampler(config, kept).updates)
     check_topics(config, kept, screen)
     there, before = PromptSampler(config, kept).topics, PromptSampler(config, train).topics
     lost = [shorten(topic) for topic in before if topic not in there]

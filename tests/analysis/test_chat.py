@@ -53,7 +53,8 @@ def test_chat_in_a_separate_process(runs):
     done = run(command, ROOT, typed="What is a cat?\n\nand a dog?\n/new\nHello\n/exit\nnever read\n")
     assert done.returncode == 0 and done.stderr == ""
     output = done.stdout.splitlines()
-    assert output[0].endswith("(final, after update 2)") and output[1].startswith("  base ")
+    assert output[0].startswith("evaluation: checking the models")
+    assert output[1].endswith("(final, after update 2)") and output[2].startswith("  base ")
     assert "a new conversation" in done.stdout and "never" not in done.stdout
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", done.stdout), (
         "random weights generate control characters, which must be escaped"

@@ -793,6 +793,16 @@ MORE_ERRORS = [
         r"evaluation function 'exact_match' requires the column 'answer', which the data lacks: the eval"),
 ]  # fmt: skip
 
+# errors that need the tokenizer, the hub, the weights, a checkpoint or the GPU, so they come after the import of torch
+LATE = {
+    *("bf16 on a device without it", "no valid checkpoint", "data changed on resume"),
+    *("prompts longer than the context", "prompt and completion longer than the context"),
+    *("chats without a chat template", "a chat template that refuses a chat", "a template that divides by zero"),
+    *("a template with a huge range", "a template that adds text and a number"),
+    *("not found", "gated", "offline", "needs trust_remote_code", "no pad token", "pad equals EOS"),
+    *("policy's weights with NaN", "reward model's weights with infinity", "too little space for the checkpoints"),
+    *("no column for an evaluation function", "nothing to learn", "no pass rate of a reward model"),
+}
 ROWS = [*CONFIGURATION, *DATA, *MODELS, *REWARDS, *DISK_AND_ENVIRONMENT, *MORE_ERRORS]
 
 
@@ -814,7 +824,9 @@ def test_bad_input_gives_one_line_with_a_fix(row, inputs, capsys):
     argv = row.flags(inputs)
     if row.status == 2 and not row.loads:
         refuse_loading(inputs.monkeypatch)
-    before = inputs.files()
+    before, imported = inputs.files(), []
+    for module in ("rlhf.run.command", "reward_model.train"):
+        inputs.monkeypatch.setattr(f"{module}.quiet_libraries", lambda: imported.append(True))
     capsys.readouterr()
     status = 0
     try:
@@ -832,6 +844,7 @@ def test_bad_input_gives_one_line_with_a_fix(row, inputs, capsys):
     assert all(FORM.fullmatch(line) for line in output.err.splitlines()), output.err
     if status == 2:
         assert inputs.files() == before, "no files may be written"
+        assert bool(imported) == (row.title in LATE), "reported before or after the import of torch"
         return
     assert read_status(inputs.folder / "run") == "failed"
     if row in REWARDS:

@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import torch
 
+from rlhf.models.device import resident_peak
+
 BUSY = 20  # percent of the CPU used by other programs, above which times are uncertain
 
 
@@ -21,21 +23,6 @@ def seconds(device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def resident_peak() -> int:
-    """Return the peak resident memory of this process in bytes.
-
-    On Linux this is VmHWM. getrusage's ru_maxrss includes the parent process's size at the time of the fork.
-    """
-    if sys.platform == "linux":
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    if sys.platform == "win32":
-        return psutil.Process().memory_info().peak_wset
-    import resource  # macOS; not available on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class MemoryMeter:

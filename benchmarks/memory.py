@@ -1,4 +1,4 @@
-"""Compares predicted peak memory with the measured peak of a new process, and the tensors of each phase.
+"""Compares predicted peak memory with the measured peak of a new process.
 
 python benchmarks/memory.py --algorithm ppo --size smollm2 --load-in-4bit --json memory.json
 """
@@ -8,11 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds only the script's own folder
 
@@ -22,12 +19,6 @@ from rlhf.utils.errors import run_command
 from rlhf.utils.files import write_json
 
 UPDATES = 2
-# method of a part of the trainer -> the phases of the prediction that it contains
-METHODS = {
-    "collector.collect": ("rollout", "log-probs"),
-    "collector.score": ("scoring",),
-    "learner.step": ("backward pass", "optimizer step"),
-}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,14 +45,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def compare(work: Work) -> dict[str, Any]:
-    """Measure the worker, then predict and measure the phases in this process. The worker runs alone first, so that
-    all memory of the machine is available to it."""
+    """Measure the worker, then predict in this process. The worker runs alone first, so that all memory of the machine
+    is available to it."""
+    from benchmarks import ours
     from rlhf.checkpoints.run_record import environment
 
     with Worker("ours", work.write(Path(work.folder, "work.json"))) as worker:
         machine = worker.go()["machine"]
         measured = [worker.go()["memory"] for _ in range(work.updates)][-1]["above_imports"]
-    predicted, tensors = predict_and_measure(work)
+    predicted = estimate(ours.build(work))
     return {
         **environment(),
         "settings": work.settings,
@@ -71,73 +63,27 @@ def compare(work: Work) -> dict[str, Any]:
         "ratio": predicted.peak / measured,
         "phase": predicted.largest.name,
         "parts": {**predicted.held, **predicted.largest.parts},
-        "tensors": {
-            method: {"predicted": max(tensors_of(phase) for phase in predicted.phases if phase.name in names),
-                     "measured": tensors[method]}
-            for method, names in METHODS.items()
-        },
-    }  # fmt: skip
-
-
-def tensors_of(phase) -> int:
-    """Return the bytes of the tensors that a phase allocates."""
-    from rlhf.setup.peak_memory import CACHED_FORWARD, GAPS_LEFT
-
-    # not tensors; allocated before the phase starts
-    excluded = {GAPS_LEFT, *([CACHED_FORWARD] if phase.name == "scoring" else [])}
-    return sum(size for name, size in phase.parts.items() if name not in excluded)
-
-
-def predict_and_measure(work: Work) -> tuple[Any, dict[str, int]]:
-    """Return the prediction for a trainer, and the peak tensor memory of each method in its second update."""
-    from benchmarks import ours
-
-    trainer = ours.build(work)
-    predicted = estimate(trainer)
-    trainer.update_step(1)  # allocates the optimizer's moments
-    return predicted, tensors_in(trainer, METHODS, lambda: trainer.update_step(2))
+    }
 
 
 def estimate(trainer):
     """Return the predicted memory of a trainer's updates, without evaluations."""
-    from rlhf.rewards.build import find_rewards, make_rewards
-    from rlhf.setup.memory import forecast
+    from rlhf.models.logprobs import base_of
+    from rlhf.rewards.functions import LearnedReward
+    from rlhf.setup.memory import Estimator
+    from rlhf.setup.plan import base_parameters
+    from rlhf.setup.shape import Shape
 
-    device = trainer.accelerator.device
-    _, judge = make_rewards(trainer.config, find_rewards(trainer.config), trainer.processing_class, device)
-    return forecast(
-        trainer.config,
+    judges = [f.model.model for f in trainer.rewards.functions if isinstance(f, LearnedReward)]
+    policy = trainer.actor.policy
+    return Estimator(
+        Shape.of(base_of(policy).config, base_parameters(policy)),
+        Shape.of(judges[0].config, judges[0].num_parameters()) if judges else None,
+        trainer.accelerator.device,
+        trainer.train_prompts,
+        [],
         trainer.updates,
-        device,
-        policy=trainer.actor.policy,
-        reward_model=judge.model,
-        tokenizer=trainer.processing_class,
-        train=trainer.train_prompts,
-        evaluation=[],
-    )
-
-
-def tensors_in(trainer, methods: Iterable[str], run: Callable[[], Any]) -> dict[str, int]:
-    """Return the peak tensor memory in bytes of each of `methods` (PART.METHOD) during `run`, minus that before."""
-    from benchmarks.machine import tensor_peak
-
-    peaks, device = dict.fromkeys(methods, 0), trainer.accelerator.device.type
-
-    def measured(name: str, original: Callable) -> Callable:
-        def method(*arguments, **named):
-            result, size = tensor_peak(device, lambda: original(*arguments, **named))
-            peaks[name] = max(peaks[name], size)
-            return result
-
-        return method
-
-    with ExitStack() as stack:
-        for name in peaks:
-            part, method = name.split(".")
-            owner = getattr(trainer, part)
-            stack.enter_context(patch.object(owner, method, measured(name, getattr(owner, method))))
-        run()
-    return peaks
+    )(trainer.config)
 
 
 # --- console ---------------------------------------------------------------------------------------------------------
@@ -152,9 +98,6 @@ def show(found: dict[str, Any], screen) -> None:
     title = f"{settings['algorithm'].upper()}, {settings['size']}, {how}, {settings['device']}, {settings['dtype']}"
     rows = [["peak above imports", mib(found["predicted"]), mib(found["measured"]), f"{found['ratio']:.2f}"]]
     rows += [[f"  {name}", mib(size), "", ""] for name, size in found["parts"].items() if size]
-    for name, sizes in found["tensors"].items():
-        share = f"{sizes['predicted'] / sizes['measured']:.2f}"
-        rows.append([f"tensors in {name}", mib(sizes["predicted"]), mib(sizes["measured"]), share])
     screen.table(title, ["", "predicted", "measured", "ratio"], rows, lines=False)
     screen.facts([("machine", machine_line(found["machine"])), ("torch", found["versions"]["torch"])])
 

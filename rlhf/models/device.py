@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
+from pathlib import Path
 
 import psutil
 import torch
@@ -105,11 +107,30 @@ def unused_card() -> str | None:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Returns bytes: on a GPU the peak of torch's allocations, on a CPU the current memory of the process."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+    """Returns the peak in bytes: of torch's allocations on a GPU, of the process's resident memory on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_peak()
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Resets the GPU's peak memory, so that the peak of a run does not include earlier work of the process."""
+    """Resets the peak, so that the peak of a run does not include earlier work of the process. macOS and Windows
+    cannot reset the peak of the resident memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a container may forbid it
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def resident_peak() -> int:
+    """Returns the peak resident memory of this process in bytes.
+
+    On Linux this is VmHWM: getrusage's ru_maxrss includes the parent process's size at the time of the fork.
+    """
+    if sys.platform == "linux":
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource  # macOS; not available on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

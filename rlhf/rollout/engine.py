@@ -29,6 +29,9 @@ from rlhf.rollout.decoder import can_fuse
 from rlhf.rollout.sampling import sample_tokens
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import UserError
+from rlhf.utils.system import release_freed_memory
+
+LARGE_MODEL = 2**24  # parameters; the copies of smaller models leave no gaps worth the time
 
 
 @torch.no_grad()
@@ -68,6 +71,8 @@ def sample_completions(
             completion_ids, allowed_tokens = ContinuousBatcher(
                 policy, prompts, uniform, sampling, eos, size, engine == "graph"
             ).run()
+        if device.type == "cpu" and base_of(policy).num_parameters() > LARGE_MODEL:
+            release_freed_memory()  # the decoder's copies of the weights
     vocabulary = base_of(policy).get_input_embeddings().num_embeddings
     return Completions.of(
         prompts, completion_ids, eos=eos, pad=pad, vocabulary=vocabulary, allowed_tokens=allowed_tokens

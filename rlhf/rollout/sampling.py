@@ -38,11 +38,28 @@ def top_k_top_p_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return allowed
 
 
+BLOCK = 256  # tokens of the vocabulary whose probabilities are added in float32
+BELOW_ONE = 1 - 2**-52  # keeps a product with a number below 1 from being rounded up to the whole
+
+
 def sample_inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Sample token ids (B,): the first token whose cumulative probability exceeds the random number `uniform` (B,)."""
-    cumulative = cumulative_sum(logits.double().softmax(-1))
-    tokens = torch.searchsorted(cumulative, uniform.unsqueeze(1) * cumulative[:, -1:], right=True).squeeze(1)
-    return tokens.clamp(max=logits.shape[-1] - 1)
+    """Sample token ids (B,): the first token whose cumulative probability exceeds the random number `uniform` (B,).
+
+    The search has two levels: first among blocks of the vocabulary, then in one block. Only the sums of blocks and the
+    probabilities of that block are added in float64, which consumer GPUs compute at 1/64 of the speed of float32. The
+    probability of each token is exact to 1e-6. A token with probability 0 is never sampled.
+    """
+    vocabulary = logits.shape[-1]
+    blocks = torch.nn.functional.pad(logits.softmax(-1), (0, -vocabulary % BLOCK)).unflatten(-1, (-1, BLOCK))
+    cumulative = cumulative_sum(blocks.sum(-1).double())  # (B, blocks)
+    cumulative = torch.nn.functional.pad(cumulative, (1, 0))
+    target = (uniform * BELOW_ONE).unsqueeze(1) * cumulative[:, -1:]
+    block = torch.searchsorted(cumulative, target, right=True) - 1  # (B, 1)
+    ends = cumulative.gather(1, torch.cat([block, block + 1], 1))
+    share = (target - ends[:, :1]) / (ends[:, 1:] - ends[:, :1])  # of the block's probability
+    inside = cumulative_sum(blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1).double())
+    token = torch.searchsorted(inside, share.clamp(max=BELOW_ONE) * inside[:, -1:], right=True)
+    return (block * BLOCK + token).squeeze(1)
 
 
 def pack_bits(flags: Tensor) -> Tensor:

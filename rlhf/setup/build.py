@@ -100,7 +100,7 @@ def load_components(
     """
     autocast_dtype(config.model.bf16, device)  # raises UserError if the device has no bfloat16
     reset_peak_memory(device)
-    before = memory_in_use(device)
+    before = 0 if device.type == "cuda" else memory_in_use(device)
     if config.speed.rollout_engine == "vllm":
         require_vllm()
     check_optimizer(config)

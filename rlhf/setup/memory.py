@@ -1,33 +1,35 @@
 """Predicts the peak memory of a run, and which settings reduce it.
 
-The forecast is computed before the run starts from the weights' shapes, the settings and the lengths of the prompts.
-It assumes that every completion has --max-new-tokens tokens. The peak is the memory of the phase that needs most. On
-a GPU it is the memory that torch allocates. On a CPU it is the resident memory above that after the imports.
+The forecast is computed before a run from the shapes of its models, the settings and the lengths of the prompts. It
+assumes that every completion has --max-new-tokens tokens. Each phase counts its largest tensors only: weights and
+their copies, gradients, activations, a chunk of logits, the KV cache. On a GPU the peak is the memory that torch
+allocates. On a CPU it is the resident memory of the process. Results and `memory/peak_gib` have the same meaning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.data.prompts import Prompt
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.sampler import PromptSampler
+from rlhf.models.budget import Budget, budget_of
 from rlhf.models.device import autocast_dtype, installed
-from rlhf.models.logprobs import base_of
-from rlhf.models.packing import MicroBatch
-from rlhf.rewards.functions import LearnedReward
-from rlhf.rewards.rewards import Rewards
 from rlhf.settings.training import Config
-from rlhf.setup.footprint import Network, critic_network, second_network, weights_of
-from rlhf.setup.peak_memory import MemoryPlan, scoring
-from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.setup.shape import FLOAT, Shape
 from rlhf.utils.console import gib
+
+# Bytes outside our tensors. CPU: library code and tables that are loaded on use (measured with a tiny model). GPU:
+# cuBLAS's workspace (its documentation: 32 MiB on Hopper, 8 MiB elsewhere).
+LIBRARIES = {"cpu": 60 * 2**20, "cuda": 32 * 2**20}
+# Heap fragmentation on a CPU: temporary tensors of a layer's forward pass whose memory is not reused, in hidden states
+# per token. Measured for SmolLM2-135M with glibc 2.36: 5.4 (bfloat16) to 8 (LoRA).
+GAPS = {"cpu": 7, "cuda": 0}
+UNFUSED = 5  # copies of a chunk's logits if autograd differentiates the softmax
+MEMORY_SHARE = 0.3  # of the GPU, for vLLM
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class Forecast:
 
     held: dict[str, int]  # held throughout the run
     phases: list[Phase]  # needed in addition, one phase after another
-    micro_batch: MicroBatch  # the largest one
+    episodes: int  # of the largest micro-batch
+    tokens: int  # of the largest micro-batch
 
     @property
     def largest(self) -> Phase:
@@ -65,122 +68,232 @@ class Forecast:
         return [
             (
                 "memory",
-                f"predicted peak {gib(self.peak)} of {gib(installed(device))} GiB (phase: {self.largest.name})"
-                f"{'' if device.type == 'cuda' else ', in addition to Python and its libraries'}; "
-                f"largest micro-batch {len(self.micro_batch.rows)} episodes, {self.micro_batch.ids.numel():,} tokens",
+                f"predicted peak {gib(self.peak)} of {gib(installed(device))} GiB (phase: {self.largest.name}); "
+                f"largest micro-batch {self.episodes} episodes, {self.tokens:,} tokens",
             ),
             ("  parts, GiB", ", ".join(f"{name} {gib(size)}" for size, name in named)),
             ("  phases, GiB", ", ".join(f"{phase.name} {gib(held + phase.size)}" for phase in self.phases)),
         ]
 
 
-def forecast(
-    config: Config,
-    updates: int,
-    device: torch.device,
-    *,
-    policy: PreTrainedModel | PeftModel,
-    reward_model: PreTrainedModel | None,
-    tokenizer: PreTrainedTokenizerBase,
-    train: Sequence[Prompt],
-    evaluation: Sequence[Prompt],
-) -> Forecast:
-    """Predict the memory of a run from its models and its longest batch of `train` prompts.
+@dataclass(frozen=True)
+class Estimator:
+    """Predicts the memory of a run for any settings, from its models and prompts."""
 
-    Ignores evaluations if there are no `evaluation` prompts.
-    """
-    dtype = autocast_dtype(config.model.bf16, device)
-    network = Network.of(base_of(policy), dtype, config.model.gradient_checkpointing)
-    second = second_network(config, policy, reward_model, dtype)
-    like = None if second is None else critic_network(second, network, dtype)
-    plan = MemoryPlan(config, device, policy, network, second, like)
-    batch = longest_batch(config, train, updates)
-    bits = plan.allowed_tokens(len(batch))
-    whole, micro_batches = plan.micro_batches(batch), plan.micro_batches(batch, config.batch.minibatches)
-    backwards = [plan.backward(micro_batch, first=number == 0) for number, micro_batch in enumerate(micro_batches)]
-    backward, largest = max(zip(backwards, micro_batches, strict=True), key=lambda one: sum(one[0].values()))
-    phases = [
-        Phase("rollout", {**plan.rollout(batch), "token masks": bits}),
-        Phase("log-probs", {**plan.logprob_pass(whole), "token masks": bits}),
-        Phase("backward pass", {**backward, "token masks": bits}),
-        Phase("optimizer step", {"gradients": plan.trained, "token masks": bits}),
-    ]
-    if reward_model is not None:
-        judge = Network.of(reward_model, dtype)
-        scored = scoring(judge, batch, config.sampling.max_new_tokens, plan.budget.scoring_batch_size)
-        phases.insert(2, Phase("scoring", {**scored, **plan.cached_forward(whole), "token masks": bits}))
-    if evaluation:
-        rows = [p for p in sorted(evaluation, key=lambda p: len(p.ids)) for _ in range(config.run.eval_samples)]
-        masks, longest = plan.allowed_tokens(len(rows)), rows[-plan.budget.eval_batch_size :]
-        phases.append(Phase("evaluation rollout", {**plan.rollout(longest), "token masks": masks}))
-        text = plan.reading(tokenizer, evaluation)
-        phases.append(Phase("evaluation perplexity", {**text, "token masks": masks}))
-    return Forecast(plan.held(reward_model), phases, largest)
+    policy: Shape
+    reward_model: Shape | None
+    device: torch.device
+    train: Sequence[Any]  # prompts
+    evaluation: Sequence[int]  # prompt lengths in tokens; empty: evaluations are ignored
+    updates: int
+    libraries: int = 0  # bytes in use before the models were loaded
+
+    def __call__(self, config: Config) -> Forecast:
+        """Return the forecast for these settings."""
+        lengths = [len(p.ids) for p in longest_batch(config, self.train, self.updates)]
+        return _Run(config, self, budget_of(self.device)).forecast(lengths)
+
+    def what_helps(self, config: Config) -> str:
+        """Return the advice for too little memory: the three settings that reduce the predicted peak most."""
+        now, size = self(config).peak, config.batch.batch_size // 2
+        options: dict[str, dict[str, Any]] = {"--gradient-checkpointing": {"gradient_checkpointing": True}}
+        length = max(1, config.sampling.max_new_tokens // 2)
+        options[f"--max-new-tokens {length}"] = {"max_new_tokens": length}
+        options["--micro-batch-size 1"] = {"micro_batch_size": 1}
+        options["--optim adamw_8bit"] = {"optim": "adamw_8bit"}
+        options |= {f"--batch-size {size}": {"batch_size": size, "minibatches": 1}} if size else {}
+        smaller = "load_in_4bit" if config.model.use_lora else "use_lora"
+        options[f"--{smaller.replace('_', '-')}"] = {smaller: True}
+        options |= {"--critic shared": {"critic": "shared"}} if config.separate_critic else {}
+        saved = {flag: now - self(changed(config, **values)).peak for flag, values in options.items()}
+        best = sorted(saved.items(), key=lambda one: -one[1])[:3]
+        return "To reduce memory: " + ", ".join(f"{flag} (about {gib(max(by, 0))} GiB less)" for flag, by in best)
 
 
-def forecaster(
-    updates: int,
-    device: torch.device,
-    policy: PreTrainedModel | PeftModel,
-    rewards: Rewards,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    train: Sequence[Prompt],
-    evaluation: Sequence[Prompt] = (),
-) -> Callable[[Config], Forecast]:
-    """Return a function from settings to this run's forecast. Without `evaluation` prompts it ignores evaluations."""
-    learned = [f.model.model for f in rewards.functions if isinstance(f, LearnedReward)]
-    return partial(
-        forecast,
-        updates=updates,
-        device=device,
-        policy=policy,
-        reward_model=learned[0] if learned else None,
-        tokenizer=tokenizer,
-        train=train,
-        evaluation=evaluation,
-    )
+def changed(config: Config, **values: Any) -> Config:
+    """Return the configuration with other values of some settings."""
+    groups = {
+        group.name: replace(settings, **{n: v for n, v in values.items() if hasattr(settings, n)})
+        for group in fields(config)
+        if is_dataclass(settings := getattr(config, group.name))
+    }
+    return replace(config, **groups)
 
 
-def forecaster_of(trainer: OnPolicyLoop) -> Callable[[Config], Forecast]:
-    """Return a function from settings to the forecast of a trainer's updates."""
-    device, policy, tokenizer = trainer.accelerator.device, trainer.actor.policy, trainer.processing_class
-    return forecaster(trainer.updates, device, policy, trainer.rewards, tokenizer, train=trainer.train_prompts)
-
-
-def what_helps(config: Config, policy: PreTrainedModel | PeftModel, estimate: Callable[[Config], Forecast]) -> str:
-    """Return the advice for too little memory: the three settings that reduce the predicted peak most."""
-
-    def predicted(**changed: Any) -> Forecast:
-        changed_groups = {
-            group.name: replace(settings, **{n: v for n, v in changed.items() if hasattr(settings, n)})
-            for group in fields(config)
-            if is_dataclass(settings := getattr(config, group.name))
-        }
-        return estimate(replace(config, **changed_groups))
-
-    now, length = predicted(), max(1, config.sampling.max_new_tokens // 2)
-    saved = {f"--max-new-tokens {length}": now.peak - predicted(max_new_tokens=length).peak}
-    if not config.model.gradient_checkpointing:
-        saved["--gradient-checkpointing"] = now.peak - predicted(gradient_checkpointing=True).peak
-    if config.batch.batch_size > 1:
-        size = config.batch.batch_size // 2
-        saved[f"--batch-size {size}"] = now.peak - predicted(batch_size=size, minibatches=1).peak
-    if not config.model.use_lora:  # saves gradients, optimizer state and the separate reference model
-        saved["--use-lora"] = int(1.5 * now.held["optimizer"]) + now.held["reference"]
-    else:
-        whole = weights_of(policy, trained=False)
-        saved["--load-in-4bit"] = 0 if config.model.load_in_4bit else whole * 3 // 4
-    if config.optimizer.optim == "adamw":
-        saved["--optim adamw_8bit"] = now.held["optimizer"] - predicted(optim="adamw_8bit").held["optimizer"]
-    if config.separate_critic:
-        saved["--critic shared"] = now.peak - predicted(critic="shared").peak
-    best = sorted(saved.items(), key=lambda one: -one[1])[:3]
-    return "To reduce memory: " + ", ".join(f"{flag} (about {gib(max(size, 0))} GiB less)" for flag, size in best)
-
-
-def longest_batch(config: Config, prompts: Sequence[Prompt], updates: int) -> list[Prompt]:
+def longest_batch(config: Config, prompts: Sequence[Any], updates: int) -> list[Any]:
     """Return the prompts of the update that has the most prompt tokens, one per episode, as the loop samples them."""
     return [
         prompt for prompt in PromptSampler(config, prompts).longest_batch(updates) for _ in range(config.group_size)
     ]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The sums for one configuration."""
+
+    config: Config
+    given: Estimator
+    budget: Budget
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number in the forward pass."""
+        dtype = autocast_dtype(self.config.model.bf16, self.given.device)
+        return FLOAT if dtype is None else dtype.itemsize
+
+    @property
+    def critic(self) -> Shape | None:
+        """The backbone of a critic that is a second network."""
+        if self.config.critic_from_reward_model and self.given.reward_model is not None:
+            return self.given.reward_model
+        return self.given.policy if self.config.separate_critic else None
+
+    def trained(self, shape: Shape) -> int:
+        """Return the bytes of a network's trained weights."""
+        m = self.config.model
+        return FLOAT * (shape.adapters(m.lora_r, m.lora_targets) if m.use_lora else shape.parameters)
+
+    def frozen(self, shape: Shape, four_bit: bool = False) -> int:
+        """Return the bytes of a network whose weights are not trained."""
+        linear = shape.linear * (0.5 + FLOAT / 64) if four_bit else shape.linear * self.element  # a scale per 64
+        return int(linear + FLOAT * (shape.parameters - shape.linear))
+
+    @property
+    def every_trained(self) -> int:
+        value_head = FLOAT * (self.given.policy.hidden + 1) if ALGORITHMS[self.config.algorithm].has_critic else 0
+        critic = self.trained(self.critic) if self.critic is not None else 0
+        return self.trained(self.given.policy) + critic + value_head
+
+    def held(self) -> dict[str, int]:
+        """Return purpose -> bytes held throughout the run, from the first optimizer step on."""
+        m, policy, judge, vllm = self.config.model, self.given.policy, self.given.reward_model, 0
+        own = self.trained(policy)
+        critic = 0 if self.critic is None else self.trained(self.critic) + m.use_lora * self.frozen(self.critic)
+        if self.config.speed.rollout_engine == "vllm":
+            vllm = int(MEMORY_SHARE * installed(self.given.device))
+        eight_bit = self.config.optimizer.optim == "adamw_8bit"
+        embeddings = 0 if m.use_lora else FLOAT * (policy.parameters - policy.linear)
+        moments = 2 * (embeddings + (self.every_trained - embeddings) // FLOAT * (1 + FLOAT / 256))  # a scale per 256
+        return {
+            "policy": self.frozen(policy, m.load_in_4bit) if m.use_lora else own,
+            "adapters": own if m.use_lora else 0,
+            "critic": critic,
+            "reference": 0 if m.use_lora else self.frozen(policy),
+            "reward model": self.frozen(judge) if judge is not None else 0,
+            "optimizer": int(moments) if eight_bit else 2 * self.every_trained,
+            "vLLM": vllm,
+            "libraries": self.given.libraries + LIBRARIES[self.given.device.type],
+        }
+
+    def forecast(self, prompts: list[int]) -> Forecast:
+        """Return the forecast for a batch of these prompt lengths."""
+        episodes, tokens, completion = self.micro_batch(prompts)
+        masks = {"token masks": self.token_masks(len(prompts))}
+        phases = [
+            Phase("rollout", self.rollout(prompts) | masks),
+            Phase("log-probs", self.forward(tokens, completion) | masks),
+            Phase("backward pass", self.backward(episodes, tokens, completion) | masks),
+            Phase("optimizer step", {"gradients": self.every_trained} | masks),
+        ]
+        length = self.config.sampling.max_new_tokens
+        if self.given.reward_model is not None:
+            scored = sorted(n + length for n in prompts)[-self.budget.scoring_batch_size :]
+            passed = self.given.reward_model.forward_peak(sum(scored), self.element)
+            phases.insert(2, Phase("scoring", {"reward model's forward pass": passed} | masks))
+        if self.given.evaluation:
+            rows = sorted(self.given.evaluation)[-self.budget.eval_batch_size :]
+            masks = {"token masks": self.token_masks(len(self.given.evaluation) * self.config.run.eval_samples)}
+            phases.append(Phase("evaluation rollout", self.rollout(rows) | masks))
+            texts = self.forward(sum(rows) + len(rows) * length, len(rows) * length)
+            phases.append(Phase("evaluation perplexity", texts | masks))
+        return Forecast(self.held(), phases, episodes, tokens)
+
+    def micro_batch(self, prompts: list[int]) -> tuple[int, int, int]:
+        """Return the episodes, the tokens, and the completion tokens of the largest micro-batch."""
+        batch, speed, length = self.config.batch, self.config.speed, self.config.sampling.max_new_tokens
+        rows = sorted(prompts, reverse=True)[:: batch.minibatches]
+        size = min(len(rows), batch.micro_batch_size or len(rows))
+        shared = self.config.group_size if batch.minibatches == 1 and speed.packed else 1
+        while True:
+            taken = rows[:size] if speed.packed else rows[:1] * size
+            tokens = sum(taken[::shared]) + size * (length - speed.packed)
+            if tokens <= self.budget.tokens_per_micro_batch or size == 1:
+                return size, tokens, size * length
+            size -= 1
+
+    def token_masks(self, completions: int) -> int:
+        """Return the bytes of the allowed-token masks (top-k, top-p): one bit per vocabulary entry and position."""
+        sampling = self.config.sampling
+        return completions * sampling.max_new_tokens * self.given.policy.vocabulary // 8 if sampling.filters else 0
+
+    def rollout(self, prompts: list[int]) -> dict[str, int]:
+        """Return purpose -> bytes for sampling one completion per prompt."""
+        policy, sampling, speed = self.given.policy, self.config.sampling, self.config.speed
+        plain = speed.rollout_engine == "plain"
+        slots = len(prompts) if plain else min(len(prompts), speed.rollout_slots or self.budget.rollout_slots)
+        columns = max(prompts) + sampling.max_new_tokens
+        prompt_tokens = slots * max(prompts) if plain else sum(sorted(prompts)[-slots:]) // self.config.group_size
+        drawing = slots * policy.vocabulary * FLOAT * (8 if sampling.filters else 3)
+        return {
+            "KV cache": policy.layers * slots * columns * 2 * policy.kv * self.element,
+            "prompt pass or sampling": max(policy.forward_peak(prompt_tokens, self.element), drawing),
+            "weight copies": self.decoder_copies(),
+        }
+
+    def copies(self) -> int:
+        """Return the bytes of the weights that a forward pass holds in 16 bits, because they are stored in 32."""
+        policy = self.given.policy
+        out = 0 if self.config.model.use_lora else policy.layers * policy.q * policy.hidden
+        return (out + policy.vocabulary * policy.hidden) * self.element if self.element < FLOAT else 0
+
+    def decoder_copies(self) -> int:
+        """Return the bytes of the copies of weights that decoding uses."""
+        policy, m = self.given.policy, self.config.model
+        if self.config.speed.rollout_engine == "plain" or m.load_in_4bit or (m.use_lora and self.element < FLOAT):
+            return self.copies()
+        return (policy.matrices + policy.vocabulary * policy.hidden) * self.element
+
+    def logits(self, tokens: int) -> int:
+        """Return the bytes of a chunk of logits: in the forward's precision, and a part of them in float32."""
+        numbers = tokens * self.given.policy.vocabulary
+        chunk = min(numbers, self.budget.logits_per_chunk)
+        masks = numbers * self.config.sampling.filters
+        return chunk * self.element + min(chunk, self.budget.floats_per_chunk) * FLOAT * 2 + masks
+
+    def forward(self, tokens: int, completion: int) -> dict[str, int]:
+        """Return purpose -> bytes of a pass without gradients."""
+        passed = self.given.policy.forward_peak(tokens, self.element)
+        return {"forward pass or logits": max(passed, self.logits(completion)), "weight copies": self.copies()}
+
+    def backward(self, episodes: int, tokens: int, completion: int) -> dict[str, int]:
+        """Return purpose -> bytes at the peak of one micro-batch's backward pass: at the language-model head, where
+        all activations are saved, or at the first layer, where all gradients exist."""
+        config, policy, m = self.config, self.given.policy, self.config.model
+        attention = FLOAT if self.given.device.type == "cpu" else self.element
+        saved = {}
+        for name, shape in (("activations", policy), ("critic's activations", self.critic)):
+            if shape is not None:
+                each = shape.saved_by_layer(tokens, self.element, attention, m.lora_targets if m.use_lora else None)
+                kept = FLOAT * tokens * shape.hidden if m.gradient_checkpointing else each
+                saved[name] = shape.layers * kept + (each if m.gradient_checkpointing else 0)
+        chunk = completion
+        if config.speed.fused_head:
+            per_completion = config.sampling.max_new_tokens
+            most = max(1, self.budget.logits_per_chunk // policy.vocabulary // per_completion) * per_completion
+            chunk = min(completion, most)
+        head = 0 if m.use_lora else FLOAT * policy.vocabulary * policy.hidden  # gradient of head or embeddings
+        if not config.speed.fused_head or config.batch.entropy_coef > 0:
+            logits = UNFUSED * chunk * policy.vocabulary * FLOAT
+        else:
+            logits = max(self.logits(chunk), chunk * policy.vocabulary * self.element + head)
+        several = episodes < self.config.minibatch_size  # then earlier micro-batches have left gradients
+        before = self.every_trained if several else head * (chunk < completion)
+        at_head = {**saved, "logits": logits, "gradients": before, "weight copies": self.copies()}
+        at_first_layer = {
+            "activations": policy.saved_by_layer(tokens, self.element, attention, None) + 8 * tokens * policy.inner,
+            "gradients": self.every_trained + head,
+        }
+        largest = max(at_head, at_first_layer, key=lambda parts: sum(parts.values()))
+        layers = 1 if m.gradient_checkpointing else policy.layers
+        gaps = GAPS[self.given.device.type] * layers * tokens * policy.hidden * FLOAT
+        return {**largest, "heap fragmentation": gaps}

@@ -22,7 +22,8 @@ from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
 from rlhf.settings.training import Config
 from rlhf.settings.translate import LENGTHS
 from rlhf.setup.build import Components
-from rlhf.setup.memory import Forecast, forecaster, what_helps
+from rlhf.setup.memory import Estimator
+from rlhf.setup.shape import Shape
 from rlhf.utils.console import Screen, gib
 
 MOST_TOPICS = 12  # listed in the plan
@@ -31,9 +32,7 @@ MOST_TOPICS = 12  # listed in the plan
 def show_plan(config: Config, components: Components, updates: int, device: torch.device, screen: Screen) -> None:
     """Print the plan, warnings about memory and KL control, and the first prompt."""
     m, sets, policy = config.model, components.prompts, components.policy
-    estimate = forecaster(
-        updates, device, policy, components.rewards, components.tokenizer, train=sets.train, evaluation=sets.evaluation
-    )
+    estimate = estimator(components, updates, device)
     trained = sum(w.numel() for w in policy.parameters() if w.requires_grad)
     total = base_parameters(policy)
     dropout = f", dropout {m.lora_dropout:g}" if m.lora_dropout else ""
@@ -71,6 +70,20 @@ def show_plan(config: Config, components: Components, updates: int, device: torc
     screen.say(f"first prompt with special tokens: {first_prompt(components.tokenizer, sets)}")
 
 
+def estimator(components: Components, updates: int, device: torch.device) -> Estimator:
+    """Return the estimator of a run's memory."""
+    policy, judge = components.policy, components.reward_model
+    return Estimator(
+        policy=Shape.of(base_of(policy).config, base_parameters(policy)),
+        reward_model=None if judge is None else Shape.of(judge.model.config, judge.model.num_parameters()),
+        device=device,
+        train=components.prompts.train,
+        evaluation=[len(prompt.ids) for prompt in components.prompts.evaluation],
+        updates=updates,
+        libraries=components.memory_before,
+    )
+
+
 def base_parameters(policy: nn.Module) -> int:
     """Return the number of the start model's parameters, without adapters. A 4-bit weight counts as one."""
     adapters = sum(w.numel() for name, w in policy.named_parameters() if "lora_" in name)
@@ -90,7 +103,7 @@ def prompts_line(sets: PromptSets) -> str:
 def warn_of_memory(
     config: Config,
     components: Components,
-    estimate: Callable[[Config], Forecast],
+    estimate: Estimator,
     device: torch.device,
     screen: Screen,
 ) -> None:
@@ -100,7 +113,7 @@ def warn_of_memory(
     if needed > there:
         screen.say(
             f"warning: the predicted peak memory is {gib(needed)} GiB, but {device} has only {gib(there)} GiB free. "
-            f"{what_helps(config, components.policy, estimate)}"
+            f"{estimate.what_helps(config)}"
         )
 
 

@@ -19,7 +19,7 @@ from rlhf.rewards.functions import LearnedReward, ModuleReward
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.training import Config
-from rlhf.setup.footprint import FLOAT, second_network
+from rlhf.setup.shape import FLOAT
 from rlhf.utils.console import gib
 
 COPIES = 3  # a checkpoint holds the trained weights and AdamW's two moments
@@ -105,9 +105,12 @@ def disk_has_room(
     config: Config, policy: PreTrainedModel | PeftModel, reward_model: PreTrainedModel | None = None
 ) -> Check:
     """Check the disk space for checkpoints, best/, the final weights and with --merge-lora the merged model."""
-    second = second_network(config, policy, reward_model, None)
-    trained = (w.numel() for m in (policy, second) if m is not None for w in m.parameters() if w.requires_grad)
-    weights = FLOAT * sum(trained)
+    trained = sum(w.numel() for w in policy.parameters() if w.requires_grad)
+    if config.critic_from_reward_model and reward_model is not None and not config.model.use_lora:
+        trained += reward_model.num_parameters()
+    elif config.separate_critic or config.critic_from_reward_model:
+        trained *= 2
+    weights = FLOAT * trained
     copies = config.run.keep + 1  # one more exists while it is being written
     merged = FLOAT * base_of(policy).num_parameters() if config.export.merge_lora else 0
     needed = weights * (COPIES * copies + WITHOUT_MOMENTS) + merged

@@ -38,6 +38,14 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(M_TRIM_THRESHOLD, LARGEST_THRESHOLDS[0])) and kept
 
 
+def release_freed_memory() -> None:
+    """Return freed memory to the system, if the C library is glibc. Without it, the gaps that large temporary tensors
+    leave in the heap stay resident, because later tensors have other sizes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
 def cap_gpu_memory() -> bool:
     """On Windows, limit torch to the GPU memory that is free now. Returns True if it did.
 

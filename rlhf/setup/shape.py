@@ -1,0 +1,101 @@
+"""The dimensions of a transformer, from its config: numbers of weights, and bytes of its activations.
+
+The activations are those of rlhf.models.llama. For other architectures they are an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+FLOAT = 4  # bytes of a float32
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Dimensions count features of one token."""
+
+    layers: int
+    hidden: int
+    inner: int  # width of the feed-forward part
+    q: int  # queries of all heads together
+    kv: int  # keys of all key-value heads together; the values have the same size
+    heads: int
+    vocabulary: int
+    tied: bool  # the head is the embedding matrix
+    parameters: int  # all weights
+
+    @classmethod
+    def of(cls, config: Any, parameters: int) -> Shape:
+        """Return the dimensions in a transformers config or a dict of config.json. `parameters` is the number of
+        weights."""
+        values = config if isinstance(config, dict) else config.to_dict()
+        values = values.get("text_config") or values
+        heads, hidden = values["num_attention_heads"], values["hidden_size"]
+        size = values.get("head_dim") or hidden // heads
+        return cls(
+            layers=values["num_hidden_layers"],
+            hidden=hidden,
+            inner=values.get("intermediate_size") or 4 * hidden,
+            q=heads * size,
+            kv=(values.get("num_key_value_heads") or heads) * size,
+            heads=heads,
+            vocabulary=values["vocab_size"],
+            tied=bool(values.get("tie_word_embeddings")),
+            parameters=parameters,
+        )
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """The inputs and outputs of each linear layer of a transformer layer, by its name."""
+        return {
+            "q_proj": (self.hidden, self.q),
+            "k_proj": (self.hidden, self.kv),
+            "v_proj": (self.hidden, self.kv),
+            "o_proj": (self.q, self.hidden),
+            "gate_proj": (self.hidden, self.inner),
+            "up_proj": (self.hidden, self.inner),
+            "down_proj": (self.inner, self.hidden),
+        }
+
+    @property
+    def matrices(self) -> int:
+        """Weights of the linear layers, without the head."""
+        return self.parameters - self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def linear(self) -> int:
+        """Weights that are stored in 16 bits if they are frozen: those of the linear layers, and a head that is not
+        tied to the embeddings."""
+        return self.matrices + (0 if self.tied else self.vocabulary * self.hidden)
+
+    def adapters(self, rank: int, targets: Collection[str]) -> int:
+        """Return the number of weights of LoRA adapters."""
+        adapted = [s for name, s in self.sizes.items() if name in targets or ALL_LINEAR in targets]
+        return self.layers * rank * sum(map(sum, adapted))
+
+    def saved_by_layer(self, tokens: int, element: int, attention: int, targets: Collection[str] | None) -> int:
+        """Return the bytes that one layer saves for the backward pass over a packed row of `tokens`.
+
+        Args:
+            element: bytes of a number in linear layers.
+            attention: bytes of a number in attention.
+            targets: the adapted layers; None: all weights are trained.
+        """
+        size = 2 * self.hidden * FLOAT + 2 * self.inner * element  # the inputs of both norms; gate and up
+        size += (2 * self.q + 2 * self.kv) * attention + self.heads * FLOAT  # attention's inputs and output
+        adapted = [n for n in self.sizes if targets is not None and (n in targets or ALL_LINEAR in targets)]
+        if element < attention or element < FLOAT:  # autocast makes a copy for each layer that needs its input
+            size += (self.q if targets is None else sum(self.sizes[n][0] for n in adapted)) * element
+        else:
+            read = {"qkv" if n[0] in "qkv" else "gate_up" if n[0] in "gu" else n: self.sizes[n][0] for n in adapted}
+            size += (sum(read.values()) - read.get("o_proj", 0)) * element  # attention has saved o_proj's input
+        return tokens * size
+
+    def forward_peak(self, tokens: int, element: int) -> int:
+        """Return the peak bytes of a pass without gradients: hidden states, and the largest tensors of a layer."""
+        feed_forward = 3 * self.inner * element
+        attention = (self.q + 2 * self.kv) * element + 3 * self.q * FLOAT
+        return tokens * (3 * self.hidden * FLOAT + max(feed_forward, attention))

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from rlhf.algorithms.experience import Experience, PolicyOutputs
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.logprobs import base_of
-from rlhf.models.packing import MicroBatch
+from rlhf.models.packing import MicroBatch, on_device
 from rlhf.rollout.cached_forward import CachedForward
 from rlhf.settings.training import Config
 from rlhf.trainer.micro_batch import MicroBatchBudget
@@ -90,7 +91,8 @@ class PolicyOptimizer:
     def minibatch_gradients(self, experience: Experience, rows: Sequence[int]) -> dict[str, Tensor]:
         """Accumulate the gradients of a minibatch over its micro-batches, and clip them; returns its statistics."""
         completions = experience.completions
-        learned = experience.loss_mask[list(rows)].sum().float()  # 0 if all of its completions are masked
+        chosen = on_device(self.device, np.array(rows))
+        learned = experience.loss_mask.index_select(0, chosen).sum().float()  # 0 if all of its completions are masked
         tokens = learned.clamp(min=1)
 
         def all_micro_batches() -> dict[str, Tensor]:

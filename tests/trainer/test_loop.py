@@ -603,3 +603,30 @@ def test_evaluating_other_prompts_adds_nothing_to_the_history(make):
     assert metrics == trainer.evaluate(["What is a cat?", "And a dog?"]), "the same random numbers"
     with pytest.raises(UserError, match="no prompt of at most 100 tokens: .* Give shorter ones"):
         trainer.evaluate(["word " * 200])
+
+
+def test_optimizer_steps_read_the_device_once_each(make, monkeypatch):
+    """On a GPU each read waits for all queued work. Agreed: one read per optimizer step, which protects the weights,
+    and one per update for its statistics."""
+    reads = []
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "nonzero"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(tensor, *args, name=name, original=original, **kwargs):
+            reads.append(name)
+            return original(tensor, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    trainer = make("--ppo-epochs", 2, "--minibatches", 2)
+    run = trainer.learner.run
+
+    def recorded(*arguments):
+        reads.clear()
+        result = run(*arguments)
+        found.append(list(reads))
+        return result
+
+    found = []
+    trainer.learner.run = recorded
+    trainer.update_step(1)
+    assert found == [["tolist"] * (4 + 1)]

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from rlhf.models.device import resident_peak
+from rlhf.utils.system import resident_peak
 
 BUSY = 20  # percent of the CPU used by other programs, above which times are uncertain
 

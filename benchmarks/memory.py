@@ -49,11 +49,13 @@ def compare(work: Work) -> dict[str, Any]:
     is available to it."""
     from benchmarks import ours
     from rlhf.checkpoints.run_record import environment
+    from rlhf.setup.plan import estimator_of
 
     with Worker("ours", work.write(Path(work.folder, "work.json"))) as worker:
         machine = worker.go()["machine"]
         measured = [worker.go()["memory"] for _ in range(work.updates)][-1]["above_imports"]
-    predicted = estimate(ours.build(work))
+    trainer = ours.build(work)
+    predicted = estimator_of(trainer)(trainer.config)
     return {
         **environment(),
         "settings": work.settings,
@@ -64,26 +66,6 @@ def compare(work: Work) -> dict[str, Any]:
         "phase": predicted.largest.name,
         "parts": {**predicted.held, **predicted.largest.parts},
     }
-
-
-def estimate(trainer):
-    """Return the predicted memory of a trainer's updates, without evaluations."""
-    from rlhf.models.logprobs import base_of
-    from rlhf.rewards.functions import LearnedReward
-    from rlhf.setup.memory import Estimator
-    from rlhf.setup.plan import base_parameters
-    from rlhf.setup.shape import Shape
-
-    judges = [f.model.model for f in trainer.rewards.functions if isinstance(f, LearnedReward)]
-    policy = trainer.actor.policy
-    return Estimator(
-        Shape.of(base_of(policy).config, base_parameters(policy)),
-        Shape.of(judges[0].config, judges[0].num_parameters()) if judges else None,
-        trainer.accelerator.device,
-        trainer.train_prompts,
-        [],
-        trainer.updates,
-    )(trainer.config)
 
 
 # --- console ---------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def attach(trainer) -> RunLog:
     output = Path(trainer.config.run.output)
     output.mkdir(parents=True, exist_ok=True)
     log = RunLog(output, **facts_of(trainer.config, trainer.updates))
-    attach_callbacks(trainer, trainer.config, log, Screen(), GracefulStop(), lambda config: "advice")
+    attach_callbacks(trainer, trainer.config, log, Screen(), GracefulStop())
     return log
 
 

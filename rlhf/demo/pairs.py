@@ -75,7 +75,7 @@ def sample_answers(
     repeats: int,
     seed: int,
     device: torch.device,
-    report: Callable[[int, int], None],
+    report: Callable[[int, int], None] = lambda done, wanted: None,
 ) -> list[tuple[str, bool]]:
     """Sample `repeats` completions per question at temperature 1: (text, ended), one question after another.
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
-from pathlib import Path
 
 import psutil
 import torch
@@ -15,7 +13,7 @@ from accelerate import PartialState
 from rlhf.models.determinism import call_vector_functions_once, use_deterministic_algorithms
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
-from rlhf.utils.system import cap_gpu_memory
+from rlhf.utils.system import cap_gpu_memory, reset_resident_peak, resident_peak
 
 CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"  # PyTorch's own index of CUDA builds
 
@@ -116,21 +114,5 @@ def reset_peak_memory(device: torch.device) -> None:
     cannot reset the peak of the resident memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a container may forbid it
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def resident_peak() -> int:
-    """Returns the peak resident memory of this process in bytes.
-
-    On Linux this is VmHWM: getrusage's ru_maxrss includes the parent process's size at the time of the fork.
-    """
-    if sys.platform == "linux":
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    if sys.platform == "win32":
-        return psutil.Process().memory_info().peak_wset
-    import resource  # macOS; not available on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    else:
+        reset_resident_peak()

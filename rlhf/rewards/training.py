@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,7 @@ from rlhf.settings.fields import to_dict
 from rlhf.settings.reward_model import RewardModelConfig, RewardTrainingSettings
 from rlhf.settings.training import Config
 from rlhf.settings.types import Split
-from rlhf.utils.console import Screen
+from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import disk_errors, write_json
 from rlhf.utils.system import sync_file
@@ -150,13 +151,14 @@ class _Progress(TrainerCallback):
     """Prints RewardTrainer's log as one progress line."""
 
     def __init__(self, screen: Screen):
-        self.screen = screen
+        self.screen, self.started = screen, time.monotonic()
 
     def on_log(self, args, state, control, logs=None, **_):
         if "loss" in (logs or {}):
+            left = (time.monotonic() - self.started) / state.global_step * (state.max_steps - state.global_step)
             self.screen.progress(
                 f"step {state.global_step}/{state.max_steps} | loss {logs['loss']:.3f} | "
-                f"accuracy {logs['accuracy']:.2f} (training pairs) | margin {logs['margin']:+.2f}"
+                f"accuracy {logs['accuracy']:.2f} (training pairs) | margin {logs['margin']:+.2f} | {clock(left)} left"
             )
 
     def on_train_end(self, args, state, control, **_):
@@ -170,7 +172,8 @@ class _PackedTrainer(RewardTrainer):
         classifier = self.accelerator.unwrap_model(model)
         if can_pack(classifier):
             model = partial(_packed_outputs, classifier)
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        with self.accelerator.autocast():  # accelerate has put it into the model's own forward(), which is not called
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 def _packed_outputs(

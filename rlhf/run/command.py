@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.config import parse_cli
+from rlhf.settings.recipes import DEMOS
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
 from rlhf.utils.requirements import check_libraries
@@ -28,13 +29,16 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
     quiet_imports()
     screen = Screen()
     screen.say(f"{algorithm.upper()}: checking the settings and inputs, then loading the libraries (up to 10 s)")
-    check_libraries()
     if config.run.replay is not None:
+        check_libraries()
         quiet_libraries()
         from rlhf.run.replay import replay_incident
 
         return replay_incident(config, screen)
     selection = check_before_imports(config, screen)
+    if config.run.only_looks and is_to_be_built(config):
+        return show_plan_without_parts(config, screen)
+    check_libraries()
     quiet_libraries()  # before the import of libraries that print at import
     from rlhf.run.seeds import for_each_seed
     from rlhf.run.train import train
@@ -53,3 +57,28 @@ def check_before_imports(config: Config, screen: Screen) -> Selection | None:
     if config.run.seeds is None:
         check_run_folder(config)
     return check_inputs(config, screen.say)
+
+
+def is_to_be_built(config: Config) -> bool:
+    """Return True if the run would first build the parts of a demo."""
+    from rlhf.demo.ready import is_ready
+
+    return config.recipe in DEMOS and not is_ready(config.recipe)
+
+
+def show_plan_without_parts(config: Config, screen: Screen) -> None:
+    """Print what is known of a demo's run before its parts are built."""
+    from rlhf.demo.ready import BUILD_TIME
+
+    run, size = config.run, config.episodes_per_update
+    updates = run.num_iterations or -(-run.episodes // size)
+    screen.facts(
+        [
+            ("algorithm", config.algorithm.upper()),
+            ("recipe", config.recipe),
+            ("demo parts", f"not built yet; a run builds them first, which takes {BUILD_TIME[config.recipe]}"),
+            ("budget", f"{updates:,} updates x {size} = {updates * size:,} episodes"),
+            ("output", run.output),
+        ]
+    )
+    screen.say("the rest of the plan needs these parts: train once, or add --num-iterations 1 for a short run")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from rlhf.algorithms.kl_control import kl_controller, with_horizon
@@ -30,7 +29,7 @@ from rlhf.settings.training import Config
 from rlhf.setup.build import Components, build_trainer, load_components, prepare_demo_components
 from rlhf.setup.inputs import check_run_folder, placing
 from rlhf.setup.pass_rates import PassRates, keep_by_pass_rate
-from rlhf.setup.plan import budget, estimator, show_plan
+from rlhf.setup.plan import budget, estimator_of, show_plan
 from rlhf.setup.scan import scan_run
 from rlhf.setup.trial import check_run, check_start
 from rlhf.trainer.loop import OnPolicyLoop
@@ -61,8 +60,7 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
     check_start(config, components)
     with screen, start_run(config, components, updates, screen, pass_rates) as log, GracefulStop(screen.say) as stop:
         trainer = build_trainer(config, components)
-        advice = estimator(components, updates, device).what_helps
-        attach_callbacks(trainer, config, log, screen, stop, advice)
+        attach_callbacks(trainer, config, log, screen, stop)
         resume_run(trainer, config, log, screen)
         trainer.train()
         trainer.save_model(config.run.output)
@@ -70,21 +68,14 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
     export_run(config, screen)
 
 
-def attach_callbacks(
-    trainer: OnPolicyLoop,
-    config: Config,
-    log: RunLog,
-    screen: Screen,
-    stop: GracefulStop,
-    advice: Callable[[Config], str],
-) -> None:
+def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: GracefulStop) -> None:
     """Attach the callbacks that every run has. KL control comes after the progress line, because the line prints the
-    beta that the update used. `advice` returns what an out-of-memory error recommends."""
+    beta that the update used."""
     controller = kl_controller(config, trainer.updates)
     output = Path(config.run.output)
     for functions in filter(None, [trainer.rewards, trainer.evaluator.functions]):
         functions.printed = output / PRINTED_FILE
-    trainer.micro_batch_budget.oom_hint = lambda: advice(config)
+    trainer.micro_batch_budget.oom_hint = lambda: estimator_of(trainer).what_helps(config)
     trainer.add_callback(TensorBoardLog(output / "logs"))
     tokenizer = trainer.processing_class
     trainer.add_callback(Samples(output / "samples", trainer.evaluation_prompts, tokenizer))

@@ -172,7 +172,8 @@ class _Run:
         if self.config.speed.rollout_engine == "vllm":
             vllm = int(MEMORY_SHARE * installed(self.given.device))
         eight_bit = self.config.optimizer.optim == "adamw_8bit"
-        embeddings = 0 if m.use_lora else FLOAT * (policy.parameters - policy.linear)
+        whole = [] if m.use_lora else [policy, *filter(None, [self.critic])]
+        embeddings = sum(FLOAT * (shape.parameters - shape.linear) for shape in whole)  # their moments are float32
         moments = 2 * (embeddings + (self.every_trained - embeddings) // FLOAT * (1 + FLOAT / 256))  # a scale per 256
         return {
             "policy": self.frozen(policy, m.load_in_4bit) if m.use_lora else own,

@@ -17,6 +17,7 @@ from rlhf.data.sampler import PromptSampler, shorten
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, available
 from rlhf.models.logprobs import base_of
+from rlhf.rewards.functions import LearnedReward
 from rlhf.settings.fields import to_dict
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
 from rlhf.settings.training import Config
@@ -24,6 +25,7 @@ from rlhf.settings.translate import LENGTHS
 from rlhf.setup.build import Components
 from rlhf.setup.memory import Estimator
 from rlhf.setup.shape import Shape
+from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen, gib
 
 MOST_TOPICS = 12  # listed in the plan
@@ -71,16 +73,34 @@ def show_plan(config: Config, components: Components, updates: int, device: torc
 
 
 def estimator(components: Components, updates: int, device: torch.device) -> Estimator:
-    """Return the estimator of a run's memory."""
-    policy, judge = components.policy, components.reward_model
+    """Return the estimator of the memory of a run with these components."""
+    sets, libraries = components.prompts, components.memory_before
+    return _estimator(components.policy, components.rewards, updates, device, sets.train, sets.evaluation, libraries)
+
+
+def estimator_of(trainer: OnPolicyLoop) -> Estimator:
+    """Return the estimator of the memory of a trainer's updates, without its libraries and evaluations."""
+    return _estimator(
+        trainer.actor.policy,
+        trainer.rewards,
+        trainer.updates,
+        trainer.accelerator.device,
+        trainer.train_prompts,
+        [],
+        0,
+    )
+
+
+def _estimator(policy, rewards, updates: int, device: torch.device, train, evaluation, libraries: int) -> Estimator:
+    judges = [f.model.model for f in rewards.functions if isinstance(f, LearnedReward)]
     return Estimator(
         policy=Shape.of(base_of(policy).config, base_parameters(policy)),
-        reward_model=None if judge is None else Shape.of(judge.model.config, judge.model.num_parameters()),
+        reward_model=Shape.of(judges[0].config, judges[0].num_parameters()) if judges else None,
         device=device,
-        train=components.prompts.train,
-        evaluation=[len(prompt.ids) for prompt in components.prompts.evaluation],
+        train=train,
+        evaluation=[len(prompt.ids) for prompt in evaluation],
         updates=updates,
-        libraries=components.memory_before,
+        libraries=libraries,
     )
 
 

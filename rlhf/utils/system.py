@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -44,6 +45,30 @@ def release_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+
+
+def reset_resident_peak() -> None:
+    """Make `resident_peak` start from the current memory, if the system can."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a container may forbid it
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def resident_peak() -> int:
+    """Return the peak resident memory of this process in bytes.
+
+    On Linux this is VmHWM: getrusage's ru_maxrss includes the parent process's size at the time of the fork.
+    """
+    if sys.platform == "linux":
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    if sys.platform == "win32":
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset
+    import resource  # macOS; not available on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def cap_gpu_memory() -> bool:

@@ -16,7 +16,7 @@ import reward_model.train
 import train_ppo
 from rlhf.checkpoints import replacing
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.demo import parts
+from rlhf.demo import parts, ready
 from rlhf.rewards import training
 from rlhf.rewards.reward_model import METRICS_FILE, RewardModel
 from rlhf.rewards.training import save_reward_model, train_reward_model
@@ -193,7 +193,7 @@ def demo(tmp_path, monkeypatch, start_model, reward_folder):
                   "margin": 1.0, "accuracy_against_baseline": None, "by_flaw": {}}  # fmt: skip
         save_reward_model(model, record, Path(config.training.rm_output))
 
-    monkeypatch.setattr(parts.start_model, "WEIGHTS", start_model)
+    monkeypatch.setattr(ready, "WEIGHTS", start_model)
     monkeypatch.setattr(parts, "make_pairs", lambda *_: (tmp_path / "demo_parts" / "pairs.jsonl").write_text("{}"))
     monkeypatch.setattr(parts, "train_reward_model", train)
     return built

@@ -26,7 +26,7 @@ from benchmarks.shuffled_exact_match import shuffled_exact_match
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.splits import split_examples
-from rlhf.demo import checker_parts, checker_start_model
+from rlhf.demo import checker_parts, checker_start_model, ready
 from rlhf.demo.checker_questions import CELLS, FAMILIES, LEVELS, Question, ask, questions, split_of, unreliable_answer
 from rlhf.demo.checker_start_model import PRETRAINING, WEIGHTS, corpus, right_share
 from rlhf.demo.pairs import sample_answers
@@ -43,7 +43,7 @@ SEEDS = ("42", "123", "777")
 
 @pytest.fixture(scope="module")
 def asked() -> list[Question]:
-    return questions(checker_parts.PER_CELL, checker_parts.SEED)
+    return questions(ready.PER_CELL, ready.SEED)
 
 
 def example_of(family: str, level: int) -> Question:
@@ -94,7 +94,7 @@ def test_every_answer_is_right(asked):
 
 def test_cells_have_equally_many_questions_and_longer_ones_at_higher_levels(asked):
     assert len(CELLS) == 24
-    assert set(Counter((q.family, q.level) for q in asked).values()) == {checker_parts.PER_CELL}
+    assert set(Counter((q.family, q.level) for q in asked).values()) == {ready.PER_CELL}
     for family in FAMILIES:
         lengths = [fmean(len(q.text) for q in asked if (q.family, q.level) == (family, level)) for level in LEVELS]
         assert lengths == sorted(lengths) and len(set(lengths)) == len(LEVELS)
@@ -211,7 +211,7 @@ def test_shipped_start_model_is_small_and_ends_its_answers():
     assert (WEIGHTS / "model.safetensors").stat().st_size <= 5_000_000
     model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
     texts = [example_of(family, level).text for family, level in CELLS for _ in range(5)]
-    answers = sample_answers(model, load_tokenizer(str(WEIGHTS)), texts, 1, torch.device("cpu"))
+    answers = sample_answers(model, load_tokenizer(str(WEIGHTS)), texts, 1, 1, torch.device("cpu"))
     assert fmean(ended for _, ended in answers) >= 0.95
 
 
@@ -233,7 +233,7 @@ def test_pass_rates_of_the_start_model(asked):
     chosen = asked[:640]
     model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
     texts = [question.text for question in chosen for _ in range(64)]
-    answers = sample_answers(model, load_tokenizer(str(WEIGHTS)), texts, 7, torch.device("cpu"))
+    answers = sample_answers(model, load_tokenizer(str(WEIGHTS)), texts, 1, 7, torch.device("cpu"))
     right = exact_match([text for text, _ in answers], [question.answer for question in chosen for _ in range(64)])
     rates = [fmean(right[start : start + 64]) for start in range(0, len(right), 64)]
     reach, never = fmean(0.05 <= rate <= 0.8 for rate in rates), fmean(rate == 0 for rate in rates)
@@ -246,9 +246,9 @@ def test_pass_rates_of_the_start_model(asked):
 
 def test_parts_are_written_once_and_again_after_a_change(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checker_parts, "PER_CELL", 2)
+    monkeypatch.setattr(ready, "PER_CELL", 2)
     checker_parts.prepare_checker(Screen())
-    file = Path(checker_parts.FOLDER, checker_parts.QUESTIONS_FILE)
+    file = Path(ready.CHECKER_FOLDER, ready.QUESTIONS_FILE)
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert len(rows) == 48 and all(solved(row["question"]) == row["answer"] for row in rows)
     assert {row["topic"] for row in rows} == {f"{family} {level}" for family, level in CELLS}
@@ -256,10 +256,10 @@ def test_parts_are_written_once_and_again_after_a_change(tmp_path, monkeypatch, 
     written = file.stat().st_mtime_ns
     checker_parts.prepare_checker(Screen())
     assert file.stat().st_mtime_ns == written
-    monkeypatch.setattr(checker_parts, "PER_CELL", 3)
+    monkeypatch.setattr(ready, "PER_CELL", 3)
     checker_parts.prepare_checker(Screen())
     assert len(file.read_text(encoding="utf-8").splitlines()) == 72
-    for lost in (file, checker_parts.FOLDER / "start_model" / "tokenizer.json"):
+    for lost in (file, ready.CHECKER_FOLDER / "start_model" / "tokenizer.json"):
         lost.write_text("")
         checker_parts.prepare_checker(Screen())
         assert lost.stat().st_size
@@ -268,7 +268,7 @@ def test_parts_are_written_once_and_again_after_a_change(tmp_path, monkeypatch, 
 
 def test_complete_parts_need_no_write_access(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checker_parts, "PER_CELL", 2)
+    monkeypatch.setattr(ready, "PER_CELL", 2)
     checker_parts.prepare_checker(Screen())
     monkeypatch.setattr(checker_parts, "FileLock", None)
     checker_parts.prepare_checker(Screen())
@@ -291,7 +291,7 @@ def project(tmp_path_factory) -> Path:
 
 def trained(project: Path, algorithm: str, seed: str, *flags: str) -> tuple[float, dict]:
     """Trains from nothing. Returns the seconds and the figures of run.json."""
-    shutil.rmtree(project / checker_parts.FOLDER, ignore_errors=True)
+    shutil.rmtree(project / ready.CHECKER_FOLDER, ignore_errors=True)
     started, output = time.monotonic(), f"{algorithm}_{seed}"
     words = [f"train_{algorithm}.py", "--recipe", "demo-checker", "--seed", seed, "--output", output, "--overwrite"]
     done = run([*words, *flags], project, OMP_NUM_THREADS="2")

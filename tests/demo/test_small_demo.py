@@ -12,7 +12,7 @@ import compare_runs
 import evaluate_generations
 import plot_training_progress
 from rlhf.algorithms.table import ALGORITHMS
-from rlhf.demo import parts
+from rlhf.demo import ready
 from rlhf.run.command import train_command
 
 FEW = ["--recipe", "demo", "--num-iterations", "4", "--eval-every", "2", "--eval-prompts", "16", "--record-tokens",
@@ -32,8 +32,8 @@ def train_all(folder: Path) -> None:
     """Trains PPO first, which makes the demo parts, then the other algorithms. Each run's output goes to a file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(parts, "QUESTIONS", parts.QUESTIONS // 5)
-        patch.setattr(parts, "SAMPLES_PER_QUESTION", parts.SAMPLES_PER_QUESTION // 2)
+        patch.setattr(ready, "QUESTIONS", ready.QUESTIONS // 5)
+        patch.setattr(ready, "SAMPLES_PER_QUESTION", ready.SAMPLES_PER_QUESTION // 2)
         for name in ALGORITHMS:
             with Path(f"{name}.txt").open("w", encoding="utf-8") as printed, redirect_stdout(printed):
                 train_command(name, FEW)

@@ -169,6 +169,6 @@ def test_shipped_start_model_is_small_and_loads():
     assert ids == tokenizer(prompt_text(PICK))["input_ids"], "prompts must be rendered as in the model's training"
     assert len(ids) <= 48
     (completion, _), (again, _) = (
-        sample_answers(model, tokenizer, [PICK], 1, torch.device("cpu"))[0] for _ in range(2)
+        sample_answers(model, tokenizer, [PICK], 1, 1, torch.device("cpu"))[0] for _ in range(2)
     )
     assert completion == again

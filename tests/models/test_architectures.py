@@ -39,7 +39,7 @@ from rlhf.models.load import load_tokenizer
 from rlhf.rollout.completions import Completions
 from rlhf.rollout.engine import default_engine, sample_completions
 from rlhf.rollout.sampling import uniform_noise
-from rlhf.setup.memory import forecaster_of
+from rlhf.setup.plan import estimator_of
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.optimize import PolicyOptimizer
 from rlhf.utils.errors import UserError
@@ -334,7 +334,7 @@ def test_critic_learns_under_ppo(run):
 
 
 def test_memory_can_be_predicted(run):
-    predicted = forecaster_of(run.trainer)(run.trainer.config)
+    predicted = estimator_of(run.trainer)(run.trainer.config)
     parts = [*predicted.held.values(), *(size for phase in predicted.phases for size in phase.parts.values())]
     assert all(size >= 0 for size in parts)
     assert predicted.held["policy"] > 0 and predicted.peak > predicted.held["policy"] + predicted.held["optimizer"]

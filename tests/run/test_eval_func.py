@@ -18,7 +18,7 @@ from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run, make_config, parse_cli
 from rlhf.rewards.build import find_eval_functions
-from rlhf.setup.memory import forecaster
+from rlhf.setup.plan import estimator_of
 from rlhf.utils.errors import RunError, UserError
 from tests.conftest import attach, typed
 
@@ -231,8 +231,8 @@ def test_functions_of_trl_are_named_without_their_arguments():
 
 def test_several_samples_need_more_memory_for_the_masks_of_allowed_tokens(build):
     trainer = build("--top-k", 5)
-    estimate = forecaster(2, torch.device("cpu"), trainer.actor.policy, trainer.rewards, trainer.processing_class,
-                          train=trainer.train_prompts, evaluation=trainer.evaluation_prompts)  # fmt: skip
+    lengths = [len(prompt.ids) for prompt in trainer.evaluation_prompts]
+    estimate = dataclasses.replace(estimator_of(trainer), evaluation=lengths)
     four = dataclasses.replace(trainer.config, run=dataclasses.replace(trainer.config.run, eval_samples=4))
     one, more = ({p.name: p.parts for p in estimate(c).phases} for c in (trainer.config, four))
     assert more["evaluation rollout"]["token masks"] == 4 * one["evaluation rollout"]["token masks"] > 0

@@ -665,7 +665,7 @@ DISK_AND_ENVIRONMENT = [
         r"the path is too long \(.* 255 for a name\): --output .*\. Give a shorter one"),
     Row(77, "out of memory", no_memory,
         r"out of memory with one completion at a time: the backward pass \(CUDA out of memory\..*\)\. To reduce "
-        r"memory: (--[a-z0-9 -]+ \(about \d+\.\d\d GiB less\)(, )?){3}$", status=1),
+        r"memory: (--[a-z0-9 _-]+ \(about \d+\.\d\d GiB less\)(, )?){3}$", status=1),
     Row(78, "another trl", installed("trl", "1.13.0"),
         r'wrong version of trl \(1\.13\.0\): requirements\.txt\. Fix it with: pip install "trl==1\.12\.0"$'),
     Row(78, "requests missing", installed("requests", None),

@@ -371,7 +371,7 @@ def test_gradient_accumulation_steps_is_micro_batches_per_optimizer_step(build):
 def test_gradient_checkpointing_recomputes_layers(build):
     def layer_passes(*flags):
         trainer, passes = build("--num-iterations", 1, *flags), []
-        trainer.model.policy.model.layers[0].self_attn.register_forward_hook(lambda *_: passes.append(1))
+        trainer.model.policy.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_: passes.append(1))
         trainer.update_step(1)
         return len(passes)
 
@@ -424,8 +424,8 @@ def test_packed_removes_padding_before_the_layers(build):
         trainer, seen = build("--num-iterations", 1, *flags), []
         rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
         batch = trainer.advantages(rollout, torch.arange(4.0))
-        trainer.model.policy.model.layers[0].register_forward_hook(
-            lambda _m, inputs, _o: seen.append(inputs[0].shape[0] * inputs[0].shape[1])
+        trainer.model.policy.model.layers[0].self_attn.o_proj.register_forward_hook(
+            lambda _m, inputs, _o: seen.append(inputs[0].numel() // inputs[0].shape[-1])
         )
         trainer.learner.run(batch, 1)
         return seen[0]

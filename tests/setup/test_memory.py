@@ -107,7 +107,7 @@ def test_predicted_moments_of_eight_bit_adam(configured, build, wide_model, algo
     kept = sum(t.nbytes for s in states for name, t in s.items() if name.startswith(("state", "absmax")))
     config = configured(*words, algorithm=algorithm)
     predicted = estimator(load_components(config, CPU, Screen()), 2, CPU)(config).held["optimizer"]
-    assert predicted == pytest.approx(kept, rel=0.1)
+    assert predicted == pytest.approx(kept, rel=0.15)
     assert predicted < 2 * sum(w.nbytes for w in trainer.model.parameters() if w.requires_grad)
 
 

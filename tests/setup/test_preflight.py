@@ -293,6 +293,7 @@ def test_reward_model_that_depends_on_padding_fails(loaded, monkeypatch):
         return SimpleNamespace(logits=input_ids.float().mean(1, keepdim=True))
 
     monkeypatch.setattr(components.reward_model.model, "forward", mean_of_all)
+    monkeypatch.setattr("rlhf.rewards.reward_model.can_pack", lambda _: False)
     assert not padding_changes_no_score(components.rewards, prompt, None).ok
     for uses_mask in (True, False):
         rewards = Rewards([Counting(uses_mask)], None, components.tokenizer)
@@ -321,13 +322,14 @@ def test_training_forward_that_differs_from_the_rollout_fails(with_rollout, algo
     """Two injected errors: dropout that is active only in train mode, and an episode that attends to its neighbour."""
     trainer, _, rollout = with_rollout("--minibatches", 2, algorithm=algorithm)
     assert first_ratio_is_one(trainer, rollout).ok
-    layer = trainer.actor.policy.model.layers[0]
-    hook = layer.register_forward_hook(lambda _m, _i, out: nn.functional.dropout(out, 0.1, training=layer.training))
+    layer = trainer.actor.policy.model.layers[0].self_attn.o_proj
+    hook = layer.register_forward_hook(lambda _m, _i, out: nn.functional.dropout(out, 0.5, training=layer.training))
     check = first_ratio_is_one(trainer, rollout)
     assert not check.ok and check.found.startswith("difference from 1: mean ")
     hook.remove()
     assert first_ratio_is_one(trainer, rollout).ok
-    trainer.actor.policy.model.layers[1].register_forward_hook(lambda _m, _i, out: out + out.mean(1, keepdim=True))
+    last = trainer.actor.policy.model.layers[1].self_attn.o_proj
+    last.register_forward_hook(lambda _m, _i, out: out + out.mean(0, keepdim=True))
     assert not first_ratio_is_one(trainer, rollout).ok
 
 

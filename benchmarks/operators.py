@@ -15,7 +15,6 @@ import tempfile
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds only the script's own folder
 
@@ -23,11 +22,14 @@ from benchmarks.work import Work, add_flags, add_update_flags, choose_device, ma
 from rlhf.utils.errors import run_command
 from rlhf.utils.files import write_json
 
+# part of an update -> the method that runs it
+PARTS = {"decoding step": "decode", "micro-batch": "gradients", "optimizer step": "step"}
+
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Count the operators of the parts of an update.")
     add_flags(parser)
-    add_update_flags(parser, ppo_epochs=1)
+    add_update_flags(parser, ppo_epochs=2)
     parser.add_argument("--operators", action="store_true", help="also list the operators of each part")
     arguments = parse_update(parser, argv)
     device = choose_device(arguments.device)
@@ -58,62 +60,55 @@ def counting(counter: Counter):
 
 
 def count(work: Work) -> dict[str, Counter]:
-    """Return the operators of each part of one update, after a warm-up update."""
+    """Return the operators of each part of one update, after a warm-up update.
+
+    A decoding step, a micro-batch and an optimizer step are the last ones of the update. The first optimizer step is
+    not typical: the rollout may have computed its forward pass. An optimizer step includes its micro-batches.
+    """
     from benchmarks import ours
 
     trainer = ours.build(work)
     trainer.update_step(1)  # allocates the optimizer's state
-    parts = {
-        "decoding step": Counter(),
-        "micro-batch": Counter(),
-        "optimizer step": Counter(),
-        "whole update": Counter(),
-    }
-    calls = Counter()
-    with counted_parts(trainer, parts, calls), counting(parts["whole update"]):
+    whole, last = Counter(), {}
+    with counted_parts(last), counting(whole):
         trainer.update_step(2)
-    for name, made in calls.items():
-        parts[name] = Counter({key: total / made for key, total in parts[name].items()})
-    return parts
+    return {**{name: last[name] for name in PARTS}, "whole update": whole}
 
 
 @contextmanager
-def counted_parts(trainer: Any, parts: dict[str, Counter], calls: Counter):
-    """Count the operators of all decoding steps, micro-batches and optimizer steps, and the number of each."""
+def counted_parts(last: dict[str, Counter]):
+    """Count the operators of every decoding step, micro-batch and optimizer step; `last` has those of the last one."""
     from rlhf.rollout.continuous_batching import ContinuousBatcher
     from rlhf.trainer.optimize import PolicyOptimizer
 
-    places = [
-        (ContinuousBatcher, "decode", "decoding step"),
-        (PolicyOptimizer, "gradients", "micro-batch"),
-        (PolicyOptimizer, "step", "optimizer step"),
-    ]
-    originals = [getattr(owner, method) for owner, method, _ in places]
+    owners = dict(zip(PARTS, (ContinuousBatcher, PolicyOptimizer, PolicyOptimizer), strict=True))
+    originals = {name: getattr(owners[name], method) for name, method in PARTS.items()}
 
-    def wrapped(original, name):
+    def wrapped(name):
         def call(*args, **kwargs):
-            calls[name] += 1
-            with counting(parts[name]):
-                return original(*args, **kwargs)
+            counter = Counter()
+            with counting(counter):
+                result = originals[name](*args, **kwargs)
+            last[name] = counter
+            return result
 
         return call
 
     try:
-        for (owner, method, name), original in zip(places, originals, strict=True):
-            setattr(owner, method, wrapped(original, name))
+        for name, method in PARTS.items():
+            setattr(owners[name], method, wrapped(name))
         yield
     finally:
-        for (owner, method, _), original in zip(places, originals, strict=True):
-            setattr(owner, method, original)
+        for name, method in PARTS.items():
+            setattr(owners[name], method, originals[name])
 
 
 def summary(counts: dict[str, Counter]) -> dict[str, dict[str, float]]:
-    """Return the number of operators and of views of each part. An optimizer step excludes its micro-batches."""
-    found = {
+    """Return the number of operators and of views of each part."""
+    return {
         name: {kind: sum(n for (k, _), n in counter.items() if k == kind) for kind in ("operator", "view")}
         for name, counter in counts.items()
     }
-    return found
 
 
 def show(counts: dict[str, Counter], work: Work, screen, all_operators: bool) -> None:
@@ -124,8 +119,8 @@ def show(counts: dict[str, Counter], work: Work, screen, all_operators: bool) ->
     if all_operators:
         for name, counter in counts.items():
             screen.say(name)
-            for (kind, operator), n in counter.most_common(60):
-                screen.say(f"  {n:8.1f} {kind:8} {operator}")
+            for (kind, operator), n in counter.most_common():
+                screen.say(f"  {n:6} {kind:8} {operator}")
 
 
 if __name__ == "__main__":

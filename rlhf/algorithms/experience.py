@@ -100,21 +100,21 @@ class PolicyOutputs(NamedTuple):
     values: Tensor | None  # score units; None without a critic
 
 
+@torch.no_grad()
 def policy_stats(
     loss: Tensor, clipfrac: Tensor, outputs: PolicyOutputs, experience: Experience, rows: Tensor, tokens: Tensor
 ) -> dict[str, Tensor]:
     """Returns detached statistics of the policy for some rows, by TensorBoard tag.
 
-    `loss` and `clipfrac` are returned as given. The approximate KL to the rollout policy, the entropy and the ratio
-    are sums over the rows' tokens in the loss divided by `tokens`, their number in the minibatch. The values of its
-    micro-batches therefore add up to the minibatch's mean.
+    `loss` and `clipfrac` are returned as given. The approximate KL to the rollout policy (k2, nats per token), the
+    entropy and the ratio are sums over the rows' tokens in the loss, divided by `tokens`, their number in the
+    minibatch. The values of its micro-batches therefore add up to the minibatch's mean.
     """
-    mask, old, logprobs = experience.loss_mask[rows], experience.logprobs[rows], outputs.logprobs
-    figures = {
-        "policy/loss": loss,
-        "policy/clipfrac": clipfrac,
-        "policy/approx_kl": objectives.approximate_kl(logprobs, old, mask, tokens),
-        "policy/entropy": objectives.masked_mean(outputs.entropy, mask, tokens),
-        "policy/ratio": objectives.masked_mean(torch.exp(logprobs - old), mask, tokens),
+    mask, old = experience.loss_mask[rows], experience.logprobs[rows]
+    log_ratio = torch.where(mask, outputs.logprobs - old, 0.0)
+    sums = torch.stack([0.5 * log_ratio.square(), outputs.entropy * mask, log_ratio.exp() * mask]).sum((1, 2)) / tokens
+    return {
+        "policy/loss": loss.detach(),
+        "policy/clipfrac": clipfrac.detach(),
+        **dict(zip(("policy/approx_kl", "policy/entropy", "policy/ratio"), sums.unbind(), strict=True)),
     }
-    return {name: value.detach() for name, value in figures.items()}

@@ -63,7 +63,9 @@ class GRPO:
         )
         policy_loss = (per_token * weights).sum()
         clipfrac = objectives.masked_mean(clipped.float(), mask, total_tokens)
-        loss = policy_loss - config.batch.entropy_coef * objectives.masked_mean(outputs.entropy, mask, total_tokens)
+        loss = policy_loss
+        if config.batch.entropy_coef:
+            loss = loss - config.batch.entropy_coef * objectives.masked_mean(outputs.entropy, mask, total_tokens)
         beta = config.kl.coef_in("loss", experience.kl_coef)
         if beta:
             kl = objectives.kl_loss_per_token(outputs.logprobs, old, experience.ref_logprobs[rows], mask)

@@ -277,12 +277,6 @@ def truncated_importance_weights(
     return torch.where(mask, gap.exp().clamp(max=cap), 0.0)
 
 
-def approximate_kl(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, total=None) -> Tensor:
-    """Returns the k2 estimate of the KL between the rollout policy and the current one, a scalar in nats per token."""
-    # mean of 0.5 * (log r_t)^2
-    return masked_mean(0.5 * torch.where(mask, logprobs - old_logprobs, 0.0).square(), mask, total)
-
-
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Returns the share of the returns' variance that the values explain, a scalar; 0 if all returns are equal."""
     variance = masked_var(returns, mask)

@@ -66,11 +66,9 @@ class PPO:
             config.critic.value_clip_range,
             total_tokens,
         )
-        loss = (
-            policy_loss
-            + config.critic.value_coef * value_loss
-            - config.batch.entropy_coef * objectives.masked_mean(outputs.entropy, mask, total_tokens)
-        )
+        loss = policy_loss + config.critic.value_coef * value_loss
+        if config.batch.entropy_coef:
+            loss = loss - config.batch.entropy_coef * objectives.masked_mean(outputs.entropy, mask, total_tokens)
         beta = config.kl.coef_in("loss", experience.kl_coef)
         if beta:
             kl = objectives.kl_loss_per_token(outputs.logprobs, old, experience.ref_logprobs[rows], mask)

@@ -62,7 +62,9 @@ class RLOO:
         )
         policy_loss = per_completion.sum() / config.minibatch_size
         clipfrac = clipped.float().sum() / config.minibatch_size
-        loss = policy_loss - config.batch.entropy_coef * objectives.masked_mean(outputs.entropy, mask, total_tokens)
+        loss = policy_loss
+        if config.batch.entropy_coef:
+            loss = loss - config.batch.entropy_coef * objectives.masked_mean(outputs.entropy, mask, total_tokens)
         beta = config.kl.coef_in("loss", experience.kl_coef)
         if beta:
             kl = objectives.kl_loss_per_token(outputs.logprobs, old, experience.ref_logprobs[rows], mask)

@@ -134,12 +134,13 @@ def _normed(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _norm_gradients(
-    by_output: Tensor, x: Tensor, gain: Tensor, inverse: Tensor, gain_trained: bool
+    by_output: Tensor, x: Tensor, gain: Tensor, inverse: Tensor, gain_trained: bool, normed: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients with respect to x and the gain, of that with respect to the norm's output."""
+    """Returns the gradients with respect to x and the gain, of that with respect to the norm's output. `normed` is
+    x / r, if it is known."""
     if x.is_cuda:
         return torch.ops.aten._fused_rms_norm_backward(by_output, x, gain.shape, inverse, gain, [True, gain_trained])
-    normed = x * inverse
+    normed = x * inverse if normed is None else normed
     products = by_output * normed
     # dL/dx = (gain dL/dy - x/r mean(dL/dy gain x/r)) / r
     means = (products @ gain).unsqueeze(-1)
@@ -228,10 +229,11 @@ class _NormedProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *by_outputs):
         hidden, gain, inverse, *weights = ctx.saved_tensors
-        row = (hidden * inverse).mul_(gain).to(ctx.dtype)
+        normed = hidden * inverse
+        row = (normed * gain).to(ctx.dtype)
         by_row = _by_row(by_outputs, [w.to(ctx.dtype) for w in weights]).to(hidden.dtype)
         by_weights = [(b.t() @ row).to(w.dtype) for b, w in zip(by_outputs, weights, strict=True)]
-        return *_norm_gradients(by_row, hidden, gain, inverse, True), None, *by_weights
+        return *_norm_gradients(by_row, hidden, gain, inverse, True, normed), None, *by_weights
 
 
 class _FeedForward(torch.autograd.Function):
@@ -255,9 +257,10 @@ class _FeedForward(torch.autograd.Function):
         by_inner = by_down @ down_weight
         by_up = active.mul_(by_inner)
         by_gate = torch.ops.aten.silu_backward(by_inner.mul_(up), gate)
-        row = (hidden * inverse).mul_(gain).to(ctx.dtype)
+        normed = hidden * inverse
+        row = (normed * gain).to(ctx.dtype)
         by_row = _by_row((by_gate, by_up), (gate_weight, up_weight)).to(hidden.dtype)
-        by_hidden, by_gain = _norm_gradients(by_row, hidden, gain, inverse, True)
+        by_hidden, by_gain = _norm_gradients(by_row, hidden, gain, inverse, True, normed)
         found = by_gate.t() @ row, by_up.t() @ row, by_down_weight
         by_weights = [b.to(w.dtype) for b, w in zip(found, weights, strict=True)]
         return by_hidden.add_(by_output), by_gain, None, *by_weights

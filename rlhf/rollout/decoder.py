@@ -113,6 +113,7 @@ class FusedDecoder:
             biases = [layer.bias for layer in layers if layer.bias is not None]
             return copied_product(weight, torch.cat(biases) if biases else None, slots)
 
+        self.norm = _Norm(self.backbone.norm)
         self.layers = [_Layer(layer, product) for layer in self.backbone.layers]
         self.head = product(head) if type(head) is nn.Linear else None  # None: another kind of head
         self.columns = torch.arange(columns, device=embeddings.device)
@@ -125,7 +126,7 @@ class FusedDecoder:
         cos, sin = self.turns.index_select(0, at).unbind(1)  # (S, 1, D) each
         for number, layer in enumerate(self.layers):
             hidden = layer(hidden, cos, sin, layout, cache, number)
-        return llama.norm(self.backbone.norm, hidden, self.dtype)
+        return self.norm(hidden, self.dtype)
 
     def logits(self, hidden: Tensor, temperature: float) -> Tensor:
         if self.head is None:
@@ -134,11 +135,31 @@ class FusedDecoder:
         return logits if temperature == 1 else logits.div_(temperature)
 
 
+class _Norm:
+    """A norm of rlhf.models.llama in fewer operators, with precomputed constants."""
+
+    def __init__(self, module: nn.Module):
+        gain = upcast(module.weight.detach())
+        self.module, width = module, gain.numel()
+        self.gain = gain * width**0.5
+        self.floor = torch.full((1,), (width * module.variance_epsilon) ** 0.5, dtype=gain.dtype, device=gain.device)
+
+    def __call__(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the norm of hidden states (..., H) in `dtype`."""
+        if hidden.is_cuda:
+            return llama.norm(self.module, hidden, dtype)
+        hidden = upcast(hidden)
+        # sqrt(mean x^2 + eps) = sqrt(sum x^2 + H eps) / sqrt(H)
+        size = torch.hypot(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True), self.floor)
+        return (hidden / size).mul_(self.gain).to(dtype)
+
+
 class _Layer:
     """One transformer layer of a FusedDecoder."""
 
     def __init__(self, layer: nn.Module, product: Callable[..., Product]):
-        self.layer, self.attention = layer, layer.self_attn
+        self.attention = layer.self_attn
+        self.before, self.between = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
         query, key, value, out, gate, up, down = _linears(layer)
         self.qkv, self.out = product(query, key, value), product(out)
         self.gate_up, self.down = product(gate, up), product(down)
@@ -150,7 +171,7 @@ class _Layer:
     ) -> Tensor:
         """Return the hidden states (S, H) after the layer."""
         attention, count, dtype = self.attention, self.kv_heads, forward_dtype(hidden)
-        row = llama.norm(self.layer.input_layernorm, hidden, dtype)
+        row = self.before(hidden, dtype)
         heads = upcast(self.qkv(row)).unflatten(-1, (-1, attention.head_dim))  # (S, heads + 2 KV heads, D)
         if hasattr(attention, "q_norm"):
             heads[:, : -2 * count] = llama.norm(attention.q_norm, heads[:, : -2 * count])
@@ -161,5 +182,5 @@ class _Layer:
         keys, values = cache.store(heads[:, -2 * count :].unflatten(1, (2, count)), number)
         attended = layout.attend_row(heads[:, : -2 * count], keys, values, self.window, self.kernel)
         hidden = hidden + self.out(attended.flatten(1))
-        gate, up = self.gate_up(llama.norm(self.layer.post_attention_layernorm, hidden, dtype)).chunk(2, -1)
+        gate, up = self.gate_up(self.between(hidden, dtype)).chunk(2, -1)
         return hidden + self.down(silu(gate).mul_(up))

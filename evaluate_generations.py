@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rlhf.analysis.models import ModelRef, find_models, require_trusted_code
+from rlhf.checkpoints.run_record import RunRecord
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
 from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
 from rlhf.utils.errors import run_command
@@ -17,6 +20,7 @@ def main(argv: list[str] | None = None) -> None:
     config = parse_evaluation_cli(argv)  # torch is imported later, so that --help and errors are printed at once
     screen = Screen()
     if config.evaluation.tokens is not None:
+        RunRecord.require(Path(config.evaluation.tokens), "--tokens")
         return show_tokens(config, screen)
     screen.say("evaluation: checking the models, then loading the libraries (up to 10 s)")
     quiet_imports()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from rlhf.checkpoints.run_record import RunRecord, last_run
 from rlhf.settings.evaluation import PlotConfig, parse_plot_cli
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, run_command
@@ -16,6 +17,8 @@ def main(argv: list[str] | None = None) -> None:
     screen = Screen()
     screen.say("plot: reading the runs")
     folders = run_folders(config)
+    for folder in folders:
+        RunRecord.require(folder, "run")
     from rlhf.analysis.curves import read_runs, write_table
     from rlhf.reports.curve_chart import Chart
     from rlhf.reports.curve_plots import draw
@@ -45,8 +48,6 @@ def output_files(output: str) -> tuple[Path, Path]:
 
 def run_folders(config: PlotConfig) -> list[Path]:
     """Return the given run folders, or the last run in the working directory."""
-    from rlhf.checkpoints.run_record import last_run
-
     return [Path(run) for run in config.plot.runs] or [last_run("plot_training_progress.py")]
 
 

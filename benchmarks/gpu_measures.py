@@ -17,7 +17,6 @@ from benchmarks.against_trl import alternate
 from benchmarks.epoch import summarize_epoch
 from benchmarks.gpu_section import OUT_OF_TIME, OutOfTime, Section
 from benchmarks.machine import busy, gib, seconds
-from benchmarks.memory import estimate
 from benchmarks.work import (
     EOS,
     PAD,
@@ -248,10 +247,12 @@ def memory(section: Section) -> None:
 
 def peak(section: Section, kind: str, work: Work, worker: Worker) -> None:
     from benchmarks import ours
+    from rlhf.setup.plan import estimator_of
 
     worker.go()
     measured = [worker.go()["memory"]["above_imports"] for _ in range(work.updates)][-1]
-    predicted = estimate(ours.build(work))
+    trainer = ours.build(work)
+    predicted = estimator_of(trainer)(trainer.config)
     section.figure(
         f"PPO, {kind}, measured / predicted", measured / predicted.peak, "",
         f"measured {gib(measured)}, predicted {gib(predicted.peak)} (largest in the {predicted.largest.name}); "

@@ -199,9 +199,8 @@ def count_layer_tokens(trainer: OnPolicyLoop) -> Iterator[list[int]]:
     from rlhf.models.logprobs import backbone_of
 
     counts: list[int] = []
-    hook = backbone_of(trainer.actor.policy).register_forward_pre_hook(
-        lambda module, _, kwargs: counts.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
+    embeddings = backbone_of(trainer.actor.policy).get_input_embeddings()
+    hook = embeddings.register_forward_pre_hook(lambda module, ids: counts.append(ids[0].numel()))
     try:
         yield counts
     finally:

@@ -60,8 +60,9 @@ class Inputs:
         return Path(shutil.copytree(model, self.folder / "copy"))
 
     def files(self) -> dict[Path, bytes]:
-        """Returns the contents of all files in the folder."""
-        return {path: path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
+        """Returns the contents of all files in the folder, without Python's caches of executed files."""
+        paths = [path for path in self.folder.rglob("*") if "__pycache__" not in path.parts]
+        return {path: path.read_bytes() for path in paths if path.is_file()}
 
 
 Flags = str | Callable[[Inputs], Sequence[object]]  # flags, or a function that returns them

@@ -176,7 +176,7 @@ def test_plan_prints_the_predicted_peak_and_its_phases(configured, capsys, flags
     parts = load_components(config, CPU, Screen())
     show_plan(config, parts, 2, CPU, Screen())
     output = " ".join(capsys.readouterr().out.split())
-    assert "memory predicted peak 0." in output and "GiB (phase: " in output and "largest micro-batch 4 epi" in output
+    assert "memory predicted peak " in output and "GiB (phase: " in output and "largest micro-batch 4 epi" in output
     for phase in ("rollout", "log-probs", "backward pass", "optimizer step", "evaluation perplexity"):
         assert phase in output
     assert ("scoring" in output) == (not flags)
@@ -190,7 +190,7 @@ def test_plan_warns_if_the_predicted_peak_exceeds_free_memory(configured, capsys
     show_plan(config, parts, 2, CPU, Screen())
     output = " ".join(capsys.readouterr().out.split())
     assert re.search(
-        r"warning: the predicted peak memory is 0\.\d\d GiB, but cpu has only 0\.00 GiB free\. "
+        r"warning: the predicted peak memory is \d+\.\d\d GiB, but cpu has only 0\.00 GiB free\. "
         r"To reduce memory: --",
         output,
     )

@@ -143,10 +143,16 @@ MISSING = {
     "plot_training_progress.py": [["none"]],
     "-m reward_model.train": [["--pairs", "none.tsv"], ["--base-model", "./none"]],
 }
-TRAINING = [["--prompts", "no/such/folder/"], ["--prompts", "none.tsv"],
-            ["--recipe", "demo", "--output", str(ROOT / "rlhf")], ["--recipe", "demo", "--dry-run", "--output", "none"], ["--resume", "--output", "none"],
-            ["--actor-model", "tests", "--rm-model", "none", "--reward-func", "length_penalty", "--prompts", "x.csv"],
-            ["--reward-func", "none.py:f"]]  # fmt: skip
+DEMO = ["--recipe", "demo", "--output"]
+TRAINING = [
+    ["--prompts", "no/such/folder/"],
+    ["--prompts", "none.tsv"],
+    [*DEMO, str(ROOT / "rlhf")],
+    [*DEMO, "none", "--dry-run"],
+    ["--resume", "--output", "none"],
+    ["--actor-model", "tests", "--rm-model", "none", "--reward-func", "length_penalty", "--prompts", "x.csv"],
+    ["--reward-func", "none.py:f"],
+]
 
 
 @pytest.mark.parametrize("command", [*(f"{script}.py" for script in SCRIPTS), "-m reward_model.train"])

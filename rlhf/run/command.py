@@ -36,7 +36,7 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
 
         return replay_incident(config, screen)
     selection = check_before_imports(config, screen)
-    if config.run.only_looks and is_to_be_built(config):
+    if (config.run.dry_run or config.run.check) and is_to_be_built(config):
         return show_plan_without_parts(config, screen)
     check_libraries()
     quiet_libraries()  # before the import of libraries that print at import
@@ -70,14 +70,16 @@ def show_plan_without_parts(config: Config, screen: Screen) -> None:
     """Print what is known of a demo's run before its parts are built."""
     from rlhf.demo.ready import BUILD_TIME
 
-    run, size = config.run, config.episodes_per_update
-    updates = run.num_iterations or -(-run.episodes // size)
+    run, size, budget = config.run, config.episodes_per_update, "as many updates as --epochs needs"
+    if run.num_iterations is not None or run.episodes is not None:
+        updates = run.num_iterations or -(-run.episodes // size)
+        budget = f"{updates:,} updates x {size} = {updates * size:,} episodes"
     screen.facts(
         [
             ("algorithm", config.algorithm.upper()),
             ("recipe", config.recipe),
             ("demo parts", f"not built yet; a run builds them first, which takes {BUILD_TIME[config.recipe]}"),
-            ("budget", f"{updates:,} updates x {size} = {updates * size:,} episodes"),
+            ("budget", budget),
             ("output", run.output),
         ]
     )

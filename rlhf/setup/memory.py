@@ -18,6 +18,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.sampler import PromptSampler
 from rlhf.models.budget import Budget, budget_of
 from rlhf.models.device import autocast_dtype, installed
+from rlhf.rollout.vllm import MEMORY_SHARE
 from rlhf.settings.training import Config
 from rlhf.setup.shape import FLOAT, Shape
 from rlhf.utils.console import gib
@@ -29,7 +30,6 @@ LIBRARIES = {"cpu": 60 * 2**20, "cuda": 32 * 2**20}
 # per token. Measured for SmolLM2-135M with glibc 2.36: 5.4 (bfloat16) to 8 (LoRA).
 GAPS = {"cpu": 7, "cuda": 0}
 UNFUSED = 5  # copies of a chunk's logits if autograd differentiates the softmax
-MEMORY_SHARE = 0.3  # of the GPU, for vLLM
 
 
 @dataclass(frozen=True)

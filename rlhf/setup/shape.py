@@ -9,8 +9,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf.checkpoints.model_folder import ALL_LINEAR
+
 FLOAT = 4  # bytes of a float32
-ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)

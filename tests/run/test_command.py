@@ -1,0 +1,34 @@
+"""Tests what the training commands print before the parts of a demo exist."""
+
+from __future__ import annotations
+
+import pytest
+
+import rlhf.run.command
+from rlhf.run.command import train_command
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_imported(monkeypatch, tmp_path):
+    """Works in an empty folder, and fails if a command goes on to import the libraries."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rlhf.run.command, "quiet_libraries", lambda: pytest.fail("the libraries were imported"))
+
+
+@pytest.mark.parametrize("recipe", ["demo", "demo-checker"])
+@pytest.mark.parametrize("flag", ["--dry-run", "--check"])
+def test_a_plan_builds_no_parts(recipe, flag, tmp_path, capsys):
+    train_command("ppo", ["--recipe", recipe, flag])
+    printed = capsys.readouterr().out
+    assert "not built yet; a run builds them first" in printed and "9,600 episodes" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_with_epochs_names_no_number_of_updates(capsys):
+    train_command("grpo", ["--recipe", "demo", "--dry-run", "--epochs", "2"])
+    assert "as many updates as --epochs needs" in capsys.readouterr().out
+
+
+def test_a_scan_needs_the_parts(capsys):
+    with pytest.raises(pytest.fail.Exception, match="the libraries were imported"):
+        train_command("grpo", ["--recipe", "demo-checker", "--scan"])

@@ -10,7 +10,7 @@ from rlhf.run.command import train_command
 
 @pytest.fixture(autouse=True)
 def nothing_is_imported(monkeypatch, tmp_path):
-    """Works in an empty folder, and fails if a command goes on to import the libraries."""
+    """Works in an empty folder, and fails if a command imports the libraries."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rlhf.run.command, "quiet_libraries", lambda: pytest.fail("the libraries were imported"))
 

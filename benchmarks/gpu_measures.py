@@ -247,7 +247,7 @@ def memory(section: Section) -> None:
 
 def peak(section: Section, kind: str, work: Work, worker: Worker) -> None:
     from benchmarks import ours
-    from rlhf.setup.plan import estimator_of
+    from rlhf.setup.fit import estimator_of
 
     worker.go()
     measured = [worker.go()["memory"]["above_imports"] for _ in range(work.updates)][-1]

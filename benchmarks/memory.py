@@ -49,7 +49,7 @@ def compare(work: Work) -> dict[str, Any]:
     is available to it."""
     from benchmarks import ours
     from rlhf.checkpoints.run_record import environment
-    from rlhf.setup.plan import estimator_of
+    from rlhf.setup.fit import estimator_of
 
     with Worker("ours", work.write(Path(work.folder, "work.json"))) as worker:
         machine = worker.go()["machine"]

@@ -11,9 +11,10 @@ from benchmarks.work import KL_COEF, LEARNING_RATE, SEED, TEMPERATURE, Work, pro
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import make_config
 from rlhf.data.prompts import PromptSets
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.device import memory_in_use
-from rlhf.models.load import load_tokenizer
-from rlhf.rewards.build import find_rewards, make_rewards
+from rlhf.rewards.build import make_rewards
+from rlhf.rewards.find import find_rewards
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components, build_trainer, load_start_policy
 from rlhf.trainer.loop import OnPolicyLoop

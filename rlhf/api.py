@@ -12,7 +12,9 @@ from rlhf.data.examples import GivenPrompt
 from rlhf.models.device import start_device
 from rlhf.rewards.functions import RewardFunction
 from rlhf.settings.training import Config
-from rlhf.setup.build import build_trainer, load_components
+from rlhf.setup.build import build_trainer, load_components, load_models
+from rlhf.setup.fit import fit
+from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.pass_rates import keep_by_pass_rate
 from rlhf.setup.scan import Scan, scan_prompts
 from rlhf.trainer.loop import OnPolicyLoop
@@ -46,9 +48,9 @@ def make_trainer(
     """
     screen = Screen()
     device = start_device(screen, config.run.deterministic)
-    components = load_components(
-        config, device, screen, prompts, evaluation_prompts, rewards, reward_weights, eval_functions
-    )
+    inputs = load_inputs(config, screen, prompts, evaluation_prompts, rewards, reward_weights, eval_functions)
+    config = fit(config, inputs, device, screen)
+    components = load_models(config, inputs, device, screen)
     components, _ = keep_by_pass_rate(config, components, screen)
     trainer = build_trainer(config, components)
     if config.kl.steered:

@@ -13,8 +13,8 @@ from rlhf.analysis.loading import load_model_ref
 from rlhf.analysis.models import ModelRef, find_models, in_4_bit, shared_settings
 from rlhf.data.chat_template import decode_completion, encode_prompt
 from rlhf.data.examples import examples_of
+from rlhf.data.tokenizer import context_of, load_config, load_tokenizer
 from rlhf.models.device import autocast, autocast_dtype, start_device
-from rlhf.models.load import context_of, load_config, load_tokenizer
 from rlhf.models.logprobs import base_of
 from rlhf.settings.evaluation import EvaluationConfig
 from rlhf.settings.training import Config

@@ -26,15 +26,16 @@ from rlhf.analysis.prompts import choose_prompts, takes_every_row
 from rlhf.config import config_of_run
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.prompts import Prompt
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.actor_critic import Actor
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype
-from rlhf.models.load import load_tokenizer
 from rlhf.models.reference import Reference
-from rlhf.rewards.build import RewardSources, find_rewards, make_rewards
+from rlhf.rewards.arguments import check_columns
+from rlhf.rewards.build import make_rewards
 from rlhf.rewards.checks import check_reward_context
-from rlhf.rewards.find import code_print
-from rlhf.rewards.rewards import Rewards, check_columns
+from rlhf.rewards.find import RewardSources, code_print, find_rewards
+from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Completions
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.logprobs import compute_logprobs_and_values

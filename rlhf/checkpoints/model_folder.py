@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rlhf.utils.paths import is_path, missing_path, resolve_path
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
+METRICS_FILE = "metrics.json"  # of a reward model
 WEIGHTS_FILE = "model.safetensors"
 ALL_LINEAR = "all-linear"  # peft's name for every linear layer except the head
 HOW_TO_TRAIN = "Train one with `python -m reward_model.train`"
@@ -93,10 +95,11 @@ def reward_config_problem(architecture: str, labels: int, pad: int | None, place
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return a model's config.json. Raises UserError if it is not valid JSON."""
-    return _read_object(folder / "config.json")
+    return read_object(folder / "config.json")
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises UserError if the file is not valid JSON or contains no object."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -111,7 +114,7 @@ def tensors_of(folder: Path) -> dict[str, list[int]]:
     or a file is missing or incomplete."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted({folder / name for name in _read_object(index).get("weight_map", {}).values()})
+        files = sorted({folder / name for name in read_object(index).get("weight_map", {}).values()})
     else:
         files = sorted(folder.glob("*.safetensors"))
     hint = "Give a complete model folder with safetensors weights"
@@ -165,11 +168,11 @@ def missing_targets(leaves: Collection[str], targets: Collection[str], name: str
 def tokenizer_problems(folder: Path, config: dict[str, Any]) -> list[str]:
     """Return an error line if a tokenizer has no EOS, and one if it has more tokens than its model has embeddings."""
     problems, settings, tokens = [], folder / "tokenizer_config.json", folder / "tokenizer.json"
-    if settings.is_file() and _read_object(settings).get("eos_token", "not given") is None:
+    if settings.is_file() and read_object(settings).get("eos_token", "not given") is None:
         problems.append(f"no EOS token: tokenizer of {folder}. Set eos_token in its tokenizer_config.json")
     embeddings = config.get("vocab_size")
     if tokens.is_file() and tokens.stat().st_size < LARGEST_TOKENIZER and isinstance(embeddings, int):
-        problem = vocabulary_problem(len(set(_token_ids(_read_object(tokens)))), embeddings, folder)
+        problem = vocabulary_problem(len(set(_token_ids(read_object(tokens)))), embeddings, folder)
         problems += [problem] if problem else []
     return problems
 
@@ -188,3 +191,27 @@ def vocabulary_problem(tokens: int, embeddings: int, name: str | Path) -> str | 
         f"the tokenizer has {tokens} tokens, but the model has only {embeddings} embeddings: {name}. "
         "Use a model with its own tokenizer, in one folder"
     )
+
+
+def read_record(folder: Path) -> dict | None:
+    """Return a reward model's metrics.json, or None if there is none or another tool wrote it.
+
+    Raises UserError if the file is not valid JSON or its accuracy or calibration is invalid.
+    """
+    file = folder / METRICS_FILE
+    if not file.is_file():
+        return None
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"not valid JSON: {file} ({error}). Train the reward model again, or delete that file"
+        ) from None
+    if not isinstance(record, dict) or not {"accuracy", "length_baseline", "calibration"} <= set(record):
+        return None
+    scale = record["calibration"].get("scale", {}) if isinstance(record["calibration"], dict) else {"mean": None}
+    figures = [record["accuracy"], record["length_baseline"], *scale.values()]
+    is_valid = all(type(figure) in (int, float) and math.isfinite(figure) for figure in figures)
+    if not is_valid or not set(scale) <= {"mean", "std"} or scale.get("std", 1) <= 0:
+        raise UserError(f"invalid accuracy or calibration: {file}. Train the reward model again, or delete that file")
+    return record

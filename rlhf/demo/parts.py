@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from rlhf.checkpoints.replacing import foreign_files
 from rlhf.checkpoints.run_folder import read_status
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.demo import pairs, ready, tasks
 from rlhf.demo.tasks import Gold
-from rlhf.models.load import load_tokenizer
 from rlhf.rewards.training import show_record, train_reward_model
 from rlhf.settings.recipes import find_recipe
 from rlhf.settings.reward_model import parse_reward_cli

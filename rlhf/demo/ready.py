@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from rlhf.checkpoints.model_folder import WEIGHTS_FILE
+from rlhf.checkpoints.model_folder import METRICS_FILE, WEIGHTS_FILE
 from rlhf.settings.fields import to_dict
 from rlhf.settings.reward_model import parse_reward_cli
 
@@ -16,7 +16,6 @@ WEIGHTS, CHECKER_WEIGHTS = HERE / "weights", HERE / "checker_weights"  # the shi
 STAMP_FILE = "stamp.json"  # in a folder of parts; written last
 # demo
 FOLDER = Path("demo_parts")
-METRICS_FILE = "metrics.json"
 QUESTIONS = 3_000
 SAMPLES_PER_QUESTION = 6
 SEED = 42  # of questions, completions and reward model, independent of the run's seed

@@ -34,6 +34,8 @@ class Budget:
     demo_slots: int
 
 
+VLLM_MEMORY_SHARE = 0.3  # share of the GPU's memory that vLLM reserves at the start
+
 BUDGETS = {
     "cpu": Budget(
         tokens_per_micro_batch=1_024,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlhf.models.budget import budget_of
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 
 def base_of(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """Return the causal LM without peft's wrapper. Adapters stay active, because they are inside its modules."""
-    return policy.get_base_model() if isinstance(policy, PeftModel) else policy
+    return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
 
 
 def backbone_of(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:

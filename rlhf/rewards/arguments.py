@@ -1,27 +1,34 @@
-"""The arguments of reward functions: TRL's, and two of ours (`messages` and `ended`)."""
+"""The arguments of reward functions: TRL's, two of ours (`messages` and `ended`), and the dataset's columns."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerState
+from torch import nn
 
+from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.utils.errors import raise_if
 from rlhf.utils.files import json_ready
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
+
+    from rlhf.rewards.functions import RewardFunction
 
 PER_COMPLETION = ("prompts", "completions", "completion_ids", "messages", "ended")  # lists, like the columns
 PER_CALL = ("trainer_state", "log_extra", "log_metric")  # one object for all completions
 # a data column with one of these names would hide an argument; the column `messages` is the row's prompt
 RESERVED = tuple(name for name in (*PER_COMPLETION, *PER_CALL) if name != "messages")
 Completion = str | Sequence[dict[str, str]]  # text, or a list of one message
-END_OF_TRAINING = TrainerState(global_step=1, max_steps=1)
 
 
 @dataclass(frozen=True)
@@ -125,3 +132,81 @@ def is_of_trl(function: Any) -> bool:
 def text_of(completion: Completion) -> str:
     """Return a completion as text: the argument `completions` contains texts, or lists of one message."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def name_of(function: RewardFunction | nn.Module) -> str:
+    """Return a reward function's name for metrics and messages."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """Return the names with a number after each name that occurs several times."""
+    return [name if names.count(name) == 1 else f"{name}_{i + 1}" for i, name in enumerate(names)]
+
+
+# --- dataset columns -------------------------------------------------------------------------------------------------
+
+
+def required_columns(function: RewardFunction) -> list[str]:
+    """Return the parameters without a default that must come from a dataset column."""
+    return [p.name for p in _column_parameters(function) if p.default is p.empty]
+
+
+def optional_columns(function: RewardFunction) -> list[str]:
+    """Return the parameters with a default that a dataset column may give. Arguments of a `partial` are not."""
+    fixed = function.keywords if isinstance(function, partial) else {}
+    return [p.name for p in _column_parameters(function) if p.default is not p.empty and p.name not in fixed]
+
+
+def _column_parameters(function: RewardFunction) -> list[inspect.Parameter]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p for p in parameters_of(function) if p.kind in kinds and p.name not in (*PER_COMPLETION, *PER_CALL)]
+
+
+def check_columns(
+    functions: Sequence[RewardFunction | nn.Module],
+    examples: Sequence[Example],
+    source: str,
+    say: Callable[[str], None] = print,
+    kind: str = "reward function",
+) -> None:
+    """Check the columns of the data against the parameters of the reward functions.
+
+    Raises UserError if a function requires a column that no row of the data has, or if a column has the name of an
+    argument. Prints a warning with `say` if a parameter has a default and the data has no such column. `kind` is what
+    the functions are called in messages.
+    """
+    functions = [f for f in functions if not isinstance(f, nn.Module)]  # modules receive ids
+    present = dict.fromkeys(name for example in examples for name in example.columns)
+    has = f"The data has {', '.join(map(repr, present))}" if present else "The data has no columns"
+    problems = [
+        f"the column {column!r} has the name of an argument of reward functions: {source}. Rename it, for example "
+        f"with --columns my_{column}={column}"
+        for column in (present if functions else ())
+        if column in RESERVED
+    ]
+    for function in functions:
+        name = name_of(function)
+        problems += [
+            f"{kind} {name!r} requires the column {column!r}, which the data lacks: {source}. {has}. "
+            "Add the column, or give the parameter a default"
+            for column in required_columns(function)
+            if column not in present
+        ]
+        for column in () if is_of_trl(function) else optional_columns(function):
+            if column not in present:
+                say(
+                    f"warning: the data has no column {column!r}, so {kind} {name!r} uses the default of "
+                    f"this parameter: {source}. {has}"
+                )
+    raise_if(problems)
+
+
+def parameters_of(function: RewardFunction) -> list[inspect.Parameter]:
+    """Return a function's parameters, or `**kwargs` if it has no signature (some built-in functions)."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):
+        return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]

@@ -11,9 +11,10 @@ import torch
 from rlhf.checkpoints.model_folder import find_model
 from rlhf.data.examples import Example
 from rlhf.data.prompts import encode_prompts
+from rlhf.data.tokenizer import context_of, load_config, load_tokenizer
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
-from rlhf.models.load import context_of, load_config, load_policy, load_tokenizer
+from rlhf.models.load import load_policy
 from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
 from rlhf.rewards.reward_model import Calibration, RewardModel
 from rlhf.rollout.engine import sample_completions

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rlhf.rewards.arguments import Arguments
+from rlhf.rewards.arguments import Arguments, parameters_of
 from rlhf.rewards.functions import RewardFunction
 from rlhf.rewards.printing import printed_to
 from rlhf.utils.errors import RunError
@@ -123,14 +123,6 @@ def _call(function: RewardFunction, arguments: Arguments, printed: Path | None =
         given = {name: [_copy(value) for value in values] for name, values in rows}
         scores = function(**given, **_accepted(function, arguments.per_call))
         return _plain(event_loop().run_until_complete(scores) if inspect.isawaitable(scores) else scores)
-
-
-def parameters_of(function: RewardFunction) -> list[inspect.Parameter]:
-    """Return a function's parameters, or `**kwargs` if it has no signature (some built-in functions)."""
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (ValueError, TypeError):
-        return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
 
 
 def _own_line(error: BaseException) -> str:

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
+from rlhf.checkpoints.model_folder import METRICS_FILE, read_record
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import PromptSets
 from rlhf.data.splits import question_hash
-from rlhf.models.attention import packable
-from rlhf.models.load import context_of, context_problems, load_config, load_tokenizer
-from rlhf.models.reward_critic import score_head
-from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
-from rlhf.rewards.reward_model import METRICS_FILE, RewardModel
+from rlhf.data.tokenizer import config_values, context_problems, load_tokenizer
+from rlhf.settings.training import Config
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rlhf.rewards.reward_model import RewardModel
+
 LOWEST_ACCURACY = 0.6
+
+
+def check_reward_folder(folder: str, name: str, prompts: PromptSets, config: Config, screen: Screen) -> None:
+    """Check a reward model without loading it: the context of all prompts with completions, and the record in its
+    folder, if it has one. Raises UserError if the context is too short or the accuracy too low."""
+    examples = [p.example for p in (*prompts.train, *prompts.evaluation)]
+    check_reward_context(folder, examples, config.sampling.max_new_tokens, f"--rm-model {name}")
+    record = read_record(Path(folder))
+    if record is not None:
+        check_accuracy(record, METRICS_FILE, name, config.model.allow_weak_reward_model, screen)
+        check_leaks(record, prompts, screen)
 
 
 def check_reward_context(folder: str, examples: Sequence[Example], max_new_tokens: int, source: str) -> None:
@@ -27,7 +41,7 @@ def check_reward_context(folder: str, examples: Sequence[Example], max_new_token
     Reads only the tokenizer and the configuration. If the tokenizer is not the start model's, completions may have
     more tokens. `RewardModel.raw_scores` raises in that case.
     """
-    context = context_of(load_config(folder))
+    context = config_values(folder).get("max_position_embeddings")
     if context is None or not examples:
         return
     tokenizer = load_tokenizer(folder)
@@ -35,28 +49,32 @@ def check_reward_context(folder: str, examples: Sequence[Example], max_new_token
     raise_if(context_problems(lengths, context, max_new_tokens, source, "reward model"))
 
 
-def check_reward_model(
+def check_unrecorded(
     model: RewardModel, name: str, pairs: Sequence[Example], allow_weak: bool, screen: Screen
 ) -> None:
-    """Raise UserError if a reward model's accuracy is below 0.6 or below the length baseline.
+    """Evaluate a reward model that has no record on the held-out `pairs`, if there are any. Raises UserError if its
+    accuracy is below 0.6 or below the length baseline; with `allow_weak` this is only a warning."""
+    from rlhf.rewards.pair_accuracy import pair_accuracy, pairs_that_fit
 
-    Reads the accuracy from metrics.json. A reward model without this file is evaluated on the held-out `pairs`, if
-    there are any. With `allow_weak`, a weak reward model only causes a warning.
-    """
     if model.record is not None:
-        accuracy, baseline, source = model.record["accuracy"], model.record["length_baseline"], METRICS_FILE
-    else:
-        usable = pairs_that_fit(model, [p for p in pairs if p.chosen is not None], None)
-        if not usable:
-            screen.say(
-                f"warning: the reward model {name} has no {METRICS_FILE}, and there are no pairs to evaluate it on: "
-                "its accuracy is unknown"
-            )
-            return
-        result = pair_accuracy(model, usable)
-        accuracy, baseline, source = result.accuracy, result.length_baseline, f"{len(usable)} held-out pairs"
-        screen.say(f"warning: the reward model {name} has no {METRICS_FILE}: accuracy {accuracy:.3f} on {source}")
-    weak = weakness({"accuracy": accuracy, "length_baseline": baseline})
+        return
+    usable = pairs_that_fit(model, [p for p in pairs if p.chosen is not None], None)
+    if not usable:
+        screen.say(
+            f"warning: the reward model {name} has no {METRICS_FILE}, and there are no pairs to evaluate it on: "
+            "its accuracy is unknown"
+        )
+        return
+    result = pair_accuracy(model, usable)
+    source = f"{len(usable)} held-out pairs"
+    screen.say(f"warning: the reward model {name} has no {METRICS_FILE}: accuracy {result.accuracy:.3f} on {source}")
+    found = {"accuracy": result.accuracy, "length_baseline": result.length_baseline}
+    check_accuracy(found, source, name, allow_weak, screen)
+
+
+def check_accuracy(record: dict, source: str, name: str, allow_weak: bool, screen: Screen) -> None:
+    """Raise UserError if a reward model is too weak. With `allow_weak` print a warning instead."""
+    weak = weakness(record)
     if weak is None:
         return
     problem = f"{weak}, from {source}: --rm-model {name}"
@@ -74,9 +92,9 @@ def weakness(record: dict) -> str | None:
     return f"weak reward model (accuracy {accuracy:.3f}, required {required:.3f}; length baseline {baseline:.3f})"
 
 
-def check_leaks(model: RewardModel, prompts: PromptSets, screen: Screen) -> None:
+def check_leaks(record: dict, prompts: PromptSets, screen: Screen) -> None:
     """Warn if the reward model was trained on questions of this run: its scores for them are too optimistic."""
-    seen = set((model.record or {}).get("train_questions", []))
+    seen = set(record.get("train_questions", []))
     for name, part in (("evaluation", prompts.evaluation), ("training", prompts.train)):
         known = sum(question_hash(p.example) in seen for p in part)
         if known:
@@ -111,6 +129,9 @@ def check_critic(
     The critic reads the ids of the `policy` in the same micro-batches, and its value head is the reward model's head:
     one linear layer on the hidden states of a causal model.
     """
+    from rlhf.models.attention import packable
+    from rlhf.models.reward_critic import score_head
+
     place = f"--critic reward-model, --rm-model {name}"
     if model is None:
         raise UserError("no reward model to start from: --critic reward-model. Use --critic separate")

@@ -10,13 +10,17 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf.checkpoints.model_folder import find_model
 from rlhf.settings.next_commands import names_code
+from rlhf.settings.training import Config, function_name
 from rlhf.settings.types import FROM_TRL
-from rlhf.utils.errors import UserError, did_you_mean
+from rlhf.settings.validate import name_problems
+from rlhf.utils.errors import UserError, did_you_mean, raise_if
 from rlhf.utils.files import files_print
 
 if TYPE_CHECKING:
@@ -27,6 +31,60 @@ if TYPE_CHECKING:
 BUILT_IN = ("length_penalty", "word_penalty", "keyword_bonus", "exact_match")
 NEED_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward", "get_cosine_scaled_reward")
 CACHE_SHARE = 5  # default of soft_punish_cache: a fifth of the longest completion, as in TRL's own GRPO script
+
+
+@dataclass
+class RewardSources:
+    """The reward model's folder and the reward functions of a run. The reward model is not loaded yet."""
+
+    folder: str | None  # the reward model's folder; None: no reward model
+    rules: list[RewardFunction | nn.Module]  # reward functions, from the settings or given in Python
+    weights: Sequence[float] | None = None  # the reward model's first, if there is one; None: all 1
+
+    def __str__(self) -> str:
+        """The weighted sum, such as "1 x reward_model + 0.1 x length_penalty"."""
+        from rlhf.rewards.arguments import distinct_names, name_of
+
+        names = ["reward_model"] * (self.folder is not None) + [name_of(rule) for rule in self.rules]
+        weights = self.weights if self.weights is not None else [1.0] * len(names)
+        return " + ".join(f"{w:g} x {name}" for w, name in zip(weights, distinct_names(names), strict=True))
+
+
+def find_rewards(config: Config) -> RewardSources:
+    """Find the reward model and the reward functions of the settings. Raises UserError if one does not exist."""
+    name, longest = config.model.rm_model, config.sampling.max_new_tokens
+    return RewardSources(
+        folder=find_model(name, "--rm-model") if name is not None else None,
+        rules=[find_rule(rule, config.reward.keywords, longest=longest) for rule in config.reward.reward_func],
+        weights=config.reward.reward_weights,
+    )
+
+
+def given_rewards(
+    functions: Sequence[RewardFunction | nn.Module] | RewardFunction | nn.Module, weights: Sequence[float] | None
+) -> RewardSources:
+    """Return the sources for reward functions given in Python. They replace those of the settings."""
+    return RewardSources(folder=None, rules=[functions] if callable(functions) else list(functions), weights=weights)
+
+
+def find_eval_functions(config: Config) -> dict[str, RewardFunction | nn.Module]:
+    """Find the evaluation functions of the settings, by their names in metrics. Raises UserError if one does not
+    exist. Executes their files."""
+    keywords, longest = config.reward.keywords, config.sampling.max_new_tokens
+    return {function_name(rule): find_rule(rule, keywords, "--eval-func", longest) for rule in config.reward.eval_func}
+
+
+def given_eval_functions(
+    functions: Sequence[RewardFunction | nn.Module] | RewardFunction | nn.Module,
+) -> dict[str, RewardFunction | nn.Module]:
+    """Return evaluation functions given in Python, by their names in metrics. Raises UserError for a name that cannot
+    be used."""
+    from rlhf.rewards.arguments import name_of
+
+    given = [functions] if callable(functions) else list(functions)
+    names = [name_of(f) for f in given]
+    raise_if(name_problems(names, "eval_functions"))
+    return dict(zip(names, given, strict=True))
 
 
 def find_rule(

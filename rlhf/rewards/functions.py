@@ -9,14 +9,18 @@ which it does not apply. It receives copies, so nothing that it changes reaches 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import encode_completion, encode_prompt
 from rlhf.rewards.arguments import text_of
-from rlhf.rewards.reward_model import RewardModel, right_padded
+
+if TYPE_CHECKING:
+    from rlhf.rewards.reward_model import RewardModel
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -54,7 +58,9 @@ class ModuleReward:
         ]
         weights = next(self.module.parameters(), None)
         device = weights.device if weights is not None else torch.device("cpu")
-        ids, attention = right_padded(rows, self.tokenizer.pad_token_id, device)
+        given = [torch.tensor(row, device=device) for row in rows]
+        ids = pad_sequence(given, batch_first=True, padding_value=self.tokenizer.pad_token_id)
+        attention = pad_sequence([torch.ones_like(row) for row in given], batch_first=True)
         output = self.module(input_ids=ids, attention_mask=attention)
         scores = getattr(output, "logits", output)
         return scores.float().reshape(len(rows), -1).squeeze(1).tolist()

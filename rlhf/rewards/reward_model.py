@@ -6,8 +6,6 @@ different tokenizer.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,19 +15,19 @@ import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.checkpoints.model_folder import HOW_TO_TRAIN, find_model, reward_config_problem
+from rlhf.checkpoints.model_folder import HOW_TO_TRAIN, find_model, read_record, reward_config_problem
 from rlhf.data.chat_template import encode_completion, encode_prompt
+from rlhf.data.tokenizer import check_vocabulary, context_of, load_config, load_tokenizer, readable
 from rlhf.models import llama
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast
-from rlhf.models.load import check_vocabulary, check_weights, context_of, load_config, load_tokenizer, readable
+from rlhf.models.load import check_weights
 from rlhf.models.packing import PackedMicroBatch, on_device
 from rlhf.models.reference import release_mmap, store_frozen_weights
 from rlhf.models.reward_critic import backbone_of_classifier, score_head
 from rlhf.rollout.completions import padded, token_batch
 from rlhf.utils.errors import RunError, UserError, raise_if
 
-METRICS_FILE = "metrics.json"
 KEPT_PROMPTS = 10_000  # whose ids a reward model keeps
 
 
@@ -182,27 +180,3 @@ class RewardModel:
         sequences = [self.encode(m, r, e) for m, r, e in zip(messages, completions, ended, strict=True)]
         raw = self.raw_scores(sequences, [_key(m) for m in messages])
         return [(score - self.calibration.mean) / self.calibration.std for score in raw]
-
-
-def read_record(folder: Path) -> dict | None:
-    """Return a reward model's metrics.json, or None if there is none or another tool wrote it.
-
-    Raises UserError if the file is not valid JSON or its accuracy or calibration is invalid.
-    """
-    file = folder / METRICS_FILE
-    if not file.is_file():
-        return None
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"not valid JSON: {file} ({error}). Train the reward model again, or delete that file"
-        ) from None
-    if not isinstance(record, dict) or not {"accuracy", "length_baseline", "calibration"} <= set(record):
-        return None
-    scale = record["calibration"].get("scale", {}) if isinstance(record["calibration"], dict) else {"mean": None}
-    figures = [record["accuracy"], record["length_baseline"], *scale.values()]
-    is_valid = all(type(figure) in (int, float) and math.isfinite(figure) for figure in figures)
-    if not is_valid or not set(scale) <= {"mean", "std"} or scale.get("std", 1) <= 0:
-        raise UserError(f"invalid accuracy or calibration: {file}. Train the reward model again, or delete that file")
-    return record

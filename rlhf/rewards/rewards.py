@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerState
 
-from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.rewards.arguments import (
-    END_OF_TRAINING,
     PER_CALL,
     PER_COMPLETION,
-    RESERVED,
     Arguments,
     RewardLog,
+    distinct_names,
     is_of_trl,
+    name_of,
     per_call,
     per_completion,
+    required_columns,
 )
-from rlhf.rewards.call import call_function, parameters_of
+from rlhf.rewards.call import call_function
 from rlhf.rewards.functions import LearnedReward, ModuleReward, RewardFunction
 from rlhf.rewards.reward_model import RewardModel
-from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,9 @@ class Rewards:
         self.weights = list(weights) if weights is not None else [1.0] * len(self.functions)
         self.limits_s = [None if isinstance(f, LearnedReward) else limit_s for f in self.functions]
         self.printed: Path | None = None  # file for the functions' output; None: the console
-        self.names = list(names) if names is not None else _distinct([name_of(f) for f in self.functions])
+        self.names = list(names) if names is not None else distinct_names([name_of(f) for f in self.functions])
         self.kind = kind
-        self.trainer_state = END_OF_TRAINING  # a training run replaces it by its own state
+        self.trainer_state = TrainerState(global_step=1, max_steps=1)  # a training run replaces it by its own state
 
     def __str__(self) -> str:
         return " + ".join(f"{w:g} x {name}" for w, name in zip(self.weights, self.names, strict=True))
@@ -148,69 +146,3 @@ def _weighted_sum(weights: Sequence[float], scores: Sequence[float | None]) -> f
     """Return the weighted sum of the scores that are not None; None if all are."""
     known = [w * s for w, s in zip(weights, scores, strict=True) if s is not None]
     return sum(known) if known else None
-
-
-def required_columns(function: RewardFunction) -> list[str]:
-    """Return the parameters without a default that must come from a dataset column."""
-    return [p.name for p in _column_parameters(function) if p.default is p.empty]
-
-
-def optional_columns(function: RewardFunction) -> list[str]:
-    """Return the parameters with a default that a dataset column may give. Arguments of a `partial` are not."""
-    fixed = function.keywords if isinstance(function, partial) else {}
-    return [p.name for p in _column_parameters(function) if p.default is not p.empty and p.name not in fixed]
-
-
-def _column_parameters(function: RewardFunction) -> list[inspect.Parameter]:
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p for p in parameters_of(function) if p.kind in kinds and p.name not in (*PER_COMPLETION, *PER_CALL)]
-
-
-def check_columns(
-    functions: Sequence[RewardFunction | nn.Module],
-    examples: Sequence[Example],
-    source: str,
-    say: Callable[[str], None] = print,
-    kind: str = "reward function",
-) -> None:
-    """Check the columns of the data against the parameters of the reward functions.
-
-    Raises UserError if a function requires a column that no row of the data has, or if a column has the name of an
-    argument. Prints a warning with `say` if a parameter has a default and the data has no such column. `kind` is what
-    the functions are called in messages.
-    """
-    functions = [f for f in functions if not isinstance(f, nn.Module)]  # modules receive ids
-    present = dict.fromkeys(name for example in examples for name in example.columns)
-    has = f"The data has {', '.join(map(repr, present))}" if present else "The data has no columns"
-    problems = [
-        f"the column {column!r} has the name of an argument of reward functions: {source}. Rename it, for example "
-        f"with --columns my_{column}={column}"
-        for column in (present if functions else ())
-        if column in RESERVED
-    ]
-    for function in functions:
-        name = name_of(function)
-        problems += [
-            f"{kind} {name!r} requires the column {column!r}, which the data lacks: {source}. {has}. "
-            "Add the column, or give the parameter a default"
-            for column in required_columns(function)
-            if column not in present
-        ]
-        for column in () if is_of_trl(function) else optional_columns(function):
-            if column not in present:
-                say(
-                    f"warning: the data has no column {column!r}, so {kind} {name!r} uses the default of "
-                    f"this parameter: {source}. {has}"
-                )
-    raise_if(problems)
-
-
-def name_of(function: RewardFunction | nn.Module) -> str:
-    """Return a reward function's name for metrics and messages."""
-    while isinstance(function, partial):
-        function = function.func
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    return [name if names.count(name) == 1 else f"{name}_{i + 1}" for i, name in enumerate(names)]

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig, RewardTrainer
 
-from rlhf.checkpoints.model_folder import find_model
+from rlhf.checkpoints.model_folder import METRICS_FILE, find_model, read_record
 from rlhf.checkpoints.replacing import (
     check_inputs_outside,
     numbered_name,
@@ -38,13 +38,14 @@ from rlhf.data.examples import Example, load_examples
 from rlhf.data.lengths import warn_about_length
 from rlhf.data.source import DataSource
 from rlhf.data.splits import question_hash, split_examples
+from rlhf.data.tokenizer import check_vocabulary, load_tokenizer, readable
 from rlhf.models.device import autocast_dtype
-from rlhf.models.load import check_vocabulary, check_weights, load_tokenizer, readable
+from rlhf.models.load import check_weights
 from rlhf.models.save import bad_weights
 from rlhf.rewards.calibration import calibration_completions, evaluate_and_calibrate
 from rlhf.rewards.checks import check_reward_context, weakness
 from rlhf.rewards.pair_accuracy import pair_ids, pair_length
-from rlhf.rewards.reward_model import METRICS_FILE, RewardModel, can_pack, packed_logits, read_record
+from rlhf.rewards.reward_model import RewardModel, can_pack, packed_logits
 from rlhf.settings.fields import to_dict
 from rlhf.settings.reward_model import RewardModelConfig, RewardTrainingSettings
 from rlhf.settings.training import Config

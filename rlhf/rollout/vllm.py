@@ -15,11 +15,10 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.data.prompts import Prompt
+from rlhf.models.budget import VLLM_MEMORY_SHARE
 from rlhf.rollout.completions import Completions, padded
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import UserError
-
-MEMORY_SHARE = 0.3  # share of the GPU's memory that vLLM reserves at the start
 
 
 def is_installed() -> bool:
@@ -51,7 +50,7 @@ class VLLMEngine:
             policy,
             accelerator,
             tokenizer,
-            gpu_memory_utilization=MEMORY_SHARE,
+            gpu_memory_utilization=VLLM_MEMORY_SHARE,
             max_model_length=prompt_length + sampling.max_new_tokens,
             temperature=sampling.temperature,
             max_completion_length=sampling.max_new_tokens,

@@ -41,9 +41,12 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
     check_libraries()
     quiet_libraries()  # before the import of libraries that print at import
     from rlhf.run.seeds import for_each_seed
-    from rlhf.run.train import train
 
-    for_each_seed(partial(train, selection=selection), config, screen)
+    if config.run.dry_run:
+        from rlhf.run.dry_run import dry_run as one_run
+    else:
+        from rlhf.run.train import train as one_run
+    for_each_seed(partial(one_run, selection=selection), config, screen)
 
 
 def check_before_imports(config: Config, screen: Screen) -> Selection | None:

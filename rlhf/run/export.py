@@ -20,7 +20,8 @@ from transformers.tokenization_utils_base import (
 from rlhf.checkpoints.model_folder import ADAPTER_CONFIG, ADAPTER_FILE, WEIGHTS_FILE, base_of_adapter, find_model
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
 from rlhf.checkpoints.run_record import RUN_FILE, Merged, RunRecord
-from rlhf.models.load import load_adapter, load_config, load_policy, load_tokenizer
+from rlhf.data.tokenizer import load_config, load_tokenizer
+from rlhf.models.load import load_adapter, load_policy
 from rlhf.models.save import ONE_FILE
 from rlhf.run.model_card import CARD_FILE, Saved, model_card
 from rlhf.run.summary import show_where

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.checkpoints.model_folder import ADAPTER_CONFIG
 from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE, RunRecord
-from rlhf.models.load import load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.settings.fields import as_text, settings_of
 from rlhf.settings.training import Config
 from rlhf.utils.html import render

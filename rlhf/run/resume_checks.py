@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoints.run_record import RESUME_MAY_CHANGE, RunRecord, differences, environment, flat_settings
-from rlhf.settings.fields import to_dict
-from rlhf.settings.training import Config
+from rlhf.settings.fields import replaced, to_dict
+from rlhf.settings.training import FITTED, Config
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
 
@@ -15,11 +15,19 @@ from rlhf.utils.errors import UserError, raise_if
 def check_resume(config: Config) -> None:
     """Raise UserError if there is no run to resume, or its algorithm, settings or versions differ."""
     run = RunRecord.require(Path(config.run.output), "--resume, --output")
+    config = fitted_as(config, run)
     run.require_algorithm(config.algorithm, config.run.output)
     if run.status == "finished" and not is_extended(config, run):
         return
     if not config.run.resume_anyway:
         raise_if_changed(changes(run, to_dict(config), environment()))
+
+
+def fitted_as(config: Config, run: RunRecord) -> Config:
+    """With --fit, return the configuration with the settings that --fit chose when the run started."""
+    if config.speed.fit is None:
+        return config
+    return replaced(config, **{name: run.flat_settings[name] for name in FITTED if name in run.flat_settings})
 
 
 def is_extended(config: Config, run: RunRecord) -> bool:

@@ -13,7 +13,7 @@ import torch
 from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_folder import read_status, seed_folder
 from rlhf.checkpoints.run_record import RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, differences
-from rlhf.run.resume import prepare_resume
+from rlhf.run.resume_checks import fitted_as
 from rlhf.settings.fields import to_dict
 from rlhf.settings.next_commands import code_words, resume_command
 from rlhf.settings.training import Config
@@ -45,7 +45,7 @@ SHOWN = {
 def for_each_seed(train: Callable[[Config, Screen], None], config: Config, screen: Screen) -> None:
     """Call `train` with the configuration, or if it has `seeds` once per seed, each with a separate output folder."""
     if config.run.seeds is None:
-        config = prepare_resume(config, screen) if config.run.resume else config
+        config = resumed_config(config, screen)
         return None if config is None else train(config, screen)
     configs = {seed: with_seed(config, seed) for seed in config.run.seeds}
     finished = {seed: is_finished(one) for seed, one in configs.items()}
@@ -57,7 +57,7 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
             screen.say(f"seed {seed}: already finished in {one.run.output} (delete the folder to train it again)")
             continue
         screen.say(f"seed {seed}: output folder {one.run.output}")
-        resumed = prepare_resume(one, screen) if one.run.resume else one
+        resumed = resumed_config(one, screen)
         if resumed is None:  # with --dry-run finished seeds come here, too
             continue
         try:
@@ -71,6 +71,15 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
     if not config.run.only_looks:
         runs = {seed: RunRecord.require(Path(one.run.output), "--output") for seed, one in configs.items()}
         show_seeds(config, {seed: run.figures for seed, run in runs.items()}, screen)
+
+
+def resumed_config(config: Config, screen: Screen) -> Config | None:
+    """Return the configuration to train with: with --resume that of `prepare_resume`, otherwise the given one."""
+    if not config.run.resume:
+        return config
+    from rlhf.run.resume import prepare_resume  # imports the training loop
+
+    return prepare_resume(config, screen)
 
 
 def with_seed(config: Config, seed: int) -> Config:
@@ -93,7 +102,9 @@ def is_finished(config: Config) -> bool:
         if config.run.overwrite:
             return False
         raise
-    differ = differences(run.settings, to_dict(with_horizon(config, run.plan.updates)), SEEDS_MAY_DIFFER)
+    differ = differences(
+        run.settings, to_dict(with_horizon(fitted_as(config, run), run.plan.updates)), SEEDS_MAY_DIFFER
+    )
     if differ and not config.run.overwrite:
         raise UserError(
             f"the folder holds a finished run with other settings ({', '.join(differ)}): {config.run.output}. "

@@ -26,10 +26,12 @@ from rlhf.run.resume_checks import check_same_run
 from rlhf.run.summary import finish_run
 from rlhf.settings.fields import to_dict
 from rlhf.settings.training import Config
-from rlhf.setup.build import Components, build_trainer, load_components, prepare_demo_components
+from rlhf.setup.build import Components, build_trainer, load_models, prepare_demo_components
+from rlhf.setup.fit import estimator_of, fit, what_helps
 from rlhf.setup.inputs import check_run_folder, placing
+from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.pass_rates import PassRates, keep_by_pass_rate
-from rlhf.setup.plan import budget, estimator_of, show_plan
+from rlhf.setup.plan import budget, budget_line, plan_run
 from rlhf.setup.scan import scan_run
 from rlhf.setup.trial import check_run, check_start
 from rlhf.trainer.loop import OnPolicyLoop
@@ -40,19 +42,21 @@ from rlhf.utils.signals import GracefulStop
 
 
 def train(config: Config, screen: Screen, selection: Selection | None = None) -> None:
-    """Train, save and summarize one run. With --dry-run only print its plan, with --check only check it, with
-    --scan only print what can be learned. `selection` has the rows of the data, if they were read already."""
+    """Train, save and summarize one run. With --check only check it, with --scan only print what can be learned.
+    `selection` has the rows of the data, if they were read already."""
     check_run_folder(config)
     check_export(config)
     device = start_device(screen, config.run.deterministic)
     prepare_demo_components(config, screen, device)
-    components = load_components(config, device, screen, selection=selection)
+    inputs = load_inputs(config, screen, selection=selection)
+    config = config if config.run.resume else fit(config, inputs, device, screen)
+    plan_run(config, inputs, device, screen)
+    components = load_models(config, inputs, device, screen)
     components, pass_rates = keep_by_pass_rate(config, components, screen, Path(config.run.output))
     updates, given = planned_updates(config, components.prompts.train), config
     config = with_horizon(config, updates)
-    show_plan(config, components, updates, device, screen)
-    if config.run.dry_run:
-        return
+    if pass_rates is not None:
+        screen.facts([("budget", budget_line(config, updates))])
     if config.run.check:
         return check_run(config, components, screen)
     if config.run.scan:
@@ -75,7 +79,7 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
     output = Path(config.run.output)
     for functions in filter(None, [trainer.rewards, trainer.evaluator.functions]):
         functions.printed = output / PRINTED_FILE
-    trainer.micro_batch_budget.oom_hint = lambda: estimator_of(trainer).what_helps(config)
+    trainer.micro_batch_budget.oom_hint = lambda: what_helps(config, estimator_of(trainer))
     trainer.add_callback(TensorBoardLog(output / "logs"))
     tokenizer = trainer.processing_class
     trainer.add_callback(Samples(output / "samples", trainer.evaluation_prompts, tokenizer))

@@ -248,6 +248,16 @@ def as_text(value: Any, between: str = ",", empty: str = "unset") -> str:
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def replaced(config: Any, **values: Any) -> Any:
+    """Return the configuration with other values of some settings."""
+    groups = {
+        group.name: dataclasses.replace(settings, **{n: v for n, v in values.items() if hasattr(settings, n)})
+        for group in dataclasses.fields(config)
+        if dataclasses.is_dataclass(settings := getattr(config, group.name))
+    }
+    return dataclasses.replace(config, **groups)
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """Return a configuration as JSON-ready data, group by group, without the fields that comparisons ignore: those are
     not settings."""

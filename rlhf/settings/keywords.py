@@ -154,6 +154,10 @@ class TrainingSettings(TypedDict, total=False):
     fused_head: bool
     """Compute logits and gradients of the language-model head in chunks, to use less memory."""
 
+    fit: str | None
+    """Choose settings whose predicted peak memory fits this size, such as 8GB: the micro-batch, the rollout slots,
+    gradient checkpointing, 8-bit Adam and, if it must be, LoRA; prints what it chose; unset: nothing is chosen."""
+
     critic: Literal["shared", "separate", "reward-model"]
     """Network of the critic. shared: a value head on the policy's hidden states; separate: a second network, which
     doubles the weights, the optimizer state and the backward pass; reward-model: a second network that starts from the

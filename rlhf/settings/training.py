@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from rlhf.settings.fields import Layer, setting
 from rlhf.settings.merge import Command
 from rlhf.settings.recipes import DEFAULT_RECIPE
-from rlhf.settings.types import FROM_TRL, HubName, KLTarget, Renaming, Split
+from rlhf.settings.types import FROM_TRL, HubName, KLTarget, MemorySize, Renaming, Split
 
 LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
 MOST_UPDATES = 10_000_000
@@ -256,6 +256,14 @@ class SpeedSettings:
     fused_head: bool = setting(
         True, "compute logits and gradients of the language-model head in chunks, to use less memory"
     )
+    fit: MemorySize | None = setting(
+        None,
+        "choose settings whose predicted peak memory fits this size, such as 8GB: the micro-batch, the rollout slots, "
+        "gradient checkpointing, 8-bit Adam and, if it must be, LoRA; prints what it chose; unset: nothing is chosen",
+    )
+
+
+FITTED = ("micro_batch_size", "rollout_slots", "gradient_checkpointing", "optim", "use_lora")  # that --fit chooses
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Types of settings with a format: a KL target, a split, a renamed column, a repository name."""
+"""Types of settings with a format: a KL target, a split, a renamed column, a memory size, a repository name."""
 
 from __future__ import annotations
 
@@ -93,6 +93,23 @@ class Renaming(str):
         return self.partition("=")[2]
 
     expects = "NEW=OLD, such as prompt=question"
+
+
+class MemorySize(str):
+    """An amount of memory, such as 8GB. A GB is 2**30 bytes, as in the names of GPUs."""
+
+    @classmethod
+    def parse(cls, text: str) -> MemorySize:
+        found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([gm])i?b?", str(text).strip().lower())
+        if found is None or float(found[1]) == 0:
+            raise ValueError(text)
+        return cls(f"{float(found[1]):g}{found[2].upper()}B")
+
+    @property
+    def bytes(self) -> int:
+        return int(float(self[:-2]) * 2 ** {"G": 30, "M": 20}[self[-2]])
+
+    expects = "a size with its unit, such as 8GB or 6000MB"
 
 
 class HubName(str):

@@ -1,4 +1,4 @@
-"""Predicts the peak memory of a run, and which settings reduce it.
+"""Predicts the peak memory of a run.
 
 The forecast is computed before a run from the shapes of its models, the settings and the lengths of the prompts. It
 assumes that every completion has --max-new-tokens tokens. Each phase counts its largest tensors only: weights and
@@ -9,23 +9,26 @@ allocates. On a CPU it is the resident memory of the process. Results and `memor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.sampler import PromptSampler
-from rlhf.models.budget import Budget, budget_of
+from rlhf.models.budget import VLLM_MEMORY_SHARE, Budget, budget_of
 from rlhf.models.device import autocast_dtype, installed
-from rlhf.rollout.vllm import MEMORY_SHARE
 from rlhf.settings.training import Config
 from rlhf.setup.shape import FLOAT, Shape
 from rlhf.utils.console import gib
 
+if TYPE_CHECKING:
+    pass
+
 # Bytes outside our tensors. CPU: library code and tables that are loaded on use (measured with a tiny model). GPU:
 # cuBLAS's workspace (its documentation: 32 MiB on Hopper, 8 MiB elsewhere).
 LIBRARIES = {"cpu": 60 * 2**20, "cuda": 32 * 2**20}
+IMPORTED = 570 * 2**20  # resident bytes after all imports; --dry-run imports less
 # Heap fragmentation on a CPU: temporary tensors of a layer's forward pass whose memory is not reused, in hidden states
 # per token. Measured for SmolLM2-135M with glibc 2.36: 5.4 (bfloat16) to 8 (LoRA).
 GAPS = {"cpu": 7, "cuda": 0}
@@ -93,32 +96,6 @@ class Estimator:
         lengths = [len(p.ids) for p in longest_batch(config, self.train, self.updates)]
         return _Run(config, self, budget_of(self.device)).forecast(lengths)
 
-    def what_helps(self, config: Config) -> str:
-        """Return the advice for too little memory: the three settings that reduce the predicted peak most."""
-        now, size = self(config).peak, config.batch.batch_size // 2
-        options: dict[str, dict[str, Any]] = {"--gradient-checkpointing": {"gradient_checkpointing": True}}
-        length = max(1, config.sampling.max_new_tokens // 2)
-        options[f"--max-new-tokens {length}"] = {"max_new_tokens": length}
-        options["--micro-batch-size 1"] = {"micro_batch_size": 1}
-        options["--optim adamw_8bit"] = {"optim": "adamw_8bit"}
-        options |= {f"--batch-size {size}": {"batch_size": size, "minibatches": 1}} if size else {}
-        smaller = "load_in_4bit" if config.model.use_lora else "use_lora"
-        options[f"--{smaller.replace('_', '-')}"] = {smaller: True}
-        options |= {"--critic shared": {"critic": "shared"}} if config.separate_critic else {}
-        saved = {flag: now - self(changed(config, **values)).peak for flag, values in options.items()}
-        best = sorted(saved.items(), key=lambda one: -one[1])[:3]
-        return "To reduce memory: " + ", ".join(f"{flag} (about {gib(max(by, 0))} GiB less)" for flag, by in best)
-
-
-def changed(config: Config, **values: Any) -> Config:
-    """Return the configuration with other values of some settings."""
-    groups = {
-        group.name: replace(settings, **{n: v for n, v in values.items() if hasattr(settings, n)})
-        for group in fields(config)
-        if is_dataclass(settings := getattr(config, group.name))
-    }
-    return replace(config, **groups)
-
 
 def longest_batch(config: Config, prompts: Sequence[Any], updates: int) -> list[Any]:
     """Return the prompts of the update that has the most prompt tokens, one per episode, as the loop samples them."""
@@ -170,7 +147,7 @@ class _Run:
         own = self.trained(policy)
         critic = 0 if self.critic is None else self.trained(self.critic) + m.use_lora * self.frozen(self.critic)
         if self.config.speed.rollout_engine == "vllm":
-            vllm = int(MEMORY_SHARE * installed(self.given.device))
+            vllm = int(VLLM_MEMORY_SHARE * installed(self.given.device))
         eight_bit = self.config.optimizer.optim == "adamw_8bit"
         whole = [] if m.use_lora else [policy, *filter(None, [self.critic])]
         embeddings = sum(FLOAT * (shape.parameters - shape.linear) for shape in whole)  # their moments are float32

@@ -19,8 +19,8 @@ from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import PromptSampler, planned_updates, shorten
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components
-from rlhf.setup.input_checks import check_topics
 from rlhf.setup.inputs import check_warmup
+from rlhf.setup.load_inputs import check_topics
 from rlhf.setup.scan_figures import in_range
 from rlhf.setup.start_samples import Sampled, drawn, sample_and_score
 from rlhf.utils.console import Screen, clock
@@ -96,11 +96,6 @@ def keep_by_pass_rate(
         return components, None
     low, high = config.data.keep_pass_rate
     if config.run.only_looks:
-        screen.say(
-            f"note: --keep-pass-rate {low:g} {high:g} is not applied yet, because it samples "
-            f"{config.run.scan_samples} completions of the training prompts when the run starts: the figures here are "
-            "of all prompts"
-        )
         return components, None
     if config.run.resume and folder is not None:
         rates = PassRates.read(folder, (low, high))

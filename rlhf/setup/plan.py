@@ -3,54 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_controller, move_in
+from rlhf.algorithms.kl_control import SMALLEST_MOVE, default_horizon, kl_controller, move_in, with_horizon
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.checkpoints.model_folder import read_record
 from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, Plan, flat_settings
 from rlhf.config import make_config, user_file_line
 from rlhf.data.prompts import Prompt, PromptSets
-from rlhf.data.sampler import PromptSampler, shorten
+from rlhf.data.sampler import PromptSampler, planned_updates, shorten
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, available
-from rlhf.models.logprobs import base_of
-from rlhf.rewards.functions import LearnedReward
 from rlhf.settings.fields import to_dict
 from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
 from rlhf.settings.training import Config
 from rlhf.settings.translate import LENGTHS
-from rlhf.setup.build import Components
+from rlhf.setup.fit import estimator, what_helps
+from rlhf.setup.load_inputs import RunInputs
 from rlhf.setup.memory import Estimator
-from rlhf.setup.shape import Shape
-from rlhf.trainer.loop import OnPolicyLoop
+from rlhf.setup.shape import adapter_weights, parameters_in, weights_of
 from rlhf.utils.console import Screen, gib
 
 MOST_TOPICS = 12  # listed in the plan
 
 
-def show_plan(config: Config, components: Components, updates: int, device: torch.device, screen: Screen) -> None:
+def plan_run(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> None:
+    """Print the plan of a run with all prompts of its data."""
+    note_all_prompts(config, screen)
+    updates = planned_updates(config, inputs.prompts.train)
+    show_plan(with_horizon(config, updates), inputs, updates, device, screen)
+
+
+def note_all_prompts(config: Config, screen: Screen) -> None:
+    """Say that --dry-run, --check and --scan do not apply --keep-pass-rate, if it is given."""
+    if config.data.keep_pass_rate is None or not config.run.only_looks:
+        return
+    low, high = config.data.keep_pass_rate
+    screen.say(
+        f"note: --keep-pass-rate {low:g} {high:g} is not applied yet, because it samples {config.run.scan_samples} "
+        "completions of the training prompts when the run starts: the figures here are of all prompts"
+    )
+
+
+def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.device, screen: Screen) -> None:
     """Print the plan, warnings about memory and KL control, and the first prompt."""
-    m, sets, policy = config.model, components.prompts, components.policy
-    estimate = estimator(components, updates, device)
-    trained = sum(w.numel() for w in policy.parameters() if w.requires_grad)
-    total = base_parameters(policy)
+    m, sets, tensors = config.model, inputs.prompts, weights_of(inputs.start.folder)
+    estimate = estimator(inputs, updates, device)
+    total, trained = parameters_in(tensors), adapter_weights(tensors, m.lora_r, m.lora_targets)
     dropout = f", dropout {m.lora_dropout:g}" if m.lora_dropout else ""
     shape = f"LoRA r {m.lora_r}, alpha {m.lora_alpha:g}{dropout} on {', '.join(m.lora_targets)}"
     how = f"{shape}: {trained:,} trainable" if m.use_lora else "all trainable"
     dtype = autocast_dtype(m.bf16, device)
-    accuracy = (components.reward_model.record or {}).get("accuracy") if components.reward_model is not None else None
+    record = read_record(Path(inputs.rewards.folder)) if inputs.rewards.folder is not None else None
     rows = [
         ("algorithm", config.algorithm.upper()),
         ("recipe", config.recipe),
         *user_file_rows(config),
         ("start model", f"{m.actor_model} ({total:,} parameters, {how})"),
-        ("reward", str(components.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
+        ("reward", str(inputs.rewards) + (", scores normalised" if config.reward.normalize_scores else "")),
         ("prompts", prompts_line(sets)),
         *topics_rows(config, sets.train),
-        *evaluation_rows(config, components),
+        *evaluation_rows(config, inputs),
         ("budget", budget_line(config, updates)),
         ("batch", batch_line(config, updates, device)),
         ("KL", kl_line(config, updates)),
@@ -63,51 +79,13 @@ def show_plan(config: Config, components: Components, updates: int, device: torc
         own = "separate backbone, from the reward model" if config.critic_from_reward_model else own
         rows.insert(3, ("critic", own))
     if m.rm_model is not None:
-        known = f" (held-out accuracy {accuracy:.3f})" if accuracy is not None else ""
+        known = f" (held-out accuracy {record['accuracy']:.3f})" if record is not None else ""
         rows.insert(3, ("reward model", m.rm_model + known))
     screen.facts(rows)
-    warn_of_memory(config, components, estimate, device, screen)
+    warn_of_memory(config, estimate, device, screen)
     for line in (*kl_warnings(config, updates), *filter(None, [warmup_warning(config, updates), recipe_hint(config)])):
         screen.say(line)
-    screen.say(f"first prompt with special tokens: {first_prompt(components.tokenizer, sets)}")
-
-
-def estimator(components: Components, updates: int, device: torch.device) -> Estimator:
-    """Return the estimator of the memory of a run with these components."""
-    sets, libraries = components.prompts, components.memory_before
-    return _estimator(components.policy, components.rewards, updates, device, sets.train, sets.evaluation, libraries)
-
-
-def estimator_of(trainer: OnPolicyLoop) -> Estimator:
-    """Return the estimator of the memory of a trainer's updates, without its libraries and evaluations."""
-    return _estimator(
-        trainer.actor.policy,
-        trainer.rewards,
-        trainer.updates,
-        trainer.accelerator.device,
-        trainer.train_prompts,
-        [],
-        0,
-    )
-
-
-def _estimator(policy, rewards, updates: int, device: torch.device, train, evaluation, libraries: int) -> Estimator:
-    judges = [f.model.model for f in rewards.functions if isinstance(f, LearnedReward)]
-    return Estimator(
-        policy=Shape.of(base_of(policy).config, base_parameters(policy)),
-        reward_model=Shape.of(judges[0].config, judges[0].num_parameters()) if judges else None,
-        device=device,
-        train=train,
-        evaluation=[len(prompt.ids) for prompt in evaluation],
-        updates=updates,
-        libraries=libraries,
-    )
-
-
-def base_parameters(policy: nn.Module) -> int:
-    """Return the number of the start model's parameters, without adapters. A 4-bit weight counts as one."""
-    adapters = sum(w.numel() for name, w in policy.named_parameters() if "lora_" in name)
-    return base_of(policy).num_parameters() - adapters
+    screen.say(f"first prompt with special tokens: {first_prompt(inputs.start.tokenizer, sets)}")
 
 
 def prompts_line(sets: PromptSets) -> str:
@@ -120,20 +98,14 @@ def prompts_line(sets: PromptSets) -> str:
     )
 
 
-def warn_of_memory(
-    config: Config,
-    components: Components,
-    estimate: Estimator,
-    device: torch.device,
-    screen: Screen,
-) -> None:
+def warn_of_memory(config: Config, estimate: Estimator, device: torch.device, screen: Screen) -> None:
     """Warn if less memory is free than predicted. It is not an error, because the forecast is uncertain. On Windows
     nothing else reports it, because the driver moves GPU memory to main memory."""
     needed, there = estimate(config).peak, available(device)
     if needed > there:
         screen.say(
             f"warning: the predicted peak memory is {gib(needed)} GiB, but {device} has only {gib(there)} GiB free. "
-            f"{estimate.what_helps(config)}"
+            f"{what_helps(config, estimate)}"
         )
 
 
@@ -148,11 +120,10 @@ def topics_rows(config: Config, train: Sequence[Prompt]) -> list[tuple[str, str]
     return [("topics", f"{len(topics)}, {sampler.steps:,} updates per topic, in turn: {shown}")]
 
 
-def evaluation_rows(config: Config, components: Components) -> list[tuple[str, str]]:
+def evaluation_rows(config: Config, inputs: RunInputs) -> list[tuple[str, str]]:
     """Return the plan's row of evaluation functions and completions per evaluation prompt; no row for the defaults."""
-    names = components.eval_functions.names if components.eval_functions is not None else []
     count = config.run.eval_samples
-    parts = [", ".join(names), f"{count} completions per prompt" if count > 1 else ""]
+    parts = [", ".join(inputs.eval_functions), f"{count} completions per prompt" if count > 1 else ""]
     return [("evaluation", "; ".join(filter(None, parts)))] if any(parts) else []
 
 

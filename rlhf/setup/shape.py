@@ -5,11 +5,17 @@ The activations are those of rlhf.models.llama. For other architectures they are
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoints.model_folder import ALL_LINEAR
+from torch import nn
+
+from rlhf.checkpoints.model_folder import ALL_LINEAR, tensors_of
+from rlhf.data.tokenizer import config_values, values_of
+from rlhf.models.logprobs import base_of
 
 FLOAT = 4  # bytes of a float32
 
@@ -32,8 +38,7 @@ class Shape:
     def of(cls, config: Any, parameters: int) -> Shape:
         """Return the dimensions in a transformers config or a dict of config.json. `parameters` is the number of
         weights."""
-        values = config if isinstance(config, dict) else config.to_dict()
-        values = values.get("text_config") or values
+        values = config if isinstance(config, dict) else values_of(config)
         heads, hidden = values["num_attention_heads"], values["hidden_size"]
         size = values.get("head_dim") or hidden // heads
         return cls(
@@ -100,3 +105,46 @@ class Shape:
         feed_forward = 3 * self.inner * element
         attention = (self.q + 2 * self.kv) * element + 3 * self.q * FLOAT
         return tokens * (3 * self.hidden * FLOAT + max(feed_forward, attention))
+
+
+# --- numbers of weights ----------------------------------------------------------------------------------------------
+
+Tensors = Mapping[str, Sequence[int]]  # name -> dimensions
+
+
+def weights_of(model: str) -> Tensors:
+    """Return the tensors in the safetensors files of a folder or of a model on the hub, without reading them. Raises
+    UserError if there are none."""
+    if Path(model).is_dir():
+        return tensors_of(Path(model))
+    from rlhf.utils.hub import tensors_on_hub
+
+    return tensors_on_hub(model)
+
+
+def shape_of(model: str) -> Shape:
+    """Return the dimensions of the model in a folder or on the hub."""
+    return Shape.of(config_values(model), parameters_in(weights_of(model)))
+
+
+def parameters_in(tensors: Tensors) -> int:
+    """Return the number of weights in a model's files."""
+    return sum(map(prod, tensors.values()))
+
+
+def adapter_weights(tensors: Tensors, rank: int, targets: Collection[str]) -> int:
+    """Return the number of weights of LoRA adapters for a model with these tensors. `targets` are names of modules,
+    or "all-linear": every linear layer except the head."""
+    adapted = 0
+    for name, size in tensors.items():
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        is_linear = len(size) == 2 and name.endswith(".weight") and "embed" not in module and module != "lm_head"
+        if module in targets or (ALL_LINEAR in targets and is_linear):
+            adapted += rank * sum(size) * (len(size) == 2)
+    return adapted
+
+
+def base_parameters(policy: nn.Module) -> int:
+    """Return the number of the start model's parameters, without adapters. A 4-bit weight counts as one."""
+    adapters = sum(w.numel() for name, w in policy.named_parameters() if "lora_" in name)
+    return base_of(policy).num_parameters() - adapters

@@ -23,7 +23,7 @@ from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.completions import Rollout
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components, build_trainer
-from rlhf.setup.plan import estimator
+from rlhf.setup.fit import estimator_of
 from rlhf.setup.preflight import Check, determinism, padding_changes_no_score, prompt_is_rendered, start_checks
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.safety import SkipUpdate
@@ -215,7 +215,9 @@ def memory_matches_estimate(trainer: OnPolicyLoop, components: Components) -> Ch
     """Check the update's measured memory against the forecast, and the forecast against the free memory."""
     device = trainer.accelerator.device
     measured = memory_in_use(device)
-    predicted, there = estimator(components, trainer.updates, device)(trainer.config), available(device)
+    evaluation = [len(prompt.ids) for prompt in components.prompts.evaluation]
+    whole = dataclasses.replace(estimator_of(trainer), evaluation=evaluation, libraries=components.memory_before)
+    predicted, there = whole(trainer.config), available(device)
     return Check(
         "memory",
         f"{gib(predicted.peak)} GiB predicted for full-length completions, {gib(measured)} GiB used by one update, "

@@ -14,7 +14,6 @@ from peft import PeftModel
 from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import is_bitsandbytes_available
 from trl import GRPOConfig, GRPOTrainer
 
 from rlhf.algorithms.table import ALGORITHMS
@@ -27,12 +26,6 @@ from rlhf.models.trl_ppo import PPOConfig, PPOTrainer
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.training import Config
 from rlhf.utils.errors import UserError
-
-
-def check_optimizer(config: Config) -> None:
-    """Raise UserError if the optimizer's library is not installed."""
-    if config.optimizer.optim == "adamw_8bit" and not is_bitsandbytes_available():
-        raise UserError("bitsandbytes is not installed: --optim adamw_8bit. Install it with: pip install bitsandbytes")
 
 
 def optimizer_arguments(config: Config) -> dict[str, Any]:

@@ -27,18 +27,23 @@ def quiet_libraries() -> None:
     Call it before the libraries are imported, because bitsandbytes warns at import (on CPUs with bfloat16).
     """
     quiet_imports()
-    import datasets  # a slow import, which `--help` must not wait for
-    from transformers.utils import logging as transformers_logging
+    if "transformers" in sys.modules:  # the environment variables come too late for libraries that are imported
+        from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    datasets.disable_progress_bars()
+        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
+    if "datasets" in sys.modules:
+        import datasets
+
+        datasets.disable_progress_bars()
 
 
 def quiet_imports() -> None:
     """Turn off the messages that the libraries print while they are imported. Imports none of them."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.simplefilter("ignore")
     warnings.simplefilter("always", RLHFWarning)
     warnings.showwarning = _show_warning

@@ -11,8 +11,10 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
+    SafetensorsParsingError,
 )
 
 from rlhf.utils.errors import RunError, UserError
@@ -54,6 +56,16 @@ def require_hub(name: str, kind: str, hint: str) -> str:
             f"cannot download the {kind}: {name} (not in the local cache, and the hub cannot be reached: {reason}). "
             f"Go online, or use {hint}"
         ) from None
+
+
+def tensors_on_hub(name: str) -> dict[str, list[int]]:
+    """Return the names and shapes of the tensors in a model's safetensors files, from their headers: nothing else is
+    downloaded. Raises UserError if there are none."""
+    try:
+        files = HfApi().get_safetensors_metadata(name).files_metadata.values()
+    except (NotASafetensorsRepoError, SafetensorsParsingError):
+        raise UserError(f"no safetensors weights: {name}. Use a model that has them") from None
+    return {tensor: info.shape for file in files for tensor, info in file.tensors.items()}
 
 
 def _reason(error: Exception) -> str:

@@ -17,8 +17,8 @@ import rlhf.models.trl_ppo  # noqa: F401  (silences TRL's warning that its PPO i
 from rlhf.data.chat_template import encode_prompt, encode_text
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, PromptSets
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.actor_critic import with_value_head
-from rlhf.models.load import load_tokenizer
 from rlhf.rollout.completions import Completions
 from rlhf.trainer import collect
 from rlhf.trainer.trl_host import _SharedBackboneCritic

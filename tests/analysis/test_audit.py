@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import evaluate_generations
 from rlhf.analysis.audit import against, figures, warnings
 from rlhf.analysis.evaluator import GenerationResults
-from rlhf.models.load import load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer
 
 WORDS = "the cat sat on a mat and the dog ran off to see what fish do when it rains in spring".split()
 

@@ -17,7 +17,7 @@ import evaluate_generations
 import train_grpo
 from rlhf.analysis.chat import Conversation, StreamingGenerator
 from rlhf.data.chat_template import decode_completion, encode_prompt
-from rlhf.models.load import load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
 from rlhf.utils.console import visible
 from rlhf.utils.errors import UserError, run_command

@@ -14,7 +14,7 @@ from rlhf.analysis.prompts import _trained_on
 from rlhf.data.examples import examples_of, load_examples
 from rlhf.data.prompts import fingerprint, load_prompts
 from rlhf.data.splits import part_of
-from rlhf.models.load import load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Renaming, Split

@@ -15,10 +15,11 @@ import torch
 import reward_model.train
 import train_ppo
 from rlhf.checkpoints import replacing
+from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.demo import parts, ready
 from rlhf.rewards import training
-from rlhf.rewards.reward_model import METRICS_FILE, RewardModel
+from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.training import save_reward_model, train_reward_model
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.utils.console import Screen

@@ -23,7 +23,8 @@ from rlhf.data.chat_template import decode_completion, encode_completion, encode
 from rlhf.data.examples import examples_of, load_examples
 from rlhf.data.messages import ROLES
 from rlhf.data.prompts import encode_prompts, load_prompts
-from rlhf.models.load import load_adapter, load_policy, load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.models.load import load_adapter, load_policy
 from rlhf.reports.token_page import write_token_page
 from rlhf.rewards.functions import LearnedReward, ModuleReward
 from rlhf.rewards.reward_model import RewardModel

@@ -12,7 +12,7 @@ from rlhf.data.examples import Example, load_examples
 from rlhf.data.lengths import length_that_keeps, warn_about_length
 from rlhf.data.prompts import given_prompts, load_prompts
 from rlhf.data.splits import part_of, split_examples
-from rlhf.models.load import load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.settings.training import DataSettings
 from rlhf.settings.types import Renaming, Split
 from rlhf.utils.errors import UserError

@@ -26,12 +26,12 @@ from benchmarks.shuffled_exact_match import shuffled_exact_match
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.splits import split_examples
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.demo import checker_parts, checker_start_model, ready
 from rlhf.demo.checker_questions import CELLS, FAMILIES, LEVELS, Question, ask, questions, split_of, unreliable_answer
 from rlhf.demo.checker_start_model import PRETRAINING, WEIGHTS, corpus, right_share
 from rlhf.demo.pairs import sample_answers
 from rlhf.demo.pretraining import rebuild_command
-from rlhf.models.load import load_tokenizer
 from rlhf.rewards.eval_functions import exact_match
 from rlhf.settings.types import Split
 from rlhf.utils.console import Screen

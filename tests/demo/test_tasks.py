@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf.data.chat_template import encode_prompt
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.demo.families import FAMILIES, KINDS, NOUNS
 from rlhf.demo.pairs import sample_answers, sampled_pairs
 from rlhf.demo.pretraining import prompt_text
@@ -23,7 +24,6 @@ from rlhf.demo.tasks import (
     questions,
     split_of,
 )
-from rlhf.models.load import load_tokenizer
 
 PICK = "Which of these is a fruit: goat, plum, hammer?"
 SORT = "Order from small to big: horse, ant, fox."

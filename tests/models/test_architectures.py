@@ -35,11 +35,11 @@ from transformers import (
 import train_grpo
 import train_ppo
 from rlhf.data.chat_template import encode_prompt
-from rlhf.models.load import load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.rollout.completions import Completions
 from rlhf.rollout.engine import default_engine, sample_completions
 from rlhf.rollout.sampling import uniform_noise
-from rlhf.setup.plan import estimator_of
+from rlhf.setup.fit import estimator_of
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.optimize import PolicyOptimizer
 from rlhf.utils.errors import UserError

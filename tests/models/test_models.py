@@ -17,11 +17,12 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.checkpoints.model_folder import find_model
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models import logprobs
 from rlhf.models.actor_critic import ActorCritic, with_value_head
 from rlhf.models.budget import BUDGETS
 from rlhf.models.device import autocast
-from rlhf.models.load import four_bit, load_policy, load_tokenizer
+from rlhf.models.load import four_bit, load_policy
 from rlhf.models.packing import PaddedMicroBatch
 from rlhf.models.reference import Reference
 from rlhf.models.save import load_policy_weights, trained_of

@@ -12,9 +12,9 @@ from torch.testing import assert_close
 from transformers import LlamaForSequenceClassification
 
 import train_ppo
+from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.models.reward_critic import critic_of_reward_model, disable_dropout, set_value_head
-from rlhf.rewards.reward_model import METRICS_FILE
 from rlhf.rewards.rewards import Rewards
 from rlhf.utils.errors import UserError
 from tests.shapes import llama_config, make_base_model, make_reward_model, smollm2_tokenizer

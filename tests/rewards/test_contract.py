@@ -21,10 +21,10 @@ from rlhf.api import make_trainer
 from rlhf.config import parse_cli
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
-from rlhf.models.load import load_tokenizer
-from rlhf.rewards.arguments import RESERVED, RewardLog
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.rewards.arguments import RESERVED, RewardLog, check_columns
 from rlhf.rewards.functions import keyword_bonus, word_penalty
-from rlhf.rewards.rewards import Rewards, check_columns
+from rlhf.rewards.rewards import Rewards
 from rlhf.trainer.metrics import rollout_metrics
 from rlhf.utils.errors import RunError, UserError
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.splits import question_hash
-from rlhf.rewards.checks import check_leaks, check_reward_model
+from rlhf.rewards.checks import check_accuracy, check_leaks, check_unrecorded
 from rlhf.rewards.functions import LearnedReward
 from rlhf.rewards.pair_accuracy import PairAccuracy, pair_accuracy
-from rlhf.rewards.reward_model import METRICS_FILE, Calibration, RewardModel
+from rlhf.rewards.reward_model import Calibration, RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.rewards.training import pair_ids, run_training, train_reward_model
 from rlhf.settings.reward_model import parse_reward_cli
@@ -168,25 +169,25 @@ def test_pair_accuracy_of_known_scores(model, monkeypatch):
 @pytest.mark.parametrize(
     ("accuracy", "baseline", "good"), [(0.59, 0.5, False), (0.7, 0.87, False), (0.6, 0.6, True), (0.9, 0.6, True)]
 )
-def test_weak_reward_models_are_refused(model, capsys, accuracy, baseline, good):
-    model.record = {"accuracy": accuracy, "length_baseline": baseline}
+def test_weak_reward_models_are_refused(capsys, accuracy, baseline, good):
+    record = {"accuracy": accuracy, "length_baseline": baseline}
     if good:
-        check_reward_model(model, "rm", [], False, Screen())
+        check_accuracy(record, METRICS_FILE, "rm", False, Screen())
         return
     with pytest.raises(UserError, match=f"accuracy {accuracy:.3f}, .*length baseline {baseline:.3f}.*--allow-weak"):
-        check_reward_model(model, "rm", [], False, Screen())
-    check_reward_model(model, "rm", [], True, Screen())
+        check_accuracy(record, METRICS_FILE, "rm", False, Screen())
+    check_accuracy(record, METRICS_FILE, "rm", True, Screen())
     assert "Continuing because of --allow-weak-reward-model" in capsys.readouterr().out
 
 
 def test_reward_model_without_record_is_checked_on_held_out_pairs(model, monkeypatch, capsys):
     weak = PairAccuracy(0.5, 0.0, 0.6, None, {}, 9)
-    monkeypatch.setattr("rlhf.rewards.checks.pair_accuracy", lambda *_: weak)
+    monkeypatch.setattr("rlhf.rewards.pair_accuracy.pair_accuracy", lambda *_: weak)
     with pytest.raises(UserError, match="from 1 held-out pairs"):
-        check_reward_model(model, "rm", [pair("a", "b", "c")], False, Screen())
-    monkeypatch.setattr("rlhf.rewards.checks.pair_accuracy", lambda *_: dataclasses.replace(weak, accuracy=0.8))
-    check_reward_model(model, "rm", [pair("a", "b", "c")], False, Screen())
-    check_reward_model(model, "rm", [Example(messages=FRANCE)], False, Screen())
+        check_unrecorded(model, "rm", [pair("a", "b", "c")], False, Screen())
+    monkeypatch.setattr("rlhf.rewards.pair_accuracy.pair_accuracy", lambda *_: dataclasses.replace(weak, accuracy=0.8))
+    check_unrecorded(model, "rm", [pair("a", "b", "c")], False, Screen())
+    check_unrecorded(model, "rm", [Example(messages=FRANCE)], False, Screen())
     assert "its accuracy is unknown" in capsys.readouterr().out
 
 
@@ -226,15 +227,13 @@ def test_base_model_with_pad_as_eos_gets_another_pad(tmp_path):
     assert fresh.calibration == Calibration()
 
 
-def test_questions_in_the_reward_models_training_data_are_reported(model, capsys):
+def test_questions_in_the_reward_models_training_data_are_reported(capsys):
     prompts = [Prompt((1,), pair(q, "x", "y")) for q in ("a?", "b?", "c?")]
     sets = PromptSets(train=prompts[2:], evaluation=prompts[:2], rows=3, split=Split(45, 45, 10), parts={}, too_long=0)
-    model.record = {"train_questions": [question_hash(prompts[0].example)]}
-    check_leaks(model, sets, Screen())
+    check_leaks({"train_questions": [question_hash(prompts[0].example)]}, sets, Screen())
     output = capsys.readouterr().out
     assert "trained on 1 of the 2 evaluation prompts' questions" in output and "training prompts" not in output
-    model.record = None
-    check_leaks(model, sets, Screen())
+    check_leaks({}, sets, Screen())
     assert capsys.readouterr().out == ""
 
 

@@ -15,8 +15,9 @@ from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import parse_cli
 from rlhf.data.examples import Example, examples_of, load_examples
 from rlhf.data.prompts import Prompt
+from rlhf.rewards.arguments import check_columns, required_columns
 from rlhf.rewards.find import find_rule
-from rlhf.rewards.rewards import Rewards, check_columns, required_columns
+from rlhf.rewards.rewards import Rewards
 from rlhf.utils.errors import RunError, UserError, run_command
 from tests.trainer.test_nan import run
 

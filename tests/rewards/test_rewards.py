@@ -13,7 +13,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.chat_template import encode_completion, encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
-from rlhf.models.load import load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.rewards.find import find_rule
 from rlhf.rewards.functions import keyword_bonus, length_penalty
 from rlhf.rewards.rewards import Rewards

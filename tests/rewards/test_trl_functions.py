@@ -13,8 +13,9 @@ from rlhf.config import parse_cli
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.rewards import find
+from rlhf.rewards.arguments import check_columns
 from rlhf.rewards.find import find_rule
-from rlhf.rewards.rewards import Rewards, check_columns
+from rlhf.rewards.rewards import Rewards
 from rlhf.settings.next_commands import code_words
 from rlhf.utils.errors import UserError
 

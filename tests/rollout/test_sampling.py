@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.actor_critic import ActorCritic, with_value_head
-from rlhf.models.load import load_tokenizer
 from rlhf.models.reference import Reference
 from rlhf.rollout.completions import completion_mask
 from rlhf.rollout.engine import sample_completions

@@ -17,8 +17,8 @@ from rlhf.api import make_trainer
 from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run, make_config, parse_cli
-from rlhf.rewards.build import find_eval_functions
-from rlhf.setup.plan import estimator_of
+from rlhf.rewards.find import find_eval_functions
+from rlhf.setup.fit import estimator_of
 from rlhf.utils.errors import RunError, UserError
 from tests.conftest import attach, typed
 

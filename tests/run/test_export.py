@@ -29,7 +29,7 @@ from rlhf.analysis.loading import load_model_ref
 from rlhf.analysis.models import find_model_ref, in_4_bit
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.config import config_of_run, parse_cli
-from rlhf.models.load import load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.run.export import files_of_model, merge_adapter, saved_models
 from rlhf.run.model_card import model_card, settings_that_decide
 from rlhf.setup.build import load_components

@@ -27,12 +27,12 @@ import train_grpo
 import train_ppo
 from rlhf.api import make_trainer
 from rlhf.callbacks import checkpointing
+from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.checkpoints.run_folder import INPUTS_FILE, read_status
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.config import parse_cli
 from rlhf.data.examples import load_examples
 from rlhf.data.splits import question_hash
-from rlhf.rewards.reward_model import METRICS_FILE
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.optimize import PolicyOptimizer
 from rlhf.utils import files, hub

@@ -21,12 +21,12 @@ import train_ppo
 from rlhf.algorithms.kl_control import kl_controller
 from rlhf.analysis.curves import read_curves
 from rlhf.api import make_trainer
+from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.checkpoints.token_record import read_tokens, recorded_updates
 from rlhf.config import make_config, parse_cli
 from rlhf.data.chat_template import encode_prompt
 from rlhf.rewards.find import find_rule
-from rlhf.rewards.reward_model import METRICS_FILE
 from rlhf.settings.fields import settings_of
 from rlhf.settings.training import Config
 from rlhf.settings.translate import LENGTHS

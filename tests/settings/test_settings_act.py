@@ -13,13 +13,14 @@ from datasets import Dataset, DatasetDict
 
 import evaluate_generations
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.checkpoints.model_folder import METRICS_FILE
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
 from rlhf.models import logprobs
 from rlhf.models.device import start_device
-from rlhf.rewards.build import find_rewards, make_rewards
-from rlhf.rewards.reward_model import METRICS_FILE
+from rlhf.rewards.build import make_rewards
+from rlhf.rewards.find import find_rewards
 from rlhf.rewards.training import train_reward_model
 from rlhf.rollout import continuous_batching, engine
 from rlhf.run.seeds import for_each_seed
@@ -471,12 +472,13 @@ RECORDED = {
     "record_every",
     "record_prompts",
 }  # tests/callbacks/test_token_recorder.py
+FITTED_TO = {"fit"}  # tests/setup/test_fit.py
 SCANNED = {"scan", "scan_samples", "scan_prompts", "keep_pass_rate"}  # tests/setup/test_scan.py
 EXPORTED = {"merge_lora", "export_from", "push_to_hub", "hub_private"}  # tests/run/test_export.py
 
 
 def test_every_setting_is_tested():
-    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *SAMPLER, *DATA}
+    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *FITTED_TO, *SAMPLER, *DATA}
     assert set(settings_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *OUTCOMES, *SEPARATE, *elsewhere}
 
 

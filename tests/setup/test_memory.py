@@ -16,11 +16,13 @@ from rlhf.models.load import load_policy
 from rlhf.models.logprobs import backbone_of, base_of
 from rlhf.models.packing import PackedMicroBatch
 from rlhf.rollout.completions import token_batch
+from rlhf.settings.fields import replaced
 from rlhf.setup import plan
-from rlhf.setup.build import load_components
-from rlhf.setup.memory import Estimator, changed, longest_batch
-from rlhf.setup.plan import base_parameters, batch_line, estimator, show_plan
-from rlhf.setup.shape import Shape
+from rlhf.setup.fit import estimator, what_helps
+from rlhf.setup.load_inputs import load_inputs
+from rlhf.setup.memory import IMPORTED, Estimator, longest_batch
+from rlhf.setup.plan import batch_line, show_plan
+from rlhf.setup.shape import Shape, base_parameters
 from rlhf.utils.console import Screen
 from tests.scripts.test_scripts import ROOT, run
 
@@ -90,23 +92,22 @@ def test_adapters_are_the_first_advice_for_a_real_shape(configured):
     shape = Shape.of(
         {**sizes, "num_hidden_layers": 30, "vocab_size": 49_152, "tie_word_embeddings": True}, 134_515_008
     )
-    advice = Estimator(shape, None, CPU, [ids_alone([5] * 64)] * 8, [], 2).what_helps(configured())
+    advice = what_helps(configured(), Estimator(shape, None, CPU, [ids_alone([5] * 64)] * 8, [], 2))
     assert re.match(r"To reduce memory: --use-lora \(about [1-9]\.\d\d GiB less\), ", advice), advice
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_every_setting_that_saves_memory_lowers_the_estimate(configured, algorithm):
     config = configured("--minibatches", 1, algorithm=algorithm)
-    components = load_components(config, CPU, Screen())
-    estimate = estimator(components, 2, CPU)
+    estimate = estimator(load_inputs(config, Screen()), 2, CPU)
     most = estimate(config).peak
-    assert most > sum(estimate(config).held.values()) > components.memory_before > 0
+    assert most > sum(estimate(config).held.values()) > IMPORTED
     for setting in ({"max_new_tokens": 2}, {"micro_batch_size": 1}, {"optim": "adamw_8bit"}, {"use_lora": True},
                     {"gradient_checkpointing": True, "max_new_tokens": 64}):  # fmt: skip
-        reference = estimate(changed(config, max_new_tokens=64)).peak if len(setting) > 1 else most
-        assert estimate(changed(config, **setting)).peak < reference, setting
+        reference = estimate(replaced(config, max_new_tokens=64)).peak if len(setting) > 1 else most
+        assert estimate(replaced(config, **setting)).peak < reference, setting
     if algorithm == "ppo":
-        assert estimate(changed(config, critic="separate")).peak > most
+        assert estimate(replaced(config, critic="separate")).peak > most
 
 
 @pytest.mark.parametrize(("algorithm", "flags"), [("grpo", []), ("ppo", []), ("ppo", ["--critic", "separate"])])
@@ -118,7 +119,7 @@ def test_predicted_moments_of_eight_bit_adam(configured, build, wide_model, algo
     states = trainer.optimizer.optimizer.state.values()
     kept = sum(t.nbytes for s in states for name, t in s.items() if name.startswith(("state", "absmax")))
     config = configured(*words, algorithm=algorithm)
-    predicted = estimator(load_components(config, CPU, Screen()), 2, CPU)(config).held["optimizer"]
+    predicted = estimator(load_inputs(config, Screen()), 2, CPU)(config).held["optimizer"]
     assert predicted == pytest.approx(kept, rel=0.15)
     assert predicted < 2 * sum(w.nbytes for w in trainer.model.parameters() if w.requires_grad)
 
@@ -185,8 +186,8 @@ def test_batch_line_describes_the_batch(configured):
 @pytest.mark.parametrize("flags", [[], ["--rm-model", "none", "--reward-func", "length_penalty", "--use-lora"]])
 def test_plan_prints_the_predicted_peak_and_its_phases(configured, capsys, flags):
     config = configured(*flags)
-    parts = load_components(config, CPU, Screen())
-    show_plan(config, parts, 2, CPU, Screen())
+    inputs = load_inputs(config, Screen())
+    show_plan(config, inputs, 2, CPU, Screen())
     output = " ".join(capsys.readouterr().out.split())
     assert "memory predicted peak " in output and "GiB (phase: " in output and "largest micro-batch 4 epi" in output
     for phase in ("rollout", "log-probs", "backward pass", "optimizer step", "evaluation perplexity"):
@@ -197,9 +198,9 @@ def test_plan_prints_the_predicted_peak_and_its_phases(configured, capsys, flags
 
 def test_plan_warns_if_the_predicted_peak_exceeds_free_memory(configured, capsys, monkeypatch):
     config = configured()
-    parts = load_components(config, CPU, Screen())
+    inputs = load_inputs(config, Screen())
     monkeypatch.setattr(plan, "available", lambda _: 2**20)
-    show_plan(config, parts, 2, CPU, Screen())
+    show_plan(config, inputs, 2, CPU, Screen())
     output = " ".join(capsys.readouterr().out.split())
     assert re.search(
         r"warning: the predicted peak memory is \d+\.\d\d GiB, but cpu has only 0\.00 GiB free\. "

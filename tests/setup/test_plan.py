@@ -10,7 +10,9 @@ import torch
 import train_ppo
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.setup.build import load_components
-from rlhf.setup.plan import base_parameters, kl_line, show_plan, warmup_warning
+from rlhf.setup.load_inputs import load_inputs
+from rlhf.setup.plan import kl_line, show_plan, warmup_warning
+from rlhf.setup.shape import base_parameters, parameters_in, weights_of
 from rlhf.utils.console import Screen
 
 CPU = torch.device("cpu")
@@ -21,7 +23,9 @@ def test_parameter_count_is_that_of_the_start_model(configured, flags):
     """Adapter parameters are not counted. 4-bit weights are counted as weights, not as packed bytes."""
     plain = load_components(configured(), CPU, Screen()).policy
     expected = sum(weight.numel() for weight in plain.parameters())
-    assert base_parameters(load_components(configured(*flags), CPU, Screen()).policy) == expected
+    config = configured(*flags)
+    assert base_parameters(load_components(config, CPU, Screen()).policy) == expected
+    assert parameters_in(weights_of(config.model.actor_model)) == expected
 
 
 def test_kl_phase_without_updates_is_not_listed(configured):
@@ -32,7 +36,7 @@ def test_kl_phase_without_updates_is_not_listed(configured):
 
 def test_plan_prints_the_maximum_change_of_beta_and_a_hint(configured, capsys):
     config = configured("--kl-schedule", "phased", "--num-iterations", 800, "--kl-horizon", 2000)
-    show_plan(config, load_components(config, CPU, Screen()), 800, CPU, Screen())
+    show_plan(config, load_inputs(config, Screen()), 800, CPU, Screen())
     output = capsys.readouterr().out
     assert "horizon 2,000 episodes (beta can change at most 1.11-fold per phase)" in output
     assert "warning: beta can change at most 1.11-fold in 266 updates" in output
@@ -53,7 +57,7 @@ def test_warm_up_that_is_not_shorter_than_the_run_is_a_warning(configured):
 def test_plan_of_ten_million_updates_takes_seconds(configured, capsys):
     config = configured("--num-iterations", 10_000_000, "--batch-size", 1)
     start = time.monotonic()
-    show_plan(config, load_components(config, CPU, Screen()), 10_000_000, CPU, Screen())
+    show_plan(config, load_inputs(config, Screen()), 10_000_000, CPU, Screen())
     assert time.monotonic() - start < 20
     assert "10,000,000 updates" in capsys.readouterr().out
 

@@ -22,7 +22,7 @@ from rlhf.checkpoints.model_folder import WEIGHTS_FILE
 from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, differences
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.prompts import Prompt
-from rlhf.models.load import load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.save import VALUE_HEAD_FILE
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.fields import to_dict

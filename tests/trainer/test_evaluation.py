@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from rlhf.data.chat_template import decode_completion, encode_completion, encode_prompt, encode_text
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
-from rlhf.models.load import load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.run.figures import compare, gold_scores, kl_of_phases, last_kl
 from rlhf.settings.types import KLTarget, kl_text
 from rlhf.trainer.evaluation import Evaluation, FixedText, fixed_text, perplexity

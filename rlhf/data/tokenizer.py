@@ -1,0 +1,159 @@
+"""Loads tokenizers and configs of models, without their weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from rlhf.checkpoints.model_folder import read_config, read_object, vocabulary_problem
+from rlhf.data.chat_template import end_of_turn
+from rlhf.utils.errors import UserError
+
+PAD_TOKENS = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|PAD_TOKEN|>")
+
+
+@contextlib.contextmanager
+def readable(name: str, hint: str = "Give a complete model folder with safetensors weights") -> Iterator[None]:
+    """Context manager that turns loading errors of transformers (such as corrupted files) into one UserError."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"the model needs trust_remote_code, which is not supported: {name}. "
+                "Use a model whose architecture is part of transformers"
+            ) from None
+        reason = str(error).strip().splitlines()[0][:200]
+        raise UserError(f"cannot be loaded: {name} ({reason}). {hint}") from None
+
+
+def load_tokenizer(name: str, plain: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, with left padding; `plain` removes its chat template. Raises UserError if it has
+    no EOS, or no token for padding.
+
+    A pad token that equals EOS (SmolLM2) is replaced: otherwise a mask `ids != pad` also masks EOS, and the model
+    never learns to stop. EOS becomes the token that ends completions: chat models of Gemma end them with
+    `<end_of_turn>`, but their tokenizer's EOS ends a document.
+    """
+    with readable(name, "Give a model folder that includes its tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, config=_config_for_tokenizer(name), padding_side="left", trust_remote_code=False
+        )
+    if plain:
+        tokenizer.chat_template = None
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"no EOS token: tokenizer of {name}. Set eos_token in its tokenizer_config.json")
+    end = end_of_turn(tokenizer)
+    if end is not None and end != tokenizer.eos_token_id and end in _stops(name):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        tokenizer.pad_token = _free_token(tokenizer, name)
+    return tokenizer
+
+
+def _config_for_tokenizer(name: str) -> PreTrainedConfig | None:
+    """Return a config from which transformers selects the tokenizer's class; None: it loads the model's config.
+
+    The import of a model's config class takes two seconds. It is not needed if a folder's tokenizer_config.json names
+    a class of transformers: then only the model type counts.
+    """
+    file = Path(name, "tokenizer_config.json")
+    settings = read_object(file) if file.is_file() and Path(name, "config.json").is_file() else {}
+    if not settings.get("tokenizer_class") or "auto_map" in settings:
+        return None
+    model_type = read_config(Path(name)).get("model_type")
+    return PreTrainedConfig(name_or_path=name, model_type=model_type) if model_type in CONFIG_MAPPING_NAMES else None
+
+
+def _stops(name: str) -> list[int]:
+    """Return the EOS ids in the model's generation_config.json; [] if it has none."""
+    from transformers import GenerationConfig  # few tokenizers need it
+
+    try:
+        stops = GenerationConfig.from_pretrained(name).eos_token_id
+    except OSError:  # the file is optional
+        return []
+    return stops if isinstance(stops, list) else [stops]
+
+
+def _free_token(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
+    """Return a special token that is not EOS or BOS, and is not part of the chat template."""
+    vocabulary, template = tokenizer.get_vocab(), tokenizer.chat_template or ""
+    special = [t for t in tokenizer.all_special_tokens if t in vocabulary]
+    added = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]  # others are text, such as spaces
+    for token in (*(t for t in PAD_TOKENS if t in vocabulary), *special, *added):
+        if token not in (tokenizer.eos_token, tokenizer.bos_token) and token not in template:
+            return token
+    raise UserError(
+        f"no pad token other than EOS, and no unused special token: tokenizer of {name}. "
+        "Set pad_token in its tokenizer_config.json to a token that no text needs"
+    )
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """Load a model's config.json. Raises UserError if it cannot be loaded or needs trust_remote_code."""
+    with readable(name):
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+
+
+def context_of(config: PreTrainedConfig) -> int | None:
+    """Return the context length of a model in tokens; None if its config has none."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+# what the JSON files of these model types must contain to be read without transformers' config class and its defaults
+TYPES = ("llama", "mistral", "qwen2", "qwen3")
+KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+        "vocab_size", "max_position_embeddings", "tie_word_embeddings")  # fmt: skip
+
+
+def config_values(name: str) -> dict[str, Any]:
+    """Return the values of a model's config, for a plan. Raises UserError as `load_config` does.
+
+    The config.json of a usual model is read directly, because the import of its config class takes two seconds.
+    """
+    values = read_config(Path(name)) if Path(name).is_dir() else {}
+    is_complete = values.get("model_type") in TYPES and all(values.get(key) is not None for key in KEYS)
+    if is_complete and ("head_dim" in values or values["model_type"] != "qwen3"):
+        return values
+    return values_of(load_config(name))
+
+
+def values_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the values of a language model's config, with the usual names: GPT-2 calls them n_layer and so on."""
+    text = config.get_text_config()
+    return {**text.to_dict(), **{key: getattr(text, key) for key in KEYS if hasattr(text, key)}}
+
+
+def context_problems(
+    lengths: Sequence[int], context: int | None, max_new_tokens: int, source: str, model: str = "start model"
+) -> list[str]:
+    """Return an error if prompts of these lengths (tokens), alone or with completions of `max_new_tokens`, exceed a
+    model's context (None: no limit). The message contains `source` and `model`."""
+    longest = max(lengths)
+    if context is None or longest + max_new_tokens <= context:
+        return []
+    alone = longest > context
+    room = context if alone else context - max_new_tokens
+    flag, more = ("", "") if alone else (f" plus --max-new-tokens {max_new_tokens}", f" + {max_new_tokens}")
+    fixes = [f"--max-new-tokens {context - longest}"] if longest < context else []
+    if max_new_tokens < context:
+        fixes.append(f"--prompt-length {context - max_new_tokens} (longer prompts are skipped)")
+    return [
+        f"{sum(n > room for n in lengths)} of {len(lengths)} prompts{flag} are longer than the {model}'s context "
+        f"of {context} tokens (the longest: {longest}{more}): {source}. Try "
+        f"{' or '.join(fixes) or 'shorter completions'}"
+    ]
+
+
+def check_vocabulary(tokens: int, embeddings: int, name: str) -> None:
+    """Raise UserError if a tokenizer has more tokens than its model has embeddings."""
+    problem = vocabulary_problem(tokens, embeddings, name)
+    if problem is not None:
+        raise UserError(problem)

@@ -1,0 +1,19 @@
+"""`--dry-run`: prints the plan of a run. Reads no weights and does not import the training loop."""
+
+from __future__ import annotations
+
+from rlhf.data.prompts import Selection
+from rlhf.models.device import start_device
+from rlhf.settings.training import Config
+from rlhf.setup.fit import fit
+from rlhf.setup.load_inputs import load_inputs
+from rlhf.setup.plan import plan_run
+from rlhf.utils.console import Screen
+
+
+def dry_run(config: Config, screen: Screen, selection: Selection | None = None) -> None:
+    """Print the plan of one run. `selection` has the rows of the data, if they were read already. Raises UserError."""
+    device = start_device(screen, config.run.deterministic)
+    inputs = load_inputs(config, screen, selection=selection)
+    config = config if config.run.resume else fit(config, inputs, device, screen)
+    plan_run(config, inputs, device, screen)

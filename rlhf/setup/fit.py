@@ -1,0 +1,188 @@
+"""The predicted memory of a run, and the settings that reduce it: `--fit`, and the advice for too little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.utils import is_bitsandbytes_available
+
+from rlhf.data.sampler import planned_updates
+from rlhf.models.budget import budget_of
+from rlhf.models.device import memory_in_use
+from rlhf.models.logprobs import base_of
+from rlhf.settings.fields import replaced, to_dict
+from rlhf.settings.training import FITTED, Config
+from rlhf.setup.load_inputs import RunInputs
+from rlhf.setup.memory import IMPORTED, Estimator
+from rlhf.setup.shape import Shape, adapter_weights, base_parameters, parameters_in, shape_of, weights_of
+from rlhf.utils.console import Screen, gib
+from rlhf.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhf.trainer.loop import OnPolicyLoop
+
+MARGIN = 1.1  # times the prediction, which is within 10% of what is measured
+CONTEXT = {"cpu": 0, "cuda": 2**29}  # bytes on a GPU outside torch's tensors: CUDA's context and its kernels
+FEWEST_SLOTS = 8
+
+
+def estimator(inputs: RunInputs, updates: int, device: torch.device) -> Estimator:
+    """Return the estimator of the memory of a run with these inputs."""
+    judge = inputs.rewards.folder
+    return Estimator(
+        policy=shape_of(inputs.start.folder),
+        reward_model=shape_of(judge) if judge is not None else None,
+        device=device,
+        train=inputs.prompts.train,
+        evaluation=[len(prompt.ids) for prompt in inputs.prompts.evaluation],
+        updates=updates,
+        libraries=0 if device.type == "cuda" else max(IMPORTED, memory_in_use(device)),
+    )
+
+
+def estimator_of(trainer: OnPolicyLoop) -> Estimator:
+    """Return the estimator of the memory of a trainer's updates, without its libraries and evaluations."""
+    policy, learned = trainer.actor.policy, trainer.rewards.learned
+    judge = learned[0].model if learned is not None else None
+    return Estimator(
+        policy=Shape.of(base_of(policy).config, base_parameters(policy)),
+        reward_model=Shape.of(judge.config, judge.num_parameters()) if judge is not None else None,
+        device=trainer.accelerator.device,
+        train=trainer.train_prompts,
+        evaluation=[],
+        updates=trainer.updates,
+        libraries=0,
+    )
+
+
+# --- --fit -----------------------------------------------------------------------------------------------------------
+
+
+def fit(config: Config, inputs: RunInputs, device: torch.device, screen: Screen) -> Config:
+    """With --fit, return the configuration with settings that fit, and print them. Raises UserError if none fit.
+
+    The choice assumes a batch of the longest prompts, so that it is the same for every seed.
+    """
+    if config.speed.fit is None:
+        return config
+    train = sorted(inputs.prompts.train, key=lambda prompt: len(prompt.ids))[-config.batch.batch_size :]
+    libraries = 0 if device.type == "cuda" else IMPORTED
+    updates = planned_updates(config, inputs.prompts.train)
+    estimate = replace(estimator(inputs, updates, device), train=train, libraries=libraries)
+    room = int(config.speed.fit.bytes / MARGIN) - CONTEXT[device.type]
+    tensors, m = weights_of(inputs.start.folder), config.model
+    adapters = adapter_weights(tensors, m.lora_r, m.lora_targets)
+    chosen = choose(config, estimate, room, has_adapters=adapters > 0)
+    if estimate(chosen).peak > room:
+        raise UserError(
+            f"no settings fit: --fit {config.speed.fit}. The smallest predicted peak is {gib(estimate(chosen).peak)} "
+            f"GiB ({_flags(config, chosen)}), and {gib(max(0, room))} GiB are left after a margin of a tenth"
+            f"{' and the memory of CUDA itself' if CONTEXT[device.type] else ''}. Use a smaller start model, "
+            "--max-new-tokens or --batch-size"
+        )
+    _show(config, chosen, estimate, f"{adapters:,} of {parameters_in(tensors):,}", screen)
+    return chosen
+
+
+def choose(config: Config, estimate: Estimator, room: int, has_adapters: bool = True) -> Config:
+    """Return the configuration that fits in `room` bytes and changes the result least; if none fits, the smallest.
+
+    Settings that change only time come first: gradient checkpointing, then the largest micro-batch and the most slots
+    that fit. 8-bit Adam and then LoRA follow. `has_adapters`: the model has modules for LoRA.
+    """
+    options = list(_options(config, has_adapters))
+    for option in options:
+        if estimate(_smallest(option, estimate)).peak <= room:
+            return _largest_parts(option, estimate, room)
+    return min((_smallest(option, estimate) for option in options), key=lambda option: estimate(option).peak)
+
+
+def _options(config: Config, has_adapters: bool) -> Iterator[Config]:
+    """Yield the valid configurations to try, those first that change the result least."""
+    eight_bit = [{}, {"optim": "adamw_8bit"}] if is_bitsandbytes_available() else [{}]
+    for lora in [{}, {"use_lora": True}] if has_adapters else [{}]:
+        for optimizer in eight_bit:
+            for checkpointing in ({}, {"gradient_checkpointing": True}):
+                option = replaced(config, **lora, **optimizer, **checkpointing)
+                if not option.validate():
+                    yield option
+
+
+def _smallest(config: Config, estimate: Estimator) -> Config:
+    """Return the configuration with the smallest micro-batch and the fewest slots."""
+    return replaced(config, micro_batch_size=1, rollout_slots=_slots(config, estimate)[-1])
+
+
+def _slots(config: Config, estimate: Estimator) -> list[int]:
+    """Return the rollout slots to try, the most first. The first entry is the setting's own value, which may be 0."""
+    most = config.speed.rollout_slots or budget_of(estimate.device).rollout_slots
+    fewer = [n for n in (2**k for k in range(most.bit_length(), 0, -1)) if FEWEST_SLOTS <= n < most]
+    return [config.speed.rollout_slots, *fewer]
+
+
+def _largest_parts(config: Config, estimate: Estimator, room: int) -> Config:
+    """Return the configuration with the largest micro-batch and then the most slots that fit."""
+    few = _slots(config, estimate)[-1]
+    episodes = estimate(config).episodes
+    sizes = [config.batch.micro_batch_size, *range(episodes - 1, 0, -1)]
+    size = next(n for n in sizes if estimate(replaced(config, micro_batch_size=n, rollout_slots=few)).peak <= room)
+    options = (replaced(config, micro_batch_size=size, rollout_slots=n) for n in _slots(config, estimate))
+    return next(option for option in options if estimate(option).peak <= room)
+
+
+def _show(config: Config, chosen: Config, estimate: Estimator, adapters: str, screen: Screen) -> None:
+    """Print what --fit chose, and what each choice changes."""
+    before, after = estimate(config).peak, estimate(chosen).peak
+    changed = _changes(config, chosen)
+    if not changed:
+        return screen.say(f"--fit {config.speed.fit}: predicted peak at most {gib(after)} GiB, nothing is changed")
+    m = config.model
+    effects = {
+        "micro_batch_size": "the same gradients up to rounding; smaller micro-batches are slower on a GPU",
+        "rollout_slots": "the same completions up to rounding; sampling is slower",
+        "gradient_checkpointing": "the same gradients; optimizer steps take about a third longer",
+        "optim": "the optimizer's moments are rounded to 8 bits, so the result differs slightly",
+        "use_lora": f"trains {adapters} weights (rank {m.lora_r}), so the result differs; a higher --learning-rate is "
+        "usual",
+    }
+    screen.say(
+        f"--fit {config.speed.fit}: predicted peak at most {gib(after)} GiB instead of {gib(before)} GiB, with:"
+    )
+    screen.facts([(_flag(name, value), effects[name]) for name, value in changed.items()])
+
+
+def _changes(config: Config, chosen: Config) -> dict[str, Any]:
+    before, after = ({n: v for group in to_dict(c).values() if isinstance(group, dict) for n, v in group.items()}
+                     for c in (config, chosen))  # fmt: skip
+    return {name: after[name] for name in reversed(FITTED) if before[name] != after[name]}
+
+
+def _flag(name: str, value: Any) -> str:
+    return f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+
+
+def _flags(config: Config, chosen: Config) -> str:
+    return " ".join(_flag(name, value) for name, value in _changes(config, chosen).items())
+
+
+# --- advice ----------------------------------------------------------------------------------------------------------
+
+
+def what_helps(config: Config, estimate: Estimator) -> str:
+    """Return the advice for too little memory: the three settings that reduce the predicted peak most."""
+    now, size = estimate(config).peak, config.batch.batch_size // 2
+    options: dict[str, dict[str, Any]] = {"--gradient-checkpointing": {"gradient_checkpointing": True}}
+    length = max(1, config.sampling.max_new_tokens // 2)
+    options[f"--max-new-tokens {length}"] = {"max_new_tokens": length}
+    options["--micro-batch-size 1"] = {"micro_batch_size": 1}
+    options["--optim adamw_8bit"] = {"optim": "adamw_8bit"}
+    options |= {f"--batch-size {size}": {"batch_size": size, "minibatches": 1}} if size else {}
+    smaller = "load_in_4bit" if config.model.use_lora else "use_lora"
+    options[f"--{smaller.replace('_', '-')}"] = {smaller: True}
+    options |= {"--critic shared": {"critic": "shared"}} if config.separate_critic else {}
+    saved = {flag: now - estimate(replaced(config, **values)).peak for flag, values in options.items()}
+    best = sorted(saved.items(), key=lambda one: -one[1])[:3]
+    return "To reduce memory: " + ", ".join(f"{flag} (about {gib(max(by, 0))} GiB less)" for flag, by in best)

@@ -1,0 +1,178 @@
+"""Loads what a run needs before its models: the tokenizer, the prompts and the reward functions, and checks them.
+
+Reads no weights and imports none of the slow libraries' models, so that a plan is printed within seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import is_bitsandbytes_available
+
+from rlhf.checkpoints.model_folder import find_model
+from rlhf.data.examples import GivenPrompt
+from rlhf.data.prompts import FEW_PROMPTS, Prompt, PromptSets, Selection, given_prompts, load_prompts
+from rlhf.data.sampler import PromptSampler, shorten
+from rlhf.data.splits import question_hash
+from rlhf.data.tokenizer import check_vocabulary, config_values, context_problems, load_tokenizer
+from rlhf.rewards.arguments import check_columns
+from rlhf.rewards.checks import check_reward_folder
+from rlhf.rewards.find import RewardSources, find_eval_functions, find_rewards, given_eval_functions, given_rewards
+from rlhf.settings.training import Config
+from rlhf.setup.inputs import check_fills_a_batch, check_warmup
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError, raise_if
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rlhf.rewards.functions import RewardFunction
+
+
+@dataclass(frozen=True)
+class StartModel:
+    """A start model before its weights are read."""
+
+    name: str  # as the user wrote it
+    folder: str  # or a hub name
+    tokenizer: PreTrainedTokenizerBase
+    context: int | None  # context length in tokens; None if the model's config has none
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run needs before its models."""
+
+    start: StartModel
+    prompts: PromptSets
+    rewards: RewardSources
+    eval_functions: dict[str, RewardFunction | nn.Module]  # name in metrics -> function
+
+
+def load_inputs(
+    config: Config,
+    screen: Screen,
+    prompts: Sequence[GivenPrompt] | None = None,
+    evaluation_prompts: Sequence[GivenPrompt] | None = None,
+    rewards: Sequence[RewardFunction | nn.Module] | None = None,
+    reward_weights: Sequence[float] | None = None,
+    eval_functions: Sequence[RewardFunction | nn.Module] | None = None,
+    selection: Selection | None = None,
+) -> RunInputs:
+    """Load and check the inputs that the settings describe. Raises UserError.
+
+    Args:
+        config: the settings of the run.
+        screen: prints notes and warnings.
+        prompts: training prompts given in Python. None: use the prompts of the settings.
+        evaluation_prompts: evaluation prompts, only with `prompts`. None: hold out a part of `prompts`.
+        rewards: one or several functions or modules. They replace the settings' reward model and functions.
+        reward_weights: one weight per entry of `rewards`. None: all weights are 1.
+        eval_functions: evaluation functions. They replace those of the settings.
+        selection: the rows of the settings' data, if they were read already.
+    """
+    if config.optimizer.optim == "adamw_8bit" and not is_bitsandbytes_available():
+        raise UserError("bitsandbytes is not installed: --optim adamw_8bit. Install it with: pip install bitsandbytes")
+    sources = find_rewards(config) if rewards is None else given_rewards(rewards, reward_weights)
+    watched = find_eval_functions(config) if eval_functions is None else given_eval_functions(eval_functions)
+    start = find_start_model(config, "--actor-model" if prompts is None else "actor_model")
+    sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts, selection)
+    if sources.folder is not None:
+        check_reward_folder(sources.folder, config.model.rm_model, sets, config, screen)
+    held_out, kind = [p.example for p in sets.evaluation], "evaluation function"
+    check_columns(list(watched.values()), held_out, "the evaluation prompts", screen.say, kind)
+    return RunInputs(start, sets, sources, watched)
+
+
+def find_start_model(config: Config, flag: str) -> StartModel:
+    """Find the start model, load its tokenizer and check its config. Does not read the weights. Raises UserError."""
+    m = config.model
+    folder = find_model(m.actor_model, flag)
+    tokenizer = load_tokenizer(folder, config.data.plain_prompts)
+    values = config_values(folder)
+    check_vocabulary(len(tokenizer), values["vocab_size"], folder)
+    return StartModel(m.actor_model, folder, tokenizer, values.get("max_position_embeddings"))
+
+
+def _load_prompt_sets(
+    config: Config,
+    start: StartModel,
+    sources: RewardSources,
+    screen: Screen,
+    prompts: Sequence[GivenPrompt] | None,
+    evaluation_prompts: Sequence[GivenPrompt] | None,
+    selection: Selection | None = None,
+) -> PromptSets:
+    """Return the prompts given in Python or those of the settings, checked against the start model and the rewards."""
+    data, room = config.data, start.context and max(0, start.context - config.sampling.max_new_tokens)
+    if prompts is None:
+        source = f"--prompts {data.prompts}"
+        sets = load_prompts(data, start.tokenizer, screen.say, room=room, selection=selection)
+        check_fills_a_batch(config, len(sets.train))
+    else:
+        source, sets = "prompts", given_prompts(data, start.tokenizer, prompts, evaluation_prompts, screen.say, room)
+    check_prompts(sets, start, config.sampling.max_new_tokens, source, screen, data.plain_prompts)
+    check_overlap(sets, screen)
+    check_topics(config, sets.train, screen)
+    check_warmup(config, PromptSampler(config, sets.train).updates)
+    check_columns(sources.rules, [p.example for p in (*sets.train, *sets.evaluation)], source, screen.say)
+    if prompts is None and len(sets.evaluation) < FEW_PROMPTS:
+        screen.say(
+            f"note: there are only {len(sets.evaluation)} evaluation prompts. All of them are used, and evaluation "
+            "results are uncertain"
+        )
+    return sets
+
+
+def check_prompts(
+    prompts: PromptSets, start: StartModel, max_new_tokens: int, source: str, screen: Screen, plain: bool = False
+) -> None:
+    """Raise UserError if prompts are too long for the start model's context, or are chats and it has no chat template.
+
+    Args:
+        prompts: training and evaluation prompts.
+        start: the start model.
+        max_new_tokens: tokens of a completion, which must fit into the context after the prompt.
+        source: the flag or argument that gave the prompts, for messages.
+        screen: prints a note if prompts are read as plain text.
+        plain: --plain-prompts was given.
+    """
+    every = [*prompts.train, *prompts.evaluation]
+    chats = sum(len(p.example.messages) > 1 for p in every)
+    problems = context_problems([len(p.ids) for p in every], start.context, max_new_tokens, source)
+    if start.tokenizer.chat_template is None:
+        if chats:
+            problems.append(
+                f"{chats} prompts are chats of several messages, and the start model has no chat template: {source}, "
+                f"start model {start.name}. Use a chat model, or prompts that are one text each"
+            )
+        else:
+            why = "--plain-prompts was given" if plain else f"{start.name} has no chat template"
+            screen.say(f"note: {why}, so prompts are used as plain text without a chat template")
+    raise_if(problems)
+
+
+def check_topics(config: Config, train: Sequence[Prompt], screen: Screen) -> None:
+    """Warn if a topic has fewer prompts than a batch: some prompts are then repeated within a batch."""
+    sampler, size = PromptSampler(config, train), config.batch.batch_size
+    counts = {shorten(topic): len(sampler.by_topic[topic]) for topic in sampler.topics}
+    short = [f"{topic} {count}" for topic, count in counts.items() if count < size]
+    if short:
+        screen.say(
+            f"warning: {len(short)} topics have fewer prompts than a batch of {size} ({', '.join(short)}), so batches "
+            "repeat prompts: --steps-per-topic. Use more prompts or a smaller --batch-size"
+        )
+
+
+def check_overlap(prompts: PromptSets, screen: Screen) -> None:
+    """Warn if evaluation prompts are training prompts too."""
+    trained = {question_hash(p.example) for p in prompts.train}
+    known = sum(question_hash(p.example) in trained for p in prompts.evaluation)
+    if known:
+        screen.say(
+            f"warning: {known} of the {len(prompts.evaluation)} evaluation prompts are also training prompts, so "
+            "evaluation results are too good: evaluation_prompts. Use other prompts for evaluation"
+        )

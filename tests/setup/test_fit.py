@@ -1,0 +1,142 @@
+"""Tests of --fit: the chosen settings fit, change the result as little as possible, and are those of a resumed run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import train_ppo
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.data.prompts import ids_alone
+from rlhf.settings.fields import replaced
+from rlhf.settings.training import FITTED
+from rlhf.settings.types import MemorySize
+from rlhf.setup import fit as module
+from rlhf.setup.fit import MARGIN, choose, estimator, fit
+from rlhf.setup.load_inputs import load_inputs
+from rlhf.setup.memory import IMPORTED, Estimator
+from rlhf.setup.shape import Shape
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
+
+CPU, GIB = torch.device("cpu"), 2**30
+SMOLLM2 = Shape.of(
+    {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
+     "num_hidden_layers": 30, "vocab_size": 49_152, "tie_word_embeddings": True}, 134_515_008
+)  # fmt: skip
+
+
+def smollm2(updates: int = 2) -> Estimator:
+    return Estimator(SMOLLM2, SMOLLM2, CPU, [ids_alone([5] * 200)] * 32, [200] * 20, updates, libraries=IMPORTED)
+
+
+def chosen(config, gib: float, **options) -> dict:
+    """Returns the settings of FITTED that differ from the given ones."""
+    found = choose(config, smollm2(), int(gib * GIB), **options)
+    before, after = fitted(config), fitted(found)
+    return {name: after[name] for name in FITTED if before[name] != after[name]}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GB", 8 * GIB), ("8gb", 8 * GIB), ("8 GiB", 8 * GIB), ("1.5g", 1.5 * GIB), ("6000MB", 6000 * 2**20)],
+)  # fmt: skip
+def test_sizes(text, size):
+    assert MemorySize.parse(text).bytes == size
+    assert MemorySize.parse(str(MemorySize.parse(text))) == MemorySize.parse(text)
+
+
+@pytest.mark.parametrize("text", ["8", "0GB", "GB", "-8GB", "8TB", "all"])
+def test_wrong_sizes(text):
+    with pytest.raises(ValueError, match=text):
+        MemorySize.parse(text)
+
+
+def test_less_memory_changes_more(configured):
+    """With enough memory nothing changes; then only settings that change time; then 8-bit Adam; then LoRA."""
+    config = configured("--batch-size", 32, "--max-new-tokens", 128)
+    estimate = smollm2()
+    whole, time_only = estimate(config).peak / GIB, {"micro_batch_size", "rollout_slots", "gradient_checkpointing"}
+    lowest = {  # the smallest peaks without 8-bit Adam, and without LoRA
+        optim: estimate(
+            replaced(config, optim=optim, gradient_checkpointing=True, micro_batch_size=1, rollout_slots=8)
+        ).peak / GIB
+        for optim in (config.optimizer.optim, "adamw_8bit")
+    }  # fmt: skip
+    assert chosen(config, whole) == {}
+    found = chosen(config, whole - 0.01)
+    assert found and set(found) <= time_only and "gradient_checkpointing" not in found
+    assert set(chosen(config, lowest[config.optimizer.optim])) <= time_only
+    found = chosen(config, lowest[config.optimizer.optim] - 0.01)
+    assert found["optim"] == "adamw_8bit" and "use_lora" not in found
+    assert chosen(config, lowest["adamw_8bit"] - 0.01)["use_lora"]
+    assert "use_lora" not in chosen(config, lowest["adamw_8bit"] - 0.01, has_adapters=False), "no module to adapt"
+
+
+def test_every_choice_fits_and_a_larger_micro_batch_does_not(configured):
+    config, estimate = configured("--batch-size", 32, "--max-new-tokens", 128), smollm2()
+    for gib in (4.2, 3.6, 3.0, 2.6):
+        found = choose(config, estimate, int(gib * GIB))
+        assert estimate(found).peak <= gib * GIB
+        size = found.batch.micro_batch_size
+        if size:
+            larger = estimate(replaced(found, micro_batch_size=size + 1))
+            assert larger.peak > gib * GIB or larger.episodes == size
+
+
+def test_without_bitsandbytes_its_optimizer_is_not_chosen(configured, monkeypatch):
+    config = configured("--batch-size", 32, "--max-new-tokens", 128)
+    assert "optim" in chosen(config, 0.1)
+    monkeypatch.setattr(module, "is_bitsandbytes_available", lambda: False)
+    assert "optim" not in chosen(config, 0.1) and chosen(config, 0.1)["use_lora"]
+
+
+def test_nothing_fits(configured):
+    config = configured("--fit", "100MB")
+    with pytest.raises(UserError, match=r"no settings fit: --fit 100MB\. The smallest predicted peak is 0\.\d\d GiB"):
+        fit(config, load_inputs(config, Screen()), CPU, Screen())
+
+
+def test_a_memory_size_without_unit_is_an_error(configured):
+    with pytest.raises(UserError, match="fit is '8': --fit. Give a size with its unit, such as 8GB or 6000MB"):
+        configured("--fit", "8")
+
+
+def test_the_choice_is_the_same_for_every_seed(configured, run_flags, tmp_path):
+    found = []
+    for seed in (1, 2, 3):
+        config = configured("--fit", _tight(configured), "--seed", seed)
+        found.append(fit(config, load_inputs(config, Screen()), CPU, Screen()))
+    assert len({fitted(one)["micro_batch_size"] for one in found}) == 1
+    assert fitted(found[0]) != fitted(configured())
+
+
+def fitted(config) -> dict:
+    return {name: getattr(group, name) for group in vars(config).values() for name in FITTED if hasattr(group, name)}
+
+
+def _tight(configured) -> str:
+    """Returns a size into which the tests' model fits only with changes. Libraries take nearly all of it."""
+    config = configured()
+    most = replace(estimator(load_inputs(config, Screen()), 2, CPU), libraries=IMPORTED)(config).peak
+    return f"{int(MARGIN * most / 2**20)}MB"
+
+
+def test_a_resumed_run_keeps_what_fit_chose(configured, run_flags, tmp_path, capsys):
+    """The settings of run.json are the chosen ones, and --resume with the same flags accepts them."""
+    size = _tight(configured)
+    flags = run_flags("--num-iterations", 1, "--fit", size, "--save-every", 1)
+    train_ppo.main(flags)
+    output = capsys.readouterr().out
+    assert f"--fit {size}: predicted peak at most" in " ".join(output.split())
+    before = RunRecord.read(tmp_path / "run").flat_settings
+    assert {name: before[name] for name in FITTED} != fitted(configured())
+    assert before["fit"] == size
+    train_ppo.main([*flags, "--resume"])
+    assert "already finished" in capsys.readouterr().out
+    longer = run_flags("--num-iterations", 2, "--fit", size, "--save-every", 1, "--resume", "--resume-anyway")
+    train_ppo.main(longer)
+    after = RunRecord.read(tmp_path / "run").flat_settings
+    assert {name: after[name] for name in FITTED} == {name: before[name] for name in FITTED}

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.prompts import PromptSets
 from rlhf.models.device import autocast_dtype
-from rlhf.rewards.checks import check_tokenizers, check_unrecorded
+from rlhf.rewards.checks import check_unrecorded
 from rlhf.rewards.find import RewardSources
 from rlhf.rewards.functions import LearnedReward, RewardFunction
 from rlhf.rewards.reward_model import RewardModel
@@ -35,7 +35,7 @@ def load_rewards(
     device: torch.device,
     screen: Screen,
 ) -> tuple[Rewards, RewardModel | None]:
-    """Load the rewards, and check what `check_reward_folder` cannot: a reward model without record, and its tokenizer.
+    """Load the rewards, and check a reward model without a record on the held-out pairs.
 
     Returns the weighted rewards and the reward model (None without one).
     """
@@ -44,7 +44,6 @@ def load_rewards(
     if model is not None:
         pairs = [p.example for p in prompts.evaluation]
         check_unrecorded(model, m.rm_model, pairs, m.allow_weak_reward_model, screen)
-        check_tokenizers(model, m.rm_model, tokenizer, screen)
     return rewards, model
 
 

@@ -24,11 +24,21 @@ if TYPE_CHECKING:
 LOWEST_ACCURACY = 0.6
 
 
-def check_reward_folder(folder: str, name: str, prompts: PromptSets, config: Config, screen: Screen) -> None:
-    """Check a reward model without loading it: the context of all prompts with completions, and the record in its
-    folder, if it has one. Raises UserError if the context is too short or the accuracy too low."""
-    examples = [p.example for p in (*prompts.train, *prompts.evaluation)]
+def check_reward_folder(
+    folder: str, prompts: PromptSets, tokenizer: PreTrainedTokenizerBase, config: Config, screen: Screen
+) -> None:
+    """Check a reward model without loading it: its context, its tokenizer and the record in its folder, if it has one.
+
+    Raises UserError if the context is too short for the prompts with completions, or the accuracy too low. Warns if
+    its tokenizer is not the start model's `tokenizer`, because completions are then encoded again.
+    """
+    examples, name = [p.example for p in (*prompts.train, *prompts.evaluation)], config.model.rm_model
     check_reward_context(folder, examples, config.sampling.max_new_tokens, f"--rm-model {name}")
+    if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+        screen.say(
+            f"warning: the reward model's tokenizer differs from the start model's: --rm-model {name}. "
+            "Completions are decoded to text and encoded again with the reward model's tokenizer"
+        )
     record = read_record(Path(folder))
     if record is not None:
         check_accuracy(record, METRICS_FILE, name, config.model.allow_weak_reward_model, screen)
@@ -102,15 +112,6 @@ def check_leaks(record: dict, prompts: PromptSets, screen: Screen) -> None:
                 f"warning: the reward model was trained on {known} of the {len(part)} {name} prompts' questions, so "
                 "its scores for them are too optimistic. Give both commands the same data and --split"
             )
-
-
-def check_tokenizers(model: RewardModel, name: str, tokenizer: PreTrainedTokenizerBase, screen: Screen) -> None:
-    """Warn if the reward model's tokenizer differs from the start model's: completions are then encoded again."""
-    if model.tokenizer.get_vocab() != tokenizer.get_vocab():
-        screen.say(
-            f"warning: the reward model's tokenizer differs from the start model's: --rm-model {name}. "
-            "Completions are decoded to text and encoded again with the reward model's tokenizer"
-        )
 
 
 SOME = 20  # prompts that both tokenizers encode

@@ -81,7 +81,7 @@ def load_inputs(
     start = find_start_model(config, "--actor-model" if prompts is None else "actor_model")
     sets = _load_prompt_sets(config, start, sources, screen, prompts, evaluation_prompts, selection)
     if sources.folder is not None:
-        check_reward_folder(sources.folder, config.model.rm_model, sets, config, screen)
+        check_reward_folder(sources.folder, sets, start.tokenizer, config, screen)
     held_out, kind = [p.example for p in sets.evaluation], "evaluation function"
     check_columns(list(watched.values()), held_out, "the evaluation prompts", screen.say, kind)
     return RunInputs(start, sets, sources, watched)

@@ -10,7 +10,6 @@ import pytest
 import train_ppo
 from tests.scripts.test_scripts import ROOT
 
-
 SLOW = ("trl", "peft", "bitsandbytes", "scipy", "transformers.modeling_utils", "transformers.activations")
 
 

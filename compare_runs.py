@@ -6,16 +6,17 @@ from pathlib import Path
 
 from rlhf.analysis.models import ModelRef, check_groups, check_named, find_models, require_trusted_code
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS_TO_COMPARE, ComparisonConfig, parse_comparison_cli
-from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
+from rlhf.utils.console import Screen, quiet_imports
 from rlhf.utils.errors import run_command
 from rlhf.utils.files import check_folder
+from rlhf.utils.imports import import_libraries
 from rlhf.utils.requirements import check_libraries
 
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_comparison_cli(argv)  # torch is imported later, so that --help and errors are printed at once
     screen = Screen()
-    screen.say("comparison: checking the runs, then loading the libraries (up to 10 s)")
+    screen.say("comparison: checking the runs")
     quiet_imports()
     check_libraries()
     check_folder(config.comparison.output)
@@ -23,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     models = find_models(config.comparison.runs, config.measure, "RUN")
     check_groups(models)
     require_trusted_code(models, config.measure)
-    quiet_libraries()
+    import_libraries(screen)
     compare(config, models, screen)
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from rlhf.analysis.models import ModelRef, find_models, require_trusted_code
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
-from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
+from rlhf.utils.console import Screen, quiet_imports
 from rlhf.utils.errors import run_command
 from rlhf.utils.files import check_folder
+from rlhf.utils.imports import import_libraries
 from rlhf.utils.requirements import check_libraries
 
 
@@ -22,13 +23,13 @@ def main(argv: list[str] | None = None) -> None:
     if config.evaluation.tokens is not None:
         RunRecord.require(Path(config.evaluation.tokens), "--tokens")
         return show_tokens(config, screen)
-    screen.say("evaluation: checking the models, then loading the libraries (up to 10 s)")
+    screen.say("evaluation: checking the models")
     quiet_imports()
     check_libraries()
     check_folder(config.evaluation.output)
     models = find_models(config.evaluation.model_path, config.measure, "--model-path")
     require_trusted_code(models, config.measure)
-    quiet_libraries()
+    import_libraries(screen)
     if config.evaluation.chat:
         return run_chat(config, screen)
     return evaluate(config, models, screen)

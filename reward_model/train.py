@@ -7,8 +7,9 @@ from pathlib import Path
 from rlhf.config import usual_config
 from rlhf.settings.next_commands import training_command
 from rlhf.settings.reward_model import parse_reward_cli, reward_file_line
-from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
+from rlhf.utils.console import Screen, quiet_imports
 from rlhf.utils.errors import run_command
+from rlhf.utils.imports import import_libraries
 from rlhf.utils.requirements import check_libraries
 
 USER_FILE = Path(__file__).parent.parent / "config.py"
@@ -18,13 +19,13 @@ def main(argv: list[str] | None = None) -> None:
     config = parse_reward_cli(argv, USER_FILE)  # torch is imported later, so that errors are printed at once
     usual = usual_config(config.recipe, config.user_file)
     screen = Screen()
-    screen.say("reward model: checking the settings and pairs, then loading the libraries (up to 10 s)")
+    screen.say("reward model: checking the settings and pairs")
     quiet_imports()
     check_libraries()
     from rlhf.setup.inputs import check_reward_inputs
 
     pairs = check_reward_inputs(config, screen.say)
-    quiet_libraries()  # before the imports of libraries that print messages
+    import_libraries(screen)
     from rlhf.models.device import start_device
     from rlhf.rewards.training import refusal, train_reward_model
 

@@ -14,6 +14,7 @@ from rlhf.config import parse_cli
 from rlhf.settings.recipes import DEMOS
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
+from rlhf.utils.imports import import_libraries
 from rlhf.utils.requirements import check_libraries
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
     config = parse_cli(argv, algorithm, user_file)
     quiet_imports()
     screen = Screen()
-    screen.say(f"{algorithm.upper()}: checking the settings and inputs, then loading the libraries (up to 10 s)")
+    screen.say(f"{algorithm.upper()}: checking the settings and inputs")
     if config.run.replay is not None:
         check_libraries()
-        quiet_libraries()
+        import_libraries(screen)
         from rlhf.run.replay import replay_incident
 
         return replay_incident(config, screen)
@@ -39,13 +40,14 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
     if (config.run.dry_run or config.run.check) and is_to_be_built(config):
         return show_plan_without_parts(config, screen)
     check_libraries()
-    quiet_libraries()  # before the import of libraries that print at import
-    from rlhf.run.seeds import for_each_seed
-
     if config.run.dry_run:
+        quiet_libraries()
         from rlhf.run.dry_run import dry_run as one_run
     else:
+        import_libraries(screen, compiled=config.optimizer.optim == "adamw_8bit")
         from rlhf.run.train import train as one_run
+    from rlhf.run.seeds import for_each_seed
+
     for_each_seed(partial(one_run, selection=selection), config, screen)
 
 

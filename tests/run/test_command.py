@@ -12,7 +12,8 @@ from rlhf.run.command import train_command
 def nothing_is_imported(monkeypatch, tmp_path):
     """Works in an empty folder, and fails if a command imports the libraries."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rlhf.run.command, "quiet_libraries", lambda: pytest.fail("the libraries were imported"))
+    for name in ("quiet_libraries", "import_libraries"):
+        monkeypatch.setattr(rlhf.run.command, name, lambda *_, **__: pytest.fail("the libraries were imported"))
 
 
 @pytest.mark.parametrize("recipe", ["demo", "demo-checker"])

@@ -45,8 +45,10 @@ RECORD_EVERY = 5  # updates of a whole epoch
 UPDATES = 10  # measured updates for an extrapolated epoch
 # work per update; TRL's GRPO has no minibatches
 UPDATE = {"ppo": {"batch_size": 8, "minibatches": 2}, "grpo": {"batch_size": 4, "K": 6}}
+ALONE = {"rloo": {"batch_size": 4, "K": 6}}  # benchmarks/stock.py has no stock trainer for these
 LENGTHS = {"smollm2": {"prompt_length": 128, "reply_length": 64}, "tiny": {"prompt_length": 16, "reply_length": 16}}
-WHOLE_EPOCH = {"ppo": {"batch_size": 64, "minibatches": 16}, "grpo": {"batch_size": 16, "minibatches": 4, "K": 6}}
+_GROUPS = {"batch_size": 16, "minibatches": 4, "K": 6}
+WHOLE_EPOCH = {"ppo": {"batch_size": 64, "minibatches": 16}, "grpo": _GROUPS, "rloo": _GROUPS}
 MEMORY = {"full": {}, "LoRA": {"lora": True}, "4-bit LoRA": {"lora": True, "load_in_4bit": True}}
 
 
@@ -168,7 +170,8 @@ def decode(section: Section, name: str, policy: LlamaForCausalLM, work: Work, sl
 
 
 def update(section: Section) -> None:
-    """Alternate updates of this project and of stock TRL: PPO, then GRPO. All workers import at the same time."""
+    """Alternate updates of this project and of stock TRL: PPO, then GRPO. Then updates of RLOO alone. All workers
+    import at the same time."""
     works = {
         algorithm: work_for(section, algorithm=algorithm, updates=1 + UPDATES, **more)
         for algorithm, more in UPDATE.items()
@@ -178,11 +181,29 @@ def update(section: Section) -> None:
         for algorithm, work in works.items():
             work_file = work.write(section.folder(f"workers/{algorithm}") / "work.json")
             workers[algorithm] = [stack.enter_context(Worker(name, work_file)) for name in ("ours", "stock")]
+        alone = {a: work_for(section, algorithm=a, updates=1 + UPDATES, **more) for a, more in ALONE.items()}
+        for algorithm, work in alone.items():
+            work_file = work.write(section.folder(f"workers/{algorithm}") / "work.json")
+            workers[algorithm] = [stack.enter_context(Worker("ours", work_file))]
         make_shared_models(works["ppo"])  # while the workers import
+        for algorithm, work in alone.items():
+            name = f"{algorithm.upper()}, one update"
+            section.attempt(name, partial(updates_alone, section, work, workers[algorithm][0]))
         for number, (algorithm, work) in enumerate(works.items()):
             until = time.monotonic() + section.left / (len(works) - number)
             name = f"{algorithm.upper()}, one update"
             section.attempt(name, partial(alternate_until, section, work, workers[algorithm], until))
+
+
+def updates_alone(section: Section, work: Work, worker: Worker) -> None:
+    """Measure a warm-up and three updates of this project."""
+    worker.go()
+    worker.go()
+    spent = [worker.go()["seconds"] for _ in range(REPEATS)]
+    worker.process.kill()  # the next algorithm needs its memory
+    worker.process.wait()
+    note = f"median of {REPEATS}; {work.episodes} episodes, {work.ppo_epochs * work.minibatches} optimizer steps"
+    section.figure(f"{work.algorithm.upper()}, one update, ours", median(spent), "s", note, all=spent)
 
 
 def alternate_until(section: Section, work: Work, workers: list[Worker], until: float) -> None:
@@ -227,6 +248,25 @@ def record_pairs(section: Section, work: Work, facts: dict[str, dict], timings: 
         f"{title}, stock TRL's time / ours", ratio["median"], "",
         f"{ratio['lowest']:.3g} to {ratio['highest']:.3g} in {len(timings) - 1} pairs", all=ratio["pairs"],
     )  # fmt: skip
+
+
+# --- operators -------------------------------------------------------------------------------------------------------
+
+
+def operators(section: Section) -> None:
+    """Count the operators of each part of an update. At this size a GPU waits for their launches."""
+    for algorithm, more in {**UPDATE, **ALONE}.items():
+        section.attempt(algorithm.upper(), partial(operators_of, section, algorithm, more))
+
+
+def operators_of(section: Section, algorithm: str, more: dict) -> None:
+    from benchmarks.operators import count, summary
+
+    work = work_for(section, algorithm=algorithm, updates=2, **more)
+    make_shared_models(work)
+    for part, found in summary(count(work)).items():
+        name = f"{algorithm.upper()}, operators of a {part}"
+        section.figure(name, found["operator"], "", f"{found['view']:.0f} views in addition")
 
 
 # --- peak memory -----------------------------------------------------------------------------------------------------
@@ -293,4 +333,5 @@ def epoch_of(section: Section, algorithm: str, until: float) -> None:
         raise OutOfTime
 
 
-SECTIONS = {"self-test": self_test, "decoding": decoding, "update": update, "memory": memory, "epochs": epochs}
+SECTIONS = {"self-test": self_test, "decoding": decoding, "update": update, "memory": memory,
+            "operators": operators, "epochs": epochs}  # fmt: skip

@@ -14,13 +14,15 @@ import psutil
 
 from benchmarks.gpu_commands import TO_STOP, Command, run, stand_ins
 from benchmarks.gpu_section import OUT_OF_TIME, Section
+from rlhf.algorithms.table import ALGORITHMS as TABLE
 from rlhf.analysis.curves import read_scalars
 from rlhf.checkpoints.run_record import RunRecord
 from rlhf.settings.recipes import DEMOS, shipped_recipes
+from rlhf.settings.training import FITTED
 
-ALGORITHMS = ("ppo", "grpo")
+ALGORITHMS = tuple(TABLE)
 SEEDS = (42, 123, 777)
-TOGETHER = "both algorithms at the same time"
+TOGETHER = "all algorithms at the same time"
 RUN_TIMES = ("time/rollout_s", "time/score_s", "time/update_s")
 START_SD = "standard deviations of the start model's scores"
 
@@ -29,7 +31,7 @@ START_SD = "standard deviations of the start model's scores"
 
 
 def demo(section: Section) -> None:
-    """Train the demo with PPO and GRPO at the same time, one seed after another. Also records unfinished runs."""
+    """Train the demo with all algorithms at the same time, one seed after another. Also records unfinished runs."""
     folder = section.folder("demo")
     if section.plan.demo_parts:
         shutil.copytree(section.plan.demo_parts, folder / "demo_parts", dirs_exist_ok=True)
@@ -40,9 +42,18 @@ def demo(section: Section) -> None:
         section.attempt(f"seed {seed}", partial(demo_seed, section, folder, seed))
 
 
+PREPARE = """
+from rlhf.demo.parts import prepare_demo
+from rlhf.models.device import start_device
+from rlhf.utils.console import Screen
+screen = Screen()
+prepare_demo(screen, start_device(screen))
+"""
+
+
 def demo_parts(section: Section, folder: Path) -> None:
     start = time.monotonic()
-    command = run(section, ["train_ppo.py", "--recipe", "demo", "--dry-run"], folder)
+    command = run(section, ["-c", PREPARE], folder)
     record = json.loads((folder / "demo_parts" / "reward_model" / "metrics.json").read_text(encoding="utf-8"))
     note = f"pairs and reward model (accuracy {record['accuracy']:.3f}), in {time.monotonic() - start:.0f} s"
     section.figure("demo parts", "cached" if "demo parts: cached" in command.printed() else "made", "", note)
@@ -107,6 +118,32 @@ def report_stopped(section: Section, name: str, output: Path) -> None:
         f"{rewards.seconds[-1]:.0f} s, {TOGETHER}",
     ]
     section.figure(f"{name}: score of the unfinished run", float(score.values[-1]), "", "; ".join(notes))
+
+
+# --- --fit -----------------------------------------------------------------------------------------------------------
+
+FITS = {"tiny": ("800MB",), "smollm2": ("4GB", "2GB")}
+
+
+def fit(section: Section) -> None:
+    """Run two updates with --fit, and compare the measured peak memory with the size."""
+    folder = section.folder("fit")
+    flags = [*stand_ins(section, folder), "--num-iterations", 2]
+    start = time.monotonic()
+    run(section, ["train_ppo.py", *flags, "--dry-run"], folder)
+    section.figure("--dry-run", time.monotonic() - start, "s", "until the plan is printed, imports included")
+    for size in FITS[section.plan.size]:
+        section.attempt(f"--fit {size}", partial(fitted_run, section, folder, size, flags))
+
+
+def fitted_run(section: Section, folder: Path, size: str, flags: list[object]) -> None:
+    output = folder / size
+    shutil.rmtree(output, ignore_errors=True)
+    run(section, ["train_ppo.py", *flags, "--fit", size, "--output", output], folder)
+    finished = RunRecord.require(output, "--output")
+    chosen = ", ".join(f"{name} {finished.flat_settings[name]}" for name in FITTED)
+    peak = finished.figures["peak_memory_gib"]
+    section.figure(f"--fit {size}", peak, "GiB", f"measured peak of two updates with {chosen}")
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------
@@ -251,6 +288,7 @@ def real(section: Section) -> None:
 
 
 SECTIONS = {
+    "fit": fit,
     "demo": demo,
     "recipes": recipes,
     "same seed": same_seed,

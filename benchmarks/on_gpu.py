@@ -1,6 +1,7 @@
 """Measures this project on a GPU, in a given time and in a fixed order.
 
-python benchmarks/on_gpu.py              8 minutes: GPU tests, decoding, updates, peak memory, the demo
+python benchmarks/on_gpu.py              8.5 minutes: GPU tests, decoding, updates, peak memory,
+                                         operators, --fit, the demo
 python benchmarks/on_gpu.py --full       about 2 hours: also three seeds, all recipes, whole epochs, determinism,
                                          out of memory
 python benchmarks/on_gpu.py --real       the default recipe with the hub's models and data
@@ -49,8 +50,8 @@ from rlhf.utils.system import WINDOWS
 
 ROOT = Path(__file__).resolve().parent.parent
 # minutes of each section
-SHORT = {"self-test": 1, "decoding": 2, "update": 2, "memory": 1, "demo": 2}
-FULL = {"self-test": 8, "decoding": 5, "update": 8, "memory": 4, "demo": 30, "same seed": 5, "out of memory": 3,
+SHORT = {"self-test": 1, "decoding": 1.5, "update": 2, "memory": 0.8, "operators": 0.4, "fit": 0.8, "demo": 2}
+FULL = {"self-test": 8, "decoding": 5, "update": 8, "memory": 4, "operators": 1, "fit": 3, "demo": 30, "same seed": 5, "out of memory": 3,
         "recipes": 20, "epochs": 45}  # fmt: skip
 REAL = {"real": 240}
 TO_END = 3.0  # seconds between a section's deadline and the time when it is killed
@@ -85,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--minutes", type=float, help="total minutes of all sections (8; with --full 128)")
+    parser.add_argument("--minutes", type=float, help="total minutes of all sections (8.5; with --full 132)")
     parser.add_argument("--full", action="store_true", help="run more sections, with more time for each")
     parser.add_argument(
         "--real", action="store_true", help="run only the default recipe, with models and data from the hub"

@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # Python adds only the script's own folder
 
 from benchmarks.work import Work, add_flags, add_update_flags, choose_device, make_models, parse_update, work_of
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.utils.errors import run_command
 from rlhf.utils.files import write_json
 
@@ -28,7 +29,7 @@ PARTS = {"decoding step": "decode", "micro-batch": "gradients", "optimizer step"
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Count the operators of the parts of an update.")
-    add_flags(parser)
+    add_flags(parser, ALGORITHMS)
     add_update_flags(parser, ppo_epochs=2)
     parser.add_argument("--operators", action="store_true", help="also list the operators of each part")
     arguments = parse_update(parser, argv)

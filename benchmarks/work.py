@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf.algorithms.table import ALGORITHMS
+
 TEMPERATURE, KL_COEF, LEARNING_RATE, SEED = 0.7, 0.05, 5e-6, 42  # the same for both implementations
 TINY = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 2048}  # fmt: skip
@@ -19,7 +21,7 @@ FIRST_LETTER = 0x20000  # start of a Unicode plane in which each character is on
 
 @dataclass(frozen=True)
 class Work:
-    """`updates` updates, each with `batch_size` prompts (GRPO: x `K` completions) and `ppo_epochs` x `minibatches`
+    """`updates` updates with `batch_size` prompts each (GRPO, RLOO: x `K` completions) and `ppo_epochs` x `minibatches`
     optimizer steps."""
 
     folder: str  # of the models and outputs
@@ -52,14 +54,18 @@ class Work:
         return self.dtype == "bfloat16"
 
     @property
+    def has_groups(self) -> bool:
+        return ALGORITHMS[self.algorithm].group_size > 1
+
+    @property
     def episodes(self) -> int:
         """Completions per update."""
-        return self.batch_size * (self.K if self.algorithm == "grpo" else 1)
+        return self.batch_size * (self.K if self.has_groups else 1)
 
     @property
     def settings(self) -> dict[str, Any]:
         """All settings of the work, by name."""
-        excluded = {"folder"} if self.algorithm == "grpo" else {"folder", "K"}
+        excluded = {"folder"} if self.has_groups else {"folder", "K"}
         settings = {name: value for name, value in asdict(self).items() if name not in excluded}
         same = {"temperature": TEMPERATURE, "kl_coef": KL_COEF, "learning_rate": LEARNING_RATE, "seed": SEED}
         return {**settings, **same}
@@ -80,9 +86,9 @@ class Work:
 # --- common flags ----------------------------------------------------------------------------------------------------
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that all benchmarks share."""
-    parser.add_argument("--algorithm", choices=("ppo", "grpo"), default="ppo", help="algorithm (ppo)")
+def add_flags(parser: argparse.ArgumentParser, algorithms: Sequence[str] = ("ppo", "grpo")) -> None:
+    """Add the flags that all benchmarks share. By default `algorithms` are those that stock TRL is measured with."""
+    parser.add_argument("--algorithm", choices=tuple(algorithms), default="ppo", help="algorithm (ppo)")
     parser.add_argument(
         "--size", choices=("tiny", "smollm2"), default="tiny", help="model shape: SmolLM2-135M's or a tiny one (tiny)"
     )
@@ -90,18 +96,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the forward pass (float32)"
     )
-    parser.add_argument("--K", type=at_least(2), default=6, help="completions per prompt with GRPO (6)")
+    parser.add_argument("--K", type=at_least(2), default=6, help="completions per prompt with GRPO and RLOO (6)")
     parser.add_argument("--prompt-length", type=at_least(1), default=64, help="prompt length in tokens (64)")
     parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: torch's choice)")
     parser.add_argument("--json", type=Path, help="JSON file for the results")
 
 
-PROMPTS = {"ppo": 8, "grpo": 2}
+PROMPTS, GROUPS = 8, 2  # prompts per update: without groups, and groups of completions
 
 
 def add_update_flags(parser: argparse.ArgumentParser, ppo_epochs: int) -> None:
     """Add the flags of the benchmarks that measure single updates; see `parse_update`."""
-    parser.add_argument("--batch-size", type=at_least(1), help="prompts per update (PPO 8, GRPO 2)")
+    parser.add_argument("--batch-size", type=at_least(1), help="prompts per update (PPO 8, others 2)")
     parser.add_argument("--reply-length", type=at_least(2), default=64, help="completion length in tokens (64)")
     parser.add_argument(
         "--ppo-epochs", type=at_least(1), default=ppo_epochs, help=f"epochs over each rollout ({ppo_epochs})"
@@ -115,7 +121,8 @@ def add_update_flags(parser: argparse.ArgumentParser, ppo_epochs: int) -> None:
 def parse_update(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """Parse the flags. Sets the algorithm's default batch size, and --lora if --load-in-4bit is set."""
     arguments = parser.parse_args(argv)
-    arguments.batch_size = arguments.batch_size or PROMPTS[arguments.algorithm]
+    usual = GROUPS if ALGORITHMS[arguments.algorithm].group_size > 1 else PROMPTS
+    arguments.batch_size = arguments.batch_size or usual
     arguments.lora = arguments.lora or arguments.load_in_4bit
     return arguments
 

@@ -69,7 +69,8 @@ def test_all_sections_in_two_minutes_on_a_cpu(tmp_path):
     )
     assert list(found) == list(on_gpu.SHORT), "all sections in order"
     assert {record["state"] for record in found.values()} <= {DONE, OUT_OF_TIME}
-    assert [record["share"] for record in found.values()] == pytest.approx([15, 30, 30, 15, 30])
+    shares = [120 * minutes / sum(on_gpu.SHORT.values()) for minutes in on_gpu.SHORT.values()]
+    assert [record["share"] for record in found.values()] == pytest.approx(shares)
     assert "no CUDA GPU on this machine" in found["self-test"]["figures"]["GPU tests passed"]["note"]
     assert found["decoding"]["figures"]["64 slots, plain"]["value"] > 0
 
@@ -84,19 +85,33 @@ def test_updates_and_memory_are_measured(tmp_path):
         assert len(ours["all"]) == len(stock["all"]) == 10 and ours["value"] > 0
         epoch = updates[f"{algorithm}, one epoch of 10,000 prompts, ours"]
         assert epoch["note"].startswith("extrapolated from 10 of ")
+    assert len(found["update"]["figures"]["RLOO, one update, ours"]["all"]) == 3
     for kind in ("full", "LoRA", "4-bit LoRA"):
         figure = found["memory"]["figures"][f"PPO, {kind}, measured / predicted"]
         assert figure["value"] == pytest.approx(figure["measured_bytes"] / figure["predicted_bytes"])
 
 
 @pytest.mark.ci
+def test_operators_fit_and_demo_parts_are_measured(tmp_path):
+    found, _ = run_sections(tmp_path, "--only", "operators", "fit", "demo", "--minutes", "8")
+    operators = found["operators"]["figures"]
+    for algorithm in ("PPO", "GRPO", "RLOO"):
+        assert 50 < operators[f"{algorithm}, operators of a decoding step"]["value"] < 200
+    fit = found["fit"]["figures"]
+    assert fit["--dry-run"]["value"] > 0 and fit["--fit 800MB"]["value"] <= 800 / 1024
+    assert found["demo"]["figures"]["demo parts"]["value"] == "made"
+    for algorithm in ("PPO", "GRPO", "RLOO"):
+        assert any(name.startswith(f"{algorithm}, seed 42") for name in found["demo"]["figures"])
+
+
+@pytest.mark.ci
 def test_recipes_and_epochs_are_measured(tmp_path):
     found = run_sections(tmp_path, "--full", "--only", "recipes", "--minutes", "8")[0]["recipes"]["figures"]
-    assert set(found) == {f"{r}, {a}" for r in set(shipped_recipes()) - set(DEMOS) for a in ("PPO", "GRPO")}
+    assert set(found) == {f"{r}, {a}" for r in set(shipped_recipes()) - set(DEMOS) for a in ("PPO", "GRPO", "RLOO")}
     assert all(figure["value"] > 0 and figure["unit"] == "s per update" for figure in found.values()), found
     found, _ = run_sections(tmp_path, "--full", "--only", "epochs", "out of memory", "--minutes", "3")
     assert found["out of memory"]["figures"]["out of memory"]["error"] == "needs a CUDA GPU"
-    for algorithm in ("PPO", "GRPO"):
+    for algorithm in ("PPO", "GRPO", "RLOO"):
         epoch = found["epochs"]["figures"][f"{algorithm}, one epoch of 10,000 prompts"]
         assert epoch["value"] > 0 and re.match(r"extrapolated from \d+ of \d+ updates; ", epoch["note"])
 
@@ -105,7 +120,7 @@ def test_recipes_and_epochs_are_measured(tmp_path):
 def test_same_seed_section_reports_bit_identical_runs(tmp_path):
     found = run_sections(tmp_path, "--full", "--only", "same seed", "--minutes", "6")[0]["same seed"]["figures"]
     switches = ("--deterministic", "--no-deterministic")
-    assert set(found) == {f"{algorithm}, {switch}" for algorithm in ("PPO", "GRPO") for switch in switches}
+    assert set(found) == {f"{algorithm}, {switch}" for algorithm in ("PPO", "GRPO", "RLOO") for switch in switches}
     assert {figure["value"] for figure in found.values()} == {"bit-identical"}
 
 
@@ -113,12 +128,12 @@ def test_same_seed_section_reports_bit_identical_runs(tmp_path):
 
 
 def test_sections_share_the_given_time():
-    assert sum(on_gpu.SHORT.values()) == 8
+    assert sum(on_gpu.SHORT.values()) == 8.5
     assert on_gpu.shares_of(on_gpu.parse([])) == {n: 60 * m for n, m in on_gpu.SHORT.items()}
-    halved = on_gpu.shares_of(on_gpu.parse(["--minutes", "4"]))
-    assert halved == {"self-test": 30, "decoding": 60, "update": 60, "memory": 30, "demo": 60}
-    selected = on_gpu.shares_of(on_gpu.parse(["--minutes", "3", "--only", "decoding", "memory"]))
-    assert selected == {"decoding": 120, "memory": 60}
+    halved = on_gpu.shares_of(on_gpu.parse(["--minutes", "4.25"]))
+    assert halved == pytest.approx({name: 30 * minutes for name, minutes in on_gpu.SHORT.items()})
+    selected = on_gpu.shares_of(on_gpu.parse(["--minutes", "3", "--only", "decoding", "demo"]))
+    assert selected == pytest.approx({"decoding": 180 * 1.5 / 3.5, "demo": 180 * 2 / 3.5})
     assert set(on_gpu.shares_of(on_gpu.parse(["--full"]))) > set(on_gpu.SHORT)
     assert list(on_gpu.shares_of(on_gpu.parse(["--real"]))) == ["real"]
 

@@ -60,6 +60,15 @@ class HeadWithLikelyEos(torch.nn.Module):
         return logits
 
 
+@pytest.mark.parametrize("slots", [512, 1_024])
+def test_many_slots_sample_the_same_completions(slots):
+    """With more waiting prompts than slots, so that slots are used again."""
+    small = make_model(next(iter(CONFIGS)), seed=3)
+    make_eos_likely(small)
+    batch = prompts(1_200)
+    assert sample(small, "slots", slots, batch).rows() == sample(small, "slots", 64, batch).rows()
+
+
 @pytest.mark.parametrize("slots", [1, 3, 9])
 @pytest.mark.parametrize("limits", [{}, {"top_k": 20, "top_p": 0.8}], ids=["free", "filtered"])
 def test_continuous_batching_samples_the_same_completions_as_plain(model, slots, limits):

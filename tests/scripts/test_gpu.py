@@ -14,12 +14,14 @@ import warnings
 from functools import partial
 from pathlib import Path
 from subprocess import STDOUT, Popen
+from subprocess import run as run_process
 
 import psutil
 import pytest
 import torch
 from torch.testing import assert_close
 
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.models.actor_critic import Actor
 from rlhf.models.determinism import parallel_scan
 from rlhf.rollout.engine import sample_completions
@@ -81,6 +83,43 @@ def test_sampling_of_large_vocabularies_equals_the_cpu():
     assert_close(parallel_scan(probabilities.to(GPU)).cpu(), probabilities.cumsum(-1))
     allowed, expected = top_k_top_p_mask(logits.to(GPU), 50, 0.9).cpu(), top_k_top_p_mask(logits, 50, 0.9)
     assert (allowed != expected).sum() <= 64, "at most one token per row, at the edge of the nucleus"
+
+
+# --- waits for the GPU -----------------------------------------------------------------------------------------------
+
+WATCHED = """
+import json, sys, warnings
+from pathlib import Path
+import torch
+from benchmarks import ours
+from benchmarks.work import Work, make_models
+work = Work(sys.argv[1], device="cuda", dtype="bfloat16", algorithm=sys.argv[2], ppo_epochs=2, minibatches=2)
+make_models(work)
+trainer, run, counts = ours.build(work), None, []
+def watched(*arguments):
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        result = run(*arguments)
+        torch.cuda.set_sync_debug_mode("default")
+    counts.append(sum("synchronizing CUDA operation" in str(one.message) for one in caught))
+    return result
+run, trainer.learner.run = trainer.learner.run, watched
+trainer.update_step(1)
+trainer.update_step(2)
+print(json.dumps(counts))
+"""
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_optimizer_steps_wait_for_the_gpu_once_each(tmp_path, algorithm):
+    """Agreed: one wait per optimizer step, which protects the weights, and one per update for its statistics."""
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "false", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", WATCHED, str(tmp_path), algorithm]
+    done = run_process(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])[1] <= 4 + 1, "2 epochs x 2 minibatches"
 
 
 # --- whole runs ------------------------------------------------------------------------------------------------------

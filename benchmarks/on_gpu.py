@@ -51,8 +51,8 @@ from rlhf.utils.system import WINDOWS
 ROOT = Path(__file__).resolve().parent.parent
 # minutes of each section
 SHORT = {"self-test": 1, "decoding": 1.5, "update": 2, "memory": 0.8, "operators": 0.4, "fit": 0.8, "demo": 2}
-FULL = {"self-test": 8, "decoding": 5, "update": 8, "memory": 4, "operators": 1, "fit": 3, "demo": 30, "same seed": 5, "out of memory": 3,
-        "recipes": 20, "epochs": 45}  # fmt: skip
+FULL = {"self-test": 8, "decoding": 5, "update": 8, "memory": 4, "operators": 1, "fit": 3, "demo": 30, "same seed": 5,
+        "out of memory": 3, "recipes": 20, "epochs": 45}  # fmt: skip
 REAL = {"real": 240}
 TO_END = 3.0  # seconds between a section's deadline and the time when it is killed
 LINES_KEPT = 5  # last lines of a failed section's log

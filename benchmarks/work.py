@@ -21,8 +21,8 @@ FIRST_LETTER = 0x20000  # start of a Unicode plane in which each character is on
 
 @dataclass(frozen=True)
 class Work:
-    """`updates` updates with `batch_size` prompts each (GRPO, RLOO: x `K` completions) and `ppo_epochs` x `minibatches`
-    optimizer steps."""
+    """`updates` updates, each with `batch_size` prompts (GRPO, RLOO: x `K` completions) and `ppo_epochs` x
+    `minibatches` optimizer steps."""
 
     folder: str  # of the models and outputs
     algorithm: str = "ppo"

@@ -22,8 +22,8 @@ from rlhf.trainer.loop import OnPolicyLoop
 PARTS = ("rollout", "score", "update")
 
 
-def configuration(work: Work) -> Config:
-    """Return the settings for the work. No measured update includes an evaluation."""
+def configuration(work: Work, **more: Any) -> Config:
+    """Return the settings for the work, and `more`. No measured update includes an evaluation."""
     return make_config(
         algorithm=work.algorithm,
         actor_model=str(work.policy),
@@ -49,12 +49,13 @@ def configuration(work: Work) -> Config:
         eval_every=work.updates + 1,
         seed=SEED,
         output=work.output,
+        **more,
     )
 
 
-def build(work: Work) -> OnPolicyLoop:
-    """Return a complete trainer for the work, with reference model and reward model."""
-    config = configuration(work)
+def build(work: Work, **more: Any) -> OnPolicyLoop:
+    """Return a complete trainer for the work and the settings `more`, with reference model and reward model."""
+    config = configuration(work, **more)
     device = PartialState().device
     before, start = memory_in_use(device), str(work.policy)
     tokenizer = load_tokenizer(start)

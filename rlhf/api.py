@@ -12,7 +12,7 @@ from rlhf.data.examples import GivenPrompt
 from rlhf.models.device import start_device
 from rlhf.rewards.functions import RewardFunction
 from rlhf.settings.training import Config
-from rlhf.setup.build import build_trainer, load_components, load_models
+from rlhf.setup.build import build_trainer, load_models
 from rlhf.setup.fit import fit
 from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.pass_rates import keep_by_pass_rate
@@ -73,5 +73,7 @@ def scan(
     `make_trainer`."""
     screen = Screen()
     device = start_device(screen, config.run.deterministic)
-    components = load_components(config, device, screen, prompts, None, rewards, reward_weights)
+    inputs = load_inputs(config, screen, prompts, None, rewards, reward_weights)
+    config = fit(config, inputs, device, screen)
+    components = load_models(config, inputs, device, screen)
     return scan_prompts(config, components, screen)

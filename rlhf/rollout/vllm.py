@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from accelerate import Accelerator
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.data.prompts import Prompt
 from rlhf.models.budget import VLLM_MEMORY_SHARE
-from rlhf.rollout.completions import Completions, padded
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rlhf.rollout.completions import Completions
 
 
 def is_installed() -> bool:
@@ -59,6 +63,8 @@ class VLLMEngine:
 
     def sample(self, prompts: Sequence[Prompt], *, eos: int, pad: int, device: torch.device) -> Completions:
         """Sample one completion per prompt. The result includes vLLM's log-probs of the sampled tokens."""
+        from rlhf.rollout.completions import Completions, padded  # slow imports, which `require_vllm` does not need
+
         self.generation.sync_weights()
         _, rows, logprobs, _ = self.generation.generate([list(p.ids) for p in prompts], None, 1)
         sampled = padded([[step[0] for step in row] for row in logprobs], 0.0, device)

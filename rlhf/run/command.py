@@ -44,7 +44,7 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
         quiet_libraries()
         from rlhf.run.dry_run import dry_run as one_run
     else:
-        import_libraries(screen, compiled=config.optimizer.optim == "adamw_8bit")
+        import_libraries(screen)
         from rlhf.run.train import train as one_run
     from rlhf.run.seeds import for_each_seed
 

@@ -6,6 +6,7 @@ from rlhf.data.prompts import Selection
 from rlhf.models.device import start_device
 from rlhf.settings.training import Config
 from rlhf.setup.fit import fit
+from rlhf.setup.inputs import check_export
 from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.plan import plan_run
 from rlhf.utils.console import Screen
@@ -13,6 +14,7 @@ from rlhf.utils.console import Screen
 
 def dry_run(config: Config, screen: Screen, selection: Selection | None = None) -> None:
     """Print the plan of one run. `selection` has the rows of the data, if they were read already. Raises UserError."""
+    check_export(config)
     device = start_device(screen, config.run.deterministic)
     inputs = load_inputs(config, screen, selection=selection)
     config = config if config.run.resume else fit(config, inputs, device, screen)

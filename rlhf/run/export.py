@@ -26,31 +26,14 @@ from rlhf.models.save import ONE_FILE
 from rlhf.run.model_card import CARD_FILE, Saved, model_card
 from rlhf.run.summary import show_where
 from rlhf.settings.training import Config
+from rlhf.setup.inputs import PUSH
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import disk_errors, update_dir_atomically, write_text
-from rlhf.utils.hub import is_on_hub, push_failed, push_files, require_push
+from rlhf.utils.hub import push_failed, push_files
 from rlhf.utils.system import command
 
-PUSH = "--push-to-hub"
 WEIGHTS = (WEIGHTS_FILE, "config.json", "generation_config.json", ADAPTER_FILE, ADAPTER_CONFIG)
-
-
-def check_export(config: Config, run: RunRecord | None = None) -> None:
-    """Check before training that the requested export will be possible. Raises UserError.
-
-    The record of a finished `run` lists which of its inputs came from the hub.
-    """
-    model, name = config.model, config.export.push_to_hub
-    if name is None:
-        return
-    known = is_on_hub(model.actor_model) if run is None else model.actor_model in run.on_hub
-    if model.use_lora and not config.export.merge_lora and not known:
-        raise UserError(
-            f"nobody else could load this adapter, because its base model is a local folder: {PUSH} {name}, "
-            f"--actor-model {model.actor_model}. Add --merge-lora"
-        )
-    require_push(name, PUSH)
 
 
 def export_run(config: Config, screen: Screen) -> None:

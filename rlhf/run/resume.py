@@ -12,11 +12,11 @@ from rlhf.checkpoints.replacing import check_inputs_outside
 from rlhf.checkpoints.run_folder import BEST_FOLDER, move_aside
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import RunRecord, environment
-from rlhf.run.export import check_export, export_run
-from rlhf.run.resume_checks import changes, check_same_run, fitted_as, is_extended
+from rlhf.run.export import export_run
+from rlhf.run.resume_checks import changes, check_same_run, is_extended
 from rlhf.settings.fields import to_dict
 from rlhf.settings.training import Config
-from rlhf.setup.inputs import inputs_of
+from rlhf.setup.inputs import check_export, inputs_of
 from rlhf.setup.plan import budget
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.state import load_trainer_state
@@ -36,7 +36,6 @@ def prepare_resume(config: Config, screen: Screen) -> Config | None:
     output = config.run.output
     run = RunRecord.require(Path(output), "--resume, --output")
     run.require_algorithm(config.algorithm, output)
-    config = fitted_as(config, run)
     if run.status == "finished" and not is_extended(config, run):
         screen.say(f"this run is already finished: {output}. There is nothing to train")
         if not config.run.only_looks:

@@ -15,7 +15,11 @@ from rlhf.utils.errors import UserError, raise_if
 def check_resume(config: Config) -> None:
     """Raise UserError if there is no run to resume, or its algorithm, settings or versions differ."""
     run = RunRecord.require(Path(config.run.output), "--resume, --output")
-    config = fitted_as(config, run)
+    if config.speed.fit != run.flat_settings.get("fit"):
+        raise UserError(
+            f"--fit chooses settings when a run starts: --resume, --fit {config.speed.fit}. Give the settings "
+            "themselves, such as --micro-batch-size 1"
+        )
     run.require_algorithm(config.algorithm, config.run.output)
     if run.status == "finished" and not is_extended(config, run):
         return
@@ -24,7 +28,8 @@ def check_resume(config: Config) -> None:
 
 
 def fitted_as(config: Config, run: RunRecord) -> Config:
-    """With --fit, return the configuration with the settings that --fit chose when the run started."""
+    """With --fit, return the configuration with the settings that --fit chose when the run started. A resumed run
+    reads them from run.json like all its settings; several seeds have no common run.json."""
     if config.speed.fit is None:
         return config
     return replaced(config, **{name: run.flat_settings[name] for name in FITTED if name in run.flat_settings})

@@ -85,7 +85,8 @@ def resumed_config(config: Config, screen: Screen) -> Config | None:
 def with_seed(config: Config, seed: int) -> Config:
     """Return the configuration of one seed's run."""
     output = seed_folder(config.run.output, seed)
-    resume = config.run.resume and RunRecord.read(Path(output)) is not None  # seeds that did not start are started
+    run = RunRecord.read(Path(output)) if config.run.resume else None  # seeds that did not start are started
+    config, resume = (config, False) if run is None else (fitted_as(config, run), True)
     changed = {"seed": seed, "seeds": None, "output": output, "resume": resume}
     return dataclasses.replace(config, run=dataclasses.replace(config.run, **changed))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rlhf.algorithms.kl_control import kl_controller, with_horizon
@@ -20,7 +21,7 @@ from rlhf.data.sampler import planned_updates
 from rlhf.models.device import start_device
 from rlhf.rewards.find import code_print
 from rlhf.rewards.printing import PRINTED_FILE
-from rlhf.run.export import check_export, export_run
+from rlhf.run.export import export_run
 from rlhf.run.resume import resume_run
 from rlhf.run.resume_checks import check_same_run
 from rlhf.run.summary import finish_run
@@ -28,10 +29,10 @@ from rlhf.settings.fields import to_dict
 from rlhf.settings.training import Config
 from rlhf.setup.build import Components, build_trainer, load_models, prepare_demo_components
 from rlhf.setup.fit import estimator_of, fit, what_helps
-from rlhf.setup.inputs import check_run_folder, placing
+from rlhf.setup.inputs import check_export, check_run_folder, placing
 from rlhf.setup.load_inputs import load_inputs
 from rlhf.setup.pass_rates import PassRates, keep_by_pass_rate
-from rlhf.setup.plan import budget, budget_line, plan_run
+from rlhf.setup.plan import budget, plan_run
 from rlhf.setup.scan import scan_run
 from rlhf.setup.trial import check_run, check_start
 from rlhf.trainer.loop import OnPolicyLoop
@@ -50,13 +51,15 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
     prepare_demo_components(config, screen, device)
     inputs = load_inputs(config, screen, selection=selection)
     config = config if config.run.resume else fit(config, inputs, device, screen)
-    plan_run(config, inputs, device, screen)
+    filtered = config.data.keep_pass_rate is not None and not config.run.only_looks
+    if not filtered:
+        plan_run(config, inputs, device, screen)
     components = load_models(config, inputs, device, screen)
     components, pass_rates = keep_by_pass_rate(config, components, screen, Path(config.run.output))
     updates, given = planned_updates(config, components.prompts.train), config
     config = with_horizon(config, updates)
-    if pass_rates is not None:
-        screen.facts([("budget", budget_line(config, updates))])
+    if filtered:
+        plan_run(config, replace(inputs, prompts=components.prompts), device, screen)
     if config.run.check:
         return check_run(config, components, screen)
     if config.run.scan:

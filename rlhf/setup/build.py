@@ -26,7 +26,6 @@ from rlhf.rewards.checks import check_critic
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.engine import check_engine
-from rlhf.rollout.vllm import require_vllm
 from rlhf.settings.training import Config
 from rlhf.setup.load_inputs import RunInputs, load_inputs
 from rlhf.trainer.evaluation import text_of_file
@@ -69,8 +68,6 @@ def load_models(config: Config, inputs: RunInputs, device: torch.device, screen:
     autocast_dtype(config.model.bf16, device)  # raises UserError if the device has no bfloat16
     reset_peak_memory(device)
     before = 0 if device.type == "cuda" else memory_in_use(device)
-    if config.speed.rollout_engine == "vllm":
-        require_vllm()
     start, sets = inputs.start, inputs.prompts
     tokenizer = start.tokenizer
     if config.data.eval_text is not None:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import is_bitsandbytes_available
 
-from rlhf.data.sampler import planned_updates
+from rlhf.checkpoints.model_folder import ALL_LINEAR, linear_modules, missing_targets
+from rlhf.data.prompts import Prompt
 from rlhf.models.budget import budget_of
-from rlhf.models.device import memory_in_use
+from rlhf.models.device import memory_in_use, reset_peak_memory
 from rlhf.models.logprobs import base_of
 from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import FITTED, Config
@@ -32,6 +33,7 @@ FEWEST_SLOTS = 8
 def estimator(inputs: RunInputs, updates: int, device: torch.device) -> Estimator:
     """Return the estimator of the memory of a run with these inputs."""
     judge = inputs.rewards.folder
+    reset_peak_memory(device)  # earlier work of this process, such as another seed's run, is over
     return Estimator(
         policy=shape_of(inputs.start.folder),
         reward_model=shape_of(judge) if judge is not None else None,
@@ -68,14 +70,15 @@ def fit(config: Config, inputs: RunInputs, device: torch.device, screen: Screen)
     """
     if config.speed.fit is None:
         return config
-    train = sorted(inputs.prompts.train, key=lambda prompt: len(prompt.ids))[-config.batch.batch_size :]
+    longest = sorted(inputs.prompts.train, key=lambda prompt: len(prompt.ids))[-config.batch.batch_size :]
     libraries = 0 if device.type == "cuda" else IMPORTED
-    updates = planned_updates(config, inputs.prompts.train)
-    estimate = replace(estimator(inputs, updates, device), train=train, libraries=libraries)
+    one_topic = [Prompt(prompt.ids, replace(prompt.example, topic=None)) for prompt in longest]
+    estimate = replace(estimator(inputs, 1, device), train=one_topic, libraries=libraries)
     room = int(config.speed.fit.bytes / MARGIN) - CONTEXT[device.type]
     tensors, m = weights_of(inputs.start.folder), config.model
     adapters = adapter_weights(tensors, m.lora_r, m.lora_targets)
-    chosen = choose(config, estimate, room, has_adapters=adapters > 0)
+    has_targets = not missing_targets(linear_modules(tensors), set(m.lora_targets) - {ALL_LINEAR}, inputs.start.folder)
+    chosen = choose(config, estimate, room, has_targets)
     if estimate(chosen).peak > room:
         raise UserError(
             f"no settings fit: --fit {config.speed.fit}. The smallest predicted peak is {gib(estimate(chosen).peak)} "
@@ -87,23 +90,23 @@ def fit(config: Config, inputs: RunInputs, device: torch.device, screen: Screen)
     return chosen
 
 
-def choose(config: Config, estimate: Estimator, room: int, has_adapters: bool = True) -> Config:
+def choose(config: Config, estimate: Estimator, room: int, has_targets: bool = True) -> Config:
     """Return the configuration that fits in `room` bytes and changes the result least; if none fits, the smallest.
 
     Settings that change only time come first: gradient checkpointing, then the largest micro-batch and the most slots
-    that fit. 8-bit Adam and then LoRA follow. `has_adapters`: the model has modules for LoRA.
+    that fit. 8-bit Adam and then LoRA follow. `has_targets`: the model has all target modules of LoRA.
     """
-    options = list(_options(config, has_adapters))
+    options = list(_options(config, has_targets))
     for option in options:
         if estimate(_smallest(option, estimate)).peak <= room:
             return _largest_parts(option, estimate, room)
     return min((_smallest(option, estimate) for option in options), key=lambda option: estimate(option).peak)
 
 
-def _options(config: Config, has_adapters: bool) -> Iterator[Config]:
+def _options(config: Config, has_targets: bool) -> Iterator[Config]:
     """Yield the valid configurations to try, those first that change the result least."""
     eight_bit = [{}, {"optim": "adamw_8bit"}] if is_bitsandbytes_available() else [{}]
-    for lora in [{}, {"use_lora": True}] if has_adapters else [{}]:
+    for lora in [{}, {"use_lora": True}] if has_targets else [{}]:
         for optimizer in eight_bit:
             for checkpointing in ({}, {"gradient_checkpointing": True}):
                 option = replaced(config, **lora, **optimizer, **checkpointing)

@@ -19,10 +19,12 @@ from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import is_path, missing_path, resolve_path
 
 if TYPE_CHECKING:
+    from rlhf.checkpoints.run_record import RunRecord
     from rlhf.settings.reward_model import RewardModelConfig
     from rlhf.settings.training import Config
 
 
+PUSH = "--push-to-hub"
 BUILT = ("actor_model", "rm_model", "prompts")  # inputs that the demo recipes make
 
 
@@ -139,6 +141,25 @@ def _missing(flag: str, name: str) -> list[str]:
     else:
         what, hint = "file", f"{flag} takes a file"
     return missing_path(name, what, hint).problems
+
+
+def check_export(config: Config, run: RunRecord | None = None) -> None:
+    """Check before training that the requested export will be possible. Raises UserError.
+
+    The record of a finished `run` lists which of its inputs came from the hub.
+    """
+    model, name = config.model, config.export.push_to_hub
+    if name is None:
+        return
+    from rlhf.utils.hub import is_on_hub, require_push  # slow to import
+
+    known = is_on_hub(model.actor_model) if run is None else model.actor_model in run.on_hub
+    if model.use_lora and not config.export.merge_lora and not known:
+        raise UserError(
+            f"nobody else could load this adapter, because its base model is a local folder: {PUSH} {name}, "
+            f"--actor-model {model.actor_model}. Add --merge-lora"
+        )
+    require_push(name, PUSH)
 
 
 def inputs_of(config: Config) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import is_bitsandbytes_available
 
-from rlhf.checkpoints.model_folder import find_model
+from rlhf.checkpoints.model_folder import ALL_LINEAR, find_model, linear_modules, missing_targets
 from rlhf.data.examples import GivenPrompt
 from rlhf.data.prompts import FEW_PROMPTS, Prompt, PromptSets, Selection, given_prompts, load_prompts
 from rlhf.data.sampler import PromptSampler, shorten
@@ -21,8 +21,10 @@ from rlhf.data.tokenizer import check_vocabulary, config_values, context_problem
 from rlhf.rewards.arguments import check_columns
 from rlhf.rewards.checks import check_reward_folder
 from rlhf.rewards.find import RewardSources, find_eval_functions, find_rewards, given_eval_functions, given_rewards
+from rlhf.rollout.vllm import require_vllm
 from rlhf.settings.training import Config
 from rlhf.setup.inputs import check_fills_a_batch, check_warmup
+from rlhf.setup.shape import weights_of
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
 
@@ -76,6 +78,8 @@ def load_inputs(
     """
     if config.optimizer.optim == "adamw_8bit" and not is_bitsandbytes_available():
         raise UserError("bitsandbytes is not installed: --optim adamw_8bit. Install it with: pip install bitsandbytes")
+    if config.speed.rollout_engine == "vllm":
+        require_vllm()
     sources = find_rewards(config) if rewards is None else given_rewards(rewards, reward_weights)
     watched = find_eval_functions(config) if eval_functions is None else given_eval_functions(eval_functions)
     start = find_start_model(config, "--actor-model" if prompts is None else "actor_model")
@@ -94,6 +98,8 @@ def find_start_model(config: Config, flag: str) -> StartModel:
     tokenizer = load_tokenizer(folder, config.data.plain_prompts)
     values = config_values(folder)
     check_vocabulary(len(tokenizer), values["vocab_size"], folder)
+    targets = set(m.lora_targets) - {ALL_LINEAR} if m.use_lora and "quantization_config" not in values else set()
+    raise_if(missing_targets(linear_modules(weights_of(folder)), targets, folder) if targets else [])
     return StartModel(m.actor_model, folder, tokenizer, values.get("max_position_embeddings"))
 
 

@@ -5,17 +5,20 @@ The activations are those of rlhf.models.llama. For other architectures they are
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from rlhf.checkpoints.model_folder import ALL_LINEAR, tensors_of
-from rlhf.data.tokenizer import config_values, values_of
+from rlhf.data.tokenizer import config_values, load_config, values_of
 from rlhf.models.logprobs import base_of
+from rlhf.utils.errors import UserError
 
 FLOAT = 4  # bytes of a float32
 
@@ -113,13 +116,39 @@ Tensors = Mapping[str, Sequence[int]]  # name -> dimensions
 
 
 def weights_of(model: str) -> Tensors:
-    """Return the tensors in the safetensors files of a folder or of a model on the hub, without reading them. Raises
-    UserError if there are none."""
-    if Path(model).is_dir():
-        return tensors_of(Path(model))
-    from rlhf.utils.hub import tensors_on_hub
+    """Return the weights in the safetensors files of a folder or of a model on the hub, from the files' headers.
+    Raises UserError if a folder has none.
 
-    return tensors_on_hub(model)
+    Left out is what a model does not train: a copy of tied embeddings (Qwen 3), and buffers that older files contain
+    (attention masks of GPT-2, frequencies of Llama 2).
+    """
+    tensors = tensors_of(Path(model)) if Path(model).is_dir() else _tensors_of_hub_model(model)
+    tied = config_values(model).get("tie_word_embeddings") and any("embed_tokens" in name for name in tensors)
+    return {
+        name: size
+        for name, size in tensors.items()
+        if not (tied and name == "lm_head.weight")
+        and not (name.endswith((".attn.bias", ".masked_bias")) and len(size) != 1)
+        and not name.endswith("inv_freq")
+    }
+
+
+def _tensors_of_hub_model(model: str) -> Tensors:
+    """Return the weights of a model on the hub: from the local cache, otherwise from the headers on the hub, otherwise
+    (weights of another format) from the same network on torch's meta device."""
+    from rlhf.utils.hub import cached_model, tensors_on_hub
+
+    cached = cached_model(model)
+    if cached is not None:
+        with contextlib.suppress(UserError):  # only a part of the model is in the cache
+            return tensors_of(cached)
+    if found := tensors_on_hub(model):
+        return found
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        network = AutoModel.from_config(load_config(model), trust_remote_code=False)
+    return {name: tuple(weight.shape) for name, weight in network.named_parameters()}
 
 
 def shape_of(model: str) -> Shape:
@@ -138,7 +167,8 @@ def adapter_weights(tensors: Tensors, rank: int, targets: Collection[str]) -> in
     adapted = 0
     for name, size in tensors.items():
         module = name.removesuffix(".weight").rpartition(".")[2]
-        is_linear = len(size) == 2 and name.endswith(".weight") and "embed" not in module and module != "lm_head"
+        outside = "embed" in module or module in ("wte", "wpe", "lm_head")  # embeddings and the head
+        is_linear = len(size) == 2 and name.endswith(".weight") and not outside
         if module in targets or (ALL_LINEAR in targets and is_linear):
             adapted += rank * sum(size) * (len(size) == 2)
     return adapted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -11,10 +12,8 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     LocalEntryNotFoundError,
-    NotASafetensorsRepoError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
-    SafetensorsParsingError,
 )
 
 from rlhf.utils.errors import RunError, UserError
@@ -58,13 +57,22 @@ def require_hub(name: str, kind: str, hint: str) -> str:
         ) from None
 
 
+def cached_model(name: str) -> Path | None:
+    """Return the folder of a model in the local cache; None if it is not there."""
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError):
+        return None
+
+
+@functools.cache
 def tensors_on_hub(name: str) -> dict[str, list[int]]:
-    """Return the names and shapes of the tensors in a model's safetensors files, from their headers: nothing else is
-    downloaded. Raises UserError if there are none."""
+    """Return the names and shapes of the tensors in a model's safetensors files, from the headers of the files on the
+    hub. {} if they cannot be read."""
     try:
         files = HfApi().get_safetensors_metadata(name).files_metadata.values()
-    except (NotASafetensorsRepoError, SafetensorsParsingError):
-        raise UserError(f"no safetensors weights: {name}. Use a model that has them") from None
+    except Exception:  # exception classes of the HTTP library change between releases; the caller has another way
+        return {}
     return {tensor: info.shape for file in files for tensor, info in file.tensors.items()}
 
 

@@ -72,7 +72,7 @@ def test_less_memory_changes_more(configured):
     found = chosen(config, lowest[config.optimizer.optim] - 0.01)
     assert found["optim"] == "adamw_8bit" and "use_lora" not in found
     assert chosen(config, lowest["adamw_8bit"] - 0.01)["use_lora"]
-    assert "use_lora" not in chosen(config, lowest["adamw_8bit"] - 0.01, has_adapters=False), "no module to adapt"
+    assert "use_lora" not in chosen(config, lowest["adamw_8bit"] - 0.01, has_targets=False), "no module to adapt"
 
 
 def test_every_choice_fits_and_a_larger_micro_batch_does_not(configured):
@@ -140,3 +140,17 @@ def test_a_resumed_run_keeps_what_fit_chose(configured, run_flags, tmp_path, cap
     train_ppo.main(longer)
     after = RunRecord.read(tmp_path / "run").flat_settings
     assert {name: after[name] for name in FITTED} == {name: before[name] for name in FITTED}
+
+
+def test_another_size_on_resume_is_an_error(run_flags):
+    train_ppo.main(run_flags("--num-iterations", 1, "--fit", "64GB"))
+    with pytest.raises(UserError, match="--fit chooses settings when a run starts: --resume, --fit 32GB"):
+        train_ppo.main(run_flags("--num-iterations", 1, "--fit", "32GB", "--resume"))
+
+
+def test_seeds_with_fit_are_recognised_as_finished(run_flags, configured, capsys):
+    flags = run_flags("--num-iterations", 1, "--fit", _tight(configured), "--seeds", 1, 2)
+    train_ppo.main(flags)
+    capsys.readouterr()
+    train_ppo.main([*flags, "--resume"])
+    assert capsys.readouterr().out.count("already finished") == 2

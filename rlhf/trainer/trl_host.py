@@ -7,6 +7,7 @@ PPOTrainer hosts an algorithm with a critic, GRPOTrainer one without. Their `tra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from datasets import Dataset
@@ -125,8 +126,9 @@ class PPOHost(PPOTrainer):
         super().create_optimizer_and_scheduler(num_training_steps)
         separate_overrides(self.optimizer, self._config.optimizer.optim)
 
-    @property
+    @cached_property
     def actor(self) -> ActorCritic:
+        """The model without accelerate's wrapper. First used after TRL's __init__, which prepares the model."""
         return self.accelerator.unwrap_model(self.model)
 
 

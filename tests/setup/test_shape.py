@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -59,8 +57,7 @@ def test_adapters_of_every_linear_layer(saved):
     model, folder = saved
     expected = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
     trained = sum(w.numel() for w in expected.parameters() if w.requires_grad)
-    found = adapter_weights(weights_of(str(folder)), 3, ["all-linear"])
-    assert found == trained or "wte" in json.dumps(list(weights_of(str(folder))))
+    assert adapter_weights(weights_of(str(folder)), 3, ["all-linear"]) == trained
 
 
 def test_hub_models(saved, monkeypatch):

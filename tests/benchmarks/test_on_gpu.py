@@ -93,7 +93,7 @@ def test_updates_and_memory_are_measured(tmp_path):
 
 @pytest.mark.ci
 def test_operators_fit_and_demo_parts_are_measured(tmp_path):
-    found, _ = run_sections(tmp_path, "--only", "operators", "fit", "demo", "--minutes", "8")
+    found, _ = run_sections(tmp_path, "--only", "operators", "fit", "demo", "--minutes", "4")
     operators = found["operators"]["figures"]
     for algorithm in ("PPO", "GRPO", "RLOO"):
         assert 50 < operators[f"{algorithm}, operators of a decoding step"]["value"] < 200

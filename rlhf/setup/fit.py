@@ -33,7 +33,8 @@ FEWEST_SLOTS = 8
 def estimator(inputs: RunInputs, updates: int, device: torch.device) -> Estimator:
     """Return the estimator of the memory of a run with these inputs."""
     judge = inputs.rewards.folder
-    reset_peak_memory(device)  # earlier work of this process, such as another seed's run, is over
+    if device.type == "cpu":
+        reset_peak_memory(device)  # earlier work of this process, such as another seed's run, is over
     return Estimator(
         policy=shape_of(inputs.start.folder),
         reward_model=shape_of(judge) if judge is not None else None,

@@ -131,7 +131,8 @@ class Screen:
             self.say(text)
 
     def end_progress(self) -> None:
-        """End the live progress line. Later output starts below it."""
+        """End the live progress line. Later output starts below it, and the next progress line is printed at once."""
+        self._last_line = 0.0
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -52,7 +52,7 @@ def test_chat_in_a_separate_process(runs):
     command = ["evaluate_generations.py", "--chat", "--model-path", str(runs["grpo", 1])]
     done = run(command, ROOT, typed="What is a cat?\n\nand a dog?\n/new\nHello\n/exit\nnever read\n")
     assert done.returncode == 0 and done.stderr == ""
-    output = done.stdout.splitlines()
+    output = [line for line in done.stdout.splitlines() if not line.startswith("loading the libraries: ")]
     assert output[0].startswith("evaluation: checking the models")
     assert output[1].endswith("(final, after update 2)") and output[2].startswith("  base ")
     assert "a new conversation" in done.stdout and "never" not in done.stdout

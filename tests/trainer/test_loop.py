@@ -335,7 +335,7 @@ def test_eight_bit_trainers_keep_no_earlier_weights(build):
 
 
 def test_eight_bit_adam_without_bitsandbytes_is_one_line(build, monkeypatch):
-    monkeypatch.setattr("rlhf.trainer.trl_host.is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr("rlhf.setup.load_inputs.is_bitsandbytes_available", lambda: False)
     with pytest.raises(UserError, match="bitsandbytes is not installed: --optim adamw_8bit. Install it with: pip"):
         build("--optim", "adamw_8bit")
 

@@ -129,11 +129,15 @@ def fit(section: Section) -> None:
     """Run two updates with --fit, and compare the measured peak memory with the size."""
     folder = section.folder("fit")
     flags = [*stand_ins(section, folder), "--num-iterations", 2]
+    section.attempt("--dry-run", partial(timed_dry_run, section, folder, flags))
+    for size in FITS[section.plan.size]:
+        section.attempt(f"--fit {size}", partial(fitted_run, section, folder, size, flags))
+
+
+def timed_dry_run(section: Section, folder: Path, flags: list[object]) -> None:
     start = time.monotonic()
     run(section, ["train_ppo.py", *flags, "--dry-run"], folder)
     section.figure("--dry-run", time.monotonic() - start, "s", "until the plan is printed, imports included")
-    for size in FITS[section.plan.size]:
-        section.attempt(f"--fit {size}", partial(fitted_run, section, folder, size, flags))
 
 
 def fitted_run(section: Section, folder: Path, size: str, flags: list[object]) -> None:

@@ -106,7 +106,7 @@ def test_operators_fit_and_demo_parts_are_measured(tmp_path):
 
 @pytest.mark.ci
 def test_recipes_and_epochs_are_measured(tmp_path):
-    found = run_sections(tmp_path, "--full", "--only", "recipes", "--minutes", "8")[0]["recipes"]["figures"]
+    found = run_sections(tmp_path, "--full", "--only", "recipes", "--minutes", "12")[0]["recipes"]["figures"]
     assert set(found) == {f"{r}, {a}" for r in set(shipped_recipes()) - set(DEMOS) for a in ("PPO", "GRPO", "RLOO")}
     assert all(figure["value"] > 0 and figure["unit"] == "s per update" for figure in found.values()), found
     found, _ = run_sections(tmp_path, "--full", "--only", "epochs", "out of memory", "--minutes", "3")
@@ -118,7 +118,7 @@ def test_recipes_and_epochs_are_measured(tmp_path):
 
 @pytest.mark.ci
 def test_same_seed_section_reports_bit_identical_runs(tmp_path):
-    found = run_sections(tmp_path, "--full", "--only", "same seed", "--minutes", "6")[0]["same seed"]["figures"]
+    found = run_sections(tmp_path, "--full", "--only", "same seed", "--minutes", "9")[0]["same seed"]["figures"]
     switches = ("--deterministic", "--no-deterministic")
     assert set(found) == {f"{algorithm}, {switch}" for algorithm in ("PPO", "GRPO", "RLOO") for switch in switches}
     assert {figure["value"] for figure in found.values()} == {"bit-identical"}

@@ -109,8 +109,9 @@ def context_of(config: PreTrainedConfig) -> int | None:
 
 # what the JSON files of these model types must contain to be read without transformers' config class and its defaults
 TYPES = ("llama", "mistral", "qwen2", "qwen3")
-KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-        "vocab_size", "max_position_embeddings", "tie_word_embeddings")  # fmt: skip
+SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+         "vocab_size", "max_position_embeddings")  # fmt: skip
+TIED = "tie_word_embeddings"
 
 
 def config_values(name: str) -> dict[str, Any]:
@@ -119,8 +120,9 @@ def config_values(name: str) -> dict[str, Any]:
     The config.json of a usual model is read directly, because the import of its config class takes two seconds.
     """
     values = read_config(Path(name)) if Path(name).is_dir() else {}
-    is_complete = values.get("model_type") in TYPES and all(values.get(key) is not None for key in KEYS)
-    if is_complete and ("head_dim" in values or values["model_type"] != "qwen3"):
+    has_sizes = all(type(values.get(key)) is int and values[key] > 0 for key in SIZES)
+    has_heads = "head_dim" in values or values.get("model_type") != "qwen3"  # Qwen 3's default is not H / heads
+    if values.get("model_type") in TYPES and has_sizes and has_heads and type(values.get(TIED)) is bool:
         return values
     return values_of(load_config(name))
 
@@ -128,7 +130,7 @@ def config_values(name: str) -> dict[str, Any]:
 def values_of(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the values of a language model's config, with the usual names: GPT-2 calls them n_layer and so on."""
     text = config.get_text_config()
-    return {**text.to_dict(), **{key: getattr(text, key) for key in KEYS if hasattr(text, key)}}
+    return {**text.to_dict(), **{key: getattr(text, key) for key in (*SIZES, TIED) if hasattr(text, key)}}
 
 
 def context_problems(

@@ -146,6 +146,11 @@ def distinct_names(names: Sequence[str]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name}_{i + 1}" for i, name in enumerate(names)]
 
 
+def weighted_sum(names: Sequence[str], weights: Sequence[float]) -> str:
+    """Return the sum that training uses as text, such as "1 x reward_model + 0.1 x length_penalty"."""
+    return " + ".join(f"{weight:g} x {name}" for weight, name in zip(weights, names, strict=True))
+
+
 # --- dataset columns -------------------------------------------------------------------------------------------------
 
 

@@ -42,12 +42,10 @@ class RewardSources:
     weights: Sequence[float] | None = None  # the reward model's first, if there is one; None: all 1
 
     def __str__(self) -> str:
-        """The weighted sum, such as "1 x reward_model + 0.1 x length_penalty"."""
-        from rlhf.rewards.arguments import distinct_names, name_of
+        from rlhf.rewards.arguments import distinct_names, name_of, weighted_sum  # imports torch
 
         names = ["reward_model"] * (self.folder is not None) + [name_of(rule) for rule in self.rules]
-        weights = self.weights if self.weights is not None else [1.0] * len(names)
-        return " + ".join(f"{w:g} x {name}" for w, name in zip(weights, distinct_names(names), strict=True))
+        return weighted_sum(distinct_names(names), self.weights if self.weights is not None else [1.0] * len(names))
 
 
 def find_rewards(config: Config) -> RewardSources:

@@ -21,6 +21,7 @@ from rlhf.rewards.arguments import (
     per_call,
     per_completion,
     required_columns,
+    weighted_sum,
 )
 from rlhf.rewards.call import call_function
 from rlhf.rewards.functions import LearnedReward, ModuleReward, RewardFunction
@@ -73,7 +74,7 @@ class Rewards:
         self.trainer_state = TrainerState(global_step=1, max_steps=1)  # a training run replaces it by its own state
 
     def __str__(self) -> str:
-        return " + ".join(f"{w:g} x {name}" for w, name in zip(self.weights, self.names, strict=True))
+        return weighted_sum(self.names, self.weights)
 
     @property
     def learned(self) -> tuple[RewardModel, float] | None:

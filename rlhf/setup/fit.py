@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from transformers.utils import is_bitsandbytes_available
 
 from rlhf.checkpoints.model_folder import ALL_LINEAR, linear_modules, missing_targets
+from rlhf.checkpoints.run_record import flat_settings
 from rlhf.data.prompts import Prompt
 from rlhf.models.budget import budget_of
-from rlhf.models.device import memory_in_use, reset_peak_memory
 from rlhf.models.logprobs import base_of
 from rlhf.settings.fields import replaced, to_dict
 from rlhf.settings.training import FITTED, Config
@@ -33,8 +34,6 @@ FEWEST_SLOTS = 8
 def estimator(inputs: RunInputs, updates: int, device: torch.device) -> Estimator:
     """Return the estimator of the memory of a run with these inputs."""
     judge = inputs.rewards.folder
-    if device.type == "cpu":
-        reset_peak_memory(device)  # earlier work of this process, such as another seed's run, is over
     return Estimator(
         policy=shape_of(inputs.start.folder),
         reward_model=shape_of(judge) if judge is not None else None,
@@ -42,7 +41,7 @@ def estimator(inputs: RunInputs, updates: int, device: torch.device) -> Estimato
         train=inputs.prompts.train,
         evaluation=[len(prompt.ids) for prompt in inputs.prompts.evaluation],
         updates=updates,
-        libraries=0 if device.type == "cuda" else max(IMPORTED, memory_in_use(device)),
+        libraries=0 if device.type == "cuda" else max(IMPORTED, psutil.Process().memory_info().rss),
     )
 
 
@@ -159,8 +158,7 @@ def _show(config: Config, chosen: Config, estimate: Estimator, adapters: str, sc
 
 
 def _changes(config: Config, chosen: Config) -> dict[str, Any]:
-    before, after = ({n: v for group in to_dict(c).values() if isinstance(group, dict) for n, v in group.items()}
-                     for c in (config, chosen))  # fmt: skip
+    before, after = flat_settings(to_dict(config)), flat_settings(to_dict(chosen))
     return {name: after[name] for name in reversed(FITTED) if before[name] != after[name]}
 
 

@@ -119,8 +119,8 @@ def weights_of(model: str) -> Tensors:
     """Return the weights in the safetensors files of a folder or of a model on the hub, from the files' headers.
     Raises UserError if a folder has none.
 
-    Left out is what a model does not train: a copy of tied embeddings (Qwen 3), and buffers that older files contain
-    (attention masks of GPT-2, frequencies of Llama 2).
+    Files also contain tensors that are no weights of their own and are not returned: a copy of tied embeddings (Qwen
+    3), attention masks (GPT-2) and frequencies (Llama 2).
     """
     tensors = tensors_of(Path(model)) if Path(model).is_dir() else _tensors_of_hub_model(model)
     tied = config_values(model).get("tie_word_embeddings") and any("embed_tokens" in name for name in tensors)

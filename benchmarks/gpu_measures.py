@@ -1,11 +1,10 @@
-"""Sections of `benchmarks/on_gpu.py` that call the library: self-test, decoding, updates, memory, epochs."""
+"""Sections of `benchmarks/on_gpu.py` that call the library: self-test, decoding, memory, epochs."""
 
 from __future__ import annotations
 
 import time
 import warnings
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -13,10 +12,8 @@ from statistics import median
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.against_trl import alternate
-from benchmarks.epoch import summarize_epoch
 from benchmarks.gpu_section import OUT_OF_TIME, OutOfTime, Section
-from benchmarks.machine import busy, gib, seconds
+from benchmarks.machine import gib, seconds
 from benchmarks.work import (
     EOS,
     PAD,
@@ -33,19 +30,15 @@ from rlhf.models.device import autocast
 from rlhf.rollout.engine import sample_completions
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.settings.training import SamplingSettings
-from rlhf.utils.console import Screen
 from rlhf.utils.errors import RLHFWarning
 
 ENGINES = ("plain", "slots", "graph")
 SLOTS = (64, 128, 256, 512, 1024)
 REPEATS = 3  # measurements of each decoding, if there is time
 EPOCH = 10_000  # prompts per epoch
-PRECISION = {"no": "float32", "bf16": "bfloat16"}  # accelerate's name of the precision -> dtype of the forward pass
 RECORD_EVERY = 5  # updates of a whole epoch
-UPDATES = 10  # measured updates for an extrapolated epoch
 # work per update; TRL's GRPO has no minibatches
 UPDATE = {"ppo": {"batch_size": 8, "minibatches": 2}, "grpo": {"batch_size": 4, "K": 6}}
-ALONE = {"rloo": {"batch_size": 4, "K": 6}}  # benchmarks/stock.py has no stock trainer for these
 LENGTHS = {"smollm2": {"prompt_length": 128, "reply_length": 64}, "tiny": {"prompt_length": 16, "reply_length": 16}}
 _GROUPS = {"batch_size": 16, "minibatches": 4, "K": 6}
 WHOLE_EPOCH = {"ppo": {"batch_size": 64, "minibatches": 16}, "grpo": _GROUPS, "rloo": _GROUPS}
@@ -166,109 +159,6 @@ def decode(section: Section, name: str, policy: LlamaForCausalLM, work: Work, sl
     section.figure(name, median(rates), "tokens/s", note, all=rates)
 
 
-# --- an update against stock TRL -------------------------------------------------------------------------------------
-
-
-def update(section: Section) -> None:
-    """Alternate updates of this project and of stock TRL: PPO, then GRPO. Then updates of RLOO alone. All workers
-    import at the same time."""
-    works = {
-        algorithm: work_for(section, algorithm=algorithm, updates=1 + UPDATES, **more)
-        for algorithm, more in UPDATE.items()
-    }
-    with ExitStack() as stack:
-        workers = {}
-        for algorithm, work in works.items():
-            work_file = work.write(section.folder(f"workers/{algorithm}") / "work.json")
-            workers[algorithm] = [stack.enter_context(Worker(name, work_file)) for name in ("ours", "stock")]
-        alone = {a: work_for(section, algorithm=a, updates=1 + UPDATES, **more) for a, more in ALONE.items()}
-        for algorithm, work in alone.items():
-            work_file = work.write(section.folder(f"workers/{algorithm}") / "work.json")
-            workers[algorithm] = [stack.enter_context(Worker("ours", work_file))]
-        make_shared_models(works["ppo"])  # while the workers import
-        for algorithm, work in alone.items():
-            name = f"{algorithm.upper()}, one update"
-            section.attempt(name, partial(updates_alone, section, work, workers[algorithm][0]))
-        for number, (algorithm, work) in enumerate(works.items()):
-            until = time.monotonic() + section.left / (len(works) - number)
-            name = f"{algorithm.upper()}, one update"
-            section.attempt(name, partial(alternate_until, section, work, workers[algorithm], until))
-
-
-def updates_alone(section: Section, work: Work, worker: Worker) -> None:
-    """Measure a warm-up and three updates of this project."""
-    worker.go()
-    worker.go()
-    spent = [worker.go()["seconds"] for _ in range(REPEATS)]
-    worker.process.kill()  # the next algorithm needs its memory
-    worker.process.wait()
-    note = f"median of {REPEATS}; {work.episodes} episodes, {work.ppo_epochs * work.minibatches} optimizer steps"
-    section.figure(f"{work.algorithm.upper()}, one update, ours", median(spent), "s", note, all=spent)
-
-
-def alternate_until(section: Section, work: Work, workers: list[Worker], until: float) -> None:
-    """Measure a warm-up and `UPDATES` pairs of updates. Stop earlier when the clock reaches `until`."""
-    timings: list[dict[str, dict]] = []
-    try:
-        facts = {worker.name: worker.go() for worker in workers}
-        facts["ours"]["machine"]["busy_before_percent"] = busy()
-        for pair in alternate(workers, work.updates, Screen()):
-            timings.append(pair)
-            if len(timings) > 1:
-                record_pairs(section, replace(work, updates=len(timings)), facts, timings)
-            if time.monotonic() + sum(update["seconds"] for update in pair.values()) > until:
-                break
-    finally:
-        for worker in workers:  # the next algorithm needs their memory
-            worker.process.kill()
-            worker.process.wait()
-    if len(timings) < 2:
-        raise OutOfTime
-
-
-def record_pairs(section: Section, work: Work, facts: dict[str, dict], timings: list[dict[str, dict]]) -> None:
-    found, title = summarize_epoch(work, EPOCH, facts, timings), work.algorithm.upper()
-    episodes = f"{work.episodes} episodes, {work.ppo_epochs * work.minibatches} optimizer steps"
-    names = {"ours": "ours", "stock": "stock TRL"}
-    kind = "CUDA tensors" if section.on_gpu else "process"
-    for name, figures in found["sides"].items():
-        spread, forward = figures["seconds_per_update"], PRECISION[found["mixed_precision"][name]]
-        section.figure(
-            f"{title}, one update, {names[name]}", spread["median"], "s",
-            f"median of {len(timings) - 1}, {spread['lowest']:.3g} to {spread['highest']:.3g}; {episodes}; {forward}; "
-            f"peak memory {gib(figures['memory']['peak'])} ({kind})",
-            all=spread["pairs"],
-        )  # fmt: skip
-        section.figure(
-            f"{title}, one epoch of {EPOCH:,} prompts, {names[name]}", figures["minutes_per_epoch"]["median"], "min",
-            f"extrapolated from {len(timings) - 1} of {found['updates']['of_the_epoch']:,} updates",
-        )  # fmt: skip
-    ratio = found["ratio"]
-    section.figure(
-        f"{title}, stock TRL's time / ours", ratio["median"], "",
-        f"{ratio['lowest']:.3g} to {ratio['highest']:.3g} in {len(timings) - 1} pairs", all=ratio["pairs"],
-    )  # fmt: skip
-
-
-# --- operators -------------------------------------------------------------------------------------------------------
-
-
-def operators(section: Section) -> None:
-    """Count the operators of each part of an update. At this size a GPU waits for their launches."""
-    for algorithm, more in {**UPDATE, **ALONE}.items():
-        section.attempt(algorithm.upper(), partial(operators_of, section, algorithm, more))
-
-
-def operators_of(section: Section, algorithm: str, more: dict) -> None:
-    from benchmarks.operators import count, summary
-
-    work = work_for(section, algorithm=algorithm, updates=2, **more)
-    make_shared_models(work)
-    for part, found in summary(count(work)).items():
-        name = f"{algorithm.upper()}, operators of a {part}"
-        section.figure(name, found["operator"], "", f"{found['view']:.0f} views in addition")
-
-
 # --- peak memory -----------------------------------------------------------------------------------------------------
 
 
@@ -333,5 +223,4 @@ def epoch_of(section: Section, algorithm: str, until: float) -> None:
         raise OutOfTime
 
 
-SECTIONS = {"self-test": self_test, "decoding": decoding, "update": update, "memory": memory,
-            "operators": operators, "epochs": epochs}  # fmt: skip
+SECTIONS = {"self-test": self_test, "decoding": decoding, "memory": memory, "epochs": epochs}

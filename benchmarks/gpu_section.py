@@ -107,9 +107,9 @@ def main() -> None:
     section = Section(plan, channel)
     choose_device(plan.device)
     quiet_libraries()
-    from benchmarks import gpu_measures, gpu_trainings
+    from benchmarks import gpu_measures, gpu_trainings, gpu_updates
 
-    sections = {**gpu_measures.SECTIONS, **gpu_trainings.SECTIONS}
+    sections = {**gpu_measures.SECTIONS, **gpu_updates.SECTIONS, **gpu_trainings.SECTIONS}
     section.machine()
     sections[plan.section](section)
 

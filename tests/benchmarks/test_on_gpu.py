@@ -96,7 +96,7 @@ def test_operators_fit_and_demo_parts_are_measured(tmp_path):
     found, _ = run_sections(tmp_path, "--only", "operators", "fit", "demo", "--minutes", "4")
     operators = found["operators"]["figures"]
     for algorithm in ("PPO", "GRPO", "RLOO"):
-        assert 50 < operators[f"{algorithm}, operators of a decoding step"]["value"] < 200
+        assert 50 < operators[f"{algorithm}, operators: decoding step"]["value"] < 200
     fit = found["fit"]["figures"]
     assert fit["--dry-run"]["value"] > 0 and fit["--fit 800MB"]["value"] <= 800 / 1024
     assert found["demo"]["figures"]["demo parts"]["value"] == "made"
@@ -160,9 +160,9 @@ def test_missing_gpu_is_an_error_before_any_output(tmp_path, monkeypatch):
 
 
 def test_every_section_of_a_plan_exists():
-    from benchmarks import gpu_measures, gpu_trainings
+    from benchmarks import gpu_measures, gpu_trainings, gpu_updates
 
-    known = {**gpu_measures.SECTIONS, **gpu_trainings.SECTIONS}
+    known = {**gpu_measures.SECTIONS, **gpu_updates.SECTIONS, **gpu_trainings.SECTIONS}
     assert set(known) == {*on_gpu.SHORT, *on_gpu.FULL, *on_gpu.REAL}
 
 

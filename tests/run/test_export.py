@@ -499,7 +499,7 @@ INVALID_SETTINGS = {
     "a repository for several seeds": (["--push-to-hub", "ada/mine", "--seeds", "1", "2"],
                                        r"several runs and one repository: --seeds, --push-to-hub ada/mine\. Push one"),
     "an adapter over a folder": (["--push-to-hub", "ada/mine", "--use-lora"],
-                                 r"nobody else could load this adapter, because its base model is a local folder: "
+                                 r"other users could not load this adapter, because its base model is a local folder: "
                                  r"--push-to-hub ada/mine, --actor-model .*\. Add --merge-lora"),
     "unknown weights": (["--export-from", "last"], r"export_from is last: --export-from\. Choices: final, best"),
 }  # fmt: skip
@@ -554,7 +554,7 @@ def test_run_json_records_what_came_from_the_hub(train, start_model, tmp_path, m
     assert read_run_json(run)["on_hub"] == []
     monkeypatch.chdir("/")
     with pytest.raises(
-        UserError, match="nobody else could load this adapter, because its base model is a local folder"
+        UserError, match="other users could not load this adapter, because its base model is a local folder"
     ):
         train_ppo.main(["--resume", "--push-to-hub", "ada/mine", "--output", str(run)])
     train_ppo.main(["--resume", "--output", str(run)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from rlhf.checkpoints.run_folder import BEST_FOLDER
 from rlhf.checkpoints.run_log import RunLog
 from rlhf.checkpoints.run_record import Best
 from rlhf.config import usual_config
+from rlhf.distributed.group import from_first, gather, on_first
+from rlhf.distributed.weights import require_equal_weights
 from rlhf.settings.next_commands import resume_command
 from rlhf.settings.training import Config
 from rlhf.trainer.loop import OnPolicyLoop
@@ -50,7 +53,7 @@ class BestCheckpoint(Callback):
         self.episodes.append(self.trainer.episodes)
         best, why = choose(self.candidates, run.best_rule, run.perplexity_gate)
         if best == len(self.candidates) - 1:
-            update_dir_atomically(Path(run.output) / BEST_FOLDER, self.trainer.save_model)
+            on_first(lambda: update_dir_atomically(Path(run.output) / BEST_FOLDER, self.trainer.save_model))
         self.log.add(
             best=Best(
                 update=self.candidates[best].update,
@@ -90,7 +93,11 @@ class Checkpoints(Callback):
 
     def on_update_done(self, update):
         self.log.check_place()
-        last, by, skipped = update == self.trainer.updates, self.stop.by, self.trainer.progress.skipped_in_a_row > 0
+        last, by, skipped = (
+            update == self.trainer.updates,
+            self.stopped_by(),
+            self.trainer.progress.skipped_in_a_row > 0,
+        )
         if last and skipped:
             self.screen.say(
                 f"warning: the last update ({update}) was skipped. The weights are finite, so they are saved"
@@ -107,13 +114,22 @@ class Checkpoints(Callback):
                 by, f"stopped after update {update} of {self.trainer.updates}. {saved}. {self.resume_hint()}"
             )
 
+    def stopped_by(self) -> signal.Signals | None:
+        """Return the first stop signal that a process has received; None: none has."""
+        return next((by for by in gather(self.stop.by) if by is not None), None)
+
     def newest_checkpoint(self) -> str:
         """Return in words which checkpoint --resume would use."""
         newest = find_checkpoints(self.folder, self.log.record.id).newest
         return "there is no checkpoint yet" if newest is None else f"the newest checkpoint is {newest.name}"
 
     def save(self, update: int) -> None:
-        """Save a checkpoint. Raises RunError if writing fails."""
+        """Save a checkpoint. Raises RunError if writing fails, or if the processes have different weights."""
+        require_equal_weights(self.trainer.model, update)
+        on_first(lambda: self.write(update))
+
+    def write(self, update: int) -> None:
+        """Write the files of a checkpoint. Raises RunError if this fails."""
         run, keep = self.log.record.id, self.config.run.keep
         try:
             write_checkpoint(self.folder, run, update, keep, self.fill)
@@ -139,7 +155,7 @@ class Checkpoints(Callback):
         """
         if by_score:
             return f"Fix the reward function, then {self.resume_hint()[0].lower()}{self.resume_hint()[1:]}"
-        names = set_aside(self.folder, self.log.record.id, self.trainer.progress.proved)
+        names = from_first(lambda: set_aside(self.folder, self.log.record.id, self.trainer.progress.proved))
         aside = ""
         if names:
             aside = (

@@ -9,6 +9,7 @@ from rlhf.algorithms.kl_control import RUNAWAY, KLController
 from rlhf.callbacks.base import Callback
 from rlhf.checkpoints.manifest import find_checkpoints
 from rlhf.checkpoints.run_log import RunLog
+from rlhf.distributed.group import agree, from_first
 from rlhf.settings.training import MAX_CONSECUTIVE_SKIPS, Config
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.trainer.state import load_weights
@@ -70,7 +71,7 @@ class KLGuard(Callback):
     def roll_back(self, update: int) -> None:
         """Load the weights of the newest valid checkpoint from before the KL ran away."""
         runaway_update, self.in_a_row = update - self.in_a_row, 0
-        found = find_checkpoints(Path(self.config.run.output), self.log.record.id)
+        found = from_first(lambda: find_checkpoints(Path(self.config.run.output), self.log.record.id))
         # An update's KL is that of the weights at its start, so the weights after `runaway_update` had run away.
         before = [number for number in found.valid if number < runaway_update]
         if not before:
@@ -79,7 +80,7 @@ class KLGuard(Callback):
                 "--rollback-on-kl"
             )
             return
-        load_weights(self.trainer, found.valid[max(before)])
+        agree(lambda: load_weights(self.trainer, found.valid[max(before)]))
         self.screen.say(
             f"rolled back to the weights after update {max(before)}, because the KL was too high with the weights "
             f"after update {runaway_update}"

@@ -82,3 +82,21 @@ class RunLog:
             with contextlib.suppress(OSError):  # the disk may be full: report the error that ended the run instead
                 self.add(status=status, ended=now(), reason=f"{kind.__name__}: {error}")
         self._lock.close()
+
+
+class FollowingLog(RunLog):
+    """The record of a run in a process that does not write it: all but the first one."""
+
+    def __init__(self, folder: Path, record: RunRecord):
+        self.folder, self.record = folder, record
+        self.started_at, self.seconds_before = time.monotonic(), 0.0
+
+    def add(self, **facts: Any) -> None:
+        """Set fields of the record."""
+        self.record = replace(self.record, **facts)
+
+    def check_place(self) -> None:
+        """Do nothing: the folder may be on another machine."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Do nothing: the first process writes how the run ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
@@ -30,13 +31,65 @@ def with_value_head(policy: PreTrainedModel | PeftModel) -> AutoModelForCausalLM
     )
 
 
-def set_adapter_dropout(policy: nn.Module, share: float) -> None:
-    """Set the dropout probability of all LoRA adapters. TRL's __init__ has set every dropout of the policy to 0."""
-    for module in policy.modules():
-        if isinstance(module, LoraLayer):
-            for dropout in module.lora_dropout.values():
-                if isinstance(dropout, nn.Dropout):  # peft uses nn.Identity if the probability is 0
-                    dropout.p = share
+class DropoutKeys:
+    """What the dropout masks of a forward pass depend on: a seed for each optimizer step, and the tokens."""
+
+    def __init__(self):
+        self.seed, self.active = 0, False
+        self.tokens: Tensor | None = None  # (N,) int32, a hash of each input token's number and the seed
+
+    def set_tokens(self, micro_batch: MicroBatch) -> None:
+        """Set the tokens of the next forward pass. They also serve its recomputation by gradient checkpointing."""
+        numbers = micro_batch.token_numbers().astype(np.uint64) + np.uint64(self.seed)
+        self.tokens = torch.from_numpy(_mixed(numbers).view(np.int32)).to(micro_batch.tokens.device)
+
+
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    """Return a hash (uint32) of each number (uint64). Source: splitmix64, Steele et al. 2014."""
+    x = numbers * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x >> np.uint64(32)).astype(np.uint32)
+
+
+class TokenDropout(nn.Dropout):
+    """Dropout whose mask depends on the seed, the layer, the token and the feature, but not on the micro-batch.
+
+    The number of processes and the micro-batch size therefore do not change it.
+    """
+
+    def __init__(self, share: float, layer: int, keys: DropoutKeys):
+        super().__init__(share)
+        self.layer, self.keys, self._features = layer, keys, torch.empty(0, dtype=torch.int32)
+
+    def features(self, count: int, device: torch.device) -> Tensor:
+        """Return a hash of each feature of this layer, (count,) int32."""
+        if self._features.shape[0] != count or self._features.device != device:
+            numbers = np.arange(count, dtype=np.uint64) + np.uint64(self.layer * 2**32 + 2**63)
+            self._features = torch.from_numpy(_mixed(numbers).view(np.int32)).to(device)
+        return self._features
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training or self.p == 0 or self.keys.tokens is None:
+            return super().forward(inputs)
+        bits = self.keys.tokens.view(*inputs.shape[:-1], 1) ^ self.features(inputs.shape[-1], inputs.device)
+        # the finalizer of MurmurHash3 (Appleby): every bit of the result depends on every bit of the input
+        bits.bitwise_xor_((bits >> 16) & 0xFFFF).mul_(-2048144789)
+        bits.bitwise_xor_((bits >> 13) & 0x7FFFF).mul_(-1028477387)
+        bits.bitwise_xor_((bits >> 16) & 0xFFFF)
+        kept = bits >= int(self.p * 2**32) - 2**31
+        return inputs * kept.to(inputs.dtype).div_(1 - self.p)
+
+
+def set_adapter_dropout(actor: nn.Module, share: float, keys: DropoutKeys) -> None:
+    """Set the dropout probability of all LoRA adapters, and let their masks depend on `keys`. TRL's __init__ has set
+    every dropout of the policy to 0."""
+    adapters = [module for module in actor.modules() if isinstance(module, LoraLayer)]
+    for layer, module in enumerate(adapters):
+        for name, dropout in module.lora_dropout.items():
+            if isinstance(dropout, nn.Dropout):  # peft uses nn.Identity if the probability is 0
+                module.lora_dropout[name] = TokenDropout(share, layer, keys).train(dropout.training)
+                keys.active = share > 0
 
 
 class Actor(nn.Module):
@@ -44,7 +97,7 @@ class Actor(nn.Module):
 
     def __init__(self, policy: PreTrainedModel | PeftModel):
         super().__init__()
-        self.policy = policy
+        self.policy, self.dropout = policy, DropoutKeys()
 
     @property
     def config(self):
@@ -68,6 +121,8 @@ class Actor(nn.Module):
 
     def forward_backbone(self, micro_batch: MicroBatch) -> Tensor:
         """Returns the hidden states from which a micro-batch's M completion tokens are predicted, (M, H)."""
+        if self.dropout.active and self.policy.training:
+            self.dropout.set_tokens(micro_batch)
         return micro_batch.forward(backbone_of(self.policy))
 
     def forward_heads(

@@ -10,6 +10,7 @@ import psutil
 import torch
 from accelerate import PartialState
 
+from rlhf.distributed.join import TIMEOUT_S, join
 from rlhf.models.determinism import call_vector_functions_once, use_deterministic_algorithms
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
@@ -54,12 +55,13 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abst
     return torch.autocast(device.type, dtype=dtype) if dtype is not None else contextlib.nullcontext()
 
 
-def start_device(screen: Screen, deterministic: bool = False) -> torch.device:
+def start_device(screen: Screen, deterministic: bool = False, timeout_s: float = TIMEOUT_S) -> torch.device:
     """Returns the device that accelerate selects. Enables deterministic algorithms if `deterministic`.
 
-    Prints one line if the machine has an NVIDIA GPU that the installed torch cannot use. Raises UserError if a
-    launcher started several processes.
+    Prints one line if the machine has an NVIDIA GPU that the installed torch cannot use. If a launcher started several
+    processes, connects them, with `timeout_s` as in `join`; raises UserError as it does.
     """
+    join(timeout_s)
     call_vector_functions_once()
     if deterministic:
         use_deterministic_algorithms()
@@ -67,11 +69,6 @@ def start_device(screen: Screen, deterministic: bool = False) -> torch.device:
     if hint:
         screen.say(hint)
     state = PartialState()
-    if state.num_processes > 1:
-        raise UserError(
-            f"multi-process training is not supported: the launcher started {state.num_processes} processes. "
-            "Start the command with python, without a launcher"
-        )
     cap_gpu_memory()
     return state.device
 

@@ -49,13 +49,27 @@ class MicroBatch(ABC):
 
     def __init__(self, episodes: TokenBatch, rows: Sequence[int]):
         device, width = episodes.completion_ids.device, episodes.completion_ids.shape[1]
-        self.rows = list(rows)
+        self.episodes, self.rows = episodes, list(rows)
         self.lengths = [episodes.completion_lengths[r] for r in self.rows]
         flat_index = [r * width + np.arange(n) for r, n in zip(self.rows, self.lengths, strict=True)]
         self.flat_index = on_device(device, np.concatenate(flat_index))  # (M,) index of completion tokens in (B * T,)
         self.row_index = on_device(device, np.array(self.rows))
         self.tokens = episodes.completion_ids.flatten().index_select(0, self.flat_index)  # (M,)
         self.mask = episodes.mask.index_select(0, self.row_index)  # (R, T)
+
+    @property
+    @abstractmethod
+    def places(self) -> np.ndarray:
+        """The index of each input token in the padded ids, (B * (C + T),)."""
+
+    def token_numbers(self) -> np.ndarray:
+        """Returns a number for each input token, which depends on its completion, or its prompt, and its position, but
+        not on the micro-batch."""
+        episodes, context = self.episodes, self.episodes.prompt_ids.shape[1]
+        row, column = np.divmod(self.places, context + episodes.completion_ids.shape[1])
+        position = column - context + np.array(episodes.prompt_lengths)[row]
+        owner = np.where(column < context, np.array(episodes.groups)[row], len(episodes.groups) + row)
+        return owner * 2**32 + position
 
     @abstractmethod
     def forward(self, backbone: nn.Module) -> Tensor:
@@ -69,6 +83,11 @@ class PaddedMicroBatch(MicroBatch):
         super().__init__(episodes, rows)
         self.ids = episodes.ids.index_select(0, self.row_index)
         self.attention = episodes.attention.index_select(0, self.row_index)
+
+    @property
+    def places(self) -> np.ndarray:
+        width = self.ids.shape[1]
+        return (np.array(self.rows)[:, None] * width + np.arange(width)).ravel()
 
     def forward(self, backbone: nn.Module) -> Tensor:
         positions = (self.attention.long().cumsum(1) - 1).clamp(min=0)
@@ -87,10 +106,15 @@ class PackedMicroBatch(MicroBatch):
         device = episodes.completion_ids.device
         plan = _plan(episodes, self.rows, self.lengths)
         both = episodes.ids
+        self._places = plan.flat_index
         self.ids = both.flatten().index_select(0, on_device(device, plan.flat_index)).unsqueeze(0)  # (1, N)
         self.positions = on_device(device, plan.positions).unsqueeze(0)
         self.predictors = on_device(device, plan.predictors)
         self.layout = plan.layout(device)
+
+    @property
+    def places(self) -> np.ndarray:
+        return self._places
 
     def forward(self, backbone: nn.Module) -> Tensor:
         return run_packed(backbone, self.ids, self.positions, self.layout).index_select(0, self.predictors)

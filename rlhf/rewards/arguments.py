@@ -16,6 +16,7 @@ from torch import nn
 
 from rlhf.data.examples import Example
 from rlhf.data.prompts import Prompt
+from rlhf.distributed.shares import merge_rows
 from rlhf.utils.errors import raise_if
 from rlhf.utils.files import json_ready
 
@@ -69,6 +70,17 @@ class RewardLog:
             raise ValueError("log_metric() needs a name")
         if math.isfinite(value):
             self.values.setdefault(str(name), []).append(float(value))
+
+    def join(self, parts: Sequence[tuple[Sequence[int], RewardLog]]) -> None:
+        """Store what functions logged for parts of the completions, each with its rows: a column has None for parts
+        that did not log it, and a metric is the mean of the parts' metrics, weighted by their completions."""
+        for name in dict.fromkeys(name for _, part in parts for name in part.extra):
+            found = [(rows, part.extra[name]) for rows, part in parts if name in part.extra]
+            self.extra[name] = merge_rows(found, self.completions)
+        for name in dict.fromkeys(name for _, part in parts for name in part.values):
+            known = [part for _, part in parts if name in part.values]
+            weights = [part.completions for part in known]
+            self.values[name] = [fmean((part.metrics[name] for part in known), weights)]
 
     @property
     def metrics(self) -> dict[str, float]:

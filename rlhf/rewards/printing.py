@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlhf.utils.errors import RLHFWarning
+from rlhf.utils.processes import is_first, rank
 
 PRINTED_FILE = "reward_output.txt"
+
+
+def printed_file(folder: Path) -> Path:
+    """Return the file in a run folder for what the reward functions of this process print."""
+    return folder / (PRINTED_FILE if is_first() else f"reward_output_process{rank()}.txt")
 
 
 class _ThreadRedirect:

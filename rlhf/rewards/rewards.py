@@ -10,6 +10,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf.data.prompts import Prompt
+from rlhf.distributed.group import agree, gather
+from rlhf.distributed.shares import by_group, merge_rows
 from rlhf.rewards.arguments import (
     PER_CALL,
     PER_COMPLETION,
@@ -27,6 +29,7 @@ from rlhf.rewards.call import call_function
 from rlhf.rewards.functions import LearnedReward, ModuleReward, RewardFunction
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.utils.errors import UserError
+from rlhf.utils.processes import rank, size
 
 
 @dataclass(frozen=True)
@@ -116,10 +119,31 @@ class Rewards:
     ) -> dict[str, list[float | None]]:
         """Return each function's scores before the weights. Raises like `score`; without BadScore if not `finite`.
 
-        `log` receives what the functions log; None: it is ignored.
+        Each process calls the functions with its share of the prompts, and with all completions of a prompt if there
+        are as many prompts as processes. `log` receives what the functions log; None: it is ignored.
         """
-        log = RewardLog(len(texts)) if log is None else log
-        columns, names = self.columns_of(prompts), zip(self.functions, self.names, self.limits_s, strict=True)
+        rows = by_group([prompt.ids for prompt in prompts], size())[rank()]
+        own = RewardLog(len(rows))
+        given = [[values[row] for row in rows] for values in (prompts, texts, ids, ended)]
+        found = agree(lambda: self._call_functions(*given, self.columns_of(prompts), finite, own) if rows else {})
+        parts = gather((rows, found, own))
+        if log is not None:
+            log.join([(part_rows, part_log) for part_rows, _, part_log in parts])
+        by_name = {name: [(part_rows, part[name]) for part_rows, part, _ in parts if part] for name in self.names}
+        return {name: merge_rows(entries, len(texts)) for name, entries in by_name.items()}
+
+    def _call_functions(
+        self,
+        prompts: Sequence[Prompt],
+        texts: Sequence[str],
+        ids: Sequence[Sequence[int]],
+        ended: Sequence[bool],
+        columns: Sequence[str],
+        finite: bool,
+        log: RewardLog,
+    ) -> dict[str, list[float | None]]:
+        """Call each function with completions of this process. The arguments are those of `scores_by_function`."""
+        names = zip(self.functions, self.names, self.limits_s, strict=True)
         rows = {
             always: per_completion(prompts, texts, ids, ended, columns, always)
             for always in {is_of_trl(function) for function in self.functions}

@@ -115,6 +115,11 @@ class Completions(TokenBatch):
         )
 
     @property
+    def token_counts(self) -> list[int]:
+        """Number of prompt and completion tokens of each row."""
+        return [p + c for p, c in zip(self.prompt_lengths, self.completion_lengths, strict=True)]
+
+    @property
     def lengths(self) -> Tensor:
         """Number of completion tokens, EOS included, (B,)."""
         return self.mask.sum(1)

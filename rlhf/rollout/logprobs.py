@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,10 +21,11 @@ def compute_logprobs_and_values(
     reference: Reference,
     completions: Completions,
     temperature: float,
-    rows: int = 0,
+    max_rows: int = 0,
     packed: bool = True,
     cached_forward: ForwardPass | None = None,
-    tokens: int | None = None,
+    max_tokens: int | None = None,
+    rows: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Computes log-probs and reference log-probs (nats) and values of sampled completions, each (B, T).
 
@@ -33,15 +36,17 @@ def compute_logprobs_and_values(
         reference: the frozen reference.
         completions: the sampled completions.
         temperature: sampling temperature.
-        rows: largest number of completions in a forward pass; 0: no limit.
+        max_rows: largest number of completions in a forward pass; 0: no limit.
         packed: pack the completions, if the architecture supports it.
-        cached_forward: a forward pass over all completions, whose hidden states are used instead of a new pass.
-        tokens: largest number of tokens in a forward pass; None: the default of the device.
+        cached_forward: a forward pass over all `rows`, whose hidden states are used instead of a new pass.
+        max_tokens: largest number of tokens in a forward pass; None: the default of the device.
+        rows: the completions to compute; None: all. The results of the others are 0.
     """
     whole, packed = completions.mask, packed and packable(base_of(actor.policy))
-    tokens = tokens or budget_of(whole.device).tokens_per_micro_batch
+    max_tokens = max_tokens or budget_of(whole.device).tokens_per_micro_batch
+    rows = range(len(whole)) if rows is None else rows
     parts, order = [], []
-    for part in completions.split(range(len(whole)), rows, tokens, packed):
+    for part in completions.split(rows, max_rows, max_tokens, packed):
         micro_batch = cached_forward[0] if cached_forward is not None else completions.micro_batch(part, packed)
         hidden = cached_forward[1].detach() if cached_forward is not None else actor.forward_backbone(micro_batch)
         allowed = completions.allowed_mask(micro_batch)
@@ -50,7 +55,11 @@ def compute_logprobs_and_values(
         )
         parts.append((logprobs, reference.logprobs(micro_batch, temperature, allowed), values))
         order += part
-    inverse_index = torch.tensor(order, device=whole.device).argsort()
+    index = torch.tensor(order, device=whole.device)
     logprobs, ref_logprobs, values = zip(*parts, strict=True)
-    critic = None if values[0] is None else torch.cat(values)[inverse_index]
-    return torch.cat(logprobs)[inverse_index], torch.cat(ref_logprobs)[inverse_index], critic
+
+    def in_rows(found: Sequence[Tensor]) -> Tensor:
+        together = torch.cat(found)
+        return together.new_zeros(whole.shape).index_copy_(0, index, together)
+
+    return in_rows(logprobs), in_rows(ref_logprobs), None if values[0] is None else in_rows(values)

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.config import parse_cli
+from rlhf.distributed.join import leave_others, use_own_gpu
 from rlhf.settings.recipes import DEMOS
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
 from rlhf.utils.imports import import_libraries
+from rlhf.utils.processes import size
 from rlhf.utils.requirements import check_libraries
 
 if TYPE_CHECKING:
@@ -28,6 +30,9 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
     """
     config = parse_cli(argv, algorithm, user_file)
     quiet_imports()
+    if size() > 1 and looks_only(config) and leave_others():
+        return None
+    use_own_gpu()
     screen = Screen()
     screen.say(f"{algorithm.upper()}: checking the settings and inputs")
     if config.run.replay is not None:
@@ -45,10 +50,18 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
         from rlhf.run.dry_run import dry_run as one_run
     else:
         import_libraries(screen)
+        from rlhf.distributed.join import join
         from rlhf.run.train import train as one_run
+
+        join(config.run.ddp_timeout)
     from rlhf.run.seeds import for_each_seed
 
     for_each_seed(partial(one_run, selection=selection), config, screen)
+
+
+def looks_only(config: Config) -> bool:
+    """Return True for a command that trains nothing, so that one process is enough."""
+    return config.run.only_looks or config.run.replay is not None
 
 
 def check_before_imports(config: Config, screen: Screen) -> Selection | None:

@@ -65,9 +65,9 @@ def replay(trainer: OnPolicyLoop, incident: Incident) -> list[tuple[str, str]]:
     batch = batch_of(trainer, incident, rollout, scores)
     trainer.model.train()
     update, found = incident.facts["update"], incident.facts["rows"]
-    with trainer.learner.dropout_stream(update):
-        for rows in [found] if found else trainer.learner.minibatches(update, 0):
-            lines += gradients_again(trainer, batch, rows)
+    for step, rows in enumerate([found] if found else trainer.learner.minibatches(update, 0)):
+        trainer.learner.seed_dropout(update, step)
+        lines += gradients_again(trainer, batch, rows)
     return lines
 
 

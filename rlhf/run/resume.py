@@ -23,6 +23,7 @@ from rlhf.trainer.state import load_trainer_state
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import hardlink_dir, update_dir_atomically
+from rlhf.utils.processes import is_first
 
 
 def prepare_resume(config: Config, screen: Screen) -> Config | None:
@@ -89,7 +90,8 @@ def resume_run(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Scree
                 f"the run already has {trainer.state.global_step} updates, more than the {planned} requested: "
                 "--resume. Use a larger number"
             )
-        restore_best(Path(config.run.output), newest)
+        if is_first():
+            restore_best(Path(config.run.output), newest)
         run = dataclasses.replace(config.run, resume=False, resume_anyway=False)
         settings = to_dict(dataclasses.replace(config, run=run))
         log.add(settings=settings, plan=budget(config, planned))  # --resume-anyway may have changed them

@@ -13,6 +13,7 @@ import torch
 from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_folder import read_status, seed_folder
 from rlhf.checkpoints.run_record import RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, differences
+from rlhf.distributed.group import from_first
 from rlhf.run.resume_checks import fitted_as
 from rlhf.settings.fields import to_dict
 from rlhf.settings.next_commands import code_words, resume_command
@@ -21,6 +22,7 @@ from rlhf.setup.inputs import check_run_folder
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
+from rlhf.utils.processes import is_first
 from rlhf.utils.signals import TrainingInterrupted
 from rlhf.utils.system import command
 
@@ -45,19 +47,15 @@ SHOWN = {
 def for_each_seed(train: Callable[[Config, Screen], None], config: Config, screen: Screen) -> None:
     """Call `train` with the configuration, or if it has `seeds` once per seed, each with a separate output folder."""
     if config.run.seeds is None:
-        config = resumed_config(config, screen)
+        config = from_first(lambda: resumed_config(config, screen))
         return None if config is None else train(config, screen)
-    configs = {seed: with_seed(config, seed) for seed in config.run.seeds}
-    finished = {seed: is_finished(one) for seed, one in configs.items()}
-    for seed, one in configs.items():
-        if not finished[seed]:
-            check_run_folder(one)  # report the problems of all folders before the first run
+    configs, finished = from_first(lambda: configs_of_seeds(config))
     for seed, one in configs.items():
         if finished[seed]:
             screen.say(f"seed {seed}: already finished in {one.run.output} (delete the folder to train it again)")
             continue
         screen.say(f"seed {seed}: output folder {one.run.output}")
-        resumed = resumed_config(one, screen)
+        resumed = from_first(lambda one=one: resumed_config(one, screen))
         if resumed is None:  # with --dry-run finished seeds come here, too
             continue
         try:
@@ -68,9 +66,20 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
         gc.collect()  # otherwise this run's models count in the next run's peak memory
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    if not config.run.only_looks:
+    if not config.run.only_looks and is_first():
         runs = {seed: RunRecord.require(Path(one.run.output), "--output") for seed, one in configs.items()}
         show_seeds(config, {seed: run.figures for seed, run in runs.items()}, screen)
+
+
+def configs_of_seeds(config: Config) -> tuple[dict[int, Config], dict[int, bool]]:
+    """Return the configuration of each seed's run, and whether it is finished. Raises UserError for a folder that
+    cannot be used."""
+    configs = {seed: with_seed(config, seed) for seed in config.run.seeds}
+    finished = {seed: is_finished(one) for seed, one in configs.items()}
+    for seed, one in configs.items():
+        if not finished[seed]:
+            check_run_folder(one)
+    return configs, finished
 
 
 def resumed_config(config: Config, screen: Screen) -> Config | None:

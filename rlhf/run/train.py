@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from rlhf.algorithms.kl_control import kl_controller, with_horizon
+import torch
+
+from rlhf.algorithms.kl_control import KLController, kl_controller, with_horizon
+from rlhf.callbacks.base import Callback
 from rlhf.callbacks.checkpointing import BestCheckpoint, Checkpoints
 from rlhf.callbacks.incidents import Incidents
 from rlhf.callbacks.kl import KLControl, KLGuard
@@ -13,14 +16,15 @@ from rlhf.callbacks.logging import ProgressLine, SameScores, TensorBoardLog
 from rlhf.callbacks.samples import Samples
 from rlhf.callbacks.token_recorder import TokenRecord
 from rlhf.checkpoints.run_folder import claim_output
-from rlhf.checkpoints.run_log import RunLog
-from rlhf.checkpoints.run_record import RunRecord
+from rlhf.checkpoints.run_log import FollowingLog, RunLog
+from rlhf.checkpoints.run_record import RunRecord, environment
 from rlhf.checkpoints.token_record import TOKENS_FOLDER
 from rlhf.data.prompts import Selection, fingerprint, topics_fingerprint
 from rlhf.data.sampler import planned_updates
+from rlhf.distributed.group import agree, copy_from_first, from_first, in_turn, on_first, require_equal
 from rlhf.models.device import start_device
 from rlhf.rewards.find import code_print
-from rlhf.rewards.printing import PRINTED_FILE
+from rlhf.rewards.printing import printed_file
 from rlhf.run.export import export_run
 from rlhf.run.resume import resume_run
 from rlhf.run.resume_checks import check_same_run
@@ -39,40 +43,68 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.files import files_print
 from rlhf.utils.hub import is_on_hub
+from rlhf.utils.processes import is_first, size
 from rlhf.utils.signals import GracefulStop
 
 
 def train(config: Config, screen: Screen, selection: Selection | None = None) -> None:
     """Train, save and summarize one run. With --check only check it, with --scan only print what can be learned.
     `selection` has the rows of the data, if they were read already."""
+    device = agree(lambda: start_device(screen, config.run.deterministic, config.run.ddp_timeout))
+    asked, components, pass_rates = agree(lambda: load_parts(config, screen, device, selection))
+    updates = planned_updates(asked, components.prompts.train)
+    config = with_horizon(asked, updates)
+    if config.run.check:
+        return check_run(config, components, screen)
+    if config.run.scan:
+        return scan_run(asked, components, screen)
+    agree(lambda: check_start(config, components))
+    with screen, start_run(config, components, updates, screen, pass_rates) as log, GracefulStop(screen.say) as stop:
+        trainer = agree(lambda: build_trainer(config, components))
+        attach_callbacks(trainer, config, log, screen, stop)
+        agree(lambda: resume_run(trainer, config, log, screen))
+        start_equal(trainer)
+        trainer.train()
+        on_first(lambda: finish(trainer, config, log, screen))
+    on_first(lambda: export_run(config, screen))
+
+
+def load_parts(
+    config: Config, screen: Screen, device: torch.device, selection: Selection | None
+) -> tuple[Config, Components, PassRates | None]:
+    """Load the parts of a run, and print its plan. Returns them with the configuration that --fit has completed, and
+    the pass rates of --keep-pass-rate. Raises UserError."""
     check_run_folder(config)
     check_export(config)
-    device = start_device(screen, config.run.deterministic)
-    prepare_demo_components(config, screen, device)
+    in_turn(lambda: prepare_demo_components(config, screen, device))
     inputs = load_inputs(config, screen, selection=selection)
-    config = config if config.run.resume else fit(config, inputs, device, screen)
+    if not config.run.resume:
+        config = from_first(lambda: fit(config, inputs, device, screen))
     filtered = config.data.keep_pass_rate is not None and not config.run.only_looks
     if not filtered:
         plan_run(config, inputs, device, screen)
     components = load_models(config, inputs, device, screen)
     components, pass_rates = keep_by_pass_rate(config, components, screen, Path(config.run.output))
-    updates, given = planned_updates(config, components.prompts.train), config
-    config = with_horizon(config, updates)
     if filtered:
-        plan_run(config, replace(inputs, prompts=components.prompts), device, screen)
-    if config.run.check:
-        return check_run(config, components, screen)
-    if config.run.scan:
-        return scan_run(given, components, screen)
-    check_start(config, components)
-    with screen, start_run(config, components, updates, screen, pass_rates) as log, GracefulStop(screen.say) as stop:
-        trainer = build_trainer(config, components)
-        attach_callbacks(trainer, config, log, screen, stop)
-        resume_run(trainer, config, log, screen)
-        trainer.train()
-        trainer.save_model(config.run.output)
-        finish_run(config, trainer, log, screen)
-    export_run(config, screen)
+        final = with_horizon(config, planned_updates(config, components.prompts.train))
+        plan_run(final, replace(inputs, prompts=components.prompts), device, screen)
+    return config, components, pass_rates
+
+
+def finish(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -> None:
+    """Save the model and print the summary of a run whose training has ended."""
+    trainer.save_model(config.run.output)
+    log.add(processes=shares_of(trainer))
+    finish_run(config, trainer, log, screen)
+
+
+def shares_of(trainer: OnPolicyLoop) -> dict | None:
+    """Return the number of processes, and the tokens that each has sampled and trained on since the start or the
+    resumption of the run; None for a single process."""
+    if size() == 1:
+        return None
+    sampled, trained = trainer.collector.sampled_tokens, trainer.learner.trained_tokens
+    return {"count": size(), "sampled_tokens": sampled, "trained_tokens": trained}
 
 
 def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: GracefulStop) -> None:
@@ -81,16 +113,11 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
     controller = kl_controller(config, trainer.updates)
     output = Path(config.run.output)
     for functions in filter(None, [trainer.rewards, trainer.evaluator.functions]):
-        functions.printed = output / PRINTED_FILE
+        functions.printed = printed_file(output)
     trainer.micro_batch_budget.oom_hint = lambda: what_helps(config, estimator_of(trainer))
-    trainer.add_callback(TensorBoardLog(output / "logs"))
-    tokenizer = trainer.processing_class
-    trainer.add_callback(Samples(output / "samples", trainer.evaluation_prompts, tokenizer))
-    if config.record.record_tokens:
-        trainer.add_callback(TokenRecord(output / TOKENS_FOLDER, config, tokenizer, trainer.train_prompts))
-    trainer.add_callback(ProgressLine(trainer, screen, controller))
-    trainer.add_callback(Incidents(trainer, config, screen))
-    trainer.add_callback(SameScores(trainer, screen))
+    if is_first():
+        for callback in writers(trainer, config, screen, controller):
+            trainer.add_callback(callback)
     trainer.add_callback(BestCheckpoint(trainer, config, controller, log))
     held = config.critic.critic_warmup
     trainer.add_callback(KLControl(controller, trainer.set_kl_coef, config.episodes_per_update, held))
@@ -101,30 +128,67 @@ def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen:
     trainer.add_callback(checkpoints)
 
 
+def writers(trainer: OnPolicyLoop, config: Config, screen: Screen, controller: KLController) -> list[Callback]:
+    """Return the callbacks that only print and write files, so that one process needs them."""
+    output, tokenizer = Path(config.run.output), trainer.processing_class
+    tokens = TokenRecord(output / TOKENS_FOLDER, config, tokenizer, trainer.train_prompts)
+    return [
+        TensorBoardLog(output / "logs"),
+        Samples(output / "samples", trainer.evaluation_prompts, tokenizer),
+        *([tokens] if config.record.record_tokens else []),
+        ProgressLine(trainer, screen, controller),
+        Incidents(trainer, config, screen),
+        SameScores(trainer, screen),
+    ]
+
+
 def start_run(
     config: Config, components: Components, updates: int, screen: Screen, pass_rates: PassRates | None = None
 ) -> RunLog:
     """Claim the output folder and write a new run.json, and the pass rates of --keep-pass-rate. With --resume continue
     the existing run.json; raises UserError if its data differs."""
-    data = data_of(config, components)
-    if config.run.resume:
-        folder = Path(config.run.output)
-        before = RunRecord.require(folder, "--resume, --output").data
-        known = before.keys() & data.keys()
-        changed = [
-            f"{name} was {before[name]} in this run and is {data[name]} now"
-            for name in data
-            if name in known and before[name] != data[name]
-        ]
-        check_same_run(config, changed, screen)
-        return RunLog(folder, resume=True)
-    held, moved = claim_output(Path(config.run.output), **placing(config))
+    data, folder = data_of(config, components), Path(config.run.output)
+    require_equal("the processes have different inputs", data, "Give all machines the same files")
+    began: list[RunLog] = []
+
+    def begin() -> RunRecord:
+        log = (
+            continued(config, data, screen)
+            if config.run.resume
+            else claimed(config, components, data, updates, screen)
+        )
+        began.append(log)
+        if pass_rates is not None and not config.run.resume:
+            pass_rates.write(folder)
+            log.add(pass_rates=pass_rates.counts)
+        return log.record
+
+    record = from_first(begin)
+    return began[0] if began else FollowingLog(folder, record)
+
+
+def continued(config: Config, data: dict, screen: Screen) -> RunLog:
+    """Continue the run.json in the output folder. Raises UserError if the run's data differs."""
+    folder = Path(config.run.output)
+    before = RunRecord.require(folder, "--resume, --output").data
+    known = before.keys() & data.keys()
+    changed = [
+        f"{name} was {before[name]} in this run and is {data[name]} now"
+        for name in data
+        if name in known and before[name] != data[name]
+    ]
+    check_same_run(config, changed, screen)
+    return RunLog(folder, resume=True)
+
+
+def claimed(config: Config, components: Components, data: dict, updates: int, screen: Screen) -> RunLog:
+    """Claim the output folder and write a new run.json."""
+    folder = Path(config.run.output)
+    held, moved = claim_output(folder, **placing(config))
     if moved:
         screen.say(moved)
-    if pass_rates is not None:
-        pass_rates.write(Path(config.run.output))
     return RunLog(
-        Path(config.run.output),
+        folder,
         held,
         algorithm=config.algorithm,
         settings=to_dict(config),
@@ -132,9 +196,18 @@ def start_run(
         data=data,
         plan=budget(config, updates),
         prompts={"rows": components.prompts.rows, "split": str(components.prompts.split)},
-        pass_rates=pass_rates.counts if pass_rates is not None else None,
         on_hub=[name for name in (config.model.actor_model, config.data.prompts) if is_on_hub(name)],
     )
+
+
+def start_equal(trainer: OnPolicyLoop) -> None:
+    """Give all processes the first one's trainable weights. Raises UserError if they do not have the same libraries,
+    or the same checkpoint."""
+    require_equal("the processes have different versions", environment()["versions"], "Install the same everywhere")
+    require_equal(
+        "the processes are not at the same update", trainer.state.global_step, "Give all the same run folder"
+    )
+    copy_from_first(weight.data for weight in trainer.model.parameters() if weight.requires_grad)
 
 
 def data_of(config: Config, components: Components) -> dict:

@@ -320,6 +320,12 @@ class TrainingSettings(TypedDict, total=False):
     resume: bool
     """Resume the run in the output folder from its newest valid checkpoint, with its settings."""
 
+    parallel: bool
+    """With --seeds: train the seeds at the same time, one per GPU, or on a CPU two at a time."""
+
+    ddp_timeout: float
+    """Seconds after which a run on several processes ends if one of them does not answer."""
+
     rollback_on_kl: bool
     """After 3 updates in a row with a KL above 4 times the target, load the newest checkpoint from before them."""
 

@@ -564,6 +564,14 @@ class RunSettings:
         "resume the run in the output folder from its newest valid checkpoint, with its settings",
         brief="resume the run in --output",
     )
+    parallel: bool = setting(
+        False, "with --seeds: train the seeds at the same time, one per GPU, or on a CPU two at a time"
+    )
+    ddp_timeout: float = setting(
+        1800.0,
+        "seconds after which a run on several processes ends if one of them does not answer",
+        gt=0,
+    )
     rollback_on_kl: bool = setting(
         False,
         "after 3 updates in a row with a KL above 4 times the target, load the newest checkpoint from before them",

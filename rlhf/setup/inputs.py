@@ -17,6 +17,7 @@ from rlhf.settings.next_commands import names_code, reward_model_command
 from rlhf.settings.recipes import DEMOS, find_recipe
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import is_path, missing_path, resolve_path
+from rlhf.utils.processes import is_first
 
 if TYPE_CHECKING:
     from rlhf.checkpoints.run_record import RunRecord
@@ -82,8 +83,9 @@ def check_warmup(config: Config, updates: int) -> None:
 
 
 def check_run_folder(config: Config) -> None:
-    """Raise UserError, before anything is loaded, if the output folder is in use or must not be replaced."""
-    if config.run.dry_run or config.run.scan:
+    """Raise UserError, before anything is loaded, if the output folder is in use or must not be replaced. Only the
+    first process checks: it may already have started the run."""
+    if config.run.dry_run or config.run.scan or not is_first():
         return
     if config.run.resume:
         return require_unused(Path(config.run.output))

@@ -142,14 +142,14 @@ def first_ratio_is_one(trainer: OnPolicyLoop, rollout: Rollout) -> Check:
     turned off for the check; its effect on the ratio is only reported.
     """
     trainer.model.train()
-    set_adapter_dropout(trainer.actor.policy, 0.0)
+    set_adapter_dropout(trainer.actor, 0.0, trainer.actor.dropout)
     plain = _apart_from_one(trainer, rollout)
     with_dropout = ""
     if trainer.config.model.has_adapter_dropout:
         share = trainer.config.model.lora_dropout
-        set_adapter_dropout(trainer.actor.policy, share)
-        with trainer.learner.dropout_stream(1):
-            dropped = float(_apart_from_one(trainer, rollout).mean())
+        set_adapter_dropout(trainer.actor, share, trainer.actor.dropout)
+        trainer.learner.seed_dropout(1, 0)
+        dropped = float(_apart_from_one(trainer, rollout).mean())
         with_dropout = f" without dropout; mean {dropped:.2g} with --lora-dropout {share:g}"
     return Check(
         "first ratio",

@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.prompts import Prompt
+from rlhf.distributed.group import agree
+from rlhf.distributed.shares import by_cost, by_group
 from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.reference import Reference
 from rlhf.rewards.call import BadScore
@@ -18,6 +20,7 @@ from rlhf.rewards.rewards import Rewards
 from rlhf.rollout.cached_forward import CachedForward
 from rlhf.rollout.completions import Completions, ForwardPass, Rollout
 from rlhf.rollout.engine import sample_completions
+from rlhf.rollout.exchange import exchange_completions, exchange_logprobs
 from rlhf.rollout.logprobs import compute_logprobs_and_values
 from rlhf.rollout.sampling import uniform_noise
 from rlhf.rollout.vllm import VLLMEngine
@@ -26,6 +29,7 @@ from rlhf.trainer.micro_batch import MicroBatchBudget
 from rlhf.trainer.safety import SkipUpdate, check_finite
 from rlhf.trainer.scores import Scores
 from rlhf.trainer.trl_host import Host
+from rlhf.utils.processes import rank, size
 
 
 class RolloutCollector:
@@ -47,6 +51,7 @@ class RolloutCollector:
         self.dtype = autocast_dtype(config.model.bf16, self.device)
         self.normalizer = ScoreNormalizer(config.reward.score_ema) if config.reward.normalize_scores else None
         self.cached_forward = CachedForward()
+        self.sampled_tokens = [0] * size()  # of completions, by process; counted if there are several
         self.vllm = None
         if config.speed.rollout_engine == "vllm":
             parts = (host.actor.policy, host.accelerator, tokenizer, self.sampling, config.data.prompt_length)
@@ -65,6 +70,20 @@ class RolloutCollector:
         return Rollout(completions, prompts, completions.texts(self.tokenizer), logprobs, ref_logprobs, values)
 
     def sample(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Completions:
+        """Sample one completion per episode. Each process samples its share, and receives the others'."""
+        if size() == 1:
+            return self._sample(episodes, update, purpose)
+        prompts = [prompt for _, prompt in episodes]
+        shares = by_group([prompt.ids for prompt in prompts], size())
+        rows = shares[rank()]
+        own = agree(lambda: self._sample([episodes[row] for row in rows], update, purpose) if rows else None)
+        length = self.sampling.max_new_tokens
+        completions = exchange_completions(own, rows, prompts, self.tokenizer, length, self.device)
+        for process, share in enumerate(shares):
+            self.sampled_tokens[process] += sum(completions.completion_lengths[row] for row in share)
+        return completions
+
+    def _sample(self, episodes: Sequence[tuple[int, Prompt]], update: int, purpose: str) -> Completions:
         """Sample one completion per episode. Evaluations do not use vLLM: it has a separate random stream, and
         evaluations need the same random numbers every time."""
         prompts, length = [prompt for _, prompt in episodes], self.sampling.max_new_tokens
@@ -88,40 +107,49 @@ class RolloutCollector:
 
         The computation is that of the loss, without dropout, in as many forward passes as the memory requires. With
         `keep_forward`, the pass is stored for the first optimizer step, if that step needs exactly the same pass.
+        Each process computes its share, that of an optimizer step over all completions, and receives the others'.
         """
         self.host.model.eval()
         self.cached_forward.clear()
-        if keep_forward and self.first_step_is_one_pass(completions):
+        rows = by_cost(range(len(completions.mask)), completions.token_counts, size())[rank()]
+        computed = agree(lambda: self._own_logprobs(completions, rows, keep_forward) if rows else None)
+        return exchange_logprobs(computed, completions.mask) if size() > 1 else computed
+
+    def _own_logprobs(
+        self, completions: Completions, rows: Sequence[int], keep_forward: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Compute log-probs, reference log-probs and values of `rows`, as `logprobs` does; 0 in other rows."""
+        if keep_forward and self.first_step_is_one_pass(completions, rows):
             try:
-                return self._compute_logprobs(completions, self.precompute_first_forward(completions))
+                return self._compute_logprobs(completions, rows, self.precompute_first_forward(completions, rows))
             except torch.OutOfMemoryError:  # without a stored graph the pass takes less memory
                 self.cached_forward.clear()
         return self.micro_batch_budget.run_with_oom_retry(
-            "computing log-probabilities", completions, lambda: self._compute_logprobs(completions)
+            "computing log-probabilities", completions, lambda: self._compute_logprobs(completions, rows), rows
         )
 
-    def first_step_is_one_pass(self, completions: Completions) -> bool:
-        """True if the first optimizer step is one forward pass over the whole rollout, without dropout."""
+    def first_step_is_one_pass(self, completions: Completions, rows: Sequence[int]) -> bool:
+        """True if the first optimizer step is one forward pass over all of `rows`, without dropout."""
         batch, model = self.config.batch, self.config.model
-        one_pass = batch.minibatches == 1 and len(self.micro_batch_budget.split(completions)) == 1
+        one_pass = batch.minibatches == 1 and len(self.micro_batch_budget.split(completions, rows)) == 1
         return one_pass and not model.gradient_checkpointing and not model.has_adapter_dropout
 
-    def precompute_first_forward(self, completions: Completions) -> ForwardPass:
+    def precompute_first_forward(self, completions: Completions, rows: Sequence[int]) -> ForwardPass:
         """Run the forward pass of the first optimizer step and store it. It needs a separate autocast context, so that
         autocast's cached bfloat16 weights keep their autograd graph."""
-        (rows,) = self.micro_batch_budget.split(completions)
+        (rows,) = self.micro_batch_budget.split(completions, rows)
         micro_batch = self.micro_batch_budget.micro_batch(completions, rows)
         with autocast(self.device, self.dtype):
             return self.cached_forward.store(completions, (micro_batch, self.host.actor.forward_backbone(micro_batch)))
 
     def _compute_logprobs(
-        self, completions: Completions, cached_forward: ForwardPass | None = None
+        self, completions: Completions, rows: Sequence[int], cached_forward: ForwardPass | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         budget = self.micro_batch_budget
         limits = budget.max_rows, budget.packed, cached_forward, budget.max_tokens
         with autocast(self.device, self.dtype):
             return compute_logprobs_and_values(
-                self.host.actor, self.reference, completions, self.sampling.temperature, *limits
+                self.host.actor, self.reference, completions, self.sampling.temperature, *limits, rows
             )
 
     def score(self, rollout: Rollout, drawn_again: bool = False) -> Scores:

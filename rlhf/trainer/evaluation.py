@@ -17,6 +17,7 @@ from rlhf.data.chat_template import encode_completion, encode_text
 from rlhf.data.examples import GivenPrompt, examples_of
 from rlhf.data.prompts import Prompt, encode_prompts, ids_alone
 from rlhf.data.readers import read_text
+from rlhf.distributed.group import gather
 from rlhf.models.actor_critic import Actor
 from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
@@ -30,6 +31,7 @@ from rlhf.settings.training import Config
 from rlhf.trainer.collect import RolloutCollector
 from rlhf.trainer.eval_metrics import figures_of, tag_of
 from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.processes import rank, size
 
 
 @dataclass(frozen=True)
@@ -157,12 +159,15 @@ def text_of_file(tokenizer: PreTrainedTokenizerBase, file: str) -> FixedText:
 
 @torch.no_grad()
 def perplexity(policy, text: FixedText, pad: int, device: torch.device, dtype: torch.dtype | None) -> float:
-    """Returns the perplexity per completion token of the text, at temperature 1; infinity if a float overflows."""
+    """Returns the perplexity per completion token of the text, at temperature 1; infinity if a float overflows.
+
+    Each process computes its share of the text.
+    """
     total, tokens, packed = 0.0, 0, packable(base_of(policy))
     order = sorted(range(len(text.completions)), key=lambda i: len(text.completions[i]))
-    size = budget_of(device).eval_batch_size
-    for start in range(0, len(order), size):
-        rows = order[start : start + size]
+    batch = budget_of(device).eval_batch_size
+    for start in range(rank() * batch, len(order), size() * batch):
+        rows = order[start : start + batch]
         prompts, completions = [text.prompts[i].ids for i in rows], [text.completions[i] for i in rows]
         micro_batch = (PackedMicroBatch if packed else PaddedMicroBatch)(
             token_batch(prompts, completions, pad, device), range(len(rows))
@@ -171,6 +176,7 @@ def perplexity(policy, text: FixedText, pad: int, device: torch.device, dtype: t
             logprobs, _, _ = Actor(policy)(micro_batch, 1.0)
         total -= float(logprobs.double().sum())
         tokens += sum(map(len, completions))
+    total, tokens = (sum(parts) for parts in zip(*gather((total, tokens)), strict=True))
     try:
         # exp(-sum_t log p_t / tokens)
         return math.exp(total / tokens)
@@ -219,9 +225,9 @@ class PolicyEvaluator:
         """Samples `samples` completions per prompt, in batches. The first of each prompt does not depend on their
         number."""
         rows = [(sample * len(prompts) + i, prompt) for i, prompt in enumerate(prompts) for sample in range(samples)]
-        size = budget_of(self.collector.device).eval_batch_size
+        batch = size() * budget_of(self.collector.device).eval_batch_size
         return [
-            self.collector.collect(rows[start : start + size], 0, "evaluate") for start in range(0, len(rows), size)
+            self.collector.collect(rows[start : start + batch], 0, "evaluate") for start in range(0, len(rows), batch)
         ]
 
     def fix_text(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from rlhf.distributed.group import agree
 from rlhf.utils.errors import UserError
 
 # in the order of a run; rlhf.callbacks.base.Callback documents each one
@@ -40,7 +41,11 @@ class Events:
         self.callbacks.append(callback)
 
     def call(self, event: str, *details: Any) -> None:
-        """Call the method `event`, or its former name, on every callback that has it."""
+        """Call the method `event`, or its former name, on every callback that has it. If a callback fails in one
+        process, its error is raised in all of them."""
+        agree(lambda: self._call(event, *details))
+
+    def _call(self, event: str, *details: Any) -> None:
         for callback in self.callbacks:
             is_function = event == "on_epoch_end" and callable(callback)
             earlier = getattr(callback, EARLIER_NAMES.get(event, event), None)

@@ -21,6 +21,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.examples import GivenPrompt
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import PromptSampler, metric_names
+from rlhf.distributed.group import largest
 from rlhf.models.actor_critic import Actor, set_adapter_dropout
 from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
@@ -96,7 +97,7 @@ class OnPolicyLoop:
         self.reference = Reference.before_training(policy, self.dtype)
         tokenizer, planned = self.processing_class, self.sampler.updates
         host = make_host(config, policy, tokenizer, planned, self.reference, self.train_prompts, self.rewards)
-        set_adapter_dropout(policy, config.model.lora_dropout)
+        set_adapter_dropout(host.actor, config.model.lora_dropout, host.actor.dropout)
         for printer in (PrinterCallback, ProgressCallback):
             host.remove_callback(printer)  # rlhf.callbacks.logging prints to the console
         host.state.max_steps = planned
@@ -215,8 +216,6 @@ class OnPolicyLoop:
         self._close(update)
         return {"updates/dropped": float(self.progress.skipped)}
 
-    # --- after the optimizer steps -----------------------------------------------------------------------------------
-
     def finish_step(self, update: int, metrics: dict[str, float], times: Sequence[float]) -> dict[str, float]:
         """Log the metrics, call the callbacks (KL control sets the next beta), and evaluate if it is due. `times` as
         in `speed_metrics`."""
@@ -260,8 +259,8 @@ class OnPolicyLoop:
         self.kl_coef = beta
 
     def update_peak_memory(self) -> None:
-        """Update the peak memory of the run."""
-        self.progress.peak_memory = max(self.progress.peak_memory, memory_in_use(self.accelerator.device))
+        """Update the peak memory of the run. It is that of the process with the largest."""
+        self.progress.peak_memory = max(self.progress.peak_memory, largest(memory_in_use(self.accelerator.device)))
 
     def evaluate(self, prompts: Sequence[GivenPrompt] | None = None) -> dict[str, float]:
         """Evaluate the policy and return the metrics. Results on the evaluation prompts are logged and appended to

@@ -33,7 +33,9 @@ class MicroBatchBudget:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise RunError(f"out of memory: {phase} ({str(error).splitlines()[0]}). {self.oom_hint()}") from None
+            failed = RunError(f"out of memory: {phase} ({str(error).splitlines()[0]}). {self.oom_hint()}")
+            failed.by_all = getattr(error, "by_all", False)
+            raise failed from None
 
     def split(self, completions: Completions, rows: Sequence[int] | None = None) -> list[list[int]]:
         """Split `rows` (None: all) into micro-batches."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,16 +10,20 @@ import torch
 from torch import Tensor
 
 from rlhf.algorithms.experience import Experience, PolicyOutputs
+from rlhf.distributed.gradients import sum_gradients
+from rlhf.distributed.shares import by_cost
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.logprobs import base_of
 from rlhf.models.packing import MicroBatch, on_device
 from rlhf.rollout.cached_forward import CachedForward
+from rlhf.rollout.completions import Completions
 from rlhf.settings.training import Config
 from rlhf.trainer.micro_batch import MicroBatchBudget
 from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import check_step
 from rlhf.trainer.trl_host import Host
+from rlhf.utils.processes import rank, size
 from rlhf.utils.rng import rng_for
 
 
@@ -40,6 +43,7 @@ class PolicyOptimizer:
         self.micro_batch_budget, self.cached_forward, self.progress = micro_batch_budget, cached_forward, progress
         self.device = host.accelerator.device
         self.dtype = autocast_dtype(config.model.bf16, self.device)
+        self.trained_tokens = [0] * size()  # prompt and completion tokens of the optimizer steps, by process
 
     def run(self, experience: Experience, update: int) -> dict[str, float]:
         """Run `ppo_epochs` epochs over the experience, with one optimizer step per minibatch.
@@ -48,27 +52,17 @@ class PolicyOptimizer:
         """
         self.host.model.train()  # for gradient checkpointing and LoRA dropout; the model's other dropout is disabled
         learning_rate, steps = self.host.lr_scheduler.get_last_lr()[0], []
-        with self.dropout_stream(update):
-            for epoch in range(self.config.batch.ppo_epochs):
-                for rows in self.minibatches(update, epoch):
-                    steps.append(self.step(experience, rows))
+        for epoch in range(self.config.batch.ppo_epochs):
+            for rows in self.minibatches(update, epoch):
+                self.seed_dropout(update, len(steps))
+                steps.append(self.step(experience, rows))
         self.host.lr_scheduler.step()
         means = torch.stack([torch.stack(list(stats.values())) for stats in steps]).mean(0).tolist()
         return {**dict(zip(steps[0], means, strict=True)), "learning_rate": learning_rate}
 
-    @contextlib.contextmanager
-    def dropout_stream(self, update: int) -> Iterator[None]:
-        """Context manager that seeds torch's global random generators, which dropout uses, by (seed, update).
-
-        Their state is restored afterwards, because reward functions may use them.
-        """
-        if not self.config.model.has_adapter_dropout:
-            yield
-            return
-        gpus = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(gpus):
-            torch.manual_seed(int(rng_for(self.config.run.seed, update, "dropout").integers(2**63)))
-            yield
+    def seed_dropout(self, update: int, step: int) -> None:
+        """Seed the adapters' dropout by (seed, update, number of the optimizer step in the update)."""
+        self.host.actor.dropout.seed = int(rng_for(self.config.run.seed, update, "dropout", step).integers(2**63))
 
     def minibatches(self, update: int, epoch: int) -> Iterator[list[int]]:
         """Yields the rows of each minibatch, shuffled by (seed, update, epoch)."""
@@ -89,28 +83,45 @@ class PolicyOptimizer:
         return stats
 
     def minibatch_gradients(self, experience: Experience, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Accumulate the gradients of a minibatch over its micro-batches, and clip them; returns its statistics."""
+        """Accumulate the gradients of a minibatch over its micro-batches, and clip them; returns its statistics. Each
+        process computes those of its share of the rows, and they are added up."""
         completions = experience.completions
         chosen = on_device(self.device, np.array(rows))
         learned = experience.loss_mask.index_select(0, chosen).sum().float()  # 0 if all of its completions are masked
         tokens = learned.clamp(min=1)
+        own = self.share(completions, rows)
 
         def all_micro_batches() -> dict[str, Tensor]:
             stats: dict[str, Tensor] = {}
             self.host.optimizer.zero_grad()  # removes the gradients of an attempt that ran out of memory
-            for part in self.micro_batch_budget.split(completions, rows):
+            for part in self.micro_batch_budget.split(completions, own) if own else []:
                 cached = self.cached_forward.pop(completions, part)
                 micro_batch, hidden = cached or (self.micro_batch_budget.micro_batch(completions, part), None)
                 add(stats, self.gradients(experience, micro_batch, tokens, hidden))
             return stats
 
-        stats = self.micro_batch_budget.run_with_oom_retry("the backward pass", completions, all_micro_batches, rows)
+        stats, error = {}, None
+        try:
+            stats = self.micro_batch_budget.run_with_oom_retry(
+                "the backward pass", completions, all_micro_batches, own
+            )
+        except Exception as found:
+            error = found
+        stats = sum_gradients(self.host.model.parameters(), stats, error)
         if self.host.state.global_step < self.config.critic.critic_warmup:
             for weight in self.host.actor.policy.parameters():
                 weight.grad = None  # with a gradient of 0, momentum and weight decay would still move the weight
         norm = self.host.accelerator.clip_grad_norm_(self.host.model.parameters(), self.config.optimizer.max_grad_norm)
         ratio = torch.where(learned > 0, stats["policy/ratio"], 1.0)  # a mean over no tokens
         return {**stats, "policy/ratio": ratio, "policy/grad_norm": torch.as_tensor(norm).to(self.device)}
+
+    def share(self, completions: Completions, rows: Sequence[int]) -> list[int]:
+        """Return this process's share of some rows, with about the same number of tokens as the others' shares."""
+        counts = completions.token_counts
+        shares = by_cost(rows, counts, size())
+        for process, share in enumerate(shares):
+            self.trained_tokens[process] += sum(counts[row] for row in share)
+        return shares[rank()]
 
     def gradients(
         self, experience: Experience, micro_batch: MicroBatch, tokens: Tensor, hidden: Tensor | None = None
@@ -148,11 +159,11 @@ class PolicyOptimizer:
         vocabulary = base_of(self.host.actor.policy).get_input_embeddings().num_embeddings
         most = max(1, budget_of(micro_batch.tokens.device).logits_per_chunk // vocabulary)
         first, start, end = 0, 0, 0
-        for row, size in enumerate(micro_batch.lengths):
-            if end > start and end + size - start > most:
+        for row, length in enumerate(micro_batch.lengths):
+            if end > start and end + length - start > most:
                 yield slice(first, row), slice(start, end)
                 first, start = row, end
-            end += size
+            end += length
         yield slice(first, len(micro_batch.lengths)), slice(start, end)
 
 

@@ -27,6 +27,7 @@ from rlhf.models.trl_ppo import PPOConfig, PPOTrainer
 from rlhf.rewards.rewards import Rewards
 from rlhf.settings.training import Config
 from rlhf.utils.errors import UserError
+from rlhf.utils.processes import is_first
 
 
 def optimizer_arguments(config: Config) -> dict[str, Any]:
@@ -198,5 +199,8 @@ def make_host(
         rewards: used for a critic that starts from the reward model only.
     """
     if ALGORITHMS[config.algorithm].has_critic:
-        return PPOHost(config, policy, tokenizer, updates, reference, train, rewards)
-    return GRPOHost(config, policy, tokenizer, updates)
+        host = PPOHost(config, policy, tokenizer, updates, reference, train, rewards)
+    else:
+        host = GRPOHost(config, policy, tokenizer, updates)
+    host.state.is_world_process_zero = is_first()  # TRL sees one process; callbacks of transformers read this
+    return host

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf.utils.errors import RLHFWarning
+from rlhf.utils.processes import is_first, process_prefix
 
 LINE_EVERY_S = 4  # seconds between progress lines in a file or a pipe: with the step in between, at most 5
 
@@ -53,7 +54,7 @@ def quiet_imports() -> None:
 
 
 def _show_warning(message, category, *_, **__) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    print(f"{process_prefix()}warning: {message}", file=sys.stderr)
 
 
 def _thread_excepthook(error: threading.ExceptHookArgs) -> None:
@@ -76,13 +77,16 @@ def visible(text: str) -> str:
 
 
 class Screen:
-    """Prints text without interpreting markup. Characters that the console's encoding lacks are printed as "?"."""
+    """Prints text without interpreting markup. Characters that the console's encoding lacks are printed as "?".
+
+    Of several processes, only the first one prints.
+    """
 
     def __init__(self):
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")  # for example on a cp1252 console
-        self.console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+        self.console = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), quiet=not is_first())
         self._live: Live | None = None
         self._last_line = 0.0
 

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from rlhf.utils.processes import connected, is_first, process_prefix
+
 MAX_PRINTED = 5
+FIRST_REPORTS_S = 10.0  # seconds
 
 
 class UserError(Exception):
@@ -22,6 +25,7 @@ class UserError(Exception):
     """
 
     exit_status = 2
+    by_all = False  # True if all processes of the run raise it (rlhf.distributed.group)
 
     def __init__(self, problems: str | Iterable[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -101,11 +105,26 @@ def run_command(main: Callable[[], None], interrupted: str = "stopped") -> None:
         print(interrupted, file=sys.stderr)
         sys.exit(130)
     except UserError as error:
-        lines, status = error.report(), error.exit_status
+        lines, status, by_all = error.report(), error.exit_status, error.by_all
     except Exception as error:  # an unexpected error: the traceback goes to a file
         lines, status = f"error: {_unexpected_error_line(error)}", RunError.exit_status
-    print(lines, file=sys.stderr)
+        by_all = getattr(error, "by_all", False)
+    print_error(lines, by_all)
     sys.exit(status)
+
+
+def print_error(lines: str, by_all: bool) -> None:
+    """Print an error. Of several processes with the same error, `by_all`, only the first one prints it.
+
+    Before the processes have compared their errors, the first one is likely to find the same error. The others print
+    theirs only if the launcher has not ended them some seconds later.
+    """
+    if not is_first():
+        if by_all:
+            return
+        if connected() is None:
+            time.sleep(FIRST_REPORTS_S)
+    print(f"{process_prefix()}{lines}", file=sys.stderr)
 
 
 def _unexpected_error_line(error: Exception) -> str:

@@ -7,6 +7,7 @@ import threading
 from types import TracebackType
 
 from rlhf.utils.errors import RunError
+from rlhf.utils.processes import size
 from rlhf.utils.system import stop_signals
 
 
@@ -17,7 +18,10 @@ class TrainingInterrupted(RunError):
 
     def __init__(self, by: signal.Signals, message: str):
         super().__init__(message)
-        self.exit_status = 128 + by
+        self.by, self.exit_status = by, 128 + by
+
+    def __reduce__(self):
+        return type(self), (self.by, str(self)), vars(self)
 
     def report(self) -> str:
         return str(self)
@@ -43,6 +47,8 @@ class GracefulStop:
 
     def _on_signal(self, number: int, _) -> None:
         if self.by is not None:
+            if size() > 1 and number != self.by:  # after Ctrl-C, a launcher sends SIGTERM, too
+                return
             raise KeyboardInterrupt
         self.by = signal.Signals(number)
         message = f"{self.by.name}: finishing and saving this update; a second signal stops immediately"

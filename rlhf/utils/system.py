@@ -87,6 +87,14 @@ def cap_gpu_memory() -> bool:
     return True
 
 
+# --- network ---------------------------------------------------------------------------------------------------------
+
+
+def loopback_interface() -> str | None:
+    """Return the name of the network interface that connects processes of this machine; None: unknown."""
+    return "lo" if sys.platform == "linux" else None
+
+
 # --- commands --------------------------------------------------------------------------------------------------------
 
 

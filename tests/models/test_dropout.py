@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
@@ -11,6 +12,7 @@ from torch import nn
 
 from rlhf.algorithms.table import ALGORITHMS
 from rlhf.models import actor_critic
+from rlhf.models.actor_critic import TokenDropout
 from rlhf.run.command import train_command
 from rlhf.setup import trial
 from tests.kills import differing
@@ -75,13 +77,47 @@ def test_dropout_uses_the_seed_and_not_the_global_random_state(make):
     assert torch.equal(final_weights[0], final_weights[1]) and not torch.equal(final_weights[0], final_weights[2])
 
 
-def test_updates_have_different_dropout_masks(make):
-    trainer = make(*DROPOUT)
-    draws = []
-    for update in (1, 2, 1):
-        with trainer.learner.dropout_stream(update):
-            draws.append(torch.rand(3).tolist())
-    assert draws[0] == draws[2] != draws[1]
+def masks_of(trainer, rows) -> dict[str, torch.Tensor]:
+    """Returns the inputs that one layer keeps, by the number of the token, in a forward pass over `rows`."""
+    completions = trainer.rollout.completions
+    micro_batch = completions.micro_batch(rows, trainer.micro_batch_budget.packed)
+    layer = next(m for m in trainer.actor.policy.modules() if isinstance(m, TokenDropout))
+    trainer.model.train()
+    trainer.actor.dropout.set_tokens(micro_batch)
+    kept = layer(torch.ones(len(micro_batch.places), 16)) > 0
+    return {str(number): row for number, row in zip(micro_batch.token_numbers().tolist(), kept, strict=True)}
+
+
+def test_masks_depend_on_the_step_and_the_token_and_not_on_the_micro_batch(make):
+    trainer = make(*DROPOUT, "--max-new-tokens", 30)
+    trainer.rollout = trainer.collector.collect(trainer.prompts_of(1), 1)
+    trainer.learner.seed_dropout(1, 0)
+    whole = masks_of(trainer, [0, 1, 2, 3])
+    for rows in ([0], [3, 1], [2]):
+        assert all(torch.equal(whole[number], mask) for number, mask in masks_of(trainer, rows).items())
+    together = torch.stack(list(whole.values()))
+    assert abs(float(together.float().mean()) - 0.7) < 0.06 and len({tuple(m.tolist()) for m in together}) > 50
+    by_step = []
+    for update, step in ((2, 0), (1, 1), (1, 0)):
+        trainer.learner.seed_dropout(update, step)
+        by_step.append(torch.stack(list(masks_of(trainer, [0, 1, 2, 3]).values())))
+    assert torch.equal(by_step[2], together)
+    assert not torch.equal(by_step[0], together) and not torch.equal(by_step[1], together)
+
+
+def test_mask_has_the_probability_and_no_pattern_between_tokens_features_and_layers():
+    keys = actor_critic.DropoutKeys()
+    keys.tokens = torch.from_numpy(actor_critic._mixed(np.arange(2000, dtype=np.uint64)).view(np.int32))
+    kept = [TokenDropout(0.2, layer, keys)(torch.ones(2000, 500)) for layer in (0, 1)]
+    assert all(set(layer.unique().tolist()) == {0.0, 1.25} for layer in kept)
+    bits = [(layer > 0).double() for layer in kept]
+    for one in bits:  # 5 standard deviations of means over 1,000,000, 2,000 and 500 draws
+        assert abs(float(one.mean()) - 0.8) < 5 * 0.4 / 1000
+        assert float((one.mean(0) - 0.8).abs().max()) < 5 * 0.4 / 2000**0.5
+        assert float((one.mean(1) - 0.8).abs().max()) < 5 * 0.4 / 500**0.5
+    pairs = [(bits[0], bits[1]), (bits[0][1:], bits[0][:-1]), (bits[0][:, 1:], bits[0][:, :-1])]
+    for a, b in pairs:  # correlations between layers, neighbouring tokens and neighbouring features
+        assert abs(float(((a - 0.8) * (b - 0.8)).mean())) < 5 * 0.16 / 999
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -106,5 +142,5 @@ def test_resumed_run_equals_the_uninterrupted_run(configured, tmp_path, monkeypa
 
 def test_only_adapter_dropout_is_changed():
     layer = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-    actor_critic.set_adapter_dropout(layer, 0.1)
+    actor_critic.set_adapter_dropout(layer, 0.1, actor_critic.DropoutKeys())
     assert layer[1].p == 0.5

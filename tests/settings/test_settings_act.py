@@ -444,7 +444,8 @@ def test_fused_head_does_not_change_the_weights(build, monkeypatch):
         trainer.update_step(1)
         assert bool(called) == (not flags)
         weights.append(torch.cat([w.detach().flatten() for w in trainer.model.parameters()]))
-    assert float((weights[0] - weights[1]).abs().max()) < 1e-5
+    # a wrong gradient moves weights by the learning rate, 1e-3
+    assert float((weights[0] - weights[1]).abs().max()) < 3e-5
 
 
 def test_check_prints_checks_and_writes_no_folder(configured, capsys):
@@ -474,11 +475,12 @@ RECORDED = {
 }  # tests/callbacks/test_token_recorder.py
 FITTED_TO = {"fit"}  # tests/setup/test_fit.py
 SCANNED = {"scan", "scan_samples", "scan_prompts", "keep_pass_rate"}  # tests/setup/test_scan.py
+PROCESSES = {"parallel", "ddp_timeout"}  # tests/distributed
 EXPORTED = {"merge_lora", "export_from", "push_to_hub", "hub_private"}  # tests/run/test_export.py
 
 
 def test_every_setting_is_tested():
-    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *FITTED_TO, *SAMPLER, *DATA}
+    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *FITTED_TO, *PROCESSES, *SAMPLER, *DATA}
     assert set(settings_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *OUTCOMES, *SEPARATE, *elsewhere}
 
 

@@ -397,8 +397,8 @@ def test_cached_forward_is_freed_if_computing_logprobs_needs_its_memory(build, m
     """Simulates memory for the cached forward pass or for computing log-probs, but not for both."""
     trainer, original, forwards, cached = build(), collect.compute_logprobs_and_values, [], []
 
-    def precompute(completions):
-        forward = precompute_original(completions)
+    def precompute(completions, rows):
+        forward = precompute_original(completions, rows)
         forwards.append(weakref.ref(forward[1]))
         return forward
 

@@ -1,0 +1,157 @@
+"""The processes of a run, and what they exchange. With one process, every function returns at once.
+
+All processes run the same program. Each samples, scores and differentiates its share of a batch; the results are
+exchanged, and everything else is computed from the same full tensors in every process. So the number of processes does
+not change the optimization. Only the first process (rank 0) prints, and writes files.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
+
+from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.processes import connected, is_first, launched, rank, size
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+
+class LostProcess(RunError):
+    """Another process of the run ended without a word, or does not answer."""
+
+
+def _exchange(operation: Callable[[], T]) -> T:
+    """Return the result of a collective operation. Raises LostProcess if it fails."""
+    try:
+        return operation()
+    except RuntimeError as error:  # gloo and NCCL raise it for a closed connection, and after the timeout
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise LostProcess(
+            f"another process of this run has ended or does not answer ({reason:.160}): process {rank()} of {size()}. "
+            "Start all processes again with --resume"
+        ) from error
+
+
+class _Failure:
+    """Takes the place of a value that a process cannot give."""
+
+    def __init__(self, error: Exception):
+        self.error = _portable(error)
+
+
+def gather(value: T) -> list[T]:
+    """Return the values of all processes, by rank. A value must be picklable. If a process has failed and takes part
+    with its error instead, the error is raised in all of them."""
+    group = connected()
+    if group is None:
+        return [value]
+    values: list = [None] * size()
+    _exchange(lambda: group.all_gather_object(values, value))
+    failed = next((number for number, found in enumerate(values) if isinstance(found, _Failure)), None)
+    if failed is None:
+        return values
+    error = values[failed].error
+    error.by_all = True  # so that the first process reports it, and the others do not
+    raise error
+
+
+def add_up(tensor: Tensor) -> Tensor:
+    """Replace a tensor by its sum over all processes, in place, and return it. The result is bit-equal in all."""
+    group = connected()
+    if group is not None:
+        _exchange(lambda: group.all_reduce(tensor))
+    return tensor
+
+
+def copy_from_first(tensors: Iterable[Tensor]) -> None:
+    """Replace tensors by those of the first process, in place."""
+    group = connected()
+    if group is not None:
+        for tensor in tensors:
+            _exchange(lambda tensor=tensor: group.broadcast(tensor, src=0))
+
+
+def require_equal(what: str, value: object, fix: str) -> None:
+    """Raise UserError, in all processes, if a value is not the same in all. `what` is its name and `fix` the advice in
+    the message; values are compared by their text."""
+    found = [str(one) for one in gather(value)]
+    other = next((number for number, one in enumerate(found) if one != found[0]), None)
+    if other is not None:
+        error = UserError(f"{what}: {found[0]:.80} in process 0, {found[other]:.80} in process {other}. {fix}")
+        error.by_all = True
+        raise error
+
+
+def agree(work: Callable[[], T]) -> T:
+    """Return `work()`. If it fails in one process, the same error is raised in all of them."""
+    if size() == 1:
+        return work()
+    try:
+        result = work()
+    except Exception as error:
+        if not getattr(error, "by_all", False):  # otherwise the others have raised it already
+            raise_together(error)
+        raise
+    raise_together(None)
+    return result
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raise the error of the first process that has one, in all processes. Call it in all; None: no error here."""
+    if connected() is not None:
+        gather(None if error is None else _Failure(error))
+    elif error is not None:
+        raise error
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that can be sent to other processes and says where it was raised."""
+    if isinstance(error, RunError) and not is_first() and error.problems:
+        error.problems[-1] += f" (in process {rank()} of {size()})"
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:  # pickle raises whatever an object's own methods raise
+        line = (str(error).strip().splitlines() or ["no message"])[0]
+        return RunError(f"{type(error).__name__} ({line:.200}): process {rank()} of {size()}. Its output has more")
+
+
+def from_first(work: Callable[[], T]) -> T:
+    """Return the result of `work()` in the first process, in all processes. Only the first one runs it; its errors
+    are raised in all. The result must be picklable."""
+    if size() == 1:
+        return work()
+    result = agree(lambda: work() if is_first() else None)
+    return gather(result)[0]
+
+
+def on_first(work: Callable[[], object]) -> None:
+    """Run `work()` in the first process. The others wait. Its errors are raised in all processes."""
+    agree(lambda: work() if is_first() else None)
+
+
+def in_turn(work: Callable[[], T]) -> T:
+    """Return `work()`, which writes files that all processes of a machine read: its first process runs it first."""
+    first, result = local_rank() == 0, None
+    for turn in (True, False):
+        mine = first == turn
+        found = agree(work if mine else lambda: None)
+        result = found if mine else result
+    return result
+
+
+local: dict[str, int] = {}  # "number": the launcher's LOCAL_RANK, which `join` removes from the environment
+
+
+def local_rank() -> int:
+    """Return the number of this process on its machine, from 0."""
+    return local.get("number", launched("LOCAL_RANK", 0))
+
+
+def largest(value: float) -> float:
+    """Return the largest value of all processes."""
+    return max(gather(value)) if size() > 1 else value

@@ -1,0 +1,140 @@
+"""Connects the processes that `accelerate launch` or `torchrun` started.
+
+accelerate and TRL do not see the other processes. They would wrap the model in DistributedDataParallel, whose hooks
+the training loop's backward pass does not reach, and average what the loop sums.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+
+from rlhf.distributed import group
+from rlhf.utils.errors import UserError
+from rlhf.utils.processes import connected, is_first, launched, rank, size
+from rlhf.utils.system import loopback_interface
+
+TIMEOUT_S = 1800.0  # default of ddp_timeout in transformers
+# variables from which accelerate, transformers and TRL conclude that there are several processes
+OF_LAUNCHERS = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK",
+)  # fmt: skip
+OTHER_METHODS = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"}
+
+
+def leave_others() -> bool:
+    """End all processes but the first, which becomes the only one. Returns True in processes that have to end."""
+    first = is_first()
+    if first:
+        _hide_from_libraries()
+    return not first
+
+
+def select_gpu(number: int) -> None:
+    """Let this process see only the GPU with this number among the visible ones. Call it before CUDA is initialized.
+
+    With one visible GPU, torch, accelerate and transformers all use it. Raises UserError if there is no such GPU.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(number)
+        return
+    names = [name for name in visible.split(",") if name.strip()]
+    if not names:  # the user has hidden all GPUs
+        return
+    if number >= len(names):
+        raise UserError(
+            f"process {number + 1} of this machine has no GPU, only {len(names)} are visible: CUDA_VISIBLE_DEVICES="
+            f"{visible}. Start one process per GPU"
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = names[number]
+
+
+def use_own_gpu() -> None:
+    """Select this process's GPU, if a launcher started several processes. Call it before CUDA is initialized."""
+    if size() > 1 and connected() is None and "number" not in group.local:
+        group.local["number"] = group.local_rank()
+        select_gpu(group.local["number"])
+
+
+def join(timeout_s: float = TIMEOUT_S) -> None:
+    """Connect this process to the others, if a launcher started several. Imports torch.
+
+    Raises UserError if they cannot be reached, if two processes would share a GPU, or if only some have one.
+
+    Args:
+        timeout_s: seconds after which an exchange fails, if a process does not take part in it.
+    """
+    if size() == 1 or connected():
+        return
+    problems = [
+        f"{name} is not supported: the settings of accelerate. Choose multi-GPU or multi-CPU in `accelerate config`"
+        for variable, name in OTHER_METHODS.items()
+        if os.environ.get(variable, "").lower() == "true"
+    ]
+    if problems:
+        raise UserError(problems)
+    use_own_gpu()
+    if launched_on_one_machine() and loopback_interface() is not None:
+        # otherwise gloo looks up the host name, which may not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    _connect(rank(), size(), timeout_s, on_gpu)
+    _hide_from_libraries()
+    _check_devices(on_gpu)
+
+
+def launched_on_one_machine() -> bool:
+    """True if the launcher started all processes on this machine."""
+    return launched("LOCAL_WORLD_SIZE", 0) == launched("WORLD_SIZE", 1)
+
+
+def _connect(number: int, count: int, timeout_s: float, on_gpu: bool) -> None:
+    from torch import distributed
+
+    both = on_gpu and distributed.is_nccl_available()
+    address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    try:
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if both else "gloo",  # small objects are exchanged by gloo, gradients by NCCL
+            rank=number,
+            world_size=count,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise UserError(
+            f"process {number} of {count} on {socket.gethostname()} cannot connect to the others ({reason:.200}): "
+            f"{address}. Check that the address is that of the first machine, that the port is free, and that all "
+            f"{count} processes were started"
+        ) from None
+
+
+def _hide_from_libraries() -> None:
+    for name in OF_LAUNCHERS:
+        os.environ.pop(name, None)
+
+
+def _check_devices(on_gpu: bool) -> None:
+    """Raise UserError if only some processes have a GPU, or if two have the same one."""
+    import torch
+
+    gpu = str(torch.cuda.get_device_properties(0).uuid) if on_gpu else None
+    found = group.gather((socket.gethostname(), gpu))
+    without = [f"process {number} on {host}" for number, (host, one) in enumerate(found) if one is None]
+    if without and len(without) < len(found):
+        raise UserError(f"no GPU that torch can use: {', '.join(without)}. Start one process per GPU")
+    if not without and len({one for _, one in found}) < len(found):
+        raise UserError(f"two processes have the same GPU: {found}. Start one process per GPU")
+
+
+def leave() -> None:
+    """Close the connections, if there are any."""
+    if connected():
+        from torch import distributed
+
+        distributed.destroy_process_group()

@@ -1,0 +1,81 @@
+"""Completes a rollout of which each process has computed some rows.
+
+Each row is computed by one process and is 0 in the others, so a sum over the processes gives the exact values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.data.prompts import Prompt
+from rlhf.distributed.group import add_up, gather
+from rlhf.rollout.completions import Completions
+
+
+def exchange_completions(
+    share: Completions | None,
+    rows: Sequence[int],
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    device: torch.device,
+) -> Completions:
+    """Return the completions of all processes.
+
+    Args:
+        share: the completions of this process; None: it has none.
+        rows: their rows in the batch.
+        prompts: prompt of every completion of the batch.
+        tokenizer: the policy's, for the ids of EOS and of the pad token.
+        length: largest number of tokens of a completion.
+        device: device of the result.
+    """
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    kinds = gather(None if share is None else _kind(share))
+    vocabulary, width, dtype = next(kind for kind in kinds if kind is not None)
+
+    def whole(own: Tensor | None, dtype: torch.dtype, filling: int = 0, *more: int) -> Tensor:
+        values = torch.zeros(len(prompts), length, *more, dtype=dtype, device=device)
+        if own is not None:
+            values[rows] = filling
+            values[rows, : own.shape[1]] = own
+        return add_up(values)
+
+    parts = (
+        (None, None, None) if share is None else (share.completion_ids, share.allowed_tokens, share.sampled_logprobs)
+    )
+    return Completions.of(
+        prompts,
+        whole(parts[0], torch.long, eos),
+        eos=eos,
+        pad=pad,
+        vocabulary=vocabulary,
+        allowed_tokens=None if width is None else whole(parts[1], torch.uint8, 0, width),
+        sampled_logprobs=None if dtype is None else whole(parts[2], dtype),
+    )
+
+
+def _kind(share: Completions) -> tuple[int, int | None, torch.dtype | None]:
+    """Return what a process without rows needs to know: the vocabulary, the bytes of `allowed_tokens` per token, and
+    the dtype of `sampled_logprobs`; None for one that is None."""
+    allowed, sampled = share.allowed_tokens, share.sampled_logprobs
+    return share.vocabulary, None if allowed is None else allowed.shape[-1], None if sampled is None else sampled.dtype
+
+
+def exchange_logprobs(
+    own: tuple[Tensor, Tensor, Tensor | None] | None, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the log-probs, reference log-probs and values (B, T) of all processes. `own` has those of this process,
+    0 in other rows; None: it has no rows. `mask` is (B, T)."""
+    kinds = gather(None if own is None else (own[0].dtype, 2 if own[2] is None else 3))
+    dtype, count = next(kind for kind in kinds if kind is not None)
+    if own is None:
+        together = torch.zeros(count, *mask.shape, dtype=dtype, device=mask.device)
+    else:
+        together = torch.stack([values.to(dtype) for values in own if values is not None])
+    logprobs, ref_logprobs, *values = add_up(together).unbind()
+    return logprobs, ref_logprobs, values[0] if values else None

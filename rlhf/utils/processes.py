@@ -1,0 +1,46 @@
+"""The number of this process among those that a launcher started. Imports no torch.
+
+`torchrun` and `accelerate launch` give each process its number in environment variables.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+
+
+def launched(name: str, default: int) -> int:
+    """Return one of the launcher's environment variables as a number, such as RANK or WORLD_SIZE."""
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else default
+
+
+def connected() -> ModuleType | None:
+    """Return torch.distributed if this process is connected to others (rlhf.distributed.join), otherwise None."""
+    module = sys.modules.get("torch.distributed")
+    return module if module is not None and module.is_available() and module.is_initialized() else None
+
+
+def size() -> int:
+    """Return the number of processes of the run."""
+    group = connected()
+    return launched("WORLD_SIZE", 1) if group is None else group.get_world_size()
+
+
+def rank() -> int:
+    """Return the number of this process, from 0."""
+    group = connected()
+    if group is not None:
+        return group.get_rank()
+    return launched("RANK", 0) if size() > 1 else 0
+
+
+def is_first() -> bool:
+    """True in the process that prints and writes files."""
+    return rank() == 0
+
+
+def process_prefix() -> str:
+    """Return the start of a line that another process than the first one prints; "" in the first one."""
+    return "" if is_first() else f"process {rank()} of {size()}: "

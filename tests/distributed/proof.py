@@ -1,0 +1,201 @@
+"""Trains the same run with one process and with several, and compares the results.
+
+python -m tests.distributed.proof PROCESSES FOLDER CASE...     prints a JSON object
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+UPDATES = 3
+COMMON = [
+    "--num-iterations", UPDATES, "--ppo-epochs", 2, "--minibatches", 2, "--max-new-tokens", 12, "--prompt-length", 100,
+    "--eval-prompts", 6, "--learning-rate", "1e-4", "--kl-coef", 0.1,
+    "--allow-weak-reward-model",
+]  # fmt: skip
+PPO, GROUPS = ["ppo", "--missing-eos-penalty", 0.5, "--batch-size", 6], ["--batch-size", 3, "--K", 4]
+GRPO, RLOO = ["grpo", *GROUPS], ["rloo", *GROUPS]
+# name -> algorithm and flags
+CASES: dict[str, list] = {
+    "ppo": PPO,
+    "ppo-separate-critic": [*PPO, "--critic", "separate"],
+    "ppo-reward-model-critic": [*PPO, "--critic", "reward-model"],
+    "ppo-lora": [*PPO, "--use-lora", "--lora-r", 4],
+    "ppo-lora-dropout": [*PPO, "--use-lora", "--lora-r", 4, "--lora-dropout", 0.2],
+    "ppo-kl-in-loss": [*PPO, "--kl-placement", "loss"],
+    "ppo-entropy": [*PPO, "--entropy-coef", 0.01],
+    "ppo-whiten-normalize": [*PPO, "--whiten-rewards", "--normalize-scores"],
+    "ppo-top-p": [*PPO, "--top-p", 0.9, "--top-k", 20],
+    "ppo-truncated-masked": [*PPO, "--missing-eos-penalty", 0, "--mask-truncated-completions"],
+    "ppo-warmup": [*PPO, "--critic-warmup", 1],
+    "grpo-batch-scaling": [*GRPO, "--kl-placement", "loss", "--scale-rewards", "batch"],
+    "grpo-kl-in-reward": [*GRPO, "--kl-placement", "reward"],
+    "grpo-kl-in-loss": [*GRPO, "--kl-placement", "loss"],
+    "grpo-lora-dropout": [*GRPO, "--use-lora", "--lora-r", 4, "--lora-dropout", 0.2],
+    "grpo-dynamic": [*GRPO, "--dynamic-sampling", 2, "--reward-func", "RULE"],
+    "rloo": RLOO,
+    "rloo-lora": [*RLOO, "--use-lora", "--lora-r", 4],
+    "rloo-one-pass": [*RLOO, "--ppo-epochs", 1, "--minibatches", 1],
+    "ppo-one-pass": [*PPO, "--minibatches", 1],
+}
+RULE = '''
+def has_an_a(prompts, completions, **_):
+    """1.0 for every second prompt, so that its group has equal scores, else the share of the letter a."""
+    return [1.0 if len(str(p)) % 2 else sum(c in "aeiou" for c in str(t)) / max(1, len(str(t)))
+            for p, t in zip(prompts, completions)]
+'''
+
+
+LOSSES = ("dapo", "grpo", "dr_grpo", "cispo", "gspo")
+CASES |= {f"grpo-{loss}": [*GRPO, "--loss-type", loss] for loss in LOSSES}
+
+
+@dataclass
+class Inputs:
+    start: Path
+    reward: Path
+    pairs: Path
+    rule: Path
+
+    @classmethod
+    def make(cls, folder: Path) -> Inputs:
+        """Make the models and the data in a new folder, or return those that are there."""
+        from tests.conftest import write_pairs
+        from tests.shapes import make_reward_model, make_start_model
+
+        made = cls(folder / "start", folder / "reward", folder / "pairs.jsonl", folder / "rule.py")
+        if not made.rule.exists():
+            for part, make in ((made.start, make_start_model), (made.reward, make_reward_model)):
+                part.mkdir(parents=True)
+                make(part)
+            write_pairs(folder)
+            made.rule.write_text(RULE, encoding="utf-8")
+        return made
+
+    def flags(self, name: str, output: Path, *more: object) -> list[str]:
+        rule = f"{self.rule}:has_an_a"
+        own = [rule if word == "RULE" else word for word in CASES[name][1:]]
+        given = ["--actor-model", self.start, "--prompts", self.pairs, "--output", output]
+        given += [] if rule in own else ["--rm-model", self.reward]
+        return [str(word) for word in (*COMMON, *given, *own, *more)]
+
+
+def uneven(trainer) -> None:
+    """Make EOS likely at some positions, so that completions have different lengths."""
+    import torch
+
+    with torch.no_grad():
+        head = trainer.actor.policy.get_output_embeddings().weight
+        head[trainer.processing_class.eos_token_id] = 30 * head[5]  # the row of another token, with larger logits
+
+
+def train_case(name: str, inputs: Inputs, output: Path, double: bool, updates: int) -> dict[str, Any]:
+    """Train one case in this process, and return what the proof compares."""
+
+    from rlhf.algorithms.kl_control import kl_controller
+    from rlhf.callbacks.kl import KLControl
+    from rlhf.config import parse_cli
+    from rlhf.models.device import start_device
+    from rlhf.run.train import shares_of
+    from rlhf.setup.build import build_trainer, load_components
+    from rlhf.utils.console import Screen
+
+    config = parse_cli(inputs.flags(name, output), CASES[name][0])
+    components = load_components(config, start_device(Screen()), Screen())
+    if double:
+        components.policy.double()
+        if components.reward_model is not None:
+            components.reward_model.model.double()
+    trainer = build_trainer(config, components)
+    if double:
+        trainer.model.double()  # the value head
+    uneven(trainer)
+    found: dict[str, Any] = {"ids": [], "advantages": [], "metrics": [], "beta": []}
+
+    class Watch:
+        def on_batch(self, update, batch, scores):
+            found["ids"].append(batch.completions.rows())
+            found["advantages"].append(batch.advantages.clone())
+
+        def on_update_end(self, update, metrics):
+            kept = {k: v for k, v in metrics.items() if not k.startswith(("time", "throughput", "memory"))}
+            found["metrics"].append(kept)
+            found["beta"].append(trainer.kl_coef)
+
+    trainer.add_callback(
+        KLControl(kl_controller(config, trainer.updates), trainer.set_kl_coef, config.episodes_per_update)
+    )
+    trainer.add_callback(Watch())
+    trainer.evaluate()
+    for update in range(1, updates + 1):
+        trainer.update_step(update)
+    found["evaluation"] = trainer.evaluate()
+    found["weights"] = {n: w.detach().clone() for n, w in trainer.model.named_parameters() if w.requires_grad}
+    found["processes"] = shares_of(trainer)
+    return found
+
+
+def both(name: str, count: int, inputs: Inputs, folder: Path, double: bool, updates: int) -> dict[str, Any]:
+    """Return how far a run with `count` processes is from one with a single process."""
+    import torch
+
+    from tests.distributed.ranks import results
+
+    def work(rank: int):
+        torch.set_num_threads(1)
+        return train_case(name, inputs, folder / f"{name}-{count}", double, updates)
+
+    (alone,), ranks = results(1, work), results(count, work)
+    same = ("ids", "metrics", "beta", "evaluation")
+    first = ranks[0]
+    return {
+        "equal_on_ranks": all(
+            all(rank[key] == first[key] for key in same)
+            and all(torch.equal(a, b) for a, b in zip(rank["advantages"], first["advantages"], strict=True))
+            and all(torch.equal(rank["weights"][n], first["weights"][n]) for n in first["weights"])
+            for rank in ranks[1:]
+        ),
+        "same_ids": alone["ids"] == first["ids"],
+        "weights": largest_gap(alone["weights"], first["weights"])[0],
+        "tensor": largest_gap(alone["weights"], first["weights"])[1],
+        "moved": min_norm_change(alone),
+        "lengths": len({len(row) for rows in alone["ids"] for row in rows}),
+        "processes": first["processes"],
+        "updates": len(first["metrics"]),
+        "resampled": sum(m.get("rewards/resampled_groups", 0) for m in first["metrics"]),
+    }
+
+
+def min_norm_change(found: dict[str, Any]) -> float:
+    """Return the mean gradient norm, which is above 0 if something was learned."""
+    return sum(m["policy/grad_norm"] for m in found["metrics"]) / len(found["metrics"])
+
+
+def largest_gap(one: dict, other: dict) -> tuple[float, str]:
+    """Return the largest relative difference of a tensor, its norm over the norm of the tensor, and its name."""
+    assert one.keys() == other.keys()
+    return max((float((one[n] - other[n]).norm() / one[n].norm().clamp(min=1e-12)), n) for n in one)
+
+
+def main(argv: Sequence[str]) -> None:
+    count, folder, names = int(argv[0]), Path(argv[1]), argv[2:]
+    import torch
+
+    torch.set_num_threads(1)
+    import rlhf.run.train  # noqa: F401  (the processes are forked after the slow imports)
+
+    inputs = Inputs.make(folder)
+    for name in names or CASES:
+        table = {}
+        for kind, double, updates in (("float64", True, UPDATES), ("float32", False, 1)):
+            table[kind] = both(name, count, inputs, folder, double, updates)
+        print(json.dumps({name: table}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -8,6 +8,7 @@ not change the optimization. Only the first process (rank 0) prints, and writes 
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,11 +30,16 @@ def _exchange(operation: Callable[[], T]) -> T:
     try:
         return operation()
     except RuntimeError as error:  # gloo and NCCL raise it for a closed connection, and after the timeout
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise LostProcess(
-            f"another process of this run has ended or does not answer ({reason:.160}): process {rank()} of {size()}. "
-            "Start all processes again with --resume"
+            f"another process of this run has ended or does not answer ({reason_of(error)}): found by process "
+            f"{rank()} of {size()}. Start all processes again, with --resume if the run has a checkpoint"
         ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """Return the first line of an error of torch.distributed, without the place in torch's source."""
+    line = (str(error).strip().splitlines() or ["no reason given"])[0]
+    return re.sub(r"^\[\S+\] ", "", line).split(". This is typically")[0][:160]
 
 
 class _Failure:
@@ -75,13 +81,18 @@ def copy_from_first(tensors: Iterable[Tensor]) -> None:
             _exchange(lambda tensor=tensor: group.broadcast(tensor, src=0))
 
 
-def require_equal(what: str, value: object, fix: str) -> None:
-    """Raise UserError, in all processes, if a value is not the same in all. `what` is its name and `fix` the advice in
-    the message; values are compared by their text."""
-    found = [str(one) for one in gather(value)]
-    other = next((number for number, one in enumerate(found) if one != found[0]), None)
-    if other is not None:
-        error = UserError(f"{what}: {found[0]:.80} in process 0, {found[other]:.80} in process {other}. {fix}")
+def require_equal(facts: dict[str, object], fix: str) -> None:
+    """Raise UserError, in all processes, if a fact is not the same in all. `fix` is the advice in the message."""
+    found = gather(facts)
+    problems = [
+        f"{name} is {found[0].get(name)} in process 0, but {one.get(name)} in process {number}: run on several "
+        f"processes. {fix}"
+        for number, one in enumerate(found)
+        for name in facts
+        if one.get(name) != found[0].get(name)
+    ]
+    if problems:
+        error = UserError(problems)
         error.by_all = True
         raise error
 

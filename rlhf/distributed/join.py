@@ -27,6 +27,7 @@ OTHER_METHODS = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP":
 def leave_others() -> bool:
     """End all processes but the first, which becomes the only one. Returns True in processes that have to end."""
     first = is_first()
+    group.local["processes"] = size()  # for the plan
     if first:
         _hide_from_libraries()
     return not first
@@ -97,8 +98,9 @@ def _connect(number: int, count: int, timeout_s: float, on_gpu: bool) -> None:
     from torch import distributed
 
     both = on_gpu and distributed.is_nccl_available()
-    address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     try:
+        socket.getaddrinfo(host, port)  # torch would try again and again until the timeout
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if both else "gloo",  # small objects are exchanged by gloo, gradients by NCCL
             rank=number,
@@ -106,11 +108,10 @@ def _connect(number: int, count: int, timeout_s: float, on_gpu: bool) -> None:
             timeout=datetime.timedelta(seconds=timeout_s),
         )
     except (RuntimeError, ValueError, OSError) as error:
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise UserError(
-            f"process {number} of {count} on {socket.gethostname()} cannot connect to the others ({reason:.200}): "
-            f"{address}. Check that the address is that of the first machine, that the port is free, and that all "
-            f"{count} processes were started"
+            f"the processes cannot be connected ({group.reason_of(error)}): {host}:{port}, from "
+            f"{socket.gethostname()}. Check that the address is that of the first machine, that "
+            f"the port is free, and that all {count} processes were started"
         ) from None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.config import parse_cli
-from rlhf.distributed.join import leave_others, use_own_gpu
+from rlhf.distributed.join import leave, leave_others, use_own_gpu
 from rlhf.settings.recipes import DEMOS
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
@@ -57,6 +57,7 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
     from rlhf.run.seeds import for_each_seed
 
     for_each_seed(partial(one_run, selection=selection), config, screen)
+    leave()
 
 
 def looks_only(config: Config) -> bool:

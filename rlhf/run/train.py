@@ -74,6 +74,7 @@ def load_parts(
 ) -> tuple[Config, Components, PassRates | None]:
     """Load the parts of a run, and print its plan. Returns them with the configuration that --fit has completed, and
     the pass rates of --keep-pass-rate. Raises UserError."""
+    require_equal(environment()["versions"], "Install the same versions everywhere")
     check_run_folder(config)
     check_export(config)
     in_turn(lambda: prepare_demo_components(config, screen, device))
@@ -148,7 +149,7 @@ def start_run(
     """Claim the output folder and write a new run.json, and the pass rates of --keep-pass-rate. With --resume continue
     the existing run.json; raises UserError if its data differs."""
     data, folder = data_of(config, components), Path(config.run.output)
-    require_equal("the processes have different inputs", data, "Give all machines the same files")
+    require_equal(data, "Give all machines the same files")
     began: list[RunLog] = []
 
     def begin() -> RunRecord:
@@ -201,12 +202,8 @@ def claimed(config: Config, components: Components, data: dict, updates: int, sc
 
 
 def start_equal(trainer: OnPolicyLoop) -> None:
-    """Give all processes the first one's trainable weights. Raises UserError if they do not have the same libraries,
-    or the same checkpoint."""
-    require_equal("the processes have different versions", environment()["versions"], "Install the same everywhere")
-    require_equal(
-        "the processes are not at the same update", trainer.state.global_step, "Give all the same run folder"
-    )
+    """Give all processes the first one's trainable weights. Raises UserError if they have different checkpoints."""
+    require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
     copy_from_first(weight.data for weight in trainer.model.parameters() if weight.requires_grad)
 
 

@@ -15,6 +15,7 @@ from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, Plan, flat_settings
 from rlhf.config import make_config, user_file_line
 from rlhf.data.prompts import Prompt, PromptSets
 from rlhf.data.sampler import PromptSampler, planned_updates, shorten
+from rlhf.distributed import group
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast_dtype, available
 from rlhf.settings.fields import to_dict
@@ -26,6 +27,7 @@ from rlhf.setup.load_inputs import RunInputs
 from rlhf.setup.memory import Estimator
 from rlhf.setup.shape import adapter_weights, parameters_in, weights_of
 from rlhf.utils.console import Screen, gib
+from rlhf.utils.processes import size
 
 MOST_TOPICS = 12  # listed in the plan
 
@@ -35,6 +37,15 @@ def plan_run(config: Config, inputs: RunInputs, device: torch.device, screen: Sc
     note_all_prompts(config, screen)
     updates = planned_updates(config, inputs.prompts.train)
     show_plan(with_horizon(config, updates), inputs, updates, device, screen)
+
+
+def process_rows(trained: int) -> list[tuple[str, str]]:
+    """Return the row of several processes, with the size of the gradients of `trained` weights in float32."""
+    count = max(size(), group.local.get("processes", 1))
+    if count == 1:
+        return []
+    gradients = f"{4 * trained / 1e9:.3g} GB of gradients are added up in each optimizer step"
+    return [("processes", f"{count}, each with a share of every batch; {gradients}; the memory is per process")]
 
 
 def note_all_prompts(config: Config, screen: Screen) -> None:
@@ -71,6 +82,7 @@ def show_plan(config: Config, inputs: RunInputs, updates: int, device: torch.dev
         ("batch", batch_line(config, updates, device)),
         ("KL", kl_line(config, updates)),
         ("device", f"{device}, {'bfloat16 autocast' if dtype is not None else 'float32'}"),
+        *process_rows(trained if m.use_lora else total),
         *estimate(config).rows(device),
         ("output", config.run.output),
     ]

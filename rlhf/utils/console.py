@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf.utils.errors import RLHFWarning
-from rlhf.utils.processes import is_first, process_prefix
+from rlhf.utils.processes import is_first, process_prefix, size
 
 LINE_EVERY_S = 4  # seconds between progress lines in a file or a pipe: with the step in between, at most 5
 
@@ -45,6 +45,8 @@ def quiet_imports() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if size() > 1:  # if a process ends, torch prints a C++ stack trace; the error line has the reason
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     warnings.simplefilter("ignore")
     warnings.simplefilter("always", RLHFWarning)
     warnings.showwarning = _show_warning

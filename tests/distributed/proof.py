@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from typing import Any
 UPDATES = 3
 COMMON = [
     "--num-iterations", UPDATES, "--ppo-epochs", 2, "--minibatches", 2, "--max-new-tokens", 12, "--prompt-length", 100,
-    "--eval-prompts", 6, "--learning-rate", "1e-4", "--kl-coef", 0.1,
+    "--eval-prompts", 6, "--learning-rate", "2e-5", "--kl-coef", 0.1,
     "--allow-weak-reward-model",
 ]  # fmt: skip
-PPO, GROUPS = ["ppo", "--missing-eos-penalty", 0.5, "--batch-size", 6], ["--batch-size", 3, "--K", 4]
+PPO, GROUPS = ["ppo", "--missing-eos-penalty", 0.5, "--batch-size", 6], ["--batch-size", 4, "--K", 4]
 GRPO, RLOO = ["grpo", *GROUPS], ["rloo", *GROUPS]
 # name -> algorithm and flags
 CASES: dict[str, list] = {
@@ -42,6 +42,8 @@ CASES: dict[str, list] = {
     "rloo-lora": [*RLOO, "--use-lora", "--lora-r", 4],
     "rloo-one-pass": [*RLOO, "--ppo-epochs", 1, "--minibatches", 1],
     "ppo-one-pass": [*PPO, "--minibatches", 1],
+    "ppo-empty-share": [*PPO, "--batch-size", 2],  # minibatches of one completion
+    "grpo-divided-group": [*GRPO, "--batch-size", 1],
 }
 RULE = '''
 def has_an_a(prompts, completions, **_):
@@ -81,7 +83,7 @@ class Inputs:
         rule = f"{self.rule}:has_an_a"
         own = [rule if word == "RULE" else word for word in CASES[name][1:]]
         given = ["--actor-model", self.start, "--prompts", self.pairs, "--output", output]
-        given += [] if rule in own else ["--rm-model", self.reward]
+        given += ["--rm-model", "none" if rule in own else self.reward]
         return [str(word) for word in (*COMMON, *given, *own, *more)]
 
 
@@ -131,11 +133,13 @@ def train_case(name: str, inputs: Inputs, output: Path, double: bool, updates: i
         KLControl(kl_controller(config, trainer.updates), trainer.set_kl_coef, config.episodes_per_update)
     )
     trainer.add_callback(Watch())
+    zero = {name for name, weight in trainer.model.named_parameters() if not weight.any()}
     trainer.evaluate()
     for update in range(1, updates + 1):
         trainer.update_step(update)
     found["evaluation"] = trainer.evaluate()
     found["weights"] = {n: w.detach().clone() for n, w in trainer.model.named_parameters() if w.requires_grad}
+    found["zero"] = zero  # the value head and the B matrices of LoRA start at 0
     found["processes"] = shares_of(trainer)
     return found
 
@@ -161,9 +165,9 @@ def both(name: str, count: int, inputs: Inputs, folder: Path, double: bool, upda
             for rank in ranks[1:]
         ),
         "same_ids": alone["ids"] == first["ids"],
-        "weights": largest_gap(alone["weights"], first["weights"])[0],
-        "tensor": largest_gap(alone["weights"], first["weights"])[1],
-        "moved": min_norm_change(alone),
+        "weights": largest_gap(alone["weights"], first["weights"], alone["zero"]),
+        "from_zero": largest_gap(alone["weights"], first["weights"], alone["weights"].keys() - alone["zero"]),
+        "gradient_norm": sum(m["policy/grad_norm"] for m in first["metrics"]) / len(first["metrics"]),
         "lengths": len({len(row) for rows in alone["ids"] for row in rows}),
         "processes": first["processes"],
         "updates": len(first["metrics"]),
@@ -171,15 +175,11 @@ def both(name: str, count: int, inputs: Inputs, folder: Path, double: bool, upda
     }
 
 
-def min_norm_change(found: dict[str, Any]) -> float:
-    """Return the mean gradient norm, which is above 0 if something was learned."""
-    return sum(m["policy/grad_norm"] for m in found["metrics"]) / len(found["metrics"])
-
-
-def largest_gap(one: dict, other: dict) -> tuple[float, str]:
-    """Return the largest relative difference of a tensor, its norm over the norm of the tensor, and its name."""
+def largest_gap(one: dict, other: dict, without: Container[str] = ()) -> float:
+    """Return the largest relative difference of a tensor: its norm over the norm of the tensor. 0 if there is none."""
     assert one.keys() == other.keys()
-    return max((float((one[n] - other[n]).norm() / one[n].norm().clamp(min=1e-12)), n) for n in one)
+    gaps = [float((one[n] - other[n]).norm() / one[n].norm().clamp(min=1e-12)) for n in one if n not in without]
+    return max(gaps, default=0.0)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,0 +1,187 @@
+"""Tests of runs on several processes: their number does not change the optimization, and a fault in one process is a
+decision of all. The processes are forked, so Windows skips these tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from rlhf.checkpoints.run_record import RunRecord
+from tests.distributed import proof
+from tests.distributed.proof import CASES, largest_gap
+from tests.distributed.ranks import free_port
+from tests.distributed.runs import words
+from tests.scripts.test_scripts import ROOT
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+
+
+def driver(name: str, *given: object) -> list[dict]:
+    """Returns the JSON objects that a module of tests/distributed prints."""
+    ended = subprocess.run(
+        [sys.executable, "-m", f"tests.distributed.{name}", *map(str, given)],
+        cwd=ROOT, capture_output=True, text=True, timeout=900, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+
+
+# --- the same optimization -------------------------------------------------------------------------------------------
+
+
+def check_proof(folder: Path, names: list[str], processes: int = 2) -> None:
+    found = {name: case for line in driver("proof", processes, folder, *names) for name, case in line.items()}
+    assert list(found) == names
+    for name, case in found.items():
+        for precision, one in case.items():
+            which = f"{name}, {precision}: {one}"
+            assert one["equal_on_ranks"] and one["same_ids"], which
+            assert one["gradient_norm"] > 0.01 and one["lengths"] > 1, which
+            assert one["weights"] <= (1e-12 if precision == "float64" else 1e-6), which
+            # a weight that starts at 0 is a sum of few steps, and Adam divides each by the size of the gradient
+            assert one["from_zero"] <= (1e-12 if precision == "float64" else 2e-5), which
+        if name == "grpo-dynamic":
+            assert case["float64"]["resampled"] > 0
+        share = case["float64"]["processes"]
+        assert share["count"] == processes and min(share["sampled_tokens"]) > 0, share
+        if name in ("grpo-dapo", "rloo"):  # 8 completions per minibatch; the others have too few for equal shares
+            assert min(share["trained_tokens"]) * 1.2 >= max(share["trained_tokens"]), share
+
+
+def test_two_processes_make_the_same_updates_as_one(tmp_path):
+    check_proof(tmp_path, ["ppo", "grpo-dapo"])
+
+
+CHUNKS = [list(CASES)[start : start + 6] for start in range(0, len(CASES), 6)]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("names", CHUNKS, ids=lambda names: names[0])
+def test_two_processes_make_the_same_updates_as_one_in_every_case(tmp_path, names):
+    check_proof(tmp_path, names)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("names", CHUNKS, ids=lambda names: names[0])
+def test_four_processes_make_the_same_updates_as_one(tmp_path, names):
+    check_proof(tmp_path, names, processes=4)
+
+
+def test_every_loss_and_critic_is_a_case():
+    from rlhf.settings.fields import settings_of
+    from rlhf.settings.training import Config
+
+    flags = [[str(word) for word in case] for case in CASES.values()]
+    for name, flag in (("loss_type", "--loss-type"), ("critic", "--critic"), ("scale_rewards", "--scale-rewards")):
+        tested = {one[one.index(flag) + 1] for one in flags if flag in one}
+        choices = set(settings_of(Config)[name].choices)
+        assert choices - tested <= {"shared", "none", "group"}, name  # the defaults, and a scale within groups
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("algorithm", ["ppo", "rloo"])
+def test_run_may_be_resumed_with_another_number_of_processes(tmp_path, algorithm):
+    (found,) = driver("resumed", tmp_path, algorithm)
+    assert found["statuses"] == [[0], [143, 143], [143], [0, 0]], found
+    assert found["status"] == "finished" and found["processes"]["count"] == 2
+    assert found["gap"] < 1e-5, found
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+# fault -> exit statuses, the updates of the valid checkpoints, and a part of the only error line
+EXPECTED = {
+    "none": ([0, 0], [4, 5], None),
+    "reward-raises": ([1, 1], [2], "failed on purpose: a test. Fix it (in process 1 of 2)"),
+    "bad-score": ([0, 0], [4, 5], None),
+    "nan": ([0, 0], [4, 5], None),
+    "out-of-memory": ([1, 1], [2], "out of memory with one completion at a time: the backward pass"),
+    "out-of-memory-if-large": ([0, 0], [4, 5], None),
+    "disk-full": ([1, 1], [2], "the checkpoint of update 4 could not be saved"),
+    "other-weights": ([1, 1], [2], "the weights after update 4 differ between process 0 and process 1"),
+    "other-versions": ([2, 2], [], "Install the same versions everywhere"),
+    "other-data": ([2, 2], [], "train_sha256 is"),
+    "stopped": ([143, 143], [2, 3], None),
+    "ctrl-c": ([130, 130], [2, 3], None),
+    "killed": ([1, -9], [2], "another process of this run has ended or does not answer"),
+    "first-killed": ([-9, 1], [2], "another process of this run has ended or does not answer"),
+    "unknown-host": ([2, 2], [], "the processes cannot be connected"),
+    "taken-port": ([2, 2], [], "the processes cannot be connected"),
+}
+SLOW = ("unknown-host", "taken-port")  # they wait for the timeout, or for the first process to report
+
+
+def check_faults(folder: Path, names: list[str]) -> None:
+    for found in driver("faults", folder, *names):
+        statuses, checkpoints, message = EXPECTED[found["name"]]
+        lines = [line for text in found["errors"] for line in text.splitlines() if "error:" in line]
+        assert found["statuses"] == statuses and found["checkpoints"] == checkpoints, found
+        assert found["printed"][1] == "", "only the first process prints"
+        assert (lines == []) if message is None else (lines and all(message in line for line in lines)), found
+        if found["name"] not in (*SLOW, "other-versions"):
+            assert len(lines) == (message is not None), found
+        assert found["seconds"] < (60 if found["name"] in SLOW else 20), found
+
+
+def test_faults_in_one_process_are_decided_by_all(tmp_path):
+    check_faults(tmp_path, ["none", "reward-raises", "killed"])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("names", [list(EXPECTED)[1:9], list(EXPECTED)[9:]], ids=["errors", "ends"])
+def test_every_fault_in_one_process_is_decided_by_all(tmp_path, names):
+    check_faults(tmp_path, names)
+
+
+def check_kills(folder: Path, algorithm: str, kills: int) -> None:
+    (found,) = driver("kills", kills, 1, folder, algorithm)
+    assert found["problems"] == [] and found["killed"] == kills, found
+    assert 0 < found["first"] < kills and found["resumed"] > 0 and found["slowest_end_s"] < 20, found
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "rloo"])
+def test_killed_process_ends_the_others_and_the_run_resumes(tmp_path, algorithm):
+    check_kills(tmp_path, algorithm, 10)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "rloo"])
+def test_25_killed_processes(tmp_path, algorithm):
+    check_kills(tmp_path, algorithm, 25)
+
+
+# --- the launchers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_commands_of_the_launchers(tmp_path, launcher):
+    """Trains with the launcher's own command, and compares with a run that was started with python."""
+    inputs = proof.Inputs.make(tmp_path / "inputs")
+    commands = {
+        "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())],
+        "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
+                       "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(free_port())],
+    }  # fmt: skip
+    starts = {"alone": [sys.executable], launcher: [sys.executable, "-m", *commands[launcher]]}
+    for name, start in starts.items():
+        argv = words("ppo", inputs, tmp_path / name)
+        ended = subprocess.run(
+            [*start, str(ROOT / "train_ppo.py"), *argv], cwd=tmp_path, capture_output=True, text=True, timeout=200,
+            env=ENVIRONMENT,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr[-2000:]
+        assert ended.stdout.count("update 5/5") == 1, "only the first process prints"
+        assert ("processes" in ended.stdout) == (name != "alone")
+    run = RunRecord.read(tmp_path / launcher)
+    assert run.status == "finished" and run.processes["count"] == 2 and min(run.processes["trained_tokens"]) > 0
+    plain, shared = (load_file(tmp_path / name / "model.safetensors") for name in starts)
+    assert largest_gap(plain, shared) < 1e-6

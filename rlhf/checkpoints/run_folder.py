@@ -139,6 +139,15 @@ def require_unused(folder: Path) -> None:
         lock_run(folder).close()
 
 
+def is_in_use(folder: Path) -> bool:
+    """True if a live process has a run in `folder`."""
+    try:
+        require_unused(folder)
+    except UserError:
+        return True
+    return False
+
+
 def lock_run(folder: Path) -> IO[bytes]:
     """Lock a run's folder until the returned file is closed. Raises UserError if a live process has locked it."""
     lock = system.lock(folder / LOCK_FILE)

@@ -53,6 +53,14 @@ def select_gpu(number: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = names[number]
 
 
+def visible_gpus() -> list[str]:
+    """Return the names of the GPUs that torch can use, as CUDA_VISIBLE_DEVICES takes them. Imports torch."""
+    import torch
+
+    count, names = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(number) for number in range(count)] if names is None else names.split(",")[:count]
+
+
 def use_own_gpu() -> None:
     """Select this process's GPU, if a launcher started several processes. Call it before CUDA is initialized."""
     if size() > 1 and connected() is None and "number" not in group.local:

@@ -45,6 +45,10 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
     if (config.run.dry_run or config.run.check) and is_to_be_built(config):
         return show_plan_without_parts(config, screen)
     check_libraries()
+    if config.run.parallel and not looks_only(config):
+        from rlhf.run.parallel_seeds import train_in_parallel
+
+        return train_in_parallel(config, screen)
     if config.run.dry_run:
         quiet_libraries()
         from rlhf.run.dry_run import dry_run as one_run

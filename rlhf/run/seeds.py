@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 import torch
 
 from rlhf.algorithms.kl_control import with_horizon
-from rlhf.checkpoints.run_folder import read_status, seed_folder
+from rlhf.checkpoints.run_folder import is_in_use, read_status, seed_folder
 from rlhf.checkpoints.run_record import RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, differences
 from rlhf.distributed.group import from_first
 from rlhf.run.resume_checks import fitted_as
@@ -67,17 +67,22 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if not config.run.only_looks and is_first():
-        runs = {seed: RunRecord.require(Path(one.run.output), "--output") for seed, one in configs.items()}
-        show_seeds(config, {seed: run.figures for seed, run in runs.items()}, screen)
+        show_results(config, configs, screen)
 
 
-def configs_of_seeds(config: Config) -> tuple[dict[int, Config], dict[int, bool]]:
+def show_results(config: Config, configs: dict[int, Config], screen: Screen) -> None:
+    """Print and save the table over seeds, from the run.json of each. `configs`: seed -> configuration of its run."""
+    runs = {seed: RunRecord.require(Path(one.run.output), "--output") for seed, one in configs.items()}
+    show_seeds(config, {seed: run.figures for seed, run in runs.items()}, screen)
+
+
+def configs_of_seeds(config: Config, with_others: bool = False) -> tuple[dict[int, Config], dict[int, bool]]:
     """Return the configuration of each seed's run, and whether it is finished. Raises UserError for a folder that
-    cannot be used."""
+    cannot be used; `with_others`: folders that a live process uses are accepted."""
     configs = {seed: with_seed(config, seed) for seed in config.run.seeds}
     finished = {seed: is_finished(one) for seed, one in configs.items()}
     for seed, one in configs.items():
-        if not finished[seed]:
+        if not finished[seed] and not (with_others and is_in_use(Path(one.run.output))):
             check_run_folder(one)
     return configs, finished
 

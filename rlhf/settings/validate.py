@@ -14,6 +14,7 @@ from rlhf.settings.training import (
     function_name,
 )
 from rlhf.settings.types import Renaming
+from rlhf.utils.processes import size
 
 
 def validate_training(config: Config) -> list[str]:
@@ -58,6 +59,12 @@ def _batch(config: Config) -> list[str]:
     seeds = config.run.seeds or ()
     if len(set(seeds)) != len(seeds):
         problems.append("a seed appears twice: --seeds. Give each seed once")
+    if config.run.parallel and not seeds:
+        problems.append("there is only one seed: --parallel. Add --seeds, such as --seeds 1 2 3")
+    if config.run.parallel and size() > 1:
+        problems.append(
+            "a launcher has already started several processes: --parallel. Start the command with python, or remove it"
+        )
     return problems
 
 

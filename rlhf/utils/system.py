@@ -9,11 +9,12 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import time
 import warnings
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rlhf.utils.errors import RLHFWarning
 
@@ -85,6 +86,25 @@ def cap_gpu_memory() -> bool:
     free, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction(free / total)
     return True
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def available_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def new_process_group() -> dict[str, Any]:
+    """Return arguments of subprocess.Popen with which a terminal's Ctrl-C does not reach the new process."""
+    return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if WINDOWS else {"start_new_session": True}
+
+
+def send_stop(process: subprocess.Popen) -> None:
+    """Send the signal that stops a run to a process of `new_process_group`."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.CTRL_BREAK_EVENT if WINDOWS else signal.SIGINT)
 
 
 # --- network ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,211 @@
+"""Trains several seeds at the same time: one process per GPU, or on a CPU one per core."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import rlhf
+from rlhf.checkpoints.run_folder import is_in_use, read_status
+from rlhf.demo.ready import is_ready
+from rlhf.distributed.join import visible_gpus
+from rlhf.run.seeds import configs_of_seeds, resumed_config, show_results
+from rlhf.settings.next_commands import resume_command
+from rlhf.settings.recipes import DEMOS
+from rlhf.settings.training import Config
+from rlhf.utils.console import Screen, quiet_imports
+from rlhf.utils.errors import RunError, run_command
+from rlhf.utils.imports import import_libraries
+from rlhf.utils.requirements import check_libraries
+from rlhf.utils.signals import GracefulStop, TrainingInterrupted
+from rlhf.utils.system import available_cores, new_process_group, send_stop
+
+POLL_S = 0.2
+# what a child process runs: `python train_ppo.py` adds its folder to the path, `python -c` adds the current one
+CHILD = "import sys; sys.path.insert(0, {root!r}); from rlhf.run.parallel_seeds import child; child()"
+
+
+@dataclass
+class Slot:
+    """A place for one training process at a time."""
+
+    name: str  # printed
+    environment: dict[str, str]
+
+
+@dataclass
+class SeedRun:
+    """The training process of one seed."""
+
+    seed: int
+    config: Config
+    slot: Slot
+    process: subprocess.Popen
+    line: str = "starting"  # its newest line of progress
+    errors: list[str] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, seed: int, config: Config, slot: Slot) -> SeedRun:
+        """Start the process. Its output is appended to the file of `log_of`."""
+        root = str(Path(rlhf.__file__).parents[1])
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD.format(root=root)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **slot.environment, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"},
+            **new_process_group(),  # Ctrl-C reaches this process only, which passes it on
+        )
+        with process.stdin as pipe:
+            pickle.dump((sys.argv, config), pipe)
+        run = cls(seed, config, slot, process)
+        threading.Thread(target=run._read, daemon=True).start()
+        return run
+
+    @property
+    def problem(self) -> str:
+        """Why the process ended, if it failed."""
+        if self.errors:
+            return self.errors[-1].removeprefix("error: ")
+        return f"ended with status {self.process.returncode}: {log_of(self.config)}. Read this file"
+
+    def _read(self) -> None:
+        with log_of(self.config).open("a", encoding="utf-8") as log:
+            for line in self.process.stdout:
+                text = line.decode("utf-8", errors="replace").rstrip()
+                log.write(f"{text}\n")
+                log.flush()
+                if text.startswith("error: "):
+                    self.errors.append(text)
+                elif text.startswith(("update ", "evaluation after ", "loading ", "demo")):
+                    self.line = text
+
+
+def log_of(config: Config) -> Path:
+    """Return the file with the output of a seed's process. It is beside the run's folder, which the run claims."""
+    return Path(f"{config.run.output}.log")
+
+
+def slots_for(seeds: int) -> list[Slot]:
+    """Return the places for training processes: the visible GPUs, or without one equal shares of the CPU's cores."""
+    gpus = visible_gpus()
+    if gpus:
+        return [Slot(f"GPU {gpu}", {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus]
+    cores = available_cores()
+    count = min(seeds, cores)
+    threads = str(cores // count)
+    return [Slot(f"{threads} of {cores} CPU cores", {"OMP_NUM_THREADS": threads}) for _ in range(count)]
+
+
+def train_in_parallel(config: Config, screen: Screen) -> None:
+    """Train the seeds of `config`, one process each, and print a table over seeds.
+
+    Finished seeds, and those that another machine trains in the same folder, are skipped. A stop signal is passed on
+    to all processes, which save their runs. Raises RunError if a seed fails; the others finish before. Raises
+    TrainingInterrupted after a stop signal.
+    """
+    build_demo(config, screen)
+    configs, finished = configs_of_seeds(config, with_others=True)
+    for seed, one in configs.items():
+        if finished[seed]:
+            screen.say(f"seed {seed}: already finished in {one.run.output} (delete the folder to train it again)")
+    waiting = {seed: one for seed, one in configs.items() if not finished[seed]}
+    with screen, GracefulStop(screen.say) as stop:
+        ended = Fleet(waiting, screen, stop).run() if waiting else []
+    if stop.by is not None:
+        raise TrainingInterrupted(stop.by, f"stopped. Resume with: {resume_command(config, '--parallel')}")
+    done = {seed: one for seed, one in configs.items() if read_status(Path(one.run.output)) == "finished"}
+    if done:
+        show_results(config, done, screen)
+    others = [str(seed) for seed in configs if seed not in done and seed not in [run.seed for run in ended]]
+    if others:
+        screen.say(f"another process trains seed {', '.join(others)}. Run this command again when it has finished")
+    if any(run.process.returncode for run in ended):
+        raise RunError([f"seed {run.seed}: {run.problem}" for run in ended if run.process.returncode])
+
+
+def build_demo(config: Config, screen: Screen) -> None:
+    """Build the parts of a demo, which all seeds share, if they do not exist."""
+    if config.recipe in DEMOS and not is_ready(config.recipe):
+        import_libraries(screen)
+        from rlhf.models.device import start_device
+        from rlhf.setup.build import prepare_demo_components
+
+        prepare_demo_components(config, screen, start_device(screen))
+
+
+class Fleet:
+    """The processes of several seeds."""
+
+    def __init__(self, waiting: dict[int, Config], screen: Screen, stop: GracefulStop):
+        """`waiting`: seed -> configuration of its run."""
+        self.waiting, self.screen, self.stop = dict(waiting), screen, stop
+        self.free, self.running, self.ended = slots_for(len(waiting)), [], []
+        self.stopping = False
+
+    def run(self) -> list[SeedRun]:
+        """Train all seeds. Returns those that were started, when all have ended."""
+        places = ", ".join(dict.fromkeys(slot.name for slot in self.free))
+        self.screen.say(f"training {len(self.waiting)} seeds, at most {len(self.free)} at a time, each on: {places}")
+        self.screen.say(f"their output: {', '.join(str(log_of(config)) for config in self.waiting.values())}")
+        while self.running or (self.waiting and self.stop.by is None):
+            self.start_next()
+            try:
+                time.sleep(POLL_S)
+                if self.stop.by is not None and not self.stopping:
+                    self.stopping = True
+                    self.pass_on()
+            except KeyboardInterrupt:  # a second stop signal
+                self.pass_on()
+            self.collect()
+            if self.running:
+                self.screen.progress("\n".join(f"seed {run.seed} | {run.line}" for run in self.running))
+        self.screen.end_progress()
+        return self.ended
+
+    def start_next(self) -> None:
+        """Start waiting seeds in the free places. A seed that another process trains, or has trained, is skipped."""
+        while self.free and self.waiting and self.stop.by is None:
+            seed = next(iter(self.waiting))
+            config = self.waiting.pop(seed)
+            folder = Path(config.run.output)
+            if not is_in_use(folder) and read_status(folder) != "finished":
+                self.running.append(SeedRun.start(seed, config, self.free.pop(0)))
+
+    def pass_on(self) -> None:
+        """Send the stop signal to all processes."""
+        for run in self.running:
+            send_stop(run.process)
+
+    def collect(self) -> None:
+        """Report the processes that have ended, and free their places."""
+        for run in [run for run in self.running if run.process.poll() is not None]:
+            self.running.remove(run)
+            self.ended.append(run)
+            self.free.append(run.slot)
+            self.screen.end_progress()
+            self.screen.say(f"seed {run.seed}: {run.problem if run.process.returncode else 'finished'}")
+
+
+def child() -> None:
+    """Train the run whose configuration the parent process has written to stdin."""
+    sys.argv, config = pickle.load(sys.stdin.buffer)
+    run_command(lambda: _train(config))
+
+
+def _train(config: Config) -> None:
+    quiet_imports()
+    screen = Screen()
+    check_libraries()
+    import_libraries(screen)
+    from rlhf.run.train import train
+
+    resumed = resumed_config(config, screen)
+    if resumed is not None:
+        train(resumed, screen)

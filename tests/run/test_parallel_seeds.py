@@ -1,0 +1,147 @@
+"""Tests of --seeds with --parallel: one process per seed, places on GPUs or CPU cores, stops, failures, locks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf.checkpoints.run_folder import lock_run
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.config import parse_cli
+from rlhf.distributed import join
+from rlhf.run import parallel_seeds
+from rlhf.utils.errors import UserError
+from rlhf.utils.system import WINDOWS
+from tests.kills import differing
+from tests.scripts.test_scripts import ROOT
+
+FAILS_ONCE = """
+import os
+def fails_once(completions, **_):
+    if os.path.exists("fail"):
+        os.rename("fail", "failed")
+        raise ValueError("a test")
+    return [1.0 * len(str(c)) for c in completions]
+"""
+
+
+@pytest.fixture
+def command(start_model, reward_folder, pairs_file, tmp_path):
+    """Returns a function that starts train_ppo.py with the flags of a short run in tmp_path."""
+
+    def start(*flags: object, updates: int = 3) -> subprocess.Popen:
+        words = ["--actor-model", start_model, "--rm-model", reward_folder, "--prompts", pairs_file, "--batch-size", 4,
+                 "--num-iterations", updates, "--save-every", 2, "--eval-every", 50, "--max-new-tokens", 8,
+                 "--prompt-length", 100, "--eval-prompts", 6, "--allow-weak-reward-model"]  # fmt: skip
+        resumed = "--resume" in flags
+        argv = [str(word) for word in (*([] if resumed else words), "--output", "run", *flags)]
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "train_ppo.py"), *argv], cwd=tmp_path, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        )  # fmt: skip
+
+    return start
+
+
+def status_of(folder: Path) -> str | None:
+    run = RunRecord.read(folder)
+    return None if run is None else run.status
+
+
+@pytest.mark.ci
+def test_failed_seed_is_reported_and_the_others_finish_as_alone(command, tmp_path):
+    (tmp_path / "reward.py").write_text(FAILS_ONCE, encoding="utf-8")
+    (tmp_path / "fail").touch()
+    rule = ("--reward-func", "reward.py:fails_once")
+    process = command("--seeds", 1, 2, 3, "--parallel", *rule)
+    printed = process.communicate(timeout=200)[0]
+    assert process.returncode == 1, printed
+    statuses = {seed: status_of(tmp_path / f"run_seed{seed}") for seed in (1, 2, 3)}
+    assert sorted(statuses.values()) == ["failed", "finished", "finished"], printed
+    (failed,) = [seed for seed, status in statuses.items() if status == "failed"]
+    assert f"error: seed {failed}: " in printed and "ValueError: a test" in printed and "PPO, 2 seeds" in printed
+    assert "update 3/3" in (tmp_path / f"run_seed{failed % 3 + 1}.log").read_text(encoding="utf-8")
+    # the same runs one after another
+    process = command("--seeds", *[s for s in (1, 2, 3) if s != failed], *rule, "--output", "alone")
+    assert process.wait(timeout=200) == 0
+    for seed in (1, 2, 3):
+        if seed != failed:
+            assert differing(tmp_path / f"alone_seed{seed}", tmp_path / f"run_seed{seed}") == []
+    process = command("--resume", "--seeds", 1, 2, 3, "--parallel", *rule)
+    printed = process.communicate(timeout=200)[0]
+    assert process.returncode == 0 and printed.count("already finished") == 2 and "PPO, 3 seeds" in printed, printed
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(WINDOWS, reason="a test cannot send Ctrl-C to one process on Windows")
+def test_ctrl_c_saves_all_seeds_and_resume_continues_them(command, tmp_path):
+    process, folders = command("--seeds", 1, 2, "--parallel", updates=200), [tmp_path / f"run_seed{s}" for s in (1, 2)]
+    until = time.monotonic() + 120
+    while not all(list(folder.glob("checkpoint-*[0-9]")) for folder in folders):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, printed
+    assert [status_of(folder) for folder in folders] == ["stopped", "stopped"]
+    assert "--resume --seeds 1 2 --parallel --output run" in printed
+    process = command("--resume", "--seeds", 1, 2, "--parallel")
+    printed = process.communicate(timeout=200)[0]
+    assert process.returncode == 0 and "PPO, 2 seeds" in printed, printed
+
+
+@pytest.mark.ci
+def test_seed_that_another_process_trains_is_left_to_it(command, tmp_path):
+    (tmp_path / "run_seed2").mkdir()
+    with lock_run(tmp_path / "run_seed2"):
+        process = command("--seeds", 1, 2, "--parallel")
+        printed = process.communicate(timeout=200)[0]
+    assert process.returncode == 0 and "another process trains seed 2" in printed, printed
+    assert status_of(tmp_path / "run_seed1") == "finished" and status_of(tmp_path / "run_seed2") is None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "seeds", "expected"),
+    [
+        (["0", "3"], 8, 4, [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "3"}]),
+        ([], 8, 3, [{"OMP_NUM_THREADS": "2"}] * 3),
+        ([], 2, 4, [{"OMP_NUM_THREADS": "1"}] * 2),
+        ([], 8, 1, [{"OMP_NUM_THREADS": "8"}]),
+    ],
+)
+def test_places_are_gpus_or_shares_of_the_cores(monkeypatch, gpus, cores, seeds, expected):
+    monkeypatch.setattr(parallel_seeds, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(parallel_seeds, "available_cores", lambda: cores)
+    assert [slot.environment for slot in parallel_seeds.slots_for(seeds)] == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "number", "expected"), [(None, 1, "1"), ("2,5", 1, "5"), ("", 0, ""), ("GPU-a,GPU-b", 0, "GPU-a")]
+)
+def test_each_process_sees_one_gpu(monkeypatch, visible, number, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    join.select_gpu(number)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(UserError, match="process 3 of this machine has no GPU"):
+        join.select_gpu(2)
+
+
+def test_parallel_needs_several_seeds_and_no_launcher(monkeypatch):
+    with pytest.raises(UserError, match="there is only one seed"):
+        parse_cli(["--parallel"], "ppo")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="a launcher has already started several processes"):
+        parse_cli(["--parallel", "--seeds", "1", "2"], "ppo")

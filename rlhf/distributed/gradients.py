@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from rlhf.distributed.group import add_up, gather, raise_together
 from rlhf.utils.processes import size
+
+
+def exchange_rows(own: Tensor | None, rows: Sequence[int], count: int, device: torch.device) -> Tensor:
+    """Return the rows (count, ...) of all processes. Gradients flow to this process's rows only.
+
+    Args:
+        own: (n, ...) float32, the rows of this process; None: it has none, and then no weight gets a gradient.
+        rows: their numbers.
+        count: number of rows of all processes.
+        device: device of the result.
+    """
+    index = torch.tensor(rows, dtype=torch.long, device=device)
+    shape = next(found for found in gather(None if own is None else own.shape[1:]) if found is not None)
+    whole = torch.zeros(count, *shape, device=device)
+    if own is not None:
+        whole = whole.index_copy(0, index, own)
+    others = add_up(whole.detach().clone()) - whole.detach()  # exact, because each row is 0 in all processes but one
+    return whole + others.requires_grad_(own is None)
 
 
 def sum_gradients(

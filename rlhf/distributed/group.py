@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 from rlhf.utils.errors import RunError, UserError
-from rlhf.utils.processes import connected, is_first, launched, rank, size
+from rlhf.utils.processes import alone, connected, is_first, launched, rank, size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,27 +132,28 @@ def _portable(error: Exception) -> Exception:
 
 
 def from_first(work: Callable[[], T]) -> T:
-    """Return the result of `work()` in the first process, in all processes. Only the first one runs it; its errors
-    are raised in all. The result must be picklable."""
-    if size() == 1:
-        return work()
-    result = agree(lambda: work() if is_first() else None)
-    return gather(result)[0]
+    """Return the result of `work()` in the first process, in all processes. Only the first one runs it, alone; its
+    errors are raised in all. The result must be picklable."""
+    return work() if size() == 1 else gather(_run_if(is_first(), work))[0]
 
 
 def on_first(work: Callable[[], object]) -> None:
-    """Run `work()` in the first process. The others wait. Its errors are raised in all processes."""
-    agree(lambda: work() if is_first() else None)
+    """Run `work()` in the first process, alone. The others wait. Its errors are raised in all processes."""
+    _run_if(is_first(), work)
 
 
-def in_turn(work: Callable[[], T]) -> T:
-    """Return `work()`, which writes files that all processes of a machine read: its first process runs it first."""
-    first, result = local_rank() == 0, None
+def in_turn(work: Callable[[], object]) -> None:
+    """Run `work()`, which writes files that all processes of a machine read: its first process runs it before."""
     for turn in (True, False):
-        mine = first == turn
-        found = agree(work if mine else lambda: None)
-        result = found if mine else result
-    return result
+        _run_if((local_rank() == 0) == turn, work)
+
+
+def _run_if(mine: bool, work: Callable[[], T]) -> T | None:
+    def run() -> T:
+        with alone():
+            return work()
+
+    return agree(run if mine else lambda: None)
 
 
 local: dict[str, int] = {}  # "number": the launcher's LOCAL_RANK, which `join` removes from the environment

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.trainer_callback import PrinterCallback
 from trl import RewardConfig, RewardTrainer
 
-from rlhf.checkpoints.model_folder import METRICS_FILE, find_model, read_record
+from rlhf.checkpoints.model_folder import METRICS_FILE, find_model
 from rlhf.checkpoints.replacing import (
     check_inputs_outside,
     numbered_name,
@@ -33,29 +33,29 @@ from rlhf.checkpoints.replacing import (
 )
 from rlhf.checkpoints.run_folder import check_output
 from rlhf.checkpoints.run_record import RUN_FILE, environment
-from rlhf.data.chat_template import encode_prompt
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.lengths import warn_about_length
 from rlhf.data.source import DataSource
 from rlhf.data.splits import question_hash, split_examples
 from rlhf.data.tokenizer import check_vocabulary, load_tokenizer, readable
+from rlhf.distributed.gradients import exchange_rows, sum_gradients
+from rlhf.distributed.group import agree, from_first, on_first
+from rlhf.distributed.shares import by_cost
 from rlhf.models.device import autocast_dtype
 from rlhf.models.load import check_weights
 from rlhf.models.save import bad_weights
 from rlhf.rewards.calibration import calibration_completions, evaluate_and_calibrate
-from rlhf.rewards.checks import check_reward_context, weakness
+from rlhf.rewards.checks import DEFAULT_SPLIT
 from rlhf.rewards.pair_accuracy import pair_ids, pair_length
 from rlhf.rewards.reward_model import RewardModel, can_pack, packed_logits
 from rlhf.settings.fields import to_dict
 from rlhf.settings.reward_model import RewardModelConfig, RewardTrainingSettings
-from rlhf.settings.training import Config
-from rlhf.settings.types import Split
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import disk_errors, write_json
+from rlhf.utils.processes import rank, size
 from rlhf.utils.system import sync_file
 
-DEFAULT_SPLIT = Split(45, 45, 10)
 FEW_PAIRS = 20
 
 
@@ -77,9 +77,9 @@ def train_reward_model(
     inputs = [("--pairs", config.data.pairs), ("--base-model", config.training.base_model)]
     inputs += [("--actor-model", config.calibration.actor_model)] if config.calibration.actor_model else []
     check_inputs_outside(str(folder), inputs, "--rm-output")
-    if restore_replaced(folder):
+    if from_first(lambda: restore_replaced(folder)):
         screen.say(f"restored the reward model in {folder}: its replacement was interrupted")
-    check_output(folder, **placing)
+    on_first(lambda: check_output(folder, **placing))
     if pairs is None:
         pairs = load_examples(DataSource.of(config.data), pairs=True, say=screen.say)
     parts = split_examples(pairs, config.data.split or DEFAULT_SPLIT)
@@ -90,6 +90,12 @@ def train_reward_model(
     record = evaluate_and_calibrate(model, held_out, completions, source)
     show_record(record, screen)
     record |= {"train_questions": sorted({question_hash(p) for p in train}), "settings": to_dict(config)}
+    on_first(lambda: _place(model, record, folder, config, placing, screen))
+    return folder
+
+
+def _place(model: RewardModel, record: dict, folder: Path, config: RewardModelConfig, placing: dict, screen: Screen):
+    """Save the reward model in its folder. A model that is there is moved aside, or replaced with --rm-overwrite."""
     check_output(folder, **placing)  # again, because the folder may have changed during training
     holds_a_model = folder.is_dir() and any(folder.iterdir())
     keep = numbered_name(folder) if holds_a_model and not config.training.rm_overwrite else None
@@ -99,7 +105,6 @@ def train_reward_model(
     for line in remove_replaced(folder):
         screen.say(line)
     screen.say(f"reward model saved in {folder}")
-    return folder
 
 
 def usable_pairs(
@@ -167,14 +172,34 @@ class _Progress(TrainerCallback):
 
 
 class _PackedTrainer(RewardTrainer):
-    """RewardTrainer without padding: the prompt of a pair is computed once, for both completions."""
+    """RewardTrainer without padding: the prompt of a pair is computed once, for both completions. Several processes
+    share the pairs of a batch; each computes the loss from the logits of all."""
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         classifier = self.accelerator.unwrap_model(model)
-        if can_pack(classifier):
-            model = partial(_packed_outputs, classifier)
+        outputs = partial(_packed_outputs, classifier) if can_pack(classifier) else model
         with self.accelerator.autocast():  # accelerate has put it into the model's own forward(), which is not called
-            return super().compute_loss(model, inputs, *args, **kwargs)
+            return super().compute_loss(partial(_shared_outputs, outputs), inputs, *args, **kwargs)
+
+    def training_step(self, model, *args, **kwargs):
+        loss = super().training_step(model, *args, **kwargs)
+        sum_gradients(model.parameters(), {})
+        return loss
+
+
+def _shared_outputs(
+    outputs: Callable, input_ids: Tensor, attention_mask: Tensor, **more
+) -> SequenceClassifierOutputWithPast:
+    """Return the logits of all pairs of TRL's batch, of which each process computes a share."""
+    if size() == 1:
+        return outputs(input_ids=input_ids, attention_mask=attention_mask, **more)
+    pairs, lengths = len(input_ids) // 2, attention_mask.sum(1).tolist()
+    share = by_cost(range(pairs), [lengths[i] + lengths[pairs + i] for i in range(pairs)], size())[rank()]
+    rows = [*share, *(pairs + i for i in share)]
+    given = {"input_ids": input_ids[rows], "attention_mask": attention_mask[rows], **more}
+    own = agree(lambda: outputs(**given) if rows else None)
+    logits = exchange_rows(None if own is None else own.logits.float(), rows, len(input_ids), input_ids.device)
+    return SequenceClassifierOutputWithPast(logits=logits)
 
 
 def _packed_outputs(
@@ -183,8 +208,7 @@ def _packed_outputs(
     """Return the logits of TRL's batch: the chosen sides of all pairs, then the rejected ones, padded on the right."""
     lengths, pairs = attention_mask.sum(1).tolist(), len(input_ids) // 2
     rows = [ids[:length] for ids, length in zip(input_ids.tolist(), lengths, strict=True)]
-    groups = [*range(pairs), *range(pairs)]
-    logits = packed_logits(classifier, rows, groups, classifier.config.pad_token_id, input_ids.device)
+    logits = packed_logits(classifier, rows, [*range(pairs)] * 2, classifier.config.pad_token_id, input_ids.device)
     return SequenceClassifierOutputWithPast(logits=logits)
 
 
@@ -243,25 +267,6 @@ def show_record(record: dict, screen: Screen) -> None:
         ("calibrated on", f"{record['calibration']['replies']} {record['calibration']['source']}"),
     ]
     screen.facts(rows)
-
-
-def refusal(config: RewardModelConfig, folder: Path, usual: Config) -> str | None:
-    """Return why training with the settings `usual` would reject this reward model, or None if it would not.
-
-    Training rejects a weak reward model, and one whose context is too short for the prompts.
-    """
-    weak = weakness(read_record(folder))
-    if weak is not None:
-        return f"{weak}. Train it on more pairs or with more --rm-epochs, or add --allow-weak-reward-model"
-    pairs = load_examples(DataSource.of(config.data), say=lambda _: None)
-    parts = split_examples(pairs, config.data.split or DEFAULT_SPLIT)
-    tokenizer, longest = load_tokenizer(str(folder)), usual.data.prompt_length
-    used = [e for e in (*parts["rl"], *parts["evaluation"]) if len(encode_prompt(tokenizer, e.messages)) <= longest]
-    try:
-        check_reward_context(str(folder), used, usual.sampling.max_new_tokens, f"--rm-model {folder}")
-    except UserError as error:
-        return str(error)
-    return None
 
 
 def save_reward_model(model: RewardModel, record: dict, folder: Path, keep: Path | None = None) -> None:

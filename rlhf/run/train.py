@@ -65,7 +65,8 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
         agree(lambda: resume_run(trainer, config, log, screen))
         start_equal(trainer)
         trainer.train()
-        on_first(lambda: finish(trainer, config, log, screen))
+        shares = shares_of(trainer)
+        on_first(lambda: finish(trainer, config, log, screen, shares))
     on_first(lambda: export_run(config, screen))
 
 
@@ -92,10 +93,10 @@ def load_parts(
     return config, components, pass_rates
 
 
-def finish(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -> None:
-    """Save the model and print the summary of a run whose training has ended."""
+def finish(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, shares: dict | None) -> None:
+    """Save the model and print the summary of a run whose training has ended. `shares` as from `shares_of`."""
     trainer.save_model(config.run.output)
-    log.add(processes=shares_of(trainer))
+    log.add(processes=shares)
     finish_run(config, trainer, log, screen)
 
 

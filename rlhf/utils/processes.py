@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 
@@ -16,14 +18,32 @@ def launched(name: str, default: int) -> int:
     return int(value) if value.isdecimal() else default
 
 
+_acts_alone = False
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Context manager in which this process acts as the only one: it exchanges nothing."""
+    global _acts_alone
+    before, _acts_alone = _acts_alone, True
+    try:
+        yield
+    finally:
+        _acts_alone = before
+
+
 def connected() -> ModuleType | None:
     """Return torch.distributed if this process is connected to others (rlhf.distributed.join), otherwise None."""
+    if _acts_alone:
+        return None
     module = sys.modules.get("torch.distributed")
     return module if module is not None and module.is_available() and module.is_initialized() else None
 
 
 def size() -> int:
     """Return the number of processes of the run."""
+    if _acts_alone:
+        return 1
     group = connected()
     return launched("WORLD_SIZE", 1) if group is None else group.get_world_size()
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from rlhf.checkpoints.run_record import RunRecord
@@ -185,3 +186,22 @@ def test_commands_of_the_launchers(tmp_path, launcher):
     assert run.status == "finished" and run.processes["count"] == 2 and min(run.processes["trained_tokens"]) > 0
     plain, shared = (load_file(tmp_path / name / "model.safetensors") for name in starts)
     assert largest_gap(plain, shared) < 1e-6
+
+
+@pytest.mark.ci
+def test_reward_model_of_two_processes_is_that_of_one(tmp_path):
+    inputs = proof.Inputs.make(tmp_path / "inputs")
+    flags = ["--pairs", inputs.pairs, "--base-model", inputs.start, "--actor-model", "none", "--rm-epochs", 2,
+             "--rm-batch-size", 7, "--split", "60/30/10", "--rm-learning-rate", "1e-4"]  # fmt: skip
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    for name, start in (("alone", []), ("shared", torchrun)):
+        ended = subprocess.run(
+            [sys.executable, *start, "-m", "reward_model.train", *map(str, flags), "--rm-output", tmp_path / name],
+            cwd=ROOT, capture_output=True, text=True, timeout=200, env=ENVIRONMENT,
+        )  # fmt: skip
+        assert ended.returncode == 0 and ended.stdout.count("reward model saved") == 1, ended.stderr[-2000:]
+    plain, shared = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "shared"))
+    start = load_file(inputs.start / "model.safetensors")
+    assert largest_gap(plain, shared, without={"score.weight"}) < 1e-6
+    moved = [n for n in start if n in plain and not torch.equal(start[n], plain[n])]
+    assert len(moved) > 10

@@ -54,6 +54,7 @@ def booleans() -> list[str]:
 def test_all_spellings_of_boolean_flags(name):
     group, flag = settings_of(Config)[name].group, "--" + name.replace("_", "-")
     need = ["--use-lora"] if name in ("load_in_4bit", "merge_lora") else []
+    need += ["--seeds", "1", "2"] if name == "parallel" else []
     for words, value in (
         ([flag], True), ([flag, "false"], False), ([flag, "true"], True), (["--no-" + flag[2:]], False),
         ([f"--no_{name}"], False),

@@ -12,6 +12,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.config import make_config
 from rlhf.data.prompts import PromptSets
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.distributed.join import join
 from rlhf.models.device import memory_in_use
 from rlhf.rewards.build import make_rewards
 from rlhf.rewards.find import find_rewards
@@ -56,6 +57,7 @@ def configuration(work: Work, **more: Any) -> Config:
 def build(work: Work, **more: Any) -> OnPolicyLoop:
     """Return a complete trainer for the work and the settings `more`, with reference model and reward model."""
     config = configuration(work, **more)
+    join()
     device = PartialState().device
     before, start = memory_in_use(device), str(work.policy)
     tokenizer = load_tokenizer(start)

@@ -27,12 +27,15 @@ LINES_SHOWN = 12  # last lines of a failed worker's log
 class Worker:
     """A worker process, seen from the process that starts it. It imports its libraries, then waits for requests."""
 
-    def __init__(self, name: str, work_file: Path):
-        self.name, self.log = name, work_file.with_name(f"{name}.log")
+    def __init__(self, name: str, work_file: Path, label: str | None = None, **environment: str):
+        """`label` names the log file and the worker in messages (None: `name`). `environment` has more variables."""
+        self.name = label or name
+        self.log = work_file.with_name(f"{self.name}.log")
         self._log_stream = self.log.open("w", encoding="utf-8", errors="replace")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.worker", name, str(work_file)],
             cwd=ROOT,
+            env={**os.environ, **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log_stream,
@@ -42,12 +45,16 @@ class Worker:
 
     def go(self) -> dict[str, Any]:
         """Request the next step and return its results. The first step builds the trainer, others run one update."""
-        with contextlib.suppress(OSError):  # the worker has ended; _receive reports it
+        self.request()
+        return self.receive()
+
+    def request(self) -> None:
+        """Request the next step."""
+        with contextlib.suppress(OSError):  # the worker has ended; `receive` reports it
             self.process.stdin.write(f"{GO}\n")
             self.process.stdin.flush()
-        return self._receive()
 
-    def _receive(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         from rlhf.utils.errors import RunError
 
         line = self.process.stdout.readline()

@@ -19,7 +19,7 @@ from rlhf.utils.processes import size
 
 def validate_training(config: Config) -> list[str]:
     """Return the errors in the settings of a training run, one line each."""
-    checks = (_batch, _clip, _speed, _warmup, _kl, _rollback, _rewards, _evaluation, _scan, _export)
+    checks = (_batch, _processes, _clip, _speed, _warmup, _kl, _rollback, _rewards, _evaluation, _scan, _export)
     return [*renaming_problems(config.data.columns), *(problem for check in checks for problem in check(config))]
 
 
@@ -85,6 +85,12 @@ def _clip(config: Config) -> list[str]:
             "--mask-truncated-completions. Remove one of them"
         )
     return problems
+
+
+def _processes(config: Config) -> list[str]:
+    if config.speed.rollout_engine == "vllm" and size() > 1:
+        return [f"vLLM samples in one process only, but a launcher started {size()}: --rollout-engine vllm. Remove it"]
+    return []
 
 
 def _speed(config: Config) -> list[str]:

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassifica
 import evaluate_generations
 import train_ppo
 from reward_model.train import main as train_reward
-from rlhf.rewards import training
+from rlhf.rewards import checks
 from rlhf.rewards.reward_model import RewardModel
 from rlhf.utils.errors import RunError, UserError
 from tests.shapes import llama_config, smollm2_tokenizer
@@ -70,7 +70,7 @@ def test_pairs_beyond_the_base_models_context_are_skipped_and_counted(tmp_path, 
     flags = ["--base-model", tmp_path / "base", "--actor-model", tmp_path / "base", "--pairs",
              tmp_path / "pairs.jsonl", "--rm-output", tmp_path / "judge", "--split", "80/10/10",
              "--max-new-tokens", 8]  # fmt: skip
-    monkeypatch.setattr(training, "weakness", lambda _: None)
+    monkeypatch.setattr(checks, "weakness", lambda _: None)
     train_reward([str(word) for word in flags])
     output = capsys.readouterr().out
     assert "next:" not in output, "the default completions of 128 tokens do not fit"

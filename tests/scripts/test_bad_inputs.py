@@ -243,7 +243,7 @@ def reward_function(code: str, *more: object) -> Flags:
 
 def old_gpu(inputs: Inputs) -> list[object]:
     """A simulated GPU without bfloat16."""
-    inputs.monkeypatch.setattr("rlhf.run.train.start_device", lambda screen, deterministic: torch.device("cuda"))
+    inputs.monkeypatch.setattr("rlhf.run.train.start_device", lambda *_: torch.device("cuda"))
     inputs.monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     inputs.monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GTX 1080")
     return ["--bf16"]

@@ -21,7 +21,7 @@ import train_ppo
 import train_rloo
 from rlhf.checkpoints.run_record import Spent
 from rlhf.config import parse_cli, usual_config
-from rlhf.rewards import training
+from rlhf.rewards import checks
 from rlhf.run.summary import same_budget_command, same_budget_commands
 from rlhf.settings import next_commands as commands
 from rlhf.settings.next_commands import reward_model_command, training_command
@@ -131,7 +131,7 @@ def test_no_next_command_for_a_rejected_reward_model(start_model, pairs_file, tm
              tmp_path / "judge"]  # fmt: skip
     for accuracy in (0.4, 0.9):
         monkeypatch.setattr(reward_model.train, "training_command", lambda *_: "THE COMMAND")
-        monkeypatch.setattr(training, "read_record", lambda _, a=accuracy: {"accuracy": a, "length_baseline": 0.5})
+        monkeypatch.setattr(checks, "read_record", lambda _, a=accuracy: {"accuracy": a, "length_baseline": 0.5})
         reward_model.train.main([str(word) for word in [*words, "--rm-overwrite"]])
         output = capsys.readouterr().out
         assert ("next: THE COMMAND" in output) == (accuracy > 0.6)

@@ -57,7 +57,7 @@ def configuration(work: Work, **more: Any) -> Config:
 def build(work: Work, **more: Any) -> OnPolicyLoop:
     """Return a complete trainer for the work and the settings `more`, with reference model and reward model."""
     config = configuration(work, **more)
-    join()
+    join(timeout_s=300)
     device = PartialState().device
     before, start = memory_in_use(device), str(work.policy)
     tokenizer = load_tokenizer(start)

@@ -65,7 +65,8 @@ def use_own_gpu() -> None:
     """Select this process's GPU, if a launcher started several processes. Call it before CUDA is initialized."""
     if size() > 1 and connected() is None and "number" not in group.local:
         group.local["number"] = group.local_rank()
-        select_gpu(group.local["number"])
+        if os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true", "yes"):
+            select_gpu(group.local["number"])
 
 
 def join(timeout_s: float = TIMEOUT_S) -> None:

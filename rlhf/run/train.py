@@ -21,7 +21,7 @@ from rlhf.checkpoints.run_record import RunRecord, environment
 from rlhf.checkpoints.token_record import TOKENS_FOLDER
 from rlhf.data.prompts import Selection, fingerprint, topics_fingerprint
 from rlhf.data.sampler import planned_updates
-from rlhf.distributed.group import agree, copy_from_first, from_first, in_turn, on_first, require_equal
+from rlhf.distributed.group import agree, from_first, in_turn, on_first, require_equal
 from rlhf.models.device import start_device
 from rlhf.rewards.find import code_print
 from rlhf.rewards.printing import printed_file
@@ -63,7 +63,7 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
         trainer = agree(lambda: build_trainer(config, components))
         attach_callbacks(trainer, config, log, screen, stop)
         agree(lambda: resume_run(trainer, config, log, screen))
-        start_equal(trainer)
+        require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
         trainer.train()
         shares = shares_of(trainer)
         on_first(lambda: finish(trainer, config, log, screen, shares))
@@ -80,8 +80,7 @@ def load_parts(
     check_export(config)
     in_turn(lambda: prepare_demo_components(config, screen, device))
     inputs = load_inputs(config, screen, selection=selection)
-    if not config.run.resume:
-        config = from_first(lambda: fit(config, inputs, device, screen))
+    config = config if config.run.resume else fit(config, inputs, device, screen)
     filtered = config.data.keep_pass_rate is not None and not config.run.only_looks
     if not filtered:
         plan_run(config, inputs, device, screen)
@@ -200,12 +199,6 @@ def claimed(config: Config, components: Components, data: dict, updates: int, sc
         prompts={"rows": components.prompts.rows, "split": str(components.prompts.split)},
         on_hub=[name for name in (config.model.actor_model, config.data.prompts) if is_on_hub(name)],
     )
-
-
-def start_equal(trainer: OnPolicyLoop) -> None:
-    """Give all processes the first one's trainable weights. Raises UserError if they have different checkpoints."""
-    require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
-    copy_from_first(weight.data for weight in trainer.model.parameters() if weight.requires_grad)
 
 
 def data_of(config: Config, components: Components) -> dict:

@@ -21,7 +21,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.examples import GivenPrompt
 from rlhf.data.prompts import Prompt
 from rlhf.data.sampler import PromptSampler, metric_names
-from rlhf.distributed.group import largest
+from rlhf.distributed.group import copy_from_first, largest
 from rlhf.models.actor_critic import Actor, set_adapter_dropout
 from rlhf.models.attention import packable
 from rlhf.models.budget import budget_of
@@ -45,6 +45,7 @@ from rlhf.trainer.progress import Progress
 from rlhf.trainer.safety import SkipUpdate, check_finite, require_finite_weights
 from rlhf.trainer.trl_host import make_host
 from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.processes import is_first
 from rlhf.utils.system import keep_freed_memory
 
 
@@ -155,6 +156,7 @@ class OnPolicyLoop:
             raise RunError(f"already trained, {self.state.global_step} updates: train(). Create a new trainer")
         self.trained = True
         reset_peak_memory(self.accelerator.device)
+        copy_from_first(weight.data for weight in self.model.parameters() if weight.requires_grad)
         self.control = self.host.callback_handler.on_train_begin(self.args, self.state, self.control)
         self.events.call("on_train_begin", self)
         if not self.evaluations:  # a resumed run already has the evaluation of the start model
@@ -287,8 +289,9 @@ class OnPolicyLoop:
         return result
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
-        """Save the policy (or adapter) and the tokenizer as Hugging Face files, and the value head."""
-        save_policy(self.actor, self.processing_class, Path(output_dir or self.config.run.output))
+        """Save the policy (or adapter), the tokenizer and the value head. The first of several processes writes them."""
+        if is_first():
+            save_policy(self.actor, self.processing_class, Path(output_dir or self.config.run.output))
 
     def load_model(self, folder: str | Path) -> None:
         """Load the weights (or adapter) and the value head that `save_model` wrote. Raises UserError if they belong to

@@ -205,3 +205,34 @@ def test_reward_model_of_two_processes_is_that_of_one(tmp_path):
     assert largest_gap(plain, shared, without={"score.weight"}) < 1e-6
     moved = [n for n in start if n in plain and not torch.equal(start[n], plain[n])]
     assert len(moved) > 10
+
+
+PROGRAM = """
+import sys
+from rlhf.api import make_trainer
+from rlhf.config import make_config
+
+def vowels(completions, **_):
+    return [sum(c in "aeiou" for c in str(text)) / 10 for text in completions]
+
+config = make_config(algorithm="grpo", actor_model=sys.argv[1], rm_model=None, batch_size=2, K=4, num_iterations=3,
+                     max_new_tokens=8, learning_rate=1e-4, ppo_epochs=2)
+trainer = make_trainer(config, [f"What is number {i}?" for i in range(30)], vowels)
+trainer.train()
+trainer.save_model(sys.argv[2])
+"""
+
+
+@pytest.mark.ci
+def test_python_api_on_two_processes(tmp_path):
+    inputs, program = proof.Inputs.make(tmp_path / "inputs"), tmp_path / "program.py"
+    program.write_text(PROGRAM, encoding="utf-8")
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    for name, start in (("alone", []), ("shared", torchrun)):
+        ended = subprocess.run(
+            [sys.executable, *start, str(program), str(inputs.start), str(tmp_path / name)], cwd=ROOT,
+            capture_output=True, text=True, timeout=200, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr[-2000:]
+    plain, shared = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "shared"))
+    assert largest_gap(plain, shared) < 1e-6

@@ -38,7 +38,7 @@ from rlhf.data.lengths import warn_about_length
 from rlhf.data.source import DataSource
 from rlhf.data.splits import question_hash, split_examples
 from rlhf.data.tokenizer import check_vocabulary, load_tokenizer, readable
-from rlhf.distributed.gradients import exchange_rows, sum_gradients
+from rlhf.distributed.gradients import GradientSum, exchange_rows
 from rlhf.distributed.group import agree, from_first, on_first
 from rlhf.distributed.shares import by_cost
 from rlhf.models.device import autocast_dtype
@@ -175,6 +175,8 @@ class _PackedTrainer(RewardTrainer):
     """RewardTrainer without padding: the prompt of a pair is computed once, for both completions. Several processes
     share the pairs of a batch; each computes the loss from the logits of all."""
 
+    gradient_sum: GradientSum | None = None
+
     def compute_loss(self, model, inputs, *args, **kwargs):
         classifier = self.accelerator.unwrap_model(model)
         outputs = partial(_packed_outputs, classifier) if can_pack(classifier) else model
@@ -183,7 +185,8 @@ class _PackedTrainer(RewardTrainer):
 
     def training_step(self, model, *args, **kwargs):
         loss = super().training_step(model, *args, **kwargs)
-        sum_gradients(model.parameters(), {})
+        self.gradient_sum = self.gradient_sum or GradientSum()
+        self.gradient_sum(model.parameters(), {})
         return loss
 
 

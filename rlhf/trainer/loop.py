@@ -289,7 +289,7 @@ class OnPolicyLoop:
         return result
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
-        """Save the policy (or adapter), the tokenizer and the value head. The first of several processes writes them."""
+        """Save the policy (or adapter), the tokenizer and the value head. Only the first process writes."""
         if is_first():
             save_policy(self.actor, self.processing_class, Path(output_dir or self.config.run.output))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf.algorithms.experience import Experience, PolicyOutputs
-from rlhf.distributed.gradients import sum_gradients
+from rlhf.distributed.gradients import GradientSum
 from rlhf.distributed.shares import by_cost
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype
@@ -43,6 +43,7 @@ class PolicyOptimizer:
         self.micro_batch_budget, self.cached_forward, self.progress = micro_batch_budget, cached_forward, progress
         self.device = host.accelerator.device
         self.dtype = autocast_dtype(config.model.bf16, self.device)
+        self.gradient_sum = GradientSum()
         self.trained_tokens = [0] * size()  # prompt and completion tokens of the optimizer steps, by process
 
     def run(self, experience: Experience, update: int) -> dict[str, float]:
@@ -107,7 +108,7 @@ class PolicyOptimizer:
             )
         except Exception as found:
             error = found
-        stats = sum_gradients(self.host.model.parameters(), stats, error)
+        stats = self.gradient_sum(self.host.model.parameters(), stats, error)
         if self.host.state.global_step < self.config.critic.critic_warmup:
             for weight in self.host.actor.policy.parameters():
                 weight.grad = None  # with a gradient of 0, momentum and weight decay would still move the weight

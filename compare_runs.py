@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf.analysis.models import ModelRef, check_groups, check_named, find_models, require_trusted_code
+from rlhf.distributed.join import leave_others
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS_TO_COMPARE, ComparisonConfig, parse_comparison_cli
 from rlhf.utils.console import Screen, quiet_imports
 from rlhf.utils.errors import run_command
@@ -15,6 +16,8 @@ from rlhf.utils.requirements import check_libraries
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_comparison_cli(argv)  # torch is imported later, so that --help and errors are printed at once
+    if leave_others():
+        return
     screen = Screen()
     screen.say("comparison: checking the runs")
     quiet_imports()

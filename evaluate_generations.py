@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlhf.analysis.models import ModelRef, find_models, require_trusted_code
 from rlhf.checkpoints.run_record import RunRecord
+from rlhf.distributed.join import leave_others
 from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
 from rlhf.utils.console import Screen, quiet_imports
 from rlhf.utils.errors import run_command
@@ -19,6 +20,8 @@ from rlhf.utils.requirements import check_libraries
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_evaluation_cli(argv)  # torch is imported later, so that --help and errors are printed at once
+    if leave_others():
+        return
     screen = Screen()
     if config.evaluation.tokens is not None:
         RunRecord.require(Path(config.evaluation.tokens), "--tokens")

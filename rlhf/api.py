@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlhf.distributed.join import use_own_gpu
+
+use_own_gpu()  # before bitsandbytes is imported, which initializes CUDA
+
 from torch import nn
 
 from rlhf.algorithms.kl_control import kl_controller

@@ -125,7 +125,7 @@ def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer) -> Config:
 
 
 # settings of the command that resumes a run, which are not restored from the run
-OF_THE_COMMAND = ("seeds", "output", "overwrite", "dry_run", "resume", "resume_anyway")
+OF_THE_COMMAND = ("seeds", "parallel", "ddp_timeout", "output", "overwrite", "dry_run", "resume", "resume_anyway")
 CODE = ("reward_func", "eval_func")  # settings that may name Python files
 
 

@@ -24,7 +24,15 @@ from rlhf.trainer.state import save_trainer_state
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import hardlink_dir, update_dir_atomically
+from rlhf.utils.processes import size
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
+
+
+def shares_of(trainer: OnPolicyLoop) -> dict[str, Any]:
+    """Return the number of processes, and the tokens that each has sampled and trained on since the start or the
+    resumption of the run."""
+    sampled, trained = trainer.collector.sampled_tokens, trainer.learner.trained_tokens
+    return {"count": size(), "sampled_tokens": list(sampled), "trained_tokens": list(trained)}
 
 
 class BestCheckpoint(Callback):
@@ -53,6 +61,7 @@ class BestCheckpoint(Callback):
         self.episodes.append(self.trainer.episodes)
         best, why = choose(self.candidates, run.best_rule, run.perplexity_gate)
         if best == len(self.candidates) - 1:
+            require_equal_weights(self.trainer.model, f"update {evaluation.update}")
             on_first(lambda: update_dir_atomically(Path(run.output) / BEST_FOLDER, self.trainer.save_model))
         self.log.add(
             best=Best(
@@ -125,7 +134,9 @@ class Checkpoints(Callback):
 
     def save(self, update: int) -> None:
         """Save a checkpoint. Raises RunError if writing fails, or if the processes have different weights."""
-        require_equal_weights(self.trainer.model, update)
+        require_equal_weights(self.trainer.model, f"update {update}")
+        if size() > 1:
+            self.log.add(processes=shares_of(self.trainer))
         on_first(lambda: self.write(update))
 
     def write(self, update: int) -> None:

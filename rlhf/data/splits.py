@@ -29,6 +29,12 @@ def question_hash(example: Example) -> str:
     return hashlib.sha256(example.question.encode()).hexdigest()[:12]
 
 
+def pairs_hash(pairs: Iterable[Example]) -> str:
+    """Return the SHA-256 of the questions and completions of preference pairs."""
+    texts = [[pair.messages, str(pair.chosen), str(pair.rejected)] for pair in pairs]
+    return hashlib.sha256(json.dumps(texts, default=str).encode()).hexdigest()
+
+
 def distinct_questions(examples: Iterable[Example], by_topic: bool = False) -> list[Example]:
     """Return the first example of every distinct prompt, in order. Prompts differ if any message differs or, with
     `by_topic`, if the topic differs."""

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from transformers import AutoModelForCausalLM
 
 from rlhf.checkpoints.replacing import foreign_files
@@ -25,6 +26,12 @@ from rlhf.utils.files import write_json
 
 def prepare_demo(screen: Screen, device: torch.device) -> None:
     """Build `demo_parts/` unless it exists. It is rebuilt if the code or the settings that made it change."""
+    ready.FOLDER.mkdir(exist_ok=True)
+    with FileLock(ready.FOLDER / ".lock"):  # runs may start at the same time
+        _prepare_demo(screen, device)
+
+
+def _prepare_demo(screen: Screen, device: torch.device) -> None:
     record = ready.record_of_demo()
     if record is not None:
         screen.say(f"demo parts: cached in {ready.FOLDER}. Their reward model:")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from rlhf.distributed.group import add_up, gather, raise_together
+from rlhf.distributed.group import add_up, gather, gather_or_raise, raise_together
 from rlhf.utils.processes import size
 
 
@@ -54,19 +54,16 @@ class GradientSum:
             raise_together(error)
             return stats
         weights = [weight for weight in weights if weight.requires_grad]
-        has = [weight.grad is not None and error is None for weight in weights]
-        names = next((found for found in gather([] if error else list(stats)) if found), [])
-        flags = weights[0].new_tensor([*has, error is not None])
+        names = next((found for found in gather_or_raise(list(stats), error) if found), [])
+        has = [weight.grad is not None for weight in weights]
+        flags = weights[0].new_tensor(has)
         grads = [
             w.grad.reshape(-1) if there else w.new_zeros(w.numel()) for w, there in zip(weights, has, strict=True)
         ]
         scalars = [stats[name].to(flags).reshape(1) if name in stats else flags.new_zeros(1) for name in names]
         flat = add_up(self._flat([*grads, flags, *scalars]))
         *sums, found, totals = flat.split([*(weight.numel() for weight in weights), len(flags), len(names)])
-        *any_has, failed = found.tolist()
-        if failed:
-            raise_together(error)
-        for weight, total, there in zip(weights, sums, any_has, strict=True):
+        for weight, total, there in zip(weights, sums, found.tolist(), strict=True):
             weight.grad = total.view_as(weight) if there else None
         return dict(zip(names, totals.clone().unbind(), strict=True))
 

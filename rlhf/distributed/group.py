@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import traceback
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -63,6 +64,11 @@ def gather(value: T) -> list[T]:
     error = values[failed].error
     error.by_all = True  # so that the first process reports it, and the others do not
     raise error
+
+
+def gather_or_raise(value: T, error: Exception | None) -> list[T]:
+    """Return the values of all processes. `error`: this process has none, for this reason; it is raised in all."""
+    return gather(value if error is None else _Failure(error))
 
 
 def add_up(tensor: Tensor) -> Tensor:
@@ -123,12 +129,14 @@ def _portable(error: Exception) -> Exception:
     """Return an error that can be sent to other processes and says where it was raised."""
     if isinstance(error, RunError) and not is_first() and error.problems:
         error.problems[-1] += f" (in process {rank()} of {size()})"
+    if not isinstance(error, UserError):  # an unexpected one: the first process writes the traceback to a file
+        error.add_note(f"in process {rank()} of {size()}:\n{''.join(traceback.format_exception(error))}")
     try:
         pickle.loads(pickle.dumps(error))
         return error
     except Exception:  # pickle raises whatever an object's own methods raise
         line = (str(error).strip().splitlines() or ["no message"])[0]
-        return RunError(f"{type(error).__name__} ({line:.200}): process {rank()} of {size()}. Its output has more")
+        return RunError(f"{type(error).__name__} ({line:.200}): process {rank()} of {size()}. This is a bug")
 
 
 def from_first(work: Callable[[], T]) -> T:

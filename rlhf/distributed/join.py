@@ -25,7 +25,9 @@ OTHER_METHODS = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP":
 
 
 def leave_others() -> bool:
-    """End all processes but the first, which becomes the only one. Returns True in processes that have to end."""
+    """Make the first process the only one, for a command that needs no others. Returns True in those, which end."""
+    if size() == 1:
+        return False
     first = is_first()
     group.local["processes"] = size()  # for the plan
     if first:
@@ -42,7 +44,7 @@ def select_gpu(number: int) -> None:
     if visible is None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number)
         return
-    names = [name for name in visible.split(",") if name.strip()]
+    names = [name for name in visible.split(",") if name.strip() and not name.startswith("-")]
     if not names:  # the user has hidden all GPUs
         return
     if number >= len(names):
@@ -65,7 +67,9 @@ def use_own_gpu() -> None:
     """Select this process's GPU, if a launcher started several processes. Call it before CUDA is initialized."""
     if size() > 1 and connected() is None and "number" not in group.local:
         group.local["number"] = group.local_rank()
-        if os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true", "yes"):
+        if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        else:
             select_gpu(group.local["number"])
 
 
@@ -77,6 +81,8 @@ def join(timeout_s: float = TIMEOUT_S) -> None:
     Args:
         timeout_s: seconds after which an exchange fails, if a process does not take part in it.
     """
+    if size() == 1:
+        _hide_from_libraries()  # a launcher that started one process has set them, too
     if size() == 1 or connected():
         return
     problems = [
@@ -133,7 +139,7 @@ def _check_devices(on_gpu: bool) -> None:
     """Raise UserError if only some processes have a GPU, or if two have the same one."""
     import torch
 
-    gpu = str(torch.cuda.get_device_properties(0).uuid) if on_gpu else None
+    gpu = str(getattr(torch.cuda.get_device_properties(0), "uuid", group.local["number"])) if on_gpu else None
     found = group.gather((socket.gethostname(), gpu))
     without = [f"process {number} on {host}" for number, (host, one) in enumerate(found) if one is None]
     if without and len(without) < len(found):

@@ -27,22 +27,53 @@ def by_group(groups: Sequence[Hashable], processes: int) -> list[list[int]]:
     return [[row for block in blocks[a:b] for row in block] for a, b in zip(starts, ends, strict=True)]
 
 
-def by_cost(rows: Sequence[int], costs: Sequence[int], processes: int) -> list[list[int]]:
-    """Return the rows of each process, in ascending order, so that the sums of their costs are about equal.
+BALANCED = 1.1  # largest share, as a multiple of the mean, with which groups stay together
 
-    `costs` has one entry for each row of the whole batch. The order of `rows` does not matter. The longest rows are
-    placed first, each with the process that has the least so far.
-    Source: Graham 1969, "Bounds on multiprocessing timing anomalies", LPT rule.
+
+def by_tokens(
+    rows: Sequence[int],
+    prompts: Sequence[int],
+    completions: Sequence[int],
+    groups: Sequence[int],
+    processes: int,
+) -> list[list[int]]:
+    """Return the rows of each process, in ascending order, with about the same number of tokens.
+
+    Rows of a group have the same prompt, which a process computes once. They stay together if the shares are then
+    balanced. The order of `rows` does not matter.
+
+    Args:
+        rows: rows of the batch.
+        prompts: prompt tokens of each row of the whole batch.
+        completions: completion tokens of each row of the whole batch.
+        groups: number of the prompt of each row of the whole batch.
+        processes: number of processes.
     """
     if processes == 1:
         return [list(rows)]
-    loads = [(0, 0, process) for process in range(processes)]  # cost, number of rows, process
+    by_prompt: dict[int, list[int]] = {}
+    for row in sorted(rows):
+        by_prompt.setdefault(groups[row], []).append(row)
+    whole = {tuple(m): prompts[m[0]] + sum(completions[row] for row in m) for m in by_prompt.values()}
+    shares, loads = _longest_first(whole, processes)
+    if max(loads) > BALANCED * sum(loads) / processes:
+        shares, _ = _longest_first({(row,): prompts[row] + completions[row] for row in rows}, processes)
+    return shares
+
+
+def _longest_first(blocks: dict[tuple[int, ...], int], processes: int) -> tuple[list[list[int]], list[int]]:
+    """Return the rows of each process and the sum of their costs. `blocks`: rows that stay together -> their cost.
+
+    The most costly blocks are placed first, each with the process that has the least so far.
+    Source: Graham 1969, "Bounds on multiprocessing timing anomalies", LPT rule.
+    """
+    loads = [(0, 0, process) for process in range(processes)]  # cost, number of blocks, process
     shares: list[list[int]] = [[] for _ in range(processes)]
-    for row in sorted(rows, key=lambda r: (-costs[r], r)):
+    for block in sorted(blocks, key=lambda block: (-blocks[block], block)):
         load, count, process = heapq.heappop(loads)
-        shares[process].append(row)
-        heapq.heappush(loads, (load + costs[row], count + 1, process))
-    return [sorted(share) for share in shares]
+        shares[process] += block
+        heapq.heappush(loads, (load + blocks[block], count + 1, process))
+    return [sorted(share) for share in shares], [load for load, _, _ in loads]
 
 
 def merge_rows(parts: Sequence[tuple[Sequence[int], Sequence[T]]], count: int, missing: T | None = None) -> list[T]:

@@ -17,19 +17,19 @@ def weights_hash(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for weight in model.parameters():
         if weight.requires_grad:
-            digest.update(weight.detach().contiguous().view(torch.uint8).cpu().numpy())
+            digest.update(weight.detach().reshape(-1).view(torch.uint8).cpu().numpy())
     return digest.hexdigest()
 
 
-def require_equal_weights(model: nn.Module, update: int) -> None:
-    """Raise RunError, in all processes, if the trainable weights are not the same in all."""
+def require_equal_weights(model: nn.Module, when: str) -> None:
+    """Raise RunError, in all processes, if the trainable weights are not the same in all. `when`: after what."""
     if size() == 1:
         return
     hashes = gather(weights_hash(model))
     other = next((number for number, found in enumerate(hashes) if found != hashes[0]), None)
     if other is not None:
         error = RunError(
-            f"the weights after update {update} differ between process 0 and process {other}, so they are not saved. "
+            f"the weights after {when} differ between process 0 and process {other}, so they are not saved. "
             "Use the same GPU model and the same library versions in all processes, then resume with --resume"
         )
         error.by_all = True

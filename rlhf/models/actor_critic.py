@@ -41,7 +41,7 @@ class DropoutKeys:
     def set_tokens(self, micro_batch: MicroBatch) -> None:
         """Set the tokens of the next forward pass. They also serve its recomputation by gradient checkpointing."""
         numbers = micro_batch.token_numbers().astype(np.uint64) + np.uint64(self.seed)
-        self.tokens = torch.from_numpy(_mixed(numbers).view(np.int32)).to(micro_batch.tokens.device)
+        self.tokens = torch.from_numpy(_mixed(numbers).view(np.int32)).to(micro_batch.tokens.device, non_blocking=True)
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:
@@ -78,7 +78,7 @@ class TokenDropout(nn.Dropout):
         bits.bitwise_xor_((bits >> 13) & 0x7FFFF).mul_(-1028477387)
         bits.bitwise_xor_((bits >> 16) & 0xFFFF)
         kept = bits >= int(self.p * 2**32) - 2**31
-        return inputs * kept.to(inputs.dtype).div_(1 - self.p)
+        return torch.where(kept, inputs * (1 / (1 - self.p)), 0.0)  # the backward pass keeps one byte per number
 
 
 def set_adapter_dropout(actor: nn.Module, share: float, keys: DropoutKeys) -> None:

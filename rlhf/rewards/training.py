@@ -32,15 +32,16 @@ from rlhf.checkpoints.replacing import (
     unfinished_name,
 )
 from rlhf.checkpoints.run_folder import check_output
-from rlhf.checkpoints.run_record import RUN_FILE, environment
+from rlhf.checkpoints.run_record import RUN_FILE, environment, flat_settings
 from rlhf.data.examples import Example, load_examples
 from rlhf.data.lengths import warn_about_length
 from rlhf.data.source import DataSource
-from rlhf.data.splits import question_hash, split_examples
+from rlhf.data.splits import pairs_hash, question_hash, split_examples
 from rlhf.data.tokenizer import check_vocabulary, load_tokenizer, readable
 from rlhf.distributed.gradients import GradientSum, exchange_rows
-from rlhf.distributed.group import agree, from_first, on_first
-from rlhf.distributed.shares import by_cost
+from rlhf.distributed.group import agree, from_first, on_first, require_equal
+from rlhf.distributed.shares import by_tokens
+from rlhf.distributed.weights import require_equal_weights
 from rlhf.models.device import autocast_dtype
 from rlhf.models.load import check_weights
 from rlhf.models.save import bad_weights
@@ -77,11 +78,13 @@ def train_reward_model(
     inputs = [("--pairs", config.data.pairs), ("--base-model", config.training.base_model)]
     inputs += [("--actor-model", config.calibration.actor_model)] if config.calibration.actor_model else []
     check_inputs_outside(str(folder), inputs, "--rm-output")
+    require_equal({**environment()["versions"], **flat_settings(to_dict(config))}, "Give all machines the same")
     if from_first(lambda: restore_replaced(folder)):
         screen.say(f"restored the reward model in {folder}: its replacement was interrupted")
     on_first(lambda: check_output(folder, **placing))
     if pairs is None:
         pairs = load_examples(DataSource.of(config.data), pairs=True, say=screen.say)
+    require_equal({"the hash of the pairs": pairs_hash(pairs)}, "Give all machines the same files")
     parts = split_examples(pairs, config.data.split or DEFAULT_SPLIT)
     model = new_reward_model(config, device)
     train, held_out = usable_pairs(config, model, parts, screen)
@@ -175,8 +178,6 @@ class _PackedTrainer(RewardTrainer):
     """RewardTrainer without padding: the prompt of a pair is computed once, for both completions. Several processes
     share the pairs of a batch; each computes the loss from the logits of all."""
 
-    gradient_sum: GradientSum | None = None
-
     def compute_loss(self, model, inputs, *args, **kwargs):
         classifier = self.accelerator.unwrap_model(model)
         outputs = partial(_packed_outputs, classifier) if can_pack(classifier) else model
@@ -185,8 +186,7 @@ class _PackedTrainer(RewardTrainer):
 
     def training_step(self, model, *args, **kwargs):
         loss = super().training_step(model, *args, **kwargs)
-        self.gradient_sum = self.gradient_sum or GradientSum()
-        self.gradient_sum(model.parameters(), {})
+        self.__dict__.setdefault("gradient_sum", GradientSum())(model.parameters(), {})
         return loss
 
 
@@ -197,7 +197,7 @@ def _shared_outputs(
     if size() == 1:
         return outputs(input_ids=input_ids, attention_mask=attention_mask, **more)
     pairs, lengths = len(input_ids) // 2, attention_mask.sum(1).tolist()
-    share = by_cost(range(pairs), [lengths[i] + lengths[pairs + i] for i in range(pairs)], size())[rank()]
+    share = by_tokens(range(pairs), lengths[:pairs], lengths[pairs:], range(pairs), size())[rank()]
     rows = [*share, *(pairs + i for i in share)]
     given = {"input_ids": input_ids[rows], "attention_mask": attention_mask[rows], **more}
     own = agree(lambda: outputs(**given) if rows else None)
@@ -244,8 +244,10 @@ def run_training(model: RewardModel, pairs: Sequence[Example], config: RewardMod
             processing_class=model.tokenizer,
             callbacks=[_Progress(screen)],
         )
+        trainer.args._n_gpu = min(1, trainer.args.n_gpu)  # transformers would divide a batch over all visible GPUs
         trainer.remove_callback(PrinterCallback)
         trainer.train()
+    require_equal_weights(model.model, "the training")
     model.model.eval().requires_grad_(False)
     bad = bad_weights(model.model, frozen=True)
     if bad:

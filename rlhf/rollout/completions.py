@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import decode_completion
 from rlhf.data.prompts import Prompt
+from rlhf.distributed.shares import by_tokens
 from rlhf.models.packing import MicroBatch, PackedMicroBatch, PaddedMicroBatch, TokenBatch
 from rlhf.rollout.sampling import unpack_bits
 
@@ -114,10 +115,9 @@ class Completions(TokenBatch):
             sampled_logprobs=chosen(self.sampled_logprobs),
         )
 
-    @property
-    def token_counts(self) -> list[int]:
-        """Number of prompt and completion tokens of each row."""
-        return [p + c for p, c in zip(self.prompt_lengths, self.completion_lengths, strict=True)]
+    def shares(self, rows: Sequence[int], processes: int) -> list[list[int]]:
+        """Divide rows among processes, with about the same number of tokens each."""
+        return by_tokens(rows, self.prompt_lengths, self.completion_lengths, self.groups, processes)
 
     @property
     def lengths(self) -> Tensor:

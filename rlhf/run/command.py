@@ -16,7 +16,6 @@ from rlhf.settings.recipes import DEMOS
 from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, quiet_imports, quiet_libraries
 from rlhf.utils.imports import import_libraries
-from rlhf.utils.processes import size
 from rlhf.utils.requirements import check_libraries
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
     """
     config = parse_cli(argv, algorithm, user_file)
     quiet_imports()
-    if size() > 1 and looks_only(config) and leave_others():
+    if looks_only(config) and leave_others():
         return None
     use_own_gpu()
     screen = Screen()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import rlhf
 from rlhf.checkpoints.run_folder import is_in_use, read_status
 from rlhf.demo.ready import is_ready
 from rlhf.distributed.join import visible_gpus
-from rlhf.run.seeds import configs_of_seeds, resumed_config, show_results
+from rlhf.run.seeds import configs_of_seeds, is_finished, resumed_config, show_results
 from rlhf.settings.next_commands import resume_command
 from rlhf.settings.recipes import DEMOS
 from rlhf.settings.training import Config
@@ -26,7 +29,8 @@ from rlhf.utils.requirements import check_libraries
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 from rlhf.utils.system import available_cores, new_process_group, send_stop
 
-POLL_S = 0.2
+POLL_S, END_S = 0.2, 10.0
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit statuses of a run that a signal stopped
 # what a child process runs: `python train_ppo.py` adds its folder to the path, `python -c` adds the current one
 CHILD = "import sys; sys.path.insert(0, {root!r}); from rlhf.run.parallel_seeds import child; child()"
 
@@ -54,6 +58,7 @@ class SeedRun:
     def start(cls, seed: int, config: Config, slot: Slot) -> SeedRun:
         """Start the process. Its output is appended to the file of `log_of`."""
         root = str(Path(rlhf.__file__).parents[1])
+        log_of(config).parent.mkdir(parents=True, exist_ok=True)
         process = subprocess.Popen(
             [sys.executable, "-c", CHILD.format(root=root)],
             stdin=subprocess.PIPE,
@@ -62,29 +67,36 @@ class SeedRun:
             env={**os.environ, **slot.environment, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"},
             **new_process_group(),  # Ctrl-C reaches this process only, which passes it on
         )
-        with process.stdin as pipe:
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # broken if the process has ended already
             pickle.dump((sys.argv, config), pipe)
         run = cls(seed, config, slot, process)
-        threading.Thread(target=run._read, daemon=True).start()
+        run.reader.start()
         return run
+
+    @cached_property
+    def reader(self) -> threading.Thread:
+        """The thread that reads the process's output."""
+        return threading.Thread(target=self._read, daemon=True)
 
     @property
     def problem(self) -> str:
         """Why the process ended, if it failed."""
+        self.reader.join(END_S)
+        if self.process.returncode in STOPPED:
+            return "stopped"
         if self.errors:
             return self.errors[-1].removeprefix("error: ")
         return f"ended with status {self.process.returncode}: {log_of(self.config)}. Read this file"
 
     def _read(self) -> None:
-        with log_of(self.config).open("a", encoding="utf-8") as log:
-            for line in self.process.stdout:
-                text = line.decode("utf-8", errors="replace").rstrip()
-                log.write(f"{text}\n")
-                log.flush()
-                if text.startswith("error: "):
-                    self.errors.append(text)
-                elif text.startswith(("update ", "evaluation after ", "loading ", "demo")):
-                    self.line = text
+        for line in self.process.stdout:
+            text = line.decode("utf-8", errors="replace").rstrip()
+            with contextlib.suppress(OSError), log_of(self.config).open("a", encoding="utf-8") as log:
+                log.write(f"{text}\n")  # a full disk must not stop the process, which would wait for its reader
+            if text.startswith("error: "):
+                self.errors.append(text)
+            elif text.startswith(("update ", "evaluation after ", "loading ", "demo")):
+                self.line = text
 
 
 def log_of(config: Config) -> Path:
@@ -154,28 +166,38 @@ class Fleet:
         places = ", ".join(dict.fromkeys(slot.name for slot in self.free))
         self.screen.say(f"training {len(self.waiting)} seeds, at most {len(self.free)} at a time, each on: {places}")
         self.screen.say(f"their output: {', '.join(str(log_of(config)) for config in self.waiting.values())}")
-        while self.running or (self.waiting and self.stop.by is None):
-            self.start_next()
-            try:
-                time.sleep(POLL_S)
-                if self.stop.by is not None and not self.stopping:
-                    self.stopping = True
+        try:
+            while self.running or (self.waiting and self.stop.by is None):
+                try:
+                    self.step()
+                except KeyboardInterrupt:  # a second stop signal
                     self.pass_on()
-            except KeyboardInterrupt:  # a second stop signal
-                self.pass_on()
-            self.collect()
-            if self.running:
-                self.screen.progress("\n".join(f"seed {run.seed} | {run.line}" for run in self.running))
+        finally:  # no process is left behind, whatever happened
+            self.pass_on()
+            for run in self.running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    run.process.wait(END_S)
+                run.process.kill()
         self.screen.end_progress()
         return self.ended
+
+    def step(self) -> None:
+        """Start, stop and report processes, and show the progress of those that run."""
+        self.start_next()
+        time.sleep(POLL_S)
+        if self.stop.by is not None and not self.stopping:
+            self.stopping = True
+            self.pass_on()
+        self.collect()
+        if self.running:
+            self.screen.progress("\n".join(f"seed {run.seed} | {run.line}" for run in self.running))
 
     def start_next(self) -> None:
         """Start waiting seeds in the free places. A seed that another process trains, or has trained, is skipped."""
         while self.free and self.waiting and self.stop.by is None:
             seed = next(iter(self.waiting))
             config = self.waiting.pop(seed)
-            folder = Path(config.run.output)
-            if not is_in_use(folder) and read_status(folder) != "finished":
+            if not is_in_use(Path(config.run.output)) and not is_finished(config):
                 self.running.append(SeedRun.start(seed, config, self.free.pop(0)))
 
     def pass_on(self) -> None:
@@ -187,9 +209,11 @@ class Fleet:
         """Report the processes that have ended, and free their places."""
         for run in [run for run in self.running if run.process.poll() is not None]:
             self.running.remove(run)
-            self.ended.append(run)
             self.free.append(run.slot)
             self.screen.end_progress()
+            if run.process.returncode and is_in_use(Path(run.config.run.output)):
+                continue  # another machine was faster
+            self.ended.append(run)
             self.screen.say(f"seed {run.seed}: {run.problem if run.process.returncode else 'finished'}")
 
 

@@ -101,7 +101,7 @@ def with_seed(config: Config, seed: int) -> Config:
     output = seed_folder(config.run.output, seed)
     run = RunRecord.read(Path(output)) if config.run.resume else None  # seeds that did not start are started
     config, resume = (config, False) if run is None else (fitted_as(config, run), True)
-    changed = {"seed": seed, "seeds": None, "output": output, "resume": resume}
+    changed = {"seed": seed, "seeds": None, "parallel": False, "output": output, "resume": resume}
     return dataclasses.replace(config, run=dataclasses.replace(config.run, **changed))
 
 

@@ -22,6 +22,7 @@ from rlhf.checkpoints.token_record import TOKENS_FOLDER
 from rlhf.data.prompts import Selection, fingerprint, topics_fingerprint
 from rlhf.data.sampler import planned_updates
 from rlhf.distributed.group import agree, from_first, in_turn, on_first, require_equal
+from rlhf.distributed.weights import require_equal_weights
 from rlhf.models.device import start_device
 from rlhf.rewards.find import code_print
 from rlhf.rewards.printing import printed_file
@@ -43,7 +44,7 @@ from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.files import files_print
 from rlhf.utils.hub import is_on_hub
-from rlhf.utils.processes import is_first, size
+from rlhf.utils.processes import is_first
 from rlhf.utils.signals import GracefulStop
 
 
@@ -64,10 +65,11 @@ def train(config: Config, screen: Screen, selection: Selection | None = None) ->
         attach_callbacks(trainer, config, log, screen, stop)
         agree(lambda: resume_run(trainer, config, log, screen))
         require_equal({"the update": trainer.state.global_step}, "Give all machines the same run folder")
-        trainer.train()
-        shares = shares_of(trainer)
-        on_first(lambda: finish(trainer, config, log, screen, shares))
-    on_first(lambda: export_run(config, screen))
+        agree(trainer.train)
+        require_equal_weights(trainer.model, "the last update")
+        on_first(lambda: finish(trainer, config, log, screen))
+    if is_first():  # the others need not wait: an upload may take longer than --ddp-timeout
+        export_run(config, screen)
 
 
 def load_parts(
@@ -92,20 +94,10 @@ def load_parts(
     return config, components, pass_rates
 
 
-def finish(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, shares: dict | None) -> None:
-    """Save the model and print the summary of a run whose training has ended. `shares` as from `shares_of`."""
+def finish(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen) -> None:
+    """Save the model and print the summary of a run whose training has ended."""
     trainer.save_model(config.run.output)
-    log.add(processes=shares)
     finish_run(config, trainer, log, screen)
-
-
-def shares_of(trainer: OnPolicyLoop) -> dict | None:
-    """Return the number of processes, and the tokens that each has sampled and trained on since the start or the
-    resumption of the run; None for a single process."""
-    if size() == 1:
-        return None
-    sampled, trained = trainer.collector.sampled_tokens, trainer.learner.trained_tokens
-    return {"count": size(), "sampled_tokens": sampled, "trained_tokens": trained}
 
 
 def attach_callbacks(trainer: OnPolicyLoop, config: Config, log: RunLog, screen: Screen, stop: GracefulStop) -> None:

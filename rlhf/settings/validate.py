@@ -19,8 +19,24 @@ from rlhf.utils.processes import size
 
 def validate_training(config: Config) -> list[str]:
     """Return the errors in the settings of a training run, one line each."""
-    checks = (_batch, _processes, _clip, _speed, _warmup, _kl, _rollback, _rewards, _evaluation, _scan, _export)
-    return [*renaming_problems(config.data.columns), *(problem for check in checks for problem in check(config))]
+    checks = (
+        _batch,
+        _dropout,
+        _processes,
+        _clip,
+        _speed,
+        _warmup,
+        _kl,
+        _rollback,
+        _rewards,
+        _evaluation,
+        _scan,
+        _export,
+    )
+    return [
+        *renaming_problems(config.data.columns),
+        *(problem for check in (*checks, _export) for problem in check(config)),
+    ]
 
 
 def renaming_problems(columns: Sequence[Renaming]) -> list[str]:
@@ -85,6 +101,12 @@ def _clip(config: Config) -> list[str]:
             "--mask-truncated-completions. Remove one of them"
         )
     return problems
+
+
+def _dropout(config: Config) -> list[str]:
+    if config.model.has_adapter_dropout and "lm_head" in config.model.lora_targets:
+        return ["the head's adapter has no dropout: --lora-dropout, --lora-targets lm_head. Remove one of them"]
+    return []
 
 
 def _processes(config: Config) -> list[str]:

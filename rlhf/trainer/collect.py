@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.prompts import Prompt
 from rlhf.distributed.group import agree
-from rlhf.distributed.shares import by_cost, by_group
+from rlhf.distributed.shares import by_group
 from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.reference import Reference
 from rlhf.rewards.call import BadScore
@@ -111,7 +111,7 @@ class RolloutCollector:
         """
         self.host.model.eval()
         self.cached_forward.clear()
-        rows = by_cost(range(len(completions.mask)), completions.token_counts, size())[rank()]
+        rows = completions.shares(range(len(completions.mask)), size())[rank()]
         computed = agree(lambda: self._own_logprobs(completions, rows, keep_forward) if rows else None)
         return exchange_logprobs(computed, completions.mask) if size() > 1 else computed
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rlhf.algorithms.experience import Experience, PolicyOutputs
 from rlhf.distributed.gradients import GradientSum
-from rlhf.distributed.shares import by_cost
 from rlhf.models.budget import budget_of
 from rlhf.models.device import autocast, autocast_dtype
 from rlhf.models.logprobs import base_of
@@ -44,7 +43,7 @@ class PolicyOptimizer:
         self.device = host.accelerator.device
         self.dtype = autocast_dtype(config.model.bf16, self.device)
         self.gradient_sum = GradientSum()
-        self.trained_tokens = [0] * size()  # prompt and completion tokens of the optimizer steps, by process
+        self.trained_tokens = [0] * size()  # completion tokens of the optimizer steps, by process
 
     def run(self, experience: Experience, update: int) -> dict[str, float]:
         """Run `ppo_epochs` epochs over the experience, with one optimizer step per minibatch.
@@ -118,10 +117,9 @@ class PolicyOptimizer:
 
     def share(self, completions: Completions, rows: Sequence[int]) -> list[int]:
         """Return this process's share of some rows, with about the same number of tokens as the others' shares."""
-        counts = completions.token_counts
-        shares = by_cost(rows, counts, size())
+        shares = completions.shares(rows, size())
         for process, share in enumerate(shares):
-            self.trained_tokens[process] += sum(counts[row] for row in share)
+            self.trained_tokens[process] += sum(completions.completion_lengths[row] for row in share)
         return shares[rank()]
 
     def gradients(

@@ -15,7 +15,8 @@ from typing import Any
 from rlhf.utils.processes import connected, is_first, process_prefix
 
 MAX_PRINTED = 5
-FIRST_REPORTS_S = 10.0  # seconds
+# seconds that the other processes wait for the first one to report the same error, and to end its run
+FIRST_REPORTS_S, FIRST_ENDS_S = 10.0, 2.0
 
 
 class UserError(Exception):
@@ -30,6 +31,9 @@ class UserError(Exception):
     def __init__(self, problems: str | Iterable[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__(*self.problems)
+
+    def __reduce__(self):  # Exception's own passes each problem as an argument
+        return type(self), (self.problems,), vars(self)
 
     def __str__(self) -> str:
         return "\n".join(self.problems)
@@ -116,14 +120,13 @@ def run_command(main: Callable[[], None], interrupted: str = "stopped") -> None:
 def print_error(lines: str, by_all: bool) -> None:
     """Print an error. Of several processes with the same error, `by_all`, only the first one prints it.
 
-    Before the processes have compared their errors, the first one is likely to find the same error. The others print
-    theirs only if the launcher has not ended them some seconds later.
+    If they have not compared their errors, the first one is likely to find the same error. The others print theirs
+    only if the launcher has not ended them some seconds later.
     """
     if not is_first():
+        time.sleep(FIRST_REPORTS_S if connected() is None else FIRST_ENDS_S)
         if by_all:
             return
-        if connected() is None:
-            time.sleep(FIRST_REPORTS_S)
     print(f"{process_prefix()}{lines}", file=sys.stderr)
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import TracebackType
 
 from rlhf.utils.errors import RunError
 from rlhf.utils.processes import size
 from rlhf.utils.system import stop_signals
+
+# After a signal, launchers of several processes send SIGTERM, perhaps more than once: this is not a second request.
+LAUNCHER_S = 5.0
 
 
 class TrainingInterrupted(RunError):
@@ -32,9 +36,11 @@ class GracefulStop:
 
     def __init__(self, say=print):
         self.by: signal.Signals | None = None
+        self.at, self.several = 0.0, False
         self.say, self.previous_handlers = say, {}
 
     def __enter__(self) -> GracefulStop:
+        self.several = size() > 1
         if (
             threading.current_thread() is threading.main_thread()
         ):  # Python allows signal handlers in the main thread only
@@ -47,9 +53,10 @@ class GracefulStop:
 
     def _on_signal(self, number: int, _) -> None:
         if self.by is not None:
-            if size() > 1 and number != self.by:  # after Ctrl-C, a launcher sends SIGTERM, too
+            if self.several and (number != signal.SIGINT or time.monotonic() - self.at < LAUNCHER_S):
                 return
             raise KeyboardInterrupt
+        self.at = time.monotonic()
         self.by = signal.Signals(number)
         message = f"{self.by.name}: finishing and saving this update; a second signal stops immediately"
         # on a thread, because a reward function's prints on the main thread are redirected to a file

@@ -103,7 +103,7 @@ def new_process_group() -> dict[str, Any]:
 
 def send_stop(process: subprocess.Popen) -> None:
     """Send the signal that stops a run to a process of `new_process_group`."""
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(OSError):  # it has ended
         process.send_signal(signal.CTRL_BREAK_EVENT if WINDOWS else signal.SIGINT)
 
 

@@ -100,10 +100,10 @@ def train_case(name: str, inputs: Inputs, output: Path, double: bool, updates: i
     """Train one case in this process, and return what the proof compares."""
 
     from rlhf.algorithms.kl_control import kl_controller
+    from rlhf.callbacks.checkpointing import shares_of
     from rlhf.callbacks.kl import KLControl
     from rlhf.config import parse_cli
     from rlhf.models.device import start_device
-    from rlhf.run.train import shares_of
     from rlhf.setup.build import build_trainer, load_components
     from rlhf.utils.console import Screen
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rlhf.distributed.shares import by_cost, by_group, merge_rows
+from rlhf.distributed.shares import by_group, by_tokens, merge_rows
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 7])
@@ -22,21 +22,33 @@ def test_groups_stay_together_if_there_are_enough():
     assert by_group([0, 0, 0, 0], 2) == [[0, 1], [2, 3]], "one group is divided"
 
 
+@pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("processes", [2, 3, 4, 8])
-def test_costs_are_balanced(processes):
+def test_tokens_are_balanced(processes, size):
     draw = random.Random(0)
     for _ in range(50):
-        costs = [draw.randint(20, 200) for _ in range(64)]
+        groups = [row // size for row in range(64)]
+        prompts = [draw.randint(10, 100) for _ in range(64)]
+        prompts = [prompts[group] for group in groups]
+        completions = [draw.randint(10, 100) for _ in range(64)]
         rows = draw.sample(range(64), 48)
-        shares = by_cost(rows, costs, processes)
+        shares = by_tokens(rows, prompts, completions, groups, processes)
         assert sorted(row for share in shares for row in share) == sorted(rows)
-        sums = [sum(costs[row] for row in share) for share in shares]
-        assert max(sums) <= 1.2 * min(sums)
-        assert by_cost(sorted(rows), costs, processes) == shares, "the order of the rows does not matter"
+        once = [{groups[row]: prompts[row] for row in share} for share in shares]  # a prompt counts once in a process
+        costs = [sum(p.values()) + sum(completions[r] for r in s) for p, s in zip(once, shares, strict=True)]
+        assert max(costs) <= 1.2 * sum(costs) / processes
+        assert by_tokens(sorted(rows), prompts, completions, groups, processes) == shares, "the order does not matter"
+
+
+def test_groups_stay_together_if_the_shares_are_balanced():
+    groups = [0, 0, 1, 1, 2, 2, 3, 3]
+    assert by_tokens(range(8), [50] * 8, [20] * 8, groups, 2) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert by_tokens(range(4), [50] * 8, [20] * 8, groups, 4) == [[0], [1], [2], [3]], "two groups are divided"
 
 
 def test_fewer_rows_than_processes_leave_some_without_rows():
-    assert by_cost([4, 2], [1] * 5, 3) == [[2], [4], []]
+    assert by_tokens([4, 2], [1] * 5, [1] * 5, range(5), 3) == [[2], [4], []]
+    assert by_tokens([3, 1], [1] * 5, [1] * 5, range(5), 1) == [[3, 1]]
 
 
 def test_rows_are_merged():

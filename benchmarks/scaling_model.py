@@ -63,7 +63,7 @@ def sum_seconds(size: float, count: int, link: Link) -> float:
 
 def table() -> list[str]:
     """Return the rows of a Markdown table: the speed-up over one GPU."""
-    update, rows = Update(), ["| | " + " | ".join(str(n) for n in COUNTS) + " |", "|---|" + "---|" * len(COUNTS)]
+    update, rows = Update(), ["| GPUs | " + " | ".join(str(n) for n in COUNTS) + " |", "|---|" + "---|" * len(COUNTS)]
     for link in LINKS:
         for name, trained in (("all weights", WEIGHTS), ("LoRA", LORA_WEIGHTS)):
             alone = update.seconds(1, trained, link)

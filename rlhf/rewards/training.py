@@ -186,7 +186,7 @@ class _PackedTrainer(RewardTrainer):
 
     def training_step(self, model, *args, **kwargs):
         loss = super().training_step(model, *args, **kwargs)
-        self.__dict__.setdefault("gradient_sum", GradientSum())(model.parameters(), {})
+        self.gradient_sum(model.parameters(), {})
         return loss
 
 
@@ -245,6 +245,7 @@ def run_training(model: RewardModel, pairs: Sequence[Example], config: RewardMod
             callbacks=[_Progress(screen)],
         )
         trainer.args._n_gpu = min(1, trainer.args.n_gpu)  # transformers would divide a batch over all visible GPUs
+        trainer.gradient_sum = GradientSum()
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     require_equal_weights(model.model, "the training")

@@ -47,7 +47,7 @@ def check_proof(folder: Path, names: list[str], processes: int = 2) -> None:
             assert one["gradient_norm"] > 0.01 and one["lengths"] > 1, which
             assert one["weights"] <= (1e-12 if precision == "float64" else 1e-6), which
             # a weight that starts at 0 is a sum of few steps, and Adam divides each by the size of the gradient
-            assert one["from_zero"] <= (1e-12 if precision == "float64" else 2e-5), which
+            assert one["from_zero"] <= (1e-12 if precision == "float64" else 5e-5), which
         if name == "grpo-dynamic":
             assert case["float64"]["resampled"] > 0
         share = case["float64"]["processes"]

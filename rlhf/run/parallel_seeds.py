@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -27,10 +26,10 @@ from rlhf.utils.errors import RunError, run_command
 from rlhf.utils.imports import import_libraries
 from rlhf.utils.requirements import check_libraries
 from rlhf.utils.signals import GracefulStop, TrainingInterrupted
-from rlhf.utils.system import available_cores, new_process_group, send_stop
+from rlhf.utils.system import available_cores, new_process_group, send_stop, stop_signals
 
 POLL_S, END_S = 0.2, 10.0
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit statuses of a run that a signal stopped
+STOPPED = [128 + which for which in stop_signals()]  # exit statuses of a run that a signal stopped
 # what a child process runs: `python train_ppo.py` adds its folder to the path, `python -c` adds the current one
 CHILD = "import sys; sys.path.insert(0, {root!r}); from rlhf.run.parallel_seeds import child; child()"
 

@@ -19,24 +19,9 @@ from rlhf.utils.processes import size
 
 def validate_training(config: Config) -> list[str]:
     """Return the errors in the settings of a training run, one line each."""
-    checks = (
-        _batch,
-        _dropout,
-        _processes,
-        _clip,
-        _speed,
-        _warmup,
-        _kl,
-        _rollback,
-        _rewards,
-        _evaluation,
-        _scan,
-        _export,
-    )
-    return [
-        *renaming_problems(config.data.columns),
-        *(problem for check in (*checks, _export) for problem in check(config)),
-    ]
+    checks = (_batch, _dropout, _processes, _clip, _speed, _warmup, _kl, _rollback, _rewards)
+    checks += (_evaluation, _scan, _export)
+    return [*renaming_problems(config.data.columns), *(problem for check in checks for problem in check(config))]
 
 
 def renaming_problems(columns: Sequence[Renaming]) -> list[str]:

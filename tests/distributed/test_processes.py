@@ -215,7 +215,7 @@ from rlhf.config import make_config
 def vowels(completions, **_):
     return [sum(c in "aeiou" for c in str(text)) / 10 for text in completions]
 
-config = make_config(algorithm="grpo", actor_model=sys.argv[1], rm_model=None, batch_size=2, K=4, num_iterations=3,
+config = make_config(algorithm="grpo", actor_model=sys.argv[1], batch_size=2, K=4, num_iterations=3,
                      max_new_tokens=8, learning_rate=1e-4, ppo_epochs=2)
 trainer = make_trainer(config, [f"What is number {i}?" for i in range(30)], vowels)
 trainer.train()

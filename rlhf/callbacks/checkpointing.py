@@ -102,11 +102,8 @@ class Checkpoints(Callback):
 
     def on_update_done(self, update):
         self.log.check_place()
-        last, by, skipped = (
-            update == self.trainer.updates,
-            self.stopped_by(),
-            self.trainer.progress.skipped_in_a_row > 0,
-        )
+        last, by = update == self.trainer.updates, self.stopped_by()
+        skipped = self.trainer.progress.skipped_in_a_row > 0
         if last and skipped:
             self.screen.say(
                 f"warning: the last update ({update}) was skipped. The weights are finite, so they are saved"

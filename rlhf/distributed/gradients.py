@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from rlhf.distributed.group import add_up, gather, gather_or_raise, raise_together
+from rlhf.distributed.group import add_up, gather, gather_or_raise
 from rlhf.utils.processes import size
 
 
@@ -50,11 +50,10 @@ class GradientSum:
             stats: scalars by name; {} in a process without rows.
             error: why this process has no gradients. It is then raised in all processes.
         """
+        names = next((found for found in gather_or_raise(list(stats), error) if found), [])
         if size() == 1:
-            raise_together(error)
             return stats
         weights = [weight for weight in weights if weight.requires_grad]
-        names = next((found for found in gather_or_raise(list(stats), error) if found), [])
         has = [weight.grad is not None for weight in weights]
         flags = weights[0].new_tensor(has)
         grads = [

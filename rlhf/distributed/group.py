@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class LostProcess(RunError):
-    """Another process of the run ended without a word, or does not answer."""
+    """Another process of the run has ended without reporting an error, or does not answer."""
 
 
 def _exchange(operation: Callable[[], T]) -> T:
@@ -68,6 +68,8 @@ def gather(value: T) -> list[T]:
 
 def gather_or_raise(value: T, error: Exception | None) -> list[T]:
     """Return the values of all processes. `error`: this process has none, for this reason; it is raised in all."""
+    if error is not None and connected() is None:
+        raise error
     return gather(value if error is None else _Failure(error))
 
 
@@ -111,18 +113,10 @@ def agree(work: Callable[[], T]) -> T:
         result = work()
     except Exception as error:
         if not getattr(error, "by_all", False):  # otherwise the others have raised it already
-            raise_together(error)
+            gather_or_raise(None, error)
         raise
-    raise_together(None)
+    gather(None)
     return result
-
-
-def raise_together(error: Exception | None) -> None:
-    """Raise the error of the first process that has one, in all processes. Call it in all; None: no error here."""
-    if connected() is not None:
-        gather(None if error is None else _Failure(error))
-    elif error is not None:
-        raise error
 
 
 def _portable(error: Exception) -> Exception:

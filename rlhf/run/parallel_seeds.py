@@ -128,7 +128,7 @@ def train_in_parallel(config: Config, screen: Screen) -> None:
             screen.say(f"seed {seed}: already finished in {one.run.output} (delete the folder to train it again)")
     waiting = {seed: one for seed, one in configs.items() if not finished[seed]}
     with screen, GracefulStop(screen.say) as stop:
-        ended = Fleet(waiting, screen, stop).run() if waiting else []
+        ended = ParallelSeeds(waiting, screen, stop).run() if waiting else []
     if stop.by is not None:
         raise TrainingInterrupted(stop.by, f"stopped. Resume with: {resume_command(config, '--parallel')}")
     done = {seed: one for seed, one in configs.items() if read_status(Path(one.run.output)) == "finished"}
@@ -151,7 +151,7 @@ def build_demo(config: Config, screen: Screen) -> None:
         prepare_demo_components(config, screen, start_device(screen))
 
 
-class Fleet:
+class ParallelSeeds:
     """The processes of several seeds."""
 
     def __init__(self, waiting: dict[int, Config], screen: Screen, stop: GracefulStop):
@@ -211,7 +211,7 @@ class Fleet:
             self.free.append(run.slot)
             self.screen.end_progress()
             if run.process.returncode and is_in_use(Path(run.config.run.output)):
-                continue  # another machine was faster
+                continue  # another process has started this seed before
             self.ended.append(run)
             self.screen.say(f"seed {run.seed}: {run.problem if run.process.returncode else 'finished'}")
 

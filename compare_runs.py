@@ -2,58 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from rlhf.analysis.models import ModelRef, check_groups, check_named, find_models, require_trusted_code
-from rlhf.distributed.join import leave_others
-from rlhf.settings.evaluation import HELD_OUT_PROMPTS_TO_COMPARE, ComparisonConfig, parse_comparison_cli
-from rlhf.utils.console import Screen, quiet_imports
+from rlhf.commands.compare import compare_command as main
 from rlhf.utils.errors import run_command
-from rlhf.utils.files import check_folder
-from rlhf.utils.imports import import_libraries
-from rlhf.utils.requirements import check_libraries
-
-
-def main(argv: list[str] | None = None) -> None:
-    config = parse_comparison_cli(argv)  # torch is imported later, so that --help and errors are printed at once
-    if leave_others():
-        return
-    screen = Screen()
-    screen.say("comparison: checking the runs")
-    quiet_imports()
-    check_libraries()
-    check_folder(config.comparison.output)
-    check_named(config.comparison.runs)
-    models = find_models(config.comparison.runs, config.measure, "RUN")
-    check_groups(models)
-    require_trusted_code(models, config.measure)
-    import_libraries(screen)
-    compare(config, models, screen)
-
-
-def compare(config: ComparisonConfig, models: list[ModelRef], screen: Screen) -> None:
-    from rlhf.analysis.curves import read_runs
-    from rlhf.analysis.equal_budget import read_eval_points
-    from rlhf.analysis.evaluator import ModelEvaluator
-    from rlhf.models.device import start_device
-    from rlhf.reports.comparison_report import make_comparison, make_groups, show_comparison, write_comparison
-    from rlhf.reports.comparison_tables import tables
-    from rlhf.rewards.printing import PRINTED_FILE
-
-    folder = check_folder(config.comparison.output)
-    curves = read_runs([Path(name) for name in config.comparison.runs])
-    eval_points = [(run.algorithm, read_eval_points(run)) for run in curves]
-    device = start_device(screen)
-    evaluator = ModelEvaluator(models, config.measure, device, screen, HELD_OUT_PROMPTS_TO_COMPARE)
-    evaluator.write_printed(folder / PRINTED_FILE)
-    screen.facts(evaluator.facts())
-    start = evaluator.evaluate_start(screen)
-    groups = make_groups(models, [evaluator.evaluate(model, screen) for model in models])
-    report = make_comparison(evaluator, groups, start, eval_points)
-    made = tables(report, groups)
-    write_comparison(report, made, groups, start, curves, folder, screen)
-    show_comparison(report, made, screen)
-
 
 if __name__ == "__main__":
     run_command(main)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf.run.command import train_command
+from rlhf.commands.train import train_command
 from rlhf.utils.errors import run_command
 
 

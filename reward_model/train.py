@@ -4,47 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf.config import usual_config
-from rlhf.distributed.join import use_own_gpu
-from rlhf.settings.next_commands import training_command
-from rlhf.settings.reward_model import parse_reward_cli, reward_file_line
-from rlhf.utils.console import Screen, quiet_imports
+from rlhf.commands.reward_model import reward_model_command
 from rlhf.utils.errors import run_command
-from rlhf.utils.imports import import_libraries
-from rlhf.utils.processes import is_first
-from rlhf.utils.requirements import check_libraries
-
-USER_FILE = Path(__file__).parent.parent / "config.py"
 
 
 def main(argv: list[str] | None = None) -> None:
-    use_own_gpu()
-    config = parse_reward_cli(argv, USER_FILE)  # torch is imported later, so that errors are printed at once
-    usual = usual_config(config.recipe, config.user_file)
-    screen = Screen()
-    screen.say("reward model: checking the settings and pairs")
-    quiet_imports()
-    check_libraries()
-    from rlhf.setup.inputs import check_reward_inputs
-
-    pairs = check_reward_inputs(config, screen.say)
-    import_libraries(screen)
-    from rlhf.models.device import start_device
-    from rlhf.rewards.checks import refusal
-    from rlhf.rewards.training import train_reward_model
-
-    with screen:
-        if (edits := reward_file_line(config.user_file, config.recipe)) is not None:
-            screen.say(f"config.py: {edits}")
-        folder = train_reward_model(config, screen, start_device(screen), pairs)
-    if not is_first():
-        return
-    why = refusal(config, folder, usual)
-    screen.say(
-        f"next: {training_command(config, usual)}"
-        if why is None
-        else f"warning: training will reject this reward model: {why}"
-    )
+    reward_model_command(argv, Path(__file__).parent.parent / "config.py")
 
 
 if __name__ == "__main__":

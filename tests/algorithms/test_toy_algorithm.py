@@ -22,9 +22,9 @@ from rlhf.algorithms import objectives
 from rlhf.algorithms.experience import Experience, PolicyOutputs, policy_stats
 from rlhf.algorithms.table import ALGORITHMS, Algorithm
 from rlhf.api import make_trainer
+from rlhf.commands.train import train_command
 from rlhf.config import make_config, parse_cli
 from rlhf.rollout.completions import Rollout
-from rlhf.run.command import train_command
 from rlhf.settings.training import Config
 from rlhf.utils.signals import TrainingInterrupted
 

@@ -12,8 +12,8 @@ import compare_runs
 import evaluate_generations
 import plot_training_progress
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.commands.train import train_command
 from rlhf.demo import ready
-from rlhf.run.command import train_command
 
 FEW = ["--recipe", "demo", "--num-iterations", "4", "--eval-every", "2", "--eval-prompts", "16", "--record-tokens",
        "--allow-weak-reward-model"]  # fmt: skip

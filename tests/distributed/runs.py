@@ -38,7 +38,7 @@ def command(algorithm: str, argv: list[str], fault: Callable[[int], None] | None
     def work(rank: int) -> None:
         import torch
 
-        from rlhf.run.command import train_command
+        from rlhf.commands.train import train_command
         from rlhf.utils.errors import run_command
 
         torch.set_num_threads(1)

@@ -162,26 +162,37 @@ def test_25_killed_processes(tmp_path, algorithm):
 # --- the launchers ---------------------------------------------------------------------------------------------------
 
 
+def launcher_commands(launcher: str) -> list[list[str]]:
+    """Return the commands that start one run: one per machine. The machines are this one, several times."""
+    port = str(free_port())
+    torchrun = ["torch.distributed.run", "--master-port", port]
+    if launcher == "two-machines":
+        nodes = [*torchrun, "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--node-rank"]
+        return [[*nodes, "0"], [*nodes, "1"]]
+    if launcher == "torchrun":
+        return [[*torchrun, "--nproc-per-node", "2"]]
+    return [["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
+             "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]]  # fmt: skip
+
+
 @pytest.mark.ci
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+@pytest.mark.parametrize("launcher", ["torchrun", "two-machines", "accelerate"])
 def test_commands_of_the_launchers(tmp_path, launcher):
     """Trains with the launcher's own command, and compares with a run that was started with python."""
     inputs = proof.Inputs.make(tmp_path / "inputs")
-    commands = {
-        "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())],
-        "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
-                       "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(free_port())],
-    }  # fmt: skip
-    starts = {"alone": [sys.executable], launcher: [sys.executable, "-m", *commands[launcher]]}
-    for name, start in starts.items():
-        argv = words("ppo", inputs, tmp_path / name)
-        ended = subprocess.run(
-            [*start, str(ROOT / "train_ppo.py"), *argv], cwd=tmp_path, capture_output=True, text=True, timeout=200,
-            env=ENVIRONMENT,
-        )  # fmt: skip
-        assert ended.returncode == 0, ended.stderr[-2000:]
-        assert ended.stdout.count("update 5/5") == 1, "only the first process prints"
-        assert ("processes" in ended.stdout) == (name != "alone")
+    starts = {"alone": [[]], launcher: [["-m", *command] for command in launcher_commands(launcher)]}
+    for name, commands in starts.items():
+        argv = [str(ROOT / "train_ppo.py"), *words("ppo", inputs, tmp_path / name)]
+        started = [
+            subprocess.Popen([sys.executable, *command, *argv], cwd=tmp_path, env=ENVIRONMENT, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            for command in commands
+        ]  # fmt: skip
+        ended = [process.communicate(timeout=200) for process in started]
+        assert [process.returncode for process in started] == [0] * len(commands), ended
+        printed = "".join(out for out, _ in ended)
+        assert printed.count("update 5/5") == 1, "only the first process prints"
+        assert ("processes" in printed) == (name != "alone")
     run = RunRecord.read(tmp_path / launcher)
     assert run.status == "finished" and run.processes["count"] == 2 and min(run.processes["trained_tokens"]) > 0
     plain, shared = (load_file(tmp_path / name / "model.safetensors") for name in starts)

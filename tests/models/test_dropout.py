@@ -11,9 +11,9 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from rlhf.algorithms.table import ALGORITHMS
+from rlhf.commands.train import train_command
 from rlhf.models import actor_critic
 from rlhf.models.actor_critic import TokenDropout
-from rlhf.run.command import train_command
 from rlhf.setup import trial
 from tests.kills import differing
 from tests.run.test_resume import Killed, interrupt

@@ -826,8 +826,8 @@ def test_bad_input_gives_one_line_with_a_fix(row, inputs, capsys):
     if row.status == 2 and not row.loads:
         refuse_loading(inputs.monkeypatch)
     before, imported = inputs.files(), []
-    for name in ("rlhf.run.command.import_libraries", "rlhf.run.command.quiet_libraries",
-                 "reward_model.train.import_libraries"):  # fmt: skip
+    for name in ("rlhf.commands.train.import_libraries", "rlhf.commands.train.quiet_libraries",
+                 "rlhf.commands.reward_model.import_libraries"):  # fmt: skip
         inputs.monkeypatch.setattr(name, lambda *_, **__: imported.append(True))
     capsys.readouterr()
     status = 0

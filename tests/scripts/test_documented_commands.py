@@ -26,6 +26,13 @@ RUN_ELSEWHERE = {
     r"^python -m pytest": ".ci/run",
     r"^python benchmarks/on_gpu\.py": "tests/benchmarks/test_on_gpu.py",
     r"--recipe demo|_seed\d|recorded": "tests/demo/test_demo.py",
+    r"--nnodes 2": "tests/distributed/test_processes.py",  # test_commands_of_the_launchers[two-machines]
+}
+# commands of packages: what python runs in their place, with the environment of the tests
+MODULES = {
+    "trl": ["-c", "from trl.cli import main; main()"],
+    "torchrun": ["-m", "torch.distributed.run"],
+    "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
 }
 PARSERS = {
     "train_ppo.py": lambda flags: parse_cli(flags, "ppo"),
@@ -119,9 +126,7 @@ def test_every_command_of_the_pages_runs(project):
         if words[0] == "tensorboard":
             assert "http://" in serve(words[1:], project)
             continue
-        if words[0] == "trl":
-            words = ["python", "-c", "from trl.cli import main; main()", *words[1:], *WITHOUT_A_GPU]
-        program = words[1:]
+        program = [*MODULES.get(words[0], []), *words[1:], *(WITHOUT_A_GPU if words[0] == "trl" else [])]
         done = run(program, project)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         for record in project.glob("*reward_model*/metrics.json"):

@@ -15,7 +15,7 @@ import compare_runs
 import evaluate_generations
 import plot_training_progress
 import reward_model.train
-import rlhf.run.command
+import rlhf.commands.train
 import train_grpo
 import train_ppo
 import train_rloo
@@ -130,7 +130,7 @@ def test_no_next_command_for_a_rejected_reward_model(start_model, pairs_file, tm
     words = ["--base-model", start_model, "--actor-model", "none", "--pairs", pairs_file, "--rm-output",
              tmp_path / "judge"]  # fmt: skip
     for accuracy in (0.4, 0.9):
-        monkeypatch.setattr(reward_model.train, "training_command", lambda *_: "THE COMMAND")
+        monkeypatch.setattr("rlhf.commands.reward_model.training_command", lambda *_: "THE COMMAND")
         monkeypatch.setattr(checks, "read_record", lambda _, a=accuracy: {"accuracy": a, "length_baseline": 0.5})
         reward_model.train.main([str(word) for word in [*words, "--rm-overwrite"]])
         output = capsys.readouterr().out
@@ -158,7 +158,7 @@ def test_all_missing_inputs_are_reported_before_torch_is_imported(tmp_path, monk
     from rlhf.utils.errors import UserError
 
     words = "--actor-model ./start --prompts rows.jsonl --eval-text a.txt --reward-func my.py:f".split()
-    monkeypatch.setattr(rlhf.run.command, "check_libraries", lambda: pytest.fail("libraries were checked"))
+    monkeypatch.setattr(rlhf.commands.train, "check_libraries", lambda: pytest.fail("libraries were checked"))
     with pytest.raises(UserError) as raised:
         train_ppo.main(words)
     assert len(raised.value.problems) == 5

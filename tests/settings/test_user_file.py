@@ -273,7 +273,9 @@ def test_only_the_file_next_to_the_script_is_read(tmp_path):
         [sys.executable, project / "train_ppo.py", "--help"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0 and "config.py: learning_rate 7e-06" in done.stdout
-    installed = "from rlhf.run.command import train_command; train_command('ppo', ['--help'])"  # as a console command
+    installed = (
+        "from rlhf.commands.train import train_command; train_command('ppo', ['--help'])"  # as a console command
+    )
     done = subprocess.run(
         [sys.executable, "-c", installed], cwd=project, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True,

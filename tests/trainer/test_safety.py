@@ -19,7 +19,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.callbacks.base import Callback
 from rlhf.callbacks.incidents import Incident, save_incident
 from rlhf.checkpoints.run_record import RunRecord
-from rlhf.run.command import train_command
+from rlhf.commands.train import train_command
 from rlhf.run.replay import replay
 from rlhf.trainer import collect, evaluation, optimize, safety
 from rlhf.utils.errors import RLHFWarning, RunError, UserError, run_command

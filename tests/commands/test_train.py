@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import rlhf.run.command
-from rlhf.run.command import train_command
+import rlhf.commands.train
+from rlhf.commands.train import train_command
 
 
 @pytest.fixture(autouse=True)
@@ -13,7 +13,7 @@ def nothing_is_imported(monkeypatch, tmp_path):
     """Works in an empty folder, and fails if a command imports the libraries."""
     monkeypatch.chdir(tmp_path)
     for name in ("quiet_libraries", "import_libraries"):
-        monkeypatch.setattr(rlhf.run.command, name, lambda *_, **__: pytest.fail("the libraries were imported"))
+        monkeypatch.setattr(rlhf.commands.train, name, lambda *_, **__: pytest.fail("the libraries were imported"))
 
 
 @pytest.mark.parametrize("recipe", ["demo", "demo-checker"])

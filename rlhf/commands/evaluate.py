@@ -1,0 +1,64 @@
+"""The command `evaluate_generations.py`: scores and ranks completions, makes a page of recorded tokens, or chats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf.analysis.models import ModelRef, find_models, require_trusted_code
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.distributed.join import leave_others
+from rlhf.settings.evaluation import EvaluationConfig, parse_evaluation_cli
+from rlhf.utils.console import Screen, quiet_imports
+from rlhf.utils.files import check_folder
+from rlhf.utils.imports import import_libraries
+from rlhf.utils.requirements import check_libraries
+
+
+def evaluate_command(argv: list[str] | None = None) -> None:
+    """Evaluate the models of a command line."""
+    config = parse_evaluation_cli(argv)  # torch is imported later, so that --help and errors are printed at once
+    if leave_others():
+        return
+    screen = Screen()
+    if config.evaluation.tokens is not None:
+        RunRecord.require(Path(config.evaluation.tokens), "--tokens")
+        return show_tokens(config, screen)
+    screen.say("evaluation: checking the models")
+    quiet_imports()
+    check_libraries()
+    check_folder(config.evaluation.output)
+    models = find_models(config.evaluation.model_path, config.measure, "--model-path")
+    require_trusted_code(models, config.measure)
+    import_libraries(screen)
+    if config.evaluation.chat:
+        return run_chat(config, screen)
+    return evaluate(config, models, screen)
+
+
+def evaluate(config: EvaluationConfig, models: list[ModelRef], screen: Screen) -> None:
+    from rlhf.analysis.evaluator import ModelEvaluator
+    from rlhf.models.device import start_device
+    from rlhf.reports.evaluation_report import make_report, show_report, write_report
+    from rlhf.rewards.printing import PRINTED_FILE
+
+    output = check_folder(config.evaluation.output)
+    evaluator = ModelEvaluator(models, config.measure, start_device(screen), screen)
+    evaluator.write_printed(output / PRINTED_FILE)
+    screen.facts(evaluator.facts())
+    start = evaluator.evaluate_start(screen) if evaluator.start is not None else None
+    measured = [evaluator.evaluate(model, screen) for model in models]
+    report = make_report(evaluator, models, measured, start)
+    show_report(report, screen)
+    write_report(report, [m for m in (start, *measured) if m is not None], output, screen)
+
+
+def show_tokens(config: EvaluationConfig, screen: Screen) -> None:
+    from rlhf.reports.token_page import write_token_page
+
+    write_token_page(config.evaluation.tokens, config.evaluation.output, screen)
+
+
+def run_chat(config: EvaluationConfig, screen: Screen) -> None:
+    from rlhf.analysis.chat import chat
+
+    chat(config, screen)

@@ -1,0 +1,109 @@
+"""The command `plot_training_progress.py`: draws the training curves of one run, or of several over seeds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rlhf.checkpoints.run_record import RunRecord, last_run
+from rlhf.settings.evaluation import PlotConfig, parse_plot_cli
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import UserError
+
+
+def plot_command(argv: list[str] | None = None) -> None:
+    """Draw the runs of a command line."""
+    config = parse_plot_cli(argv)  # before the slow imports, so that errors are reported at once
+    picture, table = output_files(config.plot.output)
+    screen = Screen()
+    screen.say("plot: reading the runs")
+    folders = run_folders(config)
+    for folder in folders:
+        RunRecord.require(folder, "run")
+    from rlhf.analysis.curves import read_runs, write_table
+    from rlhf.reports.curve_chart import Chart
+    from rlhf.reports.curve_plots import draw
+    from rlhf.reports.plot_style import save_picture
+
+    runs = read_runs(folders)
+    chart = Chart(runs, config.plot.x, config.plot.smooth)
+    save_picture(draw(chart), picture)
+    rows = write_table(runs, table)
+    show_runs(chart, screen)
+    count = "six" if chart.topics else "four"
+    screen.say(f"wrote {picture} ({count} panels over {chart.axis.label}) and {table} ({rows:,} rows)")
+
+
+def output_files(output: str) -> tuple[Path, Path]:
+    """Return the paths of the plot and the table. Raises UserError if they cannot be written."""
+    path = Path(output)
+    if path.suffix in (".png", ".csv"):
+        path = path.with_suffix("")
+    files = path.with_name(path.name + ".png"), path.with_name(path.name + ".csv")
+    if not path.parent.is_dir():
+        raise UserError(f"no such folder: --output {output}. Create {path.parent} first, or give another name")
+    if not os.access(path.parent, os.W_OK) or any(file.is_dir() for file in files):
+        raise UserError(f"cannot write the files: --output {output}. Give another name")
+    return files
+
+
+def run_folders(config: PlotConfig) -> list[Path]:
+    """Return the given run folders, or the last run in the working directory."""
+    return [Path(run) for run in config.plot.runs] or [last_run("plot_training_progress.py")]
+
+
+def show_runs(chart, screen) -> None:
+    """Print the progress of each run, its final values, and remarks on differences between the runs."""
+    screen.say(f"at the end ({chart.averaged}):")
+    screen.facts([(str(run.folder), final_values(run, chart)) for run in chart.runs])
+    for line in [*(line for run in chart.runs for line in run.remarks), *differences_between(chart)]:
+        screen.say(line)
+
+
+def final_values(run, chart) -> str:
+    """Return the number of updates of a run, and the last values of its curves, on one line."""
+    from rlhf.analysis.curves import running_mean
+
+    status = run.run.status
+    remarks = [f"{run.last_update:,} of {run.planned:,} updates{'' if status == 'finished' else f' ({status})'}"]
+    for panel in chart.panels:
+        value = "not logged"
+        if panel.tag in run.scalars:
+            curve = run.scalars[panel.tag]
+            value = f"{running_mean(curve.updates, curve.values, panel.span(chart.smooth))[-1]:.3g}"
+        remarks.append(f"{panel.tag} {value}")
+    aim = "no KL target" if run.targets is None else f"KL target {run.targets.target_of(run.last_update)}"
+    return ", ".join([*remarks, aim])
+
+
+def differences_between(chart) -> list[str]:
+    """Return one line for each difference between runs that affects the comparison of their curves."""
+    from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, differences
+    from rlhf.utils.console import clock
+
+    remarks = []
+    recipes = sorted({run.config.recipe for run in chart.runs})
+    if len(recipes) > 1:
+        remarks.append(f"the runs use different recipes: {', '.join(recipes)}")
+    if len(chart.aims) > 1:
+        units = {run.config.kl.targets[0].per for run in chart.runs}
+        shown = "; the KL is shown in nats per sequence" if len(units) > 1 else ""
+        remarks.append(f"the runs have different KL targets: {', '.join(chart.aims)}; none is drawn{shown}")
+    for group in chart.groups:
+        updates, first = [run.last_update for run in group.runs], group.runs[0].run.settings
+        times = [run.seconds for run in group.runs]
+        lengths = f"{min(updates):,} to {max(updates):,} updates" if len(set(updates)) > 1 else None
+        if chart.x == "time" and clock(min(times)) != clock(max(times)):
+            lengths = f"{clock(min(times))} to {clock(max(times))}"
+        if lengths:
+            remarks.append(
+                f"the {group.name} runs differ in length, {lengths}: their mean ends with the shortest, and the "
+                "rest is not drawn"
+            )
+        mixed = {name for run in group.runs for name in differences(first, run.run.settings, SEEDS_MAY_DIFFER)}
+        if mixed:
+            remarks.append(
+                f"the {group.name} runs differ in {', '.join(sorted(mixed))}: their mean mixes settings. Plot one "
+                "setting of an algorithm at a time"
+            )
+    return remarks

@@ -21,6 +21,7 @@ from tests.distributed.runs import words
 from tests.scripts.test_scripts import ROOT
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+ADAPTER_FILE = "adapter_model.safetensors"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 
 
@@ -175,16 +176,14 @@ def launcher_commands(launcher: str) -> list[list[str]]:
              "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]]  # fmt: skip
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("launcher", ["torchrun", "two-machines", "accelerate"])
-def test_commands_of_the_launchers(tmp_path, launcher):
-    """Trains with the launcher's own command, and compares with a run that was started with python."""
-    inputs = proof.Inputs.make(tmp_path / "inputs")
+def gap_to_one_process(folder: Path, launcher: str, *more: str) -> float:
+    """Train with python and with the launcher's own command. Return the largest gap of the saved weights."""
+    inputs = proof.Inputs.make(folder / "inputs")
     starts = {"alone": [[]], launcher: [["-m", *command] for command in launcher_commands(launcher)]}
     for name, commands in starts.items():
-        argv = [str(ROOT / "train_ppo.py"), *words("ppo", inputs, tmp_path / name)]
+        argv = [str(ROOT / "train_ppo.py"), *words("ppo", inputs, folder / name, *more)]
         started = [
-            subprocess.Popen([sys.executable, *command, *argv], cwd=tmp_path, env=ENVIRONMENT, text=True,
+            subprocess.Popen([sys.executable, *command, *argv], cwd=folder, env=ENVIRONMENT, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             for command in commands
         ]  # fmt: skip
@@ -193,10 +192,22 @@ def test_commands_of_the_launchers(tmp_path, launcher):
         printed = "".join(out for out, _ in ended)
         assert printed.count("update 5/5") == 1, "only the first process prints"
         assert ("processes" in printed) == (name != "alone")
-    run = RunRecord.read(tmp_path / launcher)
+    run = RunRecord.read(folder / launcher)
     assert run.status == "finished" and run.processes["count"] == 2 and min(run.processes["trained_tokens"]) > 0
-    plain, shared = (load_file(tmp_path / name / "model.safetensors") for name in starts)
-    assert largest_gap(plain, shared) < 1e-6
+    file = ADAPTER_FILE if "--use-lora" in more else "model.safetensors"
+    return largest_gap(*(load_file(folder / name / file) for name in starts))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("launcher", ["torchrun", "two-machines", "accelerate"])
+def test_commands_of_the_launchers(tmp_path, launcher):
+    assert gap_to_one_process(tmp_path, launcher) < 1e-6
+
+
+@pytest.mark.ci
+def test_adapters_over_4_bit_weights_on_two_processes(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    assert gap_to_one_process(tmp_path, "torchrun", "--use-lora", "--lora-r", "4", "--load-in-4bit") < 1e-5
 
 
 @pytest.mark.ci

@@ -94,7 +94,7 @@ def command_line(row: Algorithm) -> CommandLine:
         (f"--resume --output {run}", "resume that run after an interruption"),
     )
     title = f"Trains a language model with {row.title} ({row.name.upper()}), based on TRL."
-    return CommandLine(Config, row.script, title, examples, row.foreign, shipped_recipes())
+    return CommandLine(Config, row.name, title, examples, row.foreign, shipped_recipes())
 
 
 def parse_cli(

@@ -668,11 +668,14 @@ DISK_AND_ENVIRONMENT = [
         r"out of memory with one completion at a time: the backward pass \(CUDA out of memory\..*\)\. To reduce "
         r"memory: (--[a-z0-9 _-]+ \(about \d+\.\d\d GiB less\)(, )?){3}$", status=1),
     Row(78, "another trl", installed("trl", "1.13.0"),
-        r'wrong version of trl \(1\.13\.0\): requirements\.txt\. Fix it with: pip install "trl==1\.12\.0"$'),
+        r'wrong version of trl \(1\.13\.0\): rlhf-workstation requires trl==1\.12\.0\. '
+        r'Fix it with: pip install "trl==1\.12\.0"$'),
     Row(78, "requests missing", installed("requests", None),
-        r'requests is not installed: requirements\.txt\. Install it with: pip install "requests==2\.34\.2"$'),
+        r'requests is not installed, but rlhf-workstation requires it\. '
+        r'Install it with: pip install "requests>=2\.31,<3"$'),
     Row(78, "trl missing for the reward model", installed("trl", None),
-        r'trl is not installed: requirements\.txt\. Install it with: pip install "trl==1\.12\.0"$', main=REWARD_MODEL),
+        r'trl is not installed, but rlhf-workstation requires it\. Install it with: pip install "trl==1\.12\.0"$',
+        main=REWARD_MODEL),
 ]  # fmt: skip
 
 

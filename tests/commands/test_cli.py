@@ -1,4 +1,4 @@
-"""Tests the command `rlhf`: its subcommands, its errors, and that printed commands have the form that the user used."""
+"""Tests the command `rlhf`: its subcommands, its errors, and the form of the commands that are printed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM
+from rlhf.checkpoints.model_folder import how_to_train
 from rlhf.checkpoints.run_record import environment
 from rlhf.commands import cli
 from rlhf.config import parse_cli
@@ -20,7 +21,12 @@ from rlhf.utils import system
 from tests.test_structure import HEAVY, PACKAGE, ROOT, module_of, strings_of
 
 MODULE = str(ROOT / "rlhf" / "__main__.py")
-OTHER_COMMANDS = ("reward-model", "evaluate", "compare", "plot")
+OTHER_SCRIPTS = {
+    "reward-model": "-m reward_model.train",
+    "evaluate": "evaluate_generations.py",
+    "compare": "compare_runs.py",
+    "plot": "plot_training_progress.py",
+}
 
 
 @pytest.fixture
@@ -50,10 +56,10 @@ def test_help_lists_every_command(capsys, started_as):
     assert text == capsys.readouterr().out
     assert text.startswith("usage: rlhf COMMAND") and max(map(len, text.splitlines())) <= 100
     listed = [line.split()[0] for line in text.splitlines() if line.startswith("  ")]
-    assert listed == [*ALGORITHMS, *OTHER_COMMANDS] == list(cli.COMMANDS)
+    assert listed == [*ALGORITHMS, *OTHER_SCRIPTS] == list(cli.COMMANDS)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["evaluat"], *([name, "-h"] for name in OTHER_COMMANDS)])
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["evaluat"], *([name, "-h"] for name in OTHER_SCRIPTS)])
 def test_help_version_and_errors_import_no_slow_library(words, tmp_path):
     """And take less than half a second of CPU time."""
     code = (
@@ -66,7 +72,7 @@ def test_help_version_and_errors_import_no_slow_library(words, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", [*ALGORITHMS, *OTHER_COMMANDS])
+@pytest.mark.parametrize("name", [*ALGORITHMS, *OTHER_SCRIPTS])
 def test_a_subcommand_prints_the_help_of_its_script(name, capsys, started_as):
     """With its own name in usage and examples."""
     texts = {}
@@ -76,7 +82,7 @@ def test_a_subcommand_prints_the_help_of_its_script(name, capsys, started_as):
             cli.main([name, "--help-all"])
         assert ended.value.code == 0
         texts[program] = " ".join(capsys.readouterr().out.split())
-    script = " ".join(system.SCRIPTS.get(name, ("python", f"train_{name}.py")))
+    script = f"python {OTHER_SCRIPTS.get(name, f'train_{name}.py')}"
     assert texts["rlhf"].startswith(f"usage: rlhf {name} ") and script not in texts["rlhf"]
     assert texts["train.py"].startswith(f"usage: {script} ")
 
@@ -147,10 +153,8 @@ def test_the_words_of_a_command(program, prefix, started_as, monkeypatch):
     """Those of the scripts in a checkout, unless `rlhf` was started."""
     started_as(program)
     for name in cli.COMMANDS:
-        scripts = {"evaluate": "python evaluate_generations.py", "compare": "python compare_runs.py",
-                   "plot": "python plot_training_progress.py", "reward-model": "python -m reward_model.train"}  # fmt: skip
-        of_scripts = scripts.get(name, f"python train_{name}.py")
-        assert " ".join(system.script_words(name)) == (of_scripts if prefix is None else f"{prefix} {name}")
+        script = f"python {OTHER_SCRIPTS.get(name, f'train_{name}.py')}"
+        assert " ".join(system.script_words(name)) == (script if prefix is None else f"{prefix} {name}")
     monkeypatch.setattr(system, "is_checkout", lambda: False)
     assert system.script_words("plot")[-2:] == ("rlhf", "plot")
 
@@ -162,13 +166,20 @@ def test_the_scripts_exist():
     assert all((ROOT / row.script).is_file() for row in ALGORITHMS.values())
 
 
-@pytest.mark.parametrize("program, start", [("rlhf", "rlhf"), (MODULE, "python -m rlhf"), ("train.py", "python")])
-def test_commands_for_the_next_step_have_the_form_that_was_used(program, start, started_as):
+@pytest.mark.parametrize(
+    "program, training, reward_model",
+    [
+        ("rlhf", "rlhf ppo", "rlhf reward-model"),
+        (MODULE, "python -m rlhf ppo", "python -m rlhf reward-model"),
+        ("train.py", "python train_ppo.py", "python -m reward_model.train"),
+    ],
+)
+def test_commands_for_the_next_step_have_the_form_that_was_used(program, training, reward_model, started_as):
     started_as(program, "ppo")
     config = parse_cli(["--recipe", "demo", "--output", "./run"])
-    words = {"rlhf": "rlhf ppo", MODULE: "python -m rlhf ppo", "train.py": "python train_ppo.py"}[program]
-    assert resume_command(config) == f"{words} --resume --output ./run"
-    assert reward_model_command(config).startswith(
+    assert resume_command(config) == f"{training} --resume --output ./run"
+    assert reward_model_command(config).split(" --recipe")[0] == reward_model
+    assert how_to_train() == f"Train one with `{reward_model}`"
         f"{start} {'-m reward_model.train' if start == 'python' else 'rew'}"
     )
 

@@ -1,4 +1,4 @@
-"""Tests the package: its declared libraries, the wheel, an installation of it, and the workflow that runs the tests."""
+"""Tests the package: its declared libraries, the wheel, its installation, and the workflow that runs the tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM
+from rlhf.commands import cli
+from rlhf.config import parse_cli
 from rlhf.utils import requirements
 from tests.documents import ROOT
 
@@ -72,15 +75,16 @@ def test_every_declared_library_is_imported_and_every_imported_one_is_declared()
     assert used - declared <= names_of([line for name in EXTRAS for line in EXTRAS[name]]), "declare it in pyproject"
 
 
+def is_for_annotations(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
 def test_libraries_of_extras_are_imported_inside_functions_only():
-    at_import = [
-        ast.Module([n for n in tree.body if not isinstance(n, ast.If)], []) for tree in trees_of_the_package()
-    ]
-    for tree in at_import:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                node.body = []
-    found = libraries(at_import)
+    trees = trees_of_the_package()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_for_annotations(node):
+            node.body = []
+    found = libraries(trees)
     assert "torch" in found and found <= names_of(PROJECT["dependencies"])
 
 
@@ -394,12 +398,18 @@ def test_the_workflow_runs_on_both_systems_and_on_declared_python_versions():
 
 
 def test_the_workflow_runs_commands_that_exist():
-    """Each is a command of README, CONTRIBUTING or .ci/run, or a script of the project with flags that it has."""
-    known = "\n".join((ROOT / name).read_text("utf-8") for name in ("README.md", "CONTRIBUTING.md", ".ci/run"))
+    """Those of README and .ci/run, and commands of the project with flags that they have."""
+    known = "\n".join((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/installation.md", ".ci/run"))
     lines = commands()
     for line in lines:
-        assert line in known or line.split(" --")[0] in known, line
+        program, *flags = shlex.split(line)
+        if program == "rlhf":
+            assert flags[0] in cli.COMMANDS and parse_cli(flags[1:], flags[0]).run
+        else:
+            assert line in known or program == "pip", line
     tools = ("pip install -r requirements.txt", "ruff check .", "ruff format --check .", "mypy", "python -m pytest")
     assert all(tool in lines for tool in tools)
-    assert any("download.pytorch.org/whl/cpu" in line for line in lines)
-    assert any(line.startswith("python train_ppo.py --recipe demo") for line in lines)
+    assert "python train_ppo.py --recipe demo" in lines
+    (torch,) = (line for line in lines if line.startswith("pip install torch"))
+    assert torch.split(" --")[0] in (ROOT / ".ci" / "run").read_text("utf-8"), "the version of .ci/run"
+    assert torch.split(" --")[1] in (ROOT / "README.md").read_text("utf-8"), "the address of README"

@@ -40,6 +40,7 @@ from rlhf.utils.errors import run_command
 from tests.models.test_models import Hub
 from tests.records import facts_of
 from tests.shapes import make_base_model, make_reward_model, smollm2_tokenizer
+from tests.systems import link_to_full_device, make_link
 
 FORM = re.compile(r"error: .+: .+\. \S.*|and \d+ more")  # problem: place. fix
 
@@ -292,7 +293,7 @@ def full_during_a_save(inputs: Inputs) -> list[object]:
     def write_checkpoint(folder, run, update, keep, write):
         def fill(temporary):
             if update == 2:
-                (temporary / "training.json").symlink_to("/dev/full")
+                link_to_full_device(temporary / "training.json")
             write(temporary)
 
         return original(folder, run, update, keep, fill)
@@ -694,7 +695,7 @@ def link(target: str) -> Flags:
     """An output folder that is a link."""
 
     def make(inputs: Inputs) -> list[object]:
-        (inputs.folder / "linked").symlink_to(target)
+        make_link(inputs.folder / "linked", target)
         return ["--output", inputs.folder / "linked"]
 
     return make
@@ -702,7 +703,7 @@ def link(target: str) -> Flags:
 
 def link_to_itself(flag: str) -> Flags:
     def make(inputs: Inputs) -> list[object]:
-        (inputs.folder / "circle").symlink_to("circle")
+        make_link(inputs.folder / "circle", "circle")
         return [flag, inputs.folder / "circle"]
 
     return make

@@ -11,7 +11,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import venv
 import zipfile
@@ -251,7 +250,7 @@ def new_environment(folder: Path) -> Path:
     """Make a virtual environment that sees the libraries of this one. Return its folder of programs."""
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("Lib/site-packages" if os.name == "nt" else "lib/python*/site-packages")
-    (site / "of_the_tests.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+    (site / "of_the_tests.pth").write_text("\n".join(p for p in sys.path if Path(p).name.endswith("-packages")))
     return folder / ("Scripts" if os.name == "nt" else "bin")
 
 

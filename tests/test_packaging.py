@@ -184,7 +184,7 @@ def test_a_missing_library_and_another_trl_are_errors(metadata):
         requirements.check_libraries()
     assert error.value.problems == [
         'wrong version of trl (1.12.0): rlhf-workstation requires trl==1.11.0. Fix it with: pip install "trl==1.11.0"',
-        "no-such-library is not installed, but rlhf-workstation requires it. Install it with: "
+        "no-such-library is not installed: rlhf-workstation requires it. Install it with: "
         'pip install "no-such-library>=2"',
     ]
 
@@ -206,7 +206,7 @@ def test_matplotlib_is_required_by_the_commands_that_draw(metadata, monkeypatch)
 
 def test_neither_checkout_nor_installation_is_an_error(metadata):
     metadata(None)
-    with pytest.raises(requirements.UserError, match="is not installed, and the folder has no pyproject.toml"):
+    with pytest.raises(requirements.UserError, match="no pyproject.toml, and rlhf-workstation is not installed"):
         requirements.check_libraries()
 
 

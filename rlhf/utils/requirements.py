@@ -25,7 +25,7 @@ def project() -> dict[str, Any]:
         found = importlib.metadata.distribution(NAME)
     except importlib.metadata.PackageNotFoundError:
         raise UserError(
-            f"{NAME} is not installed, and the folder has no pyproject.toml: {CHECKOUT}. Copy the whole project"
+            f"no pyproject.toml, and {NAME} is not installed: {CHECKOUT}. Copy the whole project, or install it"
         ) from None
     every: dict[str, list[str]] = {"": []}
     for line in found.requires or []:  # for example: bitsandbytes<1,>=0.49; extra == "4bit"
@@ -59,7 +59,7 @@ def check_libraries(*names: str) -> None:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            problems.append(f'{name} is not installed, but {NAME} requires it. Install it with: pip install "{line}"')
+            problems.append(f'{name} is not installed: {NAME} requires it. Install it with: pip install "{line}"')
             continue
         if name == "trl" and line != f"trl=={version}":
             problems.append(

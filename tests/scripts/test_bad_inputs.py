@@ -672,10 +672,10 @@ DISK_AND_ENVIRONMENT = [
         r'wrong version of trl \(1\.13\.0\): rlhf-workstation requires trl==1\.12\.0\. '
         r'Fix it with: pip install "trl==1\.12\.0"$'),
     Row(78, "requests missing", installed("requests", None),
-        r'requests is not installed, but rlhf-workstation requires it\. '
-        r'Install it with: pip install "requests>=2\.31,<3"$'),
+        r'requests is not installed: rlhf-workstation requires it\. '
+        r'Install it with: pip install "requests>=2\.32,<3"$'),
     Row(78, "trl missing for the reward model", installed("trl", None),
-        r'trl is not installed, but rlhf-workstation requires it\. Install it with: pip install "trl==1\.12\.0"$',
+        r'trl is not installed: rlhf-workstation requires it\. Install it with: pip install "trl==1\.12\.0"$',
         main=REWARD_MODEL),
 ]  # fmt: skip
 

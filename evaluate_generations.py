@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from rlhf.commands.evaluate import INTERRUPTED
 from rlhf.commands.evaluate import evaluate_command as main
 from rlhf.utils.errors import run_command
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, INTERRUPTED)

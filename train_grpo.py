@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf.commands.train import train_command
+from rlhf.commands.train import INTERRUPTED, train_command
 from rlhf.utils.errors import run_command
 
 
@@ -13,4 +13,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "stopped; if the run has a checkpoint, resume it with --resume")
+    run_command(main, INTERRUPTED)

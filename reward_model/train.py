@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf.commands.reward_model import reward_model_command
+from rlhf.commands.reward_model import INTERRUPTED, reward_model_command
 from rlhf.utils.errors import run_command
 
 
@@ -13,4 +13,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "stopped: the output folder contains its previous content, or the complete new reward model")
+    run_command(main, INTERRUPTED)

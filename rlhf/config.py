@@ -94,7 +94,7 @@ def command_line(row: Algorithm) -> CommandLine:
         (f"--resume --output {run}", "resume that run after an interruption"),
     )
     title = f"Trains a language model with {row.title} ({row.name.upper()}), based on TRL."
-    return CommandLine(Config, row.script, title, examples, row.foreign, shipped_recipes())
+    return CommandLine(Config, row.name, title, examples, row.foreign, shipped_recipes())
 
 
 def parse_cli(
@@ -140,12 +140,13 @@ def stored_run(row: Algorithm, layers: Sequence[Layer]) -> tuple[Layer, str] | N
     if not run["resume"]:
         return None
     folders = [run["output"]] if run["seeds"] is None else [seed_folder(run["output"], seed) for seed in run["seeds"]]
-    stored, folder = next(((r, f) for f in folders if (r := RunRecord.read(Path(f))) is not None), (None, None))
-    if stored is None:
+    found = next(((r, f) for f in folders if (r := RunRecord.read(Path(f))) is not None), None)
+    if found is None:
         return None
+    stored, folder = found
     stored.require_algorithm(row.name, folder)
     aside = {*OF_THE_COMMAND, *(["seed"] if run["seeds"] is not None else [])}
-    layer = {name: found for name, found in stored_layer(stored.settings).items() if name not in aside}
+    layer = {name: value for name, value in stored_layer(stored.settings).items() if name not in aside}
     rules = {name: layer.get(name, ((), ""))[0] for name in CODE}
     untrusted = [rule for name in CODE if not names_code(run[name]) for rule in names_code(rules[name])]
     only_exported = stored.status == "finished" and run["seeds"] is None and not run["resume_anyway"]
@@ -161,8 +162,8 @@ def stored_run(row: Algorithm, layers: Sequence[Layer]) -> tuple[Layer, str] | N
 def user_file_line(user: Layer, row: Algorithm, unused_because: str | None) -> str | None:
     """Return one line with the changes that config.py makes for an algorithm, and whether they are used; None if it
     contains the declared defaults."""
-    layers = [lower_layers(DEFAULT_RECIPE, row, layer) for layer in ({}, user)]
-    return edits_line(Config, *layers, unused_because, row.foreign)
+    without, with_file = (lower_layers(DEFAULT_RECIPE, row, layer) for layer in ({}, user))
+    return edits_line(Config, without, with_file, unused_because, row.foreign)
 
 
 # --- from a run.json -------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ os.environ["ACCELERATE_USE_CPU"] = (
 import dataclasses
 import json
 import random
-import shlex
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +32,7 @@ from rlhf.utils.console import Screen, quiet_libraries
 from rlhf.utils.signals import GracefulStop
 from tests.records import facts_of
 from tests.shapes import make_reward_model, make_start_model
+from tests.systems import words_of
 
 # TensorBoard numbers the event files of a process and reads them in the order of their names. If a test stops a run
 # and resumes it in the same second, file 10 would come before file 9.
@@ -149,8 +149,8 @@ def configured(run_flags):
 
 
 def typed(line: str) -> list[str]:
-    """Return the arguments of a printed command `python SCRIPT ...` as a POSIX shell splits them."""
-    words = shlex.split(line)
+    """Return the arguments of a printed command `python SCRIPT ...`."""
+    words = words_of(line)
     assert words[0] == "python" and words[1].endswith(".py"), line
     return words[2:]
 

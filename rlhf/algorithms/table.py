@@ -7,12 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf.utils.system import short_name
+
 
 @dataclass(frozen=True)
 class Algorithm:
     """One row of the table: the properties of an algorithm that other code needs."""
 
-    name: str  # used in the names of its script and run folders
+    name: str  # used in the names of its script, command and run folders
     title: str
     group_size: int  # default of --K, completions per prompt; 1: no groups, and --K is rejected
     has_critic: bool
@@ -28,7 +30,8 @@ class Algorithm:
 
     @property
     def script(self) -> str:
-        return f"train_{self.name}.py"
+        """The name of its command in texts: `train_NAME.py`, or `rlhf NAME` with the installed command."""
+        return short_name(self.name)
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from rlhf.settings.next_commands import code_words, names_code
 from rlhf.settings.training import Config
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import is_path, missing_path
-from rlhf.utils.system import command
+from rlhf.utils.system import command, short_name
 
 # settings of a run that decide its completions and scores
 MEASURED_WITH = (
@@ -245,7 +245,7 @@ def check_named(names: Sequence[str]) -> None:
 
 def check_groups(models: Sequence[ModelRef]) -> None:
     """Raises UserError if runs of an algorithm differ in settings or share a seed, or a model is not a run."""
-    problems = [f"not a run: {m.name}. compare_runs.py takes run folders" for m in models if m.run is None]
+    problems = [f"not a run: {m.name}. {short_name('compare')} takes run folders" for m in models if m.run is None]
     raise_if(problems)
     for algorithm in in_order(m.run.algorithm for m in models):
         runs = [m for m in models if m.run.algorithm == algorithm]

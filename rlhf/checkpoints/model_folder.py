@@ -10,14 +10,19 @@ from typing import Any
 
 from rlhf.utils.errors import UserError, did_you_mean
 from rlhf.utils.paths import is_path, missing_path, resolve_path
+from rlhf.utils.system import command, script_words
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 METRICS_FILE = "metrics.json"  # of a reward model
 WEIGHTS_FILE = "model.safetensors"
 ALL_LINEAR = "all-linear"  # peft's name for every linear layer except the head
-HOW_TO_TRAIN = "Train one with `python -m reward_model.train`"
 LARGEST_TOKENIZER = 2**25  # bytes; a larger tokenizer.json takes longer than a second to read
+
+
+def how_to_train() -> str:
+    """Return the end of an error message about a model that is not a reward model."""
+    return f"Train one with `{command(*script_words('reward-model'))}`"
 
 
 def find_model(name: str, flag: str) -> str:
@@ -75,16 +80,16 @@ def reward_model_problems(name: str, flag: str) -> list[str]:
     problem = reward_config_problem(architecture, labels, config.get("pad_token_id"), f"{flag} {name}")
     tensors = tensors_of(folder)
     if problem is None and not any("score" in tensor or "classifier" in tensor for tensor in tensors):
-        problem = f"no trained score head (score.weight is missing): {flag} {name}. {HOW_TO_TRAIN}"
+        problem = f"no trained score head (score.weight is missing): {flag} {name}. {how_to_train()}"
     return [problem] if problem else tokenizer_problems(folder, config)
 
 
 def reward_config_problem(architecture: str, labels: int, pad: int | None, place: str) -> str | None:
     """Return why a model cannot be a reward model, or None. `labels` is the number of its outputs."""
     if architecture.endswith(("ForCausalLM", "LMHeadModel")):
-        return f"a language model ({architecture}), not a reward model: {place}. {HOW_TO_TRAIN}"
+        return f"a language model ({architecture}), not a reward model: {place}. {how_to_train()}"
     if labels != 1:
-        return f"{labels} outputs, but a reward model has exactly one: {place}. {HOW_TO_TRAIN}"
+        return f"{labels} outputs, but a reward model has exactly one: {place}. {how_to_train()}"
     if pad is None:
         return (
             f"no pad token, so padding cannot be distinguished from completions: {place}. "

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -17,6 +16,7 @@ from typing import Any, get_type_hints
 
 from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
+from rlhf.utils.system import short_name, typed_words
 
 RUN_FILE = "run.json"
 FORMAT = 2  # of run.json: add 1 if a key gets another name or meaning, or if a new key is required
@@ -164,9 +164,8 @@ class RunRecord:
     def require_algorithm(self, algorithm: str, folder: str) -> None:
         """Raise UserError if the run in `folder` is resumed with the command of another algorithm."""
         if self.algorithm != algorithm:
-            raise UserError(
-                f"this is a run of train_{self.algorithm}.py: --resume, --output {folder}. Resume it with that command"
-            )
+            of = short_name(self.algorithm)
+            raise UserError(f"this is a run of {of}: --resume, --output {folder}. Resume it with that command")
 
     def write(self, folder: Path) -> None:
         """Replace the run.json in `folder` atomically."""
@@ -273,7 +272,7 @@ def now() -> str:
 def environment() -> dict[str, Any]:
     """Return command line, Python, platform, package versions and commit."""
     return {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": typed_words(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: _version(name) for name in PACKAGES},

@@ -12,6 +12,8 @@ from rlhf.utils.files import check_folder
 from rlhf.utils.imports import import_libraries
 from rlhf.utils.requirements import check_libraries
 
+INTERRUPTED = "stopped"  # printed after Ctrl-C
+
 
 def compare_command(argv: list[str] | None = None) -> None:
     """Compare the runs of a command line."""
@@ -22,6 +24,7 @@ def compare_command(argv: list[str] | None = None) -> None:
     screen.say("comparison: checking the runs")
     quiet_imports()
     check_libraries()
+    check_libraries("matplotlib")
     check_folder(config.comparison.output)
     check_named(config.comparison.runs)
     models = find_models(config.comparison.runs, config.measure, "RUN")

@@ -13,6 +13,8 @@ from rlhf.utils.files import check_folder
 from rlhf.utils.imports import import_libraries
 from rlhf.utils.requirements import check_libraries
 
+INTERRUPTED = "stopped"  # printed after Ctrl-C
+
 
 def evaluate_command(argv: list[str] | None = None) -> None:
     """Evaluate the models of a command line."""
@@ -26,6 +28,8 @@ def evaluate_command(argv: list[str] | None = None) -> None:
     screen.say("evaluation: checking the models")
     quiet_imports()
     check_libraries()
+    if not config.evaluation.chat:
+        check_libraries("matplotlib")
     check_folder(config.evaluation.output)
     models = find_models(config.evaluation.model_path, config.measure, "--model-path")
     require_trusted_code(models, config.measure)

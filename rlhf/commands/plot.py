@@ -9,6 +9,10 @@ from rlhf.checkpoints.run_record import RunRecord, last_run
 from rlhf.settings.evaluation import PlotConfig, parse_plot_cli
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
+from rlhf.utils.requirements import check_libraries
+from rlhf.utils.system import short_name
+
+INTERRUPTED = "stopped"  # printed after Ctrl-C
 
 
 def plot_command(argv: list[str] | None = None) -> None:
@@ -20,6 +24,7 @@ def plot_command(argv: list[str] | None = None) -> None:
     folders = run_folders(config)
     for folder in folders:
         RunRecord.require(folder, "run")
+    check_libraries("matplotlib", "tensorboard")
     from rlhf.analysis.curves import read_runs, write_table
     from rlhf.reports.curve_chart import Chart
     from rlhf.reports.curve_plots import draw
@@ -49,7 +54,7 @@ def output_files(output: str) -> tuple[Path, Path]:
 
 def run_folders(config: PlotConfig) -> list[Path]:
     """Return the given run folders, or the last run in the working directory."""
-    return [Path(run) for run in config.plot.runs] or [last_run("plot_training_progress.py")]
+    return [Path(run) for run in config.plot.runs] or [last_run(short_name("plot"))]
 
 
 def show_runs(chart, screen) -> None:

@@ -13,6 +13,9 @@ from rlhf.utils.imports import import_libraries
 from rlhf.utils.processes import is_first
 from rlhf.utils.requirements import check_libraries
 
+# printed after Ctrl-C
+INTERRUPTED = "stopped: the output folder contains its previous content, or the complete new reward model"
+
 
 def reward_model_command(argv: list[str] | None = None, user_file: Path | None = None) -> None:
     """Train the reward model of a command line. `user_file` is the user's config.py; installed commands have none."""

@@ -21,6 +21,8 @@ from rlhf.utils.requirements import check_libraries
 if TYPE_CHECKING:
     from rlhf.data.prompts import Selection
 
+INTERRUPTED = "stopped; if the run has a checkpoint, resume it with --resume"  # printed after Ctrl-C
+
 
 def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path | None = None) -> None:
     """Run a training command: train one run or several seeds, or with --replay repeat a skipped update.

@@ -19,6 +19,7 @@ from rlhf.models.device import autocast
 from rlhf.models.reference import release_mmap, store_frozen_weights
 from rlhf.models.self_test import check_forward_matches
 from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.requirements import pip_install
 
 
 def check_policy(name: str, vocabulary: int, targets: Collection[str] = ()) -> PretrainedConfig:
@@ -44,7 +45,7 @@ def four_bit(dtype: torch.dtype | None) -> BitsAndBytesConfig:
     """Return the config of NF4 weights that compute in `dtype` (None: float32). Raises UserError if bitsandbytes is
     not installed."""
     if not is_bitsandbytes_available():
-        raise UserError("bitsandbytes is not installed: --load-in-4bit. Install it with: pip install bitsandbytes")
+        raise UserError(f"bitsandbytes is not installed: --load-in-4bit. Install it with: {pip_install('4bit')}")
     compute = dtype or torch.float32
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
 

@@ -22,6 +22,7 @@ from rlhf.settings.types import FROM_TRL
 from rlhf.settings.validate import name_problems
 from rlhf.utils.errors import UserError, did_you_mean, raise_if
 from rlhf.utils.files import files_print
+from rlhf.utils.requirements import pip_install
 
 if TYPE_CHECKING:
     from torch import nn
@@ -147,7 +148,7 @@ def _of_trl(name: str, longest: int | None, flag: str) -> RewardFunction:
         nearest = did_you_mean(function_name, offered, f"It has {', '.join(offered)}")
         raise UserError(f"no {function_name!r} in trl.rewards: {flag} {name}. {nearest}")
     if function_name in NEED_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
-        raise UserError(f"math-verify is not installed: {flag} {name}. Install it with: pip install math-verify")
+        raise UserError(f"math-verify is not installed: {flag} {name}. Install it with: {pip_install('math')}")
     function = getattr(trl.rewards, function_name)
     known = inspect.signature(function).parameters
     unknown = [n for n in given if n not in known]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.checkpoints.model_folder import HOW_TO_TRAIN, find_model, read_record, reward_config_problem
+from rlhf.checkpoints.model_folder import find_model, how_to_train, read_record, reward_config_problem
 from rlhf.data.chat_template import encode_completion, encode_prompt
 from rlhf.data.tokenizer import check_vocabulary, context_of, load_config, load_tokenizer, readable
 from rlhf.models import llama
@@ -127,7 +127,7 @@ class RewardModel:
             )
         fresh = [k for k in info["missing_keys"] if "score" in k or "classifier" in k]
         if fresh:
-            raise UserError(f"no trained score head ({', '.join(fresh)} is missing): {name}. {HOW_TO_TRAIN}")
+            raise UserError(f"no trained score head ({', '.join(fresh)} is missing): {name}. {how_to_train()}")
         check_weights(model, name)
         return cls(model, tokenizer, device, dtype, read_record(Path(folder)))
 

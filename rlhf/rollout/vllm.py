@@ -17,6 +17,7 @@ from rlhf.data.prompts import Prompt
 from rlhf.models.budget import VLLM_MEMORY_SHARE
 from rlhf.settings.training import SamplingSettings
 from rlhf.utils.errors import UserError
+from rlhf.utils.requirements import pip_install
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -31,7 +32,9 @@ def is_installed() -> bool:
 
 def require_vllm() -> None:
     if not is_installed():
-        raise UserError("vLLM is not installed: --rollout-engine vllm. Remove the flag, or run: pip install vllm")
+        raise UserError(
+            f"vLLM is not installed: --rollout-engine vllm. Remove the flag, or run: {pip_install('vllm')}"
+        )
 
 
 class VLLMEngine:

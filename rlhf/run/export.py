@@ -31,7 +31,7 @@ from rlhf.utils.console import Screen
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.files import disk_errors, update_dir_atomically, write_text
 from rlhf.utils.hub import push_failed, push_files
-from rlhf.utils.system import command
+from rlhf.utils.system import command, script_words
 
 WEIGHTS = (WEIGHTS_FILE, "config.json", "generation_config.json", ADAPTER_FILE, ADAPTER_CONFIG)
 
@@ -155,7 +155,7 @@ def files_of_model(folder: Path) -> dict[str, Path]:
 def command_to_push(config: Config) -> str:
     """Return the command that only uploads the finished run."""
     export = config.export
-    words = ["python", f"train_{config.algorithm}.py", "--resume", PUSH, export.push_to_hub]
+    words = [*script_words(config.algorithm), "--resume", PUSH, export.push_to_hub]
     words += ["--merge-lora"] if export.merge_lora else []
     words += ["--export-from", export.export_from] if export.export_from != "final" else []
     words += [] if export.hub_private else ["--no-hub-private"]

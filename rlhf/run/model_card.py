@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.settings.fields import as_text, settings_of
 from rlhf.settings.training import Config
 from rlhf.utils.html import render
-from rlhf.utils.system import command
+from rlhf.utils.system import CONSOLE_COMMAND, command
 
 CARD_FILE = "README.md"
 ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "lora_targets")
@@ -60,8 +61,14 @@ def model_card(run: RunRecord, saved: Saved, name: str) -> str:
         interval=" to ".join(number(end, "+.3f") for end in run.figures["score_rise_interval"] or ()) or "unknown",
         fingerprints={k: v[:SHOWN_DIGITS] for k, v in run.data.items() if k.endswith("sha256")},
         decisive_settings=settings_that_decide(run),
-        command=command("python", *run.command).replace("\n", " "),
+        command=model_card_command(run.command),
     )
+
+
+def model_card_command(words: Sequence[str]) -> str:
+    """Return the command that started a run, on one line, from the words in its run.json."""
+    program = () if words[0] == CONSOLE_COMMAND else ("python",)
+    return command(*program, *words).replace("\n", " ")
 
 
 def front_matter(run: RunRecord, saved: Saved) -> ModelCardData:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import rlhf
 from rlhf.checkpoints.run_folder import is_in_use, read_status
 from rlhf.demo.ready import is_ready
 from rlhf.distributed.join import visible_gpus
@@ -30,8 +29,8 @@ from rlhf.utils.system import available_cores, new_process_group, send_stop, sto
 
 POLL_S, END_S = 0.2, 10.0
 STOPPED = [128 + which for which in stop_signals()]  # exit statuses of a run that a signal stopped
-# what a child process runs: `python train_ppo.py` adds its folder to the path, `python -c` adds the current one
-CHILD = "import sys; sys.path.insert(0, {root!r}); from rlhf.run.parallel_seeds import child; child()"
+# what a child process runs: it imports from the same folders as this process, wherever that was started
+CHILD = "import sys; sys.path[:] = {path!r}; from rlhf.run.parallel_seeds import child; child()"
 
 
 @dataclass
@@ -56,10 +55,9 @@ class SeedRun:
     @classmethod
     def start(cls, seed: int, config: Config, slot: Slot) -> SeedRun:
         """Start the process. Its output is appended to the file of `log_of`."""
-        root = str(Path(rlhf.__file__).parents[1])
         log_of(config).parent.mkdir(parents=True, exist_ok=True)
         process = subprocess.Popen(
-            [sys.executable, "-c", CHILD.format(root=root)],
+            [sys.executable, "-c", CHILD.format(path=sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -19,6 +19,7 @@ from rlhf.setup.build import build_trainer, load_components
 from rlhf.trainer.loop import OnPolicyLoop
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError
+from rlhf.utils.system import short_name
 
 
 def replay_incident(config: Config, screen: Screen) -> None:
@@ -30,7 +31,7 @@ def replay_incident(config: Config, screen: Screen) -> None:
     of = incident.facts["algorithm"]
     if of != config.algorithm:
         raise UserError(
-            f"this incident is from train_{of}.py: --replay {config.run.replay}. Replay it with that command"
+            f"this incident is from {short_name(of)}: --replay {config.run.replay}. Replay it with that command"
         )
     rules = flat_settings(incident.facts["settings"]).get("reward_func", [])
     if set(names_code(rules)) - set(config.reward.reward_func):

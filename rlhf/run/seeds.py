@@ -24,7 +24,7 @@ from rlhf.utils.errors import UserError
 from rlhf.utils.files import write_json
 from rlhf.utils.processes import is_first
 from rlhf.utils.signals import TrainingInterrupted
-from rlhf.utils.system import command
+from rlhf.utils.system import command, script_words
 
 # figure in run.json -> label in the table
 SHOWN = {
@@ -156,7 +156,7 @@ def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     screen.say("next:")
     screen.facts(
         [
-            ("plot the training curves", command("python", "plot_training_progress.py", *folders)),
-            ("compare; add other runs after these", command("python", "compare_runs.py", *compared)),
+            ("plot the training curves", command(*script_words("plot"), *folders)),
+            ("compare; add other runs after these", command(*script_words("compare"), *compared)),
         ]
     )

@@ -25,7 +25,7 @@ from rlhf.utils.console import Screen, number
 from rlhf.utils.errors import UserError
 from rlhf.utils.intervals import interval
 from rlhf.utils.rng import rng_for
-from rlhf.utils.system import command
+from rlhf.utils.system import command, script_words
 
 
 def show_figures(figures: dict, averaged: int, screen: Screen) -> None:
@@ -190,17 +190,17 @@ def show_where(config: Config, run: RunRecord, screen: Screen) -> None:
             (f"{output}/run.json", "settings, versions, results"),
         ]
     )
-    tokens = command("python", "evaluate_generations.py", "--tokens", output)
+    tokens = command(*script_words("evaluate"), "--tokens", output)
     screen.say("next:")
     screen.facts(
         [
-            ("evaluate the model", command("python", "evaluate_generations.py", "--model-path", output, *code)),
+            ("evaluate the model", command(*script_words("evaluate"), "--model-path", output, *code)),
             *([("view recorded tokens", tokens)] if config.record.record_tokens else []),
-            ("plot the training curves", command("python", "plot_training_progress.py", output)),
+            ("plot the training curves", command(*script_words("plot"), output)),
             ("open TensorBoard", command("tensorboard", "--logdir", f"{output}/logs")),
             *same_budget_commands(config, run.spent),
-            ("compare; add other runs after this one", command("python", "compare_runs.py", output, *code)),
-            ("chat with the model", command("python", "evaluate_generations.py", "--chat", "--model-path", output)),
+            ("compare; add other runs after this one", command(*script_words("compare"), output, *code)),
+            ("chat with the model", command(*script_words("evaluate"), "--chat", "--model-path", output)),
         ]
     )
 
@@ -238,5 +238,5 @@ def same_budget_command(config: Config, spent: Spent, other: str) -> str | None:
             resolve_cli([*words, *more], other, config.user_file)
         except UserError:
             continue
-        return command("python", row.script, *words, *more)
+        return command(*script_words(other), *words, *more)
     return None

@@ -50,7 +50,7 @@ class MeasureSettings:
     num_prompts: int | None = setting(
         None,
         "number of evaluation prompts, drawn at random; unset: every row of --prompts, or held-out prompts of the "
-        "runs (20 in evaluate_generations.py, 128 in compare_runs.py)",
+        "runs (20 to evaluate, 128 to compare)",
         ge=1,
         brief="prompts to draw; unset: all of --prompts, or held-out prompts: 20, or 128 to compare",
     )
@@ -203,7 +203,7 @@ class PlotConfig(Command):
 
 EVALUATION = CommandLine(
     EvaluationConfig,
-    "evaluate_generations.py",
+    "evaluate",
     "Scores and ranks the completions of trained models, and compares them with the start model's.",
     (
         ("", "the last run in this folder"),
@@ -213,7 +213,7 @@ EVALUATION = CommandLine(
 )
 COMPARISON = CommandLine(
     ComparisonConfig,
-    "compare_runs.py",
+    "compare",
     "Compares algorithms over seeds, and the start model, on the same prompts. Writes a report with a verdict.",
     (
         ("ppo_seed42 ppo_seed123 grpo_seed42 grpo_seed123", "two algorithms over two seeds"),
@@ -223,7 +223,7 @@ COMPARISON = CommandLine(
 )
 PLOT = CommandLine(
     PlotConfig,
-    "plot_training_progress.py",
+    "plot",
     "Draws the training curves of one run, or of several algorithms over seeds. Writes a plot and a table.",
     (
         ("", "the last run in this folder"),

@@ -23,6 +23,7 @@ from rlhf.settings.fields import (
     settings_of,
 )
 from rlhf.utils.errors import UserError
+from rlhf.utils.system import script_words
 
 HELP, HELP_ALL = ("-h", "--help"), ("--help-all", "--help_all")
 NEGATIVE = "no_"  # prefix of a boolean flag that sets false
@@ -34,7 +35,7 @@ class CommandLine:
     dashes or underscores. Booleans accept --x, --no-x and --x false."""
 
     config_class: type
-    prog: str
+    name: str  # after `rlhf`; the name of the script is in rlhf.utils.system
     description: str
     examples: tuple[tuple[str, str], ...] = ()  # (arguments, their effect), for --help
     # group of settings that the command does not use -> commands that use it
@@ -100,7 +101,7 @@ class CommandLine:
     def _parser(self, values: dict[str, Any]) -> argparse.ArgumentParser:
         """Return the parser. Its help shows `values` instead of the declared defaults."""
         parser = _Parser(
-            prog=self.prog,
+            prog=self.command,
             usage=self._usage(),
             description=self.description,
             allow_abbrev=False,
@@ -123,7 +124,7 @@ class CommandLine:
     @property
     def command(self) -> str:
         """How the command is called in a shell."""
-        return f"python {self.prog}" if self.prog.endswith(".py") else self.prog
+        return " ".join(script_words(self.name))
 
     def _usage(self) -> str:
         words = "".join(f"[{s.name.upper()} ...] " for s in self.settings.values() if s.positional)

@@ -10,7 +10,7 @@ from rlhf.settings.recipes import DEFAULT_RECIPE, find_recipe
 from rlhf.settings.reward_model import OF_THE_DATA, RewardModelConfig, may_have_pairs, usual_reward_config
 from rlhf.settings.training import Config
 from rlhf.settings.types import FROM_TRL
-from rlhf.utils.system import command
+from rlhf.utils.system import command, script_words
 
 
 def names_code(rules: Iterable[str]) -> list[str]:
@@ -41,12 +41,12 @@ def resume_line(algorithm: str, output: str, seeds: Iterable[int] | None, code: 
     """Return the command of `resume_command` from separate settings. `code` are the arguments of `code_words`."""
     each = [] if seeds is None else ["--seeds", *map(str, seeds)]
     words = ["--resume", *each, *more, *code, "--output", output]
-    return command("python", f"train_{algorithm}.py", *words)
+    return command(*script_words(algorithm), *words)
 
 
 def replay_command(algorithm: str, folder: str, rules: Iterable[str]) -> str:
     """Return the command that repeats a skipped update from its incident folder."""
-    return command("python", f"train_{algorithm}.py", "--replay", folder, *code_words(rules))
+    return command(*script_words(algorithm), "--replay", folder, *code_words(rules))
 
 
 def reward_model_command(config: Config) -> str:
@@ -65,7 +65,7 @@ def reward_model_command(config: Config) -> str:
         words += flag_words("split", data.split)
     if data.plain_prompts != usual.data.plain_prompts:
         words += flag_words("plain_prompts", data.plain_prompts)
-    return command("python", "-m", "reward_model.train", *words)
+    return command(*script_words("reward-model"), *words)
 
 
 def training_command(made: RewardModelConfig, usual: Config) -> str:
@@ -75,7 +75,7 @@ def training_command(made: RewardModelConfig, usual: Config) -> str:
         made: the configuration with which the reward model was trained.
         usual: the configuration that the training script uses without flags.
     """
-    return command("python", f"train_{usual.algorithm}.py", *training_words(made, usual))
+    return command(*script_words(usual.algorithm), *training_words(made, usual))
 
 
 def training_words(made: RewardModelConfig, usual: Config) -> list[str]:

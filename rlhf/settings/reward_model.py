@@ -125,7 +125,7 @@ SHARED = settings_of(RewardModelConfig).keys() & settings_of(Config).keys()
 
 LINE = CommandLine(
     RewardModelConfig,
-    "python -m reward_model.train",
+    "reward-model",
     "Trains a Bradley-Terry reward model from preference pairs.",
     (
         ("", "on the pairs of the default recipe"),

@@ -608,7 +608,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """Token record, for `evaluate_generations.py --tokens RUN`"""
+    """Token record, for a page of the tokens of a run (evaluate with --tokens RUN)"""
 
     record_tokens: bool = setting(
         False,

@@ -27,6 +27,7 @@ from rlhf.setup.inputs import check_fills_a_batch, check_warmup
 from rlhf.setup.shape import weights_of
 from rlhf.utils.console import Screen
 from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.requirements import pip_install
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,7 +78,7 @@ def load_inputs(
         selection: the rows of the settings' data, if they were read already.
     """
     if config.optimizer.optim == "adamw_8bit" and not is_bitsandbytes_available():
-        raise UserError("bitsandbytes is not installed: --optim adamw_8bit. Install it with: pip install bitsandbytes")
+        raise UserError(f"bitsandbytes is not installed: --optim adamw_8bit. Install it with: {pip_install('4bit')}")
     if config.speed.rollout_engine == "vllm":
         require_vllm()
     sources = find_rewards(config) if rewards is None else given_rewards(rewards, reward_weights)

@@ -33,7 +33,7 @@ from rlhf.setup.start_samples import Sampled, drawn, sample_and_score
 from rlhf.utils.console import Screen, clock
 from rlhf.utils.errors import RunError, UserError
 from rlhf.utils.intervals import Estimate, over_prompts
-from rlhf.utils.system import command
+from rlhf.utils.system import command, script_words
 
 OF_A_LOOK = ("scan", "scan_prompts", "dry_run", "check")  # not in the recommended command
 MANY = 0.5  # share of completions (or prompts) from which a cause of equal scores is reported
@@ -218,4 +218,4 @@ def recommended_command(config: Config, found: Recommendation) -> str:
         value = changed.get(name, now)
         if value != default and name not in OF_A_LOOK and one.group not in foreign:
             words += flag_words(name, value)
-    return command("python", f"train_{config.algorithm}.py", *words)
+    return command(*script_words(config.algorithm), *words)

@@ -1,33 +1,68 @@
-"""Checks the installed libraries, before any of them is imported."""
+"""This package's version and the libraries that it requires, and a check of them before any of them is imported."""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
-from pathlib import Path
+import tomllib
+from typing import Any
 
-from rlhf.utils.errors import raise_if
+from rlhf.utils.errors import UserError, raise_if
+from rlhf.utils.system import CHECKOUT, is_checkout
 
-REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
-FOR_TESTS = ("pytest", "pytest-xdist", "ruff", "hypothesis")
-FOR_FOUR_BIT = "bitsandbytes"  # optional; checked by `rlhf.models.load.four_bit`
+NAME = "rlhf-workstation"  # of the distribution; the package is `rlhf`
+IMPORTED_BY_SOME = ("matplotlib",)  # the commands that import it check it
 
 
-def check_libraries() -> None:
+@functools.cache
+def project() -> dict[str, Any]:
+    """Return the table [project] of the checkout's pyproject.toml, or the same entries of the installed package's
+    metadata: "version", "dependencies" and "optional-dependencies". Raises UserError if there is neither."""
+    if is_checkout():
+        return tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    try:
+        found = importlib.metadata.distribution(NAME)
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError(
+            f"no pyproject.toml, and {NAME} is not installed: {CHECKOUT}. Copy the whole project, or install it"
+        ) from None
+    every: dict[str, list[str]] = {"": []}
+    for line in found.requires or []:  # for example: bitsandbytes<1,>=0.49; extra == "4bit"
+        extra = re.search(r"extra == ['\"]([\w.-]+)", line)
+        every.setdefault(extra[1] if extra else "", []).append(line)
+    return {"version": found.version, "dependencies": every.pop(""), "optional-dependencies": every}
+
+
+def requirements(extra: str | None = None) -> list[str]:
+    """Return what pip installs for the package, or for one of its extras: lines such as `trl==1.12.0`."""
+    lines = project()["dependencies"] if extra is None else project()["optional-dependencies"][extra]
+    return [line.partition(";")[0].strip() for line in lines]
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that installs the libraries of an extra."""
+    return " ".join(["pip install", *(f'"{line}"' for line in requirements(extra))])
+
+
+def check_libraries(*names: str) -> None:
     """Raise UserError, with the pip command, if a library is missing, or if trl is not the required version, the last
-    one with PPO. Versions of other libraries are not checked."""
+    one with PPO. Versions of other libraries are not checked.
+
+    `names`: the libraries to check. None given: all that training uses; extras are checked where they are used.
+    """
     problems = []
-    for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines():
-        name = re.match(r"[\w.-]*", line)[0]
-        if not name or name in (*FOR_TESTS, FOR_FOUR_BIT):
+    for line in requirements():
+        name = re.match(r"[\w.-]+", line)[0]
+        if (name not in names) if names else (name in IMPORTED_BY_SOME):
             continue
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            problems.append(f'{name} is not installed: {REQUIREMENTS.name}. Install it with: pip install "{line}"')
+            problems.append(f'{name} is not installed: {NAME} requires it. Install it with: pip install "{line}"')
             continue
         if name == "trl" and line != f"trl=={version}":
             problems.append(
-                f'wrong version of trl ({version}): {REQUIREMENTS.name}. Fix it with: pip install "{line}"'
+                f'wrong version of trl ({version}): {NAME} requires {line}. Fix it with: pip install "{line}"'
             )
     raise_if(problems)

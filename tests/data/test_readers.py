@@ -27,6 +27,7 @@ from rlhf.settings.evaluation import parse_comparison_cli, parse_evaluation_cli
 from rlhf.settings.reward_model import may_have_pairs, parse_reward_cli
 from rlhf.settings.types import Renaming
 from rlhf.utils.errors import UserError
+from tests.systems import make_link
 
 ROWS = [{"prompt": f"question {i}?", "answer": i, "note": "None" if i % 2 else None} for i in range(4)]
 
@@ -238,9 +239,9 @@ def test_files_without_a_split_are_ignored_only_if_the_flag_names_one(tmp_path):
 def test_folders_are_read_with_their_links_and_without_compressed_files(tmp_path):
     write(tmp_path / "elsewhere" / "b.jsonl", jsonl({"prompt": "b"}))
     write(tmp_path / "data" / "a.jsonl", jsonl({"prompt": "a"}))
-    (tmp_path / "data" / "more").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
-    (tmp_path / "data" / "same").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
-    (tmp_path / "elsewhere" / "circle").symlink_to(tmp_path / "data", target_is_directory=True)
+    make_link(tmp_path / "data" / "more", tmp_path / "elsewhere")
+    make_link(tmp_path / "data" / "same", tmp_path / "elsewhere")
+    make_link(tmp_path / "elsewhere" / "circle", tmp_path / "data")
     assert [e.question for e in load_examples(str(tmp_path / "data"))] == ["a", "b"]
     write(tmp_path / "data" / "c.jsonl.gz", b"\x1f\x8b")
     with pytest.raises(UserError, match=r"^a compressed data file: .*c\.jsonl\.gz\. Unpack it, or move it away$"):

@@ -98,7 +98,9 @@ def test_unknown_functions_and_arguments_are_refused(name, problem):
 def test_missing_math_verify_is_reported_before_the_run(monkeypatch):
     monkeypatch.setattr(find.importlib.util, "find_spec", lambda name: None)
     for name in find.NEED_MATH_VERIFY:
-        with pytest.raises(UserError, match=r"math-verify is not installed.*pip install math-verify"):
+        with pytest.raises(
+            UserError, match=r"math-verify is not installed.*pip install .trl\[math-verify\]==1\.12\.0"
+        ):
             find_rule(f"trl:{name}", longest=10)
 
 

@@ -40,6 +40,7 @@ from rlhf.utils.errors import run_command
 from tests.models.test_models import Hub
 from tests.records import facts_of
 from tests.shapes import make_base_model, make_reward_model, smollm2_tokenizer
+from tests.systems import link_to_full_device, make_link
 
 FORM = re.compile(r"error: .+: .+\. \S.*|and \d+ more")  # problem: place. fix
 
@@ -292,7 +293,7 @@ def full_during_a_save(inputs: Inputs) -> list[object]:
     def write_checkpoint(folder, run, update, keep, write):
         def fill(temporary):
             if update == 2:
-                (temporary / "training.json").symlink_to("/dev/full")
+                link_to_full_device(temporary / "training.json")
             write(temporary)
 
         return original(folder, run, update, keep, fill)
@@ -668,11 +669,14 @@ DISK_AND_ENVIRONMENT = [
         r"out of memory with one completion at a time: the backward pass \(CUDA out of memory\..*\)\. To reduce "
         r"memory: (--[a-z0-9 _-]+ \(about \d+\.\d\d GiB less\)(, )?){3}$", status=1),
     Row(78, "another trl", installed("trl", "1.13.0"),
-        r'wrong version of trl \(1\.13\.0\): requirements\.txt\. Fix it with: pip install "trl==1\.12\.0"$'),
+        r'wrong version of trl \(1\.13\.0\): rlhf-workstation requires trl==1\.12\.0\. '
+        r'Fix it with: pip install "trl==1\.12\.0"$'),
     Row(78, "requests missing", installed("requests", None),
-        r'requests is not installed: requirements\.txt\. Install it with: pip install "requests==2\.34\.2"$'),
+        r'requests is not installed: rlhf-workstation requires it\. '
+        r'Install it with: pip install "requests>=2\.32,<3"$'),
     Row(78, "trl missing for the reward model", installed("trl", None),
-        r'trl is not installed: requirements\.txt\. Install it with: pip install "trl==1\.12\.0"$', main=REWARD_MODEL),
+        r'trl is not installed: rlhf-workstation requires it\. Install it with: pip install "trl==1\.12\.0"$',
+        main=REWARD_MODEL),
 ]  # fmt: skip
 
 
@@ -691,7 +695,7 @@ def link(target: str) -> Flags:
     """An output folder that is a link."""
 
     def make(inputs: Inputs) -> list[object]:
-        (inputs.folder / "linked").symlink_to(target)
+        make_link(inputs.folder / "linked", target)
         return ["--output", inputs.folder / "linked"]
 
     return make
@@ -699,7 +703,7 @@ def link(target: str) -> Flags:
 
 def link_to_itself(flag: str) -> Flags:
     def make(inputs: Inputs) -> list[object]:
-        (inputs.folder / "circle").symlink_to("circle")
+        make_link(inputs.folder / "circle", "circle")
         return [flag, inputs.folder / "circle"]
 
     return make

@@ -22,7 +22,7 @@ from tests.shapes import make_base_model, make_start_model
 WITHOUT_A_GPU = [] if torch.cuda.is_available() else ["--use_cpu"]  # as the page says above the command
 # commands that other tests run: the beginning of the command, or a part of it, and where it is run
 RUN_ELSEWHERE = {
-    r"^(git clone|cd|python3 -m venv|source|pip install|ruff|bash \.ci/run)\b": ".ci/run",
+    r"^(git clone|cd|python3 -m venv|source|pip install|pip wheel|ruff|mypy|bash \.ci/run)\b": ".ci/run",
     r"^python -m pytest": ".ci/run",
     r"^python benchmarks/on_gpu\.py": "tests/benchmarks/test_on_gpu.py",
     r"--recipe demo|_seed\d|recorded": "tests/demo/test_demo.py",
@@ -30,6 +30,7 @@ RUN_ELSEWHERE = {
 }
 # commands of packages: what python runs in their place, with the environment of the tests
 MODULES = {
+    "rlhf": ["-m", "rlhf"],
     "trl": ["-c", "from trl.cli import main; main()"],
     "torchrun": ["-m", "torch.distributed.run"],
     "accelerate": ["-m", "accelerate.commands.accelerate_cli"],

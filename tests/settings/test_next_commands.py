@@ -29,6 +29,7 @@ from rlhf.settings.recipes import shipped_recipes
 from rlhf.settings.reward_model import parse_reward_cli
 from rlhf.utils import system
 from tests.conftest import typed
+from tests.systems import words_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ODD_NAME = "q'u\"o te$x_{ü}"
@@ -50,11 +51,11 @@ def test_next_commands_work_for_a_folder_with_special_characters(run_flags, tmp_
     monkeypatch.chdir(tmp_path)
     train_ppo.main(run_flags("--output", ODD_NAME, "--record-tokens", "--clip-range", 0.3))
     lines = commands_in(capsys.readouterr().out)
-    names = [shlex.split(line)[1 if line.startswith("python") else 0] for line in lines]
+    names = [words_of(line)[1 if line.startswith("python") else 0] for line in lines]
     assert names == ["evaluate_generations.py", "evaluate_generations.py", "plot_training_progress.py", "tensorboard",
                      "train_grpo.py", "train_rloo.py", "compare_runs.py", "evaluate_generations.py"]  # fmt: skip
     for line in lines:
-        words = shlex.split(line)
+        words = words_of(line)
         if words[0] == "tensorboard":
             assert Path(words[2]).is_dir()
         elif "--chat" in words:
@@ -102,7 +103,7 @@ def test_training_and_reward_model_commands_match_each_other(recipe):
     """Training prints the command that trains its reward model, which prints the command for training."""
     start = parse_cli(["--recipe", recipe, "--rm-model", "./my judge", "--prompts", "pairs$.jsonl", "--split",
                        "30/60/10", "--actor-model", "./start"])  # fmt: skip
-    made = parse_reward_cli(shlex.split(reward_model_command(start))[3:])
+    made = parse_reward_cli(words_of(reward_model_command(start))[3:])
     assert (made.training.rm_output, made.data.pairs) == ("./my judge", "pairs$.jsonl")
     assert (made.training.base_model, made.calibration.actor_model) == ("./start", "./start")
     again = parse_cli(typed(training_command(made, usual_config(recipe, {}))))
@@ -118,10 +119,10 @@ def test_commands_contain_how_the_data_is_read(tmp_path):
     (tmp_path / "a.csv").write_text("problem,good,bad\n1?,2,3\n")
     words = ["--columns", "prompt=problem", "chosen=good", "rejected=bad", "--skip-bad-rows", "2.5"]
     start = parse_cli(["--prompts", str(tmp_path / "a.csv"), *words])
-    printed = shlex.split(reward_model_command(start))
+    printed = words_of(reward_model_command(start))
     assert printed[printed.index("--pairs") :] == ["--pairs", str(tmp_path / "a.csv"), *words]
     made = parse_reward_cli(["--pairs", "data/folder/", "--dataset-split", "test", *words])
-    trained = parse_cli(shlex.split(training_command(made, usual_config("smollm2-orca", {})))[2:])
+    trained = parse_cli(words_of(training_command(made, usual_config("smollm2-orca", {})))[2:])
     assert (trained.data.prompts, trained.data.dataset_split) == ("data/folder/", "test")
     assert trained.data.columns == made.data.columns and trained.data.skip_bad_rows == 2.5
 
@@ -168,7 +169,8 @@ def test_all_missing_inputs_are_reported_before_torch_is_imported(tmp_path, monk
 
 
 @pytest.mark.parametrize("word", ["plain", "a b", "a'b", 'a"b', "$HOME", "`x`", "a;b", "", "ü", "new\nline"])
-def test_words_are_quoted_for_a_posix_shell(word):
+def test_words_are_quoted_for_a_posix_shell(word, monkeypatch):
+    monkeypatch.setattr(system, "WINDOWS", False)
     assert shlex.split(system.command("python", word)) == ["python", word]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from rlhf.settings.reward_model import RewardModelConfig, parse_reward_cli
 from rlhf.settings.training import Config
 from rlhf.settings.translate import translate
 from rlhf.utils.errors import UserError
+from tests.systems import words_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CUSTOM = """
@@ -180,7 +180,7 @@ def test_recipe_can_switch_off_calibration(tmp_path):
         "kind: recipe\nactor_model: ./start\nreward_model_training: {base_model: ./start, actor_model: none}\n"
     )
     config = parse_cli(["--recipe", str(tmp_path / "r.yaml")])
-    made = parse_reward_cli(shlex.split(reward_model_command(config))[3:])
+    made = parse_reward_cli(words_of(reward_model_command(config))[3:])
     assert (made.training.base_model, made.calibration.actor_model) == ("./start", None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from rlhf.settings.user_file import read_user_file
 from rlhf.utils.errors import UserError
 from tests.conftest import typed
 from tests.records import facts_of
+from tests.systems import make_link, words_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "config.py"
@@ -264,7 +264,7 @@ def test_only_the_file_next_to_the_script_is_read(tmp_path):
     project = tmp_path / "project"
     project.mkdir()
     for name in ("train_ppo.py", "rlhf", "reward_model"):
-        (project / name).symlink_to(ROOT / name)
+        make_link(project / name, ROOT / name)
     shutil.copy(ROOT / "train_ppo.py", project / "train_ppo.copy")
     (project / "train_ppo.py").unlink()
     (project / "train_ppo.copy").rename(project / "train_ppo.py")
@@ -308,7 +308,7 @@ def test_printed_commands_are_correct_with_an_edited_file(write, tmp_path):
     line = same_budget_command(config, spent_on(10), "grpo")
     other = parse_cli(typed(line), "grpo", file)
     assert other.batch.clip_range == 0.2 and str(other.data.split) == "45/45/10"
-    made = parse_reward_cli(shlex.split(reward_model_command(config))[3:], file)
+    made = parse_reward_cli(words_of(reward_model_command(config))[3:], file)
     assert (made.training.base_model, made.calibration.actor_model) == ("./start", "./start")
     assert str(made.data.split) == "45/45/10"
     usual = usual_config(made.recipe, made.user_file)
@@ -330,7 +330,7 @@ def test_printed_commands_are_correct_with_an_edited_file(write, tmp_path):
 def test_reward_model_command_includes_flags_that_replace_the_file(write, text, words):
     file = write(text + "\n")
     config = parse_cli(words, user_file=file)
-    made = parse_reward_cli(shlex.split(reward_model_command(config))[3:], file)
+    made = parse_reward_cli(words_of(reward_model_command(config))[3:], file)
     assert (made.data.pairs, made.data.split) == (config.data.prompts, config.data.split)
     assert made.data.plain_prompts == config.data.plain_prompts
     assert made.training.base_model == made.calibration.actor_model == config.model.actor_model

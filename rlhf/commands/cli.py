@@ -1,0 +1,93 @@
+"""The command `rlhf`: one command of the installed package for all scripts of a checkout. Imports no torch.
+
+`rlhf NAME` reads no config.py: its settings are the recipe's, those of `--config FILE.yaml`, and the flags.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM
+from rlhf.utils.errors import UserError, run_command
+from rlhf.utils.requirements import project
+from rlhf.utils.system import CONSOLE_COMMAND, console_words
+
+NEAR = 0.6  # difflib ratio
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """A command after `rlhf`."""
+
+    text: str  # for --help
+    module: str  # in rlhf.commands, imported when the command runs
+    function: str
+    arguments: tuple[str, ...] = ()  # of the function, before the command line
+
+    def run(self, argv: Sequence[str]) -> None:
+        """Run the command. Any error ends the process with its exit status."""
+        module = importlib.import_module(f"rlhf.commands.{self.module}")
+        run_command(partial(getattr(module, self.function), *self.arguments, list(argv)), module.INTERRUPTED)
+
+
+COMMANDS = {
+    **{
+        row.name: Subcommand(f"train a language model with {row.title}", "train", "train_command", (row.name,))
+        for row in ALGORITHMS.values()
+    },
+    "reward-model": Subcommand("train a reward model from preference pairs", "reward_model", "reward_model_command"),
+    "evaluate": Subcommand("rank completions next to the start model's, or chat", "evaluate", "evaluate_command"),
+    "compare": Subcommand("compare runs over seeds, with a verdict", "compare", "compare_command"),
+    "plot": Subcommand("draw training curves", "plot", "plot_command"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `rlhf` with the words of a command line."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(help_text())
+    elif name == "--version":
+        run_command(lambda: print(f"{CONSOLE_COMMAND} {project()['version']}"))
+    elif name in COMMANDS:
+        COMMANDS[name].run(rest)
+    else:
+        run_command(partial(refuse, name))
+
+
+def refuse(name: str) -> None:
+    """Raise UserError for a word that is not a command."""
+    known = f"Commands: {', '.join(COMMANDS)}"
+    if name.startswith("-"):
+        raise UserError(f"no command before {name}: {program()}. Write a command first. {known}")
+    plain = name.lower().replace("_", "-")
+    parts = [command for command in COMMANDS if command in plain or plain in command]
+    near = parts or difflib.get_close_matches(plain, COMMANDS, n=1, cutoff=NEAR)
+    raise UserError(f"unknown command {name!r}: {program()}. {f'Did you mean {near[0]}? ' if near else ''}{known}")
+
+
+def help_text() -> str:
+    """Return the text of `rlhf --help`."""
+    width = max(map(len, COMMANDS))
+    lines = [
+        f"usage: {program()} COMMAND [--FLAG VALUE ...]",
+        "",
+        "Trains small language models with reinforcement learning from human feedback, and evaluates them.",
+        "",
+        "commands:",
+        *(f"  {name:<{width}}  {command.text}" for name, command in COMMANDS.items()),
+        "",
+        f"{program()} COMMAND --help prints the settings of a command, {program()} --version the version.",
+        f"Demo without downloads, minutes on a CPU: {program()} {DEFAULT_ALGORITHM} --recipe demo",
+    ]
+    return "\n".join(lines)
+
+
+def program() -> str:
+    """Return how this process was started: `rlhf` or `python -m rlhf`."""
+    return " ".join(console_words() or (CONSOLE_COMMAND,))

@@ -1,0 +1,211 @@
+"""Tests the command `rlhf`: its subcommands, its errors, and the form of the commands that are printed."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM
+from rlhf.checkpoints.model_folder import how_to_train
+from rlhf.checkpoints.run_record import environment
+from rlhf.commands import cli
+from rlhf.config import parse_cli
+from rlhf.run.model_card import model_card_command
+from rlhf.settings.next_commands import resume_command, reward_model_command
+from rlhf.utils import system
+from tests.test_structure import HEAVY, PACKAGE, ROOT, module_of, strings_of
+
+MODULE = str(ROOT / "rlhf" / "__main__.py")
+OTHER_SCRIPTS = {
+    "reward-model": "-m reward_model.train",
+    "evaluate": "evaluate_generations.py",
+    "compare": "compare_runs.py",
+    "plot": "plot_training_progress.py",
+}
+
+
+@pytest.fixture
+def started_as(monkeypatch):
+    def start(program: str, *words: str) -> None:
+        monkeypatch.setattr(sys, "argv", [program, *words])
+
+    return start
+
+
+def run(*words: str, cwd: Path) -> subprocess.CompletedProcess:
+    """Run `python -m rlhf` in a folder outside the project."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "rlhf", *words], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+# --- subcommands -----------------------------------------------------------------------------------------------------
+
+
+def test_help_lists_every_command(capsys, started_as):
+    started_as("/venv/bin/rlhf")
+    cli.main([])
+    text = capsys.readouterr().out
+    cli.main(["--help"])
+    assert text == capsys.readouterr().out
+    assert text.startswith("usage: rlhf COMMAND") and max(map(len, text.splitlines())) <= 100
+    listed = [line.split()[0] for line in text.splitlines() if line.startswith("  ")]
+    assert listed == [*ALGORITHMS, *OTHER_SCRIPTS] == list(cli.COMMANDS)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["evaluat"], *([name, "-h"] for name in OTHER_SCRIPTS)])
+def test_help_version_and_errors_import_no_slow_library(words, tmp_path):
+    """And take less than half a second of CPU time."""
+    code = (
+        f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['rlhf', *{words}]\n"
+        "from rlhf.commands.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+        f"assert not [name for name in {HEAVY} if name in sys.modules]\n"
+        "assert time.process_time() < 0.5, time.process_time()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS, *OTHER_SCRIPTS])
+def test_a_subcommand_prints_the_help_of_its_script(name, capsys, started_as):
+    """With its own name in usage and examples."""
+    texts = {}
+    for program in ("train.py", "rlhf"):
+        started_as(program)
+        with pytest.raises(SystemExit) as ended:
+            cli.main([name, "--help-all"])
+        assert ended.value.code == 0
+        texts[program] = " ".join(capsys.readouterr().out.split())
+    script = f"python {OTHER_SCRIPTS.get(name, f'train_{name}.py')}"
+    assert texts["rlhf"].startswith(f"usage: rlhf {name} ") and script not in texts["rlhf"]
+    assert texts["train.py"].startswith(f"usage: {script} ")
+
+
+@pytest.mark.parametrize(
+    "word, nearest",
+    [
+        ("evaluat", "evaluate"),
+        ("eval", "evaluate"),
+        (f"train_{DEFAULT_ALGORITHM}", DEFAULT_ALGORITHM),
+        ("reward_model", "reward-model"),
+        ("PLOTS", "plot"),
+        ("comapre", "compare"),
+        ("serve", None),
+    ],
+)
+def test_an_unknown_command_is_one_line_with_the_nearest_one(word, nearest, tmp_path):
+    done = run(word, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    hint = "" if nearest is None else f"Did you mean {nearest}? "
+    assert line == f"error: unknown command {word!r}: python -m rlhf. {hint}Commands: {', '.join(cli.COMMANDS)}"
+
+
+def test_a_flag_before_the_command_is_one_line(capsys, started_as):
+    started_as("rlhf")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--recipe", "demo"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: no command before --recipe: rlhf. Write a command first. ")
+
+
+def test_an_error_in_the_flags_of_a_command_is_one_line(capsys, started_as):
+    started_as("rlhf")
+    group = next(row.name for row in ALGORITHMS.values() if row.group_size > 1)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([group, "--lam", "0.9"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: --lam belongs to rlhf {DEFAULT_ALGORITHM}: command line.")
+
+
+def test_no_config_file_is_read(capsys, started_as, monkeypatch, tmp_path):
+    """In the folder of a project whose config.py has nothing to do with this one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.py").write_text("raise SystemExit('a config.py of another project')\n")
+    started_as("rlhf")
+    cli.main([DEFAULT_ALGORITHM, "--recipe", "demo", "--dry-run"])
+    printed = capsys.readouterr().out
+    assert "not built yet; a run builds them first" in printed and "config.py" not in printed
+    assert [file.name for file in tmp_path.iterdir()] == ["config.py"]
+
+
+# --- the words of printed commands -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "program, prefix",
+    [
+        ("/home/me/.venv/bin/rlhf", "rlhf"),
+        ("rlhf.exe", "rlhf"),
+        (MODULE, "python -m rlhf"),
+        ("train_ppo.py", None),
+        ("", None),  # a notebook or `python -c`
+        ("/usr/lib/python3/pytest/__main__.py", None),
+    ],
+)
+def test_the_words_of_a_command(program, prefix, started_as, monkeypatch):
+    """Those of the scripts in a checkout, unless `rlhf` was started."""
+    started_as(program)
+    for name in cli.COMMANDS:
+        script = f"python {OTHER_SCRIPTS.get(name, f'train_{name}.py')}"
+        assert " ".join(system.script_words(name)) == (script if prefix is None else f"{prefix} {name}")
+    monkeypatch.setattr(system, "is_checkout", lambda: False)
+    assert system.script_words("plot")[-2:] == ("rlhf", "plot")
+
+
+def test_the_scripts_exist():
+    for words in system.SCRIPTS.values():
+        script = words[1] if words[1] != "-m" else f"{words[2].replace('.', '/')}.py"
+        assert (ROOT / script).is_file()
+    assert all((ROOT / row.script).is_file() for row in ALGORITHMS.values())
+
+
+@pytest.mark.parametrize(
+    "program, training, reward_model",
+    [
+        ("rlhf", "rlhf ppo", "rlhf reward-model"),
+        (MODULE, "python -m rlhf ppo", "python -m rlhf reward-model"),
+        ("train.py", "python train_ppo.py", "python -m reward_model.train"),
+    ],
+)
+def test_commands_for_the_next_step_have_the_form_that_was_used(program, training, reward_model, started_as):
+    started_as(program, "ppo")
+    config = parse_cli(["--recipe", "demo", "--output", "./run"])
+    assert resume_command(config) == f"{training} --resume --output ./run"
+    assert reward_model_command(config).split(" --recipe")[0] == reward_model
+    assert how_to_train() == f"Train one with `{reward_model}`"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("**/*.py")), ids=module_of)
+def test_one_file_has_the_names_of_the_scripts(path):
+    names = (*(words[-1] for words in system.SCRIPTS.values()), "train_{")
+    found = [text for text in texts_of(path) if any(name in text for name in names)]
+    assert found == [] or module_of(path) == "rlhf.utils.system"
+
+
+def texts_of(path: Path) -> list[str]:
+    """Return the strings of a file without docstrings. An f-string is one text, with {} for its values."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    joined = [node.values for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    whole = ["".join(v.value if isinstance(v, ast.Constant) else "{}" for v in values) for values in joined]
+    return [*whole, *strings_of(tree)]
+
+
+@pytest.mark.parametrize(
+    "program, stored, printed",
+    [
+        ("/venv/bin/rlhf", ["rlhf", "ppo", "--seed", "3"], "rlhf ppo --seed 3"),
+        (MODULE, ["-m", "rlhf", "ppo", "--seed", "3"], "python -m rlhf ppo --seed 3"),
+        ("/home/me/train_ppo.py", ["train_ppo.py", "ppo", "--seed", "3"], "python train_ppo.py ppo --seed 3"),
+    ],
+)
+def test_the_run_record_and_the_model_card_have_the_command(program, stored, printed, started_as):
+    started_as(program, "ppo", "--seed", "3")
+    assert environment()["command"] == stored
+    assert model_card_command(stored) == printed

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
 from rlhf.analysis.audit import figures_of, label_of, shown
+from rlhf.analysis.groups import ALL_PAIRS
 from rlhf.analysis.statistics import interval_of, percent
 from rlhf.analysis.verdict import RunGroup
 from rlhf.utils.console import clock
@@ -15,13 +16,49 @@ from rlhf.utils.console import clock
 def tables(report: dict[str, Any], groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     """Returns every table with its caption, columns and rows of text."""
     equal = [_equal_table(report)] if report["at_equal"] else []
+    differ = [_group_table(report, groups)] if any(group.settings for group in groups) else []
     return [
-        _figure_table(report, groups),
+        *differ,
+        *_in_parts(_figure_table, report, groups),
         _contrast_table(report),
         _within_table(report),
-        _spent_table(report, groups),
+        *_in_parts(_spent_table, report, groups),
         *equal,
     ]
+
+
+def _in_parts(
+    table: Callable[[dict[str, Any], Sequence[RunGroup]], dict[str, Any]],
+    report: dict[str, Any],
+    groups: Sequence[RunGroup],
+) -> list[dict[str, Any]]:
+    """Returns a table with one column per group, as several tables if there are more than 4 groups."""
+    parts = [groups[i : i + ALL_PAIRS] for i in range(0, len(groups), ALL_PAIRS)]
+    made = [table(report, part) for part in parts]
+    for number, part in enumerate(made[1:] and made, 1):
+        part["caption"] += f" (part {number} of {len(made)})"
+    return made
+
+
+MAIN = ("score", "judge", "kl", "length")  # figures in the table of groups
+
+
+def _group_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[str, Any]:
+    """Returns one row per group: the settings in which the groups differ, and the most important figures."""
+    names = list(dict.fromkeys(name for group in groups for name in group.settings))
+    main = [name for name in MAIN if any(group.known(name) for group in groups)]
+    rows = [
+        [
+            group.name,
+            ", ".join(map(str, group.seeds)),
+            *(group.settings.get(name, "-") for name in names),
+            *(_mean(name, group.known(name)) for name in main),
+        ]
+        for group in groups
+    ]
+    columns = ["", "seeds", *names, *(label_of(name, report["judges"]) for name in main)]
+    caption = "Groups: the settings in which they differ, and mean figures over seeds (lowest to highest seed)"
+    return {"caption": caption, "columns": columns, "rows": rows}
 
 
 def _figure_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[str, Any]:

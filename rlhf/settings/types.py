@@ -95,6 +95,20 @@ class Renaming(str):
     expects = "NEW=OLD, such as prompt=question"
 
 
+class Label(str):
+    """The name of a group of runs. It may contain commas, so that a list of labels is not split at them."""
+
+    at_commas = False
+
+    @classmethod
+    def parse(cls, text: str) -> Label:
+        if not str(text).strip() or "\n" in str(text):
+            raise ValueError(text)
+        return cls(str(text).strip())
+
+    expects = "a name"
+
+
 class MemorySize(str):
     """An amount of memory, such as 8GB. A GB is 2**30 bytes, as in the names of GPUs."""
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from rlhf.algorithms.kl_control import with_horizon
 from rlhf.algorithms.table import ALGORITHMS, in_order
-from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, RunRecord, differences
+from rlhf.checkpoints.run_record import OF_EVALUATIONS, SEEDS_MAY_DIFFER, RunRecord, differences
 from rlhf.config import config_of_run
 from rlhf.settings.fields import as_text, settings_of
 from rlhf.settings.training import Config
@@ -17,7 +17,6 @@ from rlhf.utils.errors import UserError, raise_if
 
 T = TypeVar("T")
 
-OF_EVALUATIONS = ("eval_func", "eval_samples")  # settings that do not change what is learned
 MAY_DIFFER = (*SEEDS_MAY_DIFFER, *OF_EVALUATIONS, "algorithm")  # settings that do not separate runs of an algorithm
 ALL_PAIRS = 4  # groups of which each pair is compared; with more, each is compared with the first one
 NAMED = 3  # settings in a label, if they are enough to tell the groups apart
@@ -178,8 +177,8 @@ def _check_labels(labels: Sequence[str], names: Sequence[str], members: Sequence
     ]
     if len(labels) != len(names):
         raise UserError(
-            f"the number of labels is {len(labels)} and that of groups is {len(names)}: --label {' '.join(labels)}. Give "
-            f"one for each group, after the run folders; the groups are, in this order: {'; '.join(of)}"
+            f"{len(labels)} label(s) for {len(names)} group(s) of runs: --label {' '.join(labels)}. Give one for each "
+            f"group, after the run folders; the groups are, in this order: {'; '.join(of)}"
         )
     twice = sorted({label for label in labels if labels.count(label) > 1})
     problems = [f"two groups have the label {label!r}: --label. Give each group another one" for label in twice]

@@ -118,9 +118,9 @@ def show_grid(points: Sequence[Point], screen: Screen) -> None:
     """Print the combinations and the number of runs."""
     count, seeds = len(points), len(points[0].config.run.seeds)
     of = f"{count} combinations x {seeds} seed{'s' if seeds > 1 else ''} = {count * seeds} runs"
-    columns = [*points[0].settings, "folders"]
-    rows = [[*point.settings.values(), f"{point.config.run.output}_seed*"] for point in points]
-    screen.table(f"sweep: {of}", columns, rows, lines=False)
+    rows = [list(point.settings.values()) for point in points]
+    screen.table(f"sweep: {of}", list(points[0].settings), rows, lines=False)
+    screen.say(f"the first run folder: {next(iter(points[0].folders.values()))}")
 
 
 def first_run(points: Sequence[Point]) -> Config:

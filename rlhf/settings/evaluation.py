@@ -230,7 +230,6 @@ COMPARISON = CommandLine(
     (
         ("ppo_seed42 ppo_seed123 grpo_seed42 grpo_seed123", "two algorithms over two seeds"),
         ("low_seed1 low_seed2 high_seed1 high_seed2 --label low high", "two settings of an algorithm, with names"),
-        ("RUN ... --which best", "the best checkpoints"),
         ("RUN ... --judge-model MODEL", "also by a second reward model that was not used in training"),
     ),
 )

@@ -571,7 +571,6 @@ class RunSettings:
         (),
         "train one run per combination of these values, and per seed: NAME=VALUE,VALUE for any settings that change "
         "what is learned; in a setting that takes several values, separate these with spaces and quote the argument",
-        brief="train one run per combination of values: NAME=VALUE,VALUE",
     )
     print_json: bool = setting(
         False, "print the result as one JSON object in the last line of the output, for other programs"

@@ -127,15 +127,16 @@ def _without_consequences(
 
 
 def _same_per_update(name: str, algorithms: Sequence[str], settings: Sequence[dict[str, Any]]) -> bool:
-    """True if each group has another algorithm and the setting has the same meaning in an update of each: a batch of
+    """True if the setting differs between algorithms only, and has the same meaning in an update of each: a batch of
     prompts with K completions each, or a number of episodes."""
-    if name not in ("batch_size", HORIZON) or len(set(algorithms)) < len(algorithms):
+    if name not in ("batch_size", HORIZON):
         return False
-    values = set()
-    for found in settings:
+    values, of_algorithm = set(), set()
+    for algorithm, found in zip(algorithms, settings, strict=True):
         episodes = (found.get("batch_size") or 0) * (found.get("K") or 1)
         values.add(episodes if name == "batch_size" else episodes and (found.get(name) or 0) / episodes)
-    return len(values) == 1
+        of_algorithm.add((algorithm, found.get(name)))
+    return len(values) == 1 and len(of_algorithm) == len(set(algorithms))
 
 
 def _derived_horizon(run: RunRecord) -> bool:

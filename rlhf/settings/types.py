@@ -102,11 +102,11 @@ class Label(str):
 
     @classmethod
     def parse(cls, text: str) -> Label:
-        if not str(text).strip() or "\n" in str(text):
+        if not str(text).strip() or not str(text).isprintable():
             raise ValueError(text)
         return cls(str(text).strip())
 
-    expects = "a name"
+    expects = "a name without control characters"
 
 
 class SweepWord(str):

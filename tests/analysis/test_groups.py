@@ -45,21 +45,26 @@ def test_shared_settings_that_differ_are_in_the_names():
 def test_an_algorithms_own_setting_is_a_difference_only_between_algorithms_that_read_it():
     assert labels(run(lam=0.9), run("grpo")) == ["PPO", "GRPO"], "only PPO reads lam"
     assert labels(run(lam=0.9), run("grpo"), run(lam=0.8)) == [
-        "PPO batch_size 64, lam 0.9", "GRPO batch_size 16", "PPO batch_size 64, lam 0.8",
+        "PPO lam 0.9", "GRPO", "PPO lam 0.8",
     ]  # fmt: skip
     own = labels(run("grpo", K=2, batch_size=32), run("rloo", K=4, batch_size=16))
     assert own == ["GRPO K 2", "RLOO K 4"], "both read K; the batches have 64 completions each"
 
 
 def test_a_horizon_that_follows_from_the_length_is_not_named():
-    short, long = run(num_iterations=12, updates=12), run(num_iterations=24, updates=24)
-    assert short[1].flat_settings["kl_horizon"] != long[1].flat_settings["kl_horizon"]
-    assert labels(short, long) == ["PPO num_iterations 12", "PPO num_iterations 24"]
-    assert labels(run(kl_horizon=80, num_iterations=12), run(kl_horizon=90, num_iterations=24)) == [
-        "PPO kl_horizon 80, num_iterations 12", "PPO kl_horizon 90, num_iterations 24",
-    ]  # fmt: skip
-    lengths = labels(run(updates=12), run(updates=24))  # other data with the same number of epochs
-    assert len(set(lengths)) == 2 and all("kl_horizon" in label for label in lengths)
+    def of_default_recipe(updates, **settings):
+        return run(updates=updates, recipe="smollm2-orca", **settings)
+
+    short, long = of_default_recipe(48, num_iterations=48), of_default_recipe(96, num_iterations=96)
+    assert (short[1].flat_settings["kl_horizon"], long[1].flat_settings["kl_horizon"]) == (16, 32)
+    assert labels(short, long) == ["PPO num_iterations 48", "PPO num_iterations 96"]
+    set_by_user = of_default_recipe(96, num_iterations=96, kl_horizon=90)
+    assert labels(short, set_by_user) == [
+        "PPO kl_horizon 16, num_iterations 48",
+        "PPO kl_horizon 90, num_iterations 96",
+    ]
+    other_data = labels(of_default_recipe(48), of_default_recipe(96))  # the same number of epochs
+    assert other_data == ["PPO kl_horizon 16", "PPO kl_horizon 32"]
 
 
 def test_a_name_has_three_settings_unless_more_are_needed():

@@ -116,7 +116,7 @@ def test_evaluation_page_escapes_hostile_completions(evaluator, tmp_path, capsys
 
 def test_comparison_page_and_markdown_escape_hostile_completions(evaluator, runs, tmp_path):
     made, models, start, measured = evaluator
-    labels = ('<b onclick="x">A</b>\u202e', "[B](javascript:alert(1)) | $x$")
+    labels = ('<b onclick="x">A</b>', "[B](javascript:alert(1)) | $x$")
     groups = make_groups(models, [with_hostile_texts(m) for m in measured], labels)
     curves = [read_curves(folder) for folder in runs.values()]
     eval_points = [(labels[curve.algorithm == "grpo"], read_eval_points(curve)) for curve in curves]

@@ -246,7 +246,8 @@ def test_two_settings_of_one_algorithm_and_another_algorithm(comparison, runs, t
     ]  # fmt: skip
     same = f"No significant difference between {names[0]} and {names[1]} by score"
     assert report["verdict"][0].startswith(same) and "3 pairs of groups are compared" in text
-    assert re.search(r"learning_rate │ use_lora", text.replace("┃", "│"))
+    markdown = (tmp_path / "out" / "comparison.md").read_text(encoding="utf-8")
+    assert "|  | seeds | learning_rate | use_lora | score |" in markdown.replace("\\_", "_")
     (facts,) = [value for name, value in report["facts"].items() if name.startswith("settings that differ")]
     assert f"learning_rate: {names[0]} 0.01, {names[1]} 0.5, {names[2]} 0.01" in facts
 

@@ -188,6 +188,12 @@ def _check_labels(labels: Sequence[str], names: Sequence[str], members: Sequence
     )
 
 
+def short_pair(name: str, groups: Collection[str]) -> str:
+    """Return the name of a pair, "ONE - OTHER", without the name of the first group if all pairs have it."""
+    first = next(iter(groups))
+    return f"{name.removesuffix(f' - {first}')} - the first one" if len(groups) > ALL_PAIRS else name
+
+
 def compared_pairs(groups: Sequence[T]) -> list[tuple[T, T]]:
     """Return the pairs of groups that a verdict compares: each pair of up to 4 groups; of more, each with the first.
 

@@ -125,8 +125,9 @@ def judge_runs(
 
     `independent` is False if RL training used the judge, too.
 
-    There is one sentence for each pair of groups in `compared_pairs`, then one for each group against the start model.
-    The intervals of the pairs are widened for the number of pairs; those against the start model are not.
+    There is one sentence for each pair of groups in `compared_pairs`, then one for each group against the start model
+    (one for all of them if there are more than 4 groups). The intervals of the pairs are widened for the number of
+    pairs; those against the start model are not.
     """
     measures = list(start.measures)
     decides = measures[min(1, len(measures) - 1)]
@@ -137,7 +138,9 @@ def judge_runs(
     use = "not used in RL training" if independent else "also a reward of RL training"
     by = f"by the judge ({judge_name}, {use})" if judge_name else f"by score ({score_name})"
     deciding = against_start[decides]
-    if pairs:
+    if len(groups) > ALL_PAIRS:
+        sentences = _of_many(groups, between[decides], deciding, by)
+    elif pairs:
         found = zip(pairs, between[decides], strict=True)
         sentences = [_between(*pair, one, by if i == 0 else _short(by)) for i, (pair, one) in enumerate(found)]
         sentences += [_against_start(*pair, start, _short(by)) for pair in zip(groups, deciding, strict=True)]
@@ -156,6 +159,24 @@ def kind_of(groups: Sequence[RunGroup]) -> str:
 def _short(by: str) -> str:
     """The measure without the explanation in brackets, which only the first sentence has."""
     return by.partition(" (")[0]
+
+
+def _of_many(groups: Sequence[RunGroup], between: Sequence[Contrast], start: Sequence[Contrast], by: str) -> list[str]:
+    """The sentences on more than 4 groups, of which each is compared with the first one and with the start model."""
+    first, *others = groups
+    sentences = [f"Each group is compared with {first.name}, the first one, {by}: the others minus this one."]
+    for group, found in zip(others, between, strict=True):
+        result = "no significant difference"
+        if found.difference.excludes(0):
+            only_here = "in these runs " if found.over == OVER_PROMPTS else ""
+            result = f"{only_here}{'better' if found.difference.value > 0 else 'worse'} than the first one"
+        sentences.append(f"{group.name}, {result}: {found.text}{_budget([first, group])}.")
+    kinds: dict[str, list[str]] = {"better": [], "worse": [], "no significant difference": []}
+    for group, found in zip(groups, start, strict=True):
+        kind = "better" if found.difference.value > 0 else "worse"
+        kinds[kind if found.difference.excludes(0) else "no significant difference"].append(group.name)
+    parts = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
+    return [*sentences, f"Against the start model {_short(by)}, {parts}."]
 
 
 def _between(first: RunGroup, second: RunGroup, found: Contrast, by: str) -> str:
@@ -209,13 +230,15 @@ def _caveats(
         notes.append(_highest(groups, decides))
     alone = [f"{group.name}: {group.seeds[0]}" for group in groups if len(group.runs) == 1]
     if alone:
+        which = ", ".join(alone) if len(groups) <= ALL_PAIRS else f"{len(alone)} groups"
         notes.append(
-            f"one seed ({', '.join(alone)}) does not show how much the result depends on the seed: intervals are over "
+            f"one seed ({which}) does not show how much the result depends on the seed: intervals are over "
             "prompts only and hold for these runs. Train more seeds, for example with --seeds 42 123 777"
         )
     few = [f"{group.name} {len(group.runs)}" for group in groups if 1 < len(group.runs) < ENOUGH_SEEDS]
     if few:
-        notes.append(f"few seeds ({', '.join(few)}): intervals over so few seeds are wide and approximate")
+        which = ", ".join(few) if len(groups) <= ALL_PAIRS else f"{len(few)} groups with less than {ENOUGH_SEEDS}"
+        notes.append(f"few seeds ({which}): intervals over so few seeds are wide and approximate")
     if judge_name is None:
         notes.append(
             "no judge: the score is the training reward, which also rises under reward hacking. Give a reward model "
@@ -233,7 +256,7 @@ def _several_pairs(groups: Sequence[RunGroup], contrasts: Sequence[Contrast]) ->
     count, level = len(contrasts), percent(contrasts[0].level)
     what = f"{count} pairs of {kind_of(groups)} are compared"
     if len(groups) > ALL_PAIRS:
-        what = f"each of {count} groups is compared with the first one, {groups[0].name}, and no other pair"
+        what = f"each of {count} groups is compared with the first one only"
     return (
         f"{what}, so each pair has a {level} interval (Bonferroni correction): all {count} intervals hold together "
         f"with {percent(LEVEL)} confidence. The {percent(LEVEL)} intervals against the start model are not corrected"

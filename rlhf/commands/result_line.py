@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,14 @@ from rlhf.utils.processes import is_first
 
 
 @contextmanager
-def result_line(config: Config, folders: Sequence[Path]) -> Iterator[None]:
+def result_line(config: Config, folders: Mapping[Path, dict[str, str]]) -> Iterator[None]:
     """Context manager that prints the result in `folders`, the run folders of a command, when it ends. If the command
-    fails before it changes one of them, nothing is printed: an older result is not that of this command."""
+    fails before it changes one of them, nothing is printed: an older result is not that of this command.
+
+    Args:
+        config: the configuration of the command.
+        folders: run folder -> the settings of --sweep that its run has, as text.
+    """
     before = [_changed_at(folder) for folder in folders]
     ended = False
     try:
@@ -33,10 +38,10 @@ def _changed_at(folder: Path) -> int | None:
     return file.stat().st_mtime_ns if file.exists() else None
 
 
-def result_of(config: Config, folders: Sequence[Path]) -> dict[str, Any]:
+def result_of(config: Config, folders: Mapping[Path, dict[str, str]]) -> dict[str, Any]:
     """Return the result of a run: status, folder, seed, algorithm and the figures of run.json. With --seeds or --sweep
     `runs` has the results of the runs, and `status` is "finished" if all are."""
-    runs = [_result(folder) for folder in folders]
+    runs = [_result(folder) | ({"settings": settings} if settings else {}) for folder, settings in folders.items()]
     if config.run.seeds is None and not config.run.sweep:
         return runs[0]
     unfinished = [run["status"] for run in runs if run["status"] != "finished"]
@@ -49,4 +54,4 @@ def _result(folder: Path) -> dict[str, Any]:
     if run is None:
         return {"status": "not started", "output": str(folder)}
     facts = {"status": run.status, "output": str(folder), "seed": run.seed, "algorithm": run.algorithm}
-    return {**facts, "settings": run.flat_settings, "figures": run.figures or {}, "reason": run.reason}
+    return {**facts, **({"reason": run.reason} if run.reason else {}), "figures": run.figures or {}}

@@ -42,11 +42,12 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
         run_training_command(config, points, argv)
 
 
-def run_folders(config: Config, points: Sequence[Point]) -> list[Path]:
-    """Return the run folders of a command. `points` are the combinations of its --sweep."""
+def run_folders(config: Config, points: Sequence[Point]) -> dict[Path, dict[str, str]]:
+    """Return the run folders of a command, with the settings of --sweep that each run has. `points` are the
+    combinations of its --sweep."""
     if points:
-        return [folder for point in points for folder in point.folders.values()]
-    return [Path(folder) for folder in folders_of(config.run.output, config.run.seeds)]
+        return {folder: point.settings for point in points for folder in point.folders.values()}
+    return {Path(folder): {} for folder in folders_of(config.run.output, config.run.seeds)}
 
 
 def run_training_command(config: Config, points: Sequence[Point], argv: list[str] | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from rlhf.analysis.audit import against, as_json, figures, target_at_end, warnin
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import EvalPoint, at_equal
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
-from rlhf.analysis.groups import ALL_PAIRS, differing_settings, unread
+from rlhf.analysis.groups import ALL_PAIRS, differing_settings, short_pair, unread
 from rlhf.analysis.models import ModelRef, episodes_of, groups_of
 from rlhf.analysis.statistics import LEVEL, interval_of, percent
 from rlhf.analysis.verdict import RunGroup, judge_runs
@@ -91,7 +91,8 @@ def at_equal_in_words(rows: Sequence[dict[str, Any]], judge: str | None = None) 
             level = "" if found[0]["level"] == LEVEL else f", {percent(found[0]['level'])} intervals"
             lines.append(
                 f"at {row['budget']}, by the {found[0]['by']} in the evaluations during training (their own prompts, "
-                f"{samples_in_words(row)} each{why}){level}: {'; '.join(map(_pair_in_words, row['differences']))}"
+                f"{samples_in_words(row)} each{why}){level}: "
+                f"{'; '.join(_pair_in_words(pair, row['sides']) for pair in row['differences'])}"
             )
         elif row["differences"]:
             reasons = dict.fromkeys(pair["missing"] for pair in row["differences"])
@@ -99,11 +100,12 @@ def at_equal_in_words(rows: Sequence[dict[str, Any]], judge: str | None = None) 
     return lines
 
 
-def _pair_in_words(pair: dict[str, Any]) -> str:
+def _pair_in_words(pair: dict[str, Any], groups: Collection[str]) -> str:
+    name = short_pair(pair["name"], groups)
     if "missing" in pair:
-        return f"{pair['name']} not compared ({pair['missing']})"
+        return f"{name} not compared ({pair['missing']})"
     significant = pair["low"] is not None and (pair["low"] > 0 or pair["high"] < 0)
-    return f"{pair['name']} = {interval_of(pair)}, {'significant' if significant else 'not significant'}"
+    return f"{name} = {interval_of(pair)}, {'significant' if significant else 'not significant'}"
 
 
 def settings_that_differ(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:

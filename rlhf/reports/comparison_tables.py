@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from rlhf.analysis.audit import figures_of, label_of, shown
-from rlhf.analysis.groups import ALL_PAIRS
+from rlhf.analysis.groups import ALL_PAIRS, short_pair
 from rlhf.analysis.statistics import interval_of, percent
 from rlhf.analysis.verdict import RunGroup
 from rlhf.utils.console import clock
@@ -89,7 +89,7 @@ def _mean(name: str, known: Sequence[float]) -> str:
 def _contrast_table(report: dict[str, Any]) -> dict[str, Any]:
     rows = [
         [
-            f"{c['name']}, {_measure_name(c['measure'], report['judges'])}",
+            f"{_pair(c['name'], report)}, {_measure_name(c['measure'], report['judges'])}",
             interval_of(c["difference"]),
             interval_of(c["win_rate"], ""),
             _interval_kind(c),
@@ -98,6 +98,10 @@ def _contrast_table(report: dict[str, Any]) -> dict[str, Any]:
     ]
     columns = ["", "difference (interval)", "win rate (interval)", "confidence interval"]
     return {"caption": "Differences and win rates (a tie counts half)", "columns": columns, "rows": rows}
+
+
+def _pair(name: str, report: dict[str, Any]) -> str:
+    return name if name.endswith("- start model") else short_pair(name, report["groups"])
 
 
 def _measure_name(measure: str, judges: Sequence[str]) -> str:
@@ -172,7 +176,7 @@ def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
             if "missing" not in found:
                 cells = ["", ""]
                 cells[found["by"] == "judge"] = f"{interval_of(found)}, {_interval_kind(found)}"
-                rows.append([f"{row['budget']}: {found['name']}", *cells, "", ""])
+                rows.append([f"{row['budget']}: {short_pair(found['name'], row['sides'])}", *cells, "", ""])
     caption = (
         "At equal budgets: the last evaluation during training within the budget (the run's own evaluation prompts, "
         f"not those above; {samples_in_words(report['at_equal'][0])} per prompt)"

@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from rlhf.algorithms.kl_control import KL_BAND
@@ -30,7 +31,8 @@ TOPICS_DRAWN = 8  # at most, to keep the lines distinguishable
 DASHES = {"solid": "-", "dashed": "--", "dotted": ":", "dash-dotted": "-."}  # of the groups in a topic panel
 THIN, THICKER = 1.8, 1.4  # points: the thinnest line, and the step to the next thicker one
 FEW = 4  # groups, up to which all of them have entries for their evaluations in the legend
-LEGEND_ROW = 0.24  # inches
+LEGEND_ROW, LEGEND_ROWS = 0.24, 5  # inches; rows of a legend for which the figure has space
+EVALUATIONS, TARGETS = "evaluation on held-out prompts", "dotted: KL target of a group"  # entries in the legend
 LONGEST_NAMES = 70  # characters of the groups' names in the title
 TITLE_WIDTH = 42  # characters above a panel
 
@@ -39,7 +41,7 @@ def draw(chart: Chart) -> Figure:
     """Draws all panels on a figure that is 1,500 pixels wide."""
     heights = [3, 4, 4] if chart.topics else [3, 4]  # loss and learning rate need less space
     with style():
-        figure = new_figure(10, 1.15 * sum(heights) + 1.2 + LEGEND_ROW * max(0, len(chart.groups) - FEW))
+        figure = new_figure(10, 1.15 * sum(heights) + 1.2)
         figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)
         grid = figure.subplots(len(heights), 2, sharex=True, height_ratios=heights)
         for axes, panel in zip(grid[:2].flat, chart.panels, strict=True):
@@ -67,7 +69,13 @@ def _draw_legend(figure: Figure, chart: Chart, panels: Iterable[Axes]) -> None:
     longest = max((len(line) for label in order for line in label.split("\n")), default=1)
     wanted = len(chart.groups) + 1 if chart.runs[1:] and not chart.topics else 4
     columns = max(1, min(wanted, LEGEND_WIDTH // (longest + 5)))
-    columns = math.ceil(len(order) / max(1, math.ceil(len(order) / columns)))  # fills all columns evenly
+    rows = math.ceil(len(order) / columns)
+    columns = math.ceil(len(order) / max(1, rows))  # fills all columns evenly
+    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * max(0, rows - LEGEND_ROWS))
+    if EVALUATIONS in entries and chart.runs[1:]:  # of several groups, so in no group's colour
+        entries[EVALUATIONS] = Line2D([], [], ls="none", marker="o", mfc="white", mec="black")
+    if TARGETS in entries:
+        entries[TARGETS] = Line2D([], [], ls=":", color="black")
     figure.legend([entries[label] for label in order], order, loc="outside lower center", ncols=max(1, columns))
 
 
@@ -221,7 +229,7 @@ def _draw_evaluations(axes: Axes, chart: Chart, panel: Panel, group: Group) -> l
     if not shared:
         return []
     x, y = _means_at(chart, found, shared)
-    name = f"{group.name}, held-out prompts" if 1 < len(chart.groups) <= FEW else "evaluation on held-out prompts"
+    name = f"{group.name}, held-out prompts" if 1 < len(chart.groups) <= FEW else EVALUATIONS
     line_style = {"mfc": group.colour, "mec": "black", "ms": 6, "ls": "none", "zorder": 3}
     axes.plot(x, y, group.line_style.marker, label=name, **line_style)
     return [y]
@@ -261,7 +269,7 @@ def _draw_target(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
 
 def _draw_targets_of_groups(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
     """Draws the KL target of each group as a dotted line of its colour. Returns the y values that were drawn."""
-    drawn, label = [], "dotted: KL target of a group"
+    drawn, label = [], TARGETS
     for group in chart.groups:
         found = [(run, curve) for run, curve in group.with_tag(panel.tag) if run.targets is not None]
         if found:

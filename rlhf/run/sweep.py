@@ -99,13 +99,14 @@ def _of_point(config: Config, part: str) -> Config:
 
 
 def folder_parts(points: Sequence[dict[str, str]]) -> list[str]:
-    """Return the part of each combination in the names of its folders: kl_target=3-sequence,learning_rate=1e-05.
+    """Return the part of each combination in the names of its folders: kl_target=3-sequence_learning_rate=1e-05.
 
-    It has only characters that Windows allows. A part that is too long, or equal to another one if upper and lower
-    case are not distinguished, ends with a hash of the settings.
+    It has only characters that need no quotes in a shell and that Windows allows, and no comma, which separates the
+    values of a flag. A part that is too long, or equal to another one if upper and lower case are not distinguished,
+    ends with a hash of the settings.
     """
-    texts = [",".join(f"{name}={value}" for name, value in settings.items()) for settings in points]
-    parts = [re.sub(r"[^\w.+=,-]+", "-", text) for text in texts]
+    texts = ["_".join(f"{name}={value}" for name, value in settings.items()) for settings in points]
+    parts = [re.sub(r"[^\w.+=-]+", "-", text) for text in texts]
     folded = [part.casefold() for part in parts]
     hashes = [hashlib.sha256(text.encode()).hexdigest()[:8] for text in texts]
     return [

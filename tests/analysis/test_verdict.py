@@ -276,10 +276,17 @@ def test_verdict_of_five_groups_compares_each_with_the_first():
     verdict = judge_runs(groups, completions(0.0), None, 1)
     assert [c.name for c in verdict.contrasts[5:]] == [f"{name} - low" for name in names[1:]]
     assert [c.level for c in verdict.contrasts[5:]] == [pytest.approx(1 - 0.05 / 4)] * 4
-    assert len(verdict.sentences) == 4 + 5
-    assert verdict.sentences[3].startswith("high is better than low by score: high - low = +0.")
+    first, *others, against_start = verdict.sentences
+    assert first == (
+        "Each group is compared with low, the first one, by score (the training reward): the others minus this one."
+    )
+    assert len(others) == 4 and others[3].startswith("high, better than the first one: +0.")
+    assert "(98.8% confidence interval over seeds and prompts: " in others[3]
+    assert others[3].endswith("after 100 episodes each.")
+    assert against_start.startswith("Against the start model by score, better: ")
+    assert against_start.endswith("; no significant difference: low.")
     assert verdict.caveats[0].startswith(
-        "each of 4 groups is compared with the first one, low, and no other pair, so each pair has a 98.8% interval"
+        "each of 4 groups is compared with the first one only, so each pair has a 98.8% interval (Bonferroni"
     )
     assert verdict.caveats[1].startswith("high has the highest mean by score (+0.") and "chance" in verdict.caveats[1]
 

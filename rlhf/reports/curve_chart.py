@@ -9,10 +9,14 @@ from functools import cached_property
 import numpy as np
 
 from rlhf.algorithms.kl_control import KLController
+from rlhf.algorithms.table import in_order
 from rlhf.analysis.curves import Curve, RunCurves
 from rlhf.analysis.groups import group_runs
 from rlhf.reports.plot_style import LineStyle, group_styles
 from rlhf.settings.types import KL_METRICS
+from rlhf.utils.console import listed
+
+LONGEST_NAMES = 70  # characters of the groups' names in the title
 
 
 @dataclass(frozen=True)
@@ -151,3 +155,29 @@ class Chart:
     @property
     def averaged(self) -> str:
         return f"mean of the last {self.smooth} updates" if self.smooth > 1 else "each update"
+
+
+def title(chart: Chart) -> str:
+    """Returns the figure's title: groups, recipe, and how far the runs are."""
+    names = listed([group.name for group in chart.groups])
+    if len(names) > LONGEST_NAMES:
+        names = (
+            f"{listed([a.upper() for a in in_order(g.algorithm for g in chart.groups)])}, {len(chart.groups)} groups"
+        )
+    recipes = sorted({run.config.recipe for run in chart.runs})
+    what = f"{names}, recipe{'s' if len(recipes) > 1 else ''} {', '.join(recipes)}"
+    if len(chart.runs) > 1:
+        open_ends = [run.run.status for run in chart.runs if run.run.status != "finished"]
+        state = "".join(f", {open_ends.count(s)} of {len(chart.runs)} runs {s}" for s in sorted(set(open_ends)))
+        bands = "; bands: lowest to highest run" if any(group.runs[1:] for group in chart.groups) else ""
+        return f"{what}{state}\nlines: {chart.averaged}{bands}"
+    run = chart.runs[0]
+    status = run.run.status
+    length = f"{run.planned:,} updates"
+    state = length if status == "finished" else f"{status}, {run.last_update:,} of {length}"
+    return f"{what}, seed {run.run.seed}\n{shortened(str(run.folder))}: {state}"
+
+
+def shortened(name: str, most: int = 50) -> str:
+    """Returns a long name without its middle part."""
+    return name if len(name) <= most else f"{name[: most // 3]}…{name[-(most - most // 3 - 1) :]}"

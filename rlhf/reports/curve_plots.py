@@ -19,9 +19,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from rlhf.algorithms.kl_control import KL_BAND
-from rlhf.algorithms.table import in_order
 from rlhf.analysis.curves import Curve, RunCurves, running_mean, seeds_band
-from rlhf.reports.curve_chart import Chart, Group, Panel
+from rlhf.reports.curve_chart import Chart, Group, Panel, title
 from rlhf.reports.plot_style import colour_of, new_figure, style
 from rlhf.utils.console import listed
 
@@ -33,7 +32,6 @@ THIN, THICKER = 1.8, 1.4  # points: the thinnest line, and the step to the next 
 FEW = 4  # groups, up to which all of them have entries for their evaluations in the legend
 LEGEND_ROW, LEGEND_ROWS = 0.24, 5  # inches; rows of a legend for which the figure has space
 EVALUATIONS, TARGETS = "evaluation on held-out prompts", "dotted: KL target of a group"  # entries in the legend
-LONGEST_NAMES = 70  # characters of the groups' names in the title
 TITLE_WIDTH = 42  # characters above a panel
 
 
@@ -77,30 +75,6 @@ def _draw_legend(figure: Figure, chart: Chart, panels: Iterable[Axes]) -> None:
     if TARGETS in entries:
         entries[TARGETS] = Line2D([], [], ls=":", color="black")
     figure.legend([entries[label] for label in order], order, loc="outside lower center", ncols=max(1, columns))
-
-
-def title(chart: Chart) -> str:
-    """Returns the figure's title: groups, recipe, and how far the runs are."""
-    names = listed([group.name for group in chart.groups])
-    if len(names) > LONGEST_NAMES:
-        names = f"{listed(in_order(g.algorithm.upper() for g in chart.groups))}, {len(chart.groups)} groups"
-    recipes = sorted({run.config.recipe for run in chart.runs})
-    what = f"{names}, recipe{'s' if len(recipes) > 1 else ''} {', '.join(recipes)}"
-    if len(chart.runs) > 1:
-        open_ends = [run.run.status for run in chart.runs if run.run.status != "finished"]
-        state = "".join(f", {open_ends.count(s)} of {len(chart.runs)} runs {s}" for s in sorted(set(open_ends)))
-        bands = "; bands: lowest to highest run" if any(group.runs[1:] for group in chart.groups) else ""
-        return f"{what}{state}\nlines: {chart.averaged}{bands}"
-    run = chart.runs[0]
-    status = run.run.status
-    length = f"{run.planned:,} updates"
-    state = length if status == "finished" else f"{status}, {run.last_update:,} of {length}"
-    return f"{what}, seed {run.run.seed}\n{shortened(str(run.folder))}: {state}"
-
-
-def shortened(name: str, most: int = 50) -> str:
-    """Returns a long name without its middle part."""
-    return name if len(name) <= most else f"{name[: most // 3]}…{name[-(most - most // 3 - 1) :]}"
 
 
 def power_of_ten(highest: float):

@@ -19,8 +19,8 @@ from matplotlib.image import imread
 from plot_training_progress import main
 from rlhf.analysis.curves import Curve, read_runs
 from rlhf.config import make_config
-from rlhf.reports.curve_chart import Chart
-from rlhf.reports.curve_plots import draw, power_of_ten, shortened
+from rlhf.reports.curve_chart import Chart, shortened
+from rlhf.reports.curve_plots import draw, power_of_ten
 from rlhf.reports.plot_style import colour_of
 from rlhf.utils.errors import UserError
 from tests.reports.conftest import TAGS

@@ -18,7 +18,7 @@ from rlhf.utils.files import atomic_write
 # Okabe & Ito 2008, "Color Universal Design": safe for colour-blind readers
 COLOURS = {"start": "#666666", "target": "#009E73", "above": "#0072B2", "below": "#D55E00"}
 OTHER_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9", "#000000")  # from the same palette
-OTHER_MARKERS = ("v", "P", "X", "*")
+OTHER_MARKERS = ("v", "P", "X", "*", "<", "p")
 LINES = ("-", "--", ":", "-.")  # of groups, when all colours are used
 DOTS = 150  # per inch: a plot of 8 inches is 1,200 pixels wide and is shown at half that size
 STYLE = {

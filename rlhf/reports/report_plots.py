@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 
 from rlhf.algorithms.table import ALGORITHMS
@@ -99,7 +100,7 @@ def score_against_kl(runs: Sequence[RunCurves], labels: Sequence[str] = ()) -> F
             axes.plot(*zip(*starts, strict=True), "D", color=COLOURS["start"], ms=8, ls="none", label="start model")
             axes.margins(y=0.1)  # room for the labels
             _limit_x(axes, [(kl, score) for _, _, kl, score in drawn])
-            _draw_legend(figure, axes, [group.name for group in groups])
+            _draw_legend(figure, axes, groups)
         if missing:
             text = "no evaluation was logged by\n" + "\n".join(missing)
             axes.text(0.01, 0.99, text, transform=axes.transAxes, va="top", fontsize=10)
@@ -126,12 +127,17 @@ def _drawn_and_missing(
     return drawn, missing
 
 
-def _draw_legend(figure: Figure, axes: Axes, names: Sequence[str]) -> None:
-    """Inside the axes if there are few groups with short names, otherwise below them."""
-    if len(names) <= BESIDE and max(map(len, names)) <= SHORT_NAME:
+def _draw_legend(figure: Figure, axes: Axes, groups: Sequence[Group]) -> None:
+    """Inside the axes if there are few groups with short names, otherwise below them, with each group's line."""
+    if len(groups) <= BESIDE and max(len(group.name) for group in groups) <= SHORT_NAME:
         axes.legend(loc="lower right")
         return
     handles, texts = axes.get_legend_handles_labels()
+    for group in groups:
+        if group.name in texts:
+            colour, marker, line = group.line_style
+            shown = {"marker": marker, "ls": line, "lw": MEAN_WIDTH, "ms": 8, "mec": "black", "mew": 0.5}
+            handles[texts.index(group.name)] = Line2D([], [], color=colour, **shown)
     columns = max(1, min(3, NARROW_LEGEND // (max(map(len, texts)) + LINE_WIDTH)))
     figure.legend(handles, texts, loc="outside lower center", ncols=columns)
 

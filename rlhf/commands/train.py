@@ -39,7 +39,10 @@ def train_command(algorithm: str, argv: list[str] | None = None, user_file: Path
 
         points = points_of(config, argv)
     with result_line(config, run_folders(config, points)) if config.run.print_json else nullcontext():
-        run_training_command(config, points, argv)
+        if points:
+            run_sweep_command(config, points, argv)
+        else:
+            run_training_command(config)
 
 
 def run_folders(config: Config, points: Sequence[Point]) -> dict[Path, dict[str, str]]:
@@ -50,22 +53,27 @@ def run_folders(config: Config, points: Sequence[Point]) -> dict[Path, dict[str,
     return {Path(folder): {} for folder in folders_of(config.run.output, config.run.seeds)}
 
 
-def run_training_command(config: Config, points: Sequence[Point], argv: list[str] | None) -> None:
-    """Run the command with this configuration. `points` are the combinations of its --sweep."""
+def run_sweep_command(config: Config, points: Sequence[Point], argv: list[str] | None) -> None:
+    """Train the combinations of a sweep. With --dry-run, print them and the plan of the first run."""
+    from rlhf.run.sweep import first_run, show_grid, train_sweep
+
+    quiet_imports()
+    screen = Screen()
+    show_grid(points, screen)
+    if not config.run.dry_run:
+        return train_sweep(points, config, argv, screen)
+    screen.say("the plan of the first run:")
+    run_training_command(first_run(points))
+
+
+def run_training_command(config: Config) -> None:
+    """Run a command without --sweep."""
     quiet_imports()
     if looks_only(config) and leave_others():
         return None
     use_own_gpu()
     screen = Screen()
     screen.say(f"{config.algorithm.upper()}: checking the settings and inputs")
-    if points:
-        from rlhf.run.sweep import first_run, show_grid, train_sweep
-
-        show_grid(points, screen)
-        if not config.run.dry_run:
-            return train_sweep(points, config, argv, screen)
-        screen.say("the plan of the first run:")
-        config = first_run(points)
     if config.run.replay is not None:
         check_libraries()
         import_libraries(screen)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, Unpack
 
 from rlhf.algorithms.table import ALGORITHMS, DEFAULT_ALGORITHM, Algorithm
-from rlhf.checkpoints.run_folder import seed_folder
-from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, flat_settings
-from rlhf.settings.fields import Layer, name_table, settings_of
+from rlhf.checkpoints.run_folder import folders_of
+from rlhf.checkpoints.run_record import OF_EVALUATIONS, RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, flat_settings
+from rlhf.settings.fields import Layer, at_commas, hint, name_table, settings_of
 from rlhf.settings.flags import CommandLine
 from rlhf.settings.keywords import TrainingSettings
 from rlhf.settings.merge import build, read_given, show_help, values_of
@@ -106,8 +107,9 @@ def parse_cli(
     return resolve_cli(sys.argv[1:] if argv is None else argv, algorithm, user)
 
 
-def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer) -> Config:
-    """Return the result of `parse_cli` if config.py contains the layer `user`."""
+def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer, combination: Layer | None = None) -> Config:
+    """Return the result of `parse_cli` if config.py contains the layer `user`. With --sweep it has the values of a
+    `combination` (None: of the first one)."""
     row, line = ALGORITHMS[algorithm], command_line(ALGORITHMS[algorithm])
 
     def lower(recipe: str) -> tuple[list[Layer], str | None]:
@@ -117,15 +119,28 @@ def resolve_cli(argv: Sequence[str], algorithm: str, user: Layer) -> Config:
     show_help(line, argv, lower)
     given = read_given(line, argv)
     layers, recipe = lower_layers(given.recipe, row, user, given.recipe_place), given.recipe
+    if combination is None:
+        swept = values_of(Config, [only(one, settings_of(Config), ("sweep",)) for one in (*layers, *given.layers)])
+        combination = next(iter(combinations(row, swept["sweep"], given.layers[1])), {})
     of_command = [only(layer, settings_of(Config), OF_THE_COMMAND) for layer in layers]
     stored = stored_run(row, [*of_command, *given.layers])
     if stored is not None:
         layers, recipe = [layers[0], *of_command, stored[0]], recipe if given.recipe_place else stored[1]
-    return _built(row, [*layers, *given.layers], recipe, user, given.problems)
+    return _built(row, [*layers, *given.layers, combination], recipe, user, given.problems)
 
 
 # settings of the command that resumes a run, which are not restored from the run
-OF_THE_COMMAND = ("seeds", "parallel", "ddp_timeout", "output", "overwrite", "dry_run", "resume", "resume_anyway")
+OF_THE_COMMAND = (
+    "seeds",
+    "parallel",
+    "ddp_timeout",
+    "output",
+    "overwrite",
+    "dry_run",
+    "resume",
+    "resume_anyway",
+    "sweep",
+)
 CODE = ("reward_func", "eval_func")  # settings that may name Python files
 
 
@@ -137,9 +152,9 @@ def stored_run(row: Algorithm, layers: Sequence[Layer]) -> tuple[Layer, str] | N
     """
     settings = settings_of(Config)
     run = values_of(Config, [only(layer, settings, (*OF_THE_COMMAND, *CODE)) for layer in layers])
-    if not run["resume"]:
+    if not run["resume"] or run["sweep"]:  # a sweep repeats the command that started it
         return None
-    folders = [run["output"]] if run["seeds"] is None else [seed_folder(run["output"], seed) for seed in run["seeds"]]
+    folders = folders_of(run["output"], run["seeds"])
     found = next(((r, f) for f in folders if (r := RunRecord.read(Path(f))) is not None), None)
     if found is None:
         return None
@@ -164,6 +179,63 @@ def user_file_line(user: Layer, row: Algorithm, unused_because: str | None) -> s
     contains the declared defaults."""
     without, with_file = (lower_layers(DEFAULT_RECIPE, row, layer) for layer in ({}, user))
     return edits_line(Config, without, with_file, unused_because, row.foreign)
+
+
+# --- sweeps ----------------------------------------------------------------------------------------------------------
+
+# names that are no settings of a run, or do not change what is learned -> what to do instead
+NOT_SWEPT = {
+    "seed": "Give several seeds with --seeds",
+    "recipe": "Start one sweep with each recipe",
+    "config": "Start one sweep with each file",
+}
+
+
+def combinations(row: Algorithm, words: Sequence[str], flags: Layer | None = None) -> list[Layer]:
+    """Return one layer for each combination of the values of --sweep; the last setting changes fastest. Empty without
+    --sweep. Raises UserError with all errors in the names.
+
+    Args:
+        row: the algorithm.
+        words: the value of --sweep.
+        flags: the flags of the command line, which may not set the same settings.
+    """
+    settings = settings_of(Config)
+    names, foreign = name_table(settings), foreign_settings(row.name)
+    given = {names.get(name): place for name, (_, place) in (flags or {}).items()}
+    problems, axes = [], {}
+    for word in _joined(words):
+        name, equals, text = word.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        first, where = names.get(name), f"--sweep {word}"
+        values = [value.strip() for value in at_commas(text)]
+        if not equals or not all(values):
+            problems.append(f"{word!r} is not NAME=VALUE,VALUE: --sweep. Write for example learning_rate=1e-5,3e-5")
+        elif first in (*SEEDS_MAY_DIFFER, *OF_EVALUATIONS) or name in NOT_SWEPT:
+            other = NOT_SWEPT.get(first or name, "It does not change what is learned: remove it")
+            problems.append(f"{name} cannot be swept: {where}. {other}")
+        elif first is None:
+            problems.append(f"unknown setting {name}: {where}. {hint(name, names)}")
+        elif name in foreign:
+            problems.append(f"{name} belongs to {foreign[name]}: {where}. Remove it")
+        elif first in given or first in axes:
+            problems.append(f"{name} is set twice: {where} and {given.get(first, '--sweep')}. Keep one")
+        else:
+            several = settings[first].is_list  # its values are separated by spaces
+            axes[first] = [(name, (v.split() if several else v, f"--sweep {name}={v}")) for v in values]
+    raise_if(problems)
+    return [dict(chosen) for chosen in product(*axes.values())] if axes else []
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """Return the words of --sweep, with values that PowerShell has split from their name."""
+    joined: list[str] = []
+    for word in words:
+        if joined and "=" not in word:
+            joined[-1] += f",{word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 # --- from a run.json -------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ FRAME = 16  # bytes per record of an event file besides its data: length, checks
 LARGEST_RECORD = 1 << 16  # bytes; a scalar needs less than 1,000, so a longer length field is damaged
 # tag of an earlier version -> current tag
 RENAMED_TAGS = {"reply/length": "completions/mean_length", "reply/eos_rate": "completions/eos_rate"}
-COLUMNS = ("run", "algorithm", "seed", "update", "episodes", "seconds")
+COLUMNS = ("run", "algorithm", "seed", "update", "episodes", "seconds", "group")
 
 
 @dataclass(frozen=True)
@@ -259,13 +259,14 @@ def seeds_band(xs: Sequence[np.ndarray], lines: Sequence[np.ndarray]) -> tuple[n
     return x, rows.min(0), rows.mean(0), rows.max(0)
 
 
-def write_table(runs: Sequence[RunCurves], file: Path) -> int:
+def write_table(runs: Sequence[RunCurves], file: Path, groups: Mapping[Path, str] | None = None) -> int:
     """Writes all scalars as CSV, one row per run and update, and returns the number of rows.
 
-    Numbers keep their full precision. A cell is empty if the scalar was not logged at that update.
+    Numbers keep their full precision. A cell is empty if the scalar was not logged at that update. `groups` has the
+    name of the group of each run's folder; None: each algorithm is a group.
     """
     tags = sorted({tag for run in runs for tag in run.scalars})
-    rows = [row for run in runs for row in _rows(run, tags)]
+    rows = [row for run in runs for row in _rows(run, tags, (groups or {}).get(run.folder, run.algorithm.upper()))]
 
     def write(staging: Path) -> None:
         with staging.open("w", newline="", encoding="utf-8") as opened:
@@ -275,7 +276,7 @@ def write_table(runs: Sequence[RunCurves], file: Path) -> int:
     return len(rows)
 
 
-def _rows(run: RunCurves, tags: Sequence[str]) -> Iterable[list[Any]]:
+def _rows(run: RunCurves, tags: Sequence[str], group: str) -> Iterable[list[Any]]:
     """Yields a run's rows. `seconds` is the time of the update's first scalar, before its evaluation."""
     values: dict[int, dict[str, float]] = defaultdict(dict)
     seconds: dict[int, float] = {}
@@ -289,4 +290,4 @@ def _rows(run: RunCurves, tags: Sequence[str]) -> Iterable[list[Any]]:
     for update, sampled in zip(sorted(values), episodes, strict=True):
         facts = [run.folder, run.algorithm, run.run.seed, update, sampled]
         cells = (values[update].get(tag) for tag in tags)
-        yield [*facts, f"{seconds[update]:.3f}", *("" if cell is None else repr(cell) for cell in cells)]
+        yield [*facts, f"{seconds[update]:.3f}", group, *("" if cell is None else repr(cell) for cell in cells)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations, takewhile
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from rlhf.analysis.curves import RunCurves
+from rlhf.analysis.groups import compared_pairs
 from rlhf.analysis.statistics import level_of_each, over_seeds_if_any, paired, per_prompt, scored
 from rlhf.utils.console import clock, listed
 from rlhf.utils.errors import UserError
@@ -86,7 +87,7 @@ def rated(inside: dict[str, list[EvalPoint]], rate: Rate | None) -> dict[str, li
 
 def at_equal(eval_points: dict[str, list[list[EvalPoint]]], rate: Rate | None, seed: int) -> list[dict[str, Any]]:
     """Returns one row at equal episodes and one at equal time: the last evaluation of each run within that budget, and
-    the difference of each pair of groups.
+    the difference of each compared pair of groups (`compared_pairs`).
 
     `eval_points` maps a group's name to the evaluations of its runs. `rate` returns the judge's ratings; None: there
     is no judge. The budget is the smallest that a run reached. The list is empty if a run has no evaluations.
@@ -102,7 +103,7 @@ def at_equal(eval_points: dict[str, list[list[EvalPoint]]], rate: Rate | None, s
             for name, group in eval_points.items()
         }
         inside = rated(last, rate)
-        pairs = list(combinations(inside, 2))
+        pairs = compared_pairs(list(inside))
         level = level_of_each(len(pairs))
         rows.append(
             {

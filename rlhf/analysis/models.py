@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from rlhf.algorithms.table import in_order
+from rlhf.analysis.groups import SettingsGroup, group_runs
 from rlhf.checkpoints.manifest import update_number
 from rlhf.checkpoints.model_folder import (
     ADAPTER_CONFIG,
@@ -16,11 +16,12 @@ from rlhf.checkpoints.model_folder import (
     find_model,
 )
 from rlhf.checkpoints.run_folder import BEST_FOLDER, MERGED_FOLDER
-from rlhf.checkpoints.run_record import RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, differences, last_run
+from rlhf.checkpoints.run_record import RUN_FILE, RunRecord, differences, last_run
 from rlhf.config import config_of_run, make_config
 from rlhf.settings.evaluation import MeasureSettings
 from rlhf.settings.next_commands import code_words, names_code
 from rlhf.settings.training import Config
+from rlhf.utils.console import listed
 from rlhf.utils.errors import UserError, raise_if
 from rlhf.utils.paths import is_path, missing_path
 from rlhf.utils.system import command, short_name
@@ -234,29 +235,28 @@ def find_start(config: Config) -> ModelRef:
 # --- runs to compare -------------------------------------------------------------------------------------------------
 
 
-OF_EVALUATIONS = ("eval_func", "eval_samples")  # settings that do not change what is learned
-
-
 def check_named(names: Sequence[str]) -> None:
     """Raises UserError for names that are not folders, so that a mistyped run is not looked up on the hub."""
     problems = [str(missing_path(name, "run", "Give run folders")) for name in names if not Path(name).is_dir()]
     raise_if(problems)
 
 
-def check_groups(models: Sequence[ModelRef]) -> None:
-    """Raises UserError if runs of an algorithm differ in settings or share a seed, or a model is not a run."""
-    problems = [f"not a run: {m.name}. {short_name('compare')} takes run folders" for m in models if m.run is None]
+def check_groups(models: Sequence[ModelRef], labels: Sequence[str] = ()) -> None:
+    """Raises UserError if a model is not a run, a group has a seed twice, or the `labels` do not name each group."""
+    raise_if([f"not a run: {m.name}. {short_name('compare')} takes run folders" for m in models if m.run is None])
+    problems = []
+    for group in groups_of(models, labels):
+        seeds: dict[int, list[str]] = {}
+        for i in group.members:
+            seeds.setdefault(models[i].run.seed, []).append(models[i].name)
+        problems += [
+            f"two runs of {group.label} have the seed {seed}: {listed(names)}. Give each seed once"
+            for seed, names in sorted(seeds.items())
+            if len(names) > 1
+        ]
     raise_if(problems)
-    for algorithm in in_order(m.run.algorithm for m in models):
-        runs = [m for m in models if m.run.algorithm == algorithm]
-        for other in runs[1:]:
-            unlike = differences(runs[0].run.settings, other.run.settings, (*SEEDS_MAY_DIFFER, *OF_EVALUATIONS))
-            if unlike:
-                problems.append(
-                    f"{runs[0].name} and {other.name} differ in {', '.join(unlike)}. Runs of one algorithm may differ "
-                    "only in their seed: compare one setting of an algorithm at a time"
-                )
-        seeds = [m.run.seed for m in runs]
-        for seed in sorted({s for s in seeds if seeds.count(s) > 1}):
-            problems.append(f"two runs of {algorithm.upper()} have the seed {seed}. Give each seed once")
-    raise_if(problems)
+
+
+def groups_of(models: Sequence[ModelRef], labels: Sequence[str] = ()) -> list[SettingsGroup]:
+    """Returns the groups of runs with the same settings except for the seed."""
+    return group_runs([(m.run.algorithm, m.run) for m in models], labels)

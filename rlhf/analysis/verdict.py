@@ -1,18 +1,18 @@
-"""The verdict of a comparison: differences between algorithms and to the start model, with confidence intervals."""
+"""The verdict of a comparison: differences between groups of runs and to the start model, with their intervals."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations
 from statistics import fmean
 
 import numpy as np
 
 from rlhf.analysis.audit import figures
 from rlhf.analysis.evaluator import GenerationResults
+from rlhf.analysis.groups import ALL_PAIRS, compared_pairs
 from rlhf.analysis.statistics import (
     A_SHARE,
     EVEN,
@@ -35,16 +35,18 @@ FEW_PROMPTS = 20
 
 @dataclass(frozen=True)
 class RunGroup:
-    """The runs of one algorithm: same settings, different seeds. All lists have the same order."""
+    """Runs with the same settings and different seeds. All lists have the same order."""
 
     algorithm: str
     runs: list[RunRecord]
     measured: list[GenerationResults]
     episodes: list[int]  # trained before the evaluated weights were saved
+    label: str | None = None  # None: the algorithm's name
+    settings: dict[str, str] = field(default_factory=dict)  # those in which the groups differ
 
     @property
     def name(self) -> str:
-        return self.algorithm.upper()
+        return self.label or self.algorithm.upper()
 
     @property
     def seeds(self) -> list[int]:
@@ -123,19 +125,22 @@ def judge_runs(
 
     `independent` is False if RL training used the judge, too.
 
-    There is one sentence for each pair of groups, then one for each group against the start model. The intervals of
-    the pairs are widened for the number of pairs; those against the start model are not.
+    There is one sentence for each pair of groups in `compared_pairs`, then one for each group against the start model
+    (one for all of them if there are more than 4 groups). The intervals of the pairs are widened for the number of
+    pairs; those against the start model are not.
     """
     measures = list(start.measures)
     decides = measures[min(1, len(measures) - 1)]
     against_start = {m: [contrast(group, start, m, seed) for group in groups] for m in measures}
-    pairs = list(combinations(groups, 2))
+    pairs = compared_pairs(groups)
     level = level_of_each(len(pairs))
     between = {m: [contrast(*pair, m, seed, level) for pair in pairs] for m in measures}
     use = "not used in RL training" if independent else "also a reward of RL training"
     by = f"by the judge ({judge_name}, {use})" if judge_name else f"by score ({score_name})"
     deciding = against_start[decides]
-    if pairs:
+    if len(groups) > ALL_PAIRS:
+        sentences = _of_many(groups, between[decides], deciding, by)
+    elif pairs:
         found = zip(pairs, between[decides], strict=True)
         sentences = [_between(*pair, one, by if i == 0 else _short(by)) for i, (pair, one) in enumerate(found)]
         sentences += [_against_start(*pair, start, _short(by)) for pair in zip(groups, deciding, strict=True)]
@@ -143,12 +148,35 @@ def judge_runs(
         alone = f"All runs are {groups[0].name} runs, so they cannot show whether another algorithm is better."
         sentences = [_against_start(groups[0], deciding[0], start, by), alone]
     contrasts = [c for m in measures for c in (*against_start[m], *between[m])]
-    return Verdict(sentences, _caveats(groups, between, judge_name), contrasts)
+    return Verdict(sentences, _caveats(groups, between, decides, judge_name), contrasts)
+
+
+def kind_of(groups: Sequence[RunGroup]) -> str:
+    """Returns what the groups are: "algorithms" if each has another one, otherwise "groups"."""
+    return "algorithms" if len({group.algorithm for group in groups}) == len(groups) else "groups"
 
 
 def _short(by: str) -> str:
     """The measure without the explanation in brackets, which only the first sentence has."""
     return by.partition(" (")[0]
+
+
+def _of_many(groups: Sequence[RunGroup], between: Sequence[Contrast], start: Sequence[Contrast], by: str) -> list[str]:
+    """The sentences on more than 4 groups, of which each is compared with the first one and with the start model."""
+    first, *others = groups
+    sentences = [f"Each group is compared with {first.name}, the first one, {by}: the others minus this one."]
+    for group, found in zip(others, between, strict=True):
+        result = "no significant difference"
+        if found.difference.excludes(0):
+            only_here = "in these runs " if found.over == OVER_PROMPTS else ""
+            result = f"{only_here}{'better' if found.difference.value > 0 else 'worse'} than the first one"
+        sentences.append(f"{group.name}, {result}: {found.text}{_budget([first, group])}.")
+    kinds: dict[str, list[str]] = {"better": [], "worse": [], "no significant difference": []}
+    for group, found in zip(groups, start, strict=True):
+        kind = "better" if found.difference.value > 0 else "worse"
+        kinds[kind if found.difference.excludes(0) else "no significant difference"].append(group.name)
+    parts = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
+    return [*sentences, f"Against the start model {_short(by)}, {parts}."]
 
 
 def _between(first: RunGroup, second: RunGroup, found: Contrast, by: str) -> str:
@@ -184,43 +212,71 @@ def _against_start(group: RunGroup, found: Contrast, start: GenerationResults, b
     return f"{', '.join([text, *parts])}."
 
 
-def _caveats(groups: Sequence[RunGroup], between: dict[str, list[Contrast]], judge_name: str | None) -> list[str]:
-    """Returns what limits the verdict. `between`: per measure, one contrast for each pair of groups."""
+def _caveats(
+    groups: Sequence[RunGroup], between: dict[str, list[Contrast]], decides: str, judge_name: str | None
+) -> list[str]:
+    """Returns what limits the verdict.
+
+    Args:
+        groups: the groups.
+        between: per measure, one contrast for each compared pair of groups.
+        decides: the measure of the verdict's sentences.
+        judge_name: the judge that decides; None: the score does.
+    """
     notes = []
     if len(between["scores"]) > 1:
-        notes.append(_several_pairs(between["scores"]))
+        notes.append(_several_pairs(groups, between["scores"]))
+    if len(groups) > ALL_PAIRS:
+        notes.append(_highest(groups, decides))
     alone = [f"{group.name}: {group.seeds[0]}" for group in groups if len(group.runs) == 1]
     if alone:
+        which = ", ".join(alone) if len(groups) <= ALL_PAIRS else f"{len(alone)} groups"
         notes.append(
-            f"one seed ({', '.join(alone)}) does not show how much the result depends on the seed: intervals are over "
+            f"one seed ({which}) does not show how much the result depends on the seed: intervals are over "
             "prompts only and hold for these runs. Train more seeds, for example with --seeds 42 123 777"
         )
     few = [f"{group.name} {len(group.runs)}" for group in groups if 1 < len(group.runs) < ENOUGH_SEEDS]
     if few:
-        notes.append(f"few seeds ({', '.join(few)}): intervals over so few seeds are wide and approximate")
+        which = ", ".join(few) if len(groups) <= ALL_PAIRS else f"{len(few)} groups with less than {ENOUGH_SEEDS}"
+        notes.append(f"few seeds ({which}): intervals over so few seeds are wide and approximate")
     if judge_name is None:
         notes.append(
             "no judge: the score is the training reward, which also rises under reward hacking. Give a reward model "
             "that was not used in RL training with --judge-model, or evaluation functions with --eval-func"
         )
-    notes += _unlike_the_score(between)
+    notes += _unlike_the_score(between, kind_of(groups))
     prompts = len(groups[0].measured[0].scores)
     if prompts < FEW_PROMPTS:
         notes.append(f"only {prompts} prompts: intervals over so few prompts are approximate. Evaluate on more")
     return notes
 
 
-def _several_pairs(contrasts: Sequence[Contrast]) -> str:
+def _several_pairs(groups: Sequence[RunGroup], contrasts: Sequence[Contrast]) -> str:
     """Returns the caveat on the correction for several pairs."""
     count, level = len(contrasts), percent(contrasts[0].level)
+    what = f"{count} pairs of {kind_of(groups)} are compared"
+    if len(groups) > ALL_PAIRS:
+        what = f"each of {count} groups is compared with the first one only"
     return (
-        f"{count} pairs of algorithms are compared, so each pair has a {level} interval (Bonferroni correction): all "
-        f"{count} intervals hold together with {percent(LEVEL)} confidence. The {percent(LEVEL)} intervals against "
-        "the start model are not corrected"
+        f"{what}, so each pair has a {level} interval (Bonferroni correction): all {count} intervals hold together "
+        f"with {percent(LEVEL)} confidence. The {percent(LEVEL)} intervals against the start model are not corrected"
     )
 
 
-def _unlike_the_score(between: dict[str, list[Contrast]]) -> list[str]:
+def _highest(groups: Sequence[RunGroup], measure: str) -> str:
+    """Returns the caveat on the group with the highest mean, with which the others are not compared."""
+    figure, by = ("score", "score") if measure == "scores" else ("judge", "the judge")
+    means = {group.name: fmean(group.known(figure)) for group in groups if group.known(figure)}
+    if not means:
+        return "no group has a mean, because no completion has a score"
+    best = max(means, key=means.get)
+    return (
+        f"{best} has the highest mean by {by} ({means[best]:+.3f}), but the highest of {len(groups)} means is partly "
+        "chance: before you rely on it, train this group and the one to beat with new seeds, and compare these two"
+    )
+
+
+def _unlike_the_score(between: dict[str, list[Contrast]], kind: str) -> list[str]:
     """Lists the pairs with a significant difference by the judge, but none or the opposite one by the score."""
     notes = []
     for by_score, by_judge in zip(between["scores"], between.get("judged", []), strict=False):
@@ -231,7 +287,7 @@ def _unlike_the_score(between: dict[str, list[Contrast]]) -> list[str]:
             notes.append(f"{pair}no significant difference by score: {by_score.text}")
         elif (by_score.difference.value > 0) != (by_judge.difference.value > 0):
             notes.append(
-                f"{pair}score and judge prefer different algorithms: a sign that the one with the higher score "
+                f"{pair}score and judge prefer different {kind}: a sign that the one with the higher score "
                 "exploits the reward model"
             )
     return notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -131,6 +132,11 @@ def read_status(folder: Path) -> str | None:
 def seed_folder(output: str, seed: int) -> str:
     """Return the output folder of one of several seeds."""
     return f"{Path(output)}_seed{seed}"
+
+
+def folders_of(output: str, seeds: Sequence[int] | None) -> list[str]:
+    """Return the run folders of a command: the output folder, or one per seed."""
+    return [output] if seeds is None else [seed_folder(output, seed) for seed in seeds]
 
 
 def require_unused(folder: Path) -> None:

@@ -1,10 +1,10 @@
-"""The command `compare_runs.py`: compares runs over seeds, and the start model, on the same prompts."""
+"""The command `compare_runs.py`: compares groups of runs over seeds, and the start model, on the same prompts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf.analysis.models import ModelRef, check_groups, check_named, find_models, require_trusted_code
+from rlhf.analysis.models import ModelRef, check_groups, check_named, find_models, groups_of, require_trusted_code
 from rlhf.distributed.join import leave_others
 from rlhf.settings.evaluation import HELD_OUT_PROMPTS_TO_COMPARE, ComparisonConfig, parse_comparison_cli
 from rlhf.utils.console import Screen, quiet_imports
@@ -28,7 +28,7 @@ def compare_command(argv: list[str] | None = None) -> None:
     check_folder(config.comparison.output)
     check_named(config.comparison.runs)
     models = find_models(config.comparison.runs, config.measure, "RUN")
-    check_groups(models)
+    check_groups(models, config.comparison.label)
     require_trusted_code(models, config.measure)
     import_libraries(screen)
     compare(config, models, screen)
@@ -45,14 +45,16 @@ def compare(config: ComparisonConfig, models: list[ModelRef], screen: Screen) ->
 
     folder = check_folder(config.comparison.output)
     curves = read_runs([Path(name) for name in config.comparison.runs])
-    eval_points = [(run.algorithm, read_eval_points(run)) for run in curves]
+    labels = config.comparison.label
+    name_of = {i: group.label for group in groups_of(models, labels) for i in group.members}
+    eval_points = [(name_of[i], read_eval_points(run)) for i, run in enumerate(curves)]
     device = start_device(screen)
     evaluator = ModelEvaluator(models, config.measure, device, screen, HELD_OUT_PROMPTS_TO_COMPARE)
     evaluator.write_printed(folder / PRINTED_FILE)
     screen.facts(evaluator.facts())
     start = evaluator.evaluate_start(screen)
-    groups = make_groups(models, [evaluator.evaluate(model, screen) for model in models])
+    groups = make_groups(models, [evaluator.evaluate(model, screen) for model in models], labels)
     report = make_comparison(evaluator, groups, start, eval_points)
     made = tables(report, groups)
-    write_comparison(report, made, groups, start, curves, folder, screen)
+    write_comparison(report, made, groups, start, curves, folder, screen, labels)
     show_comparison(report, made, screen)

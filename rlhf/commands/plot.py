@@ -1,10 +1,11 @@
-"""The command `plot_training_progress.py`: draws the training curves of one run, or of several over seeds."""
+"""The command `plot_training_progress.py`: draws the training curves of one run, or of groups of runs over seeds."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from rlhf.analysis.groups import group_runs
 from rlhf.checkpoints.run_record import RunRecord, last_run
 from rlhf.settings.evaluation import PlotConfig, parse_plot_cli
 from rlhf.utils.console import Screen
@@ -22,6 +23,8 @@ def plot_command(argv: list[str] | None = None) -> None:
     screen = Screen()
     screen.say("plot: reading the runs")
     folders = run_folders(config)
+    records = [RunRecord.require(folder, "run") for folder in folders]
+    group_runs([(run.algorithm, run) for run in records], config.plot.label)  # raises an error for wrong labels
     for folder in folders:
         RunRecord.require(folder, "run")
     check_libraries("matplotlib", "tensorboard")
@@ -31,9 +34,9 @@ def plot_command(argv: list[str] | None = None) -> None:
     from rlhf.reports.plot_style import save_picture
 
     runs = read_runs(folders)
-    chart = Chart(runs, config.plot.x, config.plot.smooth)
+    chart = Chart(runs, config.plot.x, config.plot.smooth, config.plot.label)
     save_picture(draw(chart), picture)
-    rows = write_table(runs, table)
+    rows = write_table(runs, table, {run.folder: group.name for group in chart.groups for run in group.runs})
     show_runs(chart, screen)
     count = "six" if chart.topics else "four"
     screen.say(f"wrote {picture} ({count} panels over {chart.axis.label}) and {table} ({rows:,} rows)")
@@ -58,7 +61,11 @@ def run_folders(config: PlotConfig) -> list[Path]:
 
 
 def show_runs(chart, screen) -> None:
-    """Print the progress of each run, its final values, and remarks on differences between the runs."""
+    """Print the groups if there are several settings, the progress of each run, its final values, and remarks on
+    differences between the runs."""
+    if any(group.name != group.algorithm.upper() for group in chart.groups):
+        screen.say("groups:")
+        screen.facts([(group.name, ", ".join(str(run.folder) for run in group.runs)) for group in chart.groups])
     screen.say(f"at the end ({chart.averaged}):")
     screen.facts([(str(run.folder), final_values(run, chart)) for run in chart.runs])
     for line in [*(line for run in chart.runs for line in run.remarks), *differences_between(chart)]:
@@ -83,7 +90,6 @@ def final_values(run, chart) -> str:
 
 def differences_between(chart) -> list[str]:
     """Return one line for each difference between runs that affects the comparison of their curves."""
-    from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, differences
     from rlhf.utils.console import clock
 
     remarks = []
@@ -91,11 +97,12 @@ def differences_between(chart) -> list[str]:
     if len(recipes) > 1:
         remarks.append(f"the runs use different recipes: {', '.join(recipes)}")
     if len(chart.aims) > 1:
-        units = {run.config.kl.targets[0].per for run in chart.runs}
-        shown = "; the KL is shown in nats per sequence" if len(units) > 1 else ""
-        remarks.append(f"the runs have different KL targets: {', '.join(chart.aims)}; none is drawn{shown}")
+        drawn = "that of each group is a dotted line"
+        if not chart.same_unit:
+            drawn = "none is drawn; the KL is shown in nats per sequence"
+        remarks.append(f"the runs have different KL targets: {', '.join(chart.aims)}; {drawn}")
     for group in chart.groups:
-        updates, first = [run.last_update for run in group.runs], group.runs[0].run.settings
+        updates = [run.last_update for run in group.runs]
         times = [run.seconds for run in group.runs]
         lengths = f"{min(updates):,} to {max(updates):,} updates" if len(set(updates)) > 1 else None
         if chart.x == "time" and clock(min(times)) != clock(max(times)):
@@ -104,11 +111,5 @@ def differences_between(chart) -> list[str]:
             remarks.append(
                 f"the {group.name} runs differ in length, {lengths}: their mean ends with the shortest, and the "
                 "rest is not drawn"
-            )
-        mixed = {name for run in group.runs for name in differences(first, run.run.settings, SEEDS_MAY_DIFFER)}
-        if mixed:
-            remarks.append(
-                f"the {group.name} runs differ in {', '.join(sorted(mixed))}: their mean mixes settings. Plot one "
-                "setting of an algorithm at a time"
             )
     return remarks

@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from rlhf.algorithms.table import ALGORITHMS, in_order
 from rlhf.analysis.audit import against, as_json, figures, target_at_end, warnings, without_score
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.equal_budget import EvalPoint, at_equal
 from rlhf.analysis.evaluator import GenerationResults, ModelEvaluator
-from rlhf.analysis.models import ModelRef, episodes_of
+from rlhf.analysis.groups import ALL_PAIRS, differing_settings, short_pair, unread
+from rlhf.analysis.models import ModelRef, episodes_of, groups_of
 from rlhf.analysis.statistics import LEVEL, interval_of, percent
 from rlhf.analysis.verdict import RunGroup, judge_runs
-from rlhf.checkpoints.run_record import SEEDS_MAY_DIFFER, RunRecord, differences, environment, flat_settings, now
+from rlhf.checkpoints.run_record import RunRecord, environment, flat_settings, now
 from rlhf.config import config_of_run
 from rlhf.reports.comparison_tables import samples_in_words
 from rlhf.reports.evaluation_report import completions_by_model, facts_as_json, facts_as_rows
-from rlhf.reports.plot_style import as_data_url, save_picture
+from rlhf.reports.plot_style import COLOURS, as_data_url, group_styles, save_picture
 from rlhf.reports.report_plots import distributions, score_against_kl
-from rlhf.settings.fields import settings_of
-from rlhf.settings.training import Config
 from rlhf.utils.console import Screen, listed
 from rlhf.utils.files import json_ready, write_json, write_text
 from rlhf.utils.html import render
 from rlhf.utils.rng import rng_for
 
 SAMPLES = 8  # prompts with completions in the report
+MOST_DRAWN = 6  # groups in the picture of distributions: more lines cannot be told apart
 
 
-def make_groups(models: Sequence[ModelRef], measured: Sequence[GenerationResults]) -> list[RunGroup]:
-    """Groups the runs by algorithm, in the order of seeds."""
-    pairs = sorted(zip(models, measured, strict=True), key=lambda pair: pair[0].run.seed)
+def make_groups(
+    models: Sequence[ModelRef], measured: Sequence[GenerationResults], labels: Sequence[str] = ()
+) -> list[RunGroup]:
+    """Returns the groups of runs with the same settings, each in the order of seeds. `labels` are their names."""
     groups = []
-    for algorithm in in_order(m.run.algorithm for m in models):
-        members = [(m, completions) for m, completions in pairs if m.run.algorithm == algorithm]
-        runs, completions = [m.run for m, _ in members], [completions for _, completions in members]
-        groups.append(RunGroup(algorithm, runs, completions, [episodes_of(m) for m, _ in members]))
+    for found in groups_of(models, labels):
+        members = sorted(found.members, key=lambda i: models[i].run.seed)
+        runs, episodes = [models[i].run for i in members], [episodes_of(models[i]) for i in members]
+        results = [measured[i] for i in members]
+        groups.append(RunGroup(found.algorithm, runs, results, episodes, found.label, found.settings))
     return groups
 
 
@@ -49,15 +49,14 @@ def make_comparison(
     start: GenerationResults,
     eval_points: Sequence[tuple[str, list[EvalPoint]]],
 ) -> dict[str, Any]:
-    """Returns the comparison as JSON-ready data. `eval_points`: (algorithm, evaluations during training) per run."""
+    """Returns the comparison as JSON-ready data. `eval_points`: (name of the group, evaluations during training) per
+    run."""
     seed = evaluator.settings.seed
     judges = [judge.name for judge in evaluator.judges]
     independent = not judges or evaluator.judges[0].independent
     verdict = judge_runs(groups, start, evaluator.judge_name, seed, evaluator.score_name, independent)
     everyone = [start, *(results for group in groups for results in group.measured)]
-    by_group = {
-        group.name: [found for algorithm, found in eval_points if algorithm == group.algorithm] for group in groups
-    }
+    by_group = {group.name: [found for name, found in eval_points if name == group.name] for group in groups}
     equal = at_equal(by_group, evaluator.rate if judges else None, seed)
     report = {
         "made": now(),
@@ -67,6 +66,7 @@ def make_comparison(
         "judges": judges,
         "warnings": _warnings(groups, start, seed),
         "facts": facts_as_json([*evaluator.facts(), *settings_that_differ(groups)]),
+        "groups": {group.name: {"algorithm": group.algorithm, "settings": group.settings} for group in groups},
         "figures": {"start": figures(start)}
         | {group.name: dict(zip(map(str, group.seeds), group.figures, strict=True)) for group in groups},
         "contrasts": [asdict(c) for c in verdict.contrasts],
@@ -91,7 +91,8 @@ def at_equal_in_words(rows: Sequence[dict[str, Any]], judge: str | None = None) 
             level = "" if found[0]["level"] == LEVEL else f", {percent(found[0]['level'])} intervals"
             lines.append(
                 f"at {row['budget']}, by the {found[0]['by']} in the evaluations during training (their own prompts, "
-                f"{samples_in_words(row)} each{why}){level}: {'; '.join(map(_pair_in_words, row['differences']))}"
+                f"{samples_in_words(row)} each{why}){level}: "
+                f"{'; '.join(_pair_in_words(pair, row['sides']) for pair in row['differences'])}"
             )
         elif row["differences"]:
             reasons = dict.fromkeys(pair["missing"] for pair in row["differences"])
@@ -99,22 +100,30 @@ def at_equal_in_words(rows: Sequence[dict[str, Any]], judge: str | None = None) 
     return lines
 
 
-def _pair_in_words(pair: dict[str, Any]) -> str:
+def _pair_in_words(pair: dict[str, Any], groups: Collection[str]) -> str:
+    name = short_pair(pair["name"], groups)
     if "missing" in pair:
-        return f"{pair['name']} not compared ({pair['missing']})"
+        return f"{name} not compared ({pair['missing']})"
     significant = pair["low"] is not None and (pair["low"] > 0 or pair["high"] < 0)
-    return f"{pair['name']} = {interval_of(pair)}, {'significant' if significant else 'not significant'}"
+    return f"{name} = {interval_of(pair)}, {'significant' if significant else 'not significant'}"
 
 
 def settings_that_differ(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:
-    """Returns the settings in which the groups differ, without those that only some algorithms use; then each K."""
+    """Returns the settings in which the groups differ, without those that not both algorithms use; then each K.
+
+    More than 4 groups have only the names of these settings here, because a table has the values.
+    """
     if len(groups) < 2:
         return []
-    names, settings = [group.name for group in groups], [group.runs[0].settings for group in groups]
-    aside = (*SEEDS_MAY_DIFFER, *_settings_of_some_algorithms(), "algorithm")
-    differ = sorted({name for pair in combinations(settings, 2) for name in differences(*pair, aside)})
-    flat = [flat_settings(one) for one in settings]
-    parts = [f"{name}: {_by_group(names, [values.get(name, 'unknown') for values in flat])}" for name in differ]
+    names, flat = [group.name for group in groups], [flat_settings(group.runs[0].settings) for group in groups]
+    differ = [name for name in differing_settings([group.algorithm for group in groups], flat) if name != "K"]
+    if len(groups) > ALL_PAIRS:
+        return [("settings that differ", f"{', '.join(differ) or 'none'} (see the table of groups)")]
+    unread_by = {group.name: unread(group.algorithm) for group in groups}
+    parts = []
+    for name in differ:
+        of = [i for i, group in enumerate(groups) if name not in unread_by[group.name]]
+        parts.append(f"{name}: {_by_group([names[i] for i in of], [flat[i].get(name, 'unknown') for i in of])}")
     text = "; ".join(parts) or "only those of a single algorithm"
     sizes = [f"{name} {values['K']}" for name, values in zip(names, flat, strict=True) if values.get("K") is not None]
     return [(f"settings that differ, {listed(names)}", f"{text}; K: {', '.join(sizes)}" if sizes else text)]
@@ -122,12 +131,6 @@ def settings_that_differ(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:
 
 def _by_group(names: Sequence[str], values: Sequence[Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
-
-
-def _settings_of_some_algorithms() -> set[str]:
-    """Returns the settings that only some algorithms use."""
-    own = {group for row in ALGORITHMS.values() for group in row.reads}
-    return {name for name, setting in settings_of(Config).items() if setting.group in own}
 
 
 def _warnings(groups: Sequence[RunGroup], start: GenerationResults, seed: int) -> list[str]:
@@ -193,14 +196,19 @@ def write_comparison(
     curves: Sequence[RunCurves],
     folder: Path,
     screen: Screen,
+    labels: Sequence[str] = (),
 ) -> None:
-    """Writes comparison.html, comparison.md with its picture, and comparison.json."""
-    picture = score_against_kl(curves)
+    """Writes comparison.html, comparison.md with its picture, and comparison.json. `labels` as in `make_groups`."""
+    picture = score_against_kl(curves, labels)
     save_picture(picture, folder / "score_against_kl.png")
     write_json(folder / "comparison.json", report)
-    pooled = distributions([start, *(s.measured[0] for s in groups)], ["start", *(s.algorithm for s in groups)])
+    shown = groups[:MOST_DRAWN]
+    colours = [COLOURS["start"], *(line_style.colour for line_style in group_styles([g.algorithm for g in groups]))]
+    pooled = distributions([start, *(group.measured[0] for group in shown)], [], colours[: len(shown) + 1])
+    names = listed([group.name for group in groups]) if len(groups) <= ALL_PAIRS else f"{len(groups)} groups of runs"
     shared = {
-        "title": f"Comparison of the start model, {listed([group.name for group in groups])}",
+        "title": f"Comparison of the start model{' and ' if len(groups) > ALL_PAIRS else ', '}{names}",
+        "shown": len(shown),
         "report": report,
         "facts": facts_as_rows(report["facts"]),
         "tables": made,

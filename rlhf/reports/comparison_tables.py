@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
 from rlhf.analysis.audit import figures_of, label_of, shown
+from rlhf.analysis.groups import ALL_PAIRS, short_pair
 from rlhf.analysis.statistics import interval_of, percent
 from rlhf.analysis.verdict import RunGroup
 from rlhf.utils.console import clock
@@ -15,13 +16,49 @@ from rlhf.utils.console import clock
 def tables(report: dict[str, Any], groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     """Returns every table with its caption, columns and rows of text."""
     equal = [_equal_table(report)] if report["at_equal"] else []
+    differ = [_group_table(report, groups)] if any(group.settings for group in groups) else []
     return [
-        _figure_table(report, groups),
+        *differ,
+        *_in_parts(_figure_table, report, groups),
         _contrast_table(report),
         _within_table(report),
-        _spent_table(report, groups),
+        *_in_parts(_spent_table, report, groups),
         *equal,
     ]
+
+
+def _in_parts(
+    table: Callable[[dict[str, Any], Sequence[RunGroup]], dict[str, Any]],
+    report: dict[str, Any],
+    groups: Sequence[RunGroup],
+) -> list[dict[str, Any]]:
+    """Returns a table with one column per group, as several tables if there are more than 4 groups."""
+    parts = [groups[i : i + ALL_PAIRS] for i in range(0, len(groups), ALL_PAIRS)]
+    made = [table(report, part) for part in parts]
+    for number, part in enumerate(made[1:] and made, 1):
+        part["caption"] += f" (part {number} of {len(made)})"
+    return made
+
+
+MAIN = ("score", "judge", "kl", "length")  # figures in the table of groups
+
+
+def _group_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[str, Any]:
+    """Returns one row per group: the settings in which the groups differ, and the most important figures."""
+    names = list(dict.fromkeys(name for group in groups for name in group.settings))
+    main = [name for name in MAIN if any(group.known(name) for group in groups)]
+    rows = [
+        [
+            group.name,
+            ", ".join(map(str, group.seeds)),
+            *(group.settings.get(name, "-") for name in names),
+            *(_mean(name, group.known(name)) for name in main),
+        ]
+        for group in groups
+    ]
+    columns = ["", "seeds", *names, *(label_of(name, report["judges"]) for name in main)]
+    caption = "Groups: the settings in which they differ, and mean figures over seeds (lowest to highest seed)"
+    return {"caption": caption, "columns": columns, "rows": rows}
 
 
 def _figure_table(report: dict[str, Any], groups: Sequence[RunGroup]) -> dict[str, Any]:
@@ -52,7 +89,7 @@ def _mean(name: str, known: Sequence[float]) -> str:
 def _contrast_table(report: dict[str, Any]) -> dict[str, Any]:
     rows = [
         [
-            f"{c['name']}, {_measure_name(c['measure'], report['judges'])}",
+            f"{_pair(c['name'], report)}, {_measure_name(c['measure'], report['judges'])}",
             interval_of(c["difference"]),
             interval_of(c["win_rate"], ""),
             _interval_kind(c),
@@ -61,6 +98,10 @@ def _contrast_table(report: dict[str, Any]) -> dict[str, Any]:
     ]
     columns = ["", "difference (interval)", "win rate (interval)", "confidence interval"]
     return {"caption": "Differences and win rates (a tie counts half)", "columns": columns, "rows": rows}
+
+
+def _pair(name: str, report: dict[str, Any]) -> str:
+    return name if name.endswith("- start model") else short_pair(name, report["groups"])
 
 
 def _measure_name(measure: str, judges: Sequence[str]) -> str:
@@ -135,7 +176,7 @@ def _equal_table(report: dict[str, Any]) -> dict[str, Any]:
             if "missing" not in found:
                 cells = ["", ""]
                 cells[found["by"] == "judge"] = f"{interval_of(found)}, {_interval_kind(found)}"
-                rows.append([f"{row['budget']}: {found['name']}", *cells, "", ""])
+                rows.append([f"{row['budget']}: {short_pair(found['name'], row['sides'])}", *cells, "", ""])
     caption = (
         "At equal budgets: the last evaluation during training within the budget (the run's own evaluation prompts, "
         f"not those above; {samples_in_words(report['at_equal'][0])} per prompt)"

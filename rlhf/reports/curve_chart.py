@@ -11,8 +11,12 @@ import numpy as np
 from rlhf.algorithms.kl_control import KLController
 from rlhf.algorithms.table import in_order
 from rlhf.analysis.curves import Curve, RunCurves
-from rlhf.reports.plot_style import LineStyle, line_styles_of
+from rlhf.analysis.groups import group_runs
+from rlhf.reports.plot_style import LineStyle, group_styles
 from rlhf.settings.types import KL_METRICS
+from rlhf.utils.console import listed
+
+LONGEST_NAMES = 70  # characters of the groups' names in the title
 
 
 @dataclass(frozen=True)
@@ -46,15 +50,13 @@ class XAxis:
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one algorithm."""
+    """Runs with the same settings except for the seed."""
 
     algorithm: str
+    name: str
     runs: Sequence[RunCurves]
     line_style: LineStyle
-
-    @property
-    def name(self) -> str:
-        return self.algorithm.upper()
+    settings: dict[str, str]  # those in which the groups differ, as text
 
     @property
     def label(self) -> str:
@@ -72,21 +74,33 @@ class Group:
         return [(run, run.scalars[tag]) for run in self.runs if tag in run.scalars]
 
 
+def groups_of(runs: Sequence[RunCurves], labels: Sequence[str] = ()) -> list[Group]:
+    """Returns the groups of runs with their names and line styles. Raises UserError for a wrong number of `labels`."""
+    found = group_runs([(run.algorithm, run.run) for run in runs], labels)
+    line_styles = group_styles([group.algorithm for group in found])
+    return [
+        Group(group.algorithm, group.label, [runs[i] for i in group.members], line_style, group.settings)
+        for group, line_style in zip(found, line_styles, strict=True)
+    ]
+
+
 @dataclass(frozen=True)
 class Chart:
-    """Runs and how to draw them. `x` is updates, episodes or time; `smooth` is a number of updates."""
+    """Runs and how to draw them. `x` is updates, episodes or time; `smooth` is a number of updates; `labels` are names
+    for the groups."""
 
     runs: Sequence[RunCurves]
     x: str
     smooth: int
+    labels: Sequence[str] = ()
 
     @cached_property
     def groups(self) -> list[Group]:
-        line_styles = line_styles_of(in_order(run.algorithm for run in self.runs))
-        return [
-            Group(name, [run for run in self.runs if run.algorithm == name], line_style)
-            for name, line_style in line_styles.items()
-        ]
+        return groups_of(self.runs, self.labels)
+
+    @property
+    def several_algorithms(self) -> bool:
+        return len({group.algorithm for group in self.groups}) > 1
 
     @cached_property
     def axis(self) -> XAxis:
@@ -99,8 +113,12 @@ class Chart:
     @property
     def per(self) -> str:
         """The unit of the KL panel: "token" if all KL targets are per token, otherwise "sequence"."""
-        units = {run.config.kl.targets[0].per for run in self.runs}
-        return units.pop() if len(units) == 1 else "sequence"
+        return self.runs[0].config.kl.targets[0].per if self.same_unit else "sequence"
+
+    @property
+    def same_unit(self) -> bool:
+        """True if the KL targets of all runs have the same unit."""
+        return len({run.config.kl.targets[0].per for run in self.runs}) == 1
 
     @cached_property
     def aims(self) -> list[str]:
@@ -114,7 +132,7 @@ class Chart:
 
     @property
     def panels(self) -> list[Panel]:
-        own = "" if len(self.groups) == 1 else " (not comparable between algorithms)"
+        own = " (not comparable between algorithms)" if self.several_algorithms else ""
         return [
             Panel(f"Loss{own}", "", "loss"),
             Panel("Learning rate", "", "learning_rate", smoothed=False),
@@ -137,3 +155,29 @@ class Chart:
     @property
     def averaged(self) -> str:
         return f"mean of the last {self.smooth} updates" if self.smooth > 1 else "each update"
+
+
+def title(chart: Chart) -> str:
+    """Returns the figure's title: groups, recipe, and how far the runs are."""
+    names = listed([group.name for group in chart.groups])
+    if len(names) > LONGEST_NAMES:
+        names = (
+            f"{listed([a.upper() for a in in_order(g.algorithm for g in chart.groups)])}, {len(chart.groups)} groups"
+        )
+    recipes = sorted({run.config.recipe for run in chart.runs})
+    what = f"{names}, recipe{'s' if len(recipes) > 1 else ''} {', '.join(recipes)}"
+    if len(chart.runs) > 1:
+        open_ends = [run.run.status for run in chart.runs if run.run.status != "finished"]
+        state = "".join(f", {open_ends.count(s)} of {len(chart.runs)} runs {s}" for s in sorted(set(open_ends)))
+        bands = "; bands: lowest to highest run" if any(group.runs[1:] for group in chart.groups) else ""
+        return f"{what}{state}\nlines: {chart.averaged}{bands}"
+    run = chart.runs[0]
+    status = run.run.status
+    length = f"{run.planned:,} updates"
+    state = length if status == "finished" else f"{status}, {run.last_update:,} of {length}"
+    return f"{what}, seed {run.run.seed}\n{shortened(str(run.folder))}: {state}"
+
+
+def shortened(name: str, most: int = 50) -> str:
+    """Returns a long name without its middle part."""
+    return name if len(name) <= most else f"{name[: most // 3]}…{name[-(most - most // 3 - 1) :]}"

@@ -15,19 +15,23 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from rlhf.algorithms.kl_control import KL_BAND
 from rlhf.analysis.curves import Curve, RunCurves, running_mean, seeds_band
-from rlhf.reports.curve_chart import Chart, Group, Panel
+from rlhf.reports.curve_chart import Chart, Group, Panel, title
 from rlhf.reports.plot_style import colour_of, new_figure, style
 from rlhf.utils.console import listed
 
 CUT, FAR = 0.02, 3  # the y axis leaves out 2% of the values at each end if it would be 3 times as long with them
 LEGEND_WIDTH = 118  # characters in a row of the legend
 TOPICS_DRAWN = 8  # at most, to keep the lines distinguishable
-DASHES = {"solid": "-", "dashed": "--", "dotted": ":", "dash-dotted": "-."}  # of the algorithms in a topic panel
+DASHES = {"solid": "-", "dashed": "--", "dotted": ":", "dash-dotted": "-."}  # of the groups in a topic panel
 THIN, THICKER = 1.8, 1.4  # points: the thinnest line, and the step to the next thicker one
+FEW = 4  # groups, up to which all of them have entries for their evaluations in the legend
+LEGEND_ROW, LEGEND_ROWS = 0.24, 5  # inches; rows of a legend for which the figure has space
+EVALUATIONS, TARGETS = "evaluation on held-out prompts", "dotted: KL target of a group"  # entries in the legend
 TITLE_WIDTH = 42  # characters above a panel
 
 
@@ -52,7 +56,7 @@ def draw(chart: Chart) -> Figure:
 
 
 def _draw_legend(figure: Figure, chart: Chart, panels: Iterable[Axes]) -> None:
-    """One legend for all panels, with one column per algorithm if that fits."""
+    """One legend for all panels, with one column per group if that fits."""
     entries = {}
     for axes in panels:
         entries |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
@@ -63,30 +67,14 @@ def _draw_legend(figure: Figure, chart: Chart, panels: Iterable[Axes]) -> None:
     longest = max((len(line) for label in order for line in label.split("\n")), default=1)
     wanted = len(chart.groups) + 1 if chart.runs[1:] and not chart.topics else 4
     columns = max(1, min(wanted, LEGEND_WIDTH // (longest + 5)))
-    columns = math.ceil(len(order) / max(1, math.ceil(len(order) / columns)))  # fills all columns evenly
+    rows = math.ceil(len(order) / columns)
+    columns = math.ceil(len(order) / max(1, rows))  # fills all columns evenly
+    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * max(0, rows - LEGEND_ROWS))
+    if EVALUATIONS in entries and chart.runs[1:]:  # of several groups, so in no group's colour
+        entries[EVALUATIONS] = Line2D([], [], ls="none", marker="o", mfc="white", mec="black")
+    if TARGETS in entries:
+        entries[TARGETS] = Line2D([], [], ls=":", color="black")
     figure.legend([entries[label] for label in order], order, loc="outside lower center", ncols=max(1, columns))
-
-
-def title(chart: Chart) -> str:
-    """Returns the figure's title: algorithms, recipe, and how far the runs are."""
-    names = listed([group.name for group in chart.groups])
-    recipes = sorted({run.config.recipe for run in chart.runs})
-    what = f"{names}, recipe{'s' if len(recipes) > 1 else ''} {', '.join(recipes)}"
-    if len(chart.runs) > 1:
-        open_ends = [run.run.status for run in chart.runs if run.run.status != "finished"]
-        state = "".join(f", {open_ends.count(s)} of {len(chart.runs)} runs {s}" for s in sorted(set(open_ends)))
-        bands = "; bands: lowest to highest run" if any(group.runs[1:] for group in chart.groups) else ""
-        return f"{what}{state}\nlines: {chart.averaged}{bands}"
-    run = chart.runs[0]
-    status = run.run.status
-    length = f"{run.planned:,} updates"
-    state = length if status == "finished" else f"{status}, {run.last_update:,} of {length}"
-    return f"{what}, seed {run.run.seed}\n{shortened(str(run.folder))}: {state}"
-
-
-def shortened(name: str, most: int = 50) -> str:
-    """Returns a long name without its middle part."""
-    return name if len(name) <= most else f"{name[: most // 3]}…{name[-(most - most // 3 - 1) :]}"
 
 
 def power_of_ten(highest: float):
@@ -125,9 +113,9 @@ def _label_axes(axes: Axes, chart: Chart, title: str, unit: str) -> None:
 
 
 def _draw_topics(axes: Axes, chart: Chart, kind: str, title: str, unit: str) -> None:
-    """Draws one line per topic and algorithm, with gaps while other topics were trained.
+    """Draws one line per topic and group, with gaps while other topics were trained.
 
-    Each algorithm has its own dashes. Several seeds are averaged at the updates that all of them have.
+    Each group has its own dashes. Several seeds are averaged at the updates that all of them have.
     """
     drawn, left = chart.topics[:TOPICS_DRAWN], len(chart.topics) - TOPICS_DRAWN
     groups = list(zip(chart.groups, DASHES, strict=False))
@@ -176,7 +164,7 @@ def _write_note(axes: Axes, lines: Sequence[str], empty: bool) -> None:
 
 def _width(chart: Chart, panel: Panel, number: int) -> float:
     """Returns a group's line width. Lines that are drawn first are thicker, so that equal lines remain visible."""
-    drawn_later = max(len(chart.groups), 2) - 1 - number
+    drawn_later = max(min(len(chart.groups), FEW), 2) - 1 - min(number, FEW - 1)
     return THIN + THICKER * (int(number == 0) if panel.smoothed else drawn_later)
 
 
@@ -197,7 +185,7 @@ def _draw_group(
     if len(found) > 1:
         axes.fill_between(x, lowest, highest, color=group.colour, alpha=0.2, lw=0)
     label = group.label if len(chart.runs) > 1 else chart.averaged if panel.smoothed else None
-    _line(axes, x, mean, color=group.colour, lw=width, label=label)
+    _line(axes, x, mean, color=group.colour, ls=group.line_style.line, lw=width, label=label)
     return [*drawn, (x, lowest), (x, highest)]
 
 
@@ -215,7 +203,7 @@ def _draw_evaluations(axes: Axes, chart: Chart, panel: Panel, group: Group) -> l
     if not shared:
         return []
     x, y = _means_at(chart, found, shared)
-    name = f"{group.name}, held-out prompts" if len(chart.groups) > 1 else "evaluation on held-out prompts"
+    name = f"{group.name}, held-out prompts" if 1 < len(chart.groups) <= FEW else EVALUATIONS
     line_style = {"mfc": group.colour, "mec": "black", "ms": 6, "ls": "none", "zorder": 3}
     axes.plot(x, y, group.line_style.marker, label=name, **line_style)
     return [y]
@@ -226,7 +214,7 @@ def _draw_target(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
     if chart.held is None:
         if chart.runs[0].targets is None and len(chart.aims) == 1:
             axes.set_title(f"{panel.title} (beta fixed)")
-        return []
+        return _draw_targets_of_groups(axes, chart, panel) if chart.same_unit else []
     lines = defaultdict(list)  # phases of runs can start at different x; otherwise one line is enough
     for group in chart.groups:
         for run, curve in group.with_tag(panel.tag):
@@ -250,6 +238,21 @@ def _draw_target(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
         if held.horizon is not None:
             axes.fill_between(x, KL_BAND[0] * nats, KL_BAND[1] * nats, step="pre", color=colour, alpha=0.12, lw=0)
             drawn += [KL_BAND[0] * nats, KL_BAND[1] * nats]
+    return drawn
+
+
+def _draw_targets_of_groups(axes: Axes, chart: Chart, panel: Panel) -> list[np.ndarray]:
+    """Draws the KL target of each group as a dotted line of its colour. Returns the y values that were drawn."""
+    drawn, label = [], TARGETS
+    for group in chart.groups:
+        found = [(run, curve) for run, curve in group.with_tag(panel.tag) if run.targets is not None]
+        if found:
+            run, curve = max(found, key=lambda pair: chart.axis.of(*pair)[-1])
+            x = np.append(0, chart.axis.of(run, curve))
+            nats = np.array([run.targets.target_of(int(update)).nats for update in (0, *curve.updates)])
+            axes.plot(x, nats, color=group.colour, lw=1.5, ls=":", drawstyle="steps-pre", label=label, zorder=2.5)
+            drawn.append(nats)
+            label = None  # one entry in the legend
     return drawn
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable
-from itertools import cycle
+from collections.abc import Iterable, Sequence
+from itertools import cycle, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,8 @@ from rlhf.utils.files import atomic_write
 # Okabe & Ito 2008, "Color Universal Design": safe for colour-blind readers
 COLOURS = {"start": "#666666", "target": "#009E73", "above": "#0072B2", "below": "#D55E00"}
 OTHER_COLOURS = ("#CC79A7", "#E69F00", "#56B4E9", "#000000")  # from the same palette
-OTHER_MARKERS = ("v", "P", "X", "*")
+OTHER_MARKERS = ("v", "P", "X", "*", "<", "p")
+LINES = ("-", "--", ":", "-.")  # of groups, when all colours are used
 DOTS = 150  # per inch: a plot of 8 inches is 1,200 pixels wide and is shown at half that size
 STYLE = {
     "font.size": 12,
@@ -34,10 +35,11 @@ STYLE = {
 
 
 class LineStyle(NamedTuple):
-    """Colour and marker of an algorithm."""
+    """Colour, marker and line of an algorithm or of a group of runs."""
 
     colour: str
     marker: str  # in matplotlib's notation
+    line: str = "-"  # in matplotlib's notation
 
 
 def line_styles_of(algorithms: Iterable[str]) -> dict[str, LineStyle]:
@@ -50,6 +52,28 @@ def line_styles_of(algorithms: Iterable[str]) -> dict[str, LineStyle]:
         row = ALGORITHMS.get(name)
         line_styles[name] = LineStyle(row.colour, row.marker) if row else LineStyle(next(colours), next(markers))
     return line_styles
+
+
+def group_styles(algorithms: Sequence[str]) -> list[LineStyle]:
+    """Returns one line style per group, from the algorithm of each group. They are distinct for up to 24 groups.
+
+    The first group of an algorithm has the algorithm's colour and marker. Further groups get colours that no other
+    group has, and when these are used up, all colours again with dashed lines.
+    """
+    first = line_styles_of(algorithms)
+    known = [line_style.colour for line_style in first.values()]
+    colours = [*known, *spare_colours(), *(row.colour for row in ALGORITHMS.values())]
+    pairs = [(colour, line) for line, colour in product(LINES, dict.fromkeys(colours))][len(known) :]
+    known = [line_style.marker for line_style in first.values()]
+    markers = [m for m in (*(row.marker for row in ALGORITHMS.values()), *OTHER_MARKERS) if m not in known] or known
+    further, styles = zip(cycle(pairs), cycle(markers), strict=False), []
+    for number, algorithm in enumerate(algorithms):
+        if algorithm not in algorithms[:number]:
+            styles.append(first[algorithm])
+        else:
+            (colour, line), marker = next(further)
+            styles.append(LineStyle(colour, marker, line))
+    return styles
 
 
 def spare_colours() -> list[str]:

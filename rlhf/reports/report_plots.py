@@ -7,16 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 
-from rlhf.algorithms.table import ALGORITHMS, in_order
+from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.curves import RunCurves
 from rlhf.analysis.evaluator import GenerationResults
 from rlhf.analysis.statistics import scored
-from rlhf.reports.plot_style import COLOURS, LineStyle, colour_of, line_styles_of, new_figure, spare_colours, style
+from rlhf.reports.curve_chart import Group, groups_of
+from rlhf.reports.plot_style import COLOURS, colour_of, new_figure, spare_colours, style
 
 BINS = 24
 LEGEND_WIDTH, LINE_WIDTH = 100, 9  # characters in a row of the legend, and the width of an entry's line in characters
+BESIDE, SHORT_NAME = 4, 16  # groups, and characters of a name, up to which the legend is inside the axes
+NARROW_LEGEND, LEGEND_ROW = 78, 0.2  # characters in a row of a legend below the axes, and its height in inches
 SIDES = ((1, 0.6), (1, -0.6), (-1, 0.6), (-1, -0.6), (0, 1), (0, -1))
 LABEL_AT = [(x * away, y * away) for away in (14, 22, 30, 40, 52) for x, y in SIDES]  # points from what it labels
 LETTER = (6.5, 11.0)  # width and height of a digit in a label, points
@@ -33,8 +37,16 @@ def colours_of(kinds: Sequence[str]) -> list[str]:
     return taken
 
 
-def distributions(models: Sequence[GenerationResults], kinds: Sequence[str]) -> Figure:
-    """Plots histograms of the scores and lengths of all completions, with a dashed line at each mean."""
+def distributions(
+    models: Sequence[GenerationResults], kinds: Sequence[str], colours: Sequence[str] | None = None
+) -> Figure:
+    """Plots histograms of the scores and lengths of all completions, with a dashed line at each mean.
+
+    Args:
+        models: the results of each model.
+        kinds: "start" or the algorithm of each model.
+        colours: the colour of each model. None: those of `kinds`.
+    """
     with style():
         figure = new_figure(10, 4.2)
         panels = figure.subplots(1, 2)
@@ -43,7 +55,7 @@ def distributions(models: Sequence[GenerationResults], kinds: Sequence[str]) -> 
         ):
             values = [scored(getattr(m, name)) for m in models]
             edges = _edges(np.concatenate(values))
-            for model, colour, of_model in zip(models, colours_of(kinds), values, strict=True):
+            for model, colour, of_model in zip(models, colours or colours_of(kinds), values, strict=True):
                 shares, _ = np.histogram(of_model, edges)
                 axes.stairs(shares / max(len(of_model), 1), edges, color=colour, linewidth=2, label=model.label)
                 if len(of_model):
@@ -70,38 +82,64 @@ def _edges(values: np.ndarray) -> np.ndarray:
     return np.linspace(low, high, BINS + 1) if high > low else np.array([low - 0.5, low + 0.5])
 
 
-def score_against_kl(runs: Sequence[RunCurves]) -> Figure:
-    """Plots the evaluation score over the KL to the start model, one line per run, with the mean of each algorithm.
+def score_against_kl(runs: Sequence[RunCurves], labels: Sequence[str] = ()) -> Figure:
+    """Plots the evaluation score over the KL to the start model, one line per run, with the mean of each group.
 
     The end of each run is labelled with its seed. Evaluations beyond the x axis are marked with an arrow and their KL.
+    `labels` are names for the groups.
     """
+    groups = groups_of(runs, labels)
     with style():
-        figure = new_figure(8, 6)
+        figure = new_figure(8, 6 + LEGEND_ROW * max(0, len(groups) - BESIDE))
         axes = figure.subplots()
-        has_both = [{"eval/kl_divergence", "eval/score"} <= run.scalars.keys() for run in runs]
-        drawn = [(run, *_evaluations(run)) for run, both in zip(runs, has_both, strict=True) if both]
-        line_styles = line_styles_of(in_order(run.algorithm for run in runs))
-        for name, line_style in line_styles.items():
-            _draw_algorithm(axes, name, line_style, [(kl, y) for run, kl, y in drawn if run.algorithm == name])
+        drawn, missing = _drawn_and_missing(groups)
+        for group in groups:
+            _draw_group(axes, group, [(kl, y) for of, _, kl, y in drawn if of is group])
         if drawn:
-            starts = {(kl[0], score[0]) for _, kl, score in drawn}
+            starts = {(kl[0], score[0]) for _, _, kl, score in drawn}
             axes.plot(*zip(*starts, strict=True), "D", color=COLOURS["start"], ms=8, ls="none", label="start model")
             axes.margins(y=0.1)  # room for the labels
-            _limit_x(axes, [(kl, score) for _, kl, score in drawn])
-            axes.legend(loc="lower right")
-        missing = [
-            f"{r.algorithm.upper()}, seed {r.run.seed}" for r, both in zip(runs, has_both, strict=True) if not both
-        ]
+            _limit_x(axes, [(kl, score) for _, _, kl, score in drawn])
+            _draw_legend(figure, axes, groups)
         if missing:
             text = "no evaluation was logged by\n" + "\n".join(missing)
             axes.text(0.01, 0.99, text, transform=axes.transAxes, va="top", fontsize=10)
         axes.set(xlabel="KL to the start model (nats/sequence)", ylabel="evaluation score")
         figure.suptitle("Evaluation score and KL during training", fontsize=14)
-        several = "thin line: one run; thick line: mean over runs; " if len(drawn) > len(line_styles) else ""
+        several = "thin line: one run; thick line: mean over runs; " if len(drawn) > len(groups) else ""
         axes.set_title(f"{several}large marker: end of a run, with its seed", fontsize=11)
         figure.draw_without_rendering()  # the labels need the final layout
-        _label_ends(axes, [(kl[-1], y[-1], str(r.run.seed), line_styles[r.algorithm].colour) for r, kl, y in drawn])
+        _label_ends(axes, [(kl[-1], y[-1], str(run.run.seed), of.colour) for of, run, kl, y in drawn])
     return figure
+
+
+def _drawn_and_missing(
+    groups: Sequence[Group],
+) -> tuple[list[tuple[Group, RunCurves, np.ndarray, np.ndarray]], list[str]]:
+    """Returns each run with KL and score of its evaluations, and the names of the runs that logged none."""
+    drawn, missing = [], []
+    for group in groups:
+        for run in group.runs:
+            if {"eval/kl_divergence", "eval/score"} <= run.scalars.keys():
+                drawn.append((group, run, *_evaluations(run)))
+            else:
+                missing.append(f"{group.name}, seed {run.run.seed}")
+    return drawn, missing
+
+
+def _draw_legend(figure: Figure, axes: Axes, groups: Sequence[Group]) -> None:
+    """Inside the axes if there are few groups with short names, otherwise below them, with each group's line."""
+    if len(groups) <= BESIDE and max(len(group.name) for group in groups) <= SHORT_NAME:
+        axes.legend(loc="lower right")
+        return
+    handles, texts = axes.get_legend_handles_labels()
+    for group in groups:
+        if group.name in texts:
+            colour, marker, line = group.line_style
+            shown = {"marker": marker, "ls": line, "lw": MEAN_WIDTH, "ms": 8, "mec": "black", "mew": 0.5}
+            handles[texts.index(group.name)] = Line2D([], [], color=colour, **shown)
+    columns = max(1, min(3, NARROW_LEGEND // (max(map(len, texts)) + LINE_WIDTH)))
+    figure.legend(handles, texts, loc="outside lower center", ncols=columns)
 
 
 def _evaluations(run: RunCurves) -> tuple[np.ndarray, np.ndarray]:
@@ -111,21 +149,20 @@ def _evaluations(run: RunCurves) -> tuple[np.ndarray, np.ndarray]:
     return kl.values[of_kl], score.values[of_score]
 
 
-def _draw_algorithm(
-    axes: Axes, name: str, line_style: LineStyle, lines: Sequence[tuple[np.ndarray, np.ndarray]]
-) -> None:
-    """Draws the runs of one algorithm, and their mean if there are several with the same number of evaluations."""
-    colour, marker = line_style
+def _draw_group(axes: Axes, group: Group, lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Draws the runs of one group, and their mean if there are several with the same number of evaluations."""
+    colour, marker, line = group.line_style
     several = len(lines) > 1 and len({len(kl) for kl, _ in lines}) == 1
     for kl, score in lines:
-        axes.plot(kl, score, ".-", color=colour, lw=0.8 if several else 1.5, ms=5, alpha=0.35 if several else 0.7)
+        width, alpha = (0.8, 0.35) if several else (1.5, 0.7)
+        axes.plot(kl, score, marker=".", ls=line, color=colour, lw=width, ms=5, alpha=alpha)
     if several:
-        mean = [np.mean([line[i] for line in lines], axis=0) for i in (0, 1)]
-        axes.plot(*mean, "-", color=colour, lw=MEAN_WIDTH, alpha=0.8)
+        mean = [np.mean([pair[i] for pair in lines], axis=0) for i in (0, 1)]
+        axes.plot(*mean, ls=line, color=colour, lw=MEAN_WIDTH, alpha=0.8)
     if lines:
         ends = [(kl[-1], score[-1]) for kl, score in lines]
         end_style = {"mec": "black", "mew": 0.5, "ms": 8, "ls": "none", "zorder": 4}
-        axes.plot(*zip(*ends, strict=True), marker, color=colour, label=name.upper(), **end_style)
+        axes.plot(*zip(*ends, strict=True), marker, color=colour, label=group.name, **end_style)
 
 
 def _limit_x(axes: Axes, lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -148,7 +185,7 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> No
     points = [tuple(axes.transData.transform((x, y)) * pixels) for x, y, _, _ in ends]
     taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in points]
     for line in axes.lines:
-        if line.get_linewidth() == MEAN_WIDTH and line.get_linestyle() == "-":
+        if line.get_linewidth() == MEAN_WIDTH:
             along = axes.transData.transform(line.get_path().interpolated(30).vertices) * pixels
             taken += [(x - 2, y - 2, x + 2, y + 2) for x, y in along]
     for (x, y, text, colour), point in zip(ends, points, strict=True):

@@ -1,4 +1,4 @@
-"""Trains several seeds at the same time: one process per GPU, or on a CPU one per core."""
+"""Trains several runs in processes of their own: one per GPU at the same time, or on a CPU one per core."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,7 @@ from rlhf.utils.signals import GracefulStop, TrainingInterrupted
 from rlhf.utils.system import available_cores, new_process_group, send_stop, stop_signals
 
 POLL_S, END_S = 0.2, 10.0
+LOGS_PRINTED = 4
 STOPPED = [128 + which for which in stop_signals()]  # exit statuses of a run that a signal stopped
 # what a child process runs: it imports from the same folders as this process, wherever that was started
 CHILD = "import sys; sys.path[:] = {path!r}; from rlhf.run.parallel_seeds import child; child()"
@@ -42,10 +44,10 @@ class Slot:
 
 
 @dataclass
-class SeedRun:
-    """The training process of one seed."""
+class TrainingProcess:
+    """The process of one run."""
 
-    seed: int
+    name: str  # printed
     config: Config
     slot: Slot
     process: subprocess.Popen
@@ -53,7 +55,7 @@ class SeedRun:
     errors: list[str] = field(default_factory=list)
 
     @classmethod
-    def start(cls, seed: int, config: Config, slot: Slot) -> SeedRun:
+    def start(cls, name: str, config: Config, slot: Slot) -> TrainingProcess:
         """Start the process. Its output is appended to the file of `log_of`."""
         log_of(config).parent.mkdir(parents=True, exist_ok=True)
         process = subprocess.Popen(
@@ -66,7 +68,7 @@ class SeedRun:
         )
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # broken if the process has ended already
             pickle.dump((sys.argv, config), pipe)
-        run = cls(seed, config, slot, process)
+        run = cls(name, config, slot, process)
         run.reader.start()
         return run
 
@@ -97,17 +99,17 @@ class SeedRun:
 
 
 def log_of(config: Config) -> Path:
-    """Return the file with the output of a seed's process. It is beside the run's folder, which the run claims."""
+    """Return the file with the output of a run's process. It is beside the run's folder, which the run claims."""
     return Path(f"{config.run.output}.log")
 
 
-def slots_for(seeds: int) -> list[Slot]:
+def slots_for(runs: int) -> list[Slot]:
     """Return the places for training processes: the visible GPUs, or without one equal shares of the CPU's cores."""
     gpus = visible_gpus()
     if gpus:
         return [Slot(f"GPU {gpu}", {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus]
     cores = available_cores()
-    count = min(seeds, cores)
+    count = min(runs, cores)
     threads = str(cores // count)
     return [Slot(f"{threads} of {cores} CPU cores", {"OMP_NUM_THREADS": threads}) for _ in range(count)]
 
@@ -115,32 +117,60 @@ def slots_for(seeds: int) -> list[Slot]:
 def train_in_parallel(config: Config, screen: Screen) -> None:
     """Train the seeds of `config`, one process each, and print a table over seeds.
 
-    Finished seeds, and those that another machine trains in the same folder, are skipped. A stop signal is passed on
-    to all processes, which save their runs. Raises RunError if a seed fails; the others finish before. Raises
-    TrainingInterrupted after a stop signal.
+    Finished seeds, and those that another machine trains in the same folder, are skipped. Raises as `train_runs` and
+    `report_rest`.
     """
     build_demo(config, screen)
     configs, finished = configs_of_seeds(config, with_others=True)
-    for seed, one in configs.items():
-        if finished[seed]:
-            screen.say(f"seed {seed}: already finished in {one.run.output} (delete the folder to train it again)")
-    waiting = {seed: one for seed, one in configs.items() if not finished[seed]}
-    with screen, GracefulStop(screen.say) as stop:
-        ended = ParallelSeeds(waiting, screen, stop).run() if waiting else []
-    if stop.by is not None:
-        raise TrainingInterrupted(stop.by, f"stopped. Resume with: {resume_command(config, '--parallel')}")
+    names = {f"seed {seed}": seed for seed in configs}
+    runs = {name: configs[seed] for name, seed in names.items()}
+    done = {name for name, seed in names.items() if finished[seed]}
+    ended = train_runs(runs, done, screen, resume_command(config, "--parallel"))
     done = {seed: one for seed, one in configs.items() if read_status(Path(one.run.output)) == "finished"}
     if done:
         show_results(config, done, screen)
-    others = [str(seed) for seed in configs if seed not in done and seed not in [run.seed for run in ended]]
+    report_rest(runs, ended, screen)
+
+
+def train_runs(
+    runs: dict[str, Config], finished: Container[str], screen: Screen, resume: str, parallel: bool = True
+) -> list[TrainingProcess]:
+    """Train runs in processes of their own. Returns the processes that were started, when all have ended.
+
+    A stop signal is passed on to all processes, which save their runs. Raises TrainingInterrupted after it.
+
+    Args:
+        runs: the configuration of each run by its name, which is printed.
+        finished: the names of the runs that are finished, and are skipped.
+        screen: prints the progress.
+        resume: the command that resumes the runs.
+        parallel: train several runs at the same time.
+    """
+    for name, one in runs.items():
+        if name in finished:
+            screen.say(f"{name}: already finished in {one.run.output} (delete the folder to train it again)")
+    waiting = {name: one for name, one in runs.items() if name not in finished}
+    with screen, GracefulStop(screen.say) as stop:
+        ended = Processes(waiting, screen, stop, parallel).run() if waiting else []
+    if stop.by is not None:
+        raise TrainingInterrupted(stop.by, f"stopped. Resume with: {resume}")
+    return ended
+
+
+def report_rest(runs: dict[str, Config], ended: Sequence[TrainingProcess], screen: Screen) -> None:
+    """Print the runs that other processes train. Raises RunError for the runs that have failed."""
+    started = {run.name for run in ended}
+    others = [
+        name for name, one in runs.items() if name not in started and read_status(Path(one.run.output)) != "finished"
+    ]
     if others:
-        screen.say(f"another process trains seed {', '.join(others)}. Run this command again when it has finished")
+        screen.say(f"another process trains {'; '.join(others)}. Run this command again when it has finished")
     if any(run.process.returncode for run in ended):
-        raise RunError([f"seed {run.seed}: {run.problem}" for run in ended if run.process.returncode])
+        raise RunError([f"{run.name}: {run.problem}" for run in ended if run.process.returncode])
 
 
 def build_demo(config: Config, screen: Screen) -> None:
-    """Build the parts of a demo, which all seeds share, if they do not exist."""
+    """Build the parts of a demo, which all runs share, if they do not exist."""
     if config.recipe in DEMOS and not is_ready(config.recipe):
         import_libraries(screen)
         from rlhf.models.device import start_device
@@ -149,20 +179,22 @@ def build_demo(config: Config, screen: Screen) -> None:
         prepare_demo_components(config, screen, start_device(screen))
 
 
-class ParallelSeeds:
-    """The processes of several seeds."""
+class Processes:
+    """The processes of several runs."""
 
-    def __init__(self, waiting: dict[int, Config], screen: Screen, stop: GracefulStop):
-        """`waiting`: seed -> configuration of its run."""
+    def __init__(self, waiting: dict[str, Config], screen: Screen, stop: GracefulStop, parallel: bool = True):
+        """`waiting`: name -> configuration of its run. `parallel`: train several at the same time."""
         self.waiting, self.screen, self.stop = dict(waiting), screen, stop
-        self.free, self.running, self.ended = slots_for(len(waiting)), [], []
+        self.free, self.running, self.ended = slots_for(len(waiting)) if parallel else slots_for(1)[:1], [], []
         self.stopping = False
 
-    def run(self) -> list[SeedRun]:
-        """Train all seeds. Returns those that were started, when all have ended."""
+    def run(self) -> list[TrainingProcess]:
+        """Train all runs. Returns those that were started, when all have ended."""
         places = ", ".join(dict.fromkeys(slot.name for slot in self.free))
-        self.screen.say(f"training {len(self.waiting)} seeds, at most {len(self.free)} at a time, each on: {places}")
-        self.screen.say(f"their output: {', '.join(str(log_of(config)) for config in self.waiting.values())}")
+        self.screen.say(f"training {len(self.waiting)} runs, at most {len(self.free)} at a time, each on: {places}")
+        logs = [str(log_of(config)) for config in self.waiting.values()]
+        more = [f"and {len(logs) - LOGS_PRINTED} more"] if len(logs) > LOGS_PRINTED else []
+        self.screen.say(f"their output: {', '.join([*logs[:LOGS_PRINTED], *more])}")
         try:
             while self.running or (self.waiting and self.stop.by is None):
                 try:
@@ -187,15 +219,15 @@ class ParallelSeeds:
             self.pass_on()
         self.collect()
         if self.running:
-            self.screen.progress("\n".join(f"seed {run.seed} | {run.line}" for run in self.running))
+            self.screen.progress("\n".join(f"{run.name} | {run.line}" for run in self.running))
 
     def start_next(self) -> None:
-        """Start waiting seeds in the free places. A seed that another process trains, or has trained, is skipped."""
+        """Start waiting runs in the free places. A run that another process trains, or has trained, is skipped."""
         while self.free and self.waiting and self.stop.by is None:
-            seed = next(iter(self.waiting))
-            config = self.waiting.pop(seed)
+            name = next(iter(self.waiting))
+            config = self.waiting.pop(name)
             if not is_in_use(Path(config.run.output)) and not is_finished(config):
-                self.running.append(SeedRun.start(seed, config, self.free.pop(0)))
+                self.running.append(TrainingProcess.start(name, config, self.free.pop(0)))
 
     def pass_on(self) -> None:
         """Send the stop signal to all processes."""
@@ -209,9 +241,9 @@ class ParallelSeeds:
             self.free.append(run.slot)
             self.screen.end_progress()
             if run.process.returncode and is_in_use(Path(run.config.run.output)):
-                continue  # another process has started this seed before
+                continue  # another process has started this run before
             self.ended.append(run)
-            self.screen.say(f"seed {run.seed}: {run.problem if run.process.returncode else 'finished'}")
+            self.screen.say(f"{run.name}: {run.problem if run.process.returncode else 'finished'}")
 
 
 def child() -> None:

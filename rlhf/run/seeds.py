@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, stdev
 
-import torch
-
 from rlhf.algorithms.kl_control import with_horizon
 from rlhf.checkpoints.run_folder import is_in_use, read_status, seed_folder
 from rlhf.checkpoints.run_record import RUN_FILE, SEEDS_MAY_DIFFER, RunRecord, differences
@@ -63,11 +61,18 @@ def for_each_seed(train: Callable[[Config, Screen], None], config: Config, scree
         except TrainingInterrupted as stopped:
             stopped.problems.append(f"Resume this and the other seeds with: {resume_command(config)}")
             raise
-        gc.collect()  # otherwise this run's models count in the next run's peak memory
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
     if not config.run.only_looks and is_first():
         show_results(config, configs, screen)
+
+
+def free_memory() -> None:
+    """Free the memory of a finished run: otherwise its models count in the next run's peak memory."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def show_results(config: Config, configs: dict[int, Config], screen: Screen) -> None:
@@ -100,8 +105,9 @@ def with_seed(config: Config, seed: int) -> Config:
     """Return the configuration of one seed's run."""
     output = seed_folder(config.run.output, seed)
     run = RunRecord.read(Path(output)) if config.run.resume else None  # seeds that did not start are started
-    config, resume = (config, False) if run is None else (fitted_as(config, run), True)
-    changed = {"seed": seed, "seeds": None, "parallel": False, "output": output, "resume": resume}
+    if run is not None:  # settings that followed from the length of the run, and those that --fit chose
+        config = with_horizon(fitted_as(config, run), run.plan.updates)
+    changed = {"seed": seed, "seeds": None, "parallel": False, "output": output, "resume": run is not None}
     return dataclasses.replace(config, run=dataclasses.replace(config.run, **changed))
 
 
@@ -128,30 +134,48 @@ def is_finished(config: Config) -> bool:
     return not differ
 
 
+def summary_of(runs: dict[int, dict]) -> dict[str, dict]:
+    """Return the figures that all runs have: name -> value by seed, mean and standard deviation (None for one seed).
+
+    `runs`: seed -> figures of its run.
+    """
+    summary = {}
+    for name in labels_of(next(iter(runs.values()), {})):
+        values = [v for figures in runs.values() if (v := figures.get(name)) is not None]
+        if len(values) == len(runs):
+            spread = stdev(values) if len(values) > 1 else None
+            summary[name] = {"by_seed": dict(zip(runs, values, strict=True)), "mean": fmean(values), "sd": spread}
+    return summary
+
+
+def labels_of(figures: dict) -> dict[str, str]:
+    """Return the figures of the tables, with their labels. Those of evaluation functions depend on the run."""
+    ends = ("before", "after")
+    watched = [name for name in figures if name.startswith("eval/")]
+    evaluated = {n: f"{n[5:].removesuffix(f'_{e}')} {e}" for n in watched for e in ends if n.endswith(f"_{e}")}
+    return SHOWN | evaluated
+
+
 def show_seeds(config: Config, runs: dict[int, dict], screen: Screen) -> None:
     """Print a table of the figures by seed, with mean and standard deviation over seeds, and save it as JSON.
 
     `runs`: seed -> figures of its run.
     """
-    table, summary = [], {}
-    watched = [name for name in next(iter(runs.values())) if name.startswith("eval/")]
-    ends = ("before", "after")
-    evaluated = {n: f"{n[5:].removesuffix(f'_{e}')} {e}" for n in watched for e in ends if n.endswith(f"_{e}")}
-    for name, label in (SHOWN | evaluated).items():
-        values = [v for figures in runs.values() if (v := figures.get(name)) is not None]
-        if len(values) < len(runs):
-            continue
-        spread = stdev(values) if len(values) > 1 else None
-        summary[name] = {"by_seed": dict(zip(runs, values, strict=True)), "mean": fmean(values), "sd": spread}
+    table, summary, labels = [], summary_of(runs), labels_of(next(iter(runs.values())))
+    for name, found in summary.items():
         show = clock if name == "seconds" else "{:.3f}".format
-        cells = [show(v) for v in (*values, fmean(values))]
-        table.append((label, *cells, "-" if spread is None else show(spread)))
+        cells = [show(v) for v in (*found["by_seed"].values(), found["mean"])]
+        table.append((labels[name], *cells, "-" if found["sd"] is None else show(found["sd"])))
     columns = ["", *(f"seed {seed}" for seed in runs), "mean", "standard deviation"]
     screen.table(f"{config.algorithm.upper()}, {len(runs)} seeds", columns, table)
     file = Path(f"{Path(config.run.output)}_seeds.json")
     write_json(file, {"algorithm": config.algorithm, "recipe": config.recipe, "figures": summary})
     screen.say(f"saved: {file} (details: {RUN_FILE} of each seed)")
-    folders = [str(Path(with_seed(config, seed).run.output)) for seed in runs]
+    show_next([str(Path(with_seed(config, seed).run.output)) for seed in runs], config, screen)
+
+
+def show_next(folders: list[str], config: Config, screen: Screen) -> None:
+    """Print the commands that plot and compare the runs in these folders."""
     compared = [*folders, *code_words(config.reward.reward_func, config.reward.eval_func)]
     screen.say("next:")
     screen.facts(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.settings.fields import inherited, setting
+from rlhf.settings.fields import inherited, repeated, setting
 from rlhf.settings.flags import CommandLine
 from rlhf.settings.merge import Command, build, read_given, show_help, values_of
 from rlhf.settings.recipes import DEFAULT_RECIPE, shipped_recipes
@@ -18,7 +18,7 @@ from rlhf.settings.training import (
     RewardSettings,
     SamplingSettings,
 )
-from rlhf.settings.types import Renaming, Split
+from rlhf.settings.types import Label, Renaming, Split
 
 AS_IN_RUN = "as in the run"
 OF_RUN = "as in the run, or the default for --prompts"  # settings that describe the run's own data
@@ -161,7 +161,17 @@ class ComparisonSettings:
     """Comparison"""
 
     runs: tuple[str, ...] = setting(
-        (), "run folders, of one or several algorithms and seeds", brief=True, positional=True
+        (),
+        "run folders; those with the same settings except for the seed form a group",
+        brief="run folders; equal settings, except for the seed, form a group",
+        positional=True,
+    )
+    label: tuple[Label, ...] = setting(
+        (),
+        "names of the groups, in the order of their first run folders; unset: the algorithm, with the settings in "
+        "which the groups differ",
+        aliases=("labels",),
+        brief="names of the groups, in the order of their first runs",
     )
     output: str = setting(
         "./comparison_output", "folder for the reports and the plots", aliases=("output_dir",), brief=True
@@ -189,6 +199,7 @@ class PlotSettings:
         brief="run folders; none: the last run in this folder",
         positional=True,
     )
+    label: tuple[Label, ...] = repeated(ComparisonSettings, "label")
     x: str = setting("updates", "unit of the horizontal axis", brief=True, choices=("updates", "episodes", "time"))
     smooth: int = setting(10, "length of the moving average (thick lines), in updates", ge=1, brief=True)
     output: str = setting("./training_progress", "name of the files to write, without .png and .csv", brief=True)
@@ -214,17 +225,18 @@ EVALUATION = CommandLine(
 COMPARISON = CommandLine(
     ComparisonConfig,
     "compare",
-    "Compares algorithms over seeds, and the start model, on the same prompts. Writes a report with a verdict.",
+    "Compares groups of runs, such as algorithms or learning rates over seeds, and the start model, on the same "
+    "prompts. Writes a report with a verdict.",
     (
         ("ppo_seed42 ppo_seed123 grpo_seed42 grpo_seed123", "two algorithms over two seeds"),
-        ("RUN ... --which best", "the best checkpoints"),
+        ("low_seed1 low_seed2 high_seed1 high_seed2 --label low high", "two settings of an algorithm, with names"),
         ("RUN ... --judge-model MODEL", "also by a second reward model that was not used in training"),
     ),
 )
 PLOT = CommandLine(
     PlotConfig,
     "plot",
-    "Draws the training curves of one run, or of several algorithms over seeds. Writes a plot and a table.",
+    "Draws the training curves of one run, or of groups of runs over seeds. Writes a plot and a table.",
     (
         ("", "the last run in this folder"),
         ("ppo_seed42 grpo_seed42 --x episodes", "two runs over the number of completions"),

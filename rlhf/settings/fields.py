@@ -151,12 +151,13 @@ def convert(setting: Setting, value: Any, where: str) -> Any:
         parts = value if isinstance(value, (list, tuple, range)) else [value]
         kind = typing.get_args(setting.base_type)[0]
         strip = str.lstrip if kind is Renaming else str.strip  # the name of a column may end with a space
-        words = [w for p in parts for w in (map(strip, _at_commas(p)) if isinstance(p, str) else [p])]
+        splits = getattr(kind, "at_commas", True)
+        words = [w for p in parts for w in (map(strip, at_commas(p)) if splits and isinstance(p, str) else [p])]
         return tuple(_convert_one(setting, w, kind, where) for w in words)
     return _convert_one(setting, value, setting.base_type, where)
 
 
-def _at_commas(text: str) -> list[str]:
+def at_commas(text: str) -> list[str]:
     """Split a list at its commas, but not at those in parentheses: `f(a=1, b=(2, 3)),g` has two entries."""
     parts, depth = [""], 0
     for character in text:

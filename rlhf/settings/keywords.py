@@ -321,7 +321,14 @@ class TrainingSettings(TypedDict, total=False):
     """Resume the run in the output folder from its newest valid checkpoint, with its settings."""
 
     parallel: bool
-    """With --seeds: train the seeds at the same time, one per GPU, or on a CPU two at a time."""
+    """With --seeds or --sweep: train the runs at the same time, one per GPU, or on a CPU one per core."""
+
+    sweep: Sequence[str] | str
+    """Train one run per combination of these values, and per seed: NAME=VALUE,VALUE for any settings that change what
+    is learned; in a setting that takes several values, separate these with spaces and quote the argument."""
+
+    print_json: bool
+    """Print the result as one JSON object in the last line of the output, for other programs."""
 
     ddp_timeout: float
     """Seconds after which a run on several processes ends if one of them does not answer."""

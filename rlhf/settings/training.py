@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from rlhf.settings.fields import Layer, setting
 from rlhf.settings.merge import Command
 from rlhf.settings.recipes import DEFAULT_RECIPE
-from rlhf.settings.types import FROM_TRL, HubName, KLTarget, MemorySize, Renaming, Split
+from rlhf.settings.types import FROM_TRL, HubName, KLTarget, MemorySize, Renaming, Split, SweepWord
 
 LARGEST_SEED = 2**32 - 1  # the limit of numpy and transformers
 MOST_UPDATES = 10_000_000
@@ -565,7 +565,15 @@ class RunSettings:
         brief="resume the run in --output",
     )
     parallel: bool = setting(
-        False, "with --seeds: train the seeds at the same time, one per GPU, or on a CPU two at a time"
+        False, "with --seeds or --sweep: train the runs at the same time, one per GPU, or on a CPU one per core"
+    )
+    sweep: tuple[SweepWord, ...] = setting(
+        (),
+        "train one run per combination of these values, and per seed: NAME=VALUE,VALUE for any settings that change "
+        "what is learned; in a setting that takes several values, separate these with spaces and quote the argument",
+    )
+    print_json: bool = setting(
+        False, "print the result as one JSON object in the last line of the output, for other programs"
     )
     ddp_timeout: float = setting(
         1800.0,

@@ -95,6 +95,34 @@ class Renaming(str):
     expects = "NEW=OLD, such as prompt=question"
 
 
+class Label(str):
+    """The name of a group of runs. It may contain commas, so that a list of labels is not split at them."""
+
+    at_commas = False
+
+    @classmethod
+    def parse(cls, text: str) -> Label:
+        if not str(text).strip() or not str(text).isprintable():
+            raise ValueError(text)
+        return cls(str(text).strip())
+
+    expects = "a name without control characters"
+
+
+class SweepWord(str):
+    """A word of --sweep: NAME=VALUE,VALUE, or more values of the word before it (PowerShell splits at commas)."""
+
+    at_commas = False
+
+    @classmethod
+    def parse(cls, text: str) -> SweepWord:
+        if not str(text).strip(" ,"):
+            raise ValueError(text)
+        return cls(str(text).strip(" ,"))
+
+    expects = "NAME=VALUE,VALUE, such as learning_rate=1e-5,3e-5"
+
+
 class MemorySize(str):
     """An amount of memory, such as 8GB. A GB is 2**30 bytes, as in the names of GPUs."""
 

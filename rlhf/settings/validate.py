@@ -20,7 +20,7 @@ from rlhf.utils.processes import size
 def validate_training(config: Config) -> list[str]:
     """Return the errors in the settings of a training run, one line each."""
     checks = (_batch, _dropout, _processes, _clip, _speed, _warmup, _kl, _rollback, _rewards)
-    checks += (_evaluation, _scan, _export)
+    checks += (_evaluation, _scan, _export, _whole_commands)
     return [*renaming_problems(config.data.columns), *(problem for check in checks for problem in check(config))]
 
 
@@ -60,7 +60,7 @@ def _batch(config: Config) -> list[str]:
     seeds = config.run.seeds or ()
     if len(set(seeds)) != len(seeds):
         problems.append("a seed appears twice: --seeds. Give each seed once")
-    if config.run.parallel and not seeds:
+    if config.run.parallel and not seeds and not config.run.sweep:
         problems.append("there is only one seed: --parallel. Add --seeds, such as --seeds 1 2 3")
     if config.run.parallel and size() > 1:
         problems.append(
@@ -256,5 +256,24 @@ def _export(config: Config) -> list[str]:
         problems.append(
             f"several runs and one repository: --seeds, --push-to-hub {name}. Push one run afterwards: "
             f"--resume --push-to-hub {name} --output RUN"
+        )
+    return problems
+
+
+def _whole_commands(config: Config) -> list[str]:
+    run = config.run
+    looks = [
+        flag for flag, given in (("--dry-run", run.dry_run), ("--check", run.check), ("--scan", run.scan)) if given
+    ]
+    if run.print_json and looks:
+        return [f"there is no result to print: --print-json, {looks[0]}. Remove one"]
+    if not run.sweep:
+        return []
+    others = {"--check": run.check, "--scan": run.scan, "--replay": run.replay is not None}
+    problems = [f"{flag} is for one run: --sweep, {flag}. Remove one" for flag, given in others.items() if given]
+    if size() > 1:
+        problems.append(
+            "a launcher has already started several processes: --sweep. Start the command with python; add --parallel "
+            "to use all GPUs"
         )
     return problems

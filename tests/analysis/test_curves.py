@@ -299,7 +299,7 @@ def test_table_contains_exactly_the_logged_values(tmp_path):
     with (tmp_path / "t.csv").open(newline="", encoding="utf-8") as file:
         table = list(csv.DictReader(file))
     tags = ["eval/score", "learning_rate", "loss", "value/loss"]
-    assert list(table[0]) == ["run", "algorithm", "seed", "update", "episodes", "seconds", *tags]
+    assert list(table[0]) == ["run", "algorithm", "seed", "update", "episodes", "seconds", "group", *tags]
     assert rows == len(table) == 20 + 21
     found = {(r["run"], int(r["update"]), tag): r[tag] for r in table for tag in tags if r[tag]}
     special = [found.pop((str(tmp_path / a), 20, tag)) for a in ("ppo", "grpo") for tag in ("loss", "learning_rate")]
@@ -307,6 +307,7 @@ def test_table_contains_exactly_the_logged_values(tmp_path):
     assert {key: float(text) for key, text in found.items()} == logged
     last = table[-1]
     assert (last["algorithm"], last["seed"], last["update"], last["episodes"]) == ("grpo", "7", "20", "1280")
+    assert {row["group"] for row in table} == {"PPO", "GRPO"}
 
 
 def test_table_seconds_exclude_the_evaluation_after_the_update(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -265,6 +267,35 @@ def test_caveats_of_three_groups():
     assert f"{opposite} the reward model" in caveats
     assert not any(c.startswith("GRPO - TOY") for c in caveats), "GRPO and TOY are equal by the judge"
     assert not any("Bonferroni" in c for c in judge_runs(groups[:2], START, "gold quality", 1).caveats)
+
+
+def test_verdict_of_five_groups_compares_each_with_the_first():
+    """Scores 0, 0.2, 0.4, 0.6 and 0.8: the last one has the highest mean, which is partly chance."""
+    names = ["low", "b", "c", "d", "high"]
+    groups = [replace(group("ppo", *three(0.2 * i)), label=name) for i, name in enumerate(names)]
+    verdict = judge_runs(groups, completions(0.0), None, 1)
+    assert [c.name for c in verdict.contrasts[5:]] == [f"{name} - low" for name in names[1:]]
+    assert [c.level for c in verdict.contrasts[5:]] == [pytest.approx(1 - 0.05 / 4)] * 4
+    first, *others, against_start = verdict.sentences
+    assert first == (
+        "Each group is compared with low, the first one, by score (the training reward): the others minus this one."
+    )
+    assert len(others) == 4 and others[3].startswith("high, better than the first one: +0.")
+    assert "(98.8% confidence interval over seeds and prompts: " in others[3]
+    assert others[3].endswith("after 100 episodes each.")
+    assert against_start.startswith("Against the start model by score, better: ")
+    assert against_start.endswith("; no significant difference: low.")
+    assert verdict.caveats[0].startswith(
+        "each of 4 groups is compared with the first one only, so each pair has a 98.8% interval (Bonferroni"
+    )
+    assert verdict.caveats[1].startswith("high has the highest mean by score (+0.") and "chance" in verdict.caveats[1]
+
+
+def test_verdict_of_two_groups_of_one_algorithm_names_groups():
+    groups = [replace(group("ppo", *three(1.5, 0.2)), label="A"), replace(group("ppo", *three(1.0, 0.8)), label="B")]
+    verdict = judge_runs(groups, START, "gold quality", 1)
+    assert verdict.sentences[0].startswith("B is better than A by the judge (gold quality")
+    assert any("score and judge prefer different groups" in caveat for caveat in verdict.caveats)
 
 
 def test_verdict_of_one_group_reports_what_it_cannot_show():

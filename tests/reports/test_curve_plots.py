@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -18,9 +19,10 @@ from matplotlib.image import imread
 from plot_training_progress import main
 from rlhf.analysis.curves import Curve, read_runs
 from rlhf.config import make_config
-from rlhf.reports.curve_chart import Chart
-from rlhf.reports.curve_plots import draw, power_of_ten, shortened
+from rlhf.reports.curve_chart import Chart, shortened
+from rlhf.reports.curve_plots import draw, power_of_ten
 from rlhf.reports.plot_style import colour_of
+from rlhf.utils.errors import UserError
 from tests.reports.conftest import TAGS
 
 ROOT = Path(__file__).parents[2]
@@ -299,6 +301,53 @@ def test_panel_reports_runs_of_a_group_without_the_scalar(logged_run):
     assert panel_text(loss) == "loss\nwas not logged\nby 1 of 2 PPO runs"
 
 
+# groups with different settings
+
+
+def test_settings_of_one_algorithm_are_separate_lines_with_their_names(logged_run):
+    """Two seeds with one learning rate, and two KL targets with another one."""
+    high = {"learning_rate": 1e-2}
+    runs = [
+        logged_run("a", seed=1, evaluations={0: 1.0}), logged_run("b", seed=2, evaluations={0: 3.0}),
+        logged_run("c", **high), logged_run("d", kl_target=["6/sequence"], **high),
+    ]  # fmt: skip
+    figure = draw(Chart(read_runs(runs), "updates", 1))
+    names = [
+        f"PPO kl_target {target}/sequence, learning_rate {rate}, {of}"
+        for target, rate, of in ((3, "0.0003", "mean of 2 seeds"), (3, "0.01", "seed 42"), (6, "0.01", "seed 42"))
+    ]
+    lines = [line(figure.axes[0], name) for name in names]
+    assert len({found.get_color() for found in lines}) == 3 and lines[0].get_color() == colour_of("ppo")
+    assert figure.axes[0].get_title() == "Loss", "one algorithm's losses can be compared"
+    targets = [found for found in figure.axes[3].lines if found.get_linestyle() == ":"]
+    assert [(t.get_color(), t.get_ydata()[0]) for t in targets] == [
+        (found.get_color(), nats) for found, nats in zip(lines, (3, 3, 6), strict=True)
+    ]
+    assert "dotted: KL target of a group" in legend(figure) and set(names) < set(legend(figure))
+
+
+def test_labels_are_the_names_in_legend_table_and_output(logged_run, tmp_path, capsys):
+    runs = [logged_run("a", algorithm="grpo"), logged_run("b", learning_rate=1e-2)]
+    output = run_script(capsys, *runs, "--label", "new, K 4", "old", "--output", tmp_path / "plot")
+    assert f"new, K 4  {runs[0]}\n" in output and f"old       {runs[1]}\n" in output
+    with (tmp_path / "plot.csv").open(newline="", encoding="utf-8") as file:
+        assert {row["run"]: row["group"] for row in csv.DictReader(file)} == {
+            str(runs[0]): "new, K 4", str(runs[1]): "old",
+        }  # fmt: skip
+    with pytest.raises(UserError, match=r"3 label\(s\) for 2 group\(s\) of runs: --label x y z\. .*GRPO .*; PPO "):
+        run_script(capsys, *runs, "--label", "x", "y", "z")
+
+
+def test_nine_groups_have_distinct_lines_and_one_legend_entry_each(logged_run):
+    runs = [logged_run(str(i), learning_rate=1e-4 * i, evaluations={0: 1.0}) for i in range(1, 10)]
+    figure = draw(Chart(read_runs(runs), "updates", 1))
+    drawn = [found for found in figure.axes[0].lines if "learning_rate" in found.get_label()]
+    assert len({(found.get_color(), found.get_linestyle()) for found in drawn}) == len(drawn) == 9
+    assert max(found.get_linewidth() for found in drawn) < 7
+    assert len(legend(figure)) == 9 + 2, "the evaluations and the target have one entry each"
+    assert figure.get_suptitle().startswith("PPO, 9 groups, recipe demo\n")
+
+
 # the script
 
 
@@ -335,14 +384,15 @@ def test_script_plots_six_runs(logged_run, tmp_path, capsys, x):
 
 def test_script_reports_differences_between_runs(logged_run, tmp_path, capsys):
     runs = [
-        logged_run("a", 20), logged_run("b", 15, kl_target=["2/sequence"], seed=2),
-        logged_run("c", 20, algorithm="grpo", recipe="phased-kl"),
+        logged_run("a", 20), logged_run("b", 15, seed=2), logged_run("c", 20, algorithm="grpo", recipe="phased-kl"),
     ]  # fmt: skip
     output = run_script(capsys, *runs, "--output", tmp_path / "plot")
     assert "the runs use different recipes: demo, phased-kl\n" in output
-    assert "the runs have different KL targets: " in output and "2/sequence, 3/sequence; none is drawn; " in output
+    assert "the runs have different KL targets: " in output and ", 3/sequence; none is drawn; " in output
     assert "the KL is shown in nats per sequence\n" in output
-    assert "the PPO runs differ in length, 15 to 20 updates: their mean ends with the shortest, and the" in output
+    assert re.search(
+        "the PPO .* runs differ in length, 15 to 20 updates: their mean ends with the shortest, and", output
+    )
     assert "GRPO runs differ" not in output
     kl = panels(*runs)[3]
     assert kl.get_ylabel() == "nats/sequence" and not any("target" in f.get_label() for f in kl.lines)

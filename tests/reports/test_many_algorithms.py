@@ -10,7 +10,7 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.analysis.curves import read_runs
 from rlhf.reports.curve_chart import Chart
 from rlhf.reports.curve_plots import draw
-from rlhf.reports.plot_style import line_styles_of
+from rlhf.reports.plot_style import COLOURS, group_styles, line_styles_of
 from rlhf.reports.report_plots import colours_of, score_against_kl
 from tests.reports.conftest import TAGS
 from tests.reports.test_curve_plots import legend, line, panel_text
@@ -84,3 +84,14 @@ def test_unregistered_algorithms_have_distinct_styles():
     }
     colours = colours_of(["start", *ALGORITHMS, "a", "ppo"])
     assert len(set(colours)) == len(colours)
+
+
+def test_groups_of_one_algorithm_have_distinct_styles():
+    """The first group of an algorithm keeps its colour. After six colours, lines are dashed."""
+    styles = group_styles(["ppo", "grpo", "ppo", "ppo", *["grpo"] * 20])
+    assert len({(s.colour, s.line) for s in styles}) == 24
+    assert styles[:2] == [*line_styles_of(["ppo", "grpo"]).values()]
+    assert ALGORITHMS["grpo"].colour not in {s.colour for s in styles[2:6]} and {s.line for s in styles[:6]} == {"-"}
+    assert len({s.marker for s in styles[:7]}) == 7
+    assert COLOURS["target"] not in {s.colour for s in styles}
+    assert group_styles(["grpo", "ppo"]) == [line_styles_of([name])[name] for name in ("grpo", "ppo")]

@@ -116,11 +116,12 @@ def test_evaluation_page_escapes_hostile_completions(evaluator, tmp_path, capsys
 
 def test_comparison_page_and_markdown_escape_hostile_completions(evaluator, runs, tmp_path):
     made, models, start, measured = evaluator
-    groups = make_groups(models, [with_hostile_texts(m) for m in measured])
+    labels = ('<b onclick="x">A</b>', "[B](javascript:alert(1)) | $x$")
+    groups = make_groups(models, [with_hostile_texts(m) for m in measured], labels)
     curves = [read_curves(folder) for folder in runs.values()]
-    eval_points = [(curve.algorithm, read_eval_points(curve)) for curve in curves]
+    eval_points = [(labels[curve.algorithm == "grpo"], read_eval_points(curve)) for curve in curves]
     report = make_comparison(made, groups, with_hostile_texts(start), eval_points)
-    write_comparison(report, tables(report, groups), groups, start, curves, tmp_path, Screen())
+    write_comparison(report, tables(report, groups), groups, start, curves, tmp_path, Screen(), labels)
     page = Page(tmp_path / "comparison.html")
     check_page_is_safe(page)
     assert json.loads(page.data) == report
@@ -141,17 +142,21 @@ def as_toy(curve):
 def test_comparison_page_and_markdown_of_three_algorithms(evaluator, runs, tmp_path, capsys):
     """An unregistered algorithm (a copy of a GRPO run) appears in every table, sentence and sample."""
     made, models, start, measured = evaluator
-    groups = make_groups(models, measured)
-    groups = [groups[0], *(dataclasses.replace(groups[1], algorithm=name) for name in ("grpo", "toy"))]
+    ppo, grpo = make_groups(models, measured, ("PPO", "GRPO"))
+    groups = [ppo, grpo, dataclasses.replace(grpo, algorithm="toy", label="TOY")]
     curves = [read_curves(folder) for folder in runs.values()]
     curves = [*curves[:3], as_toy(curves[3])]
-    report = make_comparison(made, groups, start, [(curve.algorithm, read_eval_points(curve)) for curve in curves])
+    report = make_comparison(
+        made, groups, start, [(curve.algorithm.upper(), read_eval_points(curve)) for curve in curves]
+    )
     filled = tables(report, groups)
     write_comparison(report, filled, groups, start, curves, tmp_path, Screen())
     assert len(report["verdict"]) == 6 and len(report["caveats"]) >= 3
     pairs = ["PPO - GRPO", "PPO - TOY", "GRPO - TOY"]
     assert [found["name"] for found in report["at_equal"][0]["differences"]] == pairs
-    figures, contrasts, within, cost, equal = filled
+    settings, figures, contrasts, within, cost, equal = filled
+    assert settings["columns"][:3] == ["", "seeds", "use_lora"]
+    assert [row[:3] for row in settings["rows"][:2]] == [["PPO", "1, 2", "false"], ["GRPO", "1, 2", "true"]]
     assert [column.split(" (")[0] for column in figures["columns"][1:]] == ["start model", "PPO", "GRPO", "TOY"]
     assert cost["columns"] == ["", "PPO", "GRPO", "TOY"] and len(within["rows"]) == 6
     over = {row[0]: row[3] for row in contrasts["rows"]}

@@ -130,6 +130,9 @@ def test_token_page_of_a_completion_without_a_score(runs, tmp_path):
 # --- compare_runs.py -------------------------------------------------------------------------------------------------
 
 
+NAMES = ("--label", "PPO", "GRPO")  # the runs of the algorithms differ in use_lora, so their default labels are longer
+
+
 @pytest.fixture
 def comparison(tmp_path, capsys):
     def run(*flags: object) -> tuple[dict, str]:
@@ -141,7 +144,7 @@ def comparison(tmp_path, capsys):
 
 
 def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
-    report, message = comparison(*runs.values())
+    report, message = comparison(*runs.values(), *NAMES)
     assert len(report["verdict"]) == 3
     assert "PPO" in report["verdict"][0] and "GRPO" in report["verdict"][0]
     assert "after 8 episodes each" in report["verdict"][0]
@@ -169,7 +172,7 @@ def test_ppo_against_grpo_over_seeds(comparison, runs, tmp_path):
 
 
 def test_equal_budgets_use_the_evaluations_during_training(comparison, runs):
-    report, _ = comparison(runs["ppo", 1], runs["grpo", 1])
+    report, _ = comparison(runs["ppo", 1], runs["grpo", 1], *NAMES)
     by_episodes, by_time = report["at_equal"]
     assert by_episodes["budget"] == "8 episodes" and by_time["budget"].endswith("of training")
     for name, run in (("PPO", runs["ppo", 1]), ("GRPO", runs["grpo", 1])):
@@ -184,7 +187,7 @@ def test_equal_budgets_use_the_evaluations_during_training(comparison, runs):
 
 
 def test_comparison_of_single_seeds_has_a_caveat(comparison, runs):
-    report, facts = comparison(runs["ppo", 1], runs["grpo", 2])
+    report, facts = comparison(runs["ppo", 1], runs["grpo", 2], *NAMES)
     assert {c["over"] for c in report["contrasts"]} == {"prompts"}
     assert "one seed (PPO: 1, GRPO: 2) does not show how much the result depends on the seed" in facts
     assert not any("over seeds" in sentence for sentence in report["verdict"])
@@ -221,14 +224,44 @@ def copy_with_settings(run, folder, **settings):
 
 
 def test_runs_that_cannot_be_pooled_are_refused(comparison, runs, start_model, tmp_path):
-    other = copy_with_settings(runs["ppo", 2], tmp_path / "other", learning_rate=0.5)
-    with pytest.raises(UserError, match=r"ppo_1 and .*other differ in learning_rate\. Runs of one"):
-        comparison(runs["ppo", 1], other)
     twice = copy_with_settings(runs["ppo", 1], tmp_path / "twice")
-    with pytest.raises(UserError, match=r"two runs of PPO have the seed 1\. Give each seed once"):
+    with pytest.raises(UserError, match=r"two runs of PPO have the seed 1: .*ppo_1 and .*twice\. Give each seed once"):
         comparison(runs["ppo", 1], twice)
     with pytest.raises(UserError, match="not a run: .*compare_runs.py takes run folders"):
         comparison(runs["ppo", 1], start_model)
+
+
+def test_two_settings_of_one_algorithm_and_another_algorithm(comparison, runs, tmp_path):
+    """Names, verdict, tables and JSON have the settings in which the groups differ."""
+    other = [copy_with_settings(runs["ppo", s], tmp_path / f"other{s}", learning_rate=0.5) for s in (1, 2)]
+    report, text = comparison(runs["ppo", 1], runs["ppo", 2], *other, runs["grpo", 1])
+    names = [
+        "PPO learning_rate 0.01, use_lora false", "PPO learning_rate 0.5, use_lora false",
+        "GRPO learning_rate 0.01, use_lora true",
+    ]  # fmt: skip
+    assert list(report["groups"]) == names and list(report["figures"]) == ["start", *names]
+    assert report["groups"][names[1]]["settings"] == {"learning_rate": "0.5", "use_lora": "false"}
+    assert [c["name"] for c in report["contrasts"][3:]] == [
+        f"{names[0]} - {names[1]}", f"{names[0]} - {names[2]}", f"{names[1]} - {names[2]}",
+    ]  # fmt: skip
+    same = f"No significant difference between {names[0]} and {names[1]} by score"
+    assert report["verdict"][0].startswith(same) and "3 pairs of groups are compared" in text
+    markdown = (tmp_path / "out" / "comparison.md").read_text(encoding="utf-8")
+    assert "|  | seeds | learning_rate | use_lora | score |" in markdown.replace("\\_", "_")
+    (facts,) = [value for name, value in report["facts"].items() if name.startswith("settings that differ")]
+    assert f"learning_rate: {names[0]} 0.01, {names[1]} 0.5, {names[2]} 0.01" in facts
+
+
+def test_labels_name_the_groups(comparison, runs, tmp_path):
+    other = copy_with_settings(runs["ppo", 2], tmp_path / "other", learning_rate=0.5)
+    report, _ = comparison(other, runs["ppo", 1], "--label", "high, as before", "low")
+    assert list(report["groups"]) == ["high, as before", "low"]
+    assert " between high, as before and low by score" in report["verdict"][0] or "better than" in report["verdict"][0]
+    assert list(report["at_equal"][0]["sides"]) == ["high, as before", "low"]
+    with pytest.raises(
+        UserError, match=r"1 label\(s\) for 2 group\(s\) of runs: --label a\. .*PPO learning_rate 0\.5 \(1"
+    ):
+        comparison(other, runs["ppo", 1], "--label", "a")
 
 
 def test_seeds_with_different_evaluation_functions_can_be_pooled(comparison, runs, tmp_path):

@@ -25,6 +25,7 @@ RUN_ELSEWHERE = {
     r"^(git clone|cd|python3 -m venv|source|pip install|pip wheel|ruff|mypy|bash \.ci/run)\b": ".ci/run",
     r"^python -m pytest": ".ci/run",
     r"^python benchmarks/on_gpu\.py": "tests/benchmarks/test_on_gpu.py",
+    r"--sweep": "tests/run/test_sweep.py",
     r"--recipe demo|_seed\d|recorded": "tests/demo/test_demo.py",
     r"--nnodes 2": "tests/distributed/test_processes.py",  # test_commands_of_the_launchers[two-machines]
 }

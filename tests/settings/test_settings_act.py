@@ -476,11 +476,12 @@ RECORDED = {
 FITTED_TO = {"fit"}  # tests/setup/test_fit.py
 SCANNED = {"scan", "scan_samples", "scan_prompts", "keep_pass_rate"}  # tests/setup/test_scan.py
 PROCESSES = {"parallel", "ddp_timeout"}  # tests/distributed
+SWEPT = {"sweep", "print_json"}  # tests/run/test_sweep.py, tests/commands/test_result_line.py
 EXPORTED = {"merge_lora", "export_from", "push_to_hub", "hub_private"}  # tests/run/test_export.py
 
 
 def test_every_setting_is_tested():
-    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *FITTED_TO, *PROCESSES, *SAMPLER, *DATA}
+    elsewhere = {*RECORDED, *RESUMED, *GUARDED, *EXPORTED, *SCANNED, *FITTED_TO, *PROCESSES, *SWEPT, *SAMPLER, *DATA}
     assert set(settings_of(Config)) == {*BY_RUN, *BY_GRPO_RUN, *BY_BEST, *OUTCOMES, *SEPARATE, *elsewhere}
 
 
@@ -646,5 +647,16 @@ def test_every_setting_of_the_evaluation_commands_is_tested():
     evaluation.add("trust_reward_code")  # tests/rewards/test_reward_code.py
     separate = {"model_path", "output", "tokens", "chat"}  # tests/reports/test_reports.py, tests/analysis/test_chat.py
     assert set(settings_of(EvaluationConfig)) == {*evaluation, *separate}
-    assert set(settings_of(ComparisonConfig)) == {*evaluation, "runs", "output"}  # tests/reports/test_reports.py
-    assert set(settings_of(PlotConfig)) == {"runs", "x", "smooth", "output"}  # tests/reports/test_curve_plots.py
+    assert set(settings_of(ComparisonConfig)) == {
+        *evaluation,
+        "runs",
+        "label",
+        "output",
+    }  # tests/reports/test_reports.py
+    assert set(settings_of(PlotConfig)) == {
+        "runs",
+        "label",
+        "x",
+        "smooth",
+        "output",
+    }  # tests/reports/test_curve_plots.py

@@ -1,0 +1,205 @@
+"""Groups runs by settings: runs that differ only in the seed form a group. Names the groups. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, TypeVar
+
+from rlhf.algorithms.kl_control import with_horizon
+from rlhf.algorithms.table import ALGORITHMS, in_order
+from rlhf.checkpoints.run_record import OF_EVALUATIONS, SEEDS_MAY_DIFFER, RunRecord, differences
+from rlhf.config import config_of_run
+from rlhf.settings.fields import as_text, settings_of
+from rlhf.settings.training import Config
+from rlhf.utils.errors import UserError, raise_if
+
+T = TypeVar("T")
+
+MAY_DIFFER = (*SEEDS_MAY_DIFFER, *OF_EVALUATIONS, "algorithm")  # settings that do not separate runs of an algorithm
+ALL_PAIRS = 4  # groups of which each pair is compared; with more, each is compared with the first one
+NAMED = 3  # settings in a label, if they are enough to tell the groups apart
+LONGEST_VALUE = 32  # characters of a setting's value in a label
+RESERVED = ("start", "start model")  # labels that would be confused with the start model
+HORIZON = "kl_horizon"
+
+
+@dataclass(frozen=True)
+class SettingsGroup:
+    """Runs of one algorithm with the same settings."""
+
+    algorithm: str
+    label: str
+    members: tuple[int, ...]  # positions of its runs among the given ones
+    settings: dict[str, str]  # the settings in which the groups differ, as text; without those that it does not read
+
+
+def group_runs(runs: Sequence[tuple[str, RunRecord]], labels: Sequence[str] = ()) -> list[SettingsGroup]:
+    """Return the groups of runs that are given as (algorithm, record).
+
+    The groups are in the order of their first runs, or in the order of the table of algorithms if they have their
+    algorithms' names. Raises UserError if there are `labels`, but not one for each group.
+    """
+    found = _members(runs)
+    algorithms = [runs[members[0]][0] for members in found]
+    flat = [_settings_of([runs[i][1] for i in members]) for members in found]
+    differ = differing_settings(algorithms, flat)
+    for considered in (_without_consequences(differ, algorithms, flat, found, runs), differ):
+        texts = [
+            {name: _text(values.get(name, "unknown")) for name in considered if name not in unread(algorithm)}
+            for algorithm, values in zip(algorithms, flat, strict=True)
+        ]
+        names = _default_labels(algorithms, texts)
+        if len(set(names)) == len(names):
+            break
+    if labels:
+        _check_labels(labels, names, found)
+    groups = [
+        SettingsGroup(algorithm, label, tuple(members), values)
+        for algorithm, label, members, values in zip(algorithms, labels or names, found, texts, strict=True)
+    ]
+    if labels or names != [algorithm.upper() for algorithm in algorithms]:
+        return groups
+    order = in_order(algorithms)
+    return sorted(groups, key=lambda group: order.index(group.algorithm))
+
+
+def _members(runs: Sequence[tuple[str, RunRecord]]) -> list[list[int]]:
+    """Return the positions of the runs of each group. A run must have the settings of all others of its group, because
+    settings that only one of two runs has are no difference."""
+    groups: list[list[int]] = []
+    for position, (algorithm, run) in enumerate(runs):
+        aside = {*MAY_DIFFER, *unread(algorithm)}
+        for members in groups:
+            others = [runs[i] for i in members]
+            if all(a == algorithm and not differences(r.settings, run.settings, aside) for a, r in others):
+                members.append(position)
+                break
+        else:
+            groups.append([position])
+    return groups
+
+
+def _settings_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Return the settings of a group: name -> value."""
+    merged: dict[str, Any] = {}
+    for run in reversed(runs):
+        merged |= run.flat_settings
+    return merged
+
+
+def unread(algorithm: str) -> set[str]:
+    """Return the settings that only other algorithms use."""
+    row = ALGORITHMS.get(algorithm)
+    groups = row.foreign if row else {group for row in ALGORITHMS.values() for group in row.reads}
+    return {name for name, setting in settings_of(Config).items() if setting.group in groups}
+
+
+def differing_settings(algorithms: Sequence[str], settings: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the names of the settings in which groups differ, if both algorithms of a pair use them.
+
+    Args:
+        algorithms: the algorithm of each group.
+        settings: the settings of each group, by name.
+    """
+    names: set[str] = set()
+    for (one, here), (other, there) in combinations(list(zip(algorithms, settings, strict=True)), 2):
+        aside = {*MAY_DIFFER, *unread(one), *unread(other)}
+        names |= {n for n in here.keys() & there.keys() if n not in aside and here[n] != there[n]}
+    return sorted(names)
+
+
+def _without_consequences(
+    names: Sequence[str],
+    algorithms: Sequence[str],
+    settings: Sequence[dict[str, Any]],
+    members: Sequence[Sequence[int]],
+    runs: Sequence[tuple[str, RunRecord]],
+) -> list[str]:
+    """Return the names without those that follow from other settings: batch_size and kl_horizon of different
+    algorithms that are the same per update, and a kl_horizon that was not set by the user."""
+    left = [name for name in names if not _same_per_update(name, algorithms, settings)]
+    rest = [name for name in left if name != HORIZON]
+    if not rest or HORIZON not in left:
+        return left
+    return rest if all(_derived_horizon(runs[found[0]][1]) for found in members) else left
+
+
+def _same_per_update(name: str, algorithms: Sequence[str], settings: Sequence[dict[str, Any]]) -> bool:
+    """True if the setting differs between algorithms only, and has the same meaning in an update of each: a batch of
+    prompts with K completions each, or a number of episodes."""
+    if name not in ("batch_size", HORIZON):
+        return False
+    values, of_algorithm = set(), set()
+    for algorithm, found in zip(algorithms, settings, strict=True):
+        episodes = (found.get("batch_size") or 0) * (found.get("K") or 1)
+        values.add(episodes if name == "batch_size" else episodes and (found.get(name) or 0) / episodes)
+        of_algorithm.add((algorithm, found.get(name)))
+    return len(values) == 1 and len(of_algorithm) == len(set(algorithms))
+
+
+def _derived_horizon(run: RunRecord) -> bool:
+    """True if a run's kl_horizon is the one that follows from its length."""
+    try:
+        config = config_of_run(run, kl_horizon=None)
+    except UserError:  # an algorithm that this version does not have
+        return False
+    return with_horizon(config, run.plan.updates).kl.kl_horizon == run.flat_settings.get(HORIZON)
+
+
+def _default_labels(algorithms: Sequence[str], settings: Sequence[dict[str, str]]) -> list[str]:
+    """Return the algorithm's name of each group, with its settings if they are needed. The labels are distinct."""
+    names = [algorithm.upper() for algorithm in algorithms]
+    if not any(settings):
+        return names
+    short = [_label(name, values, NAMED) for name, values in zip(names, settings, strict=True)]
+    if len(set(short)) == len(short):
+        return short
+    return [_label(name, values, len(values)) for name, values in zip(names, settings, strict=True)]
+
+
+def _label(name: str, settings: dict[str, str], most: int) -> str:
+    words = [f"{setting} {value}" for setting, value in list(settings.items())[:most]]
+    more = [f"{len(settings) - most} more settings"] if len(settings) > most else []
+    return " ".join([name, ", ".join([*words, *more])]).strip()
+
+
+def _text(value: Any) -> str:
+    """Return a setting's value as short text. The end of a path or of a list is the part that differs."""
+    text = as_text(value, " ")
+    return text if len(text) <= LONGEST_VALUE else f"...{text[3 - LONGEST_VALUE :]}"
+
+
+def _check_labels(labels: Sequence[str], names: Sequence[str], members: Sequence[Collection[int]]) -> None:
+    """Raise UserError if the labels do not name each group once."""
+    of = [
+        f"{name} ({len(found)} run{'s' if len(found) > 1 else ''})" for name, found in zip(names, members, strict=True)
+    ]
+    if len(labels) != len(names):
+        raise UserError(
+            f"{len(labels)} label(s) for {len(names)} group(s) of runs: --label {' '.join(labels)}. Give one for each "
+            f"group, after the run folders; the groups are, in this order: {'; '.join(of)}"
+        )
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    problems = [f"two groups have the label {label!r}: --label. Give each group another one" for label in twice]
+    raise_if(
+        [*problems, *(f"{w!r} names the start model: --label. Give another one" for w in labels if w in RESERVED)]
+    )
+
+
+def short_pair(name: str, groups: Collection[str]) -> str:
+    """Return the name of a pair, "ONE - OTHER", without the name of the first group if all pairs have it."""
+    first = next(iter(groups))
+    return f"{name.removesuffix(f' - {first}')} - the first one" if len(groups) > ALL_PAIRS else name
+
+
+def compared_pairs(groups: Sequence[T]) -> list[tuple[T, T]]:
+    """Return the pairs of groups that a verdict compares: each pair of up to 4 groups; of more, each with the first.
+
+    With many groups, each of all pairs would have a very wide interval. The first one is chosen before the results are
+    known, so only the comparisons with it need to be corrected for. The best one is chosen because of the results.
+    """
+    if len(groups) <= ALL_PAIRS:
+        return list(combinations(groups, 2))
+    return [(other, groups[0]) for other in groups[1:]]

@@ -1,0 +1,110 @@
+"""Tests how runs form groups by their settings, the groups' names, and which pairs of groups are compared."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf.algorithms.kl_control import with_horizon
+from rlhf.analysis.groups import compared_pairs, group_runs
+from rlhf.analysis.statistics import level_of_each
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.config import make_config
+from rlhf.utils.errors import UserError
+from tests.records import record_of
+
+
+def run(algorithm="ppo", updates=20, recipe="demo", **settings) -> tuple[str, RunRecord]:
+    return algorithm, record_of(with_horizon(make_config(recipe, algorithm, **settings), updates), updates)
+
+
+def labels(*runs, names=()) -> list[str]:
+    return [group.label for group in group_runs(runs, names)]
+
+
+def test_runs_that_differ_only_in_seed_and_folder_are_one_group():
+    (group,) = group_runs([run(), run(seed=7, output="./other", save_every=3), run(eval_func=["length_penalty"])])
+    assert group.label == "PPO" and group.members == (0, 1, 2) and group.settings == {}
+
+
+def test_each_algorithm_once_with_the_same_settings_has_the_algorithms_name_in_the_tables_order():
+    """The demo has 64 prompts per update for PPO, and 16 with 4 completions each for GRPO and RLOO."""
+    groups = group_runs([run("rloo"), run("grpo"), run("ppo"), run("grpo", seed=1)])
+    assert [group.label for group in groups] == ["PPO", "GRPO", "RLOO"]
+    assert [group.members for group in groups] == [(2,), (1, 3), (0,)]
+
+
+def test_shared_settings_that_differ_are_in_the_names():
+    assert labels(run("grpo", learning_rate=3e-5), run(learning_rate=1e-5)) == [
+        "GRPO learning_rate 3e-05", "PPO learning_rate 1e-05",
+    ]  # fmt: skip
+    assert labels(run(kl_target=["6/sequence"]), run(use_lora=True)) == [
+        "PPO kl_target 6/sequence, use_lora false", "PPO kl_target 3/sequence, use_lora true",
+    ]  # fmt: skip
+
+
+def test_an_algorithms_own_setting_is_a_difference_only_between_algorithms_that_read_it():
+    assert labels(run(lam=0.9), run("grpo")) == ["PPO", "GRPO"], "only PPO reads lam"
+    assert labels(run(lam=0.9), run("grpo"), run(lam=0.8)) == [
+        "PPO lam 0.9", "GRPO", "PPO lam 0.8",
+    ]  # fmt: skip
+    own = labels(run("grpo", K=2, batch_size=32), run("rloo", K=4, batch_size=16))
+    assert own == ["GRPO K 2", "RLOO K 4"], "both read K; the batches have 64 completions each"
+
+
+def test_a_horizon_that_follows_from_the_length_is_not_named():
+    def of_default_recipe(updates, **settings):
+        return run(updates=updates, recipe="smollm2-orca", **settings)
+
+    short, long = of_default_recipe(48, num_iterations=48), of_default_recipe(96, num_iterations=96)
+    assert (short[1].flat_settings["kl_horizon"], long[1].flat_settings["kl_horizon"]) == (16, 32)
+    assert labels(short, long) == ["PPO num_iterations 48", "PPO num_iterations 96"]
+    set_by_user = of_default_recipe(96, num_iterations=96, kl_horizon=90)
+    assert labels(short, set_by_user) == [
+        "PPO kl_horizon 16, num_iterations 48",
+        "PPO kl_horizon 90, num_iterations 96",
+    ]
+    other_data = labels(of_default_recipe(48), of_default_recipe(96))  # the same number of epochs
+    assert other_data == ["PPO kl_horizon 16", "PPO kl_horizon 32"]
+
+
+def test_a_name_has_three_settings_unless_more_are_needed():
+    first = {"learning_rate": 1e-5, "gamma": 0.9, "lam": 0.9, "temperature": 0.9}
+    assert labels(run(), run(**first))[1] == "PPO gamma 0.9, lam 0.9, learning_rate 1e-05, 1 more settings"
+    assert labels(run(), run(**first), run(**{**first, "temperature": 0.8}))[2] == (
+        "PPO gamma 0.9, lam 0.9, learning_rate 1e-05, temperature 0.8"
+    )
+
+
+def test_labels_replace_the_names_in_the_order_of_the_runs():
+    runs = [run("grpo"), run(), run("grpo", seed=1)]
+    assert labels(*runs, names=["b", "a"]) == ["b", "a"]
+    assert [group.algorithm for group in group_runs(runs, ["b", "a"])] == ["grpo", "ppo"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ["a"],
+            r"1 label\(s\) for 2 group\(s\) of runs: --label a\. .* in this order: GRPO \(2 runs\); PPO \(1 run\)$",
+        ),
+        (["a", "a"], "two groups have the label 'a': --label"),
+        (["a", "start"], "'start' names the start model: --label"),
+    ],
+)
+def test_wrong_labels(names, message):
+    with pytest.raises(UserError, match=message):
+        group_runs([run("grpo"), run(), run("grpo", seed=1)], names)
+
+
+def test_settings_of_other_versions_do_not_separate_runs():
+    _, old = run()
+    del old.settings["optimizer"]["max_grad_norm"]
+    assert labels(("ppo", old), run(seed=2), run(seed=3, max_grad_norm=1.0)) == ["PPO"]
+
+
+def test_up_to_four_groups_are_compared_in_all_pairs_and_more_with_the_first_one():
+    assert compared_pairs("abc") == [("a", "b"), ("a", "c"), ("b", "c")] and len(compared_pairs("abcd")) == 6
+    pairs = compared_pairs("abcdefghi")
+    assert pairs == [(other, "a") for other in "bcdefghi"]
+    assert level_of_each(len(pairs)) == pytest.approx(1 - 0.05 / 8)

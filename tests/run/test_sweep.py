@@ -1,0 +1,304 @@
+"""Tests --sweep: the combinations, their folders, what is refused, the table, resuming; and the example of a tuner."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlhf.checkpoints.run_record import RunRecord
+from rlhf.commands.train import train_command
+from rlhf.config import parse_cli
+from rlhf.run import parallel_seeds, sweep
+from rlhf.run.sweep import folder_parts, points_of
+from rlhf.utils.console import Screen
+from rlhf.utils.errors import RunError, UserError
+from rlhf.utils.system import WINDOWS
+from tests.documents import ROOT, python_block
+
+
+def points(*words: str, algorithm: str = "ppo") -> list[sweep.Point]:
+    argv = ["--recipe", "demo", "--output", "out", *words]
+    return points_of(parse_cli(argv, algorithm), argv)
+
+
+def test_grid_has_every_combination_and_the_last_setting_changes_fastest():
+    found = points("--sweep", "learning_rate=1e-5,3e-5", "kl-target=3/sequence,6/sequence", "--seeds", "1", "2")
+    assert [point.name for point in found] == [
+        f"learning_rate {rate}, kl_target {target}/sequence" for rate in ("1e-05", "3e-05") for target in (3, 6)
+    ]
+    assert [point.config.optimizer.learning_rate for point in found] == [1e-5, 1e-5, 3e-5, 3e-5]
+    assert [str(point.config.kl.targets[0]) for point in found] == ["3/sequence", "6/sequence"] * 2
+    assert list(map(str, found[1].folders.values())) == [
+        f"out_learning_rate=1e-05_kl_target=6-sequence_seed{seed}" for seed in (1, 2)
+    ]
+    assert not any(point.config.run.sweep for point in found)
+
+
+def test_names_of_other_trainers_have_their_meaning():
+    """A length replaces the recipe's length, and target_kl is in nats per sequence."""
+    found = points("--sweep", "num_train_epochs=1,2", "target_kl=5")
+    assert [point.config.run.epochs for point in found] == [1, 2] and found[0].config.run.episodes is None
+    assert found[0].settings == {"epochs": "1.0", "kl_target": "5/sequence"}
+
+
+def test_values_of_a_list_are_separated_by_spaces():
+    found = points("--kl-schedule", "phased", "--sweep", "kl_target=3/sequence 1/sequence,4/sequence 2/sequence")
+    assert [point.settings["kl_target"] for point in found] == ["3/sequence 1/sequence", "4/sequence 2/sequence"]
+    rules = points("--sweep", "reward_func=length_penalty keyword_bonus,keyword_bonus")
+    assert [point.config.reward.reward_func for point in rules] == [
+        ("length_penalty", "keyword_bonus"), ("keyword_bonus",),
+    ]  # fmt: skip
+
+
+def test_powershell_splits_an_argument_at_its_commas():
+    assert len(points("--sweep", "learning_rate=1e-5", "3e-5", "1e-4", "gamma=1", "0.99")) == 6
+
+
+def test_a_setting_of_one_algorithm():
+    assert [point.config.group.K for point in points("--sweep", "K=2,4", algorithm="grpo")] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["learning_rate=x"], r"^learning_rate is 'x': --sweep learning_rate=x\. Give a number$"),
+        (["learning_rate=1e-5,-1"], r"^learning_rate is -1: --sweep learning_rate=-1\. It must be above 0$"),
+        (["lerning_rate=1"], r"unknown setting lerning_rate: --sweep lerning_rate=1\. Did you mean learning_rate\?"),
+        (["K=2,4"], r"K belongs to train_grpo\.py and train_rloo\.py: --sweep K=2,4\. Remove it"),
+        (["seed=1,2"], r"seed cannot be swept: --sweep seed=1,2\. Give several seeds with --seeds"),
+        (["output=a,b"], r"output cannot be swept: --sweep output=a,b\. It does not change what is learned"),
+        (["resume=true,false"], "resume cannot be swept"),
+        (["dry_run=true"], "dry_run cannot be swept"),
+        (["eval_func=length_penalty"], "eval_func cannot be swept"),
+        (["recipe=demo,phased-kl"], "recipe cannot be swept: .* Start one sweep with each recipe"),
+        (["learning_rate"], r"'learning_rate' is not NAME=VALUE,VALUE: --sweep\. Write for example"),
+        (["learning_rate=1,,2"], "is not NAME=VALUE,VALUE"),
+        (["learning_rate=1", "learning-rate=2"], "learning_rate is set twice: --sweep learning-rate=2 and --sweep"),
+        (["learning_rate=1", "--learning-rate", "2"], "learning_rate is set twice: .* and --learning-rate. Keep one"),
+        (["learning_rate=1e-5,0.00001"], r"two combinations are equal: --sweep, learning_rate=1e-05\. Keep one"),
+        (
+            ["batch_size=64,63", "--minibatches", "2"],
+            r"minibatches 2 does not divide batch_size 63: --minibatches, with --sweep batch_size=63\. Try",
+        ),
+        (["learning_rate=1", "--check"], r"--check is for one run: --sweep, --check\. Remove one"),
+    ],
+)
+def test_wrong_sweeps(words, message):
+    with pytest.raises(UserError, match=message):
+        points("--sweep", *words)
+
+
+def test_a_launcher_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="a launcher has already started several processes: --sweep"):
+        points("--sweep", "learning_rate=1e-5,3e-5")
+
+
+def test_folders_have_only_characters_that_shells_and_windows_allow():
+    paths = [{"actor_model": value} for value in ("./a b/c", r"C:\m\x", "./A B/C", "f(a=1,b=2)", "x" * 300)]
+    parts = folder_parts(paths)
+    assert len({part.casefold() for part in parts}) == 5, "./a b/c and ./A B/C are the same folder on Windows"
+    assert all(len(part) < 140 and not set(part) & set('<>:"/\\|?*, ()') for part in parts)
+    assert parts[1] == "actor_model=C-m-x"
+
+
+# --- training, with a process that only writes run.json --------------------------------------------------------------
+
+PRETENDS = """
+import pickle, sys
+sys.path.insert(0, {root!r})
+sys.argv, config = pickle.load(sys.stdin.buffer)
+from pathlib import Path
+from rlhf.algorithms.kl_control import with_horizon
+from rlhf.checkpoints.run_log import RunLog
+from rlhf.utils.errors import RunError, run_command
+from tests.records import facts_of
+
+def train():
+    folder, rate, seed = Path(config.run.output), config.optimizer.learning_rate, config.run.seed
+    folder.mkdir(parents=True, exist_ok=config.run.resume)
+    print("update 1 |", flush=True)
+    with RunLog(folder, **facts_of(with_horizon(config, 2))) as log:
+        if rate == 2e-5 and seed == 2 and not config.run.resume:
+            raise RunError("a test")
+        log.add(figures=dict(score_rise_in_start_sd=seed * rate * 1e5, kl_last_10_updates=rate * 1e5, seconds=60.0,
+                             gold_after=0.5, kl_unit="nats/sequence", **{{"eval/right_after": 0.25}}))
+
+run_command(train)
+"""
+
+
+@pytest.fixture
+def pretended(monkeypatch, tmp_path):
+    """Returns a function that runs `train_ppo.py --sweep` in tmp_path. Its processes train nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(parallel_seeds, "CHILD", PRETENDS)
+    monkeypatch.setattr(parallel_seeds, "visible_gpus", lambda: [])
+    monkeypatch.setattr(parallel_seeds, "build_demo", lambda *_: None)
+    monkeypatch.setattr(sweep, "build_demo", lambda *_: None)
+    monkeypatch.setattr(sweep, "check_inputs", lambda *_: None)
+    grid = ["--sweep", "learning_rate=1e-5,2e-5", "--seeds", "1", "2"]
+    return lambda *flags: train_command("ppo", ["--recipe", "demo", "--output", "out", *grid, *flags])
+
+
+def test_a_failed_run_is_reported_the_others_finish_and_resume_trains_it_again(pretended, capsys):
+    with pytest.raises(RunError, match=r"^learning_rate 2e-05, seed 2: a test$"):
+        pretended("--parallel", "--print-json")
+    *_, line = (printed := capsys.readouterr().out).splitlines()
+    result = json.loads(line)
+    assert result["status"] == "failed" and [run["status"] for run in result["runs"]] == ["finished"] * 3 + ["failed"]
+    assert result["runs"][0]["settings"] == {"learning_rate": "1e-05"}
+    (again,) = [line.split(": ", 1)[1] for line in printed.splitlines() if line.startswith("train the failed runs")]
+    assert again.endswith("--parallel --print-json --resume") and shlex.split(again)[1] == "train_ppo.py"
+    statuses = [RunRecord.read(path).status for path in sorted(Path().glob("out_*_seed?"))]
+    assert statuses == ["finished", "finished", "finished", "failed"]
+    train_command("ppo", shlex.split(again)[2:])
+    printed = capsys.readouterr().out
+    assert printed.count("already finished") == 3 and "learning_rate 2e-05, seed 2: finished" in printed
+    assert json.loads(printed.splitlines()[-1])["status"] == "finished"
+
+
+def test_table_json_and_csv_have_means_over_seeds(pretended, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(RunError):
+        pretended()
+    printed = capsys.readouterr().out
+    assert "at most 1 at a time" in printed, "one after another without --parallel"
+    table = json.loads(Path("out_sweep.json").read_text(encoding="utf-8"))
+    one, other = table["combinations"]
+    assert (table["algorithm"], table["recipe"], one["settings"]) == ("ppo", "demo", {"learning_rate": "1e-05"})
+    assert one["figures"]["score_rise_in_start_sd"] == {
+        "by_seed": {"1": 1.0, "2": 2.0}, "mean": 1.5, "sd": pytest.approx(0.5**0.5),
+    }  # fmt: skip
+    assert other["runs"]["2"] == {"output": "out_learning_rate=2e-05_seed2", "status": "failed"}
+    assert other["figures"]["score_rise_in_start_sd"] == {"by_seed": {"1": 2.0}, "mean": 2.0, "sd": None}
+    with open("out_sweep.csv", newline="", encoding="utf-8") as file:
+        first, second = csv.DictReader(file)
+    assert (first["learning_rate"], first["finished"], second["finished"]) == ("1e-05", "2", "1")
+    assert float(first["gold_after_mean"]) == 0.5 and second["gold_after_sd"] == ""
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│ 1e-05" in line]
+    assert cells[-1][:3] == ["1e-05", "2 of 2", "+1.50 (0.71)"] and "1:00 (0 s)" in cells[-1][-1]
+    folders = "out_learning_rate=1e-05_seed1 out_learning_rate=1e-05_seed2 out_learning_rate=2e-05_seed1"
+    assert (
+        f"python compare_runs.py {folders}\n" in printed and f"python plot_training_progress.py {folders}\n" in printed
+    )
+
+
+def test_resume_with_other_settings_is_refused(pretended):
+    with pytest.raises(RunError):
+        pretended()
+    message = "cannot resume: gamma was 1.0 in this run and is 0.9 now|other settings .gamma.: out_"
+    with pytest.raises(UserError, match=message):
+        pretended("--resume", "--gamma", "0.9")
+    with pytest.raises(UserError, match="already contains an unfinished run: .*Add --resume to continue it"):
+        pretended()
+
+
+def test_dry_run_prints_the_grid_and_the_plan_of_the_first_run(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--sweep", "num_iterations=3,5", "learning_rate=1e-5,2e-5", "--seeds", "1", "2", "--dry-run"]
+    train_command("ppo", ["--recipe", "demo", *flags])
+    printed = capsys.readouterr().out
+    assert "sweep: 4 combinations x 2 seeds = 8 runs" in printed and "3 updates x 64 = 192 episodes" in printed
+    assert "ppo_training_output_num_iterations=3_learning_rate=1e-05_seed1" in printed and not list(tmp_path.iterdir())
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(start_model, reward_folder, pairs_file) -> list[str]:
+    """Returns the flags of a short run."""
+    return ["--actor-model", str(start_model), "--rm-model", str(reward_folder), "--prompts", str(pairs_file),
+            "--batch-size", "4", "--save-every", "2", "--eval-every", "50", "--max-new-tokens", "8",
+            "--prompt-length", "100", "--eval-prompts", "6", "--allow-weak-reward-model"]  # fmt: skip
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(WINDOWS, reason="a test cannot send Ctrl-C to one process on Windows")
+def test_ctrl_c_saves_all_runs_and_the_printed_command_resumes_them(tiny, tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+
+    def start(*flags: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "train_ppo.py"), *flags], cwd=tmp_path, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment,
+        )  # fmt: skip
+
+    process = start(
+        *tiny, "--num-iterations", "60", "--sweep", "learning_rate=1e-4,1e-3", "--parallel", "--output", "s"
+    )
+    folders, until = (
+        [tmp_path / f"s_learning_rate={rate}_seed42" for rate in ("0.0001", "0.001")],
+        time.monotonic() + 120,
+    )
+    while not all(list(folder.glob("checkpoint-*[0-9]")) for folder in folders):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and [RunRecord.read(f).status for f in folders] == ["stopped"] * 2, printed
+    (resume,) = [line.split(": ", 1)[1] for line in printed.splitlines() if line.startswith("stopped. Resume with")]
+    process = start(*shlex.split(resume)[2:])
+    printed = process.communicate(timeout=200)[0]
+    assert process.returncode == 0 and "2 combinations: mean over seeds" in printed, printed
+    assert [RunRecord.read(folder).spent.updates for folder in folders] == [60, 60]
+
+
+def random_search(settings: random.Random) -> SimpleNamespace:
+    """Returns a stand-in for the part of optuna that the example uses."""
+
+    def suggest_float(name: str, low: float, high: float, log: bool = False) -> float:
+        return settings.uniform(low, high)
+
+    def create_study(direction: str) -> SimpleNamespace:
+        study = SimpleNamespace(values=[])
+
+        def optimize(objective, n_trials: int) -> None:
+            for number in range(n_trials):
+                study.values.append(objective(SimpleNamespace(number=number, suggest_float=suggest_float)))
+            study.best_value, study.best_params = max(study.values), {}
+
+        study.optimize = optimize
+        return study
+
+    return SimpleNamespace(create_study=create_study)
+
+
+@pytest.mark.ci
+def test_the_example_of_a_tuner_runs(tiny, tmp_path, monkeypatch, capsys):
+    """The page's code with two short trials; without optuna, with a random search in its place."""
+    block = python_block("import optuna")
+    assert len(block.strip().splitlines()) <= 20
+    recipe, trials = '"--recipe", "demo"', "n_trials=20"
+    assert recipe in block and trials in block and '"gold_after"' in block
+    block = block.replace(recipe, ", ".join(map(repr, [*tiny, "--num-iterations", "2"])))
+    block = block.replace(trials, "n_trials=2").replace('"gold_after"', '"score_after"')
+    block = block.replace('"train_ppo.py"', repr(str(ROOT / "train_ppo.py")))
+    monkeypatch.chdir(tmp_path)
+    try:
+        import optuna  # noqa: F401
+    except ImportError:
+        monkeypatch.setitem(sys.modules, "optuna", random_search(random.Random(0)))
+    exec(block, {"__name__": "__main__"})
+    runs = sorted(tmp_path.glob("tuning_*"))
+    scores = [RunRecord.read(run).figures["score_after"] for run in runs]
+    assert len(runs) == 2 and str(max(scores)) in capsys.readouterr().out
+
+
+def test_the_screen_shows_a_sweep_without_a_finished_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = points("--sweep", "learning_rate=1e-5,3e-5")
+    sweep.show_sweep(found, found[0].config, Screen())
+    assert "0 of 1" in capsys.readouterr().out

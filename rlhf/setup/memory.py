@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,12 +18,10 @@ from rlhf.algorithms.table import ALGORITHMS
 from rlhf.data.sampler import PromptSampler
 from rlhf.models.budget import VLLM_MEMORY_SHARE, Budget, budget_of
 from rlhf.models.device import autocast_dtype, installed
+from rlhf.rollout.choice import choose_engine
 from rlhf.settings.training import Config
 from rlhf.setup.shape import FLOAT, Shape
 from rlhf.utils.console import gib
-
-if TYPE_CHECKING:
-    pass
 
 # Bytes outside our tensors. CPU: library code and tables that are loaded on use (measured with a tiny model). GPU:
 # cuBLAS's workspace (its documentation: 32 MiB on Hopper, 8 MiB elsewhere).
@@ -90,6 +88,7 @@ class Estimator:
     evaluation: Sequence[int]  # prompt lengths in tokens; empty: evaluations are ignored
     updates: int
     libraries: int = 0  # bytes in use before the models were loaded
+    packs: bool = True  # the policy's episodes can be packed
 
     def __call__(self, config: Config) -> Forecast:
         """Return the forecast for these settings."""
@@ -119,6 +118,11 @@ class _Run:
         return FLOAT if dtype is None else dtype.itemsize
 
     @property
+    def engine(self) -> str:
+        """The rollout engine that samples."""
+        return choose_engine(self.config.speed.rollout_engine, self.given.packs, self.given.device)
+
+    @property
     def critic(self) -> Shape | None:
         """The backbone of a critic that is a second network."""
         if self.config.critic_from_reward_model and self.given.reward_model is not None:
@@ -146,7 +150,7 @@ class _Run:
         m, policy, judge, vllm = self.config.model, self.given.policy, self.given.reward_model, 0
         own = self.trained(policy)
         critic = 0 if self.critic is None else self.trained(self.critic) + m.use_lora * self.frozen(self.critic)
-        if self.config.speed.rollout_engine == "vllm":
+        if self.engine == "vllm":
             vllm = int(VLLM_MEMORY_SHARE * installed(self.given.device))
         eight_bit = self.config.optimizer.optim == "adamw_8bit"
         whole = [] if m.use_lora else [policy, *filter(None, [self.critic])]
@@ -188,13 +192,14 @@ class _Run:
 
     def micro_batch(self, prompts: list[int]) -> tuple[int, int, int]:
         """Return the episodes, the tokens, and the completion tokens of the largest micro-batch."""
-        batch, speed, length = self.config.batch, self.config.speed, self.config.sampling.max_new_tokens
+        batch, length = self.config.batch, self.config.sampling.max_new_tokens
+        packed = self.config.speed.packed and self.given.packs
         rows = sorted(prompts, reverse=True)[:: batch.minibatches]
         size = min(len(rows), batch.micro_batch_size or len(rows))
-        shared = self.config.group_size if batch.minibatches == 1 and speed.packed else 1
+        shared = self.config.group_size if batch.minibatches == 1 and packed else 1
         while True:
-            taken = rows[:size] if speed.packed else rows[:1] * size
-            tokens = sum(taken[::shared]) + size * (length - speed.packed)
+            taken = rows[:size] if packed else rows[:1] * size
+            tokens = sum(taken[::shared]) + size * (length - packed)
             if tokens <= self.budget.tokens_per_micro_batch or size == 1:
                 return size, tokens, size * length
             size -= 1
@@ -207,7 +212,9 @@ class _Run:
     def rollout(self, prompts: list[int]) -> dict[str, int]:
         """Return purpose -> bytes for sampling one completion per prompt."""
         policy, sampling, speed = self.given.policy, self.config.sampling, self.config.speed
-        plain = speed.rollout_engine == "plain"
+        if self.engine == "vllm":
+            return {}  # vLLM's memory is held throughout the run
+        plain = self.engine == "plain"
         slots = len(prompts) if plain else min(len(prompts), speed.rollout_slots or self.budget.rollout_slots)
         columns = max(prompts) + sampling.max_new_tokens
         prompt_tokens = slots * max(prompts) if plain else sum(sorted(prompts)[-slots:]) // self.config.group_size
@@ -227,7 +234,7 @@ class _Run:
     def decoder_copies(self) -> int:
         """Return the bytes of the copies of weights that decoding uses."""
         policy, m = self.given.policy, self.config.model
-        if self.config.speed.rollout_engine == "plain" or m.load_in_4bit or (m.use_lora and self.element < FLOAT):
+        if self.engine == "plain" or m.load_in_4bit or (m.use_lora and self.element < FLOAT):
             return self.copies()
         return (policy.matrices + policy.vocabulary * policy.hidden) * self.element
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rlhf.checkpoints.model_folder import ALL_LINEAR, tensors_of
-from rlhf.data.tokenizer import config_values, load_config, values_of
+from rlhf.data.tokenizer import TYPES, config_values, load_config, readable, values_of
 from rlhf.models.logprobs import base_of
 from rlhf.utils.errors import UserError
 
@@ -154,6 +154,21 @@ def _tensors_of_hub_model(model: str) -> Tensors:
 def shape_of(model: str) -> Shape:
     """Return the dimensions of the model in a folder or on the hub."""
     return Shape.of(config_values(model), parameters_in(weights_of(model)))
+
+
+def is_packable(model: str) -> bool:
+    """Return whether episodes of the model in a folder or on the hub can be packed, as
+    `rlhf.models.attention.packable` and the self-test decide when it is loaded."""
+    if config_values(model).get("model_type") in TYPES:
+        return True
+    from transformers import AutoModelForCausalLM  # takes two seconds
+
+    from rlhf.models.attention import packable
+
+    with readable(model), torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(load_config(model), trust_remote_code=False)
+    has_sinks = any(name.endswith(".sinks") for name, _ in network.named_parameters())  # GPT-OSS fails the self-test
+    return packable(network) and not has_sinks
 
 
 def parameters_in(tensors: Tensors) -> int:

@@ -80,10 +80,17 @@ class Shape:
         tied to the embeddings."""
         return self.matrices + (0 if self.tied else self.vocabulary * self.hidden)
 
+    def adapted(self, targets: Collection[str]) -> list[str]:
+        """Return the names of the linear layers of a layer that have adapters."""
+        return [name for name in self.sizes if name in targets or ALL_LINEAR in targets]
+
+    def outputs(self, targets: Collection[str]) -> int:
+        """Return the outputs of the adapted linear layers of a layer together."""
+        return sum(self.sizes[name][1] for name in self.adapted(targets))
+
     def adapters(self, rank: int, targets: Collection[str]) -> int:
         """Return the number of weights of LoRA adapters."""
-        adapted = [s for name, s in self.sizes.items() if name in targets or ALL_LINEAR in targets]
-        return self.layers * rank * sum(map(sum, adapted))
+        return self.layers * rank * sum(sum(self.sizes[name]) for name in self.adapted(targets))
 
     def saved_by_layer(self, tokens: int, element: int, attention: int, targets: Collection[str] | None) -> int:
         """Return the bytes that one layer saves for the backward pass over a packed row of `tokens`.
@@ -95,7 +102,7 @@ class Shape:
         """
         size = 2 * self.hidden * FLOAT + 2 * self.inner * element  # the inputs of both norms; gate and up
         size += (2 * self.q + 2 * self.kv) * attention + self.heads * FLOAT  # attention's inputs and output
-        adapted = [n for n in self.sizes if targets is not None and (n in targets or ALL_LINEAR in targets)]
+        adapted = self.adapted(targets or ())
         if element < attention or element < FLOAT:  # autocast makes a copy for each layer that needs its input
             size += (self.q if targets is None else sum(self.sizes[n][0] for n in adapted)) * element
         else:

@@ -283,9 +283,7 @@ class _Run:
         numbers = completion * policy.vocabulary  # logits of the whole micro-batch, or of a chunk of completions
         if config.speed.fused_head:
             numbers = min(numbers, max(self.budget.logits_per_chunk, numbers // episodes))
-        head = (
-            0 if config.model.use_lora else FLOAT * policy.vocabulary * policy.hidden
-        )  # gradient of head or embeddings
+        head = 0 if config.model.use_lora else FLOAT * policy.vocabulary * policy.hidden  # its gradient
         if not config.speed.fused_head or config.batch.entropy_coef > 0:
             logits = UNFUSED * numbers * FLOAT
         else:

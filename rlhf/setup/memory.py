@@ -273,8 +273,8 @@ class _Run:
                 inputs = FLOAT * tokens * shape.hidden
                 parts[name] = shape.layers * inputs + each if m.gradient_checkpointing else shape.layers * each
         layers = 1 if m.gradient_checkpointing else self.given.policy.layers
-        gaps = GAPS * self.given.policy.hidden + self.given.policy.outputs(targets or ())
-        return parts | {"heap fragmentation": on_cpu * layers * tokens * gaps * FLOAT}
+        gaps = GAPS * FLOAT * self.given.policy.hidden + self.element * self.given.policy.outputs(targets or ())
+        return parts | {"heap fragmentation": on_cpu * layers * tokens * gaps}
 
     def backward(self, episodes: int, tokens: int, completion: int) -> dict[str, int]:
         """Return purpose -> bytes at the peak of one micro-batch's backward pass: at the language-model head, where

@@ -7,7 +7,6 @@ only attention needs the boundaries of episodes: it gathers the queries and keys
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -175,37 +174,18 @@ class PackedLayout(Layout):
     def attend_row(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, kernel: Kernel) -> Tensor:
         parts = []
         for segment in self.segments:
+            rows, queries, keys = segment.shape
             mask = segment.mask(window, query.device)
-            given = kernel(*self._by_episode(segment, query, key, value), mask, mask is None)
+            given = kernel(
+                _gather(query, segment.queries, rows, queries),
+                _gather(key, segment.keys, rows, keys),
+                _gather(value, segment.keys, rows, keys),
+                mask,
+                mask is None,
+            )
             parts.append(given.transpose(1, 2).flatten(0, 1))  # (R * Q, heads, D)
         packed = parts[0] if len(parts) == 1 else torch.cat(parts)
         return packed if self.inverse_index is None else packed.index_select(0, self.inverse_index)
-
-    def _by_episode(self, segment: Segment, *rows: Tensor) -> Sequence[Tensor]:
-        """Returns query, key and value of a row, (N, heads, D), as (R, heads, T, D)."""
-        episodes, queries, keys = segment.shape
-        alone = len(self.segments) == 1 and segment.queries is not None
-        if not alone or len({row.dtype for row in rows}) > 1:
-            indices = (segment.queries, queries), (segment.keys, keys), (segment.keys, keys)
-            return [_gather(row, index, episodes, size) for row, (index, size) in zip(rows, indices, strict=True)]
-        # each token is in one episode, so all three are gathered in one step, and so are their gradients
-        together = _Gather.apply(torch.cat(rows, 1), segment.queries.flatten(), self.inverse_index)
-        heads = [row.shape[1] for row in rows]
-        return together.view(episodes, queries, *together.shape[1:]).transpose(1, 2).split(heads, 1)
-
-
-class _Gather(torch.autograd.Function):
-    """Gathers rows in which each token occurs once, and otherwise padding, whose gradient is 0."""
-
-    @staticmethod
-    def forward(ctx, row, gather_index, inverse_index):
-        ctx.save_for_backward(inverse_index)
-        return row.index_select(0, gather_index)
-
-    @staticmethod
-    def backward(ctx, by_output):
-        (inverse_index,) = ctx.saved_tensors
-        return by_output.index_select(0, inverse_index), None, None
 
 
 def _gather(row: Tensor, gather_index: Tensor | None, episodes: int, tokens: int) -> Tensor:
